@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.config import DeployConfig, DeployRun
-from deploy.placement import Place, rank_places, server_places
+from deploy.placement import ProcessSpec, rank_places, server_places
 from deploy.supervisor import Process, Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
@@ -104,7 +104,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """Command of each kind of process, to which a place adds its flags."""
     resume: bool
 
-    def start(self, command: tuple[str, ...], place: Place) -> Process:
+    def start(self, command: tuple[str, ...], place: ProcessSpec) -> Process:
         return Process(place.name, (*command, *place.flags), place.environment, self.logs / f"{place.name}.log")
 
     def start_learner(self, *, again: bool) -> list[Process]:

@@ -20,7 +20,7 @@ Every rank loads the model. With `accelerate launch`, only rank 0 does.
 """
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Name, flags and environment of a process to start."""
 
     name: str
@@ -29,7 +29,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
 
 
-def server_places(config: DeployConfig, run: ServerRun) -> list[Place]:
+def server_places(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
     """Return a place for each server.
 
     Raises:
@@ -51,11 +51,13 @@ def server_places(config: DeployConfig, run: ServerRun) -> list[Place]:
             flags += ["--server.cpu-cores", *map(str, config.server_cores[i])]
         gpus = config.server_gpus[i] if config.server_gpus else ()
         environment = _visible(config, gpus)
-        places.append(Place(name=_name("server", i, config.num_servers), flags=tuple(flags), environment=environment))
+        places.append(
+            ProcessSpec(name=_name("server", i, config.num_servers), flags=tuple(flags), environment=environment)
+        )
     return places
 
 
-def rank_places(config: DeployConfig, run: LearnerRun, port: int) -> list[Place]:
+def rank_places(config: DeployConfig, run: LearnerRun, port: int) -> list[ProcessSpec]:
     """Return a place for each rank. The ranks rendezvous at `port`.
 
     Raises:
@@ -70,7 +72,7 @@ def rank_places(config: DeployConfig, run: LearnerRun, port: int) -> list[Place]
         cores = map(str, config.learner_cores[rank]) if config.learner_cores else ()
         flags = ("--learner.cpu-cores", *cores) if config.learner_cores else ()
         environment = _visible(config, config.learner_gpus) | _rank(config, rank, port)
-        places.append(Place(name=_name("learner", rank, config.num_ranks), flags=flags, environment=environment))
+        places.append(ProcessSpec(name=_name("learner", rank, config.num_ranks), flags=flags, environment=environment))
     return places
 
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Awaitable, Callable
 
 from inference_server.engine.containment import log_unexpected
-from inference_server.engine.supervisor import EngineLife
+from inference_server.engine.supervisor import EngineSupervisor
 from inference_server.requests import Groups
-from inference_server.weight_update import Pushes
+from inference_server.weight_update import WeightUpdates
 from protocol.messages import PushBegin, PushFailed
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Drain:
     """Drain of one server. `run` returns when the server may end."""
 
     def __init__(
-        self, life: EngineLife, pushes: Pushes, groups: Groups, timeout_s: float,
+        self, life: EngineSupervisor, pushes: WeightUpdates, groups: Groups, timeout_s: float,
         tell: Callable[[], Awaitable[object]], unreached_s: Callable[[], float],
     ) -> None:  # fmt: skip
         """Connect the drain to the server's parts.

@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 
 from inference_server.engine.containment import run_contained
 from inference_server.engine.interface import Engine
-from inference_server.engine.supervisor import EngineLife
+from inference_server.engine.supervisor import EngineSupervisor
 from protocol.channel.sockets import ServerChannel
 from protocol.doctor import package_version
 from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Probe, Trial, TrialEnded, Vitals
@@ -18,10 +18,10 @@ from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Probe, Trial, 
 log = logging.getLogger(__name__)
 
 
-class Visits:
+class ProbeHandler:
     """Message handlers for doctors, with or without a served run."""
 
-    def __init__(self, channel: ServerChannel, engine: Engine, model: ModelFingerprint, life: EngineLife) -> None:
+    def __init__(self, channel: ServerChannel, engine: Engine, model: ModelFingerprint, life: EngineSupervisor) -> None:
         self._channel, self._engine, self._model, self._life = channel, engine, model, life
         self._is_trying = False
 

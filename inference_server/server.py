@@ -24,11 +24,11 @@ from inference_server.config import ServerConfig
 from inference_server.drain import REASON, Drain
 from inference_server.engine.containment import log_unexpected, record_unexpected, run_contained
 from inference_server.engine.interface import Engine, EngineDead
-from inference_server.engine.supervisor import EngineLife, StallWatch
-from inference_server.probes import Visits
+from inference_server.engine.supervisor import EngineSupervisor, StallDetector
+from inference_server.probes import ProbeHandler
 from inference_server.requests import Groups, no_scores, not_begun, scores_of, why_invalid
-from inference_server.tenancy import Holder, Refusals, Tenancy
-from inference_server.weight_update import Pushes
+from inference_server.tenancy import LeaseHolder, Refusals, Tenancy
+from inference_server.weight_update import WeightUpdates
 from protocol.channel.sockets import SendResult, ServerChannel
 from protocol.errors import ProtocolError
 from protocol.messages import (
@@ -78,17 +78,17 @@ class Server:
         self._refusals = Refusals()
         self._num_busy_answers = 0
         self._tasks = asyncio.TaskGroup()
-        self._life = EngineLife(engine, self._tasks, config.max_engine_restarts, self._look, self._forget_engine)
-        self._pushes = Pushes(
+        self._life = EngineSupervisor(engine, self._tasks, config.max_engine_restarts, self._look, self._forget_engine)
+        self._pushes = WeightUpdates(
             engine, self._deliver, self._tell, config.pause_timeout_s, receive_overlap=config.receive_overlap
         )
         self._groups = Groups(engine, self._deliver, self._tell, self._life.spawn, self._pushes.generating_s)
-        self._visits = Visits(channel, engine, model, self._life)
+        self._visits = ProbeHandler(channel, engine, model, self._life)
         self.drain = Drain(
             self._life, self._pushes, self._groups, config.drain_timeout_s,
             lambda: self._deliver(self._pulse_message()), lambda: self._tenancy.away_s(time.monotonic()),
         )  # fmt: skip
-        self._stall = StallWatch(engine, self._pushes.generating_s, config.stall_timeout_s)
+        self._stall = StallDetector(engine, self._pushes.generating_s, config.stall_timeout_s)
 
     async def serve(self, tell_ready: Callable[[], None] = lambda: None) -> None:
         """Run the engine and the loops until canceled.
@@ -260,7 +260,7 @@ class Server:
             self._tenancy.hear(hello.run, time.monotonic())
             return  # The learner repeats its Hello until this server or its successor answers.
         before = self._tenancy.holder
-        if self._tenancy.hold(Holder(run=hello.run, learner=hello.learner, peer=peer), time.monotonic()):
+        if self._tenancy.hold(LeaseHolder(run=hello.run, learner=hello.learner, peer=peer), time.monotonic()):
             self._groups.forget_all()
             self._pushes.begin_run(hello.run)
             # The id stands for the weights of a run, and this run has none here yet.

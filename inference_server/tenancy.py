@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 NOTE_INTERVAL_S = 60.0
 
 
-class Holder(msgspec.Struct, frozen=True):
+class LeaseHolder(msgspec.Struct, frozen=True):
     """Learner process that holds the server."""
 
     run: str
@@ -44,7 +44,7 @@ class Holder(msgspec.Struct, frozen=True):
         return self.learner.rpartition(":")[0] or self.learner
 
 
-class Busy(msgspec.Struct, frozen=True):
+class BusyReason(msgspec.Struct, frozen=True):
     """Reason why a learner has to wait."""
 
     reason: str
@@ -57,7 +57,7 @@ class Tenancy:
 
     def __init__(self, orphan_timeout_s: float, now: float) -> None:
         self._orphan_timeout_s = orphan_timeout_s
-        self.holder: Holder | None = None
+        self.holder: LeaseHolder | None = None
         self._is_away = False
         self._since = now
         """Time at which the current state started."""
@@ -68,7 +68,7 @@ class Tenancy:
             return "free"
         return "away" if self._is_away else "held"
 
-    def why_busy(self, run: str, learner: str, now: float) -> Busy | None:
+    def why_busy(self, run: str, learner: str, now: float) -> BusyReason | None:
         """Return why this learner cannot have the server now, or None."""
         holder, state, since_s = self.holder, self.state, now - self._since
         if holder is None or self.is_due(now):
@@ -90,9 +90,9 @@ class Tenancy:
                 f"the server is busy with run {holder.run}, whose learner {holder.process} has held it for {since_s:.0f} s. Wait for its "
                 "end, stop it, or start another server"
             )
-        return Busy(reason, self.free_in_s(now))
+        return BusyReason(reason, self.free_in_s(now))
 
-    def hold(self, holder: Holder, now: float) -> bool:
+    def hold(self, holder: LeaseHolder, now: float) -> bool:
         """Give the server to a learner that does not have to wait.
 
         Return True if the server was free, so that nothing on it belongs to this run.

@@ -39,7 +39,7 @@ class _Failed(Exception):
         self.retryable = retryable
 
 
-class Pushes:
+class WeightUpdates:
     """Weight syncs of the server, and the policy version that the engine serves."""
 
     def __init__(

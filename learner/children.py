@@ -32,7 +32,7 @@ def start_fork_server() -> None:
         forkserver.ensure_running()
 
 
-class Forked:
+class ForkedProcess:
     """Process started by a fork server, safe for use from several threads."""
 
     def __init__(self, process: BaseProcess) -> None:

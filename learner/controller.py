@@ -3,7 +3,7 @@
     connect ─▶ (next_batch ─▶ push ─▶ record) for every step ─▶ finish
 
 Every rank has a PolicyTrainer (training/policy_trainer.py). Only rank 0 has a Controller; the other ranks
-follow it through a Lead.
+follow it through RankZero.
 """
 
 import logging
@@ -18,7 +18,7 @@ import msgspec
 
 from learner.evaluation.background import Evaluations
 from learner.interrupt import Interrupt
-from learner.players import open_agents, open_player
+from learner.open_players import open_agents, open_player
 from learner.policy.published import PublishedPolicy
 from learner.policy.rope import check_server_rope
 from learner.report.dashboard import start_dashboard
@@ -26,19 +26,19 @@ from learner.report.records import Timeline
 from learner.report.run_log import RunLog
 from learner.rewards.scoring import Scorer
 from learner.rewards.workers import RewardWorkers
+from learner.rollouts.bottleneck import learner_s
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.outstanding import Outstanding
+from learner.rollouts.pending_groups import PendingGroups
 from learner.rollouts.queue import GroupQueue
+from learner.rollouts.rollout_group import RolloutGroup, texts_of
 from learner.rollouts.rollouts import Rollouts
-from learner.rollouts.scored_group import ScoredGroup, texts_of
-from learner.rollouts.waits import learner_s
 from learner.run_inputs import RunInputs
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import Member
 from learner.servers.parity import NUM_SEQUENCES, ParityProbe, Untouched, check_dtype, check_identity, score_untouched
 from learner.servers.sync_check import Expected, SyncCheck
-from learner.servers.weight_sync import Pusher
+from learner.servers.weight_sync import WeightSync
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.run_dir import RunDir, check_data, record_data
 from learner.training.metrics import Devices, StepTimer, memory_metrics, staleness, take_mismatches, throughput
@@ -67,7 +67,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     queue: GroupQueue
     rewards: RewardWorkers
     rollouts: Rollouts
-    pusher: Pusher
+    pusher: WeightSync
     parity: ParityProbe
     sync_check: SyncCheck
     evaluations: Evaluations
@@ -114,7 +114,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             cleanup.callback(fleet.loop.stop)
             cleanup.callback(fleet.leave)
             queue = GroupQueue(run, run_inputs.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)
-            outstanding = Outstanding(ledger, run_inputs.prompts, config.max_group_attempts)
+            outstanding = PendingGroups(ledger, run_inputs.prompts, config.max_group_attempts)
             scorer = Scorer(config, run_inputs.tokenizer, workers)
             rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
             cleanup.callback(rollouts.close)
@@ -122,7 +122,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
-            pusher = Pusher(fleet, published, config.push)
+            pusher = WeightSync(fleet, published, config.push)
             cleanup.callback(pusher.close)
             cleanup.callback(evaluations.close)
             evaluations.start(workers)
@@ -172,7 +172,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.sync_check.ask_before(holders)  # with overlap, the next step may have started
         self.rollouts.publish(version, *(member.link.welcome.server_id for member in holders if member.link.welcome))
 
-    def next_batch(self, version: int, interrupt: Interrupt) -> list[ScoredGroup] | None:
+    def next_batch(self, version: int, interrupt: Interrupt) -> list[RolloutGroup] | None:
         """Return the groups of the next step, or None when interrupted.
 
         Servers that join or return get the weights meanwhile.
@@ -206,7 +206,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 )
         return None
 
-    def push(self, step: int, groups: list[ScoredGroup]) -> dict[str, float]:
+    def push(self, step: int, groups: list[RolloutGroup]) -> dict[str, float]:
         """Record the groups as consumed by `step`, and sync its weights.
 
         Returns the metrics of the last completed sync: this one, or with overlap the previous one.
@@ -229,7 +229,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             when_done()
         return report.metrics() if report is not None else {}
 
-    def record(self, step: int, groups: list[ScoredGroup], metrics: dict[str, float], timer: StepTimer) -> None:
+    def record(self, step: int, groups: list[RolloutGroup], metrics: dict[str, float], timer: StepTimer) -> None:
         """Log the step, and stop the run if server and learner no longer agree."""
         of_servers = take_mismatches(metrics, groups)
         metrics |= self.parity.take_metrics()
@@ -253,7 +253,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             )
         self.parity.check_fresh(of_servers)
 
-    def _columns_of(self, group: ScoredGroup) -> Mapping[str, Any]:
+    def _columns_of(self, group: RolloutGroup) -> Mapping[str, Any]:
         return self.run_inputs.prompts.prompt_at(self.ledger.position_of(group.slot)).columns
 
     def finish(self, version: int, interrupt: Interrupt) -> None:
@@ -316,7 +316,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.pusher.failed(member)
 
 
-class Lead:
+class RankZero:
     """Caller of rank 0's Controller; the other ranks follow (policy/published.py).
 
     A call returns None on the other ranks.

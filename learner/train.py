@@ -17,14 +17,14 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
-from learner.controller import Controller, Lead
+from learner.controller import Controller, RankZero
 from learner.evaluation.background import is_owed
 from learner.interrupt import Interrupt
 from learner.rank_agreement import decide_on_rank_0
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
 from learner.storage.resume import shared_checkpoint
-from learner.storage.retention import Books, Checkpoints
+from learner.storage.retention import Checkpoints, LearnerRecords
 from learner.storage.run_dir import RunDir, open_run_dir
 from learner.training.distributed import ranks_of, share_groups
 from learner.training.metrics import StepTimer, group_metrics
@@ -72,8 +72,10 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         controller = (
             cleanup.enter_context(Controller.open(run_inputs, run_dir, published, checkpoint)) if run_dir else None
         )
-        lead = Lead(controller, published)
-        books = Books(controller.ledger, controller.queue, controller.evaluations.scores) if controller else None
+        lead = RankZero(controller, published)
+        books = (
+            LearnerRecords(controller.ledger, controller.queue, controller.evaluations.scores) if controller else None
+        )
         checkpoints = cleanup.enter_context(Checkpoints(trainer, directory, books, version if checkpoint else None))
         lead(Controller.connect, version)
         if checkpoint is None and config.warm_start.steps > 0:

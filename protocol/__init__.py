@@ -1,1 +1,1 @@
-"""What the learner and the inference server agree on: messages, channel, config, model identity, weight transfer."""
+"""Shared code of learner and server: messages, channel, config, models, weights."""

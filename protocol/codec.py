@@ -1,7 +1,8 @@
-"""A message to ZeroMQ frames and back.
+"""Encoding of messages as ZeroMQ frames, and decoding.
 
-A message is multipart: one msgpack header, then one raw little-endian frame per array, in the order in which the header names
-them. The header says which dtype and length each frame must have, and nothing is used before the frames agree with it.
+A message is multipart: one msgpack header, then one raw little-endian frame per array, in the order of the
+header. The header gives the dtype and length of each frame.
+Invariant: nothing is used before the frames match the header.
 """
 
 from collections.abc import Sequence
@@ -15,15 +16,15 @@ from protocol.messages import DTYPES
 
 M = TypeVar("M")
 Frames = Sequence[Any]
-"""Of bytes, or as ZeroMQ has received them: then the arrays of a message stay where they came."""
+"""Frames of a message: bytes, or frames as received by ZeroMQ, whose arrays then need no copy."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_COMPLAINT_CHARACTERS = 300
-"""A complaint quotes what came, which may be megabytes."""
+"""Maximum length of the detail in a decoding error, which may quote megabytes of input."""
 
 
 def encode(message: msgspec.Struct) -> list[bytes]:
-    """Return the frames of a message: the header, then one frame per array, in the order the header names them."""
+    """Return the frames: the header, then one per array in the header's order."""
     frames = [b""]
 
     def announce(array: Any) -> tuple[int, str, int]:
@@ -37,16 +38,23 @@ def encode(message: msgspec.Struct) -> list[bytes]:
 
 
 class Decoder(Generic[M]):
-    """Makes messages of type `expected` (a union of messages) out of frames. Of one thread."""
+    """Decoder of frames into messages of type `expected`, a union of messages.
+
+    It is not thread-safe.
+    """
 
     def __init__(self, expected: type[M]) -> None:
-        # Made once: to make one takes as long as half of what it does for a group.
+        # Created once: creating a decoder takes half as long as decoding a group.
         self._header = msgspec.msgpack.Decoder(expected, dec_hook=self._take)
         self._arrays: Frames = ()
         self._num_taken = 0
 
     def decode(self, frames: Frames) -> M:
-        """Raises ProtocolError if the header is no such message or the frames differ from what the header announces."""
+        """Return the message in the frames.
+
+        Raises:
+            ProtocolError: If the header is no such message, or the frames differ from what it announces.
+        """
         if not frames:
             raise ProtocolError("a message without frames came; expected a msgpack header")
         self._arrays, self._num_taken = frames[1:], 0
@@ -63,7 +71,10 @@ class Decoder(Generic[M]):
         return message
 
     def _take(self, _: type, announced: Any) -> np.ndarray:
-        """Return the array that the header announces. For msgspec, which takes a ValueError or TypeError for a wrong header."""
+        """Return the array that the header announces.
+
+        For msgspec, a ValueError or TypeError from here means that the header is wrong.
+        """
         index, name, length = announced
         try:
             array = np.frombuffer(self._arrays[index], DTYPES[name])
@@ -80,12 +91,16 @@ class Decoder(Generic[M]):
 
 
 def decode(frames: Frames, expected: type[M]) -> M:
-    """Decode the frames of one message of type `expected` (a union of messages). Raises ProtocolError."""
+    """Decode the frames of one message of type `expected`, a union of messages.
+
+    Raises:
+        ProtocolError: If they are not such a message.
+    """
     return Decoder(expected).decode(frames)
 
 
 def _in_one_line(error: Exception) -> str:
-    """Without the line breaks with which a peer could write lines of its own into the log."""
+    """Escape line breaks, with which a peer could forge lines of the log."""
     return str(error)[:MAX_COMPLAINT_CHARACTERS].encode("unicode_escape").decode()
 
 
@@ -95,5 +110,9 @@ def pack(message: msgspec.Struct) -> bytes:
 
 
 def unpack(packed: bytes, expected: type[M]) -> M:
-    """Undo `pack`. Raises ProtocolError."""
+    """Undo `pack`.
+
+    Raises:
+        ProtocolError: If the frames are not a message of type `expected`.
+    """
     return decode(msgspec.msgpack.decode(packed, type=list[bytes]), expected)

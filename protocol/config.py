@@ -1,7 +1,8 @@
-"""Loading of the one TOML file that both processes read, with flags on top.
+"""Loader of the one TOML file that both processes read, with flags on top.
 
-Top-level keys are shared: both sides must see the same values. `[server]`, `[learner]` and `[deploy]` are private: each program
-types its own section and leaves the others unread. Precedence: flag > file > default. An unknown key is an error.
+Top-level keys are shared: both sides must see the same values. `[server]`, `[learner]` and `[deploy]` are
+private: each program validates its own section and does not read the others. Precedence: flag > file >
+default. An unknown key is an error.
 """
 
 import contextlib
@@ -27,23 +28,26 @@ from protocol.hardware import Dtype, dtype_here
 T = TypeVar("T")
 
 MAX_SECONDS = 1e8
-"""Three years: what is longer was meant as never, which a wait of the operating system may not be."""
+"""Maximum wait: three years. A longer value is meant as never, which waits of the operating system do not
+support."""
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
-"""The type of a key that bounds a wait."""
+"""Type of a key that bounds a wait."""
 Text = Annotated[str, msgspec.Meta(min_length=1)]
-"""The type of a key that names something."""
+"""Type of a key that names something."""
 SEEDS = 1 << 32
-"""Numpy takes no more."""
+"""Number of seeds that numpy accepts."""
 
 MAY_CHANGE = "may change at a resume"
 MayChange = Annotated[T, MAY_CHANGE]
-"""The type of a key that a resume may change: one that does not decide what is learned, or one that an error or a warning
-advises to change. All others are fixed when the run begins."""
+"""Type of a key that a resume may change. Such a key does not decide what is learned, or an error or a
+warning advises to change it. All other keys are fixed when the run starts."""
 
 PASSED_ON = "passed on"
-"""Marks a section in which somebody else gives the names; what this program knows of their values is in its type."""
+"""Marker of a section whose names are not defined here. Its type gives what this program knows of the
+values."""
 PassedOn = Annotated[dict[str, Any], PASSED_ON, tyro.conf.Suppress]
-"""The type of a section that a library types, not we: any name, any TOML value, as flags too: `--section.name VALUE`."""
+"""Type of a section that a library defines. Its names and TOML values are free. A flag is `--section.name
+VALUE`."""
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
 DEFAULT_HTTP_PORT = 8000
@@ -53,42 +57,48 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Keys that server and learner must agree on."""
 
     model: Text
-    """A local directory, a hub name, or a built-in model made at first use: `tiny:digits` (0.1M parameters, random weights) or
-    `smollm2:135m-instruct` (pretrained; from the package index, for machines without a hub)."""
+    """Model to train: a local directory, a hub name, or a built-in model that is made at first use.
+    `tiny:digits`: 0.1M parameters, random weights; `smollm2:135m-instruct`: pretrained, from the package
+    index, for machines without a hub."""
     run_dir: MayChange[Text]
     """Directory of this run: metrics, ledger, checkpoints, report."""
     endpoint: MayChange[Text] = DEFAULT_ENDPOINT
-    """Where the server listens and the learner connects; an IPv6 address stands in brackets: tcp://[::1]:5757."""
+    """Address at which the server listens and to which the learner connects. An IPv6 address is in brackets:
+    tcp://[::1]:5757."""
     endpoints: MayChange[tuple[Text, ...]] = ()
-    """Of several servers, in place of `endpoint`; each of them is told its own: `inference-server run.toml --endpoint …`."""
+    """Endpoints of several servers, in place of `endpoint`. Each server gets its own by flag:
+    `inference-server run.toml --endpoint …`."""
     endpoints_from: MayChange[Text | None] = None
-    """Likewise, when servers come and go: file:PATH (one endpoint a line) or dns:NAME:PORT; the learner reads it again every 5 s."""
+    """Source of the endpoints if servers join and leave, in place of `endpoint`: file:PATH (one endpoint per
+    line) or dns:NAME:PORT. The learner reads it again every 5 s."""
     keys: MayChange[Text | None] = None
-    """Directory of the CURVE keys that `make keys` made; needed where endpoint is not loopback."""
+    """Directory of the CURVE keys that `make keys` made. Required if endpoint is not loopback."""
     insecure: MayChange[bool] = False
-    """Allow an endpoint beyond loopback without keys, and server.http_host without an API key: only on a network that is
-    yours alone."""
+    """Whether to allow an endpoint beyond loopback without keys, and server.http_host without an API key. Set
+    it only on a network that is yours alone."""
     dtype: Dtype = msgspec.field(default_factory=dtype_here)
-    """In which both sides compute, and in which weights travel; a server may compute in another (`server.dtype`). Unset: bfloat16
-    with a GPU or a CPU that has AMX or AVX-512 BF16, which multiply it faster than float32; float32 elsewhere."""
+    """Dtype in which both sides compute and weights travel. A server may compute in another one
+    (`server.dtype`). Unset: bfloat16 with a GPU, or with a CPU whose AMX or AVX-512 BF16 multiplies it
+    faster than float32; float32 elsewhere."""
     head_dtype: Dtype | None = None
-    """In which both sides compute logits from the last hidden states. "float32" with dtype = "bfloat16" keeps logits from being rounded, so
-    the two sides differ less; a CPU's server generates more slowly with it. Unset: dtype."""
+    """Dtype in which both sides compute logits from the last hidden states. "float32" with a bfloat16 dtype:
+    logits are not rounded, so the two sides differ less, but a CPU server generates more slowly. Unset:
+    dtype."""
     seed: Annotated[int, msgspec.Meta(ge=0, lt=SEEDS)] = 0
-    """Seeds the data order, the sampling and the learner."""
+    """Seed of the data order, the sampling and the learner."""
 
     @property
     def has_float32_head(self) -> bool:
-        """Whether logits are computed in float32 although everything before them is not."""
+        """True if logits are computed in float32, but everything before them is not."""
         return self.dtype != "float32" and self.head_dtype == "float32"
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Where the learner connects to."""
+        """Endpoints that the learner connects to."""
         return self.endpoints or (self.endpoint,)
 
     def check(self) -> None:
-        """Raise ConfigError for what can be told only when all flags are in."""
+        """Raise ConfigError for errors that only the complete config shows."""
 
 
 C = TypeVar("C", bound=SharedConfig)
@@ -97,10 +107,14 @@ C = TypeVar("C", bound=SharedConfig)
 def load_config(
     config_type: type[C], argv: Sequence[str], program: str, switches: str = "", purpose: str | None = None
 ) -> C:
-    """Read `run.toml [--section.key value ...]` from `argv`; `switches` are the caller's own, named in the help, `purpose` what it says
-    above the keys (unset: the docstring of `config_type`).
+    """Return the config from `run.toml [--section.key value ...]` in `argv`.
 
-    Raises ConfigError for a missing file, an unknown key, a value of the wrong type or range, or an open endpoint.
+    `switches` are the caller's own flags, which the help names. `purpose` is the help's text above the keys,
+    by default the docstring of `config_type`.
+
+    Raises:
+        ConfigError: If the file is missing, a key is unknown, a value has a wrong type or range, or an
+            endpoint is open.
     """
     path, flags = _split(argv, program)
     base = _from_file(config_type, path) if path else None
@@ -122,23 +136,29 @@ def load_config(
 
 
 def to_toml(config: msgspec.Struct) -> str:
-    """Return the resolved config as TOML; keys that are None are left out, for TOML has no null."""
+    """Return the resolved config as TOML, without keys that are None.
+
+    TOML has no null.
+    """
     return msgspec.toml.encode(_without_none(msgspec.to_builtins(config))).decode()
 
 
 @contextlib.contextmanager
 def until_its_reader_leaves() -> Iterator[None]:
-    """Print into a pipe that may close, as in `--help | head`: the program then ends, content."""
+    """Print into a pipe that may close, as in `--help | head`.
+
+    If the pipe closes, the program exits with status 0.
+    """
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit complains once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails again
         raise SystemExit(0) from None
 
 
 def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec.structs.FieldInfo]:
-    """Return every key, those of a section with its name: `learner.loss.clip_low`."""
+    """Return all keys, those of a section with its name: `learner.loss.clip_low`."""
     keys: dict[str, msgspec.structs.FieldInfo] = {}
     for field in msgspec.structs.fields(struct):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
@@ -149,12 +169,12 @@ def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec
 
 
 def may_change(field: msgspec.structs.FieldInfo) -> bool:
-    """Whether a resume may change this key."""
+    """Return whether a resume may change this key."""
     return MAY_CHANGE in getattr(field.type, "__metadata__", ())
 
 
 def is_passed_on(field: msgspec.structs.FieldInfo) -> bool:
-    """Whether this is a section whose names and types a library knows."""
+    """Return whether this is a section whose names and types a library defines."""
     return PASSED_ON in getattr(field.type, "__metadata__", ())
 
 
@@ -181,7 +201,10 @@ def _from_file(config_type: type[C], path: Path) -> C:
 
 
 def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path: str, prefix: str) -> None:
-    """Check before msgspec does, for it names the section but not what could have been meant."""
+    """Raise ConfigError for an unknown key, with a suggestion.
+
+    This runs before msgspec, whose error names the section but suggests nothing.
+    """
     fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
     for key, value in raw.items():
         if key not in fields:
@@ -206,31 +229,41 @@ def _meant(struct: type[msgspec.Struct], key: str, value: object, prefix: str) -
 
 
 def _section_of_each(annotated: Any) -> type[msgspec.Struct] | None:
-    """Of a table of sections whose names the user gives: dict[str, Section]."""
+    """Return the section type of a table of sections with user-defined names.
+
+    Such a table is a dict[str, Section]. Return None for other types.
+    """
     values = get_args(get_args(annotated)[0])[1:] if PASSED_ON in getattr(annotated, "__metadata__", ()) else ()
     is_section = values and isinstance(values[0], type) and issubclass(values[0], msgspec.Struct)
     return values[0] if is_section else None
 
 
 def _explain(message: str, raw: dict[str, Any]) -> str:
-    """Turn msgspec's `Expected int, got str - at $.learner.steps` into one that also shows the value that came."""
+    """Add the received value to an error of msgspec.
+
+    Example: `Expected int, got str - at $.learner.steps`.
+    """
     problem, _, location = message.partition(" - at `$")
     keys = location.replace("...", "").strip("`.").split(".") if location else []
     came: list[tuple[str, Any]] = [("", raw)]
     for key in keys:
         name, _, index = key.partition("[")
         came = [(f"{at}.{name}", value.get(name)) if isinstance(value, dict) else (at, value) for at, value in came]
-        if index and isinstance(came[0][1], dict):  # one of a table of sections: msgspec does not say which
+        if index and isinstance(came[0][1], dict):  # in a table of sections, msgspec does not name which one
             came = [(f"{at}.{one}", section) for at, table in came for one, section in table.items()]
     if problem.startswith("Expected") or not any(isinstance(value, dict) for _, value in came):
         said = [f"{at[1:]} = {value!r}" for at, value in came if value is not None or len(came) == 1]
         return f"{', '.join(said)}: {problem}"
-    # A section's own checks begin with one of its keys, msgspec's with a capital letter.
+    # A section's own checks start with one of its keys, msgspec's with a capital letter.
     return ".".join([*keys, problem]) if problem[0].islower() else message
 
 
 def _refuse_unusable(value: Any, key: str = "") -> None:
-    """Refuse what is of the right type and can mean nothing, wherever it stands. Raises ConfigError."""
+    """Refuse a value of the right type that can mean nothing, at any depth.
+
+    Raises:
+        ConfigError: If a number is NaN, or a text has a NUL or cannot be written as UTF-8.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
             _refuse_unusable(inner, f"{key}.{name}" if key else str(name))
@@ -244,7 +277,10 @@ def _refuse_unusable(value: Any, key: str = "") -> None:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: a flag may hold bytes that cannot."""
+    """Return whether a text can be written as UTF-8.
+
+    A flag may hold bytes that cannot.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -270,7 +306,7 @@ def _with_flags(config_type: type[C], base: C | None, flags: list[str], program:
         if exit_.code in (0, None):
             raise
         raise ConfigError(_plain(complaint.getvalue())) from exit_
-    # Tyro builds the structs field by field; only a conversion runs every check again.
+    # Tyro builds the structs field by field. Only a conversion runs every check again.
     raw = msgspec.to_builtins(config)
     for path, value in passed_on:
         _set(raw, path, value)
@@ -283,7 +319,11 @@ def _with_flags(config_type: type[C], base: C | None, flags: list[str], program:
 def _split_passed_on(
     config_type: type[msgspec.Struct], flags: list[str]
 ) -> tuple[list[str], list[tuple[list[str], Any]]]:
-    """Return the flags that tyro knows, and of the others where their values belong. Raises ConfigError."""
+    """Return the flags that tyro knows, then path and value of each other flag.
+
+    Raises:
+        ConfigError: If a flag has no value.
+    """
     sections = tuple(f"--{key}." for key, field in keys_of(config_type).items() if is_passed_on(field))
     known, passed_on = [], []
     waiting = iter(flags)
@@ -302,7 +342,13 @@ def _split_passed_on(
 
 
 def _spell_out_booleans(config_type: type[msgspec.Struct], flags: list[str]) -> list[str]:
-    """A flag of what is on or off may stand alone, or before true or false; tyro wants a word. Raises ConfigError."""
+    """Give each boolean flag an explicit value, which tyro requires.
+
+    Such a flag may stand alone, or before true or false.
+
+    Raises:
+        ConfigError: If another word follows it.
+    """
     names = {f"--{key.replace('_', '-')}" for key, field in keys_of(config_type).items() if _is_boolean(field)}
     spelled, left = [], deque(flags)
     while left:
@@ -320,11 +366,11 @@ def _spell_out_booleans(config_type: type[msgspec.Struct], flags: list[str]) -> 
 
 
 def _is_boolean(field: msgspec.structs.FieldInfo) -> bool:
-    return getattr(field.type, "__origin__", field.type) is bool  # that of an Annotated is what it annotates
+    return getattr(field.type, "__origin__", field.type) is bool  # for Annotated, the annotated type
 
 
 def _toml_value(text: str) -> Any:
-    """A word without quotes is a string."""
+    """Return a TOML value. A word without quotes is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -351,7 +397,7 @@ def _refuse_unknown_flags(config_type: type[msgspec.Struct], flags: list[str]) -
 
 
 def _plain(box: str) -> str:
-    """Take tyro's text out of the box it draws around it, and a section's own check out of tyro's text."""
+    """Return the text inside tyro's error box, without tyro's own phrases."""
     lines = (line.strip("│╭╮╰╯─ \n") for line in box.splitlines())
     text = " ".join(line for line in lines if line).removeprefix("Value error ").partition(" For full helptext")[0]
     return re.sub(r"^Error parsing ([\w.]+): ", r"\1.", text)

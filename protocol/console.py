@@ -1,8 +1,9 @@
-"""What both programs say on their consoles: lines for people, or with --json-logs one JSON object each; with --quiet warnings and errors.
+"""Console output of both programs, and the switches that control it.
 
-    log records, `say`, `say_error` ─▶ the switches of the command line ─▶ stderr (what happens) and stdout (what was asked for)
+    log records, final error ─▶ stderr        other lines, such as the summary of a step ─▶ stdout
 
-Invariant: with --json-logs every line that a run writes is JSON; colours are for terminals alone.
+The output is text, or with --json-logs a JSON object per line. With --quiet, it has only warnings and errors.
+Invariant: with --json-logs, every line that a run writes is JSON. Only terminals get colors.
 """
 
 import json
@@ -21,18 +22,18 @@ IN_USAGE = " ".join(f"[{switch}]" for switch in SWITCHES)
 COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 NO_COLOUR = "\033[0m"
 PROGRESS_EVERY_S = 1.0 if sys.stderr.isatty() else 10.0
-"""Between two drawings of a progress bar, each of which is a line in a file."""
+"""Seconds between two updates of a progress bar. In a file, each update is a line."""
 
 
 class Manner(msgspec.Struct, frozen=True):
-    """How this process speaks."""
+    """Output mode of this process."""
 
     is_quiet: bool = False
     is_json: bool = False
 
     @property
     def has_bars(self) -> bool:
-        """Progress bars are neither warnings nor JSON."""
+        """True if progress bars are shown. They are neither warnings nor JSON."""
         return not (self.is_quiet or self.is_json)
 
 
@@ -44,14 +45,17 @@ def manner() -> Manner:
 
 
 def take_switches(arguments: Sequence[str]) -> list[str]:
-    """Speak as they say from now on; return the arguments without them."""
+    """Set the output mode from the switches, and return the other arguments."""
     global _manner
     _manner = Manner(is_quiet=QUIET in arguments, is_json=JSON_LOGS in arguments)
     return [argument for argument in arguments if argument not in SWITCHES]
 
 
 def start_logging(format_for_people: str, level: int = logging.INFO) -> None:
-    """Of the whole process; `level` is that of the root, with --quiet at least that of warnings."""
+    """Configure logging for the whole process.
+
+    `level` is the level of the root logger. With --quiet, everything below warnings is dropped regardless.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if _manner.is_json else ForPeople(format_for_people, in_colour(sys.stderr)))
     if _manner.is_quiet:
@@ -60,12 +64,18 @@ def start_logging(format_for_people: str, level: int = logging.INFO) -> None:
 
 
 def in_colour(stream: TextIO) -> bool:
-    """Whether somebody looks who can see colours, and has not said that they want none (https://no-color.org)."""
+    """Return whether to write colors to a stream.
+
+    It must be a terminal that supports colors, and NO_COLOR must be unset (https://no-color.org).
+    """
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def say(line: str, fields: Mapping[str, float] | None = None) -> None:
-    """What a run tells besides its log, such as a step; `fields`: its numbers, for machines."""
+    """Print a line outside the log, such as the summary of a step.
+
+    `fields` holds its numbers, which only the JSON includes.
+    """
     if _manner.is_quiet:
         return
     told = _object("INFO", line, time.time(), fields or {}) if _manner.is_json else line
@@ -74,12 +84,12 @@ def say(line: str, fields: Mapping[str, float] | None = None) -> None:
 
 
 def say_error(error: object) -> None:
-    """The last words of a program whose user has to do something."""
+    """Print the final error of a program, which its user has to resolve."""
     print(_object("ERROR", str(error), time.time(), {}) if _manner.is_json else f"error: {error}", file=sys.stderr)
 
 
 class ForPeople(logging.Formatter):
-    """A time and a line; warnings and errors may be coloured."""
+    """Formatter of lines with a time, and optional color for warnings and errors."""
 
     def __init__(self, form: str, has_colour: bool) -> None:
         super().__init__(form, datefmt="%H:%M:%S")
@@ -91,7 +101,10 @@ class ForPeople(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """An object with time, level, message, and the traceback if there is one."""
+    """Formatter of JSON objects with time, level, logger and message.
+
+    The message includes the traceback, if there is one.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -101,6 +114,6 @@ class JsonLines(logging.Formatter):
 
 
 def _object(level: str, message: str, seconds: float, fields: Mapping[str, object]) -> str:
-    """One line; a number that JSON has no word for, such as nan, is null."""
+    """Return one line of JSON, with null for NaN or inf."""
     whole = {"time": seconds, "level": level, "message": message} | dict(fields)
     return json.dumps(json.loads(json.dumps(whole), parse_constant=lambda _: None), ensure_ascii=False)

@@ -1,6 +1,7 @@
 """Binding of a process to cores, before torch or vLLM is imported.
 
-Two processes whose OpenMP threads spin on the same cores slow each other down tenfold, so each gets cores of its own.
+Two processes whose OpenMP threads spin on the same cores slow each other down tenfold. Each process therefore
+gets its own cores.
 """
 
 import logging
@@ -24,7 +25,7 @@ OTHER: dict[Side, Side] = {"server": "learner", "learner": "server"}
 
 
 def halves(num_cores: int) -> dict[Side, tuple[int, ...]]:
-    """Positions for each side of a machine without a GPU."""
+    """Return the positions of each side on a machine without a GPU."""
     half = num_cores // 2
     return {"server": tuple(range(half)), "learner": tuple(range(half, num_cores))}
 
@@ -37,10 +38,11 @@ def share_of_cores(
     num_processes: int = 1,
     rank: int | None = None,
 ) -> tuple[int, ...] | None:
-    """Where a side runs whose config names no cores, told in one line; None: wherever there is room.
+    """Return the cores of a side whose config names none, or None for all cores.
 
-    Beside the other side on a machine without a GPU that is its half, or what the other's section leaves over, if its processes find room
-    there; `rank`: the part of this one of them. An endpoint beyond loopback says that the other side is elsewhere.
+    On a machine without a GPU, a side gets its half, or the cores that the other side's section leaves. It
+    gets None if its processes outnumber these cores. `rank` selects the part of one process. Without a
+    loopback endpoint, the other side runs elsewhere, and the result is None. The choice is logged.
     """
     num_cores = len(os.sched_getaffinity(0))
     if has_gpu() or not any(is_loopback(split_endpoint(endpoint)[0]) for endpoint in endpoints):
@@ -59,9 +61,10 @@ def share_of_cores(
 
 
 def bind_cores(positions: tuple[int, ...] | None) -> None:
-    """Run on these positions in the list of cores this process may use, with as many OpenMP threads; None: change nothing.
+    """Bind this process to cores, with one OpenMP thread per core.
 
-    Positions beyond the last core wrap around, so that a recipe for two cores also runs on one.
+    The positions refer to the list of cores that this process may use. None: change nothing. Positions beyond
+    the last core wrap around, so that a recipe for two cores also runs on one.
     """
     if positions is None:
         return
@@ -75,7 +78,10 @@ def bind_cores(positions: tuple[int, ...] | None) -> None:
 
 @contextmanager
 def bound_to_cores(positions: tuple[int, ...] | None) -> Iterator[None]:
-    """Bind this thread meanwhile, and for good the processes and threads that it starts."""
+    """Bind this thread to cores within the block.
+
+    Processes and threads that it starts there stay bound.
+    """
     before = os.sched_getaffinity(0)
     bind_cores(positions)
     try:

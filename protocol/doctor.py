@@ -1,6 +1,6 @@
-"""What the doctors of both sides share: a finding, how findings are told, and what a machine can say of itself.
+"""Shared parts of both sides' doctors: findings, their output and machine facts.
 
-A doctor looks before a run begins, changes nothing, and says of each problem in one line what to do about it.
+A doctor inspects before a run starts, changes nothing, and names a remedy in one line for each problem.
 """
 
 import importlib.metadata
@@ -22,13 +22,16 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one subject. Example: port, "nothing listens at tcp://node7:5757", remedy "start the server there"."""
+    """Result of one check.
+
+    Example: subject port, text "nothing listens at tcp://node7:5757", remedy "start the server there".
+    """
 
     subject: str
     verdict: Literal["ok", "problem", "unknown"]
     text: str
     remedy: str = ""
-    """Of a problem."""
+    """Remedy of a problem."""
 
     def __str__(self) -> str:
         return f"{self.verdict:8} {self.subject:10} {self.text}{f'; {self.remedy}' if self.remedy else ''}"
@@ -43,7 +46,10 @@ def problem(subject: str, text: str, remedy: str) -> Finding:
 
 
 def problem_of(subject: str, error: Exception, otherwise: str) -> Finding:
-    """An error as a finding. Its remedy is what stands after its first semicolon or sentence, or else `otherwise`."""
+    """Return an error as a problem.
+
+    The remedy is the text after its first semicolon or sentence, or else `otherwise`.
+    """
     text = in_one_line(str(error))
     for mark in ("; ", ". "):
         said, found, remedy = text.partition(mark)
@@ -53,12 +59,15 @@ def problem_of(subject: str, error: Exception, otherwise: str) -> Finding:
 
 
 def unknown(subject: str, text: str) -> Finding:
-    """What could not be looked at, which may be no problem."""
+    """Return a finding about what cannot be checked, and may be no problem."""
     return Finding(subject=subject, verdict="unknown", text=text)
 
 
 def tell(findings: Iterable[Finding], *, as_json: bool) -> int:
-    """Print each as it is found, or all as one JSON array; return the exit status, 1 with any problem."""
+    """Print the findings, and return the exit status: 1 with any problem, else 0.
+
+    Each finding is printed as it is found. With `as_json`, all are printed as one JSON array.
+    """
     found = []
     for finding in findings:
         found.append(finding)
@@ -73,7 +82,7 @@ def tell(findings: Iterable[Finding], *, as_json: bool) -> int:
 
 
 def package_version() -> str:
-    """Of Slipstream; "unknown" where it runs from sources that were never installed."""
+    """Return the version of Slipstream, or "unknown" if it is not installed."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -81,7 +90,10 @@ def package_version() -> str:
 
 
 def free_memory_bytes() -> int | None:
-    """What this process may still take: of the machine's memory, or of its container's if that is less. None off Linux."""
+    """Return the bytes that this process may still allocate, or None off Linux.
+
+    The limit is the machine's memory, or that of the container if it is lower.
+    """
     free, limit = _of_meminfo("MemAvailable:"), _of_cgroup("memory.max")
     if free is None or limit is None:
         return free
@@ -89,7 +101,10 @@ def free_memory_bytes() -> int | None:
 
 
 def total_memory_bytes() -> int | None:
-    """All that this process could ever take: of the machine's memory, or of its container's if less. None off Linux."""
+    """Return the bytes that this process could ever allocate, or None off Linux.
+
+    The limit is the machine's memory, or that of the container if it is lower.
+    """
     total, limit = _of_meminfo("MemTotal:"), _of_cgroup("memory.max")
     return total if total is None or limit is None else min(total, limit)
 
@@ -103,7 +118,7 @@ def _of_meminfo(field: str) -> int | None:
 
 
 def _of_cgroup(name: str) -> int | None:
-    """None without a container, without cgroups of version 2, or without a limit."""
+    """Return a value, or None without a container, cgroups of version 2, or a limit."""
     try:
         text = (CGROUP / name).read_text().strip()
     except OSError:
@@ -120,7 +135,7 @@ def of_dtype(dtype: Dtype) -> Finding:
 
 
 def of_memory(where: str, needed: int, free: int | None, remedy: str) -> Finding:
-    """Compare, with numbers, what is needed with what is free."""
+    """Compare the memory that is needed with the memory that is free."""
     if free is None:
         return unknown("memory", f"{where} needs about {_gib(needed)}; what is free is not known here")
     text = f"{where} needs about {_gib(needed)}, {_gib(free)} are free"
@@ -128,7 +143,7 @@ def of_memory(where: str, needed: int, free: int | None, remedy: str) -> Finding
 
 
 def of_disk(path: Path, what: str, needed: int) -> Finding:
-    """Whether `path` can be written, and has room; it need not exist yet."""
+    """Report whether `path` is writable and has room. It need not exist yet."""
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not os.access(place, os.W_OK):
         return problem(
@@ -140,7 +155,10 @@ def of_disk(path: Path, what: str, needed: int) -> Finding:
 
 
 def in_one_line(text: str) -> str:
-    """Also what a peer has said, which may hold anything."""
+    """Return a text on one line, without unprintable characters.
+
+    The text may come from a peer and hold anything.
+    """
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 

@@ -1,11 +1,11 @@
-"""Making durable what was written, so that a power failure takes neither a file's content nor its name."""
+"""Durable writes: a power failure loses neither a file's content nor its name."""
 
 import os
 from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a directory, durable. Raises OSError."""
+    """Flush a file, or the names in a directory, to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,10 @@
-"""The address at which server and learner meet, and what may stand at one that leaves the machine.
+"""Address at which server and learner meet, and the rules of access to it.
 
-    tcp://HOST:PORT      HOST: a name, an IPv4 address, `*` (IPv4 only), or an IPv6 address in brackets, [::] for both kinds
+    tcp://HOST:PORT      HOST: a name, an IPv4 address, `*` (IPv4 only), or IPv6 in brackets, [::] for both
 
-Loopback is open to the processes of the machine. Every other address needs keys, or `insecure = true` said aloud;
-config.py refuses the rest before anything is loaded, channel/sockets.py before anything is bound or connected.
+Loopback is open to the processes of the machine. Every other address needs keys or an explicit `insecure`.
+config.py refuses other addresses before anything is loaded. channel/sockets.py refuses them before it binds
+or connects.
 """
 
 import ipaddress
@@ -13,7 +14,11 @@ from protocol.errors import ConfigError
 
 
 def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool) -> None:
-    """Raise ConfigError for what is not tcp://HOST:PORT, and for an address beyond loopback without keys."""
+    """Check the form of an endpoint, and its protection beyond loopback.
+
+    Raises:
+        ConfigError: If it is not tcp://HOST:PORT, or is beyond loopback without keys or `insecure`.
+    """
     if not is_loopback(split_endpoint(endpoint)[0]) and not has_keys and not insecure:
         raise ConfigError(
             f"endpoint = {endpoint!r} leaves this machine, and without keys anyone there could act as the learner or the "
@@ -22,7 +27,7 @@ def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool) -> None:
 
 
 def exposure(endpoint: str, *, has_keys: bool) -> str | None:
-    """What is open at this endpoint, in one sentence for the log; None on loopback."""
+    """Return one log sentence about what the endpoint exposes, or None on loopback."""
     if is_loopback(split_endpoint(endpoint)[0]):
         return None
     weights = "The bytes of the weights travel beside it, neither encrypted nor authenticated: use a private network"
@@ -32,7 +37,10 @@ def exposure(endpoint: str, *, has_keys: bool) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost counts as another machine."""
+    """Return whether only this machine can reach `host`.
+
+    A name other than localhost counts as another machine.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -40,7 +48,11 @@ def is_loopback(host: str) -> bool:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
-    """Return host, without brackets, and port, a number or `*`. Raises ConfigError."""
+    """Return host, without brackets, and port, a number or `*`.
+
+    Raises:
+        ConfigError: If the endpoint is not tcp://HOST:PORT, or its IPv6 address is invalid or link-local.
+    """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     is_port = port == "*" or is_port_number(port)
     if not endpoint.startswith("tcp://") or not host or not is_port:
@@ -53,22 +65,28 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
 
 
 def is_port_number(text: str) -> bool:
-    """Whether a text is a port in ASCII digits; `str.isdigit` alone is true of ² and ٣ too."""
+    """Return whether a text is a port number in ASCII digits.
+
+    `str.isdigit` alone also accepts ² and ٣.
+    """
     return len(text) <= 5 and text.isascii() and text.isdigit() and int(text) < 65536
 
 
 def join_address(host: str, port: int) -> str:
-    """Write an address so that host and port can be told apart: 127.0.0.1:5757, [::1]:5757."""
+    """Join host and port, with brackets for IPv6: 127.0.0.1:5757, [::1]:5757."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def needs_ipv6(host: str) -> bool:
-    """Whether a host can be reached by IPv6 only. A name that has both kinds of addresses is reached by IPv4."""
+    """Return whether a host can be reached by IPv6 only.
+
+    A name with addresses of both kinds is reached by IPv4.
+    """
     if ":" in host:
         return True
     try:
         families = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:  # `*`, the name of an interface, or one that is not known yet
+    except OSError:  # `*`, an interface name, or a name that is not known yet
         return False
     return families == {socket.AF_INET6}
 

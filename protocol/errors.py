@@ -1,15 +1,15 @@
-"""The errors a user may meet, all under one root, so that a command can print them without a traceback.
+"""Errors that a user may meet, under one root, printed without a traceback.
 
-Every message names what came, what was expected and what to do about it.
+Every error message names what was received, what was expected and what to do.
 
     SlipstreamError
     ├── ConfigError        a key, a value or a combination of them is wrong
     ├── ProtocolError      a peer sent something that is not a valid message
-    ├── HandshakeRefused   the two sides do not fit together (model, version, run)
-    ├── DeadlineExceeded   a wait ran out; the message names the knob to raise
-    ├── PushError          weights did not reach the server whole
-    │   └── PushIncomplete     they did, but they are not all that the server's model has
-    ├── ServerLost         the server went away in the middle of a request; it is waited for
+    ├── HandshakeRefused   the two sides do not match (model, version, run)
+    ├── DeadlineExceeded   a wait timed out; the error names the setting to raise
+    ├── PushError          the server did not receive the weights completely
+    │   └── PushIncomplete     it did, but its model has other weights too
+    ├── ServerLost         the server disappeared during a request; the learner waits for it
     ├── ParityError        server and learner disagree about the same tokens
     ├── DataError          prompts cannot be read or do not fit
     ├── RewardError        a reward function broke its contract
@@ -19,35 +19,38 @@ Every message names what came, what was expected and what to do about it.
 
 
 class SlipstreamError(Exception):
-    """Root of every error that is the user's to solve rather than ours to debug."""
+    """Root of the errors that a user can resolve, as opposed to bugs."""
 
 
 class ConfigError(SlipstreamError):
-    """A config key, value or combination is wrong."""
+    """Wrong config key, value or combination."""
 
 
 class ProtocolError(SlipstreamError):
-    """A peer sent bytes that are not a valid message."""
+    """Bytes from a peer that are not a valid message."""
 
 
 class HandshakeRefused(SlipstreamError):
-    """The server refused the learner; the message carries both sides' values."""
+    """Refusal of the learner by the server, with the values of both sides."""
 
 
 class DeadlineExceeded(SlipstreamError):
-    """A wait ran out of time; the message names the knob to raise."""
+    """Timeout of a wait. The error names the setting to raise."""
 
 
 class PushError(SlipstreamError):
-    """A weight transfer did not complete."""
+    """Weight transfer that did not complete."""
 
 
 class PushIncomplete(PushError):
-    """Not all weights of the server's model were among those that came, and pushed again they would not be either."""
+    """Transfer without some of the weights of the server's model.
+
+    A retry would miss the same weights.
+    """
 
     @classmethod
     def lacking(cls, names: list[str]) -> "PushIncomplete":
-        """With the first of the parameters that are missing."""
+        """Return an error that names the first of the missing parameters."""
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return cls(
             f"the push did not bring all weights of the server's model: {', '.join(names[:5])}{more} did not come. Give both sides "
@@ -56,24 +59,27 @@ class PushIncomplete(PushError):
 
 
 class ServerLost(SlipstreamError):
-    """The server went away before it answered; whoever asked may wait for it and ask again."""
+    """Loss of the server before it answered. The caller may wait for it and retry."""
 
 
 class ParityError(SlipstreamError):
-    """Server and learner give different logprobs to the same tokens under the same weights."""
+    """Different logprobs of server and learner for the same tokens and weights."""
 
 
 class DataError(SlipstreamError):
-    """Prompts cannot be read, lack a column or do not fit the server's limits."""
+    """Prompts that cannot be read, miss a column or exceed the server's limits."""
 
 
 class RewardError(SlipstreamError):
-    """A reward function cannot be loaded or broke its contract."""
+    """Reward function that cannot be loaded or breaks its contract."""
 
 
 class RankFailed(SlipstreamError):
-    """Another rank of the learner has stopped with an error, so this one stops too."""
+    """Failure of another rank of the learner, which stops this rank too."""
 
 
 class RanksDisagree(SlipstreamError):
-    """The ranks of the learner are about to do different things; the message says in what they differ."""
+    """Ranks of the learner that are about to do different things.
+
+    The error names the difference.
+    """

@@ -1,8 +1,9 @@
-"""What this machine computes with, told without torch: asked before it may be imported, for torch reads settings once.
+"""Detection of GPUs and of the fastest dtype, without importing torch.
 
-    CUDA_VISIBLE_DEVICES, NVML (or device files without it), the installed torch ─▶ GpuChoice, with its reason
+    CUDA_VISIBLE_DEVICES, NVML (or device files without it), installed torch ─▶ GpuChoice, with its reason
 
-Both sides call the same functions, so on one machine they come to the same default of `dtype`.
+torch reads some settings only once, so these questions must be answered before its import. Both sides call
+the same functions, so on one machine they have the same default of `dtype`.
 """
 
 import ctypes
@@ -14,34 +15,35 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 Dtype = Literal["float32", "bfloat16"]
-"""Of a computation, the finer one first."""
+"""Dtypes of a computation, the finer one first."""
 
 DEVICES = Path("/dev")
 NVML = "libnvidia-ml.so.1"
-"""Comes with the driver."""
+"""NVIDIA library that ships with the driver."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_INFO = Path("/proc/cpuinfo")
 ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""What keeps oneDNN, whose kernels torch and vLLM call, from instructions that the processor has."""
+"""Variables that keep oneDNN, whose kernels torch and vLLM call, from using instructions of the processor."""
 BFLOAT16_UNITS = {"AMX": ("amx_bf16", ("AMX",)), "AVX-512 BF16": ("avx512_bf16", ("BF16", "FP16", "AVX10", "AMX"))}
-"""What multiplies bfloat16 faster than float32: its flag, and words of the limits under which oneDNN uses it; the fastest first."""
+"""Units that multiply bfloat16 faster than float32, the fastest first. Each has its CPU flag, and words of
+the limits under which oneDNN uses it."""
 
 
 class DtypeChoice(NamedTuple):
-    """The default of `dtype` on a machine."""
+    """Default of `dtype` on a machine, with the reason."""
 
     dtype: Dtype
     reason: str
 
 
 class GpuChoice(NamedTuple):
-    """Whether this process computes on a GPU."""
+    """Decision whether this process computes on a GPU, with the reason."""
 
     has_gpu: bool
     reason: str
-    """In one sentence, for the log and for whoever expected the other answer."""
+    """One sentence for the log, and for a user who expected the opposite."""
     num_gpus: int = 0
-    """That this process may use."""
+    """Number of GPUs that this process may use."""
 
 
 def has_gpu() -> bool:
@@ -50,7 +52,7 @@ def has_gpu() -> bool:
 
 
 def gpu_choice() -> GpuChoice:
-    """Return whether there is a GPU, and how that is known."""
+    """Return whether there is a GPU, with the evidence."""
     visible = os.environ.get(VISIBLE)
     if visible is not None and visible.strip() in ("", "-1"):
         return GpuChoice(False, f"there is no GPU to use: {VISIBLE} = {visible!r} hides them all")
@@ -67,7 +69,10 @@ def gpu_choice() -> GpuChoice:
 
 
 def _num_visible(visible: str, num_gpus: int) -> int:
-    """Count what the variable lets through; as CUDA does, up to the first entry that names no GPU."""
+    """Return the number of GPUs that the variable makes visible.
+
+    As in CUDA, the first entry that names no GPU ends the list.
+    """
     count = 0
     for entry in (entry.strip() for entry in visible.split(",")):
         is_number = entry.isascii() and entry.isdigit()
@@ -79,7 +84,10 @@ def _num_visible(visible: str, num_gpus: int) -> int:
 
 @cache
 def _gpus_of_machine() -> tuple[int, str]:
-    """Return how many there are, and who says so. In a container only those that it was given count."""
+    """Return the number of GPUs, and the source of this number.
+
+    In a container, only the GPUs assigned to it count.
+    """
     try:
         nvml = ctypes.CDLL(NVML)
     except OSError:
@@ -101,7 +109,10 @@ def _gpus_of_machine() -> tuple[int, str]:
 
 @cache
 def _has_torch_for_cpus() -> bool:
-    """Read from its files, since importing torch would fix its settings. Without torch nothing is known."""
+    """Return whether torch is built for CPUs only, or False if that is unknown.
+
+    Read torch's files, because importing torch would fix its settings.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -118,11 +129,11 @@ def dtype_here() -> Dtype:
 
 
 def dtype_choice() -> DtypeChoice:
-    """Return that dtype and why it is the fastest one here.
+    """Return the fastest dtype of this machine, with the reason.
 
-    On one core bfloat16 products ran at 1,521 GFLOP/s with AMX, where float32 ones ran at 202. With AVX-512 BF16 (Zen 5) a pass and its
-    gradient of a 135M model took 3.6 s of a core, in float32 6.9. With neither, bfloat16 is no faster, and server and learner differ a
-    thousand times more.
+    On one core, bfloat16 products reach 1,521 GFLOP/s with AMX, and float32 products 202. With AVX-512 BF16
+    (Zen 5), forward and backward of a 135M model take 3.6 s of a core, in float32 6.9 s. With neither unit,
+    bfloat16 is no faster, and server and learner differ a thousand times more.
     """
     gpu = gpu_choice()
     if gpu.has_gpu:
@@ -134,7 +145,7 @@ def dtype_choice() -> DtypeChoice:
 
 
 def _bfloat16_unit() -> str | None:
-    """Return what the processor multiplies bfloat16 with, if oneDNN may use it."""
+    """Return the unit that multiplies bfloat16, if oneDNN may use it."""
     limit = next((limit for name in ONEDNN_LIMITS if (limit := os.environ.get(name))), "ALL").upper()
     flags = _cpu_flags()
     for unit, (flag, allowed) in BFLOAT16_UNITS.items():

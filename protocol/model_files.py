@@ -1,8 +1,10 @@
-"""The files of a model: where they are, and the fingerprint by which server and learner know that they have the same.
+"""Location of a model's files, and the fingerprint that both sides compare.
 
-Both processes resolve the same `model` key of the config, each on its own machine, and compare fingerprints in the
-handshake. Importing this file loads neither torch nor transformers; a fingerprint needs only the files. Invariant: a
-directory that is returned is complete: built-in models are written aside and renamed, and downloads are snapshots.
+Both processes resolve the same `model` key of the config, each on its own machine, and compare fingerprints
+in the handshake. A fingerprint needs only the files, and importing this file loads neither torch nor
+transformers.
+Invariant: a returned directory is complete. Built-in models are renamed into place, and downloads are
+snapshots.
 """
 
 import hashlib
@@ -15,7 +17,7 @@ from protocol.builtin_models import builtin_model, is_at_hand, is_builtin
 from protocol.errors import ConfigError
 from protocol.messages import ModelFingerprint
 
-# The files that fix which text a token id stands for; chat templates and generation settings do not.
+# Files that map token ids to text. Chat templates and generation settings do not.
 _TOKENIZER_FILES = {
     "added_tokens.json",
     "merges.txt",
@@ -30,18 +32,22 @@ _TOKENIZER_FILES = {
 }
 _QUANTIZED_KEYS = ("quantization_config", "compression_config")
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Of ModelOpt, AutoGPTQ and AutoAWQ; vLLM reads them too."""
+"""Files of ModelOpt, AutoGPTQ and AutoAWQ. vLLM reads them too."""
 _TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 MAX_HEADER_BYTES = 100_000_000
-"""As in safetensors itself."""
+"""Limit of safetensors itself."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DOWNLOADED = [*_TEXT_FILES, "*.safetensors"]
 
 
 def resolve_model(name: str) -> Path:
-    """Return the directory of a model: a local directory, a built-in one (made at first use), or a hub name (downloaded).
+    """Return the directory of a model.
 
-    Raises ConfigError if it is none of these.
+    The name is a local directory, a built-in model or a hub name. A built-in model is made at first use, and
+    a hub model is downloaded.
+
+    Raises:
+        ConfigError: If the name is none of these, or the model cannot be read and trained.
     """
     path = _as_directory(name)
     if is_builtin(name) and path is None:
@@ -61,9 +67,12 @@ def resolve_model(name: str) -> Path:
 
 
 def local_model(name: str) -> Path | None:
-    """Return what `resolve_model` would, without downloading anything; None for a model that is not on this machine.
+    """Return what `resolve_model` returns, without downloading.
 
-    Raises ConfigError as `resolve_model` does.
+    Return None for a model that is not on this machine.
+
+    Raises:
+        ConfigError: As in `resolve_model`.
     """
     if _as_directory(name) is not None:
         return resolve_model(name)
@@ -73,29 +82,38 @@ def local_model(name: str) -> Path | None:
 
     try:
         path = Path(snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True))
-    except (OSError, ValueError):  # not in its cache, or no name of the hub
+    except (OSError, ValueError):  # not in the hub's cache, or not a hub name
         return None
-    # The hub's cache may hold a part of it, such as the tokenizer that another program has asked for.
+    # The hub's cache may hold only a part of the model, such as a tokenizer that another program requested.
     return _trainable(path, name) if any(path.glob("*.safetensors")) else None
 
 
 def _as_directory(name: str) -> Path | None:
-    """Return the directory of this name, None if there is none. Raises ConfigError for one that cannot be read."""
+    """Return the directory of this name, or None if there is none.
+
+    Raises:
+        ConfigError: If the directory cannot be read.
+    """
     try:
         path = Path(name).expanduser()
         if not path.is_dir():
             return None
-        next(path.iterdir(), None)  # what may not be listed fails here, and what may not be entered on the next line
+        # Fails without permission to list the directory. The next line fails without permission to enter it.
+        next(path.iterdir(), None)
         (path / "config.json").is_file()
         return path
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~USER of somebody unknown
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user of ~USER is unknown
         raise ConfigError(
             f"model = {name!r} cannot be read ({error}); set model to one that this user may read"
         ) from error
 
 
 def _trainable(path: Path, name: str) -> Path:
-    """Return the path of a model whose weights can be read and trained. Raises ConfigError for others."""
+    """Return the path of a model whose weights can be read and trained.
+
+    Raises:
+        ConfigError: If the weights are not in safetensors files, or are quantized.
+    """
     # Older weight files are pickles, which may run code when they are read.
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
@@ -112,7 +130,13 @@ def _trainable(path: Path, name: str) -> Path:
 
 
 def fingerprint(path: Path) -> ModelFingerprint:
-    """Return what must be equal on both sides; it depends on the files' contents only, not on their order or dates."""
+    """Return the fingerprint that must be equal on both sides.
+
+    It depends only on the contents of the files, not on their order or dates.
+
+    Raises:
+        ConfigError: If the config or the tokenizer is missing or invalid.
+    """
     config = _read_config(path)
     text_config = config.get("text_config") or config
     architectures = config.get("architectures") or [config.get("model_type", "unknown")]
@@ -132,13 +156,16 @@ def fingerprint(path: Path) -> ModelFingerprint:
 
 
 def text_files(path: Path) -> list[Path]:
-    """Return what belongs to a model besides its weights: configs, tokenizer, chat template."""
+    """Return a model's files other than weights: configs, tokenizer, chat template."""
     files = {file for pattern in _TEXT_FILES for file in path.glob(pattern)}
     return sorted(file for file in files if not file.name.endswith(".safetensors.index.json"))
 
 
 def end_token_ids(path: Path) -> set[int]:
-    """Return the tokens that end a turn: those of the generation config, of which chat models have more than their tokenizer names."""
+    """Return the ids of the tokens that end a turn.
+
+    The generation config takes precedence: for chat models, it has more of them than the tokenizer names.
+    """
     for name in ("generation_config.json", "config.json"):
         eos = _read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
         if eos is not None:
@@ -147,12 +174,15 @@ def end_token_ids(path: Path) -> set[int]:
 
 
 def has_latent_attention(path: Path) -> bool:
-    """Whether its attention is that of DeepSeek's models (MLA)."""
+    """Return whether the model has the attention of DeepSeek's models (MLA)."""
     return bool(_nested(_read_config(path), "kv_lora_rank"))
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files that are loaded; a repository may have the same weights again, as in consolidated.safetensors."""
+    """Return the weight files to load.
+
+    A repository may hold the same weights again, as in consolidated.safetensors.
+    """
     index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.is_file():
         return sorted({path / name for name in _read_json(index).get("weight_map", {}).values()})
@@ -160,7 +190,11 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def weight_bytes(path: Path, dtype: str) -> int:
-    """Return what a model's weights take once they are loaded in `dtype`. Raises ConfigError for a file that cannot be read."""
+    """Return the bytes of a model's weights when loaded in `dtype`.
+
+    Raises:
+        ConfigError: If a file cannot be read.
+    """
     return sum(_bytes_in(file, _WIDTHS[dtype]) for file in weight_files(path))
 
 
@@ -182,12 +216,12 @@ def _bytes_in(file: Path, width: int) -> int:
 
 
 def quantization(path: Path) -> str | None:
-    """Return the method by which a checkpoint is quantized, as its files name it; None for one that is not."""
+    """Return the quantization method that a checkpoint's files name, or None."""
     config = _read_config(path)
     for key in _QUANTIZED_KEYS:
         if settings := _nested(config, key):
             return _method_of(settings, key)
-    for name in _QUANTIZED_FILES:  # of tools that leave config.json alone
+    for name in _QUANTIZED_FILES:  # written by tools that do not change config.json
         if (path / name).is_file():
             settings = _read_json(path / name)
             return f"{_method_of(settings.get('quantization') or settings, name)}, in {name}"
@@ -195,7 +229,7 @@ def quantization(path: Path) -> str | None:
 
 
 def _nested(config: dict[str, Any], key: str) -> Any:
-    """Look in the config itself, then in those of its parts: text_config, vision_config, llm_config, ..."""
+    """Return a key from the config or its parts: text_config, vision_config, ..."""
     parts = (part for name, part in config.items() if name.endswith("config") and name not in _QUANTIZED_KEYS)
     return config.get(key) or next(
         (found for part in parts if isinstance(part, dict) and (found := _nested(part, key))), None
@@ -203,7 +237,7 @@ def _nested(config: dict[str, Any], key: str) -> Any:
 
 
 def _method_of(settings: Any, where: str) -> str:
-    """Return the method's name, of the form that libraries write, or where it stands."""
+    """Return the name of the method in the settings, or else `where`."""
     if not isinstance(settings, dict):
         return str(settings)
     for key in ("quant_method", "quant_algo", "quant_type", "format"):
@@ -243,7 +277,7 @@ def _download(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=_DOWNLOADED))
-    except (OSError, ValueError) as error:  # what huggingface_hub raises for names, networks and permissions
+    except (OSError, ValueError) as error:  # errors of huggingface_hub for names, networks and permissions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"model = {name!r} is neither a local directory nor can it be downloaded from the hub ({reason}); check the "

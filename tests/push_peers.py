@@ -1,6 +1,6 @@
 """Both sides of a push as processes of their own, for tests that kill or stop them at a state of the transfer (peer.py).
 
-test ── Pipe ──▶ learner: Rollouts, Pusher ══ zmq, gloo ══ server: Server, a scripted engine that loads in place ◀── Pipe
+test ── Pipe ──▶ learner: Rollouts, WeightSync ══ zmq, gloo ══ server: Server, a scripted engine that loads in place ◀── Pipe
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from learner.prompts.prompts import Prompt, Prompts
 from learner.rewards.scoring import Scorer
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.outstanding import Outstanding
+from learner.rollouts.pending_groups import PendingGroups
 from learner.rollouts.queue import GroupQueue
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.rollouts import Rollouts
-from learner.rollouts.scored_group import ScoredGroup
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
-from learner.servers.weight_sync import Pusher
+from learner.servers.weight_sync import WeightSync
 from protocol.errors import PushError, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling, new_learner_id
 from protocol.weights.buckets import make_manifest
@@ -229,11 +229,11 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
     hello = Hello(run="run", protocol_version=PROTOCOL_VERSION, model=setup.model, learner=new_learner_id())
     fleet = Fleet(run, hello, LoopThread("learner"))
     prompts = Prompts(config.data, words, run.seed)
-    queue, outstanding = GroupQueue(run, prompts, ledger), Outstanding(ledger, prompts, config.max_group_attempts)
+    queue, outstanding = GroupQueue(run, prompts, ledger), PendingGroups(ledger, prompts, config.max_group_attempts)
     rollouts = Rollouts(run, fleet, queue, outstanding, Scorer(config, words, at_once), ledger)
     rollouts.start(0)
     scripted = ScriptedWeights(setup.weights)
-    pusher = Pusher(fleet, scripted, config.push)
+    pusher = WeightSync(fleet, scripted, config.push)
     pipe.send("ready")
     while True:
         match _next_command(pipe):
@@ -246,7 +246,7 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
                 pipe.send(_sampled(rollouts.take(scripted.version, ANSWER_TIMEOUT_S) or []))
 
 
-def _sampled(groups: list[ScoredGroup]) -> list[Sampled]:
+def _sampled(groups: list[RolloutGroup]) -> list[Sampled]:
     return [
         Sampled(group.prompt_token_ids.tolist(), c.token_ids.tolist(), c.behaviour_logprobs.tolist(), list(c.versions))
         for group in groups
@@ -254,7 +254,7 @@ def _sampled(groups: list[ScoredGroup]) -> list[Sampled]:
     ]
 
 
-def _push(pusher: Pusher, rollouts: Rollouts, version: int, overlap: bool) -> Exception | None:
+def _push(pusher: WeightSync, rollouts: Rollouts, version: int, overlap: bool) -> Exception | None:
     try:
         if overlap:
             pusher.begin(version, lambda: None)

@@ -1,5 +1,5 @@
-"""The pages for people are true about the tree: their links and anchors lead somewhere, the paths and config keys they name
-exist, every page is reached from README.md, and the maps of the packages leave no room out.
+"""Checks of all pages: links and anchors exist, and so do the paths and config keys that a page names. Every page is reached
+from README.md, pages stay short, and the maps of the packages are complete.
 """
 
 import re
@@ -18,16 +18,22 @@ from protocol.config import PASSED_ON, SharedConfig
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "inference_server", "learner", "deploy", "tests")
-FOLDERS = (".ci", *PACKAGES)
-PAGES = sorted([*ROOT.glob("*.md"), *(page for package in PACKAGES for page in (ROOT / package).rglob("*.md"))])
+FOLDERS = (".ci", "docs", *PACKAGES)
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(page for folder in ("docs", *PACKAGES) for page in (ROOT / folder).rglob("*.md"))]
+)
 OF_TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]
-"""Without what tells of files and keys that are gone."""
+"""All pages but the history, which names files and keys that are gone."""
 FILES = {
     str(path.relative_to(ROOT))
     for path in [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
     if "__pycache__" not in path.parts
 }
-MAX_README_LINES = 200
+MAX_README_LINES, MAX_README_WORDS = 120, 900
+MAX_LINES = 150
+"""Of a page of docs/."""
+MAX_PACKAGE_LINES = 100
+"""Of the README of a package or folder."""
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -35,7 +41,15 @@ TOML = re.compile(r"^```toml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"(?<![\w./:<>-])[\w./-]+\.(?:py|toml|md|lock|jinja|json|png)\b")
 FOLDER = re.compile(r"`([\w./-]+/)`")
 KEY = re.compile(r"`(?:--|\[)?((?:learner|server|deploy)\.[a-z_.-]+)[^`]*`")
-MADE_BY_USERS = {"run.toml", "my_loss.py", "my_rewards.py", "prompts.jsonl"}
+MADE_BY_USERS = {
+    "config.toml",
+    "run.toml",
+    "my_loss.py",
+    "my_rewards.py",
+    "prompts.jsonl",
+    "guess.py",
+    "path/to/file.py",
+}
 MADE_BY_RUNS = ("runs/", "checkpoints/", "model/", "adapter/", "logs/", "keys/", "DIR/", "allowed/", "my-task/")
 
 
@@ -70,11 +84,12 @@ def named_paths(text: str) -> set[str]:
 
 
 def exists(page: Path, name: str) -> bool:
-    """In the page's folder or one above it, or by its last parts anywhere below the page's folder."""
+    """Return whether a file is in the page's folder or above, or by its last parts below it; of docs/, anywhere."""
+    base = ROOT if page.parent == ROOT / "docs" else page.parent
     folder = page.parent.relative_to(ROOT)
     above = {str(parent / name) for parent in (folder, *folder.parents)}
     below = (path for path in FILES if path.endswith(f"/{name}"))
-    return bool(above & FILES) or any((ROOT / path).is_relative_to(page.parent) for path in below)
+    return bool(above & FILES) or any((ROOT / path).is_relative_to(base) for path in below)
 
 
 def named_keys(text: str) -> set[str]:
@@ -137,7 +152,22 @@ def test_every_package_has_a_page() -> None:
 
 
 def test_the_readme_stays_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < MAX_README_LINES
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= MAX_README_LINES and len(text.split()) <= MAX_README_WORDS
+
+
+def test_pages_stay_short() -> None:
+    limits = {
+        page: MAX_LINES if page.parent == ROOT / "docs" else MAX_PACKAGE_LINES for page in PAGES if page.parent != ROOT
+    }
+    lines = {page: len(page.read_text().splitlines()) for page in limits}
+    assert {str(page.relative_to(ROOT)): lines[page] for page in limits if lines[page] > limits[page]} == {}
+
+
+def test_the_site_has_every_page_of_docs() -> None:
+    named = re.findall(r"^ +- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    top = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+    assert sorted(named) == sorted([*(page.name for page in (ROOT / "docs").glob("*.md")), *top])
 
 
 @pytest.mark.parametrize("package", ["protocol", "inference_server", "learner"])

@@ -3,7 +3,7 @@
     take ─▶ train ─▶ weight sync ─▶ take …   a finished sync publishes its version, which admits new groups
     servers.py: groups ─▶ done ─▶ scored ─▶ ready, taken only in slot order, as in rollouts/slots.py
 
-The real run's own code decides how many groups to request (`num_places_allowed`, and `Lookahead` for "auto").
+The real run's own code decides how many groups to request (`num_places_allowed`, and `AutoStaleness` for "auto").
 If there are more than `most_servers`, fewer servers represent them, each with its share of the groups.
 A weight sync still counts all servers.
 Invariant: every slot is taken once, in order, and no staler than the bound, which only that code enforces.
@@ -23,7 +23,7 @@ from deploy.planning.rates import Rates
 from deploy.planning.servers import Events, Failures, Fleet, Group
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
-from learner.rollouts.lookahead import Lookahead
+from learner.rollouts.auto_staleness import AutoStaleness
 from learner.rollouts.slots import num_places_allowed
 
 MOST_SERVERS = 256
@@ -75,7 +75,7 @@ class Simulation:
         self._fleet = Fleet(self._env, setup.rates, self._num_servers, capacity, self._done)
         if setup.failures is not None:
             self._fleet.begin_failures(setup.failures, self._rng.spawn(1)[0])
-        self._lookahead = Lookahead(config)
+        self._lookahead = AutoStaleness(config)
         self._next_to_admit = self._next_to_take = 0
         self._ready: dict[int, Group] = {}
         self._num_missing = 0

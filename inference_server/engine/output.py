@@ -28,7 +28,7 @@ from inference_server.engine.interface import EngineFailed
 from protocol.messages import Completion
 
 
-class Piece(msgspec.Struct):
+class HeldOutput(msgspec.Struct):
     """Held output of a request that has had its first token."""
 
     client: int
@@ -52,13 +52,13 @@ class Piece(msgspec.Struct):
         self.token_ids, self.logprobs = [], []
 
 
-class Pieces:
+class OutputBuffer:
     """Held output of all requests of one engine."""
 
     def __init__(self, requests: Mapping[str, Any]) -> None:
         """Hold nothing yet. `requests` is the engine's own table of unfinished requests."""
         self._requests = requests
-        self._held: dict[str, Piece] = {}
+        self._held: dict[str, HeldOutput] = {}
 
     def take(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Return the outputs of a step that the front end gets now, and hold the rest."""
@@ -71,7 +71,9 @@ class Pieces:
         piece = self._held.get(output.request_id)
         if piece is None:
             if (request := self._requests.get(output.request_id)) is not None:
-                self._held[output.request_id] = Piece(request.client_index, _size_of_pieces(request.sampling_params))
+                self._held[output.request_id] = HeldOutput(
+                    request.client_index, _size_of_pieces(request.sampling_params)
+                )
             return True
         if len(piece.token_ids) + len(output.new_token_ids) < piece.size and _has_tokens_alone(output):
             piece.hold(output)
@@ -125,9 +127,9 @@ def send_in_pieces() -> None:
     """Patch vLLM's engine in this process, so that it sends chunks."""
     attach_weight_version, set_weight_version = EngineCore._attach_weight_version, EngineCore.set_weight_version
 
-    def pieces_of(engine: Any) -> Pieces:
+    def pieces_of(engine: Any) -> OutputBuffer:
         if not hasattr(engine, "pieces"):
-            engine.pieces = Pieces(engine.scheduler.requests)
+            engine.pieces = OutputBuffer(engine.scheduler.requests)
         return engine.pieces
 
     @wraps(attach_weight_version)

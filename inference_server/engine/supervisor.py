@@ -3,7 +3,7 @@
     alive ─▶ dead (EngineDead in work or a check each second) ─▶ cancel work ─▶ on_death ─▶ restart ─▶ alive
                                                            └▶ one too many: EngineDead, which ends the server
 
-StallWatch detects an engine that has work and makes no progress. A call into the engine that misses its
+StallDetector detects an engine that has work and makes no progress. A call into the engine that misses its
 deadline (`in_time`) counts as a death: its cause would block every later call.
 Invariant: no work continues from one engine to the next.
 """
@@ -40,7 +40,7 @@ async def in_time(call: Awaitable[T], timeout_s: float, doing: str, knob: str) -
         raise EngineDead(f"the engine did not answer within {timeout_s:g} s while {doing} ({knob})") from error
 
 
-class EngineLife:
+class EngineSupervisor:
     """State of the engine, and the work that needs it.
 
     `keep` runs until the engine has died more often than `max_restarts`.
@@ -200,7 +200,7 @@ class EngineLife:
         )  # fmt: skip
 
 
-class StallWatch:
+class StallDetector:
     """Detector of an engine that makes no progress, polled by the caller.
 
     It watches all work of the engine, so requests that wait for others are no stall.

@@ -34,7 +34,7 @@ sampled_by: ContextVar[set[str] | None] = ContextVar("sampled_by", default=None)
 """Set that collects the version labels of an HTTP request's tokens. None: not collected."""
 
 
-class Steps(StatLoggerBase):
+class StepCounter(StatLoggerBase):
     """Counter of engine steps.
 
     vLLM sends statistics after each step, including a step that gave no request a token.
@@ -58,13 +58,15 @@ class VersionedLLM(AsyncLLM):
     version 3."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.steps = steps = dict[int, Steps]()
+        self.steps = steps = dict[int, StepCounter]()
         """Step counters by replica."""
         self._has_readers = options["log_stats"]
         self._name = uuid.uuid4().hex[:12]
         """Name of this engine in the salt. An episode may continue on another server, whose syncs have the
         same numbers."""
-        super().__init__(*args, **options | {"stat_loggers": [lambda _, replica: steps.setdefault(replica, Steps())]})
+        super().__init__(
+            *args, **options | {"stat_loggers": [lambda _, replica: steps.setdefault(replica, StepCounter())]}
+        )
         self.admitting = asyncio.Event()
         self.admitting.set()
 

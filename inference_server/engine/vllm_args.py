@@ -31,7 +31,7 @@ MAX_EXPLANATION = 400
 backend."""
 
 
-class Own(NamedTuple):
+class ServerArgument(NamedTuple):
     """Argument that the server sets."""
 
     value: Any
@@ -134,49 +134,53 @@ def engine_arguments(run: ServerRun, model_path: Path) -> AsyncEngineArgs:
     return AsyncEngineArgs(**arguments)
 
 
-def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
+def own_arguments(run: ServerRun, model_path: Path) -> dict[str, ServerArgument]:
     server = run.server
     of_head = {"head_dtype": "float32"} if run.has_float32_head and run.computes_in != "float32" else {}
     kv_cache_bytes = None if server.kv_cache_memory_mib is None else server.kv_cache_memory_mib << 20
     return {
-        "model": Own(str(model_path), "set `model`"),
-        "served_model_name": Own([run.model], "set `model`"),
-        "dtype": Own(run.computes_in, "set server.dtype, or `dtype` for all"),
-        "seed": Own(run.seed, "set `seed`"),
-        "hf_overrides": Own(
+        "model": ServerArgument(str(model_path), "set `model`"),
+        "served_model_name": ServerArgument([run.model], "set `model`"),
+        "dtype": ServerArgument(run.computes_in, "set server.dtype, or `dtype` for all"),
+        "seed": ServerArgument(run.seed, "set `seed`"),
+        "hf_overrides": ServerArgument(
             of_head, "set `model` to a directory with the config that you want, and head_dtype for the head"
         ),
-        "max_model_len": Own(server.max_model_len, "set server.max_model_len"),
-        "max_num_seqs": Own(
+        "max_model_len": ServerArgument(server.max_model_len, "set server.max_model_len"),
+        "max_num_seqs": ServerArgument(
             server.max_concurrent_sequences + server.num_reserved,
             "set server.max_concurrent_sequences, or server.reserved_sequences for requests of /v1",
         ),
-        "max_num_active_seqs": Own(
+        "max_num_active_seqs": ServerArgument(
             server.max_concurrent_sequences if server.num_reserved else None, "set server.max_concurrent_sequences"
         ),
-        "scheduler_cls": Own(
+        "scheduler_cls": ServerArgument(
             SCHEDULER if server.num_reserved else None,
             "it stays: versions of tokens and reserved places rely on vLLM's own scheduler",
         ),
-        "kv_cache_memory_bytes": Own(kv_cache_bytes, "set server.kv_cache_memory_mib"),
-        "block_size": Own(server.block_size, "set server.block_size"),
-        "gpu_memory_utilization": Own(_memory_share(server), "set server.gpu_memory_utilization"),
-        "enforce_eager": Own(server.enforce_eager, "set server.enforce_eager"),
-        "tensor_parallel_size": Own(server.tensor_parallel_size, "set server.tensor_parallel_size"),
-        "data_parallel_size": Own(server.data_parallel_size, "set server.data_parallel_size"),
-        "distributed_executor_backend": Own(
+        "kv_cache_memory_bytes": ServerArgument(kv_cache_bytes, "set server.kv_cache_memory_mib"),
+        "block_size": ServerArgument(server.block_size, "set server.block_size"),
+        "gpu_memory_utilization": ServerArgument(_memory_share(server), "set server.gpu_memory_utilization"),
+        "enforce_eager": ServerArgument(server.enforce_eager, "set server.enforce_eager"),
+        "tensor_parallel_size": ServerArgument(server.tensor_parallel_size, "set server.tensor_parallel_size"),
+        "data_parallel_size": ServerArgument(server.data_parallel_size, "set server.data_parallel_size"),
+        "distributed_executor_backend": ServerArgument(
             "uni" if is_in_engine_process(server) else None, "it follows from server.tensor_parallel_size"
         ),
-        "disable_log_stats": Own(server.http_port == 0, "statistics are kept unless server.http_port = 0"),
-        "use_tqdm_on_load": Own(sys.stderr.isatty(), "there is a progress bar wherever there is a terminal"),
-        "enable_prefix_caching": Own(True, "it stays on: the completions of a group share their prompt"),
-        "scheduling_policy": Own(
+        "disable_log_stats": ServerArgument(server.http_port == 0, "statistics are kept unless server.http_port = 0"),
+        "use_tqdm_on_load": ServerArgument(sys.stderr.isatty(), "there is a progress bar wherever there is a terminal"),
+        "enable_prefix_caching": ServerArgument(True, "it stays on: the completions of a group share their prompt"),
+        "scheduling_policy": ServerArgument(
             "priority", "it stays: groups, scores and requests of /v1 are told apart by their priority"
         ),
-        "reasoning_parser": Own(server.reasoning_parser or "", "set server.reasoning_parser"),
-        "logprobs_mode": Own("processed_logprobs", "it stays: these are the logprobs of what was sampled from"),
-        "generation_config": Own("vllm", "it stays: sampling is what a request says; for groups set learner.sampling"),
-        "worker_extension_cls": Own(
+        "reasoning_parser": ServerArgument(server.reasoning_parser or "", "set server.reasoning_parser"),
+        "logprobs_mode": ServerArgument(
+            "processed_logprobs", "it stays: these are the logprobs of what was sampled from"
+        ),
+        "generation_config": ServerArgument(
+            "vllm", "it stays: sampling is what a request says; for groups set learner.sampling"
+        ),
+        "worker_extension_cls": ServerArgument(
             "inference_server.engine.worker.PushWorker", "it stays: it takes the learner's pushes"
         ),
     }
@@ -196,7 +200,7 @@ def _memory_share(server: ServerConfig) -> float:
     return server.gpu_memory_utilization / num_sharing
 
 
-def added_arguments(given: Mapping[str, Any], own: Mapping[str, Own]) -> dict[str, Any]:
+def added_arguments(given: Mapping[str, Any], own: Mapping[str, ServerArgument]) -> dict[str, Any]:
     """Return the arguments in [server.vllm], with vLLM's types.
 
     Raises:

@@ -34,7 +34,7 @@ from learner.controller import Controller
 from learner.doctor.noise import ComparedTokens, Measured, bounds, floor
 from learner.forward.logprobs import token_logprobs
 from learner.interrupt import Interrupt
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
 from learner.servers.parity import coarser
 from learner.storage.run_dir import open_run_dir
@@ -117,9 +117,9 @@ def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
     return msgspec.structs.replace(run, run_dir=str(directory), learner=config)
 
 
-def sample_across_pushes(controller: Controller) -> list[list[ScoredGroup]]:
+def sample_across_pushes(controller: Controller) -> list[list[RolloutGroup]]:
     """Take NUM_BATCHES batches and sync the same weights between them as new versions."""
-    batches: list[list[ScoredGroup]] = []
+    batches: list[list[RolloutGroup]] = []
     interrupt = Interrupt()  # not entered: there is no step to finish, so Ctrl-C ends the test at once
     for version in range(NUM_BATCHES):
         if version:
@@ -133,13 +133,13 @@ def sample_across_pushes(controller: Controller) -> list[list[ScoredGroup]]:
     return batches
 
 
-def rows_of(groups: list[ScoredGroup], config: LearnerConfig) -> list[Row]:
+def rows_of(groups: list[RolloutGroup], config: LearnerConfig) -> list[Row]:
     """Return every completion of the step, including those of groups without signal."""
     return [row for rows_G in step_rows(groups, advantages(groups, config), config) for row in rows_G]
 
 
 @torch.no_grad()
-def compare(trainer: PolicyTrainer, batches: list[list[ScoredGroup]], temperature: float) -> ComparedTokens:
+def compare(trainer: PolicyTrainer, batches: list[list[RolloutGroup]], temperature: float) -> ComparedTokens:
     """Score every sampled token as the training step would."""
     accelerator, config = trainer.accelerator, trainer.config
     columns: dict[str, list[np.ndarray]] = {

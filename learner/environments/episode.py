@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from learner.environments.branch import Branch
+from learner.environments.token_sequence import TokenSequence
 from protocol.messages import Completion, Group, Message, Part
 from protocol.messages.parts import Version
 
@@ -28,7 +28,7 @@ REWARDED: tuple[EndState, ...] = ("finished", "length", "max_turns", "parse_erro
 """End states that are rewarded. The other states are no evidence about the policy."""
 
 
-class Course(Part, frozen=True):
+class EpisodeStats(Part, frozen=True):
     """Statistics of an episode, apart from its tokens."""
 
     state: EndState
@@ -48,11 +48,11 @@ class Course(Part, frozen=True):
 class Episode(Part, frozen=True):
     """One rollout, with its reward from the environment.
 
-    Example: branches=[one of two turns], course=Course(state="finished", num_turns=2), reward=1.0.
+    Example: branches=[one of two turns], course=EpisodeStats(state="finished", num_turns=2), reward=1.0.
     """
 
-    branches: list[Branch]
-    course: Course
+    branches: list[TokenSequence]
+    course: EpisodeStats
     reward: float | None = None
     """The environment's own reward."""
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
@@ -61,7 +61,7 @@ class Episode(Part, frozen=True):
     """Final attributes of the environment's instance, if a reward function asks for them."""
 
 
-class PlayedGroup(Message, frozen=True):
+class EpisodeGroup(Message, frozen=True, tag="PlayedGroup"):
     """Episodes of one prompt, as the ledger stores them."""
 
     group_id: str
@@ -74,7 +74,7 @@ class PlayedGroup(Message, frozen=True):
         return min(version for one in self.episodes for branch in one.branches for version in branch.sampled_versions)
 
 
-AnyGroup = Group | PlayedGroup
+AnyGroup = Group | EpisodeGroup
 """A group as a server returned it, or as it was played."""
 
 
@@ -104,7 +104,7 @@ class Recording:
             count = len(token_ids)
             self._branches[-1].add(np.array(token_ids, np.int32), np.zeros(count, np.float32), [(None, count)])
 
-    def branches(self) -> list[Branch]:
+    def branches(self) -> list[TokenSequence]:
         """Return the branches that contain a turn of the policy."""
         spoken = [branch for branch in self._branches if branch.has_turns]
         return [branch.recorded("length" if self.is_cut_off and branch is spoken[-1] else "stop") for branch in spoken]
@@ -132,8 +132,8 @@ class RecordedBranch:
         self._logprobs.append(logprobs)
         self._versions += versions
 
-    def recorded(self, finish_reason: str) -> Branch:
-        return Branch(
+    def recorded(self, finish_reason: str) -> TokenSequence:
+        return TokenSequence(
             token_ids=np.concatenate(self._token_ids),
             behaviour_logprobs=np.concatenate(self._logprobs),
             versions=self._versions,
@@ -144,19 +144,19 @@ class RecordedBranch:
 
 def num_sampled(group: AnyGroup) -> int:
     """Return the number of tokens that the policy sampled."""
-    if isinstance(group, PlayedGroup):
+    if isinstance(group, EpisodeGroup):
         return sum(branch.num_sampled for one in group.episodes for branch in one.branches)
     return sum(len(completion.token_ids) for completion in group.completions)
 
 
 def episodes_of(group: AnyGroup) -> list[Episode]:
     """Return the episodes of a group. A plain completion is an episode of one turn."""
-    if isinstance(group, PlayedGroup):
+    if isinstance(group, EpisodeGroup):
         return group.episodes
     return [
         Episode(
-            branches=[Branch.of(completion)],
-            course=Course(state="length" if completion.finish_reason == "length" else "finished", num_turns=1),
+            branches=[TokenSequence.of(completion)],
+            course=EpisodeStats(state="length" if completion.finish_reason == "length" else "finished", num_turns=1),
         )
         for completion in group.completions
     ]

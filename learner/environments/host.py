@@ -59,7 +59,7 @@ class Describe(msgspec.Struct, frozen=True):
     """Order to describe the tools."""
 
 
-class Said(msgspec.Struct, frozen=True, tag=True):
+class StepResult(msgspec.Struct, frozen=True, tag=True):
     """Response of the environment, and whether it ends the episode."""
 
     text: str
@@ -68,7 +68,7 @@ class Said(msgspec.Struct, frozen=True, tag=True):
     """Whether the text is an error message."""
 
 
-class Rated(msgspec.Struct, frozen=True, tag=True):
+class RewardResult(msgspec.Struct, frozen=True, tag=True):
     """Reward of the environment. None: the environment has no reward."""
 
     reward: float | None
@@ -82,14 +82,14 @@ class Described(msgspec.Struct, frozen=True, tag=True):
     schemas: list[dict[str, Any]]
 
 
-class Wrong(msgspec.Struct, frozen=True, tag=True):
+class ClassError(msgspec.Struct, frozen=True, tag=True):
     """Error of the class after which the episode cannot continue."""
 
     problem: str
 
 
-Answer = Said | Rated | Described | Wrong
-Order = Reset | Turn | Call | Rate | Describe
+Answer = StepResult | RewardResult | Described | ClassError
+Command = Reset | Turn | Call | Rate | Describe
 ANSWER = msgspec.msgpack.Decoder(Answer)
 
 
@@ -99,9 +99,9 @@ def serve(pipe: connection.Connection, spec: str | None, tools: Sequence[str], t
         factory = None if spec is None else load_environment(spec, takes_text=takes_text)
         host = Host(factory, load_functions(tools))
     except NotLoaded as error:
-        pipe.send_bytes(msgspec.msgpack.encode(Wrong(str(error))))
+        pipe.send_bytes(msgspec.msgpack.encode(ClassError(str(error))))
         return
-    pipe.send_bytes(msgspec.msgpack.encode(Said("")))
+    pipe.send_bytes(msgspec.msgpack.encode(StepResult("")))
     with suppress(EOFError):
         while True:
             pipe.send_bytes(msgspec.msgpack.encode(host.answer(pipe.recv())))
@@ -122,7 +122,7 @@ class Host:
         self._loop = asyncio.Runner()
         """One event loop for all coroutines, because a client's connections belong to their loop."""
 
-    def answer(self, order: Order) -> Answer:
+    def answer(self, order: Command) -> Answer:
         try:
             match order:
                 case Reset(row):
@@ -137,9 +137,9 @@ class Host:
                     self._make_instance()
                     return Described(schemas_of(self._tools))
         except NotLoaded as error:
-            return Wrong(str(error))
+            return ClassError(str(error))
         except (Exception, SystemExit) as error:
-            return Wrong(f"raised {describe(error)}")
+            return ClassError(f"raised {describe(error)}")
 
     @property
     def _tools(self) -> Tools:
@@ -149,43 +149,47 @@ class Host:
         if self._instance is None and self._factory is not None:
             self._instance = self._factory()
 
-    def _reset(self, row: dict[str, Any]) -> Said | Wrong:
+    def _reset(self, row: dict[str, Any]) -> StepResult | ClassError:
         self._make_instance()
-        return Said("") if self._instance is None else self._said(self._awaited(self._instance.reset(**row)), "reset")
+        return (
+            StepResult("")
+            if self._instance is None
+            else self._said(self._awaited(self._instance.reset(**row)), "reset")
+        )
 
-    def _turn(self, text: str) -> Said | Wrong:
+    def _turn(self, text: str) -> StepResult | ClassError:
         assert self._factory is not None
         method = method_of_turns(self._factory)
         try:
             said = self._awaited(getattr(self._instance, method)(text))
         except (Exception, SystemExit) as error:  # as in TRL: the policy reads the error, and may do better
-            return Said(str(error) or type(error).__name__, self._is_done, has_failed=True)
+            return StepResult(str(error) or type(error).__name__, self._is_done, has_failed=True)
         return self._said(said, method)
 
-    def _call(self, name: str, arguments: dict[str, Any]) -> Said:
+    def _call(self, name: str, arguments: dict[str, Any]) -> StepResult:
         """Call a tool. The error texts are TRL's."""
         try:
             if name not in self._tools:
                 raise ValueError(f"Tool {name} not found.")
             said = self._awaited(self._tools[name](**arguments))
         except (Exception, SystemExit) as error:
-            return Said(str({"error": str(error) or type(error).__name__}), self._is_done, has_failed=True)
-        return Said(str(said), self._is_done)
+            return StepResult(str({"error": str(error) or type(error).__name__}), self._is_done, has_failed=True)
+        return StepResult(str(said), self._is_done)
 
     def _awaited(self, result: Any) -> Any:
         return self._loop.run(result) if inspect.iscoroutine(result) else result
 
-    def _said(self, said: Any, method: str) -> Said | Wrong:
+    def _said(self, said: Any, method: str) -> StepResult | ClassError:
         if said is not None and not isinstance(said, str):
-            return Wrong(f"{method} returned {shorten(said)}, expected a text or None")
-        return Said(said or "", self._is_done)
+            return ClassError(f"{method} returned {shorten(said)}, expected a text or None")
+        return StepResult(said or "", self._is_done)
 
-    def _rated(self, asks_attributes: bool) -> Rated | Wrong:
+    def _rated(self, asks_attributes: bool) -> RewardResult | ClassError:
         rate = getattr(self._instance, "get_reward", None)
         reward = None if rate is None else self._awaited(rate())
         if reward is not None and not (isinstance(reward, SupportsFloat) and math.isfinite(float(reward))):
-            return Wrong(f"get_reward returned {shorten(reward)}, expected a finite number or None")
-        return Rated(
+            return ClassError(f"get_reward returned {shorten(reward)}, expected a finite number or None")
+        return RewardResult(
             None if reward is None else float(reward), attributes_of(self._instance) if asks_attributes else None
         )
 

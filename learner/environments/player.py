@@ -19,11 +19,11 @@ import numpy as np
 
 from learner.config import LearnerConfig
 from learner.environments.answer import Unreadable
-from learner.environments.episode import REWARDED, Course, EndState, Episode, PlayedGroup, Recording
-from learner.environments.host import Call, Order, Rate, Rated, Reset, Said
-from learner.environments.pool import Environments, Seat
-from learner.environments.process import Trouble
-from learner.environments.talk import ChatTalk, Heard, PlainTalk
+from learner.environments.conversation import ChatConversation, NextPrompt, TextConversation
+from learner.environments.episode import REWARDED, EndState, Episode, EpisodeGroup, EpisodeStats, Recording
+from learner.environments.host import Call, Command, Rate, Reset, RewardResult, StepResult
+from learner.environments.pool import Environments, Lease
+from learner.environments.process import ProcessFailure
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
 from protocol.errors import DataError
@@ -32,7 +32,7 @@ from protocol.messages import Group
 log = logging.getLogger(__name__)
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class TurnPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Request for one turn."""
 
     episode: int
@@ -49,14 +49,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Stop texts of the turn, in addition to those of the run."""
 
 
-class Sampled(msgspec.Struct, frozen=True, eq=False):
+class TurnResult(msgspec.Struct, frozen=True, eq=False):
     """A sampled turn: a group of one completion."""
 
     group: Group
     endpoint: str
 
 
-Ask = Callable[[Asked], Awaitable[Sampled | None]]
+Ask = Callable[[TurnPrompt], Awaitable[TurnResult | None]]
 """Function that samples a turn. None: no server could answer."""
 
 
@@ -73,7 +73,9 @@ class Player:
         self._config, self._template, self._environments = config, template, environments
         self._rate = Rate(asks_attributes)
 
-    async def play(self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int) -> PlayedGroup:
+    async def play(
+        self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
+    ) -> EpisodeGroup:
         """Play the group of a prompt. Episodes without a turn of the policy are left out.
 
         Raises:
@@ -95,7 +97,7 @@ class Player:
             if episode.course.state not in REWARDED:
                 log.warning("an episode of group %s ended as %s", group_id, episode.course.state)
         entered = [one.entered_version for one in played if one.entered_version is not None]
-        return PlayedGroup(
+        return EpisodeGroup(
             group_id=group_id,
             entered_version=min(entered, default=0),
             episodes=[one.episode for one in played if one.episode.branches],
@@ -104,15 +106,15 @@ class Player:
     async def _episode(self, progress: "Progress", ask: Ask) -> "Progress":
         async with self._environments.seat() as seat:
             opening = await progress.call(seat, Reset({"prompt": progress.prompt.prompt, **progress.prompt.columns}))
-            if isinstance(opening, Said):
+            if isinstance(opening, StepResult):
                 await self._converse(progress, seat, opening, ask)
             if progress.state in REWARDED:
                 rated = await progress.call(seat, self._rate)
-                if isinstance(rated, Rated):
+                if isinstance(rated, RewardResult):
                     progress.reward, progress.attributes = rated.reward, rated.attributes
         return progress
 
-    async def _converse(self, progress: "Progress", seat: Seat, opening: Said, ask: Ask) -> None:
+    async def _converse(self, progress: "Progress", seat: Lease, opening: StepResult, ask: Ask) -> None:
         """Play turn after turn, from the response to reset until the episode ends."""
         talk = progress.talk
         progress.give_up_at = time.monotonic() + self._config.environment.episode_deadline_s
@@ -147,10 +149,14 @@ class Player:
         progress.hear(heard)
         return None
 
-    def _talk(self, prompt: Prompt) -> PlainTalk | ChatTalk:
-        return PlainTalk(self._template) if isinstance(prompt.prompt, str) else ChatTalk(self._template, prompt.prompt)
+    def _talk(self, prompt: Prompt) -> TextConversation | ChatConversation:
+        return (
+            TextConversation(self._template)
+            if isinstance(prompt.prompt, str)
+            else ChatConversation(self._template, prompt.prompt)
+        )
 
-    async def _turn(self, progress: "Progress", ask: Ask) -> Sampled | None:
+    async def _turn(self, progress: "Progress", ask: Ask) -> TurnResult | None:
         """Return the policy's next turn, or set the end state and return None."""
         if time.monotonic() >= progress.give_up_at:
             limit = f"{self._config.environment.episode_deadline_s:g} s (learner.environment.episode_deadline_s)"
@@ -173,7 +179,7 @@ class Player:
 class Progress:
     """One episode in progress."""
 
-    def __init__(self, prompt: Prompt, number: int, max_tokens: int, talk: PlainTalk | ChatTalk) -> None:
+    def __init__(self, prompt: Prompt, number: int, max_tokens: int, talk: TextConversation | ChatConversation) -> None:
         self.prompt, self._number, self.max_tokens, self.talk = prompt, number, max_tokens, talk
         self.recording = Recording(np.array(prompt.token_ids, np.int32))
         self.state: EndState = "max_turns"
@@ -186,39 +192,39 @@ class Progress:
         self._num_calls = self._num_failed_calls = self._num_prompt_tokens = self._num_cached_tokens = 0
         self._environment_s = 0.0
 
-    async def call(self, seat: Seat, order: Order) -> Said | Rated | None:
+    async def call(self, seat: Lease, order: Command) -> StepResult | RewardResult | None:
         """Return the environment's answer, or set the end state and return None."""
         self._num_calls += isinstance(order, Call)
         started = time.monotonic()
         answer = await seat.ask(order)
         self._environment_s += time.monotonic() - started
-        if isinstance(answer, Trouble):
+        if isinstance(answer, ProcessFailure):
             log.warning(
                 "the environment of prompt %d: %s %s", self.prompt.prompt_id, type(order).__name__, answer.problem
             )
             self.end("tool_timeout" if answer.outcome == "timed_out" else "env_error")
             return None
-        assert isinstance(answer, Said | Rated)
-        if isinstance(answer, Said):
+        assert isinstance(answer, StepResult | RewardResult)
+        if isinstance(answer, StepResult):
             self._num_failed_calls += answer.has_failed
         return answer
 
-    async def call_all(self, seat: Seat, orders: Sequence[Order]) -> list[Said] | None:
+    async def call_all(self, seat: Lease, orders: Sequence[Command]) -> list[StepResult] | None:
         """Return the responses to all orders, up to one that ends the episode.
 
         If an order fails, set the end state and return None.
         """
-        said: list[Said] = []
+        said: list[StepResult] = []
         for order in orders:
             answer = await self.call(seat, order)
-            if not isinstance(answer, Said):
+            if not isinstance(answer, StepResult):
                 return None
             said.append(answer)
             if answer.is_done:
                 break
         return said
 
-    def hear(self, heard: Heard) -> bool:
+    def hear(self, heard: NextPrompt) -> bool:
         """Record the tokens before the next turn, or return False if they do not fit."""
         num_before = 0 if heard.begins_branch else len(self.recording.token_ids)
         has_room = num_before + len(heard.token_ids) <= self.max_tokens
@@ -228,13 +234,13 @@ class Progress:
             self.recording.add_said(heard.token_ids)
         return has_room
 
-    def asked(self, token_ids: np.ndarray, max_tokens: int) -> Asked:
-        return Asked(
+    def asked(self, token_ids: np.ndarray, max_tokens: int) -> TurnPrompt:
+        return TurnPrompt(
             episode=self._number, number=self.num_turns, token_ids=token_ids, max_tokens=max_tokens,
             salt=self._salt, stays_at=self._endpoint,
         )  # fmt: skip
 
-    def add(self, sampled: Sampled) -> None:
+    def add(self, sampled: TurnResult) -> None:
         """Add the turn that was requested last."""
         group = sampled.group
         (completion,) = group.completions
@@ -255,7 +261,7 @@ class Progress:
     def episode(self) -> Episode:
         return Episode(
             branches=self.recording.branches(),
-            course=Course(
+            course=EpisodeStats(
                 state=self.state,
                 num_turns=self.num_turns,
                 num_calls=self._num_calls,

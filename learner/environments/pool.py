@@ -13,15 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from learner.config import EnvironmentConfig
-from learner.environments.host import Answer, Order
-from learner.environments.process import EnvironmentProcess, Trouble
+from learner.environments.host import Answer, Command
+from learner.environments.process import EnvironmentProcess, ProcessFailure
 from learner.memory_watch import MemoryWatch
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 
-class Seat:
+class Lease:
     """A process, leased for one episode."""
 
     def __init__(self, process: EnvironmentProcess, threads: ThreadPoolExecutor) -> None:
@@ -29,7 +29,7 @@ class Seat:
         self.owes_answer = False
         """Whether an answer is pending, possibly because the caller stopped waiting."""
 
-    async def ask(self, order: Order) -> Answer | Trouble:
+    async def ask(self, order: Command) -> Answer | ProcessFailure:
         self.owes_answer = True
         answer = await asyncio.get_running_loop().run_in_executor(self._threads, self.process.ask, order)
         self.owes_answer = False
@@ -62,10 +62,10 @@ class Environments:
         self._free.append(first)
 
     @asynccontextmanager
-    async def seat(self) -> AsyncIterator[Seat]:
+    async def seat(self) -> AsyncIterator[Lease]:
         """Lease a process for one episode, in order of arrival."""
         async with self._room:
-            seat = Seat(self._take() or self._start(), self._threads)
+            seat = Lease(self._take() or self._start(), self._threads)
             try:
                 yield seat
             finally:

@@ -2,7 +2,7 @@
 
 `host.py` runs in the process.
 Invariant: a call returns soon after its deadline, even if its process misbehaves or is killed. After a
-Trouble the process has ended. Each process has its own pipe, so that none holds a lock that another waits
+ProcessFailure the process has ended. Each process has its own pipe, so that none holds a lock that another waits
 for.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 from learner.children import limit_waits
 from learner.config import EnvironmentConfig
 from learner.descendants import kill_with_descendants
-from learner.environments.host import ANSWER, Answer, Describe, Described, Order, Wrong
+from learner.environments.host import ANSWER, Answer, ClassError, Command, Describe, Described
 from learner.environments.start import start
 from protocol.errors import ConfigError
 
@@ -23,7 +23,7 @@ EXIT_WAIT_S = 1.0
 """Seconds from the end of the pipe to the exit code."""
 
 
-class Trouble(msgspec.Struct, frozen=True):
+class ProcessFailure(msgspec.Struct, frozen=True):
     """Reason why there is no answer.
 
     The outcome "failed" means an error of the class. "killed" means a kill from outside, which is no evidence
@@ -55,17 +55,17 @@ class EnvironmentProcess:
     def pid(self) -> int:
         return self._process.pid or 0
 
-    def load(self) -> Trouble | None:
-        """Wait until the class is loaded, and return the Trouble if that fails."""
+    def load(self) -> ProcessFailure | None:
+        """Wait until the class is loaded, and return the ProcessFailure if that fails."""
         if not self._is_loaded:
             answer = self._answer(STARTUP_TIMEOUT_S)
-            if isinstance(answer, Trouble):
+            if isinstance(answer, ProcessFailure):
                 return answer
             self._is_loaded = True
         return None
 
-    def ask(self, order: Order) -> Answer | Trouble:
-        """Send an order and wait for its answer. Errors of the class are a Trouble too."""
+    def ask(self, order: Command) -> Answer | ProcessFailure:
+        """Send an order and wait for its answer. Errors of the class are a ProcessFailure too."""
         trouble = self.load()
         if trouble is not None:
             return trouble
@@ -91,7 +91,7 @@ class EnvironmentProcess:
     def _kill_all(self) -> None:
         kill_with_descendants(self.pid)
 
-    def _answer(self, timeout_s: float) -> Answer | Trouble:
+    def _answer(self, timeout_s: float) -> Answer | ProcessFailure:
         try:
             if not self._pipe.poll(timeout_s):
                 return self._too_late()
@@ -102,35 +102,35 @@ class EnvironmentProcess:
             return self._ended()
         except msgspec.DecodeError as error:
             self.kill()
-            return Trouble("failed", f"wrote into its process's pipe what is no answer ({error})")
-        if isinstance(answer, Wrong):
+            return ProcessFailure("failed", f"wrote into its process's pipe what is no answer ({error})")
+        if isinstance(answer, ClassError):
             self.kill()
-            return Trouble("failed", answer.problem)
+            return ProcessFailure("failed", answer.problem)
         return answer
 
-    def _too_late(self) -> Trouble:
+    def _too_late(self) -> ProcessFailure:
         self.kill()
         limit = f"{self._config.timeout_s:g} s (learner.environment.timeout_s)"
         if not self._is_loaded:
             limit = f"{STARTUP_TIMEOUT_S:g} s, which importing it took; move slow work out of the module's top level"
-        return Trouble("timed_out", f"did not return within {limit}")
+        return ProcessFailure("timed_out", f"did not return within {limit}")
 
-    def _ended(self) -> Trouble:
+    def _ended(self) -> ProcessFailure:
         self._process.join(EXIT_WAIT_S)
         code = self._process.exitcode
         self.kill()
         if self._is_too_large:
             return too_large(self._config)
         if code is not None and code < 0:
-            return Trouble("killed", f"lost its process to signal {-code} ({signal.strsignal(-code)})")
+            return ProcessFailure("killed", f"lost its process to signal {-code} ({signal.strsignal(-code)})")
         how = "closed the pipe of its process" if code is None else f"ended its process with exit code {code}"
-        return Trouble("failed", how)
+        return ProcessFailure("failed", how)
 
 
-def too_large(config: EnvironmentConfig) -> Trouble:
-    """Return the Trouble of a process that the memory watch has killed."""
+def too_large(config: EnvironmentConfig) -> ProcessFailure:
+    """Return the ProcessFailure of a process that the memory watch has killed."""
     limit = f"{config.max_memory_mib} MiB of memory, with what it had started, and was killed (learner.environment.max_memory_mib)"
-    return Trouble("failed", f"held more than {limit}")
+    return ProcessFailure("failed", f"held more than {limit}")
 
 
 def tools_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
@@ -140,7 +140,7 @@ def tools_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
         answer = process.ask(Describe())
     finally:
         process.kill()  # frees what describing has imported
-    if isinstance(answer, Trouble):
+    if isinstance(answer, ProcessFailure):
         raise ConfigError(f"{config.named}: {answer.problem}")
     assert isinstance(answer, Described)
     return answer.schemas

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from learner.children import Forked, end_with_the_learner, start_fork_server
+from learner.children import ForkedProcess, end_with_the_learner, start_fork_server
 from learner.config import EnvironmentConfig
 from learner.descendants import end_with_descendants
 from learner.environments.host import serve
@@ -60,7 +60,7 @@ def _forked(config: EnvironmentConfig, takes_text: bool) -> tuple[Connection, Be
     pipe, theirs = CONTEXT.Pipe()
     arguments = (theirs, safe_path, config.factory, config.tools, takes_text)
     process = CONTEXT.Process(target=_serve_forked, args=arguments, name="environment")
-    begun = Forked(process)
+    begun = ForkedProcess(process)
     theirs.close()
     return pipe, begun
 

@@ -1,7 +1,7 @@
 """Evaluations during training: started after a step, run in a thread, reported with a later step.
 
     after_step ─▶ (every_steps) ─▶ evaluate.py (thread) ─▶ evaluations.jsonl ─▶ take_metrics at a later step
-                                     UnderWay: each answer on disk ─▶ resume, which asks each prompt only once
+                                     PartialResults: each answer on disk ─▶ resume, which asks each prompt only once
                                      pin: holds until all is answered ─▶ the next step starts
 
 Each evaluation covers all sets.
@@ -30,7 +30,7 @@ from learner.evaluation.results import Evaluation, in_words, metrics_of, version
 from learner.rewards.workers import RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.servers.loop_thread import LoopThread
-from learner.storage.files import Lines, whole_lines, writing
+from learner.storage.files import JsonLinesFile, whole_lines, writing
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
@@ -58,10 +58,10 @@ class Evaluations:
         self._sets = sets_of(run_inputs) if self._config.every_steps else []
         self._digest, self._judging_set = digest_of(self._sets), run_inputs.run.learner.checkpoint.judging_set
         self._path = run_dir / results.FILE
-        self._kept = UnderWay(run_dir)
+        self._kept = PartialResults(run_dir)
         self._cleanup = ExitStack()
         self._thread: LoopThread | None = None
-        self._asked: Asked | None = None
+        self._asked: RunningEvaluation | None = None
         self._alone_s: deque[float] = deque(maxlen=ALONE_STEPS)
         self._beside_s: list[float] = []
         self._score_of: dict[int, float | None] = {}
@@ -184,7 +184,7 @@ class Evaluations:
         self._beside_s.clear()
         self._score_of.setdefault(step, None)
         work = ask_and_rate_all(self._sets, self._workers, known, self._kept.add, of_run=self._run_id)
-        self._asked = Asked(step, self._thread.submit(work), noted)
+        self._asked = RunningEvaluation(step, self._thread.submit(work), noted)
 
     def _take(self) -> None:
         """Collect the running evaluation if it has ended."""
@@ -212,7 +212,7 @@ class Evaluations:
                 log.warning("learner.evaluation.pin: %s answered all the same; does another learner push to the server at %s?",
                             versions_in_words(one.versions, ""), one.url)  # fmt: skip
 
-    def _note(self, asked: "Asked") -> list[Evaluation]:
+    def _note(self, asked: "RunningEvaluation") -> list[Evaluation]:
         """Record the results. Raises SlipstreamError if the evaluation failed."""
         made = [msgspec.structs.replace(one, step=asked.step) for one in asked.result.result()]
         return [asked.noted.get(one.set_name) or results.note(self._path, one) for one in made]
@@ -241,7 +241,7 @@ class Evaluations:
         self._metrics["evaluation/failed"] = 1.0
 
 
-class Asked(msgspec.Struct, frozen=True):
+class RunningEvaluation(msgspec.Struct, frozen=True):
     """The running evaluation."""
 
     step: int
@@ -256,7 +256,7 @@ def is_owed(run: LearnerRun, step: int) -> bool:
     if not config.every_steps:
         return False
     noted = {one.set_name for one in results.earlier(run_dir / results.FILE) if one.step == step}
-    return not noted.issuperset(config.set_names()) or UnderWay(run_dir).left() is not None
+    return not noted.issuperset(config.set_names()) or PartialResults(run_dir).left() is not None
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -274,12 +274,12 @@ class Line(msgspec.Struct, frozen=True):
     answered: Answered
 
 
-class UnderWay:
+class PartialResults:
     """File with the answers of the running evaluation."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
-        self._lines: Lines | None = None
+        self._lines: JsonLinesFile | None = None
 
     def begin(self, begun: Begun) -> None:
         """Start a new file. Raises DiskError."""
@@ -318,6 +318,6 @@ class UnderWay:
 
     def _append(self, record: msgspec.Struct) -> None:
         if self._lines is None:
-            self._lines = Lines(self._path)
+            self._lines = JsonLinesFile(self._path)
         line: dict[str, Any] = msgspec.to_builtins(record)
         self._lines.append(line)

@@ -1,6 +1,6 @@
 """Plays the episodes of an evaluation with the players used in training and a server's OpenAI API.
 
-    prompt ─▶ environments, or agents ─▶ turn ─▶ POST URL/completions ─▶ … ─▶ PlayedGroup ─▶ Answered ─▶ rated
+    prompt ─▶ environments, or agents ─▶ turn ─▶ POST URL/completions ─▶ … ─▶ EpisodeGroup ─▶ Answered ─▶ rated
 
 Used between openai_client.py and players.py.
 Invariant: every episode counts with its end state. As in training, an episode that reveals nothing about the
@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerRun
-from learner.environments.episode import REWARDED, PlayedGroup, num_sampled
-from learner.environments.player import Asked, Sampled
+from learner.environments.episode import REWARDED, EpisodeGroup, num_sampled
+from learner.environments.player import TurnPrompt, TurnResult
 from learner.evaluation.eval_sets import Questions
-from learner.evaluation.openai_client import Answered, Door, EvaluationError, Served, answer_of, request_of
-from learner.players import open_agents, open_player
+from learner.evaluation.openai_client import Answered, EvaluationError, OpenAIClient, Served, answer_of, request_of
+from learner.open_players import open_agents, open_player
 from learner.prompts.prompts import Prompt
 from learner.rewards.call import TrainerState
 from learner.rewards.scoring import Scorer
@@ -63,7 +63,7 @@ def max_tokens_of(questions: Questions) -> int:
     return questions.config.max_tokens or questions.run.learner.sampling.max_tokens
 
 
-async def episodes_of(questions: Questions, door: Door, served: Served, prompt: Prompt) -> Answered:
+async def episodes_of(questions: Questions, door: OpenAIClient, served: Served, prompt: Prompt) -> Answered:
     """Play all episodes of one prompt. Raises EvaluationError."""
     assert questions.player is not None
     most = questions.run.learner.environment.max_episode_tokens or served.max_model_len
@@ -92,13 +92,13 @@ async def episodes_of(questions: Questions, door: Door, served: Served, prompt: 
 class Turns:
     """Turns in the episodes of one prompt, sampled by the server."""
 
-    def __init__(self, questions: Questions, door: Door, served: Served, prompt: Prompt) -> None:
+    def __init__(self, questions: Questions, door: OpenAIClient, served: Served, prompt: Prompt) -> None:
         self._questions, self._door, self._served, self._prompt = questions, door, served, prompt
         self.versions: tuple[int, int] | None = None
         self.failure: EvaluationError | None = None
         """Reason why the evaluation cannot continue, raised after the episodes have ended."""
 
-    async def ask(self, asked: Asked) -> Sampled | None:
+    async def ask(self, asked: TurnPrompt) -> TurnResult | None:
         if self.failure is not None:
             return None
         try:
@@ -117,7 +117,7 @@ class Turns:
         (token_ids,), (is_finished,) = said.token_ids_K, said.is_finished_K
         return self._sampled(token_ids, is_finished=is_finished) if token_ids else None
 
-    def _request(self, asked: Asked) -> dict[str, Any]:
+    def _request(self, asked: TurnPrompt) -> dict[str, Any]:
         config, environment = self._questions.config, self._questions.run.learner.environment
         prompt = msgspec.structs.replace(self._prompt, token_ids=asked.token_ids.tolist())
         request = request_of(self._questions, self._served.name, prompt)
@@ -129,7 +129,7 @@ class Turns:
             "stop": [*request["stop"], *asked.stop],
         }
 
-    def _sampled(self, token_ids: list[int], *, is_finished: bool) -> Sampled:
+    def _sampled(self, token_ids: list[int], *, is_finished: bool) -> TurnResult:
         """Return the turn with placeholder logprobs and version, as nothing trains on it."""
         completion = Completion(
             token_ids=np.array(token_ids, np.int32),
@@ -137,12 +137,12 @@ class Turns:
             versions=[(0, len(token_ids))],
             finish_reason="stop" if is_finished else "length",
         )
-        return Sampled(Group(group_id="evaluated", entered_version=0, completions=[completion]), self._questions.url)
+        return TurnResult(Group(group_id="evaluated", entered_version=0, completions=[completion]), self._questions.url)
 
 
 async def rate_played(questions: Questions, workers: RewardWorkers, prompt: Prompt, played: bytes) -> GroupRewards:
     """Rate all samples as in training."""
-    episodes = unpack(played, PlayedGroup).episodes
+    episodes = unpack(played, EpisodeGroup).episodes
     num_samples, names = questions.config.num_samples, questions.run.learner.reward.names
     if not any(episode.course.state in REWARDED for episode in episodes):
         nothing: list[float | None] = [None] * num_samples
@@ -166,7 +166,7 @@ def ends_of(answers: Sequence[Answered]) -> tuple[dict[str, int], float]:
     num_turns = 0
     for answer in answers:
         assert answer.played is not None
-        courses = [episode.course for episode in unpack(answer.played, PlayedGroup).episodes]
+        courses = [episode.course for episode in unpack(answer.played, EpisodeGroup).episodes]
         ends.update(course.state for course in courses)
         ends[SILENT] += len(answer.is_finished_K) - len(courses)
         num_turns += sum(course.num_turns for course in courses)

@@ -55,7 +55,7 @@ class Answered(msgspec.Struct, frozen=True):
     versions: tuple[int, int] | None
     """Versions of the oldest and newest token, if the server reports them. -1: the model before any sync."""
     played: bytes | None = None
-    """Packed PlayedGroup. None: there are only completions."""
+    """Packed EpisodeGroup. None: there are only completions."""
 
 
 async def ask_all(
@@ -106,12 +106,12 @@ async def ask_all(
     return served.name, answers
 
 
-async def completions_of(questions: Questions, door: "Door", served: "Served", prompt: Prompt) -> Answered:
+async def completions_of(questions: Questions, door: "OpenAIClient", served: "Served", prompt: Prompt) -> Answered:
     """Request all samples of a prompt at once. Raises EvaluationError."""
     return await answer_of(questions, door, request_of(questions, served.name, prompt))
 
 
-async def answer_of(questions: Questions, door: "Door", request: dict[str, Any]) -> Answered:
+async def answer_of(questions: Questions, door: "OpenAIClient", request: dict[str, Any]) -> Answered:
     """Request completions with any number of stop strings. Raises EvaluationError."""
     stops = request["stop"]
     if len(stops) <= NUM_TOLD:
@@ -123,7 +123,7 @@ async def answer_of(questions: Questions, door: "Door", request: dict[str, Any])
 
 
 @asynccontextmanager
-async def door_to(url: str, patience_s: float, *, of_run: str | None = None) -> AsyncIterator["Door"]:
+async def door_to(url: str, patience_s: float, *, of_run: str | None = None) -> AsyncIterator["OpenAIClient"]:
     """Open a client of the server at this URL.
 
     With `of_run`, a request that other weights answered is repeated until that run's learner has synced.
@@ -133,7 +133,7 @@ async def door_to(url: str, patience_s: float, *, of_run: str | None = None) -> 
     ).strip()  # a key from a file ends with a newline
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience_s), headers=headers) as session:
-        yield Door(session, url.rstrip("/"), patience_s, of_run)
+        yield OpenAIClient(session, url.rstrip("/"), patience_s, of_run)
 
 
 def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Served(msgspec.Struct, frozen=True):
     """Maximum sequence length, as reported by vLLM. None: not reported."""
 
 
-class Door:
+class OpenAIClient:
     """Client of one server. Requests wait while the server is unavailable."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float, of_run: str | None) -> None:
@@ -288,7 +288,7 @@ def answered(
     return said
 
 
-AnswerTo = Callable[[Questions, Door, Served, Prompt], Awaitable[Answered]]
+AnswerTo = Callable[[Questions, OpenAIClient, Served, Prompt], Awaitable[Answered]]
 
 
 if TYPE_CHECKING:

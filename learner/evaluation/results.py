@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from learner.rewards.builtin.answers import short_answer
-from learner.storage.files import Lines, replace_file, whole_lines
+from learner.storage.files import JsonLinesFile, replace_file, whole_lines
 from protocol.errors import ConfigError
 
 LEVEL = 0.95
@@ -192,7 +192,7 @@ def note(path: Path, made: Evaluation) -> Evaluation:
     """
     made = compared(made, earlier(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = Lines(path)
+    lines = JsonLinesFile(path)
     try:
         lines.append(msgspec.to_builtins(made))
     finally:

@@ -1,6 +1,6 @@
 """Play the episodes of agents, each in a process with its own gateway session.
 
-    prompt ─▶ (a session opens ─▶ the agent runs and asks the gateway ─▶ its reward or error)* ─▶ PlayedGroup
+    prompt ─▶ (a session opens ─▶ the agent runs and asks the gateway ─▶ its reward or error)* ─▶ EpisodeGroup
 
 This sits between the rollouts and the gateway, as environments/player.py does for environments.
 Invariant: every episode ends in a state of environments/episode.py and closes its session, at the latest
@@ -12,9 +12,9 @@ import logging
 from contextlib import ExitStack
 
 from learner.config import LearnerConfig
-from learner.environments.episode import REWARDED, PlayedGroup
+from learner.environments.episode import REWARDED, EpisodeGroup
 from learner.environments.player import Ask
-from learner.environments.process import STARTUP_TIMEOUT_S, Trouble
+from learner.environments.process import STARTUP_TIMEOUT_S, ProcessFailure
 from learner.gateway.agent_process import Order, Rewarded
 from learner.gateway.agents import Agents
 from learner.gateway.gateway import Gateway
@@ -47,7 +47,9 @@ class AgentPlayer:
         loop.call(self._agents.check(), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
         log.info("agents find their endpoint at %s", self._gateway.base_url)
 
-    async def play(self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int) -> PlayedGroup:
+    async def play(
+        self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
+    ) -> EpisodeGroup:
         """Play the group of a prompt. Episodes without a turn of the policy are left out."""
         numbers = range(num_episodes)
         played = await asyncio.gather(*(self._episode(prompt, number, ask, max_tokens) for number in numbers))
@@ -56,7 +58,7 @@ class AgentPlayer:
         for episode in episodes:
             if episode.course.state not in REWARDED:
                 log.warning("an episode of group %s ended as %s", group_id, episode.course.state)
-        return PlayedGroup(
+        return EpisodeGroup(
             group_id=group_id,
             entered_version=min(entered, default=0),
             episodes=[episode for episode in episodes if episode.branches],
@@ -71,7 +73,7 @@ class AgentPlayer:
                 if self._agents.is_closed:
                     raise asyncio.CancelledError  # the run is ending, and the episode with it
                 worth = _worth(outcome, session)
-                if isinstance(worth, Trouble):
+                if isinstance(worth, ProcessFailure):
                     log.warning("the agent of prompt %d %s", prompt.prompt_id, worth.problem)
                 session.end(worth)
         return session
@@ -81,19 +83,19 @@ class AgentPlayer:
         await self._gateway.close()
 
 
-def _worth(outcome: Rewarded | Trouble, session: Session) -> float | Trouble | None:
-    """Return one reward for the episode, or a Trouble for an unknown completion id.
+def _worth(outcome: Rewarded | ProcessFailure, session: Session) -> float | ProcessFailure | None:
+    """Return one reward for the episode, or a ProcessFailure for an unknown completion id.
 
     Rewards by completion are averaged, because the branches of an episode share an advantage.
     """
-    if isinstance(outcome, Trouble):
+    if isinstance(outcome, ProcessFailure):
         return outcome
     if not isinstance(outcome.reward, dict):
         return outcome.reward
     by_id = outcome.reward
     unknown = [name for name in by_id if name.rpartition("-")[2] not in session.turn_ids]
     if unknown:
-        return Trouble(
+        return ProcessFailure(
             "failed", f"returned a reward for {unknown[0]!r}, which is no id of a completion that it was given"
         )
     return sum(by_id.values()) / len(by_id) if by_id else None

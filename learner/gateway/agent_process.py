@@ -19,7 +19,7 @@ import msgspec
 
 from learner.config import EnvironmentConfig
 from learner.descendants import kill_with_descendants
-from learner.environments.process import EXIT_WAIT_S, STARTUP_TIMEOUT_S, Trouble, too_large
+from learner.environments.process import EXIT_WAIT_S, STARTUP_TIMEOUT_S, ProcessFailure, too_large
 
 HOST = Path(__file__).with_name("agent_host.py")
 MAX_ANSWER_BYTES = 16 << 20
@@ -77,20 +77,20 @@ class AgentProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def load(self) -> Trouble | None:
-        """Wait until the agent is loaded, and return the Trouble if that fails."""
+    async def load(self) -> ProcessFailure | None:
+        """Wait until the agent is loaded, and return the ProcessFailure if that fails."""
         if self._streams is not None:
             return None
         self._streams = await asyncio.open_connection(sock=self._socket, limit=MAX_ANSWER_BYTES)
         answer = await self._answer(
             STARTUP_TIMEOUT_S, "which importing it took; move slow work out of the module's top level"
         )
-        if isinstance(answer, Trouble):
+        if isinstance(answer, ProcessFailure):
             self.kill()
             return answer
         return None
 
-    async def play(self, order: Order, deadline_s: float) -> Rewarded | Trouble:
+    async def play(self, order: Order, deadline_s: float) -> Rewarded | ProcessFailure:
         """Play one episode and return the agent's reward."""
         trouble = await self.load()
         if trouble is not None:
@@ -130,7 +130,7 @@ class AgentProcess:
         else:
             self._streams[1].close()
 
-    async def _answer(self, timeout_s: float, limit: str) -> Rewarded | Trouble:
+    async def _answer(self, timeout_s: float, limit: str) -> Rewarded | ProcessFailure:
         assert self._streams is not None
         try:
             async with asyncio.timeout(timeout_s):
@@ -140,7 +140,7 @@ class AgentProcess:
             raise
         except TimeoutError:
             self.kill()
-            return Trouble("timed_out", f"did not return within {timeout_s:g} s, {limit}")
+            return ProcessFailure("timed_out", f"did not return within {timeout_s:g} s, {limit}")
         except (OSError, ValueError):  # a reset, or more than MAX_ANSWER_BYTES
             line = b""
         if not line:
@@ -149,10 +149,10 @@ class AgentProcess:
             answer = msgspec.json.decode(line, type=Answer)
         except msgspec.DecodeError as error:
             self.kill()
-            return Trouble("failed", f"wrote into its process's socket what is no answer ({error})")
-        return Rewarded(answer.reward) if answer.problem is None else Trouble("failed", answer.problem)
+            return ProcessFailure("failed", f"wrote into its process's socket what is no answer ({error})")
+        return Rewarded(answer.reward) if answer.problem is None else ProcessFailure("failed", answer.problem)
 
-    def _ended(self) -> Trouble:
+    def _ended(self) -> ProcessFailure:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_WAIT_S)
         code = self._process.poll()
@@ -160,9 +160,9 @@ class AgentProcess:
         if self._is_too_large:
             return too_large(self._config)
         if code is not None and code < 0:
-            return Trouble("killed", f"lost its process to signal {-code} ({signal.strsignal(-code)})")
+            return ProcessFailure("killed", f"lost its process to signal {-code} ({signal.strsignal(-code)})")
         how = "closed the socket of its process" if code is None else f"ended its process with exit code {code}"
-        return Trouble("failed", how)
+        return ProcessFailure("failed", how)
 
 
 def without_proxy(host: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from learner.config import EnvironmentConfig
-from learner.environments.process import Trouble
+from learner.environments.process import ProcessFailure
 from learner.gateway.agent_process import AgentProcess
 from learner.memory_watch import MemoryWatch
 from protocol.errors import ConfigError
@@ -35,7 +35,7 @@ class Agents:
                 f"learner.environment.python = {self._config.python!r} cannot be started: {error}; name an interpreter"
             ) from error
         trouble = await process.load()
-        if isinstance(trouble, Trouble):
+        if isinstance(trouble, ProcessFailure):
             raise ConfigError(f"{self._config.named}: {trouble.problem}")
         self._free.append(process)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from learner.environments.talk import continued
+from learner.environments.conversation import continued
 from learner.gateway.messages import starts_with
 from learner.prompts.chat_template import ChatTemplate, Message
 

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerConfig
-from learner.environments.episode import REWARDED, Course, EndState, Episode, RecordedBranch
-from learner.environments.player import Ask, Asked, Sampled
-from learner.environments.process import Trouble
+from learner.environments.episode import REWARDED, EndState, Episode, EpisodeStats, RecordedBranch
+from learner.environments.player import Ask, TurnPrompt, TurnResult
+from learner.environments.process import ProcessFailure
 from learner.gateway.messages import starts_with
 from learner.gateway.places import Places
 from learner.gateway.refusal import Refused, episode_over
@@ -65,7 +65,7 @@ class Session:
         """End state that the last refused request implies."""
         self._is_cut_off = False
         self._num_asked = 0
-        self._under_way: set[asyncio.Future[Sampled | None]] = set()
+        self._under_way: set[asyncio.Future[TurnResult | None]] = set()
         self._salt = self._endpoint = ""
         self._num_prompt_tokens = self._num_cached_tokens = 0
         self._clock = Clock()
@@ -73,7 +73,7 @@ class Session:
     async def turn(self, token_ids: list[int], max_tokens: int, stop: tuple[str, ...]) -> Turn:
         """Sample a turn of the policy. Raises Refused if there is none."""
         room = min(max_tokens, self._room_behind(token_ids))
-        asked = Asked(
+        asked = TurnPrompt(
             episode=self._number, number=self._num_asked, token_ids=np.array(token_ids, np.int32), max_tokens=room,
             salt=self._salt, stays_at=self._endpoint, stop=stop,
         )  # fmt: skip
@@ -93,7 +93,7 @@ class Session:
             self.entered_version = group.entered_version
         return Turn(uuid.uuid4().hex, token_ids, completion, group.num_cached_tokens)
 
-    async def _answer_to(self, asked: Asked) -> Sampled | None:
+    async def _answer_to(self, asked: TurnPrompt) -> TurnResult | None:
         """Return the servers' answer.
 
         Cancelling this call cancels the request at the servers.
@@ -142,9 +142,9 @@ class Session:
             asking.cancel()
         return self.state
 
-    def end(self, outcome: float | Trouble | None) -> None:
+    def end(self, outcome: float | ProcessFailure | None) -> None:
         """Set the end state and the reward from the agent's outcome."""
-        if isinstance(outcome, Trouble):
+        if isinstance(outcome, ProcessFailure):
             has_raised = outcome.outcome == "failed"  # an agent may raise because it was refused a turn
             of_agent: EndState = "deadline" if outcome.outcome == "timed_out" else "env_error"
             self.state = (has_raised and self._limit) or of_agent
@@ -160,7 +160,7 @@ class Session:
             branches=[
                 one.recorded("length" if is_cut_off and one is self._branches[-1] else "stop") for one in self._branches
             ],
-            course=Course(
+            course=EpisodeStats(
                 state=self.state,
                 num_turns=len(self.turn_ids),
                 num_calls=self.num_calls,

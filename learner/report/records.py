@@ -22,11 +22,11 @@ import numpy as np
 if TYPE_CHECKING:  # the report needs no tokenizer
     from transformers import PreTrainedTokenizerBase
 
-from learner.environments.branch import Branch
-from learner.environments.episode import Course
+from learner.environments.episode import EpisodeStats
+from learner.environments.token_sequence import TokenSequence
 from learner.prompts.reasoning import texts_of
-from learner.rollouts.scored_group import ScoredGroup
-from learner.storage.files import DiskError, Lines, ends_of, replace_file
+from learner.rollouts.rollout_group import RolloutGroup
+from learner.storage.files import DiskError, JsonLinesFile, ends_of, replace_file
 
 ANSWER = "answer"
 """Column that the built-in reward functions compare with."""
@@ -42,10 +42,10 @@ class Samples:
 
     def __init__(self, path: Path, every_steps: int) -> None:
         self._path, self._every_steps = path, every_steps
-        self._lines = Lines(path)
+        self._lines = JsonLinesFile(path)
 
     def keep(
-        self, step: int, group: ScoredGroup, tokenizer: "PreTrainedTokenizerBase", row: Callable[[], Mapping[str, Any]]
+        self, step: int, group: RolloutGroup, tokenizer: "PreTrainedTokenizerBase", row: Callable[[], Mapping[str, Any]]
     ) -> dict[str, Any] | None:
         """Write a sample of a group and return it, or None if it is not the step's turn.
 
@@ -78,10 +78,12 @@ class Samples:
     def _cut(self) -> None:
         self._lines.close()
         replace_file(self._path, b"\n".join(ends_of(self._path, MAX_BYTES // 4)))
-        self._lines = Lines(self._path)
+        self._lines = JsonLinesFile(self._path)
 
 
-def episode_of(course: Course, branches: list[Branch], tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def episode_of(
+    course: EpisodeStats, branches: list[TokenSequence], tokenizer: "PreTrainedTokenizerBase"
+) -> dict[str, Any]:
     """Return an episode as text, in JSON types.
 
     `runs` pairs each text with the version that sampled it, or None for text that the policy did not sample.
@@ -105,7 +107,7 @@ def episode_of(course: Course, branches: list[Branch], tokenizer: "PreTrainedTok
     }
 
 
-def _runs(branch: Branch, tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int | None, str]]:
+def _runs(branch: TokenSequence, tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int | None, str]]:
     ends = np.cumsum([count for _, count in branch.versions])
     texts = tokenizer.batch_decode([ids.tolist() for ids in np.split(branch.token_ids, ends[:-1])])
     return [(version, text) for (version, _), text in zip(branch.versions, texts, strict=True)]
@@ -122,7 +124,7 @@ class Timeline:
     """Writer of events, for one thread at a time."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = Lines(path)
+        self._lines = JsonLinesFile(path)
 
     def note(self, what: str) -> None:
         try:

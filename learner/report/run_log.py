@@ -11,11 +11,11 @@ from learner.config import ReportConfig
 from learner.report.dashboard import Dashboard
 from learner.report.records import Samples
 from learner.report.trackers import Trackers
-from learner.rollouts.scored_group import ScoredGroup
-from learner.rollouts.waits import held_up_by
-from learner.storage.files import Lines, last_line
+from learner.rollouts.bottleneck import held_up_by
+from learner.rollouts.rollout_group import RolloutGroup
+from learner.storage.files import JsonLinesFile, last_line
 from learner.storage.run_dir import RunDir
-from learner.training.health import Health
+from learner.training.health import HealthMonitor
 from protocol.console import say
 
 
@@ -26,8 +26,11 @@ class RunLog:
         self, run_dir: RunDir, config: ReportConfig, num_steps: int, dashboard: Dashboard | None = None
     ) -> None:
         self._num_steps, self._dashboard = num_steps, dashboard
-        self._health = Health()
-        self._metrics, self._samples = Lines(run_dir.metrics), Samples(run_dir.samples, config.samples_every_steps)
+        self._health = HealthMonitor()
+        self._metrics, self._samples = (
+            JsonLinesFile(run_dir.metrics),
+            Samples(run_dir.samples, config.samples_every_steps),
+        )
         self._elapsed_before = _elapsed_before(run_dir)
         self._started = time.monotonic()
         self._newest: dict[str, float] = {}
@@ -61,7 +64,7 @@ class RunLog:
         self._trackers.tell(step, new)
 
     def sample(
-        self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase, row: Callable[[], Mapping[str, Any]]
+        self, step: int, group: RolloutGroup, tokenizer: PreTrainedTokenizerBase, row: Callable[[], Mapping[str, Any]]
     ) -> None:
         """Keep a few completions of a group for the report if it is the step's turn.
 

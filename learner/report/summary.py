@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from learner.evaluation.results import FILE, Estimate, Evaluation, earlier
+from learner.rollouts.bottleneck import IN_WORDS, shares
 from learner.rollouts.ledger import Ledger, LedgerCounts
-from learner.rollouts.waits import IN_WORDS, shares
 from protocol.errors import SlipstreamError
 
 

@@ -3,7 +3,7 @@
     Serial       jobs ──▶ queue ──▶ threads with a process each    synchronous functions
     Concurrent   jobs ──▶ queue ──▶ one thread, one process        asynchronous, max_concurrent_calls at once
 
-Invariant: a job ends with an answer or a Trouble within its function's deadline, once it has started. A
+Invariant: a job ends with an answer or a WorkerFailure within its function's deadline, once it has started. A
 process killed from outside is not the function's fault. Its call is repeated, until it has lost
 MAX_KILLED_CALLS processes.
 """
@@ -20,7 +20,7 @@ import msgspec
 
 from learner.config import RewardConfig
 from learner.rewards.call import Answer, Call
-from learner.rewards.process import CONTEXT, RewardProcess, Trouble, answer_of, too_late
+from learner.rewards.process import CONTEXT, RewardProcess, WorkerFailure, answer_of, too_late
 from protocol.errors import RewardError
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Job(msgspec.Struct, eq=False):
 
     name: str
     call: Call
-    future: "Future[Answer | Trouble]"
+    future: "Future[Answer | WorkerFailure]"
     num_killed: int = 0
     begun_at: float | None = None
     """Time when the call was sent to its process. None while it waits."""
@@ -55,10 +55,10 @@ class Job(msgspec.Struct, eq=False):
     unreached_since: float | None = None
     """Time when the first of these attempts ended."""
 
-    def is_to_repeat(self, trouble: Trouble) -> bool:
+    def is_to_repeat(self, trouble: WorkerFailure) -> bool:
         """Count a killed process and return whether to repeat the call.
 
-        Otherwise the job ends with the Trouble.
+        Otherwise the job ends with the WorkerFailure.
         """
         self.num_killed += 1
         if self.num_killed >= MAX_KILLED_CALLS:
@@ -102,18 +102,18 @@ class Serial:
             except Exception as error:  # raised where the group is awaited
                 job.future.set_exception(error)
 
-    def _answer(self, worker: int, job: Job) -> Answer | Trouble:
+    def _answer(self, worker: int, job: Job) -> Answer | WorkerFailure:
         job.begun_at = time.monotonic()
         while True:
             answer = self._process(worker).call(job.call)
-            if isinstance(answer, Trouble) and answer.outcome == "timed_out" and job.call.is_by_completion:
+            if isinstance(answer, WorkerFailure) and answer.outcome == "timed_out" and job.call.is_by_completion:
                 return self._one_by_one(worker, job)
-            if not isinstance(answer, Trouble) or answer.outcome != "killed":
+            if not isinstance(answer, WorkerFailure) or answer.outcome != "killed":
                 return answer
             if self._closed or not job.is_to_repeat(answer):
                 return answer
 
-    def _one_by_one(self, worker: int, job: Job) -> Answer | Trouble:
+    def _one_by_one(self, worker: int, job: Job) -> Answer | WorkerFailure:
         """Rate each completion in a separate call, with a share of the time.
 
         A completion for which the function is still too slow has a reward of 0.
@@ -202,7 +202,7 @@ class Concurrent:
             self._woken.poll(None)
             return
         received = trouble or self._process.receive(self._remaining_s(), self._woken)
-        if isinstance(received, Trouble):
+        if isinstance(received, WorkerFailure):
             self._lost(received)
         elif received is not None:
             job = self._in_flight.pop(received.number, None)
@@ -211,8 +211,8 @@ class Concurrent:
         elif self._remaining_s() == 0:
             self._lost(self._process.killed_late())
 
-    def _send_waiting(self) -> Trouble | None:
-        """Start waiting jobs up to the limit, and return the Trouble of a failed process.
+    def _send_waiting(self) -> WorkerFailure | None:
+        """Start waiting jobs up to the limit, and return the WorkerFailure of a failed process.
 
         An unusable process without calls in flight is replaced first.
         """
@@ -251,7 +251,7 @@ class Concurrent:
         first = min(job.deadline for job in self._in_flight.values())
         return max(0.0, first + CANCEL_WAIT_S - time.monotonic())
 
-    def _lost(self, trouble: Trouble) -> None:
+    def _lost(self, trouble: WorkerFailure) -> None:
         """Handle the end of the process: end or repeat all calls in flight."""
         jobs, self._in_flight = self._in_flight, {}
         for job in reversed(jobs.values()):

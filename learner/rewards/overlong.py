@@ -10,11 +10,13 @@ from collections.abc import Sequence
 import msgspec
 
 from learner.config.rewards import OVERLONG
-from learner.environments.branch import Branch
+from learner.environments.token_sequence import TokenSequence
 from learner.rewards.workers import FunctionRewards, GroupRewards
 
 
-def overlong_rewards(branches: Sequence[Branch], max_tokens: int, buffer_tokens: int, penalty: float) -> list[float]:
+def overlong_rewards(
+    branches: Sequence[TokenSequence], max_tokens: int, buffer_tokens: int, penalty: float
+) -> list[float]:
     """Return rewards_G, which fall linearly to -penalty at max_tokens.
 
     They are 0 up to max_tokens - buffer_tokens. This is DAPO's length reward (arXiv 2503.14476 eq. 13). A

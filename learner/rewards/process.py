@@ -1,6 +1,6 @@
 """One process that runs reward functions: start, call, kill.
 
-    call ──▶ pipe ──▶ serve (in the process) ──▶ call_function ──▶ pipe ──▶ an answer, or a Trouble
+    call ──▶ pipe ──▶ serve (in the process) ──▶ call_function ──▶ pipe ──▶ an answer, or a WorkerFailure
                           └▶ one event loop, in a thread ──▶ await_function
 
 Invariant: a caller returns soon after the deadline, whatever the function does and whenever its process is
@@ -52,7 +52,7 @@ LOADED = msgspec.msgpack.Decoder(Loaded)
 CONTEXT = multiprocessing.get_context("spawn")
 
 
-class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why there are no rewards.
 
     The outcome "killed" means a signal, which is no evidence against the function.
@@ -101,8 +101,8 @@ class RewardProcess:
         self._process.kill()
         self._process.join()
 
-    def load(self) -> Trouble | None:
-        """Wait for the imports. Return a Trouble if the process was killed.
+    def load(self) -> WorkerFailure | None:
+        """Wait for the imports. Return a WorkerFailure if the process was killed.
 
         Raises:
             RewardError: if a function cannot be imported.
@@ -110,7 +110,7 @@ class RewardProcess:
         if self._loaded is not None:
             return None
         loaded = self._wait_for(LOADED, time.monotonic() + STARTUP_TIMEOUT_S)
-        if isinstance(loaded, Trouble) and loaded.outcome == "killed":
+        if isinstance(loaded, WorkerFailure) and loaded.outcome == "killed":
             return loaded
         functions = ", ".join(self._config.functions)
         if loaded is None:
@@ -119,7 +119,7 @@ class RewardProcess:
                 f"importing learner.reward.functions ({functions}) took longer than {STARTUP_TIMEOUT_S:g} s; "
                 "move slow work out of the module's top level"
             )
-        if isinstance(loaded, Trouble):
+        if isinstance(loaded, WorkerFailure):
             raise RewardError(
                 f"a process that imported learner.reward.functions ({functions}) {loaded.problem}; {loaded.remedy}"
             )
@@ -128,20 +128,20 @@ class RewardProcess:
         self._loaded = loaded
         return None
 
-    def call(self, call: Call) -> Answer | Trouble:
+    def call(self, call: Call) -> Answer | WorkerFailure:
         """Run a call that has the process to itself, and return its answer.
 
-        The process has ended after a Trouble, unless the function itself reported the error.
+        The process has ended after a WorkerFailure, unless the function itself reported the error.
         """
         trouble = self.load() or self.send(0, call)
         if trouble is not None:
             return trouble
         reply = self._wait_for(REPLY, time.monotonic() + call.timeout_s)
-        if isinstance(reply, Trouble):
+        if isinstance(reply, WorkerFailure):
             return reply
         return answer_of(reply, self._config) if reply is not None else self.killed_late()
 
-    def send(self, number: int, call: Call) -> Trouble | None:
+    def send(self, number: int, call: Call) -> WorkerFailure | None:
         """Send a call without waiting for its result."""
         self.num_calls += 1
         try:
@@ -152,14 +152,14 @@ class RewardProcess:
             return self._ended()
         return None
 
-    def receive(self, timeout_s: float | None, *wakers: connection.Connection) -> Reply | Trouble | None:
+    def receive(self, timeout_s: float | None, *wakers: connection.Connection) -> Reply | WorkerFailure | None:
         """Return the next reply, or None on a timeout or when a waker is readable.
 
-        The process has ended after a Trouble.
+        The process has ended after a WorkerFailure.
         """
         return self._receive(REPLY, timeout_s, *wakers)
 
-    def _wait_for(self, decoder: "msgspec.msgpack.Decoder[T]", deadline: float) -> T | Trouble | None:
+    def _wait_for(self, decoder: "msgspec.msgpack.Decoder[T]", deadline: float) -> T | WorkerFailure | None:
         while True:
             received = self._receive(decoder, max(0.0, deadline - time.monotonic()))
             if received is not None or time.monotonic() > deadline:
@@ -167,7 +167,7 @@ class RewardProcess:
 
     def _receive(
         self, decoder: "msgspec.msgpack.Decoder[T]", timeout_s: float | None, *wakers: connection.Connection
-    ) -> T | Trouble | None:
+    ) -> T | WorkerFailure | None:
         if self._config.max_memory_mib is not None and timeout_s is not None:
             timeout_s = min(WATCH_S, timeout_s)
         connection.wait([self.pipe, self._process.sentinel, *wakers], timeout_s)
@@ -184,7 +184,7 @@ class RewardProcess:
             return self._ended()
         if self._uses_too_much():
             self.kill()
-            return Trouble(
+            return WorkerFailure(
                 outcome="failed",
                 problem=f"used more than {self._config.max_memory_mib} MiB of memory and was killed",
                 remedy="make it use less or raise learner.reward.max_memory_mib",
@@ -200,47 +200,47 @@ class RewardProcess:
         limit = self._config.max_memory_mib
         return limit is not None and resident_bytes(self._process.pid or 0, all_processes()) > limit << 20
 
-    def killed_late(self) -> Trouble:
+    def killed_late(self) -> WorkerFailure:
         """Kill the process because a call is overdue."""
         self.kill()
         return too_late(self._config, "was killed")
 
-    def _ended(self) -> Trouble:
+    def _ended(self) -> WorkerFailure:
         self._process.join(EXIT_WAIT_S)
         code = self._process.exitcode
         self.kill()
         if code is not None and code < 0:
-            return Trouble(
+            return WorkerFailure(
                 outcome="killed",
                 problem=f"lost its process to signal {-code} ({signal.strsignal(-code)})",
                 remedy="is the machine out of memory? See learner.reward.max_memory_mib and num_workers",
             )
         how = "closed the pipe of its process" if code is None else f"ended its process with exit code {code}"
-        return Trouble(outcome="failed", problem=how, remedy="correct the function")
+        return WorkerFailure(outcome="failed", problem=how, remedy="correct the function")
 
-    def _nonsense(self, came: str) -> Trouble:
+    def _nonsense(self, came: str) -> WorkerFailure:
         self.kill()
-        return Trouble(
+        return WorkerFailure(
             outcome="failed",
             problem=f"wrote into its process's pipe what is no answer ({came})",
             remedy="keep the code that it runs from the pipe",
         )
 
 
-def answer_of(reply: Reply, config: RewardConfig) -> Answer | Trouble:
-    """Return the rewards of a reply, or the function's error as a Trouble."""
+def answer_of(reply: Reply, config: RewardConfig) -> Answer | WorkerFailure:
+    """Return the rewards of a reply, or the function's error as a WorkerFailure."""
     if isinstance(reply.answer, Answer):
         return reply.answer
     if reply.answer is None:
         return too_late(config, "was cancelled")
     if isinstance(reply.answer, Unreached):
         remedy = "start what it asks, or raise learner.reward.unreachable_s"
-        return Trouble(outcome="unreachable", problem=reply.answer.problem, remedy=remedy)
-    return Trouble(outcome="failed", problem=reply.answer, remedy="correct the function")
+        return WorkerFailure(outcome="unreachable", problem=reply.answer.problem, remedy=remedy)
+    return WorkerFailure(outcome="failed", problem=reply.answer, remedy="correct the function")
 
 
-def too_late(config: RewardConfig, end: str) -> Trouble:
-    return Trouble(
+def too_late(config: RewardConfig, end: str) -> WorkerFailure:
+    return WorkerFailure(
         outcome="timed_out",
         problem=f"did not return within {config.timeout_s:g} s and {end}",
         remedy="make it faster or raise learner.reward.timeout_s",

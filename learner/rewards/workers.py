@@ -21,7 +21,7 @@ from learner.config import RewardConfig
 from learner.rewards.call import Answer, Call, Extra, Said, TrainerState
 from learner.rewards.lanes import Concurrent, Job, Serial
 from learner.rewards.latency import Latencies
-from learner.rewards.process import RewardProcess, Trouble
+from learner.rewards.process import RewardProcess, WorkerFailure
 from learner.rewards.reach import Patience
 from learner.user_code import shorten
 from protocol.errors import RewardError
@@ -238,7 +238,7 @@ class RewardWorkers:
     def _call_again(self, group: "Future[GroupRewards]", jobs: list[Job], job: Job) -> bool:
         """Schedule a retry if the service was unreachable. Return whether there is one."""
         answer = None if job.future.exception() else job.future.result()
-        if not isinstance(answer, Trouble) or answer.outcome != "unreachable":
+        if not isinstance(answer, WorkerFailure) or answer.outcome != "unreachable":
             if isinstance(answer, Answer):
                 self._patience.note_reached(job.name)
             return False

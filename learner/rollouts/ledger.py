@@ -35,7 +35,7 @@ from learner.rollouts.ledger_row import (
     group_id_of,
     migrate,
 )
-from learner.rollouts.payloads import PayloadFiles, Place
+from learner.rollouts.payloads import PayloadFiles, PayloadLocation
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class Ledger:
             state = "unknown to the ledger" if row is None else f"{row[0]} and holds no payload"
             raise LedgerError(f"group {group_id} is {state}; wanted one that was received and is still kept")
         with self._explained(OSError):
-            return self._payloads.read(Place(*row[1:]))
+            return self._payloads.read(PayloadLocation(*row[1:]))
 
     def next_slot(self) -> int:
         return self._number("SELECT coalesce(max(slot) + 1, 0) FROM groups")

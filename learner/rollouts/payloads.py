@@ -18,7 +18,7 @@ MAX_FILE_BYTES = 64 << 20
 """Size above which a file gets no more payloads. A file stays as long as one of its payloads is needed."""
 
 
-class Place(NamedTuple):
+class PayloadLocation(NamedTuple):
     """Location of a payload."""
 
     file: int
@@ -48,7 +48,7 @@ class PayloadFiles:
             return set()
         return {int(path.name) for path in self._directory.iterdir() if path.name.isdecimal()}
 
-    def append(self, payload: bytes) -> Place:
+    def append(self, payload: bytes) -> PayloadLocation:
         """Append a payload; it is durable after `sync`."""
         if self._descriptor is not None and os.fstat(self._descriptor).st_size >= MAX_FILE_BYTES:
             self.seal()
@@ -58,7 +58,7 @@ class PayloadFiles:
         left = memoryview(payload)
         while left:
             left = left[os.write(self._descriptor, left) :]
-        return Place(self._newest, offset, len(payload))
+        return PayloadLocation(self._newest, offset, len(payload))
 
     def sync(self) -> None:
         """Make all appended payloads durable."""
@@ -74,7 +74,7 @@ class PayloadFiles:
             finally:
                 os.close(descriptor)
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: PayloadLocation) -> bytes:
         """Return a payload. Raises FileNotFoundError if its file was removed."""
         with self._path(place.file).open("rb") as file:
             file.seek(place.offset)

@@ -18,20 +18,20 @@ from learner.config import LearnerRun
 from learner.prompts.curriculum import Curriculum, PassRates
 from learner.prompts.prompts import Prompts
 from learner.rewards.workers import GroupRewards
+from learner.rollouts.auto_staleness import AutoStaleness
+from learner.rollouts.bottleneck import Part, Waits
+from learner.rollouts.group_requests import GroupRequest
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.lookahead import Lookahead
-from learner.rollouts.outstanding import Outstanding
-from learner.rollouts.request import Request
-from learner.rollouts.scored_group import ScoredGroup, rewards_of
+from learner.rollouts.pending_groups import PendingGroups
+from learner.rollouts.rollout_group import RolloutGroup, rewards_of
 from learner.rollouts.selection import Selection
 from learner.rollouts.slots import Slots, num_places_allowed
-from learner.rollouts.waits import Part, Waits
 
 
 class Scored(NamedTuple):
     """Group with its prompt and rewards."""
 
-    group: ScoredGroup
+    group: RolloutGroup
     prompt_id: int
     rewards: GroupRewards
 
@@ -57,7 +57,7 @@ class GroupQueue:
         self._curriculum.count(self._slots.next_to_take)
         self._selection = Selection(config, self._slots, self._curriculum)
         self._waits = Waits()
-        self._lookahead = Lookahead(config)
+        self._lookahead = AutoStaleness(config)
         self._max_running = math.inf
         """Number of groups that the servers can generate at once."""
         self._taken_at = time.monotonic()
@@ -67,12 +67,12 @@ class GroupQueue:
 
     # --- called in the loop thread --------------------------------------------------------------------------
 
-    def put_back(self, group: ScoredGroup) -> None:
+    def put_back(self, group: RolloutGroup) -> None:
         """Make a group ready that was scored before a resume."""
         with self._changed:
             self._slots.ready[group.slot] = group
 
-    def admit(self, outstanding: Outstanding, version: int) -> list[Request]:
+    def admit(self, outstanding: PendingGroups, version: int) -> list[GroupRequest]:
         """Admit the groups that the staleness rule allows under `version`.
 
         Returns the requests that a resume held back, followed by those of new slots.
@@ -83,7 +83,7 @@ class GroupQueue:
             groups_per_step=self._config.groups_per_step,
             total_groups=self._config.steps * self._config.groups_per_step,
         )
-        new: list[Request] = []
+        new: list[GroupRequest] = []
         with self._changed, self._ledger.batch():
             for slot in range(self._slots.next_to_admit, self._slots.next_to_admit + self._slots.num_new(num_places)):
                 new.append(outstanding.ask(slot, 0, self._curriculum.ask(), version))
@@ -140,8 +140,8 @@ class GroupQueue:
     # --- called in the main thread --------------------------------------------------------------------------
 
     def take(
-        self, version: int, timeout_s: float, *, is_connected: bool, on_stale: Callable[[ScoredGroup], Any]
-    ) -> list[ScoredGroup] | None:
+        self, version: int, timeout_s: float, *, is_connected: bool, on_stale: Callable[[RolloutGroup], Any]
+    ) -> list[RolloutGroup] | None:
         """Return the next step's groups in slot order, or None after `timeout_s`.
 
         After a failed weight sync or a resume, groups may be too old for `version`. They go to `on_stale` to
@@ -197,7 +197,7 @@ class GroupQueue:
             return "server"
         return "reward" if any(slot in self._scoring for slot in missing) else "push"
 
-    def _pop_stale(self, slots: Iterable[int], version: int) -> list[ScoredGroup]:
+    def _pop_stale(self, slots: Iterable[int], version: int) -> list[RolloutGroup]:
         oldest_allowed = version - self._config.staleness_bound
         stale = [slot for slot in slots if self._slots.ready[slot].oldest_version < oldest_allowed]
         return [self._slots.ready.pop(slot) for slot in stale]

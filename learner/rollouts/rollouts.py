@@ -16,20 +16,20 @@ import asyncio
 import logging
 import time
 
+from learner.commit_queue import CommitQueue
 from learner.config import LearnerRun
 from learner.environments.episode import AnyGroup, episodes_of
 from learner.rewards.scoring import Scorer
-from learner.rollouts.asking import Asking
+from learner.rollouts.bottleneck import IN_WORDS
+from learner.rollouts.dispatcher import Dispatcher
+from learner.rollouts.group_requests import GroupRequest, survivors
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.outstanding import Outstanding
+from learner.rollouts.pending_groups import PendingGroups
 from learner.rollouts.queue import GroupQueue, Scored
-from learner.rollouts.request import Request, survivors
-from learner.rollouts.scored_group import ScoredGroup, keep, recalled, received, scored_group
+from learner.rollouts.rollout_group import RolloutGroup, keep, recalled, received, scored_group
 from learner.rollouts.turns import Plays, Turns
-from learner.rollouts.waits import IN_WORDS
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
-from learner.together import Together
 from protocol.errors import DataError, ProtocolError
 from protocol.messages import Group, GroupFailed
 
@@ -48,17 +48,23 @@ class Rollouts:
     """
 
     def __init__(
-        self, run: LearnerRun, fleet: Fleet, queue: GroupQueue, outstanding: Outstanding, scorer: Scorer, ledger: Ledger
+        self,
+        run: LearnerRun,
+        fleet: Fleet,
+        queue: GroupQueue,
+        outstanding: PendingGroups,
+        scorer: Scorer,
+        ledger: Ledger,
     ) -> None:
         self._config = run.learner
         self._fleet, self._loop = fleet, fleet.loop
         self._queue, self._outstanding, self._scorer, self._ledger = queue, outstanding, scorer, ledger
-        self._asking = Asking(run, fleet)
+        self._asking = Dispatcher(run, fleet)
         self._turns: Turns | None = None
         self._version = 0
         self._wake = asyncio.Event()
-        self._arrived = Together(self._receive)
-        self._scored = Together(self._book)
+        self._arrived = CommitQueue(self._receive)
+        self._scored = CommitQueue(self._book)
 
     # --- called in the main thread --------------------------------------------------------------------------
 
@@ -80,7 +86,7 @@ class Rollouts:
         self._version = version
         self._loop.call_soon(self._published, version, server_ids)
 
-    def take(self, version: int, timeout_s: float) -> list[ScoredGroup] | None:
+    def take(self, version: int, timeout_s: float) -> list[RolloutGroup] | None:
         """Return the next step's groups in slot order, or None after `timeout_s`.
 
         `version` is the learner's, from which staleness is counted. Servers may have an older one during a
@@ -134,7 +140,7 @@ class Rollouts:
         for row in self._ledger.retries_due():
             self._outstanding.hold(self._outstanding.ask(row.slot, row.attempt + 1, row.position, self._version))
 
-    def _too_old(self, group: ScoredGroup, version: int) -> None:
+    def _too_old(self, group: RolloutGroup, version: int) -> None:
         age = version - group.oldest_version
         log.warning("group %s is %d versions old; asking for it again", group.group_id, age)
         self._loop.spawn(self._ask_again(group.group_id, group.slot, "stale"))
@@ -173,7 +179,7 @@ class Rollouts:
             if self._fleet.version is not None:
                 await self._begin(self._queue.admit(self._outstanding, self._version))
 
-    async def _begin(self, requests: list[Request]) -> None:
+    async def _begin(self, requests: list[GroupRequest]) -> None:
         await (self._asking.begin(requests) if self._turns is None else self._turns.begin(requests))
 
     def _on_group(self, member: Member, message: Group | GroupFailed) -> None:
@@ -199,7 +205,7 @@ class Rollouts:
                 self._asking.settle(request.group_id)
                 self._loop.spawn(self._failed(request, message.code))
 
-    async def _failed(self, request: Request, reason: str) -> None:
+    async def _failed(self, request: GroupRequest, reason: str) -> None:
         self._outstanding.count_failure(request.slot)
         await self._ask_again(request.group_id, request.slot, reason)
 
@@ -217,7 +223,7 @@ class Rollouts:
 
         A duplicate is only acknowledged.
         """
-        usable: list[tuple[Request, AnyGroup]] = []
+        usable: list[tuple[GroupRequest, AnyGroup]] = []
         for member, group in arrived:
             self._asking.settle(group.group_id)
             request = self._outstanding.pop(group.group_id)
@@ -229,7 +235,7 @@ class Rollouts:
         for request, group in usable:
             self._loop.spawn(self._score(request, group))
 
-    async def _usable(self, request: Request, member: Member | None, group: AnyGroup) -> AnyGroup | None:
+    async def _usable(self, request: GroupRequest, member: Member | None, group: AnyGroup) -> AnyGroup | None:
         """Return the trainable part of a group.
 
         Returns None if too little is left, and requests the prompt again.
@@ -250,7 +256,7 @@ class Rollouts:
             await self._failed(request, reason)
         return usable
 
-    async def _score(self, request: Request, group: AnyGroup) -> None:
+    async def _score(self, request: GroupRequest, group: AnyGroup) -> None:
         slot, prompt = request.slot, request.prompt
         self._queue.scoring(slot)
         rewards = await self._scorer.score(prompt, episodes_of(group), self._version)

@@ -14,7 +14,7 @@ from learner.algorithm.advantages import has_signal
 from learner.config import LearnerConfig
 from learner.prompts.curriculum import Curriculum
 from learner.rewards.workers import GroupRewards
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.slots import Slots
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Selection:
         """Count the outcomes of a group's reward calls, even if the group is not used."""
         self._num_calls.update(function.outcome for function in rewards.functions)
 
-    def admits(self, group: ScoredGroup) -> bool:
+    def admits(self, group: RolloutGroup) -> bool:
         """Make a scored group ready, or skip its slot and return False."""
         if self._is_to_replace(group):
             self._slots.pass_over(group.slot, "no_signal")
@@ -45,7 +45,7 @@ class Selection:
         self._slots.ready[group.slot] = group
         return True
 
-    def take(self, slots: list[int]) -> list[ScoredGroup]:
+    def take(self, slots: list[int]) -> list[RolloutGroup]:
         """Return the groups of the next slots, and count them in the pass rates.
 
         Skipped slots before the last of these slots count too.
@@ -67,17 +67,17 @@ class Selection:
             self._warn_of_no_signal(groups, num_replaced)
         return groups
 
-    def _is_to_replace(self, group: ScoredGroup) -> bool:
+    def _is_to_replace(self, group: RolloutGroup) -> bool:
         config = self._config
         if not config.active_sampling or self._has_signal(group):
             return False
         num_replaced = self._slots.num_replaced_with(group.slot, config.groups_per_step)
         return num_replaced < config.max_replacements * config.groups_per_step
 
-    def _has_signal(self, group: ScoredGroup) -> bool:
+    def _has_signal(self, group: RolloutGroup) -> bool:
         return has_signal(group.rewards_G, group.rewards_by_function, self._judges, self._config.advantage)
 
-    def _warn_of_no_signal(self, groups: list[ScoredGroup], num_replaced: int) -> None:
+    def _warn_of_no_signal(self, groups: list[RolloutGroup], num_replaced: int) -> None:
         num_without = sum(not self._has_signal(group) for group in groups)
         if num_without:
             log.warning(
@@ -90,7 +90,7 @@ class Selection:
             )
 
 
-def _logged(groups: list[ScoredGroup]) -> dict[str, float]:
+def _logged(groups: list[RolloutGroup]) -> dict[str, float]:
     """Return the means of the values that reward functions logged."""
     names = {name for group in groups for name in group.logged_metrics}
     values = {name: [value for group in groups for value in group.logged_metrics.get(name, ())] for name in names}

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping
 from typing import Literal
 
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 
 PassedOver = Literal["failed", "no_signal"]
 
@@ -23,7 +23,7 @@ class Slots:
         """Restore the state of a run; `passed_over` has all skipped slots so far."""
         self.next_to_admit = next_to_admit
         self.next_to_take = next_to_take
-        self.ready: dict[int, ScoredGroup] = {}
+        self.ready: dict[int, RolloutGroup] = {}
         self.num_passed_over = len(passed_over)
         """Number of slots skipped since the run started."""
         self._passed_over = sorted(slot for slot in passed_over if slot >= next_to_take)
@@ -65,7 +65,7 @@ class Slots:
         slots = self.next(num_groups)
         return slots if all(slot in self.ready for slot in slots) else None
 
-    def take(self, slots: list[int]) -> list[ScoredGroup]:
+    def take(self, slots: list[int]) -> list[RolloutGroup]:
         """Remove and return the groups of the slots from `head`."""
         self.next_to_take = slots[-1] + 1
         for passed in (self._passed_over, self._no_signal):

@@ -1,6 +1,6 @@
 """Dispatches the turns of episodes to the servers like groups, and returns the answers to the player.
 
-    player.py ─▶ TurnRequest ─▶ Asking ─▶ … ─▶ Group of one completion ─▶ acknowledged at once ─▶ player.py
+    player.py ─▶ TurnRequest ─▶ Dispatcher ─▶ … ─▶ Group of one completion ─▶ acknowledged at once ─▶ player.py
 
 Used between rollouts.py and the environments.
 Invariant: turns are not in the ledger. Episodes lost in a restart are played again, with ids that no server
@@ -13,11 +13,11 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from learner.environments.episode import REWARDED, PlayedGroup
-from learner.environments.player import Ask, Asked, Sampled
+from learner.environments.episode import REWARDED, EpisodeGroup
+from learner.environments.player import Ask, TurnPrompt, TurnResult
 from learner.prompts.prompts import Prompt
-from learner.rollouts.asking import Asking
-from learner.rollouts.request import Request, TurnRequest, check_completions
+from learner.rollouts.dispatcher import Dispatcher
+from learner.rollouts.group_requests import GroupRequest, TurnRequest, check_completions
 from learner.servers.membership import Member
 from protocol.errors import DataError, ProtocolError
 from protocol.messages import Group, GroupFailed
@@ -30,13 +30,13 @@ class Plays(Protocol):
 
     async def play(
         self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
-    ) -> PlayedGroup: ...
+    ) -> EpisodeGroup: ...
 
 
 class Turns:
     """Dispatcher of one run's turns, used in its event loop."""
 
-    def __init__(self, asking: Asking, player: Plays, on_played: Callable[[PlayedGroup], None]) -> None:
+    def __init__(self, asking: Dispatcher, player: Plays, on_played: Callable[[EpisodeGroup], None]) -> None:
         self._run, self._fleet, self._asking, self._player = asking.run, asking.fleet, asking, player
         self._on_played = on_played
         self._life = uuid.uuid4().hex[:8]
@@ -47,7 +47,7 @@ class Turns:
         """Metrics of all groups so far, including those that were given up."""
         return {"episode/lost": float(self._num_lost)}
 
-    async def begin(self, requests: Iterable[Request]) -> None:
+    async def begin(self, requests: Iterable[GroupRequest]) -> None:
         """Start to play the groups of these requests."""
         for request in requests:
             self._fleet.loop.spawn(self._play(request))
@@ -73,10 +73,10 @@ class Turns:
             turn.answer.set_result(message)
         return True
 
-    async def _play(self, request: Request) -> None:
+    async def _play(self, request: GroupRequest) -> None:
         endpoints: set[str] = set()
 
-        async def ask(asked: Asked) -> Sampled | None:
+        async def ask(asked: TurnPrompt) -> TurnResult | None:
             for attempt in range(self._run.learner.max_group_attempts):
                 sampled = await self._ask(request, asked, attempt)
                 if sampled is not None:
@@ -93,7 +93,7 @@ class Turns:
         request.answered_by = endpoints.pop() if len(endpoints) == 1 else ""
         self._on_played(played)
 
-    async def _ask(self, request: Request, asked: Asked, attempt: int) -> Sampled | None:
+    async def _ask(self, request: GroupRequest, asked: TurnPrompt, attempt: int) -> TurnResult | None:
         turn = TurnRequest(
             name=f"{request.group_id}/{self._life}/{asked.episode}.{asked.number}.{attempt}", slot=request.slot,
             attempt=request.attempt * self._run.learner.max_group_attempts + attempt, turn=asked,
@@ -107,11 +107,11 @@ class Turns:
             raise
         problem = answer.message if isinstance(answer, GroupFailed) else self._problem(answer, asked)
         if isinstance(answer, Group) and problem is None:
-            return Sampled(answer, turn.answered_by)
+            return TurnResult(answer, turn.answered_by)
         log.warning("turn %s failed: %s", turn.group_id, problem)
         return None
 
-    def _problem(self, group: Group, asked: Asked) -> str | None:
+    def _problem(self, group: Group, asked: TurnPrompt) -> str | None:
         """Return why a turn cannot be used, or None."""
         try:
             check_completions(group, 1, asked.max_tokens, self._fleet.hello.model.vocab_size)

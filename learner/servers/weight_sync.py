@@ -102,7 +102,7 @@ class Weights(Protocol):
         ...
 
 
-class Pusher:
+class WeightSync:
     """Weight sync to the servers of one fleet."""
 
     def __init__(self, fleet: Fleet, weights: Weights, config: PushConfig) -> None:

@@ -54,7 +54,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     version."""
 
 
-class Course(msgspec.Struct, frozen=True, kw_only=True):
+class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Training statistics that a checkpoint stores alongside the trained weights."""
 
     reward_mean: float | None = None
@@ -89,7 +89,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
         shutil.rmtree(aside)
 
 
-class Best(msgspec.Struct, frozen=True, kw_only=True):
+class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Record of one of the best checkpoints, of which only the model is kept."""
 
     step: int
@@ -97,17 +97,17 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     judged_by: str
 
 
-def best_models(directory: Path) -> dict[Path, Best]:
+def best_models(directory: Path) -> dict[Path, BestCheckpoint]:
     """Return the checkpoints that are reduced to their models."""
     kept = [path.parent for path in directory.glob(f"step-*/{BEST_FILE}") if path.parent.suffix != ASIDE]
     return {
-        path: msgspec.json.decode((path / BEST_FILE).read_bytes(), type=Best)
+        path: msgspec.json.decode((path / BEST_FILE).read_bytes(), type=BestCheckpoint)
         for path in kept
         if not (path / STATE_FILE).exists()
     }
 
 
-def keep_model_alone(checkpoint: Path, best: Best) -> None:
+def keep_model_alone(checkpoint: Path, best: BestCheckpoint) -> None:
     """Remove everything that only a resume needs.
 
     The directory is then no longer a checkpoint. If a kill interrupts the removal, the next call completes

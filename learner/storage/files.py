@@ -91,7 +91,7 @@ def file_system_of(path: Path, mounts: str) -> str | None:
     return found
 
 
-class Lines:
+class JsonLinesFile:
     """JSON Lines file for appending.
 
     The file is unbuffered, because closing a buffered one would retry a failed write.

@@ -15,8 +15,8 @@ from learner.config.storage import EVALUATION
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.queue import GroupQueue
 from learner.storage.checkpoint import (
-    Best,
-    Course,
+    BestCheckpoint,
+    RunProgress,
     best_models,
     complete_checkpoints,
     keep_model_alone,
@@ -33,7 +33,7 @@ TRAINING_REWARD = "training reward"
 """Name of the ranking by training reward. A ranking by evaluation has its name from `best_by`."""
 
 
-class Books(NamedTuple):
+class LearnerRecords(NamedTuple):
     """Records of rank 0, the other half of a checkpoint."""
 
     ledger: Ledger
@@ -45,7 +45,9 @@ class Books(NamedTuple):
 class Checkpoints(CheckpointWriter):
     """Checkpoints of one run, on every rank; rank 0, which has the books, prunes them."""
 
-    def __init__(self, trainer: PolicyTrainer, directory: Path, books: Books | None, newest_step: int | None) -> None:
+    def __init__(
+        self, trainer: PolicyTrainer, directory: Path, books: LearnerRecords | None, newest_step: int | None
+    ) -> None:
         """Start with `newest_step`, the step of the checkpoint that the run resumed from."""
         super().__init__(trainer, directory)
         self._books, self._newest_step = books, newest_step
@@ -72,7 +74,7 @@ class Checkpoints(CheckpointWriter):
             return
         reward_mean = statistics.fmean(self._rewards) if self._rewards else None
         pass_rates = self._books.queue.pass_rates() if self._books is not None else None
-        self.begin(step, Course(reward_mean=reward_mean, pass_rates=pass_rates), self._newest_step, self._retain)
+        self.begin(step, RunProgress(reward_mean=reward_mean, pass_rates=pass_rates), self._newest_step, self._retain)
         self._newest_step = step
         self._rewards.clear()
 
@@ -111,7 +113,7 @@ def prune(
         path: state.reward_mean if scores is None else scores.get(state.step) for path, state in with_model.items()
     }
     judged = {path: best for path, best in best_models(directory).items() if best.judged_by == judged_by} | {
-        path: Best(step=states[path].step, score=score, judged_by=judged_by)
+        path: BestCheckpoint(step=states[path].step, score=score, judged_by=judged_by)
         for path, score in score_of.items()
         if score is not None
     }

@@ -34,7 +34,7 @@ from learner.storage.checkpoint import (
     STATE_FILE,
     TRAINED,
     CheckpointState,
-    Course,
+    RunProgress,
     checkpoint_of,
     remove_checkpoint,
 )
@@ -48,13 +48,13 @@ log = logging.getLogger(__name__)
 WAIT_SLICE_S = 1.0
 
 
-class Draft(msgspec.Struct, frozen=True, kw_only=True):
+class PendingCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Content of a checkpoint on rank 0, which training does not modify."""
 
     path: Path
     """Final path of the checkpoint."""
     state: CheckpointState
-    course: Course
+    course: RunProgress
     export: Export | None
     shards: list[Future[Any]]
 
@@ -104,7 +104,9 @@ class CheckpointWriter:
             patience = timedelta(seconds=trainer.config.checkpoint.timeout_s)
             self._groups = [dist.new_group(backend="gloo", timeout=patience) for _ in self._groups]
 
-    def begin(self, step: int, course: Course, earlier_step: int | None, when_complete: Callable[[], None]) -> None:
+    def begin(
+        self, step: int, course: RunProgress, earlier_step: int | None, when_complete: Callable[[], None]
+    ) -> None:
         """Copy the state of `step` and start writing its checkpoint.
 
         `earlier_step` is the step of the previous checkpoint, with which this one shares what never changes.
@@ -137,7 +139,7 @@ class CheckpointWriter:
             reward_mean=course.reward_mean,
             model_digest=trainer.model_digest,
         )
-        draft = Draft(path=path, state=state, course=course, export=export, shards=shards)
+        draft = PendingCheckpoint(path=path, state=state, course=course, export=export, shards=shards)
         self._path, self._begun_s = path, begun_s
         stall_s = time.monotonic() - begun_s
         work = (_complete, draft, begun_s, stall_s, when_complete) if is_main else (_accompany, shards)
@@ -243,7 +245,9 @@ class CheckpointWriter:
         ]
 
 
-def _complete(draft: Draft, begun_s: float, stall_s: float, when_complete: Callable[[], None]) -> dict[str, float]:
+def _complete(
+    draft: PendingCheckpoint, begun_s: float, stall_s: float, when_complete: Callable[[], None]
+) -> dict[str, float]:
     num_bytes = draft.write()
     when_complete()
     return {

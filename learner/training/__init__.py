@@ -1,1 +1,1 @@
-"""Training step on every rank: `ScoredGroup`s to micro-batches, loss, gradient and new weights."""
+"""Training step on every rank: `RolloutGroup`s to micro-batches, loss, gradient and new weights."""

@@ -14,16 +14,16 @@ import torch
 
 from learner.config import LearnerConfig
 from learner.config.algorithm import Normalization
-from learner.environments.branch import UNKNOWN_VERSION, Branch
+from learner.environments.token_sequence import UNKNOWN_VERSION, TokenSequence
 from learner.forward.pack import Pack, pack_trees
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One branch with its prompt."""
 
     prompt_token_ids: np.ndarray
-    branch: Branch
+    branch: TokenSequence
     group: int
     """Number of the row's group. Adjacent rows with the same number have the group's prompt, or a later
     prompt of its episodes."""
@@ -56,7 +56,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Mask from precompute_logprobs, like the two fields above; each is set only if the loss needs it."""
 
 
-def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[list[Row]]:
+def step_rows(groups: list[RolloutGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[list[Row]]:
     """Return every branch of the step, by group.
 
     The branches of an episode share its advantage. Weights derive from counts over the whole step, before
@@ -98,7 +98,7 @@ def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], conf
     return rows_P_G
 
 
-def trained_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[Row]:
+def trained_rows(groups: list[RolloutGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[Row]:
     """Return the branches that carry the loss.
 
     These are the branches of groups with signal. With a KL or an entropy term in the loss, which needs no
@@ -114,7 +114,7 @@ def trained_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], c
     ]
 
 
-def is_masked(branch: Branch, config: LearnerConfig) -> bool:
+def is_masked(branch: TokenSequence, config: LearnerConfig) -> bool:
     """Return whether the loss excludes a branch because it was truncated."""
     return config.loss.mask_truncated and branch.finish_reason == "length"
 
@@ -156,7 +156,7 @@ def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
 
 
 def _masked_row() -> Row:
-    branch = Branch(
+    branch = TokenSequence(
         token_ids=np.zeros(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(0, 1)], finish_reason="stop"
     )  # fmt: skip
     return Row(

@@ -23,7 +23,7 @@ from learner.forward.attention import is_packed
 from learner.forward.compile import describe_fused
 from learner.rank_agreement import broadcast_bytes, require_agreement
 from learner.rank_watch import RankWatch
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.training.batch import MicroBatch, Row, micro_batch
 from learner.training.packing import Layout, cut, share_out
 from protocol.codec import pack, unpack
@@ -58,7 +58,7 @@ DISAGREEMENT = (
 class StepBatch(Part):
     """Groups of one optimizer step, or None at the end of the run."""
 
-    groups: list[ScoredGroup] | None
+    groups: list[RolloutGroup] | None
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +136,7 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
         watch.close()
 
 
-def share_groups(accelerator: Accelerator, groups: list[ScoredGroup] | None) -> list[ScoredGroup] | None:
+def share_groups(accelerator: Accelerator, groups: list[RolloutGroup] | None) -> list[RolloutGroup] | None:
     """Send rank 0's groups to every rank; the other ranks pass None."""
     if accelerator.num_processes == 1:
         return groups

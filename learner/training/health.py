@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 ADVICE = "lower max_staleness or the learning rate, or set learner.correction"
 
 
-class Health:
+class HealthMonitor:
     """Monitor that logs a sign once when it appears, not again while it lasts."""
 
     def __init__(self) -> None:

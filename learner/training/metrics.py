@@ -1,9 +1,9 @@
 """Metrics of a step, computed from its token sums, groups and timings. Names follow `area/name` (DESIGN).
 
-    loss of each micro-batch ─▶ sums, Extremes, Mismatch ─▶ all ranks ─▶ metrics of the step
+    loss of each micro-batch ─▶ sums, RatioRange, Mismatch ─▶ all ranks ─▶ metrics of the step
     counts, seconds ─▶ throughput: operations of N tokens = 6 · P · N + 12 · L · H · (query, key) pairs
 
-Extremes holds what a mean hides: the extreme ratios, and one token's share of an update's gradient. Mismatch
+RatioRange holds what a mean hides: the extreme ratios, and one token's share of an update's gradient. Mismatch
 measures the logprob difference to each server, so that a wrong server stands out. The arithmetic counts
 forward and backward passes of the whole model, with the P parameters that are active per token. It excludes
 recomputation by checkpointing, the reference pass and padding, and does not subtract what LoRA or a cut last
@@ -28,9 +28,9 @@ from accelerate import Accelerator
 
 from learner.algorithm.loss import Sums
 from learner.config import LearnerConfig
-from learner.environments.branch import Branch
+from learner.environments.token_sequence import TokenSequence
 from learner.policy.memory import GIB, ModelShape
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.training.packing import Piece, num_pairs, num_tokens
 
 MAX_NATS = 20.0
@@ -86,7 +86,7 @@ def _correction_metrics(sums: dict[str, float], total: Sums, trained: float) -> 
     return metrics
 
 
-def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
+def group_metrics(groups: list[RolloutGroup], version: int) -> dict[str, float]:
     """Return rewards, lengths and staleness of the groups of one step.
 
     A reward that no completion has gets no mean, rather than a mean of 0.
@@ -121,7 +121,7 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
     return metrics | episode_metrics(groups)
 
 
-def episode_metrics(groups: list[ScoredGroup]) -> dict[str, float]:
+def episode_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
     """Return statistics of the episodes, or nothing without an environment."""
     courses = [course for group in groups for course in group.courses_G]
     if not courses:
@@ -152,16 +152,16 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     return metrics
 
 
-def _scored(group: ScoredGroup) -> list[float]:
+def _scored(group: RolloutGroup) -> list[float]:
     return [reward for reward in group.rewards_G if reward is not None]
 
 
-def num_nonfinite(branch: Branch) -> int:
+def num_nonfinite(branch: TokenSequence) -> int:
     """Count the tokens whose behavior logprob is NaN or inf, which training excludes."""
     return int((~np.isfinite(branch.behaviour_logprobs)).sum())
 
 
-def staleness(group: ScoredGroup, version: int) -> int:
+def staleness(group: RolloutGroup, version: int) -> int:
     """Return how many versions the group's oldest token is behind the learner.
 
     A group kept over a resume may carry a newer version, which counts as 0.
@@ -191,7 +191,7 @@ class StepTimer:
         return {f"time/{phase}": seconds for phase, seconds in phases.items()}
 
 
-class Extremes:
+class RatioRange:
     """Extreme ratios and gradient shares since the last `take`."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class Mismatch:
         sums_B = torch.where(fresh_BT, mismatch_BT, 0.0).sum(dim=1)
         self._seen.append((places_B, torch.stack([sums_B.double(), fresh_BT.sum(dim=1).double()], dim=1)))
 
-    def take(self, accelerator: Accelerator, groups: list[ScoredGroup]) -> dict[str, float]:
+    def take(self, accelerator: Accelerator, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return each server's mean over all ranks, or nothing if there is one server.
 
         Every rank must call this.
@@ -272,7 +272,7 @@ class Mismatch:
         }
 
 
-def take_mismatches(metrics: dict[str, float], groups: list[ScoredGroup]) -> dict[str, float]:
+def take_mismatches(metrics: dict[str, float], groups: list[RolloutGroup]) -> dict[str, float]:
     """Remove the per-server mismatches from a step's metrics; return them by endpoint.
 
     The mismatch of a single server is a metric, and stays.
@@ -309,7 +309,7 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def throughput(
-    groups: Sequence[ScoredGroup], train_tflop: float | None, step_s: float, devices: Devices
+    groups: Sequence[RolloutGroup], train_tflop: float | None, step_s: float, devices: Devices
 ) -> dict[str, float]:
     """Return tokens and TFLOPS per device, over the whole step including waits."""
     tokens = sum(

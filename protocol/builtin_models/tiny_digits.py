@@ -1,16 +1,22 @@
-"""`tiny:digits`: a GPT-2 of 0.1M parameters with random weights and one token per character, for a first run in seconds."""
+"""`tiny:digits`: a random GPT-2 of 0.1M parameters with one token per character.
+
+It serves for a first run in seconds.
+"""
 
 from pathlib import Path
 from typing import Any
 
 CHARACTERS = "0123456789>+=, "
 SEED = 0
-# Lets the chat API of the server be tried on the tiny model: the messages' texts, one after the other.
+# Concatenates the messages' texts, so that the server's chat API can be tried on this model.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def write_tiny_digits(path: Path, cache: Path) -> None:
-    """Write 2 layers of width 64 with 2 heads and 64 positions; the same weights on every machine."""
+    """Write the model, with the same weights on every machine.
+
+    It has 2 layers of width 64, 2 heads and 64 positions.
+    """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils.logging import disable_progress_bar
@@ -25,8 +31,10 @@ def write_tiny_digits(path: Path, cache: Path) -> None:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        activation_function="gelu_pytorch_tanh",  # GPT-2's own, which vLLM computes with a slow pow() when called gelu_new
-        initializer_range=0.1,  # 0.02 is for widths near 1,000; at 64 it more than doubles the steps to learn anything
+        # The function of GPT-2 itself. Under its name gelu_new, vLLM computes it with a slow pow().
+        activation_function="gelu_pytorch_tanh",
+        # The default of 0.02 is for widths near 1,000. At 64, learning anything takes over twice the steps.
+        initializer_range=0.1,
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -42,11 +50,11 @@ def write_tiny_digits(path: Path, cache: Path) -> None:
 
 
 def _tokenizer() -> Any:
-    """Return a tokenizer with one token per character, whose decoding gives back the exact string."""
+    """Return a tokenizer with one token per character and lossless decoding."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # No other special token: an untrained model would sample it, and decoding would make it vanish from the text.
+    # No other special token: an untrained model would sample it, and decoding would drop it from the text.
     vocab = {token: i for i, token in enumerate(["<eos>", *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m:.)"), "isolated")

@@ -1,1 +1,4 @@
-"""The typed ZeroMQ channel, its keys, and who may speak on it. The only place that imports zmq."""
+"""The typed ZeroMQ channel, its keys and its access control.
+
+No other package imports zmq.
+"""

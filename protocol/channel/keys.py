@@ -1,12 +1,13 @@
-"""CURVE keys: who the server is, and which learners it lets in. `python -m protocol.channel.keys DIR` makes them.
+"""CURVE keys of the server and of the learners that it admits.
 
-    DIR/server.key            the server's secret             stays on the server
-    DIR/server.pub            the server's public key         goes to every learner
-    DIR/learner.key           a learner's secret              goes to that learner
-    DIR/allowed/learner.pub   the public keys let in          stays on the server, one file per learner, read at each handshake
+    DIR/server.key            the server's secret key     stays on the server
+    DIR/server.pub            the server's public key     goes to every learner
+    DIR/learner.key           a learner's secret key      goes to that learner
+    DIR/allowed/learner.pub   an admitted public key      stays on the server, one file per learner
 
-Public keys follow from the secret ones, so a side needs no file of its own public key. Invariant: secrets, the key of the OpenAI API
-among them, are read only from files that nobody else may read.
+`python -m protocol.channel.keys DIR` makes them. The server reads allowed/ at each handshake. Public keys
+follow from secret keys, so neither side needs a file of its own public key.
+Invariant: secrets, including the key of the OpenAI API, are read only from files that no other user can read.
 """
 
 import errno
@@ -23,14 +24,18 @@ from protocol.errors import ConfigError, SlipstreamError
 
 log = logging.getLogger(__name__)
 KEY_CHARACTERS = 40
-"""32 bytes in Z85."""
+"""Length of a key: 32 bytes in Z85."""
 
 
 def read_secret(path: Path, purpose: str) -> str:
-    """Return the file's text, stripped. Raises ConfigError when it is missing, empty or open to group or others."""
+    """Return the stripped text of a secret file.
+
+    Raises:
+        ConfigError: If the file is not a readable regular file, is empty, or is open to group or others.
+    """
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for somebody to write
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block until a writer opens it too
             raise ConfigError(f"{path} ({purpose}) is no regular file; name one that holds the secret")
         mode, text = status.st_mode & 0o777, path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -43,20 +48,30 @@ def read_secret(path: Path, purpose: str) -> str:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Create the file with mode 600. Raises FileExistsError: a secret is never overwritten."""
+    """Create the file with mode 600.
+
+    Raises:
+        FileExistsError: If the file exists, because a secret is never overwritten.
+    """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{text}\n")
 
 
 class ServerKeys(msgspec.Struct, frozen=True):
-    """What the server needs to know itself and its learners; keys are Z85 text in bytes, as ZeroMQ takes them."""
+    """The server's key pair, and the directory of the public keys that it admits.
+
+    Keys are Z85 text in bytes, as ZeroMQ takes them.
+    """
 
     secret: bytes
     public: bytes
     allowed_in: Path
 
     def allowed(self) -> set[bytes]:
-        """Read the keys that are let in now. A file without a key, half copied perhaps, lets nobody in and is logged."""
+        """Return the public keys that are admitted now.
+
+        A file without a valid key, such as a partial copy, admits nobody and is logged.
+        """
         keys = set()
         for path in sorted(self.allowed_in.glob("*.pub")):
             try:
@@ -67,7 +82,7 @@ class ServerKeys(msgspec.Struct, frozen=True):
 
 
 class LearnerKeys(msgspec.Struct, frozen=True):
-    """What a learner needs to show who it is and to recognise its server."""
+    """A learner's key pair, and the public key of its server."""
 
     secret: bytes
     public: bytes
@@ -75,7 +90,11 @@ class LearnerKeys(msgspec.Struct, frozen=True):
 
 
 def server_keys(directory: str) -> ServerKeys:
-    """Read the server's key, and see that a learner could get in. Raises ConfigError."""
+    """Read the server's key pair, and check that a learner could connect.
+
+    Raises:
+        ConfigError: If the key pair cannot be read, or no public key is admitted.
+    """
     secret, public = _read_pair(_folder(directory) / "server.key")
     keys = ServerKeys(secret, public, Path(directory) / "allowed")
     if not keys.allowed():
@@ -86,13 +105,21 @@ def server_keys(directory: str) -> ServerKeys:
 
 
 def learner_keys(directory: str) -> LearnerKeys:
-    """Read a learner's key and the public key of its server. Raises ConfigError."""
+    """Read a learner's key pair and the public key of its server.
+
+    Raises:
+        ConfigError: If a key cannot be read.
+    """
     secret, public = _read_pair(_folder(directory) / "learner.key")
     return LearnerKeys(secret, public, _read_public(Path(directory) / "server.pub"))
 
 
 def make_keys(directory: Path) -> None:
-    """Make the keys of a server and of one learner in a new directory. Raises ConfigError if there is one."""
+    """Make the keys of a server and of one learner in a new directory.
+
+    Raises:
+        ConfigError: If the directory exists.
+    """
     try:
         directory.mkdir(mode=0o700, parents=True)
     except FileExistsError as error:
@@ -109,13 +136,15 @@ def make_keys(directory: Path) -> None:
 
 
 def _folder(directory: str) -> Path:
-    """Raises ConfigError for what is no directory, or one of somebody else."""
+    """Return the path of a key directory.
+
+    Raises:
+        ConfigError: If it is not a directory, or this user may not enter it.
+    """
     try:
         if not stat.S_ISDIR(os.stat(directory).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(
-            directory, os.X_OK, effective_ids=True
-        ):  # one that may be entered need not be one that may be listed
+        if not os.access(directory, os.X_OK, effective_ids=True):  # permission to list is not needed
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(
@@ -142,7 +171,7 @@ def _checked(text: str, path: Path) -> bytes:
     try:
         if len(key) != KEY_CHARACTERS:
             raise ValueError(f"{len(key)} characters came")
-        zmq.curve_public(key)  # decodes it
+        zmq.curve_public(key)  # fails if the text is not Z85
     except (ValueError, zmq.ZMQError) as error:
         raise ConfigError(
             f"{path} holds no key: {error}; expected {KEY_CHARACTERS} characters of Z85, as `make keys` writes them"

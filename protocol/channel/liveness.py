@@ -1,13 +1,13 @@
-"""The TCP connections of one socket of ZeroMQ, as the kernel knows them: what ZeroMQ has no call for.
+"""TCP connections of one ZeroMQ socket, observed through the kernel.
 
-ZeroMQ hands over whole messages and keeps the frames of one until its last has come, however many they are. The kernel's
-count of the bytes that each connection has brought shows a message that does not end.
+ZeroMQ delivers whole messages, and keeps all frames of a message until the last one arrives. The kernel's
+count of received bytes reveals a message that never ends.
 
-For ZeroMQ a peer is alive when a whole frame has come, so a long one on a slow link looks like silence to it; and it forgets
-that it waits for a ping as soon as any other message comes (libzmq 4.3.5: heartbeat_ttl), so a peer that is stopped after one
-would count as alive for ever. The kernel also knows when a connection has last brought a byte.
+For ZeroMQ, a peer is alive once a whole frame has arrived, so a long frame on a slow link looks like silence.
+Any other message also cancels its wait for a ping (libzmq 4.3.5: heartbeat_ttl), so a peer that stops after
+it counts as alive forever. The kernel also knows when a connection last received a byte.
 
-`Monitor` reads what libzmq reports about a socket: why handshakes fail, which connections are up, and when they break.
+`Monitor` reads libzmq's events of a socket: failed handshakes, and connections that open or break.
 """
 
 import logging
@@ -23,19 +23,22 @@ from zmq.utils.monitor import parse_monitor_message
 
 log = logging.getLogger(__name__)
 MAX_UNFINISHED_BYTES = 128 << 20
-"""Four of the longest frames. More without one whole message, from one look to the next but one, is a message without end."""
+"""Maximum number of bytes without a whole message: four frames of maximum size. They count from the check
+after the last whole message."""
 MIN_SILENT_LOOKS = 3
-"""However long it was silent: whoever looks may itself have been stopped meanwhile, and the peer with it."""
+"""Minimum number of checks in a row without a byte, however long the silence. The checking process itself,
+and the peer with it, may have been suspended."""
 TCP_INFO_SIZE = 256
 TCPI_LAST_DATA_RECV_MS = 52
 TCPI_BYTES_RECEIVED = 128
-"""Where these are in Linux's struct tcp_info."""
+"""Byte offsets in Linux's struct tcp_info."""
 
 
 def address_of(name: object) -> tuple[str, int] | None:
-    """Return host and port out of what `getsockname` and `getpeername` give; None for what is no TCP connection.
+    """Return host and port from a result of `getsockname` or `getpeername`.
 
-    An IPv4 peer of a socket that listens for both kinds has its address in IPv6's form.
+    Return None for anything but a TCP connection. A dual-stack socket reports an IPv4 peer in IPv6 form,
+    which is converted back.
     """
     match name:
         case (str(host), int(port), *_):
@@ -44,44 +47,50 @@ def address_of(name: object) -> tuple[str, int] | None:
 
 
 def _socket_of(descriptor: int) -> socket.socket:
-    """Return a socket of our own. As IPv6, because Python makes room for no more than an address of the family it is told."""
+    """Return a socket object of our own for a descriptor.
+
+    It is an IPv6 one, because Python reserves room only for addresses of the given family.
+    """
     return socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM)
 
 
 class _Heard(msgspec.Struct, frozen=True):
-    """Of one connection, as of a look."""
+    """Counters of one connection as of a check."""
 
     num_bytes: int
-    """That it had brought by then."""
+    """Number of bytes received by then."""
     mark: int
-    """That it had brought when its last whole message was seen."""
+    """Number of bytes received when the last whole message was noticed."""
     num_silent_looks: int
 
 
 class Connections:
-    """Ends connections of one kind, by the descriptors of their sockets in this process. All our peers ping."""
+    """Watchdog that ends silent connections, and those with an endless message.
+
+    It identifies connections by descriptor. Every live peer sends pings or pongs.
+    """
 
     def __init__(
         self, is_one: Callable[[socket.socket], bool], dead_after_ms: int, max_unfinished_bytes: float
     ) -> None:
-        """`is_one` tells whether a socket is such a connection: a descriptor may be another file's by now."""
+        """Create a watchdog. `is_one` checks a socket, whose descriptor may be reused."""
         self._is_one, self._dead_after_ms, self._max_unfinished_bytes = is_one, dead_after_ms, max_unfinished_bytes
         self._finished: set[int] = set()
-        """Descriptors that have brought a whole message since the last look."""
+        """Descriptors that have received a whole message since the last check."""
         self._heard: dict[int, _Heard] = {}
 
     def finished_message(self, descriptor: int) -> None:
         self._finished.add(descriptor)
 
     def look(self, descriptors: Iterable[int]) -> int:
-        """End those of these connections that go on and on without a whole message, and those of silent peers.
+        """End connections with an endless message, and those of silent peers.
 
-        Returns how many bytes have come since the last look over the connection that brought most.
+        Return the bytes that arrived since the last check over the busiest connection.
         """
         most, heard = 0, {}
         for descriptor, num_bytes, silence_ms in self._counters(descriptors):
             before = self._heard.get(descriptor)
-            if before is None or num_bytes < before.num_bytes:  # less: the descriptor is another connection's now
+            if before is None or num_bytes < before.num_bytes:  # fewer bytes: the descriptor was reused
                 before = _Heard(num_bytes, num_bytes, 0)
             is_silent = num_bytes == before.num_bytes
             now = _Heard(
@@ -100,19 +109,20 @@ class Connections:
         return most
 
     def end(self, descriptor: int, reason: str) -> None:
-        """Shut the TCP socket down, if it is still one of these."""
+        """Shut the TCP socket down, if it is still such a connection."""
         try:
             with _socket_of(descriptor) as connection:
                 if self._is_one(connection):
                     log.warning("a peer at %s is cut off: %s", connection.getpeername()[0], reason)
-                    # Reset once ZeroMQ closes it: after a mere FIN a peer that goes on sending would hang for a minute.
+                    # Makes ZeroMQ's close send a reset. After a mere FIN, a peer that keeps sending would
+                    # hang for a minute.
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:
             log.debug("a peer to cut off is gone already: %s", error)
 
     def _counters(self, descriptors: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-        """Descriptor, bytes received and milliseconds of silence of each connection."""
+        """Yield descriptor, bytes received and milliseconds of silence per connection."""
         for descriptor in descriptors:
             try:
                 with _socket_of(descriptor) as connection:
@@ -122,11 +132,11 @@ class Connections:
                         (silence_ms,) = struct.unpack_from("=I", info, TCPI_LAST_DATA_RECV_MS)
                         yield descriptor, num_bytes, silence_ms
             except OSError:
-                continue  # closed meanwhile
+                continue  # closed in the meantime
 
 
 class Failure(Enum):
-    """What went wrong in a handshake, as far as this side can know."""
+    """Reason for a failed handshake, as far as this side can know."""
 
     UNKNOWN_KEY = "a key that is not in the server's allowed/"
     OTHER_MECHANISM = "keys on one side only"
@@ -140,23 +150,27 @@ _HANDSHAKES = (
 
 
 class Monitor:
-    """What happens to the connections of one socket from now on; `take` returns the handshakes that have newly failed."""
+    """Events of one socket's connections since the monitor was created.
+
+    `take` returns the handshakes that have failed since its last call.
+    """
 
     def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:
         address = f"inproc://monitor-{id(watched)}"
         watched.monitor(address, _HANDSHAKES | zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._events = context.socket(zmq.PAIR)
-        # Without a limit: at one, libzmq's own thread would wait for the reader, and with it every connection.
+        # No limit: at a limit, libzmq's own thread would wait for the reader, and every connection with it.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)
         self._failures: list[Failure] = []
         self.num_broken = 0
-        """Connections that were up and have ended, as of the last `read`."""
+        """Number of connections that were up and have ended, as of the last `read`."""
         self.descriptors: set[int] = set()
-        """Of the connections that are up, as of the last `read`. ZeroMQ may have closed one since."""
+        """Descriptors of the connections that are up, as of the last `read`. ZeroMQ may have closed one
+        since."""
 
     def read(self) -> None:
-        """Take note of what has happened since."""
+        """Process the events since the last call."""
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())
             match event["event"]:
@@ -174,7 +188,10 @@ class Monitor:
         return failures
 
     def close(self) -> None:
-        """Call it after the watched socket is closed, which ends the monitoring: an event without a reader would wait."""
+        """Close the monitor, after the watched socket.
+
+        Closing that socket ends the monitoring. Before that, libzmq would wait on an event without a reader.
+        """
         self._events.close(linger=0)
 
 

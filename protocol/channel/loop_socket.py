@@ -1,10 +1,12 @@
-"""A socket of ZeroMQ in asyncio's event loop: whole messages, without a thread and without a turn of the loop for each.
+"""ZeroMQ socket for asyncio, without a thread or a loop iteration per message.
 
-pyzmq has such a socket too. It makes a future for each message, and with each frame asks or tells libzmq by an enum whether there
-are more, which takes longer than to move the frame: a small group, of 17 frames, costs two to three times as much.
+pyzmq has an asyncio socket too. It makes a future per message, and uses an enum per frame to ask or set
+whether more frames follow. That takes longer than moving the frame: a small group of 17 frames costs two to
+three times as much.
 
-Invariant: nobody waits for what has happened already. libzmq tells of news once, by a descriptor, and any call may take that
-notice away; so after each call those who wait are looked after.
+libzmq signals an event once, through a descriptor, and any call may consume the signal. After each call, the
+waiting tasks are therefore checked.
+Invariant: no task waits for an event that has already happened.
 """
 
 import asyncio
@@ -16,27 +18,32 @@ import zmq
 WITHOUT_WAITING = int(zmq.DONTWAIT)
 MORE_TO_COME = int(zmq.DONTWAIT | zmq.SNDMORE)
 EVENTS, READABLE, WRITABLE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
-"""As plain numbers: to combine two of pyzmq's enums takes as long as to send a frame."""
+"""ZeroMQ constants as plain integers. Combining two of pyzmq's enums takes as long as sending a frame."""
 MAX_TURN_S = 0.001
-"""So long may messages be received before other tasks of the event loop have their turn."""
+"""Maximum time to receive messages before other tasks of the event loop run, in seconds."""
 
 
 class LoopSocket:
-    """Of one event loop, in which any task may send and receive."""
+    """Socket of one event loop, in which any task may send and receive."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._news = int(socket.getsockopt(zmq.FD))
-        """The descriptor by which libzmq tells that something has happened."""
+        """Descriptor through which libzmq signals events."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        """That tells of news; None before somebody has waited for them."""
+        """Loop that watches the descriptor. None until a task has waited."""
         self._waiting: dict[asyncio.Future[None], int] = {}
-        """For the socket to be READABLE or WRITABLE."""
+        """Waiting tasks, each with the state that it waits for: READABLE or WRITABLE."""
         self._turn_to_send = asyncio.Lock()
         self._turn_began = time.monotonic()
 
     def send_now(self, frames: Sequence[bytes]) -> None:
-        """Send a message. Raises zmq.Again if that has to wait, another zmq.ZMQError if it cannot be sent."""
+        """Send a message without waiting.
+
+        Raises:
+            zmq.Again: If sending would have to wait.
+            zmq.ZMQError: If the message cannot be sent.
+        """
         *first, last = frames
         try:
             for frame in first:
@@ -46,7 +53,10 @@ class LoopSocket:
             self._look_after_those_who_wait()
 
     async def send(self, frames: Sequence[bytes]) -> None:
-        """Send a message once a peer is there and takes it, after those that others have begun to send."""
+        """Send a message once a peer is connected and takes it.
+
+        Messages that other tasks have started to send go first.
+        """
         async with self._turn_to_send:
             while True:
                 try:
@@ -57,7 +67,7 @@ class LoopSocket:
     async def receive(self) -> list[zmq.Frame]:
         """Return the frames of the next message."""
         if time.monotonic() - self._turn_began > MAX_TURN_S:
-            await asyncio.sleep(0)  # only this lets other tasks run while a peer floods
+            await asyncio.sleep(0)  # the only point at which other tasks run while a peer floods
             self._turn_began = time.monotonic()
         while True:
             try:
@@ -92,14 +102,17 @@ class LoopSocket:
             self._take_notice()
 
     def _take_notice(self) -> None:
-        """Wake those for whom something has happened; whether there are any or not, or the descriptor would tell of it for ever."""
+        """Wake the tasks whose event has happened.
+
+        The events must be read even without waiting tasks, or the descriptor would signal forever.
+        """
         events = int(self._socket.get(EVENTS))
         for waiter, event in self._waiting.items():
             if events & event and not waiter.done():
                 waiter.set_result(None)
 
     def close(self) -> None:
-        """Whoever waits is cancelled."""
+        """Close the socket and cancel the waiting tasks."""
         if self._loop is not None:
             self._loop.remove_reader(self._news)
         for waiter in self._waiting:

@@ -1,12 +1,12 @@
-"""The typed ZeroMQ channel: a ROUTER on the server, one DEALER per server on the learner.
+"""ZeroMQ channel: a ROUTER on the server, a DEALER per server on the learner.
 
-It moves messages and nothing else. What must survive a lost connection is sent again by the layers above, so a send
-never queues to a peer that is not there (IMMEDIATE, ROUTER_MANDATORY), and every limit that ZeroMQ leaves open by
-default is set here. Only tcp: `ipc://` loses messages when a peer exits while the reader is slow (libzmq #4660).
+The channel only moves messages. The layers above resend what must survive a lost connection, so a send never
+queues for a missing peer (IMMEDIATE, ROUTER_MANDATORY). All limits that ZeroMQ leaves open are set here. Only
+tcp is supported: `ipc://` loses messages when a peer exits while the reader is slow (libzmq #4660).
 
-With keys every connection is CURVE: an unknown key, another server's key and a plain-text client fail in libzmq's own
-threads and never reach `receive`. Without keys, a peer that has not been admitted may send enough for any Hello
-and is cut off above that (`Strangers`).
+With keys, every connection is CURVE. Unknown keys, keys of another server and plain-text clients fail in
+libzmq's own threads and never reach `receive`. Without keys, a peer that is not admitted may send enough for
+any Hello, and is cut off above that (`Strangers`).
 """
 
 import asyncio
@@ -30,27 +30,30 @@ from protocol.messages import LearnerMessage, Message, ServerMessage
 MAX_MESSAGES_PER_S = 1_000
 NUM_REMEMBERED = 1_000
 MAX_BYTES_PER_S = 1 << 20
-"""Decoding so much takes the server tens of milliseconds, and memory of tens of MiB, whatever the bytes are."""
+"""Maximum number of bytes that a stranger may send per second. Decoding them takes the server tens of
+milliseconds and tens of MiB, whatever they contain."""
 HEARTBEAT_INTERVAL_MS = 500
 DEAD_PEER_TIMEOUT_MS = 2_000
-"""Without a byte. Whoever looks at the connections twice a second has found out within 3 s."""
+"""Maximum time without a byte. With a check twice a second, a dead peer is noticed within 3 s."""
 HANDSHAKE_TIMEOUT_MS = 3_000
 HIGH_WATER_MARK = 1_000
-"""Messages per peer and direction; beyond it the sender is told, nothing is dropped unseen."""
+"""Maximum number of queued messages per peer and direction. Beyond it, the sender gets an error, and no
+message is dropped silently."""
 SERVER_RECEIVE_HIGH_WATER_MARK = 100
-"""Messages that one learner may have waiting in the server's memory; further ones wait with the learner."""
+"""Maximum number of messages of one learner that wait in the server's memory. Further ones wait at the
+learner."""
 MAX_FRAME_BYTES = 32 << 20
-"""A frame above it costs its sender the connection before memory is allocated for it. The largest that is sent is the
-manifest of a push: 90 bytes for each tensor."""
+"""Maximum size of a frame. A larger frame costs its sender the connection, before memory is allocated. The
+largest frame that is sent is the manifest of a weight sync: 90 bytes per tensor."""
 MAX_PONG_BYTES = 256
-"""Pongs bring less from one look to the next."""
+"""Upper bound of the bytes of pongs between two checks."""
 LINGER_MS = 1_000
-"""Time for last messages (acks) to leave at close."""
+"""Time for the last messages, such as acks, to leave at close."""
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 class Strangers:
-    """Counts what strangers send within each second, and remembers the last ones that were cut off."""
+    """Rate limits for peers that are not admitted, and the peers cut off last."""
 
     def __init__(self) -> None:
         self._second_began = time.monotonic()
@@ -59,7 +62,10 @@ class Strangers:
         self._cut_off: deque[bytes] = deque(maxlen=NUM_REMEMBERED)
 
     def allow(self, peer: bytes, num_bytes: int) -> bool:
-        """Count a message; False when its sender has had its share of this second."""
+        """Count a message, and return whether its sender is within the limits.
+
+        The limits apply to each second.
+        """
         now = time.monotonic()
         if now - self._second_began > 1:
             self._second_began = now
@@ -70,7 +76,10 @@ class Strangers:
         return self._num_messages[peer] <= MAX_MESSAGES_PER_S and self._num_bytes[peer] <= MAX_BYTES_PER_S
 
     def is_cut_off(self, peer: bytes) -> bool:
-        """Whether the connection was ended before; what the peer had sent until then may still come out of the queue."""
+        """Return whether the peer's connection was ended before.
+
+        Messages that the peer sent until then may still be in the queue.
+        """
         return peer in self._cut_off
 
     def cut_off(self, peer: bytes) -> None:
@@ -79,7 +88,8 @@ class Strangers:
 
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
     opened = context.socket(kind)
-    # Not for all: ZeroMQ would then look for IPv6 addresses alone, and reach IPv4 ones by another name.
+    # Not for every endpoint: ZeroMQ would look for IPv6 addresses only, and reach IPv4 addresses in mapped
+    # form.
     opened.setsockopt(zmq.IPV6, needs_ipv6(split_endpoint(endpoint)[0]))
     opened.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     opened.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
@@ -90,11 +100,11 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> 
 
 
 class SendResult(enum.Enum):
-    """What became of a message to a peer; true if it is on its way."""
+    """Outcome of a send. True if the message is on its way."""
 
     SENT = enum.auto()
     QUEUE_FULL = enum.auto()
-    """The peer is there, and its queue is full."""
+    """The peer is connected, but its queue is full."""
     PEER_GONE = enum.auto()
 
     def __bool__(self) -> bool:
@@ -104,7 +114,8 @@ class SendResult(enum.Enum):
 class ServerChannel:
     """The server's end: receives from any learner, sends to one by its peer id.
 
-    Raises ConfigError when the address cannot be bound, or leaves the machine without keys or `insecure`.
+    Raises:
+        ConfigError: If the address cannot be bound, or needs keys or `insecure` because it is not loopback.
     """
 
     def __init__(self, endpoint: str, keys: ServerKeys | None = None, *, insecure: bool = False) -> None:
@@ -118,7 +129,7 @@ class ServerChannel:
         self._strangers = Strangers()
         self._admitted: bytes | None = None
         self.num_shut_out = 0
-        """Messages beyond what strangers may send, dropped unread."""
+        """Number of messages dropped unread, beyond what strangers may send."""
         self._monitor = Monitor(self._context, self._socket)
         self._gate = self._lock(keys) if keys is not None else None
         try:
@@ -135,13 +146,19 @@ class ServerChannel:
         self._connections = Connections(self._is_ours, DEAD_PEER_TIMEOUT_MS, MAX_UNFINISHED_BYTES)
 
     def _is_ours(self, connection: socket.socket) -> bool:
-        """Whether it was made to the address this socket listens at; to its port where it listens at all addresses."""
+        """Return whether a connection was made to the address of this socket.
+
+        If the socket listens on all addresses, only the port must match.
+        """
         address = address_of(connection.getsockname())
         listens_everywhere = self._own[0] in EVERY_ADDRESS
         return address == self._own or (listens_everywhere and address is not None and address[1] == self._own[1])
 
     def _lock(self, keys: ServerKeys) -> ThreadAuthenticator:
-        """Let only listed keys in. Asked in a thread of its own, because the event loop stands still while vLLM starts."""
+        """Admit only listed keys.
+
+        A separate thread checks them, because the event loop blocks while vLLM starts.
+        """
         gate = ThreadAuthenticator(self._context)
         gate.start()
         gate.configure_curve_callback(credentials_provider=_AllowList(keys))
@@ -150,14 +167,15 @@ class ServerChannel:
         return gate
 
     async def receive(self) -> tuple[bytes, LearnerMessage | ProtocolError]:
-        """Return the next message and its sender; a malformed one comes back as the error, so the caller can answer.
+        """Return the next message and its sender.
 
-        A peer that was not admitted and sends more than a stranger may is cut off here.
+        A malformed message is returned as the error, so that the caller can answer. A peer that is not
+        admitted and exceeds the limits of strangers is cut off here.
         """
         while True:
             peer_frame, *frames = await self._messages.receive()
-            # A full queue is answered without waiting: only this lets other tasks run while a peer floods, and what a message
-            # has begun is under way before the next one is read.
+            # A full queue returns without waiting, so only this lets other tasks run while a peer floods. It
+            # also lets the work of each message start before the next message is read.
             await asyncio.sleep(0)
             peer, descriptor = peer_frame.bytes, int(frames[0].get(zmq.SRCFD))
             self._connections.finished_message(descriptor)
@@ -170,7 +188,10 @@ class ServerChannel:
                 return peer, error
 
     def admit(self, peer: bytes | None) -> None:
-        """The one peer that is no stranger, if there is one: what it sends has only the limits of each message."""
+        """Set the one peer that is no stranger, or None.
+
+        What it sends has only the limits of each message.
+        """
         self._admitted = peer
 
     def _is_shut_out(self, peer: bytes, descriptor: int, frames: list[zmq.Frame]) -> bool:
@@ -183,16 +204,22 @@ class ServerChannel:
         return True
 
     def look_at_connections(self) -> None:
-        """Cut off peers that are silent and those whose message goes on and on. To be called twice a second."""
+        """Cut off silent peers and those with an endless message.
+
+        Call it twice a second.
+        """
         self._monitor.read()
         self._connections.look(self._monitor.descriptors)
 
     def take_failed_handshakes(self) -> Counter[Failure]:
-        """Count the connections that failed before their first message, since the last call."""
+        """Return the number of failed handshakes since the last call, by reason."""
         return Counter(self._monitor.take())
 
     async def send(self, peer: bytes, message: Message) -> SendResult:
-        """Send without waiting; what is not sent is lost (the caller keeps what matters)."""
+        """Send without waiting.
+
+        A message that is not sent is lost, so the caller keeps what matters.
+        """
         try:
             self._messages.send_now([peer, *encode(message)])
         except zmq.Again:
@@ -212,7 +239,7 @@ class ServerChannel:
 
 
 class _AllowList:
-    """In the form in which pyzmq's authenticator asks."""
+    """Credentials provider for pyzmq's authenticator, with the allowed keys."""
 
     def __init__(self, keys: ServerKeys) -> None:
         self._keys = keys
@@ -222,9 +249,10 @@ class _AllowList:
 
 
 class LearnerChannel:
-    """The learner's end: one connection to one server, re-made by ZeroMQ whenever it breaks.
+    """The learner's end: one connection to one server, which ZeroMQ restores.
 
-    Raises ConfigError for an address that leaves the machine without keys or `insecure`.
+    Raises:
+        ConfigError: If the address needs keys or `insecure` because it is not loopback.
     """
 
     def __init__(self, endpoint: str, keys: LearnerKeys | None = None, *, insecure: bool = False) -> None:
@@ -236,11 +264,13 @@ class LearnerChannel:
         self._messages = LoopSocket(self._socket)
         self._decoder: Decoder[ServerMessage] = Decoder(ServerMessage)  # type: ignore[arg-type]
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        # Only the learner pings, and the server answers. A socket that pings aborts its process when a peer fills the queue
-        # and hangs up (libzmq 4.3.5: assertion !_io_error in the ping's timer), so the server never pings, and the
-        # learner's queue is not bounded: it holds what the learner has asked for.
+        # Only the learner pings, and the server answers. A socket that pings aborts its process when a peer
+        # fills the queue and hangs up (libzmq 4.3.5: assertion !_io_error in the ping's timer). The server
+        # therefore never pings. The learner's queue is unbounded, because it holds only what the learner has
+        # requested.
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        # No pong and no next ping is waited for: they queue behind a long frame, and both sides look at the bytes instead.
+        # Neither a pong nor the next ping has a timeout: both queue behind a long frame. Both sides watch the
+        # bytes instead.
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 0)
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -254,15 +284,23 @@ class LearnerChannel:
         self._socket.connect(endpoint)
 
     def _is_ours(self, connection: socket.socket) -> bool:
-        """Whether it is one at all: ZeroMQ says which, for other links of this process may lead to the same port."""
+        """Return whether the socket is a TCP connection.
+
+        ZeroMQ names the descriptors. The port would not identify them, because other connections of this
+        process may lead to the same port.
+        """
         return address_of(connection.getpeername()) is not None
 
     async def send(self, message: Message, timeout_s: float) -> None:
-        """Hand a message to a live connection. Raises DeadlineExceeded when there is none for `timeout_s`."""
+        """Send a message over a live connection.
+
+        Raises:
+            DeadlineExceeded: If the channel is closed, or no connection takes the message within `timeout_s`.
+        """
         if self._socket.closed:
             raise DeadlineExceeded(f"{type(message).__name__} was not sent: the way to {self.endpoint} is closed")
         try:
-            # Not wait_for, which in Python 3.11 swallows a cancellation that comes as the send ends.
+            # Not wait_for, which in Python 3.11 swallows a cancellation that arrives as the send ends.
             async with asyncio.timeout(timeout_s):
                 await self._messages.send(encode(message))
         except TimeoutError as error:
@@ -272,18 +310,28 @@ class LearnerChannel:
             ) from error
 
     async def receive(self) -> ServerMessage:
-        """Return the server's next message. Raises ProtocolError if it is not one."""
+        """Return the server's next message.
+
+        Raises:
+            ProtocolError: If the frames are not a valid message.
+        """
         return self._decoder.decode(await self._messages.receive())
 
     def look_at_connection(self) -> bool:
-        """End it, to be made anew, if the server is silent; return whether part of a long message has come since the last look."""
+        """End the connection if the server is silent, so that ZeroMQ restores it.
+
+        Return whether part of a long message has arrived since the last check.
+        """
         self._monitor.read()
         return self._connections.look(self._monitor.descriptors) > MAX_PONG_BYTES
 
     def check_handshake(self) -> bool:
-        """Return whether a handshake has failed since the last call, in a way that may pass: the server may be starting.
+        """Return whether a handshake has failed since the last call, but may yet succeed.
 
-        Raises HandshakeRefused for the failures after which ZeroMQ does not try again.
+        The server may be starting.
+
+        Raises:
+            HandshakeRefused: If ZeroMQ does not retry after such a failure.
         """
         failures = self._monitor.take()
         if Failure.UNKNOWN_KEY in failures:
@@ -300,12 +348,12 @@ class LearnerChannel:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a connection, as of the last look."""
+        """True if a connection exists, as of the last check."""
         return bool(self._monitor.descriptors)
 
     @property
     def num_broken(self) -> int:
-        """How often the connection has broken, as of the last look or `check_handshake`."""
+        """Number of broken connections, as of the last check of connection or handshake."""
         return self._monitor.num_broken
 
     def close(self) -> None:

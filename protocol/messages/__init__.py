@@ -1,11 +1,12 @@
-"""Every message on the wire.
+"""All messages on the wire.
 
     learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort, Farewell ──▶ server
     learner ◀── Welcome, Refused, Pulse, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── server
-    a doctor ── Probe, Trial ──▶ server ── Vitals, TrialEnded ──▶ the doctor
+    doctor ── Probe, Trial ──▶ server ── Vitals, TrialEnded ──▶ doctor
 
-Frozen and tagged: one typed decoder per direction tells them apart (codec.py), `match` dispatches them. Arrays are checked
-as a message is made, so an invalid one exists on neither side. One file for each thing that is talked about.
+Messages are frozen and tagged: codec.py decodes them with one typed decoder per direction, and `match`
+dispatches them. Each topic has a file.
+Invariant: an invalid array exists on neither side, because arrays are checked when a message is created.
 """
 
 from protocol.messages.generation import (

@@ -1,4 +1,4 @@
-"""Groups and scores: what is asked of the policy, and what it answers."""
+"""Messages about groups and scores: requests to the policy, and its results."""
 
 from typing import Annotated, Literal
 
@@ -12,7 +12,7 @@ StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGT
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the completions of a group are sampled."""
+    """Sampling parameters of a group."""
 
     num_completions: int
     max_tokens: int
@@ -20,33 +20,37 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
-    """Completion i is sampled with seed + i."""
+    """Seed of completion 0. Completion i is sampled with seed + i."""
     stop_token_ids: tuple[int, ...] = ()
     stop: Annotated[tuple[StopString, ...], msgspec.Meta(max_length=MAX_STOPS)] = ()
-    """A completion ends with the token that completes one of these texts, and keeps it."""
+    """Texts that end a completion. The token that completes one of them is kept as the last token."""
 
 
 class Generate(Message):
-    """Ask for one group. Sent again with the same id it is neither generated twice nor answered twice on one connection."""
+    """Request for one group.
+
+    A request resent with the same id is generated once, and answered once per connection.
+    """
 
     group_id: Name
     prompt_token_ids: np.ndarray
     sampling: Sampling
     deadline_s: Seconds
-    """Longest time without a token once it has had its first. Time in which nothing may be generated does not count."""
+    """Maximum time without a token after the first token, in seconds. Time in which generation is not
+    possible does not count."""
     salt: Name = ""
-    """Whose keys and values may be used again: the salt of the group with which an episode began, in each of its later turns.
-    Empty: those of the policy that the server has now."""
+    """Salt of the KV cache that may be reused. In later turns of an episode, it is the salt of the first
+    turn's group. Empty: only the KV cache of the server's current policy."""
 
     def __post_init__(self) -> None:
         check_array(self.prompt_token_ids, "int32", "prompt_token_ids")
 
 
 class Completion(Part):
-    """One completion with the logprobs of the policy that sampled it.
+    """Completion with the logprobs of the policy that sampled it.
 
-    Example: token_ids=[7, 3, 1], behaviour_logprobs=[-0.2, -1.1, -0.1], versions=[(4, 2), (5, 1)], finish_reason="stop":
-    two tokens sampled by policy version 4, one by version 5.
+    Example: token_ids=[7, 3, 1], behaviour_logprobs=[-0.2, -1.1, -0.1], versions=[(4, 2), (5, 1)],
+    finish_reason="stop" is two tokens sampled by policy version 4, and one by version 5.
     """
 
     token_ids: np.ndarray
@@ -61,7 +65,8 @@ class Completion(Part):
         if len(self.behaviour_logprobs) != num_tokens:
             raise ValueError(f"{num_tokens} token ids but {len(self.behaviour_logprobs)} behaviour logprobs")
         num_covered, fewest = 0, 1
-        for _, count in self.versions:  # a group has dozens: any() and sum() would take longer than all other checks
+        # A group has dozens of completions: any() and sum() would take longer than all other checks.
+        for _, count in self.versions:
             num_covered, fewest = num_covered + count, min(fewest, count)
         if num_covered != num_tokens or fewest < 1:
             raise ValueError(f"versions {self.versions} do not cover {num_tokens} tokens")
@@ -72,18 +77,20 @@ class Completion(Part):
 
 
 class Group(Message):
-    """All completions of one prompt."""
+    """Completions of one prompt."""
 
     group_id: Name
     entered_version: int
-    """The policy version when the group entered the engine; its prompt's keys and values may be as old."""
+    """Policy version when the group entered the engine. The KV cache of its prompt may be as old."""
     completions: list[Completion]
     server_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """From the request's arrival to the last token. 0: from before a server that says so."""
+    """Time from the arrival of the request to the last token, in seconds. 0: from an older server, which does
+    not report it."""
     salt: Name = ""
-    """What its keys and values are kept under, of no other server and no other push; empty: from before a server that says so."""
+    """Salt under which the group's KV cache is kept, unique to a server and a weight sync. Empty: from an
+    older server, which does not report it."""
     num_cached_tokens: Size = 0
-    """Of its prompt, those whose keys and values were there already."""
+    """Number of prompt tokens whose KV cache existed already."""
 
     @property
     def oldest_version(self) -> int:
@@ -91,9 +98,10 @@ class Group(Message):
 
 
 class GroupFailed(Message):
-    """The group will not come; sent again only if `retryable`.
+    """Failure of a group, which is requested again only if `retryable`.
 
-    "draining": the server ends and has not begun with it; it is asked of another, or of the next one, and nothing has failed.
+    The code "draining" is not a failure: the server shuts down and has not started the group. The learner
+    requests the group from another server, or from the next one.
     """
 
     group_id: Name
@@ -103,34 +111,38 @@ class GroupFailed(Message):
 
 
 class Ack(Message):
-    """The learner has the groups in its ledger; the server may forget them."""
+    """Confirmation that the groups are in the learner's ledger.
+
+    The server may forget them.
+    """
 
     group_ids: list[str]
 
 
 class Cancel(Message):
-    """The learner no longer wants these groups."""
+    """Cancellation of groups that the learner no longer needs."""
 
     group_ids: list[str]
 
 
 class Score(Message):
-    """Ask for the logprobs the server's policy gives to a fixed token sequence."""
+    """Request for the logprobs that the server's policy gives to fixed tokens."""
 
     request_id: Name
     token_ids: np.ndarray
     deadline_s: Seconds
     replica: Size = 0
-    """Which of Welcome.num_replicas is to give them, counted from 0."""
+    """Replica that computes the logprobs, counted from 0 and below Welcome.num_replicas."""
 
     def __post_init__(self) -> None:
         check_array(self.token_ids, "int32", "token_ids")
 
 
 class Scores(Message):
-    """`logprobs[i]` belongs to `token_ids[i + 1]`; `error` is set instead when scoring failed.
+    """Result of a Score: `logprobs[i]` belongs to `token_ids[i + 1]`.
 
-    The version is None while the server has its model's own weights.
+    If scoring failed, `error` is set instead. The version is None while the server has the model's own
+    weights.
     """
 
     request_id: Name

@@ -1,4 +1,4 @@
-"""Who is there: the first message of a learner, its answer, and the server's signs of life."""
+"""Handshake messages: the learner's first message, its answer, and the heartbeat."""
 
 import os
 import socket
@@ -14,18 +14,18 @@ MAX_REPLICAS = 1024
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must be equal on both sides for token ids and tensors to mean the same."""
+    """Properties that must match, so that token ids and tensors mean the same."""
 
     architecture: Name
     size: Name
-    """Layers and width, as in "24 layers of width 896"."""
+    """Number of layers and width, as in "24 layers of width 896"."""
     vocab_size: int
     tokenizer_hash: Name
     """First 16 hex digits of a SHA-256 over the tokenizer's files."""
 
 
 def new_learner_id() -> str:
-    """Return a name for this learner process that no other has: host, process id and a random part."""
+    """Return a unique name of this learner process: host, process id, random part."""
     return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
 
 
@@ -36,43 +36,47 @@ class Hello(Message):
     protocol_version: int
     model: ModelFingerprint
     learner: Name = ""
-    """The process that speaks, by `new_learner_id`: two of one run must not take the server from each other. Empty only from a
-    learner before protocol version 8, which must still be told that its version is another."""
+    """Name of the sending process, from `new_learner_id`. It keeps two processes of one run from taking the
+    server from each other. Empty: a learner before protocol version 8, which must still receive the
+    version error."""
 
 
 class Welcome(Message):
-    """The server accepts the run and says what it can do."""
+    """Acceptance of the run, with the server's properties."""
 
     server_id: str
-    """New at every start of the server: a changed id means that it has lost its weights and its groups."""
+    """Id that is new at every start of the server. A changed id means that the server has lost its weights
+    and groups."""
     policy_version: Version | None
-    """None until the first push."""
+    """Version of the weights. None before the first weight sync."""
     num_workers: int
     dtype: str
     transports: list[str]
-    """What a push may travel by, seen from the workers."""
+    """Transports that a weight sync may use, as seen from the workers."""
     devices: list[str]
-    """Where each worker computes: "cpu" or "<host>/<id of the GPU>"."""
+    """Device of each worker: "cpu" or "<host>/<id of the GPU>"."""
     max_model_len: int
     max_concurrent_sequences: int
     is_untouched: bool
-    """Nothing was ever pushed: the server scores with the model's own weights, under no version."""
+    """True if no weights were ever synced. The server then scores with the model's own weights, under no
+    version."""
     num_replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
-    """Copies of the model, each with its share of the workers. vLLM chooses one for a group; to score, each is asked by its number."""
+    """Number of copies of the model, each with its share of the workers. vLLM chooses the replica for a
+    group. A Score names its replica by number."""
 
 
-class Refused(Message, omit_defaults=True):  # so that a learner of another protocol version can read why
-    """The server does not take this run; `reason` names both sides' values and the remedy."""
+class Refused(Message, omit_defaults=True):  # lets a learner of another protocol version read the reason
+    """Refusal of a run. `reason` names the values of both sides and the remedy."""
 
     reason: str
     is_busy: bool = False
-    """For now, because another learner has the server: a later Hello may be answered otherwise."""
+    """True if the refusal is temporary, because another learner has the server. A later Hello may succeed."""
     free_in_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """After so long the server is free, unless the learner that has it comes back. None: nobody knows."""
+    """Time until the server is free, unless its learner reconnects, in seconds. None: unknown."""
 
 
 class Pulse(Message):
-    """Sent by the server every 0.4 s: its state, and the sign that it is alive."""
+    """Heartbeat of the server with its state, sent every 0.4 s."""
 
     server_id: str
     policy_version: Version | None
@@ -82,12 +86,16 @@ class Pulse(Message):
     idle_s: float
     """Seconds since the start of the server in which no group was running."""
     is_draining: bool = False
-    """It was told to end: it finishes what it has begun, takes nothing more on, and is then gone. Answered by a Farewell."""
+    """True if the server shuts down: it finishes started work, accepts no more, and then exits. The learner
+    answers with a Farewell."""
 
 
 class Farewell(Message):
-    """The learner asks this server for nothing more: all that it has asked came before this."""
+    """Announcement that the learner requests nothing more from this server.
+
+    All its requests precede this message.
+    """
 
     is_over: bool = False
-    """Whether the run is over here, which frees the server for another run at once. Otherwise the learner has heard that the server is
-    draining; it still takes what it has asked for, and the run may come back."""
+    """Whether the run is over for this server, which frees it for another run at once. Otherwise, the learner
+    answers a draining server: it still takes what it has requested, and the run may return."""

@@ -1,4 +1,4 @@
-"""What all messages are made of: their bases, and the kinds of values that a peer may send."""
+"""Building blocks of messages: base classes, and types of the values in them."""
 
 from typing import Annotated
 
@@ -6,13 +6,14 @@ import msgspec
 import numpy as np
 
 DTYPES = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4")}
-"""The arrays a message may carry, by the name the header gives them."""
+"""Dtypes of the arrays in a message, by their names in the header."""
 
-# NaN, which fits no bound, would put an event loop's timers out of order; no other part checks what a peer sends here.
+# The bound also excludes NaN, which would disorder an event loop's timers. No other code checks these values
+# from peers.
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
-"""Short and of one line, for it is repeated in logs and answers."""
+"""Short text of one line, because logs and answers repeat it."""
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
@@ -22,8 +23,8 @@ def check_array(array: np.ndarray, dtype: str, field: str) -> None:
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True, forbid_unknown_fields=True):
-    """Base of all messages: frozen, tagged by class name, unknown fields refused."""
+    """Base of all messages: frozen, tagged by class name, without unknown fields."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
-    """Base of the structs that messages are made of."""
+    """Base of the structs that messages consist of."""

@@ -1,4 +1,7 @@
-"""What a doctor asks of a server without becoming its learner: who is there, and whether bytes come through."""
+"""Messages by which a doctor probes a server without becoming its learner.
+
+They check what runs there, and whether a transport works.
+"""
 
 from typing import Annotated
 
@@ -12,30 +15,33 @@ MAX_TRIAL_BYTES = 256 << 20
 
 
 class Probe(Message):
-    """Who is there? Answered on every connection that the server takes, also while it serves a run."""
+    """Request for a server's state.
+
+    The server answers on every connection that it accepts, also while it serves a run.
+    """
 
     probe_id: Name
 
 
 class Vitals(Message):
-    """What a server says of itself."""
+    """State of a server, as the answer to a Probe."""
 
     probe_id: Name
     protocol_version: int
     package_version: Name
     clock_s: float
-    """Its clock as it answered, in seconds since 1970."""
+    """Server clock at the time of the answer, in seconds since 1970."""
     run: Name | None
-    """Whom it serves."""
+    """Run that the server serves."""
     model: ModelFingerprint
     dtype: Name
     transports: list[Name]
     devices: list[Name]
-    """As in Welcome, one for each worker."""
+    """Device of each worker, as in Welcome."""
 
 
 class Trial(Message):
-    """Join the asker's collective as rank 1, take so many bytes for nothing, and leave."""
+    """Request to join the doctor's collective as rank 1, receive bytes, and leave."""
 
     trial_id: Name
     rendezvous: Rendezvous
@@ -43,7 +49,7 @@ class Trial(Message):
 
 
 class TrialEnded(Message):
-    """The bytes came within `receive_s`, or `error` says why not."""
+    """Result of a Trial: the duration `receive_s`, or `error` with the reason."""
 
     trial_id: Name
     receive_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

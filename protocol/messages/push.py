@@ -1,4 +1,4 @@
-"""A push of weights: what travels, where the ranks meet, and how far it has come."""
+"""Messages of a weight sync: the weights, the rendezvous and the progress."""
 
 from typing import Annotated, Literal
 
@@ -9,11 +9,11 @@ from protocol.messages.parts import Message, Name, Size, Version
 TENSOR_DTYPES = frozenset(
     {"float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}
 )
-"""What torch calls them; floating-point tensors travel as float32 or bfloat16."""
+"""Dtypes by their names in torch. Floating-point tensors travel as float32 or bfloat16."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor of the model: its checkpoint name, shape and the dtype it travels in."""
+    """Tensor of the model: its checkpoint name, shape and dtype on the wire."""
 
     name: str
     shape: tuple[Size, ...]
@@ -27,23 +27,27 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tensors of a push in the order of their bytes, layer by layer."""
+    """Tensors of a weight sync in the order of their bytes, layer by layer."""
 
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: Size
     wire: Literal["dense", "delta"] = "dense"
-    """dense: all bytes; delta: what has changed since the last push of the epoch."""
+    """Encoding of the weights. dense: all bytes; delta: changes since the last weight sync of the session."""
 
 
 Transport = Literal["gloo", "tcp", "nccl", "ipc"]
-"""What the bytes of a push travel by: between CPUs by gloo or over one port of the learner, NCCL between GPUs, memory within one GPU."""
+"""Transport of the weights. gloo: between CPUs; tcp: between CPUs over one port of the learner; nccl: between
+GPUs; ipc: through the memory of one GPU."""
 
 NCCL_UNIQUE_ID_BYTES = 128
 TCP_SECRET_BYTES = 32
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the ranks of one epoch meet. The learner is rank 0, the workers of the server are ranks 1..N."""
+    """Meeting point of the ranks of one session.
+
+    The learner is rank 0, and the server's workers are ranks 1..N.
+    """
 
     transport: Transport
     host: str
@@ -51,9 +55,9 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     world_size: int
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     nccl_unique_id: bytes | None = None
-    """Whoever has it can join an NCCL epoch, so it travels here and nowhere else."""
+    """Id that admits its holder to an NCCL session, so it travels only here."""
     tcp_secret: bytes | None = None
-    """Whoever calls for a line of a tcp epoch has to show it."""
+    """Secret that a worker must present to connect to a tcp session."""
 
     def __post_init__(self) -> None:
         expected = NCCL_UNIQUE_ID_BYTES if self.transport == "nccl" else 0
@@ -69,7 +73,10 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PushBegin(Message):
-    """Start of a push. `rendezvous` and `manifest` come only with the first push of an epoch."""
+    """Start of a weight sync.
+
+    `rendezvous` and `manifest` are set only in the first weight sync of a session.
+    """
 
     epoch: Name
     version: Version
@@ -78,14 +85,20 @@ class PushBegin(Message):
 
 
 class PushReady(Message):
-    """Generation is paused and the workers are about to receive."""
+    """Signal that the workers are about to receive.
+
+    Generation is paused by then, unless the server receives weights during generation.
+    """
 
     epoch: Name
     version: Version
 
 
 class PushDone(Message):
-    """The server generates with the new version; `checksum` is of the bytes that all its workers have checked."""
+    """Signal that the server generates with the new version.
+
+    `checksum` is that of the bytes, which all workers have verified.
+    """
 
     epoch: Name
     version: Version
@@ -94,11 +107,14 @@ class PushDone(Message):
     receive_s: float
     load_s: float
     stall_s: float
-    """Seconds in which nothing was generated: pause + receive + load + resume."""
+    """Seconds without generation: pause, load and resume, and receive if generation is paused for it."""
 
 
 class PushFailed(Message):
-    """The push did not complete. `weights_intact`: the server goes on with the old weights; else it waits for a resend."""
+    """Failure of a weight sync.
+
+    If `weights_intact`, the server continues with the old weights. Otherwise, it waits for a resend.
+    """
 
     epoch: Name
     version: Version
@@ -106,10 +122,11 @@ class PushFailed(Message):
     message: str
     weights_intact: bool
     retryable: bool = True
-    """False if the weights that came are not all that the server's model has, so that a resend would fail too."""
+    """False if the received weights are not all that the server's model has, because a resend would fail
+    too."""
 
 
 class PushAbort(Message):
-    """The learner gives up on an epoch; the server leaves it and forgets its group."""
+    """Abandonment of a session by the learner. The server leaves the session."""
 
     epoch: Name

@@ -1,1 +1,1 @@
-"""What the bytes of a push travel by: the group of an epoch over gloo, NCCL or CUDA IPC. Imports torch."""
+"""Transports of the weights: gloo, TCP, NCCL and CUDA IPC. Imports torch."""

@@ -1,9 +1,10 @@
-"""The collective between processes that share one GPU: the learner lends its memory, the workers copy from it.
+"""Collective between processes that share one GPU, through CUDA IPC.
 
-    rank 0: handle of the tensor ─▶ gloo ─▶ others: open, copy on the GPU, synchronize ─▶ gloo barrier ─▶ rank 0 returns
+    rank 0: handle of the tensor ─▶ gloo ─▶ others: open, copy, synchronize ─▶ gloo barrier ─▶ rank 0 returns
 
-No byte of the weights leaves the GPU; only handles travel, and rank 0 may reuse its tensor once its wait has ended. One thread
-does one broadcast after the other, each once the GPU has come to the point at which its caller has begun it.
+The learner lends its memory, and the workers copy from it on the GPU. Only handles leave the GPU. Rank 0 may
+reuse its tensor once its wait has ended. One thread runs the broadcasts in order. Each starts once the GPU
+has reached the point at which the caller started it.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,25 +19,29 @@ from protocol.errors import PushError
 from protocol.transports.gloo import GlooCollective
 
 HEADER_BYTES = 1024
-"""What one handle travels in: its length in two bytes, the handle, zeros."""
+"""Size of an encoded handle: its length in two bytes, the handle, zeros."""
 MAX_OPEN_STORAGES = 6
-"""As many as a sender has buffers, which it uses in turn, and its trailers; one that is open here cannot be freed there."""
+"""Maximum number of storages kept open: the rotating buffers of a sender and its trailers. While a storage is
+open here, the sender cannot free it."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where in another process's GPU memory a flat uint8 tensor lies (the fields of torch's `_share_cuda_`)."""
+    """Location of a flat uint8 tensor in the GPU memory of another process.
+
+    The fields are those of torch's `_share_cuda_`.
+    """
 
     allocation: bytes
     storage_bytes: Count
     storage_offset_bytes: Count
-    """Of the storage in the allocation."""
+    """Offset of the storage in the allocation."""
     ref_counter: bytes
     ref_counter_offset: Count
     event: bytes
     event_sync_required: bool
     offset_bytes: Count
-    """Of the tensor in the storage."""
+    """Offset of the tensor in the storage."""
     num_bytes: Count
 
     def __post_init__(self) -> None:
@@ -56,7 +61,7 @@ def encode_handle(handle: TensorHandle) -> torch.Tensor:
 
 
 def decode_handle(header: torch.Tensor) -> TensorHandle:
-    """Read what `encode_handle` wrote. Raises PushError on anything else."""
+    """Return the handle that `encode_handle` wrote. Raises PushError on anything else."""
     data = header.numpy().tobytes()
     length = int.from_bytes(data[:2], "little")
     try:
@@ -66,13 +71,16 @@ def decode_handle(header: torch.Tensor) -> TensorHandle:
 
 
 def has_expandable_segments(environment: Mapping[str, str]) -> bool:
-    """Whether torch's allocator is set to memory that it does not get by cudaMalloc, which is all that CUDA IPC lends."""
+    """Return whether torch's allocator uses expandable segments.
+
+    CUDA IPC lends only memory from cudaMalloc, which they are not.
+    """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return any("expandable_segments:true" in environment.get(name, "").lower() for name in names)
 
 
 class GpuMemory:
-    """The GPU's side of the exchange: lend, open, wait, take back."""
+    """GPU operations of the exchange: lend, open, wait, take back."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,11 +103,14 @@ class GpuMemory:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def take_back(self, handle: TensorHandle) -> None:
-        """Stop waiting for the borrower, who may be dead; else the memory would never be free again."""
+        """Release a loan without waiting for the borrower, which may be dead.
+
+        Otherwise, the memory would never become free.
+        """
         torch.UntypedStorage._release_ipc_counter(handle.ref_counter, handle.ref_counter_offset, device=self._device)
 
     def mark(self) -> Any:
-        """Return an event whose synchronize() waits for all that this thread has queued so far."""
+        """Return an event whose synchronize() waits for all that this thread has queued."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def synchronize(self) -> None:
@@ -107,15 +118,19 @@ class GpuMemory:
         torch.cuda.current_stream(self._device).synchronize()
 
     def collect(self) -> None:
-        """Free what was lent and has been given back."""
+        """Free memory that was lent and has been returned."""
         torch.cuda.ipc_collect()
 
 
 class IpcCollective:
-    """Broadcasts within one GPU. The gloo group of the same epoch carries handles and acknowledgements."""
+    """Broadcasts within one GPU.
+
+    The gloo group of the same session carries handles and acknowledgments.
+    """
 
     sends_in_place = False
-    """Each storage of the model would have to be lent and opened; to copy it within the GPU costs next to nothing."""
+    """False, because each storage of the model would have to be lent and opened. A copy within the GPU costs
+    almost nothing."""
 
     def __init__(self, group: GlooCollective, rank: int, device: torch.device) -> None:
         self.device = device
@@ -129,8 +144,9 @@ class IpcCollective:
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         try:
-            # wait() takes it out: a failure that is kept where its traceback leads would keep the tensor until Python looks for
-            # cycles, and a learner's memory on the GPU with it.
+            # wait() removes the future from the list. A stored failure whose traceback leads back to the
+            # future is a cycle. It would keep the tensor, and the learner's GPU memory, until Python collects
+            # cycles.
             under_way = [self._thread.submit(self._transfer, tensor, self._memory.mark())]
         except RuntimeError as error:
             raise PushError(f"the collective on {self.device} is closed") from error
@@ -145,7 +161,8 @@ class IpcCollective:
 
     def _transfer(self, tensor: torch.Tensor, begun: Any) -> None:
         try:
-            # This thread has a stream of its own, which knows nothing of what the caller's has queued for this memory.
+            # This thread has its own stream, which is not ordered after the caller's queued work on this
+            # memory.
             begun.synchronize()
             if self._rank == 0:
                 self._group.broadcast(encode_handle(self._lend(tensor)))
@@ -176,7 +193,10 @@ class IpcCollective:
         self._memory.collect()
 
     def _lend(self, tensor: torch.Tensor) -> TensorHandle:
-        """Each storage is lent once: every loan has a reference counter and an event in the driver."""
+        """Return a handle of the tensor, and lend each storage only once.
+
+        Every loan takes a reference counter and an event in the driver.
+        """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._lent:
             self._memory.collect()

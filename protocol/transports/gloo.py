@@ -1,4 +1,7 @@
-"""The collective over TCP between the CPUs of the ranks, for machines without GPUs and GPUs that nothing else connects."""
+"""Collective over TCP between the CPUs of the ranks.
+
+It is for machines without GPUs, and for GPUs that nothing else connects.
+"""
 
 import contextlib
 import itertools
@@ -13,15 +16,20 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store
 from protocol.errors import PushError
 
 NUM_THREADS = 4
-"""As many broadcasts are under way at a time, so that the connection is busy while the ranks agree on the next ones."""
+"""Number of broadcasts in progress at a time. The connection stays busy while the ranks agree on the next
+ones."""
 ABORT_CHECK_INTERVAL = timedelta(seconds=0.2)
 LEAVE_TIMEOUT_S = 1.0
 _NEVER_SENT = 1
-"""Tag of the message that `abort` waits for in vain."""
+"""Tag of the message that `abort` waits for and no rank sends."""
 
 
 class GlooCollective:
-    """A gloo process group beside the process's own default group. Raises PushError if it cannot be formed."""
+    """Gloo process group, separate from the default group of the process.
+
+    Raises:
+        PushError: If the group cannot be formed.
+    """
 
     device = torch.device("cpu")
     sends_in_place = True
@@ -30,18 +38,19 @@ class GlooCollective:
         self._epoch, self._timeout_s = epoch, timeout_s
         self._peers = [peer for peer in range(world_size) if peer != rank]
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # Without a named device gloo listens on whatever the host name resolves to.
+        # Without a named device, gloo listens on the address that the host name resolves to.
         options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
         options._threads = NUM_THREADS
         options._timeout = timedelta(seconds=timeout_s)
         self._group: ProcessGroupGloo | None = None
         self._under_way: dict[int, Any] = {}
-        """Broadcasts. Each keeps the sockets open, so nothing else may hold one: a traceback would, for as long as it lives."""
+        """Broadcasts in progress. Each keeps the sockets open, so nothing else may hold a reference. A
+        traceback would hold it for as long as it lives."""
         self._numbers = itertools.count()
         self._is_aborted = False
         try:
             self._group = ProcessGroupGloo(store, rank, world_size, options)
-        except (RuntimeError, PushError) as error:  # gloo's own, and that of the store it asks
+        except (RuntimeError, PushError) as error:  # errors of gloo and of its store
             raise PushError(
                 f"rank {rank} of {world_size} could not connect to the others of epoch {epoch}: {error} "
                 f"(deadline {timeout_s:g} s, learner.push.timeout_s)"
@@ -51,9 +60,10 @@ class GlooCollective:
         self.start_broadcast(tensor)()
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin a broadcast; return what waits for its end as `broadcast` does. Until then the tensor may not change.
+        """Start a broadcast, and return a function that waits for its end.
 
-        Every rank must begin its broadcasts in the same order.
+        The function raises PushError if the broadcast fails. Until it returns, the tensor may not change.
+        Every rank must start its broadcasts in the same order.
         """
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -69,7 +79,7 @@ class GlooCollective:
                 while not self._work(number).is_completed():
                     if was_aborted:
                         raise RuntimeError("it was aborted")
-                    was_aborted = self._is_aborted  # gloo has one interval more to end it with a reason
+                    was_aborted = self._is_aborted  # gives gloo one more interval to end it with a reason
                     with contextlib.suppress(RuntimeError):
                         self._work(number).wait(ABORT_CHECK_INTERVAL)
                 self._work(number).wait()
@@ -87,7 +97,7 @@ class GlooCollective:
         )
 
     def barrier(self) -> None:
-        """Return once every rank has come here. Raises PushError as `broadcast` does."""
+        """Wait until every rank has reached the barrier. Raises PushError if that fails."""
         try:
             self._open_group().barrier().wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
@@ -98,9 +108,10 @@ class GlooCollective:
 
     def abort(self) -> None:
         self._is_aborted = True
-        # ProcessGroupGloo.abort() wakes nobody, but an operation that runs out of time closes all connections of its
-        # group and so ends every other one at once, here and at the peers. This one has a millisecond. It is tried with
-        # each peer, for it must wait to run out of time, and with one that has left it does not wait.
+        # ProcessGroupGloo.abort() wakes no operation. But an operation that times out closes all connections
+        # of its group, which ends every other operation at once, here and at the peers. The receive below
+        # times out after a millisecond. It is tried with each peer, because it does not time out with a peer
+        # that has left.
         for peer in self._peers:
             with contextlib.suppress(RuntimeError, PushError):
                 nothing = [torch.empty(1, dtype=torch.uint8)]
@@ -111,8 +122,8 @@ class GlooCollective:
         self.abort()
         self._under_way.clear()
         only_reference, self._group = [self._group], None
-        # The group's destructor frees the sockets and the threads. It waits for all sends, and gloo forgets one that was begun
-        # in the moment in which its connection broke: that one ends only at its deadline.
+        # The group's destructor frees the sockets and the threads. It waits for all sends. If a connection
+        # breaks as a send starts, gloo forgets that send, which then ends only at its deadline.
         leaving = threading.Thread(target=only_reference.clear, name="leave", daemon=True)
         leaving.start()
         leaving.join(LEAVE_TIMEOUT_S)
@@ -123,7 +134,10 @@ class GlooCollective:
         return self._under_way[number]
 
     def _open_group(self) -> ProcessGroupGloo:
-        """Not kept in a local of the callers: the traceback of a failure would keep the sockets open with it."""
+        """Return the group, or raise PushError if it is closed.
+
+        Callers do not keep it in a local: the traceback of a failure would keep the sockets open.
+        """
         if self._group is None:
             raise PushError(f"the collective of epoch {self._epoch} is closed")
         return self._group

@@ -1,16 +1,15 @@
-"""The collective that carries the bytes of a push: the learner is rank 0, the server's workers are ranks 1..N.
+"""Collective of a weight sync: the learner is rank 0, workers are ranks 1..N.
 
-    Rendezvous ─▶ connect to the learner's board ─▶ all ranks meet ─▶ form the group ─▶ broadcast* ─▶ close
+    Rendezvous ─▶ connect to the learner's store ─▶ all ranks meet ─▶ form the group ─▶ broadcast* ─▶ close
 
-One collective lives for one epoch; after any error it is closed and a new epoch makes a new one. Forming a group cannot
-be interrupted, so it begins only when every rank has come, one that gives up calls the epoch off for all, and a rank
-leaves the forming of one that was called off to a thread that nobody waits for.
+A collective lives for one session. After any error, it is closed, and a new session forms a new one. Forming
+cannot be interrupted, so it starts only when every rank is present. A rank that gives up cancels the session
+for all ranks, and leaves the forming to a background thread.
 
-While bytes travel, `watched` keeps a connection to the learner's board. TCP does not notice that a host has vanished while it only
-receives, and within one host NCCL notices nothing. The transfer is aborted when the board says that it was called off, or when the
-learner's kernel no longer answers; a learner that only pauses, to write a checkpoint, keeps its transfer.
-
-Torch is imported here and in the files of this folder, never by `import protocol`.
+During a transfer, `watched` keeps a connection to the learner's store. While it only receives, TCP does not
+notice that a host has vanished. NCCL notices nothing within a host. The transfer is aborted once the session
+is canceled or the learner's kernel does not answer. A learner that only pauses, to write a checkpoint, keeps
+its transfer. This file imports torch, so `import protocol` does not import it.
 """
 
 import select
@@ -45,59 +44,74 @@ from protocol.transports.rendezvous import (
 from protocol.transports.tcp import Call, TcpCollective
 
 ANSWER_TIMEOUT_S = 3.0
-"""The learner's board answers at once, from a thread of its own."""
+"""Maximum time for an answer of the learner's store, which answers at once from its own thread."""
 CHECK_INTERVAL_S = 0.05
-"""Between two looks whether the epoch still stands."""
+"""Interval between two checks that the session still stands, in seconds."""
 JOIN_SLACK_S = 1.0
-"""A join waits this much longer than its parts, so that the part that knows what is missing speaks first."""
+"""Additional time of a join over its parts, so that the part that knows what is missing fails first."""
 MAX_STUCK_JOINS = 64
-"""A join that hangs in NCCL cannot be ended and keeps a thread until its process ends. One outage may leave one for each
-server of a fleet."""
+"""Maximum number of abandoned joins. A join that hangs in NCCL cannot be ended, and keeps a thread until its
+process exits. One outage may leave one join per server of a fleet."""
 INTERVAL_S = 1.0
-"""Between two questions. A push that takes less is not watched."""
+"""Interval between two queries, in seconds. A shorter weight sync is not watched."""
 DEAD_AFTER_S = 6
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 1,
     socket.TCP_KEEPINTVL: 1,
     socket.TCP_KEEPCNT: DEAD_AFTER_S - 1,
-    socket.TCP_USER_TIMEOUT: DEAD_AFTER_S * 1000,  # a question that is under way is sent again for minutes, unprobed
+    socket.TCP_USER_TIMEOUT: DEAD_AFTER_S * 1000,  # else an unanswered query is resent for minutes, unprobed
 }
-"""A link that loses one packet in a hundred loses so many in a row once in years of transfers."""
+"""Keepalive options. A link that loses one packet in a hundred loses this many in a row once in years of
+transfers."""
 
 
 class Collective(Protocol):
-    """What a push needs from a transport."""
+    """Operations of a transport that a weight sync needs."""
 
     device: torch.device
-    """Where the tensors must be: the CPU for gloo and tcp, this rank's GPU for nccl and ipc."""
+    """Device of the tensors: the CPU for gloo and tcp, this rank's GPU for nccl and ipc."""
     sends_in_place: bool
-    """Whether a tensor is best sent from where it lies, or else out of a few buffers that are used in turn."""
+    """Whether a tensor is best sent from its own memory, instead of from a few rotating buffers."""
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin to copy rank 0's flat uint8 tensor into every other rank's; return what blocks until that is done.
+        """Start to copy rank 0's flat uint8 tensor into every other rank's.
 
-        Several may be under way; every rank begins them, and waits for them, in the same order. On a GPU it comes after all
-        that the calling thread's stream has queued, so memory may be filled, read or given back on that stream before; until
-        the wait has ended it may not be touched. Raises PushError, here or from the wait, at the deadline, when a peer is
-        gone and after `abort`.
+        Return a function that blocks until the copy is done. Several broadcasts may be in progress. Every
+        rank starts them, and waits for them, in the same order.
+
+        On a GPU, a broadcast follows all work that the calling thread's stream has queued. That work may
+        fill, read or free the memory. Until the wait has ended, the memory may not be touched.
+
+        Raises:
+            PushError: At the deadline, if a peer is gone, or after `abort`. The returned function raises it
+                too.
         """
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Begin a broadcast and wait for it."""
+        """Start a broadcast and wait for its end."""
         ...
 
     def abort(self) -> None:
-        """From any thread: a broadcast that is waited for in another one raises PushError at once, as does every later one."""
+        """Abort the collective, from any thread.
+
+        A broadcast that another thread waits for raises PushError at once, as does every later one.
+        """
         ...
 
     def close(self) -> None:
-        """Leave the group and free what it holds; a peer that waits in a broadcast gets an error."""
+        """Leave the group and free its resources.
+
+        A peer that waits in a broadcast gets an error.
+        """
         ...
 
 
 def address_towards(endpoint: str) -> str:
-    """Return the local address from which `tcp://host:port` is reached: the one the server's workers can call back."""
+    """Return the local address from which `tcp://host:port` is reached.
+
+    The server's workers can connect back to it.
+    """
     host, port = split_endpoint(endpoint)
     family = socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -106,10 +120,10 @@ def address_towards(endpoint: str) -> str:
 
 
 class Meeting:
-    """The learner's place where all ranks of an epoch find each other.
+    """Meeting point of all ranks of a session, on the learner.
 
-    It listens on the one address the server reaches the learner by, on the first free port of `ports` (0: any), until `close`.
-    The ranks are told to call `advertise`, where the address is another from where the server stands.
+    Until `close`, it listens on the address by which the server reaches the learner, on the first free port
+    of `ports` (0: any). The ranks connect to `advertise` instead, if the server sees another address.
     """
 
     def __init__(
@@ -119,7 +133,11 @@ class Meeting:
         self._board = HostedBoard(host, ports)
 
     def rendezvous(self, num_workers: int, transport: Transport) -> Rendezvous:
-        """Say where and how the ranks of one new epoch meet. Raises PushError if the transport is not installed."""
+        """Return where and how the ranks of one new session meet.
+
+        Raises:
+            PushError: If the transport is not installed.
+        """
         if transport == "nccl":
             use_interface_of(self._host)
         return Rendezvous(
@@ -129,22 +147,30 @@ class Meeting:
         )  # fmt: skip
 
     def host_collective(self, epoch: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
-        """Join as rank 0; blocks until every worker has joined. Raises PushError at the deadline or after `call_off`."""
+        """Join as rank 0, and block until every worker has joined.
+
+        Raises:
+            PushError: At the deadline, or after `call_off`.
+        """
         return _join(epoch, rendezvous, 0, device, self._board)
 
     def call_off(self, epoch: str, reason: str) -> None:
-        """From any thread: every rank, here and at the server, that is joining raises PushError at once."""
+        """Cancel a session, from any thread.
+
+        Every rank that is joining, here and at the server, raises PushError at once.
+        """
         EpochStore(epoch, self._board, self._timeout_s).call_off(reason)
 
     def close(self) -> None:
-        """Stop listening; a worker that is joining gets an error."""
+        """Stop listening. A worker that is joining gets an error."""
         self._board.close()
 
 
 def join_collective(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:
-    """Join the learner's epoch from a worker of the server.
+    """Join the learner's session from a worker of the server.
 
-    Raises PushError at the deadline, when a rank has given up, and soon after the learner is gone or stopped.
+    Raises:
+        PushError: At the deadline, if a rank has given up, or soon after the learner is gone or suspended.
     """
     answer_timeout_s = min(ANSWER_TIMEOUT_S, rendezvous.timeout_s)
     with closing(RemoteBoard(rendezvous.host, rendezvous.port, answer_timeout_s)) as board:
@@ -193,14 +219,18 @@ def _form(
 
 
 def _form_while(check: Callable[[], None], form: Callable[[], Collective]) -> Collective:
-    """Form in a thread of its own, for it may block for long in C, and end at once with what `check` raises."""
+    """Form a collective in its own thread, because it may block for long in C.
+
+    Raises:
+        PushError: If `form` fails, or at once if `check` raises it.
+    """
     formed: Future[Collective] = Future()
 
     def run() -> None:
         try:
             collective = form()
-        except Exception as error:  # whatever it is belongs to the caller, in the other thread
-            traceback.clear_frames(error.__traceback__)  # they would keep the sockets of the failed join open
+        except Exception as error:  # every error belongs to the caller, in the other thread
+            traceback.clear_frames(error.__traceback__)  # otherwise they keep the failed join's sockets open
             with suppress(InvalidStateError):
                 formed.set_exception(error)
             return
@@ -222,7 +252,7 @@ def _form_while(check: Callable[[], None], form: Callable[[], Collective]) -> Co
 
 
 _given_up: set[threading.Thread] = set()
-"""Threads of joins that nobody waits for any more. Most end soon; those of NCCL may never end."""
+"""Threads of abandoned joins. Most end soon, but those in NCCL may never end."""
 
 
 def _check_few_are_stuck() -> None:
@@ -236,7 +266,11 @@ def _check_few_are_stuck() -> None:
 
 @contextmanager
 def watched(collective: Collective, rendezvous: Rendezvous, epoch: str) -> Iterator[None]:
-    """End the broadcasts soon after the learner has called the epoch off or is gone. Raises PushError that says so."""
+    """End the broadcasts soon after the session is canceled or the learner is gone.
+
+    Raises:
+        PushError: If a broadcast fails, with the reason if there is one.
+    """
     watch = _Watch(collective, (rendezvous.host, rendezvous.port), epoch)
     watch.start()
     try:
@@ -255,14 +289,15 @@ class _Watch(threading.Thread):
         self._collective, self._address, self._epoch = collective, address, epoch
         self._is_over = threading.Event()
         self._lock = threading.Lock()
-        """Held around the end and the abort: what comes after the end is another transfer."""
+        """Lock around the end and the abort. After the end, the collective belongs to another transfer."""
         self.reason: str | None = None
-        """Why the collective was aborted."""
+        """Reason why the collective was aborted."""
 
     def run(self) -> None:
         try:
             while not self._is_over.wait(INTERVAL_S):
-                # Ended by the board while it was asked: whether the board is still there, another look tells.
+                # The store ended the connection during a query. The next attempt shows whether the store is
+                # still there.
                 with suppress(ConnectionResetError, BrokenPipeError):
                     self._look()
         except PushError as called_off:
@@ -280,9 +315,12 @@ class _Watch(threading.Thread):
                 self._collective.abort()
 
     def _look(self) -> None:
-        """Ask until the transfer is over or the board ends the connection, as it does with those that are silent for long.
+        """Query the store until the transfer is over or the store disconnects.
 
-        Raises PushError once the epoch is called off.
+        The store disconnects clients that are silent for long.
+
+        Raises:
+            PushError: If the session is canceled.
         """
         question = msgspec.json.encode(Question(self._epoch, CALLED_OFF)) + b"\n"
         with socket.create_connection(self._address, DEAD_AFTER_S) as connection:
@@ -300,7 +338,7 @@ class _Watch(threading.Thread):
                 self._is_over.wait(INTERVAL_S)
 
     def _answer(self, connection: socket.socket) -> bytes | None:
-        """Wait for one line, for as long as the transfer goes on; None where there is none to come."""
+        """Return one line, or None if the transfer or the connection ends first."""
         events = select.poll()
         events.register(connection, select.POLLIN)
         line = b""

@@ -1,4 +1,7 @@
-"""Which network interface has an address, as NCCL wants it named. Linux only, and of IPv4 only each interface's first address."""
+"""Name of the network interface that has an address, in the form NCCL expects.
+
+Linux only. For IPv4, only the first address of each interface is found.
+"""
 
 import fcntl
 import ipaddress
@@ -8,12 +11,12 @@ from pathlib import Path
 
 SIOCGIFADDR = 0x8915
 IFREQ = struct.Struct("16s4x4s232x")
-"""Linux's struct ifreq, with an IPv4 address in it after family and port."""
+"""Linux's struct ifreq, with an IPv4 address after family and port."""
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def interface_of(address: str) -> str | None:
-    """Return its name; None if no interface is known to have the address."""
+    """Return the name of the interface, or None if none is known to have the address."""
     wanted = ipaddress.ip_address(address).packed
     if len(wanted) == 16:
         lines = IPV6_ADDRESSES.read_text().splitlines() if IPV6_ADDRESSES.exists() else []
@@ -25,7 +28,7 @@ def _ipv4_of(name: str) -> bytes | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             answer = fcntl.ioctl(asking, SIOCGIFADDR, IFREQ.pack(name.encode(), bytes(4)))
-        except OSError:  # it has none
+        except OSError:  # the interface has no IPv4 address
             return None
     address: bytes = IFREQ.unpack(answer)[1]
     return address

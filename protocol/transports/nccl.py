@@ -1,9 +1,10 @@
-"""The collective over NCCL between GPUs, on one node or several, by cupy's bindings.
+"""Collective over NCCL between GPUs, on one node or several, with cupy's bindings.
 
     start_broadcast: the caller's stream ─▶ (event) ─▶ side stream: broadcast, broadcast, … ─▶ (event) ─▶ wait
 
-The unique id that admits a rank travels in the Rendezvous, inside the control channel. NCCL itself knows no deadline: a
-dead peer leaves a kernel that spins for ever, so every broadcast is watched from outside and its communicator aborted.
+The unique id that admits a rank travels in the Rendezvous, inside the control channel. NCCL has no deadline:
+a dead peer leaves a kernel that spins forever. Every broadcast is therefore watched from outside, and its
+communicator aborted.
 """
 
 import contextlib
@@ -26,41 +27,46 @@ from protocol.transports.interface import interface_of
 log = logging.getLogger(__name__)
 POLL_S = 0.0005
 MAX_QUEUED = 64
-"""Broadcasts. CUDA lets a stream have about a thousand entries, and whoever adds more waits in C, where nothing ends it."""
+"""Maximum number of queued broadcasts. A CUDA stream takes about a thousand entries. Adding more blocks in C,
+where nothing can end it."""
 INTERFACE, FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 SHARED_GPU_SINCE = (2, 30, 3)
 CUDA_VERSIONS = (11, 12, 13)
-"""That cupy has packages for."""
+"""CUDA versions that cupy has packages for."""
 SHARED_GPU_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def new_unique_id() -> bytes:
-    """Return the 128 bytes by which the ranks of one epoch find each other. Raises PushError without NCCL."""
+    """Return the 128 bytes by which the ranks of one session find each other.
+
+    Raises:
+        PushError: If NCCL is not installed.
+    """
     return _bindings().get_unique_id()
 
 
 def is_installed() -> bool:
-    """Whether NCCL can be used here."""
+    """Return whether NCCL can be used here."""
     return why_not_installed() is None
 
 
 def why_not_installed() -> str | None:
-    """Return what keeps NCCL from being used here, with what to do about it; None where nothing does.
+    """Return why NCCL cannot be used here, with the remedy, or None if it can.
 
-    Cupy must find a libnccl that answers: to find cupy alone says nothing of it. And the driver must run the CUDA that
-    cupy is built for.
+    cupy must find a libnccl that answers: finding cupy alone proves nothing. The driver must also support the
+    CUDA version that cupy is built for.
     """
     try:
         _bindings().get_version()
     except PushError as error:
         return str(error)
-    except (RuntimeError, AttributeError) as error:  # the last where libnccl is older than cupy wants it
+    except (RuntimeError, AttributeError) as error:  # AttributeError: libnccl is older than cupy requires
         return f"cupy's libnccl does not answer ({error}){_mismatch()}; {install_command(extra_for_nccl())}"
     return _obstacle_of_driver()
 
 
 def extra_for_nccl() -> str:
-    """Return the extra with a cupy for the CUDA that torch here is built for."""
+    """Return the extra whose cupy matches the CUDA version of torch."""
     return "nccl-cuda12" if _cuda_of_torch() == 12 else "nccl"
 
 
@@ -69,7 +75,10 @@ def _cuda_of_torch() -> int | None:
 
 
 def _mismatch() -> str:
-    """Say it where cupy is built for another CUDA than torch, which is the usual reason."""
+    """Return a clause for an error if cupy and torch have different CUDA versions.
+
+    That is the usual reason. The clause is empty otherwise.
+    """
     installed = [cuda for cuda in CUDA_VERSIONS if _is_distribution(f"cupy-cuda{cuda}x")]
     ours = _cuda_of_torch()
     if ours is None or not installed or ours in installed:
@@ -86,7 +95,10 @@ def _is_distribution(name: str) -> bool:
 
 
 def _obstacle_of_driver() -> str | None:
-    """A cupy that is newer than the driver loads, and fails at its first call."""
+    """Return an error if cupy is newer than the driver, otherwise None.
+
+    Such a cupy loads, and fails at its first call.
+    """
     from cupy.cuda import runtime
 
     try:
@@ -102,9 +114,10 @@ def _obstacle_of_driver() -> str | None:
 
 
 def use_interface_of(host: str) -> None:
-    """Have NCCL go by the interface by which the ranks have met, unless the environment names one.
+    """Make NCCL use the interface by which the ranks have met.
 
-    NCCL looks once in a process, so this is for before its first use. Within one host it finds its way by itself.
+    An interface named in the environment takes precedence. NCCL reads the variable once per process, so call
+    this before its first use. Within one host, NCCL needs no interface.
     """
     if INTERFACE in os.environ or is_loopback(host):
         return
@@ -112,13 +125,16 @@ def use_interface_of(host: str) -> None:
     if name is None:
         log.warning("no interface is known to have %s, so NCCL chooses one itself (%s names it)", host, INTERFACE)
         return
-    os.environ[INTERFACE] = f"={name}"  # by its whole name: eth1 alone would be eth10 too
+    os.environ[INTERFACE] = f"={name}"  # whole name: eth1 alone would match eth10 too
     os.environ.setdefault(FAMILY, "AF_INET6" if ":" in host else "AF_INET")
     log.info("NCCL goes by %s, which has %s (%s in the environment names another)", name, host, INTERFACE)
 
 
 def ranks_may_share_a_gpu() -> bool:
-    """Whether NCCL admits two ranks on one GPU: from 2.30.3 on, if NCCL_MULTI_RANK_GPU_ENABLE=1 on both sides."""
+    """Return whether NCCL admits two ranks on one GPU.
+
+    This needs NCCL 2.30.3 or newer, and NCCL_MULTI_RANK_GPU_ENABLE=1 on both sides.
+    """
     if os.environ.get(SHARED_GPU_SWITCH) != "1":
         return False
     code = _bindings().get_version()
@@ -142,19 +158,22 @@ def _bindings() -> Any:
 
 
 class SideStream:
-    """The stream of one GPU on which the broadcasts run, beside the training or the generation."""
+    """Stream of one GPU for broadcasts, concurrent with training or generation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     @contextlib.contextmanager
     def selected(self) -> Iterator[int]:
-        """Make its GPU the current one of this thread, which is the one NCCL uses; give the stream's address."""
+        """Make the GPU current in this thread, for NCCL, and yield the stream's address."""
         with torch.cuda.device(self._device):
             yield self._stream.cuda_stream
 
     def follow(self, tensor: torch.Tensor) -> None:
-        """What the calling thread's stream has queued comes first; the tensor's memory is kept until this stream is done."""
+        """Order this stream after the work queued by the calling thread's stream.
+
+        The tensor's memory is kept until this stream is done.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         tensor.record_stream(self._stream)
 
@@ -164,7 +183,11 @@ class SideStream:
 
 
 class NcclCollective:
-    """An NCCL communicator of its own. Blocks until all ranks have it. Raises PushError if it cannot be formed."""
+    """NCCL communicator of one session. Its creation blocks until all ranks have it.
+
+    Raises:
+        PushError: If it cannot be formed.
+    """
 
     sends_in_place = True
 
@@ -176,10 +199,10 @@ class NcclCollective:
         self._nccl = _bindings()
         self._stream = SideStream(device)
         self._lock = threading.Lock()
-        """The communicator is used or aborted, never both: aborting frees it."""
+        """Lock that keeps the communicator from being aborted during use, because aborting frees it."""
         self._communicator: Any = None
         self._queued: deque[Any] = deque()
-        """The end of each of the last broadcasts, done or not."""
+        """End events of the last broadcasts, done or not."""
         try:
             with self._stream.selected():
                 self._communicator = self._nccl.NcclCommunicator(world_size, unique_id, rank)
@@ -187,14 +210,14 @@ class NcclCollective:
             raise PushError(
                 f"rank {rank} of {world_size} on {device} could not form epoch {epoch} over nccl: {error}"
             ) from error
-        # The first broadcast connects the GPUs and blocks in C meanwhile; the later ones only queue a kernel.
+        # The first broadcast connects the GPUs and blocks in C meanwhile. Later ones only queue a kernel.
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self.start_broadcast(tensor)()
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Queue a broadcast behind those before it; its deadline begins when it is waited for."""
+        """Queue a broadcast behind earlier ones. Its deadline starts with the wait for it."""
         what = f"broadcast of {tensor.nbytes} bytes over nccl in epoch {self._epoch}"
         with self._ending(what):
             while len(self._queued) >= MAX_QUEUED:
@@ -220,7 +243,7 @@ class NcclCollective:
 
     @contextlib.contextmanager
     def _ending(self, what: str) -> Iterator[None]:
-        """Whatever goes wrong ends the communicator, with all that is queued on it."""
+        """Abort the communicator, with all that is queued on it, on any failure."""
         try:
             yield
         except RuntimeError as error:
@@ -250,7 +273,7 @@ class NcclCollective:
 
     def _is_done(self, done: Any) -> bool:
         was_done: bool = done.query()
-        with self._lock:  # an abort ends what was queued, too
+        with self._lock:  # an abort also ends queued work
             self._open_communicator().check_async_error()
         return was_done
 

@@ -1,11 +1,12 @@
-"""The board on which the ranks of an epoch find each other: a few notes in the learner's memory, which all can pin and read.
+"""Rendezvous store: key-value pairs in the learner's memory, shared by all ranks.
 
-    RemoteBoard (a rank) ── a line: epoch, key, value or none ──▶ HostedBoard (the learner's)
-                         ◀── a line: value or none ──────────────
-    a worker's line for weights (tcp.py) comes to the same port
+    RemoteBoard (a rank) ── a line: epoch, key, value or null ──▶ HostedBoard (the learner's)
+                         ◀── a line: value or null ──────────────
+    a worker's connection for weights (tcp.py) ──▶ the same port
 
-In place of torch's TCPStore, which asks a name server for the learner's name before it connects, 5 s where none answers, and
-goes on connecting to a learner that is dead. Invariant: a rank that asks has its answer or an error within its time to answer.
+It replaces torch's TCPStore, which resolves the learner's name before it connects. Without a name server,
+that takes 5 s. TCPStore also keeps connecting to a dead learner.
+Invariant: a rank that asks gets its answer or an error within its answer timeout.
 """
 
 import contextlib
@@ -25,16 +26,16 @@ from protocol.transports.tcp import Call, Callers, Line, call_learner
 
 POLL_S = 0.02
 IDLE_TIMEOUT_S = 10.0
-"""Whoever joins asks all the time."""
+"""Timeout of a silent connection, in seconds. A rank that joins asks continuously."""
 MAX_LINE_BYTES = 1 << 16
 MAX_KEYS = 1_000
-"""Of all epochs; the oldest notes are thrown away first."""
+"""Maximum number of entries of all sessions. The oldest entries are dropped first."""
 CALLED_OFF = "called off"
-"""The key of the reason."""
+"""Key of the reason why a session was canceled."""
 
 
 class Question(msgspec.Struct, frozen=True, tag="question"):
-    """Asks for the value of a key, after it was set if there is one here."""
+    """Query for the value of a key, which is set first if the query has a value."""
 
     epoch: str
     key: str
@@ -46,22 +47,29 @@ def was_called_off(epoch: str, reason: bytes) -> PushError:
 
 
 class Board(Protocol):
-    """The learner's board, as a rank reaches it."""
+    """Interface of a rank to the learner's rendezvous store."""
 
     own_host: str
-    """The rank's own address towards the others."""
+    """Address of this rank toward the other ranks."""
 
     def ask(self, question: Question) -> bytes | None:
-        """Return the value of a key. Raises PushError when the board is out of reach."""
+        """Return the value of a key. Raises PushError if the store cannot be reached."""
         ...
 
     def open_lines(self, call: Call, check: Callable[[], None], timeout_s: float) -> list[Line]:
-        """Return rank 0's lines to all workers, or the worker's one to rank 0. Raises PushError, also what `check` raises."""
+        """Return rank 0's connections to all workers, or a worker's connection to rank 0.
+
+        Raises:
+            PushError: If they cannot be opened, or if `check` raises it.
+        """
         ...
 
 
 class HostedBoard:
-    """The board itself, in the learner. Listens on the one address, on the first free port of `ports` (0: any), until `close`."""
+    """Rendezvous store in the learner's process.
+
+    Until `close`, it listens on one address, on the first free port of `ports` (0: any).
+    """
 
     def __init__(self, host: str, ports: Sequence[int] = (0,)) -> None:
         self.own_host = host
@@ -89,10 +97,10 @@ class HostedBoard:
         return self.callers.collect(call.secret, check, timeout_s)
 
     def close(self) -> None:
-        """Stop listening; a rank that still asks gets an error."""
+        """Stop listening. A rank that still asks gets an error."""
         self._is_closed = True
         with contextlib.suppress(OSError):  # closed before
-            self._listener.shutdown(socket.SHUT_RDWR)  # else `accept` would keep it open
+            self._listener.shutdown(socket.SHUT_RDWR)  # otherwise `accept` keeps it open
         self._thread.join()
         self._listener.close()
         self.callers.close()
@@ -124,7 +132,11 @@ class HostedBoard:
 
 
 class RemoteBoard:
-    """The board as seen from another process. Raises PushError if there is none at the address."""
+    """Client of the rendezvous store in another process.
+
+    Raises:
+        PushError: If there is no store at the address.
+    """
 
     def __init__(self, host: str, port: int, answer_timeout_s: float) -> None:
         self._host, self._port = host, port
@@ -143,7 +155,7 @@ class RemoteBoard:
                 self._lines.write(msgspec.json.encode(question) + b"\n")
                 self._lines.flush()
                 line = self._lines.readline()
-        except (OSError, ValueError) as error:  # the second where it was closed meanwhile
+        except (OSError, ValueError) as error:  # ValueError: it was closed in the meantime
             raise self._lost(error) from error
         if not line:
             raise self._lost("it has ended the connection")
@@ -154,9 +166,9 @@ class RemoteBoard:
         return [call_learner(self._host, self._port, call, timeout_s)]
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # broken already
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends what waits for an answer
-        with self._lock, contextlib.suppress(OSError):  # what could not be sent
+        with contextlib.suppress(OSError):  # already broken
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
+        with self._lock, contextlib.suppress(OSError):  # the rest could not be sent
             self._lines.close()
         self._socket.close()
 
@@ -180,7 +192,7 @@ def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 class EpochStore(Store):
-    """The notes of one epoch, in the form in which torch asks for them. Whatever waits raises PushError."""
+    """Entries of one session as a torch Store. Every wait may raise PushError."""
 
     def __init__(self, epoch: str, board: Board, timeout_s: float) -> None:
         super().__init__()
@@ -194,7 +206,11 @@ class EpochStore(Store):
         return self._ask(key) or b""
 
     def wait(self, keys: Sequence[str], _: object = None) -> None:
-        """Return once all keys are there. Raises at the deadline of the epoch and when it is called off."""
+        """Wait until all keys are set.
+
+        Raises:
+            PushError: At the deadline of the session, or if the session is canceled.
+        """
         deadline = time.monotonic() + self._timeout_s
         missing = list(keys)
         while missing := [key for key in missing if self._ask(key) is None]:
@@ -208,7 +224,7 @@ class EpochStore(Store):
         self.check_not_called_off()
 
     def call_off(self, reason: str) -> None:
-        """End the joining of every rank, and the transfer that it is in; the first reason stays."""
+        """Cancel the session: all joins and transfers of it end. The first reason stays."""
         if self._ask(CALLED_OFF) is None:
             self._ask(CALLED_OFF, reason.encode())
 

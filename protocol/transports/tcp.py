@@ -1,14 +1,15 @@
-"""The collective over one port of the learner: rank 0 sends each worker the same bytes, on the line that the worker has opened.
+"""Collective over one port of the learner. All workers receive the same bytes.
 
-    rank 0 ══ line 1 ══▶ rank 1          of each broadcast first its length, in 8 bytes, then its bytes
-           ══ line 2 ══▶ rank 2
+    rank 0 ══ connection 1 ══▶ rank 1          each broadcast: first its length in 8 bytes, then its bytes
+           ══ connection 2 ══▶ rank 2
 
-Bytes go from and into the memory of the tensors. One thread a line does one broadcast after the other, in the order in which
-they were begun. Each worker calls the learner's port with a secret of the epoch, which travels in the rendezvous only; nothing is
-called the other way, so address translation on either side is no obstacle.
+The sockets read and write the memory of the tensors. One thread per connection runs the broadcasts in the
+order of their start. Each worker connects to the learner's port with a secret of the session, which travels
+only in the rendezvous. No connection goes the other way, so address translation on either side is no
+obstacle.
 
-Invariants: a line that has failed once carries nothing more, because its place in the stream is unknown; only a caller that has shown
-the secret gets a place among the ranks.
+Invariants: a failed connection carries nothing more, because its position in the stream is unknown. Only a
+worker that has presented the secret gets a rank.
 """
 
 import contextlib
@@ -30,43 +31,56 @@ from protocol.errors import PushError
 SECRET_BYTES = 32
 LET_IN = b"+"
 TICK_S = 0.2
-"""The longest that one call into the kernel blocks; between two the deadline is looked at."""
+"""Maximum time that one call into the kernel blocks, in seconds. The deadline is checked between calls."""
 TIMEVAL = struct.Struct("@ll")
 MAX_EXPECTED = 16
-"""Epochs whose workers may call; those of one that failed before do not come any more, and the oldest is forgotten first."""
+"""Maximum number of sessions whose workers may connect. The oldest is dropped first, since workers of failed
+sessions no longer connect."""
 LENGTH = struct.Struct("<Q")
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
-    """A worker's first and only line: it is this rank of the epoch that has this secret."""
+    """First and only line of a worker: its rank, and the secret of its session."""
 
     secret: bytes
     rank: int
 
 
 class Line:
-    """One connection between rank 0 and another rank. Blocks in the kernel, a tick at a time, until its deadline."""
+    """Connection between rank 0 and another rank.
+
+    It blocks in the kernel, a tick at a time, until its deadline.
+    """
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self._socket, self._timeout_s = connection, timeout_s
-        # The buffers keep the kernel's own size: it lets them grow further than a size that is set.
+        # The buffers keep the kernel's default size, because they then grow further than with a size that is
+        # set.
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, TIMEVAL.pack(0, int(TICK_S * 1e6)))
 
     def send(self, memory: memoryview) -> None:
-        """Return once the kernel has all of it. Raises OSError when the line is broken or shut, and at the deadline."""
+        """Return once the kernel has all bytes.
+
+        Raises:
+            OSError: If the connection is broken or shut, or at the deadline.
+        """
         self._move(memory, self._socket.send)
 
     def receive(self, memory: memoryview) -> None:
         """Fill the memory. Raises as `send` does."""
-        # Not MSG_WAITALL: bytes that trickle in may keep it in the kernel beyond the tick, and so beyond the deadline.
+        # Not MSG_WAITALL: bytes that trickle in may keep it in the kernel beyond the tick, and so beyond the
+        # deadline.
         self._move(memory, self._socket.recv_into)
 
     def shut(self) -> None:
-        """From any thread: whatever blocks on the line, here and at the other end, raises at once."""
-        with contextlib.suppress(OSError):  # broken or closed before
+        """Shut the connection down, from any thread.
+
+        Every call that blocks on it, here and at the other end, raises at once.
+        """
+        with contextlib.suppress(OSError):  # already broken or closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -89,7 +103,7 @@ class Line:
 
 
 class Callers:
-    """The workers that have called and shown the secret of an epoch, until rank 0 collects them."""
+    """Workers that have connected with the secret of a session, for rank 0 to collect."""
 
     def __init__(self) -> None:
         self._lines: dict[bytes, dict[int, Line | None]] = {}
@@ -97,7 +111,7 @@ class Callers:
         self._changed = threading.Condition()
 
     def expect(self, world_size: int, timeout_s: float) -> bytes:
-        """Return the secret of a new epoch, whose workers may call from now on."""
+        """Return the secret of a new session, whose workers may connect from now on."""
         secret = secrets.token_bytes(SECRET_BYTES)
         with self._changed:
             self._lines[secret] = dict.fromkeys(range(1, world_size))
@@ -107,19 +121,27 @@ class Callers:
         return secret
 
     def admit(self, connection: socket.socket, call: Call) -> None:
-        """Give the caller its place; one who has none is left to whoever has the connection, and takes up nobody's."""
+        """Assign a connection to its rank.
+
+        A caller with a wrong secret or a taken rank gets no place. Its connection is left to the owner.
+        """
         with self._changed:
             secret = next((known for known in self._lines if hmac.compare_digest(known, call.secret)), None)
             if secret is None or self._lines[secret].get(call.rank, connection) is not None:
                 return
             line = Line(connection.dup(), self._timeouts_s[secret])
-            # Before rank 0 can see the line, whose bytes would else come first. One byte never fills a line.
+            # Sent before rank 0 sees the connection, because weights could otherwise precede it. One byte
+            # never fills the buffer.
             line.send(memoryview(LET_IN))
             self._lines[secret][call.rank] = line
             self._changed.notify_all()
 
     def collect(self, secret: bytes, check: Callable[[], None], timeout_s: float) -> list[Line]:
-        """Wait for all workers; they call once all ranks have met. Raises PushError at the deadline, or what `check` raises."""
+        """Return the connections of all workers, which connect once all ranks have met.
+
+        Raises:
+            PushError: At the deadline, or if `check` raises it.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             while missing := self._missing(secret):
@@ -138,7 +160,7 @@ class Callers:
             return [line for line in self._lines.pop(secret).values() if line is not None]
 
     def close(self) -> None:
-        """Hang up on all that nobody has collected."""
+        """Close all connections that were not collected."""
         with self._changed:
             for secret in list(self._lines):
                 self._forget(secret)
@@ -160,7 +182,11 @@ class Callers:
 
 
 def call_learner(host: str, port: int, call: Call, timeout_s: float) -> Line:
-    """Return the line of a worker to rank 0. Raises PushError where nobody answers, or one who does not let it in."""
+    """Return a worker's connection to rank 0.
+
+    Raises:
+        PushError: If nobody answers, or the peer does not admit the worker.
+    """
     where = join_address(host, port)
     connection = socket.socket(socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET, socket.SOCK_STREAM)
     answer = bytearray(len(LET_IN))
@@ -183,7 +209,10 @@ def call_learner(host: str, port: int, call: Call, timeout_s: float) -> Line:
 
 
 class TcpCollective:
-    """Broadcasts over the lines of one epoch: rank 0 has one to each worker, a worker the one to rank 0."""
+    """Broadcasts over the connections of one session.
+
+    Rank 0 has a connection to each worker, and a worker has one to rank 0.
+    """
 
     device = torch.device("cpu")
     sends_in_place = True
@@ -213,7 +242,7 @@ class TcpCollective:
             except CancelledError as error:
                 raise PushError(f"the collective of epoch {self._epoch} is closed") from error
             except OSError as error:
-                wait(under_way)  # they end at once, all lines being shut, and read the tensor until then
+                wait(under_way)  # all connections are shut, but the others read the tensor until they end
                 raise PushError(
                     f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
                     f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"

@@ -1,4 +1,7 @@
-"""Which transport carries a push: decided by the learner from where both sides compute and what both have installed."""
+"""Choice of the transport of a weight sync, made by the learner.
+
+It depends on where both sides compute and on what both have installed.
+"""
 
 import logging
 import os
@@ -19,14 +22,17 @@ CPU = "cpu"
 
 
 def own_device_name(device: torch.device) -> str:
-    """Return "<host>/<id of the GPU>", or "cpu" for everything whose tensors go by way of the CPU."""
+    """Return "<host>/<id of the GPU>", or "cpu" if tensors travel through the CPU."""
     if device.type != "cuda":
         return CPU
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
 
 
 def offered_transports() -> list[Transport]:
-    """What a push may travel by, seen from this process. Looks for a GPU, so not for a process that will fork."""
+    """Return the transports that a weight sync may use, as seen from this process.
+
+    A process that will fork must not call it, because it looks for a GPU.
+    """
     offered: list[Transport] = ["gloo", "tcp"]
     if torch.cuda.is_available():
         if not has_expandable_segments(os.environ):
@@ -45,10 +51,14 @@ def choose_transport(
     server_transports: Sequence[str],
     ranks_may_share_a_gpu: bool = False,
 ) -> Transport:
-    """Return what a push travels by; "auto": ipc within one GPU, nccl between GPUs, else gloo.
+    """Return the transport of a weight sync.
 
-    Devices are named as by `own_device_name`. Raises ConfigError if what is wanted is impossible.
+    "auto" chooses ipc within one GPU, nccl between GPUs, and gloo otherwise. Devices have the names that
+    `own_device_name` returns.
     Example: choose_transport("auto", "a/1", ["a/1"], learner_transports=["gloo", "ipc"], ...) == "ipc"
+
+    Raises:
+        ConfigError: If the wanted transport is impossible.
     """
     devices = [learner_device, *worker_devices]
     where = f"The learner computes on {learner_device}, the server's workers on {', '.join(worker_devices)}"
@@ -56,7 +66,7 @@ def choose_transport(
     def obstacle(transport: Transport, may_share: bool = False) -> str | None:
         return _obstacle(transport, devices, learner_transports, server_transports, may_share=may_share)
 
-    # Ranks that share a GPU spin on it in turns, so nccl does that only for those who ask for it by name.
+    # Ranks that share a GPU spin on it in turns, so nccl shares a GPU only if it is set explicitly.
     chosen: Transport = (
         wanted if wanted != "auto" else "ipc" if not obstacle("ipc") else "nccl" if not obstacle("nccl") else "gloo"
     )
@@ -81,7 +91,10 @@ def why_over_cpus(
     learner_transports: Sequence[str],
     server_transports: Sequence[str],
 ) -> str | None:
-    """Return why weights between GPUs go over the CPUs, slowly; None where they need not, or where a side has no GPU."""
+    """Return why weights between GPUs take the slow way over the CPUs.
+
+    Return None if they need not, or if a side has no GPU.
+    """
     devices = [learner_device, *worker_devices]
     if CPU in devices:
         return None

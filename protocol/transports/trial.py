@@ -1,10 +1,10 @@
-"""A transfer for nothing: whether the ranks of a push would find each other, and how fast bytes go between them.
+"""Test transfer: whether the ranks of a weight sync can connect, and how fast.
 
     send_trial (a doctor, rank 0) ═▶ gloo, tcp ═▶ receive_trial (the server, rank 1)
 
-It goes the way of a push between the same two hosts: to the learner's board, then between free ports,
-or on lines to the board's own. Invariant: it takes one
-chunk of memory, however much is sent.
+It takes the path of a weight sync between the same hosts: first to the learner's rendezvous store. Then gloo
+connects free ports, and tcp connects to the store's own port.
+Invariant: it takes one chunk of memory, whatever the number of bytes.
 """
 
 import time
@@ -19,19 +19,29 @@ from protocol.transports.group import Collective, Meeting, join_collective
 
 CHUNK_BYTES = 4 << 20
 MAX_TRIAL_S = 20.0
-"""Longest wait for each step of a trial, whatever its sender says."""
+"""Maximum time of each step of a trial, whatever its sender requests."""
 CPU = torch.device("cpu")
 
 
 def send_trial(meeting: Meeting, trial: Trial) -> Collective:
-    """Send; return the group, to be closed once the other side has told that all has come. Raises PushError."""
+    """Send the bytes and return the collective.
+
+    Close the collective once the other side has reported that everything arrived.
+
+    Raises:
+        PushError: If the transfer fails.
+    """
     collective = meeting.host_collective(trial.trial_id, trial.rendezvous, CPU)
     _transfer(collective, trial.num_bytes)
     return collective
 
 
 def receive_trial(trial: Trial) -> float:
-    """Return the seconds that the bytes took. Raises PushError."""
+    """Receive the bytes and return the seconds that they took.
+
+    Raises:
+        PushError: If the rendezvous is not that of a trial, or the transfer fails.
+    """
     rendezvous = trial.rendezvous
     if rendezvous.transport not in ("gloo", "tcp") or rendezvous.world_size != 2:
         raise PushError(
@@ -44,7 +54,7 @@ def receive_trial(trial: Trial) -> float:
 
 def _transfer(collective: Collective, num_bytes: int) -> float:
     chunk = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
-    collective.broadcast(chunk[:1])  # the first one connects
+    collective.broadcast(chunk[:1])  # the first broadcast connects
     began_s = time.monotonic()
     for start in range(0, num_bytes, CHUNK_BYTES):
         collective.broadcast(chunk[: num_bytes - start])

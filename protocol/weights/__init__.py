@@ -1,1 +1,1 @@
-"""The bytes of a push: how weights are cut, sent, checked, received; sender beside receiver. Imports torch."""
+"""Weights in transit: layout, sending, checking, receiving. Imports torch."""

@@ -1,14 +1,15 @@
-"""How a push is cut: the manifest's tensors into flat buckets, a bucket into spans.
+"""Layout of a weight sync: tensors in flat buckets, buckets in spans.
 
     named tensors ─▶ manifest ─▶ buckets (memory: one buffer each) ─▶ spans (transfer: one broadcast each)
 
-Both sides cut the same manifest by the same rules, so the bytes need no framing. A bucket holds whole tensors in the
-manifest's order, and one that is larger than a bucket is a bucket alone. Every span lies inside one large tensor, which can
-then travel from where it is, or is a run of small ones.
+Both sides cut the same manifest by the same rules, so the bytes need no framing. A bucket holds whole tensors
+in the manifest's order, and a larger tensor is a bucket of its own. A span lies inside one large tensor,
+which can then be sent in place, or it is a run of small tensors.
 
-`BucketMemory` lends the same memory from push to push, because the kernel hands out fresh pages one by one and zeroed: a broadcast of
-1 GiB over the loopback would run at a third of its speed. `Checksum` is taken on both sides where the bytes lie, in host memory or on
-a GPU; one push has its buckets on one kind of device. Invariant: memory is lent again only when no tensor refers to it.
+`BucketMemory` lends the same memory from one weight sync to the next. Fresh pages, which the kernel zeroes
+one by one, slow a 1 GiB broadcast over loopback to a third of its speed. `Checksum` is computed where the
+bytes are, in host memory or on a GPU. All buckets of a weight sync are on one kind of device.
+Invariant: memory is lent again only when no tensor refers to it.
 """
 
 import math
@@ -23,24 +24,26 @@ import xxhash
 from protocol.messages import Manifest, TensorSpec
 
 ALIGNMENT_BYTES = 16
-"""Every tensor starts at a multiple, so that a view of any dtype is legal."""
+"""Alignment of the start of every tensor, so that a view of any dtype is legal."""
 SPAN_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
-"""By the kind of device. On a CPU small enough that a span is checked while it is in the cache; large enough that the calls do not
-count: on a GPU one takes 0.35 ms, in which some 25 MiB could go."""
+"""Maximum size of a span, by device type. On a CPU, a span fits in the cache while it is checked, and is
+large enough to hide the cost of a call. On a GPU, a call takes 0.35 ms, the time of some 25 MiB."""
 LARGE_PART = 4
-"""A tensor of a span ÷ this and more gets spans of its own; to copy a smaller one costs less than a broadcast more."""
+"""Divisor of the span size that gives the size from which a tensor has its own spans. Copying a smaller
+tensor costs less than another broadcast."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 MOST_BUCKETS = 2.25
-"""What is kept, in full buckets: one arrives while one is loaded. A tensor larger than a bucket may have all of it."""
+"""Size of the kept memory, in full buckets: one bucket arrives while one is loaded. A tensor larger than a
+bucket may take all of it."""
 _WORD_BYTES = 8
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """Where a tensor lies in its bucket."""
+    """Position of a tensor in its bucket."""
 
     spec: TensorSpec
     start: int
-    """First byte."""
+    """Offset of the first byte."""
     num_bytes: int
 
     @property
@@ -49,7 +52,7 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Neighbours that travel together: one large tensor, or small ones with the gaps between them."""
+    """Neighbors that travel together: one large tensor, or small ones with their gaps."""
 
     slots: tuple[Slot, ...]
     is_large: bool
@@ -64,7 +67,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """Some tensors of a push, to be gathered, sent, checked and loaded together."""
+    """Tensors of a weight sync that are gathered, sent, checked and loaded together."""
 
     index: int
     slots: tuple[Slot, ...]
@@ -92,14 +95,14 @@ class Bucket(msgspec.Struct, frozen=True):
                 yield from buffer[run.start : run.end].split(span_bytes)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Return each tensor by its name, as a view into the bucket's flat buffer."""
+        """Return each tensor with its name, as a view into the bucket's flat buffer."""
         return [(slot.spec.name, view(slot, buffer, 0)) for slot in self.slots]
 
 
 def make_manifest(
     tensors: NamedTensors, wire_dtype: torch.dtype, bucket_bytes: int, wire: Literal["dense", "delta"] = "dense"
 ) -> Manifest:
-    """Describe tensors in their order."""
+    """Return the manifest of tensors, in their order."""
     specs = tuple(
         TensorSpec(
             name=name,
@@ -112,12 +115,12 @@ def make_manifest(
 
 
 def dtype_on_wire(tensor: torch.Tensor, wire_dtype: torch.dtype) -> torch.dtype:
-    """Floating-point tensors travel as `wire_dtype`, others as they are."""
+    """Return `wire_dtype` for a floating-point tensor, otherwise the tensor's dtype."""
     return wire_dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def cut(manifest: Manifest) -> list[Bucket]:
-    """Return the buckets of a push."""
+    """Return the buckets of a manifest."""
     buckets: list[Bucket] = []
     slots: list[Slot] = []
     end = 0
@@ -134,12 +137,18 @@ def cut(manifest: Manifest) -> list[Bucket]:
 
 
 def span_bytes_on(device: torch.device) -> int:
-    """Return the most that a span has; the ranks of one collective have devices of one kind."""
+    """Return the maximum size of a span on a device.
+
+    The ranks of one collective have devices of one kind.
+    """
     return SPAN_BYTES[device.type]
 
 
 def view(slot: Slot, buffer: torch.Tensor, buffer_start: int) -> torch.Tensor:
-    """Return the slot's tensor in a buffer that begins at a byte of the bucket."""
+    """Return the slot's tensor in a buffer.
+
+    `buffer_start` is the position of the buffer's first byte in the bucket.
+    """
     start = slot.start - buffer_start
     return buffer[start : start + slot.num_bytes].view(spec_dtype(slot.spec)).view(slot.spec.shape)
 
@@ -154,25 +163,28 @@ def aligned(num_bytes: int) -> int:
 
 
 class BucketMemory:
-    """Lends buffers for the buckets of one manifest out of one piece of memory."""
+    """Memory that is lent as buffers for the buckets of one manifest."""
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self._device = device
         sizes = [aligned(bucket.num_bytes) for bucket in cut(manifest)]
         self._num_bytes = min(sum(sizes), max(int(MOST_BUCKETS * manifest.bucket_bytes), max(sizes, default=0)))
-        # What no bucket has used yet takes no memory.
+        # Pages that no bucket has used yet take no memory.
         self._whole = torch.empty(self._num_bytes if device.type == "cpu" else 0, dtype=torch.uint8).numpy().data
         self._loans: dict[int, int] = {}
-        """First byte and end of each."""
+        """First byte and end of each loan."""
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a buffer can be lent without taking fresh memory."""
+        """Return whether a buffer can be lent without allocating fresh memory."""
         return self._device.type != "cpu" or self._gap(num_bytes) is not None
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """Return a flat uint8 buffer; it comes back by itself with the last tensor that refers to it."""
+        """Return a flat uint8 buffer.
+
+        The loan ends automatically with the last tensor that refers to it.
+        """
         start = self._gap(num_bytes)
-        if self._device.type != "cpu" or num_bytes == 0 or start is None:  # torch itself keeps what was freed on a GPU
+        if self._device.type != "cpu" or num_bytes == 0 or start is None:  # torch caches freed GPU memory
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         loan = self._whole[start : start + num_bytes]
         self._loans[start] = start + aligned(num_bytes)
@@ -181,9 +193,9 @@ class BucketMemory:
         return torch.frombuffer(loan, dtype=torch.uint8)
 
     def _gap(self, num_bytes: int) -> int | None:
-        """Return where that many bytes are free."""
+        """Return the start of that many free bytes, or None if there are not enough."""
         start = 0
-        for taken, end in sorted(self._loans.copy().items()):  # a copy, for any may come back meanwhile
+        for taken, end in sorted(self._loans.copy().items()):  # a copy: a loan may end meanwhile
             if taken - start >= num_bytes:
                 break
             start = end
@@ -191,21 +203,24 @@ class BucketMemory:
 
 
 class Checksum:
-    """Takes spans of bytes in their order; the same bytes in other spans give another checksum on a GPU."""
+    """Checksum of spans of bytes, which are added in order.
+
+    On a GPU, the same bytes in different spans give a different checksum.
+    """
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()
         self._sums: list[torch.Tensor] = []
 
     def update(self, bytes_N: torch.Tensor) -> None:
-        """Take the next bytes: a contiguous uint8 tensor. On a GPU it only queues the work."""
+        """Add the next bytes, a contiguous uint8 tensor. On a GPU, this only queues work."""
         if bytes_N.device.type == "cpu":
             self._hash.update(bytes_N.numpy().data)
         else:
             self._sums.append(device_sums(bytes_N))
 
     def value(self) -> int:
-        """Return 64 bits; waits for the GPU."""
+        """Return the checksum, of 64 bits. On a GPU, this waits for the queued work."""
         for sums in self._sums:
             self._hash.update(sums.cpu().numpy().data)
         self._sums.clear()
@@ -213,7 +228,10 @@ class Checksum:
 
 
 def device_sums(bytes_N: torch.Tensor) -> torch.Tensor:
-    """Return two sums of 64-bit words modulo 2^64, plain and weighted by position (as Fletcher's), and of the bytes left."""
+    """Return two sums of the 64-bit words modulo 2^64, and one of the bytes left.
+
+    The word sums are plain and weighted by position, as Fletcher's. The bytes left are weighted too.
+    """
     num_whole = len(bytes_N) // _WORD_BYTES * _WORD_BYTES
     words_W = bytes_N[:num_whole].view(torch.int64)
     weights_W = torch.arange(1, len(words_W) + 1, device=bytes_N.device)
@@ -223,5 +241,5 @@ def device_sums(bytes_N: torch.Tensor) -> torch.Tensor:
 
 
 def checksum_of(checksums: list[int]) -> str:
-    """Return one name for all bytes of a version, from the checksums of its buckets in order."""
+    """Return one checksum of a version, from the checksums of its buckets in order."""
     return xxhash.xxh3_64_hexdigest(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))

@@ -1,21 +1,13 @@
-"""A push that carries only what has changed since the last one, without loss.
+"""Weight sync that carries only what has changed since the last one, without loss.
 
-    flat bucket ─▶ encode against the baseline ─▶ size, changes, trailer ═▶ decode onto the baseline ─▶ checked ─▶ load
+    bucket ─▶ encode against baseline ─▶ size, changes, trailer ═▶ decode onto baseline ─▶ check ─▶ load
 
-Both sides keep the last push as flat buckets. The first push of an epoch is dense: comparing against nothing would take many times as
-long. The trailer holds the checksum of the whole bucket. Any failure ends the epoch and its baseline. A message is the bucket's chunks,
-each a header and the smallest of these payloads:
+Both sides keep the last weight sync as flat buckets. The first one of a session is dense, because encoding
+against nothing takes many times as long. The trailer holds the checksum of the whole bucket. Any failure ends
+the session and its baseline.
 
-    DENSE       the chunk as it is
-    DIFFERENCE  zlib(gaps), zlib(planes of new − base, as integers)
-    OVERWRITE   zlib(gaps), zlib(planes of new)
-
-A gap is the number of unchanged words before a changed one, in bytes; 255 continues in the next byte. Plane p holds byte p of every
-value, so that the nearly constant high bytes stand together. Words are compared as unsigned integers whatever their dtype, so every
-bit pattern arrives, NaN and −0 included.
-
-Invariant: nothing in a message is used before it is checked against the size of the base. A message does not name its base: on
-another one the checksum fails.
+Invariant: nothing in a message is used before it is checked against the size of the base. A message does not
+name its base. With another base, the checksum fails.
 """
 
 import struct
@@ -50,17 +42,19 @@ from protocol.weights.dense import (
 )
 
 CHUNK_BYTES = 2 << 20
-"""A bucket is encoded in pieces of this size, because the temporary arrays of a piece that changed everywhere take 20
-times as much at 2-byte words (measured; 10 times at 4 bytes, 40 at 1). Half the size costs 1 % of the ratio."""
+"""Size of the chunks in which a bucket is encoded. Temporary arrays of a chunk that changed everywhere take
+20 times its size at 2-byte words (measured; 10 times at 4 bytes, 40 at 1). Half the size costs 1 % of the
+ratio."""
 SAMPLE_WORDS = 1 << 12
-"""DIFFERENCE and OVERWRITE are compared on about so many of a chunk's changed words: zlib takes most of the time."""
+"""Approximate number of changed words on which DIFFERENCE and OVERWRITE are compared per chunk. zlib takes
+most of the time."""
 DENSE, DIFFERENCE, OVERWRITE = range(3)
-# Kind, changed words, bytes of gaps; bytes of deflated gaps, bytes of deflated values.
+# Kind, number of changed words, bytes of gaps, bytes of deflated gaps, bytes of deflated values.
 _HEADER = struct.Struct("<BIIII")
 
 
 class _Frame(NamedTuple):
-    """One chunk of a message: its header's first three fields, and its payload cut by the last two."""
+    """Chunk of a message: the first header fields, and the payload in two parts."""
 
     kind: int
     num_changed: int
@@ -70,10 +64,21 @@ class _Frame(NamedTuple):
 
 
 def encode(new: torch.Tensor, base: torch.Tensor, element_bytes: int) -> np.ndarray:
-    """Return uint8, writable, that turns `base` into `new`; at most a header per chunk longer than `new`.
+    """Return a writable uint8 array that turns `base` into `new`.
 
-    Both are flat uint8 on the CPU, of one length, a multiple of 8. `element_bytes` (1, 2, 4 or 8) is the size of most
-    of their elements; a bucket of several dtypes is still exact, its other elements only cost more.
+    Both are flat uint8 on the CPU, of the same length, which is a multiple of 8. `element_bytes` (1, 2, 4 or
+    8) is the size of most of their elements. A bucket of several dtypes is still exact, but its other
+    elements cost more. The result is at most one header per chunk longer than `new`.
+
+    Each chunk is a header and the smallest of these payloads:
+
+        DENSE       the chunk as it is
+        DIFFERENCE  zlib(gaps), zlib(planes of new − base, as integers)
+        OVERWRITE   zlib(gaps), zlib(planes of new)
+
+    A gap is the number of unchanged words before a changed one, in bytes. The byte 255 continues in the next
+    byte. Plane p holds byte p of every value, so that the nearly constant high bytes are adjacent. Words are
+    compared as unsigned integers whatever their dtype, so every bit pattern arrives, including NaN and −0.
     """
     if new.shape != base.shape:
         raise ValueError(f"a bucket of {len(new)} bytes cannot be encoded against a base of {len(base)}")
@@ -87,8 +92,11 @@ def encode(new: torch.Tensor, base: torch.Tensor, element_bytes: int) -> np.ndar
 def decode(encoded: np.ndarray, base: torch.Tensor, element_bytes: int) -> None:
     """Turn `base` into the bucket that was encoded against it, in place.
 
-    Raises PushError if the message is malformed. A chunk is changed whole or not at all, but those before it have been
-    changed by then, so that only a dense push repairs the base.
+    A chunk is changed completely or not at all. After an error, earlier chunks have changed, so only a dense
+    weight sync repairs the base.
+
+    Raises:
+        PushError: If the message is malformed.
     """
     chunks = _chunks(base, element_bytes)
     for chunk, frame in zip(chunks, _parse(encoded.data, chunks), strict=True):
@@ -104,8 +112,8 @@ def _chunks(buffer: torch.Tensor, element_bytes: int) -> list[np.ndarray]:
 def _encode_chunk(new: np.ndarray, base: np.ndarray) -> _Frame:
     changed = np.flatnonzero(new != base)
     gaps = _pack_gaps(changed)
-    # A weight that is rounded to a neighbour of its old value differs by ±1, however far the carry goes. XOR would
-    # show the carry, and takes one bit more per changed word (measured).
+    # A weight that is rounded to a neighbor of its old value differs by ±1, however far the carry goes. XOR
+    # would show the carry, and takes one bit more per changed word (measured).
     candidates = {DIFFERENCE: _planes(_zigzag(new[changed] - base[changed])), OVERWRITE: _planes(new[changed])}
     every = len(changed) // SAMPLE_WORDS + 1
     kind = min(candidates, key=lambda kind: len(_deflate(candidates[kind][:, ::every].copy())))
@@ -117,7 +125,11 @@ def _encode_chunk(new: np.ndarray, base: np.ndarray) -> _Frame:
 
 
 def _parse(message: memoryview, chunks: list[np.ndarray]) -> list[_Frame]:
-    """Cut a message into one frame per chunk of the base. Raises PushError where they do not fit together."""
+    """Cut a message into one frame per chunk of the base.
+
+    Raises:
+        PushError: If the message does not fit the chunks.
+    """
     frames: list[_Frame] = []
     offset = 0
     for chunk in chunks:
@@ -168,7 +180,11 @@ def _pack_gaps(changed: np.ndarray) -> np.ndarray:
 
 
 def _unpack_gaps(packed: np.ndarray, num_changed: int, num_words: int) -> np.ndarray:
-    """Return the indices of the changed words, strictly increasing. Raises PushError unless all are in the chunk."""
+    """Return the indices of the changed words, strictly increasing.
+
+    Raises:
+        PushError: If their number differs from `num_changed`, or one is not in the chunk.
+    """
     ends = np.flatnonzero(packed != 255)
     if len(ends) != num_changed or (len(packed) and packed[-1] == 255):
         raise _malformed(f"its gaps lead to {len(ends)} changed words, announced were {num_changed}")
@@ -187,7 +203,10 @@ def _from_planes(planes: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _zigzag(differences: np.ndarray) -> np.ndarray:
-    """0, −1, 1, −2 … to 0, 1, 2, 3 …, so that a small difference of either sign leaves the high planes zero."""
+    """Map 0, −1, 1, −2 … to 0, 1, 2, 3 ….
+
+    A small difference of either sign then leaves the high planes zero.
+    """
     signed = differences.view(f"<i{differences.itemsize}")
     return ((signed << 1) ^ (signed >> (8 * signed.itemsize - 1))).view(differences.dtype)
 
@@ -197,7 +216,7 @@ def _from_zigzag(values: np.ndarray) -> np.ndarray:
 
 
 def _deflate(array: np.ndarray) -> bytes:
-    # There is nothing to find for a search for matches, which makes the default strategy slower and larger.
+    # There are no matches to find. The default strategy searches for them, and is slower and larger.
     deflater = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
     return deflater.compress(array.data) + deflater.flush()
 
@@ -205,7 +224,8 @@ def _deflate(array: np.ndarray) -> bytes:
 def _inflate(deflated: bytes | memoryview, num_bytes: int) -> bytes:
     inflater = zlib.decompressobj()
     try:
-        # The byte more shows a stream that is too long before it fills the memory; a limit of 0 would be none.
+        # The extra byte reveals a stream that is too long before it fills the memory. A limit of 0 would be
+        # none.
         inflated = inflater.decompress(deflated, num_bytes + 1)
     except zlib.error as error:
         raise _malformed(f"it cannot be inflated: {error}") from error
@@ -219,12 +239,15 @@ def _malformed(what: str) -> PushError:
 
 
 def max_encoded_bytes(num_bytes: int) -> int:
-    """Return the most that `encode` makes of a bucket."""
+    """Return the maximum size of an encoded bucket, in bytes."""
     return num_bytes + _HEADER.size * -(-num_bytes // CHUNK_BYTES)
 
 
 class Baseline:
-    """The bytes of the last push, in host memory, bucket by bucket; none before the first."""
+    """Bytes of the last weight sync in host memory, bucket by bucket.
+
+    It is empty before the first weight sync.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[int, torch.Tensor] = {}
@@ -240,15 +263,21 @@ class Baseline:
 
     @contextmanager
     def changing(self, bucket: Bucket) -> Iterator[bool]:
-        """Around the change of a bucket; False where another process has made it already. Raises PushError."""
+        """Enclose the change of a bucket, and yield whether this process makes it.
+
+        It yields False if another process has already made the change.
+
+        Raises:
+            PushError: If another process has failed to make it.
+        """
         yield True
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._buffers.clear()
 
     def filled(self, buckets: list[Bucket], tensors: NamedTensors) -> NamedTensors:
-        """Yield the tensors as they travel, each bucket's once it is here."""
+        """Fill the baseline, and yield its tensors once their bucket is filled."""
         source = iter(tensors)
         for bucket in buckets:
             fill(bucket, self.of(bucket), source)
@@ -262,7 +291,12 @@ def send_changes(
     baseline: Baseline,
     progress: Progress = no_progress,
 ) -> Sent:
-    """Send what differs from the baseline, which then holds these tensors. Raises PushError, ValueError as send_weights."""
+    """Send what differs from the baseline, which then holds these tensors.
+
+    Raises:
+        PushError: If the transfer fails.
+        ValueError: As in `send_weights`.
+    """
     if baseline.is_empty:
         return send_weights(collective, buckets, baseline.filled(buckets, tensors), progress)
     checksums: list[int] = []
@@ -285,9 +319,12 @@ def send_changes(
 
 
 def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[Arrived]:
-    """Yield every bucket in order while the next one is on its way. Raises PushError.
+    """Yield every bucket in order while the next one is in transit.
 
-    The buffers are the baseline's, but for the first push, whose are on the collective's device.
+    The buffers are those of the baseline. In the first weight sync, they are on the collective's device.
+
+    Raises:
+        PushError: If the transfer or a check fails.
     """
     if baseline.is_empty:
         yield from _receive_first(collective, manifest, baseline)
@@ -312,12 +349,12 @@ def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseli
 
 def _receive_first(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[Arrived]:
     for arrived in receive_weights(collective, manifest):
-        # Tensor by tensor: what is in the gaps between them was not sent, and is zeros in the baseline.
+        # Tensor by tensor: the gaps between tensors are zeros in the baseline, and not always sent.
         with baseline.changing(arrived.bucket) as is_ours:
             if is_ours:
                 fill(arrived.bucket, baseline.of(arrived.bucket), iter(arrived.bucket.views(arrived.buffer)))
         yield arrived
-        del arrived  # or its memory would not be free for the next bucket
+        del arrived  # otherwise its memory is not free for the next bucket
 
 
 def word_bytes(bucket: Bucket) -> int:
@@ -329,7 +366,11 @@ def word_bytes(bucket: Bucket) -> int:
 
 
 def _receive_frames(collective: Collective, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bucket's changes, encoded, and its trailer."""
+    """Return the bucket's encoded changes and its trailer.
+
+    Raises:
+        PushError: If the transfer fails, or the announced sizes do not fit the bucket.
+    """
     num_changes, num_bytes = receive_bytes(collective, ALIGNMENT_BYTES).cpu().view(torch.int64).tolist()
     most = max_encoded_bytes(bucket.num_bytes)
     if num_bytes != bucket.num_bytes or not 0 <= num_changes <= most:
@@ -342,7 +383,10 @@ def _receive_frames(collective: Collective, bucket: Bucket) -> tuple[torch.Tenso
 
 @contextmanager
 def _transfer_thread(collective: Collective) -> Iterator[ThreadPoolExecutor]:
-    """A thread for the broadcasts; whatever goes wrong outside it ends the one under way, so that it can be left."""
+    """Yield a thread for the broadcasts, and abort the current one on any error.
+
+    Otherwise, leaving the thread would wait for the broadcast.
+    """
     with ThreadPoolExecutor(1, "push-transfer") as thread:
         try:
             yield thread

@@ -1,9 +1,10 @@
-"""A push of weights, sender and receiver side by side.
+"""Sender and receiver of a dense weight sync.
 
-    gathered (or a copy) ─▶ spans ─▶ checked ─▶ broadcast ═▶ broadcast ─▶ checked ─▶ whole buckets ─▶ load
+    gather (or copy) ─▶ spans ─▶ check ─▶ broadcast ═▶ broadcast ─▶ check ─▶ whole buckets ─▶ load
 
-Broadcasts go on while the caller gathers and checks: some spans ahead for the sender, one bucket ahead for the receiver.
-After each bucket its number and checksum travel, so no bucket is handed on that is not what was sent.
+Broadcasts continue while the caller gathers and checks. The sender is some spans ahead, and the receiver one
+bucket. A trailer with number and checksum follows each bucket.
+Invariant: a bucket that differs from what was sent is not handed on.
 """
 
 import itertools
@@ -33,29 +34,30 @@ from protocol.weights.buckets import (
 )
 
 NUM_BROADCASTS_AHEAD = 3
-"""Of the sender: under way while another is made. One would leave the connection idle between two."""
+"""Number of the sender's broadcasts in progress while it prepares another one. With one, the connection would
+idle between two."""
 NUM_BUFFERS = NUM_BROADCASTS_AHEAD + 2
-"""Used in turn: none that is under way is written to."""
+"""Number of buffers that are used in turn, so that a buffer in progress is never written to."""
 
 Frames = Iterable[tuple[int, torch.Tensor]]
-"""What is broadcast, with the index of its bucket."""
+"""Tensors to broadcast, each with the index of its bucket."""
 Wait = Callable[[], object]
-"""Returns when one broadcast has ended. Raises PushError."""
+"""Function that returns when one broadcast has ended. Raises PushError."""
 Start = Callable[[torch.Tensor], Wait]
-"""Begins a broadcast, while others are under way."""
+"""Function that starts a broadcast while others are in progress."""
 Progress = Callable[[int], object]
-"""Is told how many bytes more of the weights are done with."""
+"""Callback that receives how many more bytes of the weights are done."""
 
 
 def no_progress(num_bytes: int) -> None:
-    """Tell nobody."""
+    """Ignore the progress."""
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """What left the sender."""
+    """Result of sending the weights."""
 
     checksum: str
-    """Of all buckets' checksums."""
+    """Checksum of the checksums of all buckets."""
     num_bytes: int
 
 
@@ -65,9 +67,11 @@ def send_weights(
     tensors: NamedTensors,
     progress: Progress = no_progress,
 ) -> Sent:
-    """Send all tensors. Raises PushError.
+    """Send all tensors.
 
-    Raises ValueError if the tensors are not those that the buckets were cut for.
+    Raises:
+        PushError: If the transfer fails.
+        ValueError: If the tensors are not those that the buckets were cut for.
     """
     checksums: list[int] = []
 
@@ -92,7 +96,11 @@ def send_weights(
 
 
 def broadcast_frames(collective: Collective, frames: Frames) -> int:
-    """Broadcast in order while the next frames are made; return the sum of their bytes. Raises PushError."""
+    """Broadcast in order while the next frames are made, and return the bytes sent.
+
+    Raises:
+        PushError: If a broadcast fails.
+    """
     num_sent = 0
     under_way: deque[tuple[Wait, int, int]] = deque()
 
@@ -116,20 +124,24 @@ def broadcast_frames(collective: Collective, frames: Frames) -> int:
 
 
 class Arrived(msgspec.Struct, frozen=True, eq=False):
-    """A bucket that is whole and has been checked."""
+    """Bucket that is complete and has been checked."""
 
     bucket: Bucket
     buffer: torch.Tensor
-    """Flat, uint8, on the collective's device."""
+    """Flat uint8 tensor on the collective's device, or in host memory if it is part of a baseline."""
     checksum: int
 
 
 def receive_weights(
     collective: Collective, manifest: Manifest, memory: BucketMemory | None = None
 ) -> Iterator[Arrived]:
-    """Yield every bucket in order, while the next one is on its way if there is memory for both. Raises PushError.
+    """Yield every bucket in order, while the next one is in transit.
 
-    The memory of a bucket is used again once nothing refers to it; `memory` keeps it from one push of a manifest to the next.
+    The next one waits if there is no memory for both. A bucket's memory is reused once nothing refers to it.
+    `memory` keeps it from one weight sync of a manifest to the next.
+
+    Raises:
+        PushError: If the transfer or a check fails.
     """
     buckets = cut(manifest)
     memory = memory or BucketMemory(manifest, collective.device)
@@ -144,11 +156,11 @@ def receive_weights(
             except PushError as error:
                 raise in_bucket(bucket, len(buckets), error) from error
             yield arrived
-            del arrived  # or its memory would not be free for the next bucket
+            del arrived  # otherwise its memory is not free for the next bucket
 
 
 class _Coming:
-    """A bucket on its way into memory."""
+    """Bucket in transit into memory."""
 
     def __init__(self, start: Start, bucket: Bucket, memory: BucketMemory) -> None:
         self._bucket, self._buffer = bucket, memory.lend(bucket.num_bytes)
@@ -157,7 +169,11 @@ class _Coming:
         self._wait_for_trailer = start(self._trailer)
 
     def wait(self) -> Arrived:
-        """Check each span as it comes. Raises PushError."""
+        """Return the bucket. Each span is checked as it arrives.
+
+        Raises:
+            PushError: If the transfer or the check fails.
+        """
         checksum = Checksum()
         for span, wait in self._spans:
             wait()
@@ -184,7 +200,7 @@ def fill(bucket: Bucket, buffer: torch.Tensor, source: Iterator[tuple[str, torch
 
 
 def check_trailer(bucket: Bucket, trailer: torch.Tensor, checksum: int) -> None:
-    """Raise PushError unless the trailer is the one the sender makes for these bytes of this bucket."""
+    """Raise PushError unless the trailer matches this bucket and its checksum."""
     index, expected = trailer.cpu().view(torch.int64).tolist()
     if (index, expected) != (bucket.index, _signed(checksum)):
         raise PushError(
@@ -200,7 +216,7 @@ def make_trailer(bucket: Bucket, checksum: int) -> torch.Tensor:
 
 @contextmanager
 def transfers(collective: Collective) -> Iterator[Start]:
-    """Yield what begins a broadcast; whatever goes wrong meanwhile ends those under way."""
+    """Yield a function that starts a broadcast. Any error aborts those in progress."""
     try:
         yield collective.start_broadcast
     except BaseException:
@@ -211,7 +227,10 @@ def transfers(collective: Collective) -> Iterator[Start]:
 def _run_spans(
     run: Run, source: Iterator[tuple[str, torch.Tensor]], scratch: deque[torch.Tensor], collective: Collective
 ) -> Iterator[torch.Tensor]:
-    """Yield the run's spans: pieces of a large tensor where it lies, or of scratch memory with what had to be copied."""
+    """Yield the run's spans.
+
+    They are parts of a large tensor in place, or scratch memory with what had to be copied.
+    """
     if not run.is_large:
         buffer = _next_scratch(scratch, run.end - run.start)
         for slot in run.slots:
@@ -235,7 +254,10 @@ def _run_spans(
 
 
 def _next_scratch(scratch: deque[torch.Tensor], num_bytes: int) -> torch.Tensor:
-    """Return that many bytes of the buffer used longest ago. Fresh memory for each span would cost more than the copy."""
+    """Return that many bytes of the buffer that was used longest ago.
+
+    Fresh memory for each span would cost more than the copy.
+    """
     buffer = scratch.popleft()
     if len(buffer) < num_bytes:
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=buffer.device)

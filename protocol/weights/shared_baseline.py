@@ -1,15 +1,15 @@
-"""The baseline of all workers of one server on one host: what a push of changes is decoded onto, once for all of them.
+"""Baseline of deltas, shared by all workers of one server on one host.
 
-    worker ─ lock ─▶ has another decoded this bucket of this push? ─ no ─▶ decode, check, mark ─┬▶ load
-                                                                    └ yes ──────────────────────┘
+    worker ─ lock ─▶ has another worker decoded this bucket? ─ no ─▶ decode, check, mark ─┬▶ load
+                                                             └ yes ───────────────────────┘
 
-Without it every worker would keep the whole model in host memory and decode all changes. The memory is a file of the host's
-shared memory, which loses its name once all workers have it, so that it goes with them. Each worker holds a lock on the
-file while it uses it. A file without a lock was left by workers that were killed: process ids cannot tell, since containers
-may share this memory and not their process ids.
+Without it, every worker would keep the whole model in host memory and decode all deltas. The memory is a file
+of the host's shared memory. Its name is removed once all workers have opened it, so that it is freed with
+them. Each worker holds a lock on the file while it uses it. A file without a lock was left by killed workers.
+Process ids cannot show that, because containers may share this memory but not their process ids.
 
-Invariant: a bucket is marked with the number of pushes it holds and, while it changes, with none: who finds another number
-than its own fails the push, and with it the epoch.
+Invariant: a bucket is marked with the number of weight syncs that it holds, or with CHANGING. A worker that
+finds an unexpected mark fails the weight sync, and with it the session.
 """
 
 import fcntl
@@ -35,14 +35,18 @@ log = logging.getLogger(__name__)
 DIRECTORY = Path("/dev/shm")
 PREFIX = "slipstream-baseline"
 LOCK_TIMEOUT_S = 60.0
-"""Whoever has the lock decodes one bucket."""
+"""Maximum time to wait for the lock, in seconds. Its holder decodes one bucket."""
 CHANGING = -1
 WHOLE_FILE, NOTHING = (struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK))
-"""As C's struct flock: what to lock."""
+"""Locks in the form of C's struct flock."""
 
 
 class SharedBaseline(Baseline):
-    """This process's view of the baseline of an epoch. Raises OSError where the host's shared memory has no room for it."""
+    """This process's view of the baseline of a session.
+
+    Raises:
+        OSError: If the host's shared memory has no room for it.
+    """
 
     def __init__(self, owner_pid: int, epoch: str, manifest: Manifest) -> None:
         super().__init__()
@@ -57,14 +61,14 @@ class SharedBaseline(Baseline):
         try:
             if os.fstat(self._file).st_uid != os.geteuid():
                 raise PermissionError(f"{self._path} belongs to another user")
-            os.posix_fallocate(self._file, 0, end)  # or a full file system would be a SIGBUS in the middle of a push
+            os.posix_fallocate(self._file, 0, end)  # otherwise, a full file system is a SIGBUS during a sync
         except OSError:
             os.close(self._file)
             self._path.unlink(missing_ok=True)
             raise
         memory = mmap.mmap(self._file, end)
         self._pushes = torch.frombuffer(memory, dtype=torch.int64, count=len(buckets))
-        """How many each bucket holds, or CHANGING."""
+        """Number of weight syncs that each bucket holds, or CHANGING."""
         for bucket, start in zip(buckets, starts, strict=True):
             count = bucket.num_bytes
             self._buffers[bucket.index] = (
@@ -79,7 +83,7 @@ class SharedBaseline(Baseline):
     @contextmanager
     def changing(self, bucket: Bucket) -> Iterator[bool]:
         seen = self._seen[bucket.index]
-        if seen:  # in the second push all workers have the file
+        if seen:  # by the second sync, all workers have opened the file
             self._path.unlink(missing_ok=True)
         with self._locked():
             held = int(self._pushes[bucket.index])
@@ -114,7 +118,8 @@ class SharedBaseline(Baseline):
 
     def _try_lock(self) -> bool:
         try:
-            # Of another kind than the lock of those who use the file. The kernel takes both back from who dies.
+            # A different kind of lock than that of the file's users. The kernel releases both when a process
+            # dies.
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, WHOLE_FILE)
         except BlockingIOError:
             return False
@@ -122,7 +127,10 @@ class SharedBaseline(Baseline):
 
 
 def worker_baseline(owner_pid: int, num_workers: int, epoch: str, manifest: Manifest) -> Baseline:
-    """Return what a worker decodes changes onto: shared, where there are others and the host has room for it."""
+    """Return the baseline that a worker decodes deltas onto.
+
+    It is shared if there are other workers and the host has room for it.
+    """
     if num_workers == 1:
         return Baseline()
     try:
@@ -138,10 +146,10 @@ def worker_baseline(owner_pid: int, num_workers: int, epoch: str, manifest: Mani
 
 
 def _open_in_use(path: Path) -> int:
-    """Open or make the file, with a lock that lasts as long as the descriptor."""
+    """Open or create the file, with a lock that lasts as long as the descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # others wait no longer than for a look of _sweep
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits at most for a check of _sweep
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(descriptor)):
                 return descriptor
@@ -149,9 +157,9 @@ def _open_in_use(path: Path) -> int:
 
 
 def _sweep() -> None:
-    """Remove what servers have left that were killed before their second push."""
+    """Remove the files of servers that were killed before their second weight sync."""
     for path in DIRECTORY.glob(f"{PREFIX}-*"):
-        with suppress(OSError):  # another user's, or gone
+        with suppress(OSError):  # another user's file, a file in use, or gone
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

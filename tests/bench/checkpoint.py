@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from learner.policy.shards import trained
 from learner.run_inputs import RunInputs
-from learner.storage.checkpoint import Course, checkpoint_of
+from learner.storage.checkpoint import RunProgress, checkpoint_of
 from learner.storage.writer import CheckpointWriter
 from learner.training.metrics import StepTimer
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
@@ -85,13 +85,13 @@ def one_round(
 ) -> dict[str, float]:
     alone_s = statistics.median(train() for _ in range(STEPS_ALONE))
     started = time.monotonic()
-    writer.begin(step, Course(), None, lambda: None)
+    writer.begin(step, RunProgress(), None, lambda: None)
     writer.wait()
     waited_s = time.monotonic() - started
     writer.take_metrics()
     before = {name: tensor.clone() for name, tensor in trained(trainer.policy, trainer.optimizer).items()}
     complete: list[bool] = []
-    writer.begin(step + 1, Course(), None, lambda: complete.append(True))
+    writer.begin(step + 1, RunProgress(), None, lambda: complete.append(True))
     beside_s = [train()]
     while not complete:
         beside_s.append(train())

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.scored_group import keep
+from learner.rollouts.rollout_group import keep
 from protocol.codec import pack
 from protocol.messages import Completion, Group
 from tests.bench.machine import machine
@@ -140,7 +140,7 @@ def a_group(num_bytes: int) -> dict[str, Any]:
 
 
 def batches(arrivals: Arrivals, total: int) -> Iterator[list[int]]:
-    """All that has arrived while the last was handled, as learner/together.py has it."""
+    """All that has arrived while the last was handled, as learner/commit_queue.py has it."""
     while total:
         batch = [arrivals.get(timeout=PATIENCE_S)]
         while not arrivals.empty():

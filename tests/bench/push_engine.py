@@ -1,6 +1,6 @@
 """Pushes into real vLLM while it generates and the learner trains: how long generation and training stand still.
 
-    Trainer (steps of AdamW) ─▶ Pusher.push / Pusher.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
+    Trainer (steps of AdamW) ─▶ WeightSync.push / WeightSync.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
 
 Two servers, without and with server.receive_overlap; at each, pushes without and with learner.push.overlap. A share is taken
 push by push; what is reported is the median.
@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from learner.config import PushConfig
 from learner.policy.model import load_policy
-from learner.servers.weight_sync import Pusher
+from learner.servers.weight_sync import WeightSync
 from learner.servers.weight_transfer import PushReport
 from protocol.messages import Sampling
 from protocol.model_files import resolve_model
@@ -67,7 +67,7 @@ def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampl
         try:
             link = BusyLink(server, num_groups, sampling)
             trainer = Trainer(load_policy(resolve_model(model), gradient_checkpointing=False), num_tokens=64)
-            pusher = Pusher(link.fleet, trainer, PushConfig(bucket_mib=BUCKET_MIB))
+            pusher = WeightSync(link.fleet, trainer, PushConfig(bucket_mib=BUCKET_MIB))
             side = "server_overlap" if receive_overlap else "no_overlap"
             memory = first_pushes(server, pusher, trainer)
             result |= {f"memory_{side}": memory}
@@ -84,7 +84,7 @@ def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampl
     return result
 
 
-def first_pushes(server: ServedModel, pusher: Pusher, trainer: Trainer) -> dict[str, Any]:
+def first_pushes(server: ServedModel, pusher: WeightSync, trainer: Trainer) -> dict[str, Any]:
     """Push three times without load; return the memory this took on each side, also in buckets of the size configured."""
     largest = max(bucket.num_bytes for bucket in cut(make_manifest(trainer.tensors(), torch.float32, BUCKET_MIB << 20)))
     trainer.step()
@@ -102,7 +102,7 @@ def first_pushes(server: ServedModel, pusher: Pusher, trainer: Trainer) -> dict[
     return memory
 
 
-def blocking_pushes(pusher: Pusher, trainer: Trainer, num_pushes: int) -> dict[str, float]:
+def blocking_pushes(pusher: WeightSync, trainer: Trainer, num_pushes: int) -> dict[str, float]:
     """A step, then a push that training waits for."""
     costs = []
     for version in range(10, 10 + num_pushes):
@@ -114,7 +114,7 @@ def blocking_pushes(pusher: Pusher, trainer: Trainer, num_pushes: int) -> dict[s
     return medians(costs)
 
 
-def overlapped_pushes(pusher: Pusher, trainer: Trainer, num_pushes: int) -> dict[str, float]:
+def overlapped_pushes(pusher: WeightSync, trainer: Trainer, num_pushes: int) -> dict[str, float]:
     """Steps for as long as the push before takes, then the next push, for which training waits only to copy."""
     costs = []
     for version in range(100, 101 + num_pushes):

@@ -1,6 +1,6 @@
 """Pushes to 1, 2, 4 … servers over loopback: what each further server costs, and how long each stands still.
 
-    Pusher (one reading of the weights) ═▶ a collective each ═▶ real server code, an engine that loads in place, in a process of its own
+    WeightSync (one reading of the weights) ═▶ a collective each ═▶ real server code, an engine that loads in place, in a process of its own
 
 Only so many servers as there are cores have one to themselves; with more, the machine is what is measured.
 """
@@ -20,7 +20,7 @@ import torch
 from learner.config import LearnerRun, PushConfig
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
-from learner.servers.weight_sync import Pusher
+from learner.servers.weight_sync import WeightSync
 from protocol.messages import PROTOCOL_VERSION, Hello
 from tests.fingerprint import MODEL
 from tests.ports import free_port
@@ -34,7 +34,7 @@ def measure(num_servers: int, size_mib: int, num_pushes: int) -> dict[str, Any]:
     """Medians over pushes of so many MiB to so many servers, the first, which forms the collectives, left out."""
     tensors = [(f"layer.{i}", torch.rand(TENSOR_MIB << 18)) for i in range(max(1, size_mib // TENSOR_MIB))]
     with processes(num_servers) as endpoints, fleet_on(endpoints) as fleet:
-        pusher = Pusher(fleet, ScriptedWeights(lambda version: tensors), PushConfig(bucket_mib=64))
+        pusher = WeightSync(fleet, ScriptedWeights(lambda version: tensors), PushConfig(bucket_mib=64))
         seconds: list[float] = []
         stalls: dict[str, list[float]] = {endpoint: [] for endpoint in endpoints}
         for version in range(1 + num_pushes):

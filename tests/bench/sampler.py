@@ -14,10 +14,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig
-from learner.environments.branch import Branch
+from learner.environments.token_sequence import TokenSequence
 from learner.prompts.prompts import Prompt, Prompts
 from learner.rewards.function import BUILT_IN
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from tests.learner.policy.plain import ordinary
 
 
@@ -39,7 +39,7 @@ class StaleSampler:
         self._weights.append([parameter.detach().clone() for parameter in policy.parameters()])
         self._version += 1
 
-    def groups(self) -> list[ScoredGroup]:
+    def groups(self) -> list[RolloutGroup]:
         """Sample and score the groups of the next step."""
         num_groups, num_completions = self._config.groups_per_step, self._config.sampling.num_completions
         with torch.no_grad():
@@ -58,7 +58,7 @@ class StaleSampler:
             for i, prompt in enumerate(prompts)
         ]  # fmt: skip
 
-    def _scored(self, slot: int, prompt: Prompt, completions: list[Branch], texts_G: list[str]) -> ScoredGroup:
+    def _scored(self, slot: int, prompt: Prompt, completions: list[TokenSequence], texts_G: list[str]) -> RolloutGroup:
         reward = self._config.reward
         columns = {name: [value] * len(texts_G) for name, value in prompt.columns.items()}
         by_function = {name: BUILT_IN[name](completions=texts_G, **columns) for name in reward.functions}
@@ -67,7 +67,7 @@ class StaleSampler:
             sum(weight * value for weight, value in zip(weights, values, strict=True))
             for values in zip(*by_function.values(), strict=True)
         ]
-        return ScoredGroup(
+        return RolloutGroup(
             group_id=str(slot),
             slot=slot,
             prompt_token_ids=np.array(prompt.token_ids, np.int32),
@@ -86,7 +86,7 @@ def exact_match(
     return float(np.mean([text == prompt.columns["answer"] for text, prompt in zip(texts, prompts, strict=True)]))
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, completions: list[Branch]) -> list[str]:
+def decode(tokenizer: PreTrainedTokenizerBase, completions: list[TokenSequence]) -> list[str]:
     ids = [completion.token_ids.tolist() for completion in completions]
     return list(tokenizer.batch_decode(ids, skip_special_tokens=True))
 
@@ -100,7 +100,7 @@ def sample(
     *,
     version: int,
     generator: torch.Generator | None,
-) -> list[Branch]:
+) -> list[TokenSequence]:
     """Return num_completions for each prompt, in its order; without a generator, the likeliest token each time.
 
     The prompts must be of one length, so that nothing is padded.
@@ -144,12 +144,12 @@ def next_logits(
     return output.logits[:, -1]
 
 
-def _cut_at_end(tokens_BT: np.ndarray, logprobs_BT: np.ndarray, eos: int, version: int) -> list[Branch]:
+def _cut_at_end(tokens_BT: np.ndarray, logprobs_BT: np.ndarray, eos: int, version: int) -> list[TokenSequence]:
     is_end_BT = tokens_BT == eos
     ended_B = is_end_BT.any(axis=1)
     lengths_B = np.where(ended_B, is_end_BT.argmax(axis=1) + 1, tokens_BT.shape[1]).tolist()
     return [
-        Branch(
+        TokenSequence(
             token_ids=token_ids_T[:length].astype(np.int32),
             behaviour_logprobs=logprobs_T[:length],
             versions=[(version, length)],

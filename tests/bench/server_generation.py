@@ -26,7 +26,7 @@ from learner.policy.model import load_policy
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import Member
-from learner.servers.weight_sync import Pusher
+from learner.servers.weight_sync import WeightSync
 from protocol.errors import SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, Sampling
 from protocol.model_files import fingerprint, resolve_model
@@ -215,7 +215,7 @@ def pushed_link(server: ServedModel) -> GroupLink:
 
 def push_own_weights(fleet: Fleet, model: str) -> None:
     policy = load_policy(resolve_model(model), gradient_checkpointing=False)
-    pusher = Pusher(fleet, Trainer(policy, num_tokens=1), PushConfig())
+    pusher = WeightSync(fleet, Trainer(policy, num_tokens=1), PushConfig())
     pusher.push(0)
     pusher.close()
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from transformers import AutoTokenizer
 
 from learner.config import LearnerRun
-from learner.environments.branch import Branch
+from learner.environments.token_sequence import TokenSequence
 from learner.run_inputs import RunInputs
 from learner.training.batch import Row
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
@@ -72,7 +72,7 @@ def make_rows(
         return rng.integers(1, vocab_size, count).astype(np.int32)
 
     def row(before: np.ndarray, group: int, place: int) -> Row:
-        branch = Branch(
+        branch = TokenSequence(
             token_ids=ids(num_completion),
             behaviour_logprobs=np.full(num_completion, -np.log(vocab_size), np.float32),
             versions=[(VERSION, num_completion)],

@@ -9,7 +9,7 @@ seen to by others: without it the run stands still.
 from collections import Counter
 from collections.abc import Sequence
 
-from learner.environments.episode import REWARDED, AnyGroup, EndState, Episode, PlayedGroup
+from learner.environments.episode import REWARDED, AnyGroup, EndState, Episode, EpisodeGroup
 from tests.chaos.events import since
 from tests.chaos.schedule import Player
 from tests.chaos.traps import Event
@@ -81,5 +81,5 @@ def _is_rated_rightly(episode: Episode) -> bool:
     return (episode.reward is not None) == (episode.course.state in REWARDED)
 
 
-def _played(groups: Groups) -> list[tuple[str, PlayedGroup]]:
-    return [(name, group) for name, group in groups if isinstance(group, PlayedGroup)]
+def _played(groups: Groups) -> list[tuple[str, EpisodeGroup]]:
+    return [(name, group) for name, group in groups if isinstance(group, EpisodeGroup)]

@@ -28,9 +28,9 @@ import protocol.transports.group
 from learner.__main__ import main
 from learner.controller import Controller
 from learner.environments.player import Player
-from learner.environments.pool import Seat
+from learner.environments.pool import Lease
 from learner.evaluation import background
-from learner.evaluation.background import UnderWay
+from learner.evaluation.background import PartialResults
 from learner.gateway.agent_player import AgentPlayer
 from learner.gateway.agent_process import AgentProcess
 from learner.gateway.session import Session
@@ -40,7 +40,7 @@ from learner.servers.epoch import Epoch, Epochs
 from learner.servers.fleet import Fleet
 from learner.servers.link import ServerLink
 from learner.servers.membership import Member
-from learner.servers.weight_sync import Pusher
+from learner.servers.weight_sync import WeightSync
 from learner.servers.weight_transfer import ServerPush
 from learner.storage.run_dir import RunDir
 from protocol.channel.sockets import LearnerChannel
@@ -85,9 +85,9 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "score", "before score is committed")
     traps.wrap(Ledger, "consume", "before step is committed")
     traps.wrap(Player, "_turn", "between turns")
-    traps.wrap(UnderWay, "add", "before an answer is kept")
+    traps.wrap(PartialResults, "add", "before an answer is kept")
     traps.wrap(learner.evaluation.results, "note", "before evaluation is noted")
-    traps.wrap(UnderWay, "forget", "before answers are forgotten")
+    traps.wrap(PartialResults, "forget", "before answers are forgotten")
     traps.wrap(Session, "turn", "between turns")
     traps.wrap(ServerLink, "begin_push", "before ready")
     traps.wrap(Epoch, "join", "joining")
@@ -136,9 +136,9 @@ def _port_of(endpoint: str) -> int:
 
 def _keep_books(traps: Traps) -> None:
     directory = traps.directory
-    push, receive, consume, forget = Pusher._push_until_done, Ledger.receive, Ledger.consume, UnderWay.forget
+    push, receive, consume, forget = WeightSync._push_until_done, Ledger.receive, Ledger.consume, PartialResults.forget
 
-    def keep_weights(pusher: Pusher, version: int, tensors: Callable[[], Any], *members: Any) -> Any:
+    def keep_weights(pusher: WeightSync, version: int, tensors: Callable[[], Any], *members: Any) -> Any:
         content = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors()})
         digest = hashlib.sha256(content).hexdigest()[:12]
         _write_whole(directory / WEIGHTS / f"{version}-{digest}.safetensors", content)
@@ -156,15 +156,15 @@ def _keep_books(traps: Traps) -> None:
         consume(ledger, groups, step)
         traps.tell("consumed", step)
 
-    def keep_answers(kept: UnderWay) -> None:
+    def keep_answers(kept: PartialResults) -> None:
         lines = directory / "run" / background.FILE
         if lines.is_file():
             _write_whole(directory / ANSWERED / f"{time.time_ns()}", lines.read_bytes())
         forget(kept)
 
-    Pusher._push_until_done = keep_weights  # type: ignore[method-assign]
+    WeightSync._push_until_done = keep_weights  # type: ignore[method-assign]
     Ledger.receive, Ledger.consume = keep_received, tell_consumed  # type: ignore[method-assign]
-    UnderWay.forget = keep_answers  # type: ignore[method-assign]
+    PartialResults.forget = keep_answers  # type: ignore[method-assign]
     Controller.connect = _told_before(Controller.connect, traps)  # type: ignore[method-assign]
     ServerLink._connected = _Connected(traps)  # type: ignore[assignment]
     Fleet._note = _told_states(Fleet._note, traps)  # type: ignore[method-assign]
@@ -207,9 +207,9 @@ def _tell_ends(traps: Traps) -> None:
     for player in (Player, AgentPlayer):
         player.play = noting_group(player.play)  # type: ignore[method-assign]
         player._episode = telling_end(player._episode)  # type: ignore[method-assign]
-    ask, order = Seat.ask, AgentProcess.play
+    ask, order = Lease.ask, AgentProcess.play
 
-    async def ask_and_note(seat: Seat, *args: Any) -> Any:
+    async def ask_and_note(seat: Lease, *args: Any) -> Any:
         pid.set(seat.process._process.pid or 0)
         return await ask(seat, *args)
 
@@ -217,7 +217,7 @@ def _tell_ends(traps: Traps) -> None:
         pid.set(process._process.pid)
         return await order(process, *args)
 
-    Seat.ask, AgentProcess.play = ask_and_note, order_and_note  # type: ignore[method-assign]
+    Lease.ask, AgentProcess.play = ask_and_note, order_and_note  # type: ignore[method-assign]
 
 
 def _told_before(function: Callable[..., None], traps: Traps) -> Callable[..., None]:

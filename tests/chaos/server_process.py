@@ -15,9 +15,9 @@ from typing import Any
 from inference_server import server
 from inference_server.__main__ import main
 from inference_server.engine.interface import Engine, PushOrder
-from inference_server.engine.supervisor import EngineLife
+from inference_server.engine.supervisor import EngineSupervisor
 from inference_server.requests import Groups
-from inference_server.weight_update import Pushes
+from inference_server.weight_update import WeightUpdates
 from protocol.channel.sockets import ServerChannel
 from tests.chaos.traps import Traps
 
@@ -57,10 +57,10 @@ def set_traps(chaos_dir: Path, calls: tuple[str, ...]) -> None:
         (server.Server, "_greet", "greeting"),
         (Groups, "_generate", "generating"),
         (Groups, "_send", "delivering"),
-        (Pushes, "_pause", "pausing"),
-        (Pushes, "_receive", "receiving"),
-        (Pushes, "_load", "loading"),
-        (Pushes, "_resume", "resuming"),
+        (WeightUpdates, "_pause", "pausing"),
+        (WeightUpdates, "_receive", "receiving"),
+        (WeightUpdates, "_load", "loading"),
+        (WeightUpdates, "_resume", "resuming"),
         (ServerChannel, "receive", "moment"),
     ):
         traps.wrap(owner, name, state)
@@ -81,8 +81,8 @@ def _make_hang(traps: Traps, calls: tuple[str, ...]) -> None:
 
 
 def _tell(traps: Traps) -> None:
-    serve, deliver, give_up = server.Server.serve, server.Server._deliver, Pushes._give_up
-    restart = EngineLife._restart
+    serve, deliver, give_up = server.Server.serve, server.Server._deliver, WeightUpdates._give_up
+    restart = EngineSupervisor._restart
 
     @functools.wraps(serve)
     async def tell_up(self: server.Server, *args: Any) -> None:
@@ -90,7 +90,7 @@ def _tell(traps: Traps) -> None:
         await serve(self, *args)
 
     @functools.wraps(restart)
-    async def tell_engine_up(self: EngineLife) -> None:
+    async def tell_engine_up(self: EngineSupervisor) -> None:
         await restart(self)
         traps.tell("engine up")
 
@@ -103,15 +103,15 @@ def _tell(traps: Traps) -> None:
         return is_delivered
 
     @functools.wraps(give_up)
-    async def reach_torn(self: Pushes, *args: Any, **options: Any) -> Any:
+    async def reach_torn(self: WeightUpdates, *args: Any, **options: Any) -> Any:
         outcome = await give_up(self, *args, **options)
         if self.state == "torn":
             traps.reach("torn")
         return outcome
 
     server.Server.serve, server.Server._deliver = tell_up, tell_lost  # type: ignore[method-assign]
-    EngineLife._restart = tell_engine_up  # type: ignore[method-assign]
-    Pushes._give_up = reach_torn  # type: ignore[method-assign]
+    EngineSupervisor._restart = tell_engine_up  # type: ignore[method-assign]
+    WeightUpdates._give_up = reach_torn  # type: ignore[method-assign]
 
 
 if __name__ == "__mp_main__":

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learner.environments.branch import Branch
-from learner.environments.episode import Course, EndState, Episode, PlayedGroup
+from learner.environments.episode import EndState, Episode, EpisodeGroup, EpisodeStats
+from learner.environments.token_sequence import TokenSequence
 from tests.chaos.__main__ import campaign
 from tests.chaos.episodes import ENDED, Groups, audit_episodes, ends_of
 from tests.chaos.schedule import Player
@@ -22,13 +22,14 @@ def told(time_s: float, name: str, number: int = 0, pid: int = 1) -> Event:
 
 
 def played(*ends: tuple[EndState, float | None]) -> Groups:
-    branch = Branch(
+    branch = TokenSequence(
         token_ids=np.zeros(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(0, 1)], finish_reason="stop"
     )  # fmt: skip
     episodes = [
-        Episode(branches=[branch], course=Course(state=state, num_turns=1), reward=reward) for state, reward in ends
+        Episode(branches=[branch], course=EpisodeStats(state=state, num_turns=1), reward=reward)
+        for state, reward in ends
     ]
-    return [("0.0-1", PlayedGroup(group_id="0.0", entered_version=0, episodes=episodes))]
+    return [("0.0-1", EpisodeGroup(group_id="0.0", entered_version=0, episodes=episodes))]
 
 
 def audit(

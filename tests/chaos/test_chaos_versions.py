@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from learner.environments.branch import Branch
-from learner.environments.episode import AnyGroup, Course, Episode, PlayedGroup
+from learner.environments.episode import AnyGroup, Episode, EpisodeGroup, EpisodeStats
+from learner.environments.token_sequence import TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompt, Prompts
 from learner.rollouts.ledger import Ledger
@@ -94,11 +94,11 @@ def test_the_audit_finds_a_turn_that_is_labelled_with_the_version_of_the_turn_be
     directory, (first, _) = sampled
     said = [*first.token_ids.tolist(), 3]
     tokens, logprobs = sample(tiny_model(1), [*first_prompt(directory).token_ids, *said], 2, 5)
-    branch = Branch(
+    branch = TokenSequence(
         token_ids=np.array([*said, *tokens], np.int32),
         behaviour_logprobs=np.array([*first.behaviour_logprobs.tolist(), 0.0, *logprobs], np.float32),
         versions=[(0, len(said) - 1), (None, 1), (label, len(tokens))], finish_reason="stop",
     )  # fmt: skip
-    episode = Episode(branches=[branch], course=Course(state="finished", num_turns=2), reward=1.0)
-    num_checked, found = audit_of(directory, PlayedGroup(group_id="0.0", entered_version=0, episodes=[episode]))
+    episode = Episode(branches=[branch], course=EpisodeStats(state="finished", num_turns=2), reward=1.0)
+    num_checked, found = audit_of(directory, EpisodeGroup(group_id="0.0", entered_version=0, episodes=[episode]))
     assert num_checked == 1 and len(found) == num_wrong

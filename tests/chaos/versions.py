@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
-from learner.environments.branch import Branch
 from learner.environments.episode import AnyGroup, episodes_of
+from learner.environments.token_sequence import TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
 from protocol.codec import unpack
@@ -83,7 +83,7 @@ def _problem(versions: list[tuple[int | None, int]], errors: dict[int, np.ndarra
 
 
 @torch.no_grad()
-def _logprobs(model: Any, sequences: dict[int, tuple[list[int], Branch]]) -> Iterator[tuple[int, np.ndarray]]:
+def _logprobs(model: Any, sequences: dict[int, tuple[list[int], TokenSequence]]) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the logprobs of each branch's tokens; those of one length go through the model together."""
     by_length = defaultdict(list)
     for index, (prompt, branch) in sequences.items():

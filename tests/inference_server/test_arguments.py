@@ -15,7 +15,6 @@ from vllm.config import AttentionConfig, CompilationConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-import inference_server
 from deploy.planning.measured import learner_section, server_section
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.doctor import examine
@@ -24,7 +23,7 @@ from protocol.config import load_config
 from protocol.errors import ConfigError
 from tests.inference_server.real_server import START_TIMEOUT_S, RealServer, running_server
 
-README = Path(inference_server.__file__).parent / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/vllm-arguments.md"
 FIELDS = AsyncEngineArgs.__dataclass_fields__
 
 REASONS = {
@@ -178,8 +177,8 @@ def test_doctor_and_planner_read_a_file_with_arguments_of_vllm(tmp_path: Path) -
     assert learner_section([str(config)]).steps == 1
 
 
-def test_the_readmes_example_passes() -> None:
-    examples = re.findall(r"^```toml\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+def test_the_example_of_the_docs_passes() -> None:
+    examples = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (example,) = (example for example in examples if "[server.vllm]" in example)
     given = tomllib.loads(example)["server"]["vllm"]
     assert {name for name in given if getattr(arguments(given), name) is not None} == set(given)

@@ -15,7 +15,7 @@ from inference_server.config import ServerConfig
 from inference_server.engine import processes as engine_processes
 from inference_server.engine.interface import EngineDead
 from inference_server.engine.processes import EngineProcesses
-from inference_server.engine.supervisor import EngineLife
+from inference_server.engine.supervisor import EngineSupervisor
 from learner.servers.link import ServerLink
 from protocol.errors import PushError, ServerLost
 from protocol.messages import (
@@ -125,7 +125,7 @@ def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
     async def run() -> None:
         coroutine = work()
         async with asyncio.TaskGroup() as tasks:
-            EngineLife(ScriptedEngine(), tasks, 0, lambda: None, lambda: asyncio.sleep(0)).spawn(
+            EngineSupervisor(ScriptedEngine(), tasks, 0, lambda: None, lambda: asyncio.sleep(0)).spawn(
                 coroutine, "work"
             ).cancel()
         assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED

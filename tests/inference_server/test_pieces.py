@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from inference_server.engine.output import Completions, Pieces, send_in_pieces
+from inference_server.engine.output import Completions, OutputBuffer, send_in_pieces
 from inference_server.engine.vllm_engine import TOKENS_PER_PIECE, params_of
 from protocol.messages import Completion, Sampling
 from tests.inference_server.front_end import FrontEnd, output_of
@@ -176,7 +176,7 @@ def test_what_comes_with_more_than_tokens_is_not_held_and_brings_what_was(field:
     """Whatever it is: also what a later vLLM adds."""
     front_end = FrontEnd(params_of(SAMPLING, set()))
     engine = Engine(front_end)
-    pieces = Pieces(engine.requests)
+    pieces = OutputBuffer(engine.requests)
     for number in range(3):
         pieces.take([output_of(0, number)])
     output, more = output_of(0, 3), np.array([1, 2])
@@ -189,7 +189,7 @@ def test_what_comes_with_more_than_tokens_is_not_held_and_brings_what_was(field:
 def test_nothing_is_kept_of_what_was_aborted() -> None:
     front_end = FrontEnd(params_of(SAMPLING, set()))
     engine = Engine(front_end)
-    pieces = Pieces(engine.requests)
+    pieces = OutputBuffer(engine.requests)
     for number in range(3):
         pieces.take([output_of(0, number), output_of(1, number)])
     del engine.requests["0_r"], engine.requests["2_r"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from inference_server.engine.interface import EngineDead
-from inference_server.engine.supervisor import StallWatch
+from inference_server.engine.supervisor import StallDetector
 
 
 class Watched:
@@ -15,7 +15,7 @@ class Watched:
     def __init__(self, *num_steps: int | None) -> None:
         self.now = 0.0
         self.engine: Any = SimpleNamespace(num_steps=list(num_steps))
-        self._watch = StallWatch(self.engine, lambda: self.now, timeout_s=10)
+        self._watch = StallDetector(self.engine, lambda: self.now, timeout_s=10)
 
     def look(self, after_s: float, *num_steps: int | None, num_groups: int = 1) -> None:
         self.now += after_s

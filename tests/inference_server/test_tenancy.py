@@ -11,8 +11,8 @@ import pytest
 
 from inference_server.config import ServerConfig
 from inference_server.engine.interface import EngineDead
-from inference_server.tenancy import Holder, Tenancy
-from inference_server.weight_update import Pushes
+from inference_server.tenancy import LeaseHolder, Tenancy
+from inference_server.weight_update import WeightUpdates
 from protocol.codec import encode
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -42,8 +42,8 @@ FOR_EVER = ServerConfig(orphan_timeout_s=1000.0)
 # --- the state machine -------------------------------------------------------------------------------------------
 
 
-def holder(run: str = "a", learner: str = "1", peer: bytes = b"peer") -> Holder:
-    return Holder(run=run, learner=learner, peer=peer)
+def holder(run: str = "a", learner: str = "1", peer: bytes = b"peer") -> LeaseHolder:
+    return LeaseHolder(run=run, learner=learner, peer=peer)
 
 
 def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() -> None:
@@ -423,7 +423,7 @@ def test_a_push_that_has_not_begun_when_another_run_is_served_is_not_begun() -> 
             return True
 
         engine = ScriptedEngine()
-        pushes = Pushes(engine, deliver, deliver, pause_timeout_s=60.0)
+        pushes = WeightUpdates(engine, deliver, deliver, pause_timeout_s=60.0)
         pushes.begin_run("run-a")
         async with pushes._lock:
             pushing = asyncio.create_task(pushes.push(begin(3)))

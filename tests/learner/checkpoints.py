@@ -6,7 +6,7 @@ import torch
 from accelerate.utils.other import load
 
 from learner.policy.shards import OPTIMIZER, POLICY, begin_writing, read_index, read_into, written
-from learner.storage.checkpoint import Course
+from learner.storage.checkpoint import RunProgress
 from learner.storage.writer import CheckpointWriter
 from learner.training.policy_trainer import PolicyTrainer
 
@@ -14,7 +14,7 @@ from learner.training.policy_trainer import PolicyTrainer
 def save(trainer: PolicyTrainer, directory: Path, step: int) -> Path:
     """Called by every rank; returns when it is complete."""
     with CheckpointWriter(trainer, directory) as writer:
-        writer.begin(step, Course(), None, lambda: None)
+        writer.begin(step, RunProgress(), None, lambda: None)
         writer.wait()
     return directory / f"step-{step:06d}"
 

@@ -31,12 +31,12 @@ POINTS = {
     "shards indexed": "learner.policy.shards:ShardWriter.finish",
     "reference linked": "os:link",
     "model exported": "learner.policy.published:Export.write",
-    "checkpoint named": "learner.storage.writer:Draft.write",
+    "checkpoint named": "learner.storage.writer:PendingCheckpoint.write",
     "old one unnamed": "pathlib:Path.rename",
     "best one named": "learner.storage.checkpoint:replace_file",
-    "answer kept": "learner.evaluation.background:UnderWay.add",
+    "answer kept": "learner.evaluation.background:PartialResults.add",
     "evaluation noted": "learner.evaluation.results:note",
-    "answers forgotten": "learner.evaluation.background:UnderWay.forget",
+    "answers forgotten": "learner.evaluation.background:PartialResults.forget",
     "old one removed": "learner.storage.retention:remove_checkpoint",
 }
 """What has just been called when the blow falls."""

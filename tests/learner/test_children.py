@@ -8,14 +8,14 @@ from multiprocessing import connection, forkserver
 
 import pytest
 
-from learner.children import Forked
+from learner.children import ForkedProcess
 
 CONTEXT = multiprocessing.get_context("forkserver")
 LOOK_S, TIMEOUT_S = 0.05, 60.0
 
 
-def ending_with(code: int) -> Forked:
-    return Forked(CONTEXT.Process(target=os._exit, args=(code,)))
+def ending_with(code: int) -> ForkedProcess:
+    return ForkedProcess(CONTEXT.Process(target=os._exit, args=(code,)))
 
 
 def test_threads_that_look_at_once_at_a_process_that_has_ended_see_its_own_exit_code(

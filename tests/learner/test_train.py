@@ -25,7 +25,7 @@ from learner.controller import check_fits
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
 from learner.run_inputs import RunInputs
-from learner.servers.weight_sync import Pusher
+from learner.servers.weight_sync import WeightSync
 from learner.storage.checkpoint import find_checkpoint
 from learner.train import train
 from protocol.errors import (
@@ -340,13 +340,13 @@ def test_a_push_beside_the_next_step_sends_the_weights_as_they_were_and_keeps_st
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = {}
-    begin = Pusher.begin
+    begin = WeightSync.begin
 
-    def remember_and_begin(self: Pusher, version: int, when_done: Callable[[], object]) -> None:
+    def remember_and_begin(self: WeightSync, version: int, when_done: Callable[[], object]) -> None:
         trained[version] = dict(self._weights.tensors())["transformer.wte.weight"].detach().clone()
         begin(self, version, when_done)
 
-    monkeypatch.setattr(Pusher, "begin", remember_and_begin)
+    monkeypatch.setattr(WeightSync, "begin", remember_and_begin)
 
     class Slow(ModelEngine):
         """Begins late to receive a push, and keeps what came."""

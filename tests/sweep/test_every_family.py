@@ -47,6 +47,6 @@ def test_the_table_calls_refused_in_float32_alone_only_what_is_refused_in_both_o
     assert "| packed, in float32 alone |" in table and "| packed, packed, refused |" in table
 
 
-def test_the_readme_has_the_kept_table() -> None:
-    page = (Path(__file__).parents[2] / "learner/README.md").read_text()
+def test_the_docs_have_the_kept_table() -> None:
+    page = (Path(__file__).parents[2] / "docs/model-families.md").read_text()
     assert by_way(list(kept_visits().values())) in page

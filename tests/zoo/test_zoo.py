@@ -30,7 +30,7 @@ def test_the_docs_have_the_table_of_the_kept_results() -> None:
     kept = msgspec.json.decode(RESULTS.read_bytes(), type=list[Visit])
     seen = [(one.family, one.lora) for one in kept]
     assert seen == [one for one in VISITS if one in seen] and all(map(as_expected, kept))
-    assert table(kept) in (ROOT / "learner" / "README.md").read_text()
+    assert table(kept) in (ROOT / "docs" / "model-families.md").read_text()
 
 
 @pytest.mark.parametrize(

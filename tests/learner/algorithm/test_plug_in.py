@@ -17,7 +17,7 @@ from learner.storage.run_dir import open_run_dir
 from protocol.config import load_config
 from protocol.errors import ConfigError
 
-PAGE = Path(__file__).parents[3] / "learner/algorithm/README.md"
+PAGE = Path(__file__).parents[3] / "docs/custom-losses.md"
 REWARDS = StepRewards(
     [[1.0, 0.0, None, 3.0], [None, None]], [{"f": [1.0, 0.0, None, 3.0]}, {"f": [None, None]}], {"f": 1.0}
 )

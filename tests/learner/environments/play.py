@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerConfig
-from learner.environments.episode import PlayedGroup
-from learner.environments.player import Asked, Player, Sampled
+from learner.environments.episode import EpisodeGroup
+from learner.environments.player import Player, TurnPrompt, TurnResult
 from learner.environments.pool import Environments
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
@@ -40,10 +40,10 @@ def completion(text: str | list[int], version: int, reason: str = "stop") -> Com
 
 
 def played(
-    script: Callable[[Asked], Completion | None], factory: str | None = "Echo", columns: dict[str, Any] | None = None,
+    script: Callable[[TurnPrompt], Completion | None], factory: str | None = "Echo", columns: dict[str, Any] | None = None,
     prompt: Any = "p", max_tokens: int = 1000, template: ChatTemplate | None = None, asks_attributes: bool = False,
     **environment: Any,
-) -> tuple[PlayedGroup, list[Asked]]:  # fmt: skip
+) -> tuple[EpisodeGroup, list[TurnPrompt]]:  # fmt: skip
     """Play a group of two; return it with what was asked, in order of episode and turn. With a template prompts are conversations."""
     settings = {"factory": factory and f"{USER}:{factory}", "timeout_s": 1.0} | environment
     reward = "exact_match" if settings["factory"] is None else "environment_reward"
@@ -56,9 +56,9 @@ def played(
     )  # fmt: skip
     environments = Environments(config.environment, takes_text=template is None)
     player = Player(config, template or ChatTemplate(Letters(), {}, []), environments, asks_attributes)  # type: ignore[arg-type]
-    asked: list[Asked] = []
+    asked: list[TurnPrompt] = []
 
-    async def ask(turn: Asked) -> Sampled | None:
+    async def ask(turn: TurnPrompt) -> TurnResult | None:
         asked.append(turn)
         answer = script(turn)
         if answer is None:
@@ -67,7 +67,7 @@ def played(
             group_id="g", entered_version=5 - turn.number, completions=[answer], salt=f"salt {turn.episode}",
             num_cached_tokens=turn.number,
         )  # fmt: skip
-        return Sampled(group, f"server {turn.number}")
+        return TurnResult(group, f"server {turn.number}")
 
     try:
         token_ids = template.prompt_ids(prompt) if template else [1, 2]
@@ -78,7 +78,7 @@ def played(
     return group, sorted(asked, key=lambda turn: (turn.episode, turn.number))
 
 
-def says(*texts: str | list[int]) -> Callable[[Asked], Completion]:
+def says(*texts: str | list[int]) -> Callable[[TurnPrompt], Completion]:
     return lambda asked: completion(texts[asked.number], version=4 + asked.number)
 
 

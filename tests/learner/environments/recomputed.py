@@ -17,15 +17,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
-from learner.environments.branch import Branch
-from learner.environments.episode import PlayedGroup
+from learner.environments.episode import EpisodeGroup
+from learner.environments.token_sequence import TokenSequence
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
 from learner.forward.packing_check import settle_attention
 from learner.policy.model import load_policy
 from learner.rollouts.ledger import Ledger
 from learner.run_inputs import RunInputs
-from learner.servers.weight_sync import Pusher
+from learner.servers.weight_sync import WeightSync
 from protocol.codec import unpack
 from tests.learner.ledgers import consumed_groups
 
@@ -63,13 +63,13 @@ def assert_said_by_the_versions_on_the_labels(turns: list[RecordedTurn]) -> None
 def keep_all(monkeypatch: pytest.MonkeyPatch) -> Weights:
     """Let the ledger keep its payloads; return where the weights of all versions will be."""
     weights: Weights = {}
-    push = Pusher._push_until_done
+    push = WeightSync._push_until_done
 
-    def keep(pusher: Pusher, version: int, tensors: Any, *members: Any) -> Any:
+    def keep(pusher: WeightSync, version: int, tensors: Any, *members: Any) -> Any:
         weights[version] = {name: tensor.detach().clone() for name, tensor in tensors()}
         return push(pusher, version, tensors, *members)
 
-    monkeypatch.setattr(Pusher, "_push_until_done", keep)
+    monkeypatch.setattr(WeightSync, "_push_until_done", keep)
     monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
     return weights
 
@@ -80,7 +80,7 @@ def recorded_turns(run: LearnerRun, weights: Weights) -> list[RecordedTurn]:
     learners, exact = policy_of_learner(run_inputs.model_path), policy_in_float64(run_inputs.model_path)
     turns: list[RecordedTurn] = []
     for row, payload in consumed_groups(run):
-        group, prompt = unpack(payload, PlayedGroup), run_inputs.prompts.prompt_at(row.position).token_ids
+        group, prompt = unpack(payload, EpisodeGroup), run_inputs.prompts.prompt_at(row.position).token_ids
         for branch in (branch for episode in group.episodes for branch in episode.branches):
             before = prompt if branch.prompt_token_ids is None else branch.prompt_token_ids.tolist()
             turns += turns_of(branch, before, group.entered_version, weights, learners, exact)
@@ -88,7 +88,7 @@ def recorded_turns(run: LearnerRun, weights: Weights) -> list[RecordedTurn]:
 
 
 def turns_of(
-    branch: Branch, before: list[int], entered_version: int, weights: Weights, learners: Any, exact: Any
+    branch: TokenSequence, before: list[int], entered_version: int, weights: Weights, learners: Any, exact: Any
 ) -> Iterable[RecordedTurn]:
     versions_T = branch.versions_T
     said: dict[str, np.ndarray] = {
@@ -132,13 +132,13 @@ def load(policy: Any, weights: dict[str, torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def by_learner(policy: Any, before: list[int], branch: Branch) -> np.ndarray:
+def by_learner(policy: Any, before: list[int], branch: TokenSequence) -> np.ndarray:
     (logprobs_T,), _ = token_logprobs(policy, pack([(np.array(before), [branch.token_ids])], CPU), 1.0)
     return logprobs_T.numpy()
 
 
 @torch.no_grad()
-def in_float64(policy: Any, before: list[int], branch: Branch) -> np.ndarray:
+def in_float64(policy: Any, before: list[int], branch: TokenSequence) -> np.ndarray:
     ids_S = torch.tensor(before + branch.token_ids.tolist())
     logprobs_SV = policy(ids_S[None]).logits[0, len(before) - 1 : -1].log_softmax(-1)
     return logprobs_SV.gather(1, ids_S[len(before) :, None])[:, 0].numpy()

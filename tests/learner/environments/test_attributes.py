@@ -12,8 +12,8 @@ import pytest
 
 from learner.config import RewardConfig
 from learner.environments.attributes import MAX_BYTES, Remembered, attributes_of
-from learner.environments.branch import Branch
-from learner.environments.episode import Course, EndState, Episode, PlayedGroup
+from learner.environments.episode import EndState, Episode, EpisodeGroup, EpisodeStats
+from learner.environments.token_sequence import TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompt
 from learner.rewards.scoring import Scorer
@@ -93,7 +93,7 @@ def test_what_does_not_come_is_an_attribute_error_that_says_why_and_nothing_can_
 
 def test_an_instance_is_remembered_when_its_episode_is_rated_and_only_if_somebody_asks() -> None:
     group, _ = played(says("ab", "stop"), asks_attributes=True)
-    again = unpack(pack(group), PlayedGroup)
+    again = unpack(pack(group), EpisodeGroup)
     assert [episode.attributes for episode in again.episodes] == [{"done": True}] * 2
     group, _ = played(says("ab", "stop"))
     assert [episode.attributes for episode in group.episodes] == [None, None]
@@ -130,11 +130,11 @@ def test_workers_know_who_asks() -> None:
 
 
 def episode(state: EndState, counter: int | None) -> Episode:
-    branch = Branch(
+    branch = TokenSequence(
         token_ids=np.array([1, 2], np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(0, 2)], finish_reason="stop"
     )  # fmt: skip
     attributes = None if counter is None else {"counter": counter}
-    return Episode(branches=[branch], course=Course(state=state, num_turns=1), attributes=attributes)
+    return Episode(branches=[branch], course=EpisodeStats(state=state, num_turns=1), attributes=attributes)
 
 
 def test_an_episode_that_says_nothing_costs_the_others_of_its_group_no_reward(tmp_path: Path) -> None:

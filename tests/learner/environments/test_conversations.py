@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from learner.config import EnvironmentConfig
 from learner.environments.answer import HERMES
-from learner.environments.episode import Episode, PlayedGroup
-from learner.environments.player import Asked
+from learner.environments.episode import Episode, EpisodeGroup
+from learner.environments.player import TurnPrompt
 from learner.environments.process import tools_of
 from learner.prompts.chat_template import ChatTemplate
 from learner.rewards.builtin.text import exact_match
@@ -40,7 +40,7 @@ def dropping() -> ChatTemplate:
     return template(DROPPING)
 
 
-def says(tokenizer: PreTrainedTokenizerFast, *turns: str) -> Callable[[Asked], Completion]:
+def says(tokenizer: PreTrainedTokenizerFast, *turns: str) -> Callable[[TurnPrompt], Completion]:
     """The policy's turns, each with the token that ends it."""
     return lambda asked: completion(
         tokenizer.encode(turns[asked.number] + END, add_special_tokens=False), version=4 + asked.number
@@ -49,15 +49,15 @@ def says(tokenizer: PreTrainedTokenizerFast, *turns: str) -> Callable[[Asked], C
 
 def conversed(
     with_template: ChatTemplate, *turns: str, factory: str | None = "Calculator", **more: Any
-) -> tuple[Episode, list[Asked]]:
+) -> tuple[Episode, list[TurnPrompt]]:
     """The first episode of a group that is played, and its turns as they were asked."""
     prompt = more.pop("prompt", QUESTION)
     group, asked = played(says(with_template.tokenizer, *turns), factory, prompt=prompt, template=with_template, **more)  # type: ignore[arg-type]
-    assert isinstance(group, PlayedGroup)
+    assert isinstance(group, EpisodeGroup)
     return group.episodes[0], [one for one in asked if one.episode == 0]
 
 
-def shown(with_template: ChatTemplate, asked: Asked) -> str:
+def shown(with_template: ChatTemplate, asked: TurnPrompt) -> str:
     return with_template.tokenizer.decode(asked.token_ids.tolist())
 
 
@@ -219,7 +219,7 @@ def test_a_turn_that_the_template_cannot_show_ends_its_episode_alone() -> None:
 
 
 def test_a_turn_that_is_cut_off_is_told_as_text_and_nothing_in_it_is_called(keeping: ChatTemplate) -> None:
-    def script(asked: Asked) -> Completion:
+    def script(asked: TurnPrompt) -> Completion:
         ids = keeping.tokenizer.encode(call("add", number=2), add_special_tokens=False)
         return completion(ids, version=4, reason="length")
 
@@ -238,7 +238,7 @@ def test_reward_functions_get_the_messages_of_an_episode_as_trl_gives_them(keepi
 
 
 def test_a_tool_that_never_returns_ends_its_episode_alone(keeping: ChatTemplate) -> None:
-    def script(asked: Asked) -> Completion:
+    def script(asked: TurnPrompt) -> Completion:
         text = call("sleep") if asked.episode == 0 else "no"
         return completion(keeping.tokenizer.encode(text + END, add_special_tokens=False), version=4)
 
@@ -257,7 +257,7 @@ def test_reasoning_that_the_template_has_begun_is_read_as_such(keeping: ChatTemp
 
 
 def test_a_turn_that_ended_at_a_text_gets_the_token_that_ends_it(keeping: ChatTemplate) -> None:
-    def script(asked: Asked) -> Completion:
+    def script(asked: TurnPrompt) -> Completion:
         text = call("add", number=2) if asked.number == 0 else "2"
         return completion(keeping.tokenizer.encode(text, add_special_tokens=False), version=4)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from learner.environments.episode import Episode, PlayedGroup
+from learner.environments.episode import Episode, EpisodeGroup
 from learner.environments.process import tools_of
 from learner.prompts.chat_template import ChatTemplate
 from learner.train import train
@@ -75,7 +75,7 @@ def test_every_recorded_token_has_the_servers_logprob_whatever_the_template_does
     metrics = metrics_of(run)
     mismatches = [line["policy/mismatch_abs_logprob"] for line in metrics if "policy/mismatch_abs_logprob" in line]
     assert mismatches and max(mismatches) < TOLERANCE
-    episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, PlayedGroup).episodes]
+    episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, EpisodeGroup).episodes]
     whole = [episode for episode in episodes if episode.course.num_turns == NUM_TURNS]
     assert whole
     template = ChatTemplate(chat_tokenizer(TEMPLATES[kind]), {}, tools_of(run.learner.environment))

@@ -18,9 +18,9 @@ import pytest
 from learner.config import EnvironmentConfig
 from learner.environments.contract import BUILT_IN
 from learner.environments.guess import HIGHER, LOWER, NO_DIGIT, RIGHT
-from learner.environments.host import Rate, Rated, Reset, Said, Turn
+from learner.environments.host import Rate, Reset, RewardResult, StepResult, Turn
 from learner.environments.pool import Environments
-from learner.environments.process import EnvironmentProcess, Trouble, tools_of
+from learner.environments.process import EnvironmentProcess, ProcessFailure, tools_of
 from protocol.errors import ConfigError
 from protocol.signals import TO_END
 
@@ -54,19 +54,19 @@ def no_fork_server_of_others() -> None:
 @pytest.fixture(params=[None, sys.executable], ids=["forked", "in an interpreter of its own"])
 def treacherous(request: pytest.FixtureRequest) -> Iterator[EnvironmentProcess]:
     process = environment("Treacherous", python=request.param)
-    assert process.ask(Reset({})) == Said("")
+    assert process.ask(Reset({})) == StepResult("")
     yield process
     process.kill()
 
 
 def test_one_instance_plays_one_episode_after_another() -> None:
     process = environment("Echo")
-    assert process.ask(Reset({"prompt": "p", "greeting": "hello"})) == Said("hello")
-    assert process.ask(Turn("a")) == Said("<a>")
-    assert process.ask(Turn("stop")) == Said("<stop>", is_done=True)
-    assert process.ask(Rate()) == Rated(2.0)
-    assert process.ask(Reset({})) == Said("")
-    assert process.ask(Rate()) == Rated(0.0)
+    assert process.ask(Reset({"prompt": "p", "greeting": "hello"})) == StepResult("hello")
+    assert process.ask(Turn("a")) == StepResult("<a>")
+    assert process.ask(Turn("stop")) == StepResult("<stop>", is_done=True)
+    assert process.ask(Rate()) == RewardResult(2.0)
+    assert process.ask(Reset({})) == StepResult("")
+    assert process.ask(Rate()) == RewardResult(0.0)
     assert process.is_usable
     process.kill()
     assert not process.is_usable
@@ -106,12 +106,12 @@ def test_a_forked_process_finds_its_modules_imported() -> None:
 
 def test_guess_says_where_the_secret_is_and_rates_whether_it_was_found() -> None:
     process = environment("guess")
-    assert process.ask(Reset({"prompt": "=", "secret": 4})) == Said("")
+    assert process.ask(Reset({"prompt": "=", "secret": 4})) == StepResult("")
     for text, said in (("7", LOWER), ("1", HIGHER), (" >", NO_DIGIT), ("", NO_DIGIT), ("=3", HIGHER)):
-        assert process.ask(Turn(text)) == Said(said)
-    assert process.ask(Rate()) == Rated(0.0)
-    assert process.ask(Turn("4")) == Said(RIGHT, is_done=True)
-    assert process.ask(Rate()) == Rated(1.0)
+        assert process.ask(Turn(text)) == StepResult(said)
+    assert process.ask(Rate()) == RewardResult(0.0)
+    assert process.ask(Turn("4")) == StepResult(RIGHT, is_done=True)
+    assert process.ask(Rate()) == RewardResult(1.0)
     process.kill()
 
 
@@ -133,18 +133,18 @@ def test_the_calculator_shows_a_sum_and_rates_the_call_and_the_answer_by_half(
     turns: tuple[str, ...], answers: tuple[str, ...], reward: float
 ) -> None:
     process = environment("calculator")
-    assert process.ask(Reset({"prompt": "37,45>", "call": "37+45=", "answer": "82"})) == Said("")
+    assert process.ask(Reset({"prompt": "37,45>", "call": "37+45=", "answer": "82"})) == StepResult("")
     said = [process.ask(Turn(turn)) for turn in turns]
     rated = process.ask(Rate())
     process.kill()  # before anything is found wrong: who is left alive is waited for at the end
     expected = zip(turns, answers, strict=True)
-    assert said == [Said(answer, is_done=not turn.endswith("=")) for turn, answer in expected]
-    assert rated == Rated(pytest.approx(reward))
+    assert said == [StepResult(answer, is_done=not turn.endswith("=")) for turn, answer in expected]
+    assert rated == RewardResult(pytest.approx(reward))
 
 
 def test_an_error_of_the_method_is_what_the_policy_reads(treacherous: EnvironmentProcess) -> None:
-    assert treacherous.ask(Turn("raise")) == Said("'no such word'", has_failed=True)
-    assert treacherous.ask(Turn("again")) == Said("<again>")
+    assert treacherous.ask(Turn("raise")) == StepResult("'no such word'", has_failed=True)
+    assert treacherous.ask(Turn("again")) == StepResult("<again>")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_whatever_the_environment_does_a_call_comes_back(
     treacherous: EnvironmentProcess, word: str, outcome: str, problem: str
 ) -> None:
     trouble = treacherous.ask(Turn(word))
-    assert isinstance(trouble, Trouble) and trouble.outcome == outcome
+    assert isinstance(trouble, ProcessFailure) and trouble.outcome == outcome
     assert re.search(problem, trouble.problem)
     assert not treacherous.is_usable
 
@@ -169,14 +169,14 @@ def test_whatever_the_environment_does_a_call_comes_back(
 def test_what_an_environment_prints_is_no_part_of_a_commands_answer(
     treacherous: EnvironmentProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert isinstance(treacherous.ask(Turn("print")), Said)
+    assert isinstance(treacherous.ask(Turn("print")), StepResult)
     assert capfd.readouterr().out == ""
 
 
 def test_what_an_environment_has_started_ends_with_it_in_whatever_session(treacherous: EnvironmentProcess) -> None:
     said = treacherous.ask(Turn("leave"))
-    assert isinstance(said, Said)
-    assert isinstance(treacherous.ask(Turn("sleep")), Trouble)
+    assert isinstance(said, StepResult)
+    assert isinstance(treacherous.ask(Turn("sleep")), ProcessFailure)
     wait_until_gone(int(said.text), "what the environment has started outlives it")
 
 
@@ -190,17 +190,24 @@ def wait_until_gone(pid: int, problem: str) -> None:
 def test_an_error_of_reset_or_of_the_rating_is_a_trouble_with_its_place() -> None:
     process = environment("Treacherous")
     trouble = process.ask(Reset({"prompt": "raise"}))
-    assert isinstance(trouble, Trouble) and trouble.outcome == "failed"
+    assert isinstance(trouble, ProcessFailure) and trouble.outcome == "failed"
     assert "ValueError: 'no such row'" in trouble.problem and "user_environments.py" in trouble.problem
     process = environment("Overrated")
     process.ask(Reset({}))
     trouble = process.ask(Rate())
-    assert isinstance(trouble, Trouble) and "get_reward returned 'much', expected a finite number" in trouble.problem
+    assert (
+        isinstance(trouble, ProcessFailure)
+        and "get_reward returned 'much', expected a finite number" in trouble.problem
+    )
 
 
 def test_an_environment_may_rate_nothing() -> None:
     process = environment("Unrated")
-    assert [process.ask(order) for order in (Reset({}), Turn("a"), Rate())] == [Said(""), Said(""), Rated(None)]
+    assert [process.ask(order) for order in (Reset({}), Turn("a"), Rate())] == [
+        StepResult(""),
+        StepResult(""),
+        RewardResult(None),
+    ]
     process.kill()
 
 
@@ -239,7 +246,7 @@ def test_as_many_are_played_at_once_as_may_be_and_one_that_has_ended_is_replaced
 
     answers = asyncio.run(all_at_once())
     environments.close()
-    assert [answers[i] for i in (0, 2, 4)] == [Said("<a>"), Said("<b>"), Said("<c>")]
+    assert [answers[i] for i in (0, 2, 4)] == [StepResult("<a>"), StepResult("<b>"), StepResult("<c>")]
     assert [answers[i].outcome for i in (1, 3)] == ["killed", "timed_out"]
     assert most == 2
 
@@ -266,7 +273,7 @@ def test_an_episode_that_is_cancelled_leaves_no_answer_to_the_next() -> None:
 
     answers = asyncio.run(one_after_the_other())
     environments.close()
-    assert answers == [Said(f"<{number}>") for number in range(3)]
+    assert answers == [StepResult(f"<{number}>") for number in range(3)]
     assert len(set(process_ids)) == 4, "two threads that wait at one pipe each get the answer that comes first"
 
 
@@ -274,7 +281,12 @@ def test_what_is_asynchronous_shares_one_loop_and_a_reward_may_be_numpys() -> No
     environment = EnvironmentProcess(EnvironmentConfig(factory=f"{USER}:Asynchronous"), takes_text=True)
     told = [environment.ask(order) for order in (Reset({}), Turn("a"), Turn("b"), Rate())]
     environment.kill()
-    assert told == [Said("begun"), Said("a in the same loop"), Said("b in the same loop"), Rated(0.5)]
+    assert told == [
+        StepResult("begun"),
+        StepResult("a in the same loop"),
+        StepResult("b in the same loop"),
+        RewardResult(0.5),
+    ]
 
 
 def test_a_file_may_import_what_stands_beside_it(tmp_path: Path) -> None:
@@ -286,7 +298,7 @@ def test_a_file_may_import_what_stands_beside_it(tmp_path: Path) -> None:
     environment = EnvironmentProcess(EnvironmentConfig(factory=f"{tmp_path}/mine.py:Mine"), takes_text=True)
     said = environment.ask(Reset({}))
     environment.kill()
-    assert said == Said("hello")
+    assert said == StepResult("hello")
 
 
 ALONE = """
@@ -322,8 +334,8 @@ def test_an_environment_may_live_in_an_interpreter_of_its_own_which_needs_msgspe
     (tmp_path / "alone.py").write_text(ALONE)
     config = EnvironmentConfig(factory=f"{tmp_path}/alone.py:Alone", python=interpreter(tmp_path, "msgspec"))
     process = EnvironmentProcess(config, takes_text=True)
-    assert process.ask(Reset({"prompt": "p"})) == Said("msgspec")
-    assert process.ask(Turn("hi")) == Said("HI") and process.ask(Rate()) == Rated(0.5)
+    assert process.ask(Reset({"prompt": "p"})) == StepResult("msgspec")
+    assert process.ask(Turn("hi")) == StepResult("HI") and process.ask(Rate()) == RewardResult(0.5)
     process.kill()
 
 
@@ -345,7 +357,7 @@ def test_signals_to_end_are_the_learners_and_an_environment_goes_on(
 ) -> None:
     """The learner, told to end too, waits for what it plays to finish its step."""
     os.kill(treacherous.pid or 0, number)
-    assert treacherous.ask(Reset({})) == Said("") and treacherous.is_usable
+    assert treacherous.ask(Reset({})) == StepResult("") and treacherous.is_usable
 
 
 @pytest.mark.parametrize("treacherous", [None], indirect=True, ids=["forked"])
@@ -356,7 +368,7 @@ def test_signals_to_end_leave_the_process_that_forks_environments_alone(
     """With it the learner would lose sight of every environment, and take each for ended."""
     os.kill(forkserver._forkserver._forkserver_pid, number)  # type: ignore[attr-defined]
     time.sleep(0.2)
-    assert treacherous.is_usable and treacherous.ask(Reset({})) == Said("")
+    assert treacherous.is_usable and treacherous.ask(Reset({})) == StepResult("")
 
 
 def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:
@@ -370,7 +382,7 @@ def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:
             environments.close()
             return await asyncio.wait_for(waiting, 30)
 
-    assert isinstance(asyncio.run(run()), Trouble)
+    assert isinstance(asyncio.run(run()), ProcessFailure)
 
 
 @pytest.mark.parametrize("python", [None, sys.executable], ids=["forked", "in an interpreter of its own"])

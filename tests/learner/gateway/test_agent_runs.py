@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from learner.config import LearnerRun
-from learner.environments.branch import Branch
-from learner.environments.episode import PlayedGroup
+from learner.environments.episode import EpisodeGroup
+from learner.environments.token_sequence import TokenSequence
 from learner.rollouts.ledger import Ledger
 from learner.train import train
 from protocol.codec import unpack
@@ -30,11 +30,11 @@ def payloads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
 
 
-def groups_of(run: LearnerRun) -> list[PlayedGroup]:
-    return [unpack(payload, PlayedGroup) for _, payload in consumed_groups(run)]
+def groups_of(run: LearnerRun) -> list[EpisodeGroup]:
+    return [unpack(payload, EpisodeGroup) for _, payload in consumed_groups(run)]
 
 
-def up_to_the_last_turn(branch: Branch) -> tuple[list[int], list[float], list[bool]]:
+def up_to_the_last_turn(branch: TokenSequence) -> tuple[list[int], list[float], list[bool]]:
     """What the environment says last, an agent tells nobody."""
     is_sampled = branch.is_sampled_T
     end = int(np.flatnonzero(is_sampled)[-1]) + 1

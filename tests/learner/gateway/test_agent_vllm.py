@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from learner.environments.episode import PlayedGroup
+from learner.environments.episode import EpisodeGroup
 from learner.train import train
 from protocol.codec import unpack
 
@@ -64,7 +64,7 @@ def test_every_token_of_an_agents_turns_has_the_servers_logprob(
     mismatches = [line["policy/mismatch_abs_logprob"] for line in metrics if "policy/mismatch_abs_logprob" in line]
     assert mismatches and max(mismatches) < TOLERANCE
     groups = consumed_groups(run)
-    episodes = [episode for _, payload in groups for episode in unpack(payload, PlayedGroup).episodes]
+    episodes = [episode for _, payload in groups for episode in unpack(payload, EpisodeGroup).episodes]
     whole = [episode for episode in episodes if episode.course.num_turns == NUM_TURNS]
     assert whole and len(groups) == 24
     assert any(len(versions_of(episode)) > 1 for episode in whole), "no push fell into an episode"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from learner.config import EnvironmentConfig
-from learner.environments.episode import Episode, PlayedGroup
+from learner.environments.episode import Episode, EpisodeGroup
 from learner.gateway.agent_process import Order, Rewarded
 from learner.gateway.agents import Agents
 from protocol.errors import ConfigError
@@ -19,7 +19,7 @@ from tests.learner.gateway.asking import OnceOnly, config_of, played_by_agent
 USER = "tests.learner.gateway.user_agents"
 
 
-def played(agent: str | None = None, columns: dict[str, Any] | None = None, **more: Any) -> PlayedGroup:
+def played(agent: str | None = None, columns: dict[str, Any] | None = None, **more: Any) -> EpisodeGroup:
     """A group of two episodes of an agent, one of ours if it names no module."""
     if agent is not None:
         more["agent"] = agent if ":" in agent else f"{USER}:{agent}"

@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from learner.config import EnvironmentConfig
-from learner.environments.episode import PlayedGroup
+from learner.environments.episode import EpisodeGroup
 from learner.environments.process import tools_of
 from learner.prompts.chat_template import ChatTemplate
 from protocol.codec import pack, unpack
@@ -290,7 +290,7 @@ def test_a_call_that_an_agent_has_read_itself_is_kept_whatever_the_policy_wrote_
             await agent.chat(told)
             episode = agent.end()
         assert (
-            unpack(pack(PlayedGroup(group_id="g", entered_version=0, episodes=[episode])), PlayedGroup)
+            unpack(pack(EpisodeGroup(group_id="g", entered_version=0, episodes=[episode])), EpisodeGroup)
             .episodes[0]
             .messages
         )

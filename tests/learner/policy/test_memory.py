@@ -47,7 +47,7 @@ from tests.bench.live_memory import LiveBytes
 from tests.learner.training.fixed_groups import make_run
 from tests.sweep.families import tiny_config, tiny_model
 
-PAGE = Path(__file__).parents[3] / "learner/policy/README.md"
+PAGE = Path(__file__).parents[3] / "docs/memory.md"
 QWEN_7B = Qwen2Config(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
     vocab_size=152064, tie_word_embeddings=False,

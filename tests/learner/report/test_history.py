@@ -16,7 +16,7 @@ from learner.controller import start_dashboard
 from learner.report.dashboard import Dashboard
 from learner.report.history import MAX_POINTS, History, read_history
 from learner.servers.loop_thread import LoopThread
-from learner.storage.files import Lines, last_line
+from learner.storage.files import JsonLinesFile, last_line
 from learner.storage.run_dir import RunDir
 from tests.learner.report.synthetic_run import write_lines
 from tests.learner.test_train import make_run
@@ -121,12 +121,12 @@ def test_the_end_of_a_long_file_is_found_from_its_end(tmp_path: Path, num_bytes:
     path = tmp_path / "lines.jsonl"
     long = json.dumps({"step": 1, "text": "x" * num_bytes})
     path.write_text(f"{long}\n{long}\n" + "torn" * (num_bytes // 4))
-    lines = Lines(path)
+    lines = JsonLinesFile(path)
     assert last_line(path) == long.encode()
     lines.append({"step": 2})
     lines.close()
     assert last_line(path) == b'{"step": 2}'
     assert path.read_text() == f'{long}\n{long}\n{{"step": 2}}\n'
     path.write_text("torn" * num_bytes)
-    Lines(path).close()
+    JsonLinesFile(path).close()
     assert path.read_text() == "" and last_line(path) == b""

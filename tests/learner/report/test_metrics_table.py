@@ -10,7 +10,7 @@ from learner.config import LearnerRun
 from protocol.config import keys_of
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "learner/report/README.md"
+PAGE = ROOT / "docs/metrics.md"
 ROWS = [
     [cell.strip() for cell in line.split("|")[1:-1]]
     for line in PAGE.read_text().splitlines()

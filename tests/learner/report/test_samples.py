@@ -10,15 +10,15 @@ from transformers import PreTrainedTokenizerBase
 
 import learner.report.records
 from learner.config import ReportConfig
-from learner.environments.branch import Branch
-from learner.environments.episode import Course
+from learner.environments.episode import EpisodeStats
+from learner.environments.token_sequence import TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.report.page import render
 from learner.report.records import Samples
 from learner.report.run_log import RunLog
 from learner.report.sample_view import newest_sample
 from learner.report.summary import steps_in
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.storage.files import ends_of
 from learner.storage.run_dir import RunDir
 from protocol.model_files import resolve_model
@@ -26,18 +26,18 @@ from tests.learner.report.synthetic_run import write_run
 from tests.learner.test_train import make_run
 
 
-def a_group(num_tokens: int = 3) -> ScoredGroup:
-    completion = Branch(
+def a_group(num_tokens: int = 3) -> RolloutGroup:
+    completion = TokenSequence(
         token_ids=np.full(num_tokens, 5, np.int32), behaviour_logprobs=np.zeros(num_tokens, np.float32),
         versions=[(0, num_tokens)], finish_reason="stop",
     )  # fmt: skip
-    return ScoredGroup(
+    return RolloutGroup(
         group_id="0.0", slot=0, prompt_token_ids=np.array([3, 4], np.int32), completions=[completion] * 6,
         rewards_G=[0.5] * 6, rewards_by_function={}, entered_version=0,
     )  # fmt: skip
 
 
-def write(path: Path, steps: range, every_steps: int, group: ScoredGroup | None = None) -> list[int]:
+def write(path: Path, steps: range, every_steps: int, group: RolloutGroup | None = None) -> list[int]:
     samples, tokenizer = Samples(path, every_steps), load_tokenizer(resolve_model("tiny:digits"))
     for step in steps:
         samples.keep(step, group or a_group(), tokenizer, dict)
@@ -108,26 +108,26 @@ def test_a_negative_distance_between_samples_is_refused() -> None:
         msgspec.convert({"samples_every_steps": -1}, ReportConfig)
 
 
-def an_episode(tokenizer: PreTrainedTokenizerBase) -> ScoredGroup:
+def an_episode(tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:
     """Two, of which the second has a branch; the policy says 1 to 3, the environment 8 and 9."""
 
-    def branch(text: str, versions: list[tuple[int | None, int]], prompt: str | None = None) -> Branch:
+    def branch(text: str, versions: list[tuple[int | None, int]], prompt: str | None = None) -> TokenSequence:
         token_ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
         assert len(token_ids) == sum(count for _, count in versions)
-        return Branch(
+        return TokenSequence(
             token_ids=token_ids, behaviour_logprobs=np.zeros(len(token_ids), np.float32), versions=versions, finish_reason="stop",
             prompt_token_ids=None if prompt is None else np.array(tokenizer.encode(prompt, add_special_tokens=False), np.int32),
         )  # fmt: skip
 
-    return ScoredGroup(
+    return RolloutGroup(
         group_id="0.0", slot=0, prompt_token_ids=np.array([3, 4], np.int32), rewards_G=[1.0, None], rewards_by_function={},
         completions=[
             branch("12893", [(4, 1), (5, 1), (None, 2), (5, 1)]), branch("1", [(5, 1)]), branch("2", [(7, 1)], "77"),
         ],
         num_branches_G=[1, 2], entered_version=4,
         courses_G=[
-            Course(state="finished", num_turns=2, num_calls=1, num_failed_calls=1, environment_s=0.5),
-            Course(state="tool_timeout", num_turns=1),
+            EpisodeStats(state="finished", num_turns=2, num_calls=1, num_failed_calls=1, environment_s=0.5),
+            EpisodeStats(state="tool_timeout", num_turns=1),
         ],
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import pytest
 
 from learner.algorithm.advantages import combined_advantages
 from learner.config import AdvantageConfig
-from learner.environments.branch import Branch
+from learner.environments.token_sequence import TokenSequence
 from learner.rewards.overlong import overlong_rewards, with_overlong
 from learner.rewards.workers import FunctionRewards, GroupRewards, RewardConfig
 from learner.train import train
@@ -15,8 +15,8 @@ from tests.learner.model_engine import tiny_server
 from tests.learner.test_train import make_run, metrics_of, rows_of
 
 
-def branch(num_tokens: int, finish_reason: str = "stop") -> Branch:
-    return Branch(
+def branch(num_tokens: int, finish_reason: str = "stop") -> TokenSequence:
+    return TokenSequence(
         token_ids=np.ones(num_tokens, np.int32),
         behaviour_logprobs=np.zeros(num_tokens, np.float32),
         versions=[(0, num_tokens)],

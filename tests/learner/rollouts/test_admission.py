@@ -5,19 +5,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.config import CurriculumConfig, DataConfig, LearnerConfig, RewardConfig
-from learner.environments.branch import Branch
+from learner.environments.token_sequence import TokenSequence
 from learner.prompts.curriculum import Curriculum
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.selection import Selection
 from learner.rollouts.slots import PassedOver, Slots, num_places_allowed
 
 
-def group(slot: int, version: int, *, signal: bool) -> ScoredGroup:
-    completion = Branch(
+def group(slot: int, version: int, *, signal: bool) -> RolloutGroup:
+    completion = TokenSequence(
         token_ids=np.ones(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(version, 1)], finish_reason="stop"
     )  # fmt: skip
     rewards = [0.0, 1.0] if signal else [1.0, 1.0]
-    return ScoredGroup(
+    return RolloutGroup(
         group_id=f"{slot}.0", slot=slot, prompt_token_ids=np.ones(1, np.int32), completions=[completion] * 2,
         rewards_G=rewards, rewards_by_function={"f": rewards}, entered_version=version,
     )  # fmt: skip
@@ -32,7 +32,7 @@ class Play:
         self.unsent: list[int] = []
         self.sent_at: dict[int, int] = {}
         self.passed_over: dict[int, PassedOver] = {}
-        self.consumed: list[list[ScoredGroup]] = []
+        self.consumed: list[list[RolloutGroup]] = []
         self.staleness: list[int] = []
         self.replaced: list[float] = []
         self.restart(Slots(0, 0, {}))

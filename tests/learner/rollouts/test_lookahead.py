@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from learner.config.learner import LearnerConfig
-from learner.rollouts.lookahead import SPARE_TAKES, Lookahead
+from learner.rollouts.auto_staleness import SPARE_TAKES, AutoStaleness
 from learner.train import train
 from protocol.messages import Generate, Message
 from tests.learner.config.settings import ALWAYS, load
@@ -21,7 +21,9 @@ def config_of(tmp_path: Path, **learner: object) -> LearnerConfig:
     return load(tmp_path, ALWAYS | learner).learner
 
 
-def simulate(lookahead: Lookahead, latency: float, num_at_once: int, jitter: float = 0.0) -> tuple[list[int], float]:
+def simulate(
+    lookahead: AutoStaleness, latency: float, num_at_once: int, jitter: float = 0.0
+) -> tuple[list[int], float]:
     """A learner that takes a second for each batch, and a server that generates `num_at_once` batches at once, each in `latency`
     seconds. Returns the lookahead at every step, and the seconds per step of the last half.
     """
@@ -57,38 +59,42 @@ def test_it_ends_at_the_least_lookahead_that_keeps_the_learner_fed(
     tmp_path: Path, latency: float, least: int, jitter: float
 ) -> None:
     seen, step_s = simulate(
-        Lookahead(config_of(tmp_path, max_staleness="auto")), latency, num_at_once=20, jitter=jitter
+        AutoStaleness(config_of(tmp_path, max_staleness="auto")), latency, num_at_once=20, jitter=jitter
     )
     assert set(seen[NUM_STEPS // 2 :]) == {least}
     assert step_s == pytest.approx(1.0, rel=0.02)
     if least > 1:  # and none below it would have
-        _, slower_s = simulate(Lookahead(config_of(tmp_path, max_staleness=least - 1)), latency, num_at_once=20)
+        _, slower_s = simulate(AutoStaleness(config_of(tmp_path, max_staleness=least - 1)), latency, num_at_once=20)
         assert slower_s > 1.05
 
 
 @pytest.mark.parametrize("num_at_once", [1, 2, 3])
 def test_a_full_server_is_not_asked_for_more(tmp_path: Path, num_at_once: int) -> None:
     latency = 4.0 * num_at_once
-    seen, step_s = simulate(Lookahead(config_of(tmp_path, max_staleness="auto")), latency, num_at_once)
+    seen, step_s = simulate(AutoStaleness(config_of(tmp_path, max_staleness="auto")), latency, num_at_once)
     assert max(seen) <= num_at_once + 1
     assert step_s == pytest.approx(4.0, rel=0.02)
 
 
 def test_it_never_goes_beyond_its_bounds(tmp_path: Path) -> None:
-    seen, _ = simulate(Lookahead(config_of(tmp_path, max_staleness="auto", max_auto_staleness=3)), 50.0, num_at_once=99)
+    seen, _ = simulate(
+        AutoStaleness(config_of(tmp_path, max_staleness="auto", max_auto_staleness=3)), 50.0, num_at_once=99
+    )
     assert max(seen) == 3
-    seen, _ = simulate(Lookahead(config_of(tmp_path, max_staleness="auto", max_auto_staleness=1)), 0.01, num_at_once=99)
+    seen, _ = simulate(
+        AutoStaleness(config_of(tmp_path, max_staleness="auto", max_auto_staleness=1)), 0.01, num_at_once=99
+    )
     assert set(seen) == {1}
 
 
 @pytest.mark.parametrize("versions", [0, 2, 5])
 def test_a_number_stays_what_it_is(tmp_path: Path, versions: int) -> None:
-    seen, _ = simulate(Lookahead(config_of(tmp_path, max_staleness=versions)), 3.0, num_at_once=9)
+    seen, _ = simulate(AutoStaleness(config_of(tmp_path, max_staleness=versions)), 3.0, num_at_once=9)
     assert set(seen) == {versions}
 
 
 def test_a_single_hiccup_of_the_server_is_given_back(tmp_path: Path) -> None:
-    lookahead = Lookahead(config_of(tmp_path, max_staleness="auto"))
+    lookahead = AutoStaleness(config_of(tmp_path, max_staleness="auto"))
     for _ in range(9):
         lookahead.note(waited_share=0.0, has_room=True, has_spare=False)
     lookahead.note(waited_share=0.6, has_room=True, has_spare=False)

@@ -17,10 +17,10 @@ from learner.config import LearnerRun
 from learner.rewards.scoring import Scorer
 from learner.rewards.workers import RewardWorkers
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.outstanding import Outstanding
+from learner.rollouts.pending_groups import PendingGroups
 from learner.rollouts.queue import GroupQueue
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.rollouts import Rollouts
-from learner.rollouts.scored_group import ScoredGroup
 from learner.run_inputs import RunInputs
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
@@ -169,7 +169,7 @@ def rollouts_of(run: LearnerRun) -> Iterator[tuple[Fleet, Rollouts]]:
     fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l"), LoopThread("test"))
     with RewardWorkers(run.learner.reward) as workers:
         queue = GroupQueue(run, run_inputs.prompts, ledger)
-        outstanding = Outstanding(ledger, run_inputs.prompts, run.learner.max_group_attempts)
+        outstanding = PendingGroups(ledger, run_inputs.prompts, run.learner.max_group_attempts)
         scorer = Scorer(run.learner, run_inputs.tokenizer, workers)
         rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
         try:
@@ -190,7 +190,7 @@ def rollouts_on(server: HandServer, tmp_path: Path, version: int = 0, **learner:
         yield rollouts
 
 
-def slots(groups: list[ScoredGroup] | None) -> list[int]:
+def slots(groups: list[RolloutGroup] | None) -> list[int]:
     assert groups is not None, "the groups did not come in time"
     return [group.slot for group in groups]
 

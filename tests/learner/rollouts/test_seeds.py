@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerRun
-from learner.environments.episode import PlayedGroup
-from learner.environments.player import Ask, Asked
+from learner.environments.episode import EpisodeGroup
+from learner.environments.player import Ask, TurnPrompt
 from learner.prompts.prompts import Prompt
-from learner.rollouts.request import Request, seed_of
+from learner.rollouts.group_requests import GroupRequest, seed_of
 from protocol.messages import Generate, GroupFailed, Message
 from tests.learner.rollouts.test_asking import until
 from tests.learner.rollouts.test_rollouts import (
@@ -36,15 +36,17 @@ def a_run(tmp_path: Path, *, seeded: bool = True, **learner: Any) -> LearnerRun:
 
 def seed_of_group(run: LearnerRun, slot: int, attempt: int) -> int | None:
     prompt = Prompt(prompt_id=0, prompt="1", token_ids=[1], columns={})
-    return Request(slot=slot, attempt=attempt, prompt=prompt).message(run).sampling.seed
+    return GroupRequest(slot=slot, attempt=attempt, prompt=prompt).message(run).sampling.seed
 
 
 def seed_of_turn(run: LearnerRun, slot: int, attempt: int, episode: int, number: int) -> int | None:
     return seed_of(run, slot, attempt, turn(episode, number))
 
 
-def turn(episode: int, number: int) -> Asked:
-    return Asked(episode=episode, number=number, token_ids=np.array([3], np.int32), max_tokens=2, salt="", stays_at="")
+def turn(episode: int, number: int) -> TurnPrompt:
+    return TurnPrompt(
+        episode=episode, number=number, token_ids=np.array([3], np.int32), max_tokens=2, salt="", stays_at=""
+    )
 
 
 def test_first_attempts_have_the_seeds_of_earlier_versions(tmp_path: Path) -> None:
@@ -85,7 +87,9 @@ def test_a_group_that_is_asked_again_is_sampled_with_other_seeds(tmp_path: Path)
 class OneTurn:
     """Asks for the first turn of each prompt."""
 
-    async def play(self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int) -> PlayedGroup:
+    async def play(
+        self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
+    ) -> EpisodeGroup:
         await ask(turn(0, 0))
         raise AssertionError("the server answers only what is asked again, and not that")
 

@@ -7,7 +7,7 @@ import pytest
 
 from learner.prompts.curriculum import Curriculum
 from learner.rewards.workers import FunctionRewards, GroupRewards
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.selection import Selection
 from learner.rollouts.slots import Slots
 from learner.run_inputs import RunInputs
@@ -27,7 +27,7 @@ def admitted(tmp_path: Path, rewards: dict[str, list[float]], **learner: Any) ->
     )
     group = make_group()
     slots = Slots(1, 0, {})
-    ready = ScoredGroup(
+    ready = RolloutGroup(
         group_id="0.0", slot=0, prompt_token_ids=group.prompt_token_ids, completions=group.completions,
         rewards_G=scored.rewards, rewards_by_function=scored.by_function, entered_version=0,
     )  # fmt: skip

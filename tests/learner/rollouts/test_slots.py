@@ -9,9 +9,9 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.rollouts.group_requests import GroupRequest
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.outstanding import Outstanding
-from learner.rollouts.request import Request
+from learner.rollouts.pending_groups import PendingGroups
 from learner.rollouts.slots import PassedOver, Slots
 from learner.run_inputs import RunInputs
 from tests.learner.rollouts.test_admission import group
@@ -118,12 +118,12 @@ def test_ten_times_as_many_slots_passed_over_cost_about_the_same() -> None:
         assert many < 3 * few, f"ahead: {is_ahead}"
 
 
-def seconds_to_take_up(num_held: int, outstanding: Outstanding, request: Request) -> float:
+def seconds_to_take_up(num_held: int, outstanding: PendingGroups, request: GroupRequest) -> float:
     """That a resume with so many groups under way takes until all have been asked for, and half of them have arrived before."""
 
     def take_up() -> None:
         for slot in range(num_held):
-            outstanding.hold(Request(slot=slot, attempt=0, prompt=request.prompt))
+            outstanding.hold(GroupRequest(slot=slot, attempt=0, prompt=request.prompt))
         for slot in range(0, num_held, 2):
             outstanding.pop(f"{slot}.0")
         asked = [
@@ -137,7 +137,7 @@ def seconds_to_take_up(num_held: int, outstanding: Outstanding, request: Request
 def test_a_resume_with_ten_times_as_many_groups_under_way_costs_about_ten_times_as_much(tmp_path: Path) -> None:
     run = make_run(tmp_path, "tcp://127.0.0.1:1")
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
-        outstanding = Outstanding(ledger, RunInputs(run).prompts, max_attempts=3)
+        outstanding = PendingGroups(ledger, RunInputs(run).prompts, max_attempts=3)
         request = outstanding.request(0, 0, 0)
         few, many = (seconds_to_take_up(num, outstanding, request) for num in (400, 4_000))
     assert many < 30 * few

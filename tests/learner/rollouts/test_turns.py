@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from learner.environments.episode import PlayedGroup
-from learner.environments.player import Ask, Asked
+from learner.environments.episode import EpisodeGroup
+from learner.environments.player import Ask, TurnPrompt
 from learner.prompts.prompts import Prompt
 from learner.rollouts.rollouts import Rollouts
 from protocol.messages import Generate, Message
@@ -23,7 +23,9 @@ class Impatient:
         self._server = server
         self.num_played = 0
 
-    async def play(self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int) -> PlayedGroup:
+    async def play(
+        self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
+    ) -> EpisodeGroup:
         first = asyncio.create_task(ask(asked(0)))
         while not any(name.startswith(f"{group_id}/") for name in self._server.generated):
             await asyncio.sleep(0.01)
@@ -34,8 +36,8 @@ class Impatient:
         raise AssertionError("the server is silent")
 
 
-def asked(number: int) -> Asked:
-    return Asked(episode=0, number=number, token_ids=np.array([3], np.int32), max_tokens=2, salt="", stays_at="")
+def asked(number: int) -> TurnPrompt:
+    return TurnPrompt(episode=0, number=number, token_ids=np.array([3], np.int32), max_tokens=2, salt="", stays_at="")
 
 
 def played(tmp_path: Path, server: HandServer, then: Callable[[Rollouts, Impatient], None], **learner: object) -> None:

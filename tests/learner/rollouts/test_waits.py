@@ -11,7 +11,7 @@ import pytest
 
 from learner import train as train_module
 from learner.report.summary import as_text, summarize
-from learner.rollouts.waits import Waits, held_up_by, learner_s, shares
+from learner.rollouts.bottleneck import Waits, held_up_by, learner_s, shares
 from learner.train import train
 from protocol.messages import Completion, Sampling
 from protocol.model_files import resolve_model

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import learner.starter
 from learner.config import LearnerRun
 from learner.evaluation.results import FILE, earlier
 from learner.rewards.workers import RewardWorkers
@@ -21,7 +20,7 @@ from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.openai_server import openai_server
 
-PAGE = Path(learner.starter.__file__).with_name("README.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/first-task.md").read_text()
 SHOWN = {
     kind: re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL) for kind in ("json", "python", "toml")
 }

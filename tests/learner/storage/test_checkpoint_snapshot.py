@@ -17,7 +17,7 @@ from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.queue import GroupQueue, Scored
 from learner.run_inputs import RunInputs
-from learner.storage.retention import Books, Checkpoints
+from learner.storage.retention import Checkpoints, LearnerRecords
 from learner.training.metrics import StepTimer
 from learner.training.policy_trainer import make_trainer
 from learner.training.step import train_on
@@ -49,7 +49,7 @@ class RunWithoutServer:
         if accelerator.is_main_process:
             self._ledger = Ledger(directory / "ledger.db")
             self._queue = GroupQueue(run, run_inputs.prompts, self._ledger)
-            self.books = Books(self._ledger, self._queue, dict)
+            self.books = LearnerRecords(self._ledger, self._queue, dict)
 
     def train(self) -> None:
         """Take one step: weights, moments and their counts, reference, KL coefficient, pass rates."""

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from learner.config import LearnerRun
 from learner.rollouts.ledger import Ledger, LedgerError
 from learner.storage.checkpoint import complete_checkpoints
-from learner.storage.files import DiskError, Lines, replace_file, writing
+from learner.storage.files import DiskError, JsonLinesFile, replace_file, writing
 from tests.learner.ledgers import receive
 from tests.learner.model_engine import tiny_server
 from tests.learner.mortal_learner import BALLAST, FullDisk, Life, live
@@ -67,7 +67,7 @@ def test_a_file_is_durable_before_it_has_its_name_and_its_name_before_it_counts(
 def test_lines_that_find_no_room_are_an_error_and_leave_whole_lines_behind(tmp_path: Path, mount: Disk) -> None:
     disk = tmp_path / "disk"
     mount(disk, 64)
-    lines = Lines(disk / "metrics.jsonl")
+    lines = JsonLinesFile(disk / "metrics.jsonl")
     lines.append({"step": 1})
     fill(disk)
     with pytest.raises(DiskError, match=r"metrics\.jsonl could not be written \(.*0\.0 MiB are free.*--resume"):
@@ -75,7 +75,7 @@ def test_lines_that_find_no_room_are_an_error_and_leave_whole_lines_behind(tmp_p
             lines.append({"step": step})
     lines.close()
     (disk / BALLAST).unlink()
-    lines = Lines(disk / "metrics.jsonl")
+    lines = JsonLinesFile(disk / "metrics.jsonl")
     lines.append({"step": step})
     lines.close()
     assert (disk / "metrics.jsonl").read_text().splitlines() == [f'{{"step": {i}}}' for i in range(1, step + 1)]
@@ -127,7 +127,7 @@ def test_whoever_writes_the_error_names_the_path_and_the_space(
 
 def test_a_directory_that_somebody_removed_is_an_error_too(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"gone/run/metrics\.jsonl could not be written \(.*No such file"):
-        Lines(tmp_path / "gone/run/metrics.jsonl")
+        JsonLinesFile(tmp_path / "gone/run/metrics.jsonl")
 
 
 def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, mount: Disk) -> None:

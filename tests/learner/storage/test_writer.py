@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from learner.config import LearnerRun
 from learner.policy.shards import ShardWriter
 from learner.run_inputs import RunInputs
-from learner.storage.checkpoint import Course, complete_checkpoints, load_checkpoint
+from learner.storage.checkpoint import RunProgress, complete_checkpoints, load_checkpoint
 from learner.storage.files import DiskError
 from learner.storage.writer import CheckpointWriter
 from learner.train import train
@@ -137,12 +137,12 @@ def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
     may_write = threading.Event()
     before_writing(monkeypatch, lambda: until(may_write.is_set))
     with CheckpointWriter(a_trainer(accelerator, timeout_s=0.1), tmp_path) as writer:
-        writer.begin(1, Course(), None, lambda: None)
+        writer.begin(1, RunProgress(), None, lambda: None)
         assert writer.take_metrics() == {}
         with pytest.raises(
             DeadlineExceeded, match=r"step-000001 was not written within 0\.1 s.*learner\.checkpoint\.timeout_s"
         ):
-            writer.begin(2, Course(), 1, lambda: None)
+            writer.begin(2, RunProgress(), 1, lambda: None)
         may_write.set()
         writer.wait()
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000001"]
@@ -150,7 +150,7 @@ def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
 
 def test_one_under_way_survives_the_error_that_ends_the_run(accelerator: Accelerator, tmp_path: Path) -> None:
     with pytest.raises(ParityError), CheckpointWriter(a_trainer(accelerator), tmp_path) as writer:
-        writer.begin(1, Course(), None, lambda: None)
+        writer.begin(1, RunProgress(), None, lambda: None)
         raise ParityError("apart")
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000001"]
 
@@ -161,7 +161,7 @@ def test_who_wants_to_stop_now_waits_for_none(
     may_write = threading.Event()
     before_writing(monkeypatch, lambda: until(may_write.is_set))
     with pytest.raises(KeyboardInterrupt), CheckpointWriter(a_trainer(accelerator), tmp_path) as writer:
-        writer.begin(1, Course(), None, lambda: None)
+        writer.begin(1, RunProgress(), None, lambda: None)
         raise KeyboardInterrupt
     assert complete_checkpoints(tmp_path) == []
     may_write.set()
@@ -173,11 +173,11 @@ def test_a_disk_that_fails_in_the_background_is_told_at_the_next_step_and_leaves
     before_writing(monkeypatch, no_space)
     completed: list[int] = []
     with CheckpointWriter(a_trainer(accelerator), tmp_path) as writer:
-        writer.begin(1, Course(), None, lambda: completed.append(1))
+        writer.begin(1, RunProgress(), None, lambda: completed.append(1))
         with pytest.raises(DiskError, match=r"step-000001\S* could not be written \(.*No space left.*--resume"):
             until(lambda: bool(writer.take_metrics()))
         assert list(tmp_path.iterdir()) == completed == []
-        writer.begin(2, Course(), None, lambda: None)
+        writer.begin(2, RunProgress(), None, lambda: None)
         with caplog.at_level(logging.WARNING):
             pass
     assert "step-000002 was not completed" in caplog.text
@@ -192,7 +192,7 @@ def fail_on_the_second_rank(accelerator: Accelerator, directory: Path) -> None:
         ShardWriter.write_data = lambda *_: no_space()  # type: ignore[method-assign]
     kind = DiskError if accelerator.is_main_process else RankFailed
     with CheckpointWriter(a_trainer(accelerator), directory) as writer:
-        writer.begin(1, Course(), None, lambda: None)
+        writer.begin(1, RunProgress(), None, lambda: None)
         with pytest.raises(kind):
             writer.wait()
     accelerator.wait_for_everyone()

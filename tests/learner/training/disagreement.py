@@ -19,7 +19,7 @@ import learner.training.policy_trainer
 from learner.config import LearnerRun
 from learner.forward.compile import describe_fused
 from learner.rank_agreement import first_problem
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
 from learner.training import distributed
 from learner.training.batch import Row, trained_rows
@@ -164,8 +164,8 @@ def differ_in_a_step(accelerator: Accelerator) -> None:
 
 
 def differing(
-    field: str, trainer: PolicyTrainer, groups: list[ScoredGroup]
-) -> tuple[PolicyTrainer, list[ScoredGroup], int]:
+    field: str, trainer: PolicyTrainer, groups: list[RolloutGroup]
+) -> tuple[PolicyTrainer, list[RolloutGroup], int]:
     model: Any = trainer.accelerator.unwrap_model(trainer.policy)
     match field:
         case "step":

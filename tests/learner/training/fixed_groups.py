@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.config import LearnerRun
-from learner.environments.branch import Branch
+from learner.environments.token_sequence import TokenSequence
 from learner.forward.logprobs import sequences_logprobs
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
 
@@ -49,7 +49,7 @@ def make_moved_trainer(run: LearnerRun, accelerator: Accelerator) -> PolicyTrain
     return trainer
 
 
-def make_groups(policy: torch.nn.Module, num_groups: int = 3, num_completions: int = 4) -> list[ScoredGroup]:
+def make_groups(policy: torch.nn.Module, num_groups: int = 3, num_completions: int = 4) -> list[RolloutGroup]:
     """Prompts and completions of random length; behaviour logprobs off the policy's by noise of 0.3; some are truncated."""
     generator = random.Random(3)
     groups = []
@@ -63,7 +63,7 @@ def make_groups(policy: torch.nn.Module, num_groups: int = 3, num_completions: i
             noise = np.array([generator.gauss(0, 0.3) for _ in tokens], np.float32)
             first = generator.randrange(0, length)
             old = generator.randrange(1, VERSION)
-            completion = Branch(
+            completion = TokenSequence(
                 token_ids=np.array(tokens, np.int32),
                 behaviour_logprobs=logprobs + noise,
                 versions=[(old, first), (old + 1, length - first)] if first else [(old + 1, length)],
@@ -72,7 +72,7 @@ def make_groups(policy: torch.nn.Module, num_groups: int = 3, num_completions: i
             completions.append(completion)
         rewards = [generator.choice([0.0, 0.5, 1.0]) for _ in completions]
         rewards[0], rewards[1] = 0.0, 1.0
-        group = ScoredGroup(
+        group = RolloutGroup(
             group_id=f"{slot}.0",
             slot=slot,
             prompt_token_ids=np.array(prompt, np.int32),

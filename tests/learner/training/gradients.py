@@ -8,13 +8,13 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 
 from learner.policy.snapshot import whole
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.training.batch import trained_rows
 from learner.training.distributed import my_batches
 from learner.training.metrics import StepTimer
 from learner.training.policy_trainer import PolicyTrainer
 from learner.training.precompute import precompute_logprobs
-from learner.training.step import advantages, forward_backward, less_kl
+from learner.training.step import advantages, apply_kl_penalty, forward_backward
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 
 GEOMETRIC_MASK = {
@@ -47,11 +47,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def gradient_of(trainer: PolicyTrainer, groups: list[ScoredGroup]) -> torch.Tensor:
+def gradient_of(trainer: PolicyTrainer, groups: list[RolloutGroup]) -> torch.Tensor:
     """The gradient of the first update, as one vector."""
     config = trainer.config
     if config.kl.place == "reward":
-        groups, _ = less_kl(trainer, groups, VERSION, StepTimer())
+        groups, _ = apply_kl_penalty(trainer, groups, VERSION, StepTimer())
     rows = trained_rows(groups, advantages(groups, config), config)
     batches = my_batches(trainer.accelerator, trainer.policy, rows, config, "the step")
     batches = precompute_logprobs(trainer, batches, StepTimer())

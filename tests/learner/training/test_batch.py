@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from learner.config import LearnerConfig
-from learner.environments.branch import Branch
-from learner.rollouts.scored_group import ScoredGroup
+from learner.environments.token_sequence import TokenSequence
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.training.batch import Row, micro_batch, trained_rows
 
 CPU = torch.device("cpu")
@@ -18,8 +18,8 @@ def learner_config(**settings: object) -> LearnerConfig:
     return msgspec.convert(needed | settings, LearnerConfig)
 
 
-def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None = None) -> Branch:
-    return Branch(
+def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None = None) -> TokenSequence:
+    return TokenSequence(
         token_ids=np.array(token_ids, np.int32),
         behaviour_logprobs=-np.array(token_ids, np.float32) / 100,
         versions=versions or [(3, len(token_ids))],
@@ -27,7 +27,7 @@ def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None
     )
 
 
-def make_row(prompt: list[int], completion: Branch, advantage: float, group: int = 0) -> Row:
+def make_row(prompt: list[int], completion: TokenSequence, advantage: float, group: int = 0) -> Row:
     return Row(
         prompt_token_ids=np.array(prompt, np.int32),
         branch=completion,
@@ -39,8 +39,8 @@ def make_row(prompt: list[int], completion: Branch, advantage: float, group: int
     )
 
 
-def make_group(slot: int = 0) -> ScoredGroup:
-    return ScoredGroup(
+def make_group(slot: int = 0) -> RolloutGroup:
+    return RolloutGroup(
         group_id=f"{slot}.0",
         slot=slot,
         prompt_token_ids=np.array([1, 2], np.int32),

@@ -11,9 +11,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from learner.environments.branch import Branch
+from learner.environments.token_sequence import TokenSequence
 from learner.forward import pack as forward_pack
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.training import packing
 from learner.training.distributed import StepBatch
 from learner.training.metrics import StepTimer, group_metrics
@@ -34,10 +34,10 @@ def accelerator() -> Iterator[Accelerator]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def answered(branch: Branch) -> Branch:
+def answered(branch: TokenSequence) -> TokenSequence:
     """Two turns: the environment speaks after the first token."""
     versions = [(version, 1) for version, count in branch.versions for _ in range(count)]
-    return Branch(
+    return TokenSequence(
         token_ids=np.insert(branch.token_ids, 1, ANSWER).astype(np.int32),
         behaviour_logprobs=np.insert(branch.behaviour_logprobs, 1, [0.0, 0.0]).astype(np.float32),
         versions=[*versions[:1], (None, len(ANSWER)), *versions[1:]],
@@ -45,7 +45,7 @@ def answered(branch: Branch) -> Branch:
     )
 
 
-def with_episodes(groups: list[ScoredGroup], first_token: int | None = 7) -> list[ScoredGroup]:
+def with_episodes(groups: list[RolloutGroup], first_token: int | None = 7) -> list[RolloutGroup]:
     """Every episode has two turns; every other one has a second branch, behind a prompt of its own, which begins otherwise than the
     group's unless `first_token` is None.
     """
@@ -70,7 +70,7 @@ class Told(msgspec.Struct):
     behaviour: torch.Tensor
 
 
-def tell(model: torch.nn.Module, group: ScoredGroup, branch: Branch) -> Told:
+def tell(model: torch.nn.Module, group: RolloutGroup, branch: TokenSequence) -> Told:
     prompt = (group.prompt_token_ids if branch.prompt_token_ids is None else branch.prompt_token_ids).tolist()
     tokens = torch.tensor(prompt + branch.token_ids.tolist())
     logprobs_TV = plain_logits(model, tokens[None])[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -83,16 +83,16 @@ def tell(model: torch.nn.Module, group: ScoredGroup, branch: Branch) -> Told:
     )
 
 
-def episodes_of(group: ScoredGroup) -> list[list[Branch]]:
+def episodes_of(group: RolloutGroup) -> list[list[TokenSequence]]:
     starts = np.cumsum([0, *group.num_branches_G])
     return [group.completions[start:end] for start, end in pairwise(starts)]
 
 
 def plain_update(
     model: torch.nn.Module,
-    groups: list[ScoredGroup],
+    groups: list[RolloutGroup],
     advantages: list[list[float]],
-    loss_of: Callable[[ScoredGroup, Branch, Told, float], torch.Tensor],
+    loss_of: Callable[[RolloutGroup, TokenSequence, Told, float], torch.Tensor],
     *,
     is_per_episode: bool = False,
 ) -> None:
@@ -113,11 +113,11 @@ def plain_update(
             parameter -= LEARNING_RATE * parameter.grad
 
 
-def ppo(group: ScoredGroup, branch: Branch, told: Told, advantage: float) -> torch.Tensor:
+def ppo(group: RolloutGroup, branch: TokenSequence, told: Told, advantage: float) -> torch.Tensor:
     return clipped((told.logprobs - told.behaviour).exp(), advantage)
 
 
-def own_advantages(groups: list[ScoredGroup]) -> list[list[float]]:
+def own_advantages(groups: list[RolloutGroup]) -> list[list[float]]:
     return [group_advantages(group.rewards_G) for group in groups]
 
 
@@ -211,7 +211,7 @@ def test_an_episode_may_sample_more_than_a_turn_may(accelerator: Accelerator) ->
     trainer = make_moved_trainer(run, accelerator)
     groups = make_groups(trainer.policy, num_groups=1)
     (turn,) = [branch for branch in groups[0].completions if len(branch.token_ids) == MAX_TOKENS][:1]
-    twice = Branch(
+    twice = TokenSequence(
         token_ids=np.tile(turn.token_ids, 2), behaviour_logprobs=np.tile(turn.behaviour_logprobs, 2),
         versions=turn.versions * 2, finish_reason="stop",
     )  # fmt: skip
@@ -231,6 +231,6 @@ def test_episodes_reach_the_other_ranks_as_they_are(accelerator: Accelerator) ->
 
 def test_a_branch_whose_parts_differ_in_length_is_refused() -> None:
     with pytest.raises(ValueError, match="2 token ids, 2 behaviour logprobs and versions of 3 tokens"):
-        Branch(
+        TokenSequence(
             token_ids=np.zeros(2, np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(None, 3)], finish_reason="stop"
         )  # fmt: skip

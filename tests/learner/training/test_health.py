@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from learner.training.health import Health, unhealthy
+from learner.training.health import HealthMonitor, unhealthy
 
 HEALTHY = {
     "policy/ratio_mean": 1.01,
@@ -41,7 +41,7 @@ def test_each_bound_names_its_number(name: str, value: float, expected: str) -> 
 
 
 def test_a_lasting_sign_is_said_once_and_again_when_it_comes_back(caplog: pytest.LogCaptureFixture) -> None:
-    health = Health()
+    health = HealthMonitor()
     with caplog.at_level(logging.WARNING):
         for step, ess in enumerate([0.9, 0.2, 0.1, 0.9, 0.2], start=1):
             health.watch(step, HEALTHY | {"policy/ess": ess})

@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from learner.environments.branch import Branch
-from learner.rollouts.scored_group import ScoredGroup
+from learner.environments.token_sequence import TokenSequence
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
 from learner.training.metrics import StepTimer, group_metrics
 from learner.training.policy_trainer import make_trainer
@@ -38,7 +38,7 @@ def accelerator() -> Iterator[Accelerator]:
 Told = tuple[torch.Tensor, torch.Tensor]
 
 
-def tell(model: torch.nn.Module, group: ScoredGroup, completion: Branch) -> Told:
+def tell(model: torch.nn.Module, group: RolloutGroup, completion: TokenSequence) -> Told:
     """Logprob and entropy of each token of a completion, alone and unpadded."""
     prompt = group.prompt_token_ids.tolist()
     tokens = torch.tensor(prompt + completion.token_ids.tolist())
@@ -57,13 +57,13 @@ def clipped(ratio_T: torch.Tensor, advantage: float) -> torch.Tensor:
     return -(objective_T.clamp(min=3 * advantage) if advantage < 0 else objective_T)
 
 
-def behaviour(completion: Branch) -> torch.Tensor:
+def behaviour(completion: TokenSequence) -> torch.Tensor:
     return torch.from_numpy(completion.behaviour_logprobs).double()
 
 
 def plain_updates(
     model: torch.nn.Module,
-    groups: list[ScoredGroup],
+    groups: list[RolloutGroup],
     advantages: list[list[float]],
     num_updates: int,
     loss_of: Callable,
@@ -222,7 +222,7 @@ def test_a_kl_in_the_loss_is_measured_against_one_reference_over_all_updates(acc
 def test_groups_without_signal_still_have_a_kl_and_an_entropy(accelerator: Accelerator) -> None:
     """Else both would weigh less and less while more and more prompts are solved."""
 
-    def without_signal(groups: list[ScoredGroup]) -> list[ScoredGroup]:
+    def without_signal(groups: list[RolloutGroup]) -> list[RolloutGroup]:
         return [msgspec.structs.replace(group, rewards_G=[1.0] * len(group.completions)) for group in groups]
 
     def plain(model, reference, groups):

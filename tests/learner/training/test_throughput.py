@@ -30,7 +30,7 @@ from learner.train import train
 from learner.training.health import unhealthy
 from learner.training.metrics import (
     Devices,
-    Extremes,
+    RatioRange,
     StepTimer,
     group_metrics,
     memory_metrics,
@@ -46,7 +46,7 @@ from tests.learner.test_train import metrics_of
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 from tests.learner.training.test_packing import rows_of
 
-PAGE = Path(__file__).parents[3] / "learner/report/README.md"
+PAGE = Path(__file__).parents[3] / "docs/metrics.md"
 CPU = Devices(torch.device("cpu"), 2)
 
 
@@ -184,7 +184,7 @@ def test_the_extreme_ratios_are_those_of_all_ranks() -> None:
 
 
 def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:
-    extremes = Extremes()
+    extremes = RatioRange()
     ratios = torch.tensor([[0.0, 50.0], [-1.0, math.nan]])
     extremes.see(ratios, torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.tensor([1.0, 0.5]))
     extremes.see(torch.zeros(1, 2), torch.tensor([[0.5, 0.5]]), torch.tensor([0.5]))
@@ -198,7 +198,7 @@ def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:
 
 
 def test_the_share_of_a_token_is_that_of_the_update_in_which_it_is_largest(accelerator: Accelerator) -> None:
-    extremes = Extremes()
+    extremes = RatioRange()
     for pulls in ([1.0, 1.0], [9.0, 1.0]):  # an update of one micro-batch each
         extremes.see(torch.zeros(1, 2), torch.tensor([pulls]), torch.tensor([1.0]))
     metrics = extremes.take(accelerator, 2)
@@ -213,13 +213,13 @@ def test_a_token_is_said_to_rule_an_update_only_if_it_pulls_more_than_its_advant
     for ratio, expected in ((1.0, set()), (1000.0, {"loss/max_token_share"})):
         ratio_BT = torch.ones(16, 3)
         ratio_BT[0, 1] = ratio
-        extremes = Extremes()
+        extremes = RatioRange()
         extremes.see(ratio_BT.log(), ratio_BT * advantages_B.abs().unsqueeze(1), advantages_B.abs())
         assert unhealthy(extremes.take(accelerator, 1)).keys() == expected
 
 
 def test_a_pull_that_is_no_number_hides_no_other(accelerator: Accelerator) -> None:
-    extremes = Extremes()
+    extremes = RatioRange()
     extremes.see(torch.zeros(1, 3), torch.tensor([[math.nan, 1.0, 3.0]]), torch.ones(1))
     assert extremes.take(accelerator, 1)["loss/max_token_share"] == 0.75
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from learner.config import LearnerRun
 from learner.environments.episode import AnyGroup
-from learner.rollouts.request import Owed
+from learner.rollouts.group_requests import PendingRequest
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
 
@@ -27,12 +27,12 @@ UNDER_WAY_S = 5.0
 """Age below which a sent request may be missing from a server's group count, in seconds."""
 
 
-class Asking:
+class Dispatcher:
     """Dispatcher of all pending requests of one run."""
 
     def __init__(self, run: LearnerRun, fleet: Fleet) -> None:
         self.run, self.fleet = run, fleet
-        self._owed: dict[str, Owed] = {}
+        self._owed: dict[str, PendingRequest] = {}
         self.num_owed: Counter[str] = Counter()
         """Number of pending requests by endpoint."""
         self._num_resent = 0
@@ -45,10 +45,10 @@ class Asking:
     def group_ids(self) -> list[str]:
         return list(self._owed)
 
-    def get(self, group_id: str) -> Owed | None:
+    def get(self, group_id: str) -> PendingRequest | None:
         return self._owed.get(group_id)
 
-    def settle(self, group_id: str) -> Owed | None:
+    def settle(self, group_id: str) -> PendingRequest | None:
         """Remove and return the request with this id, or None if it is not pending."""
         owed = self._owed.get(group_id)
         if owed is not None:
@@ -61,7 +61,7 @@ class Asking:
         for group_id in self.group_ids:
             self.settle(group_id)
 
-    async def withdraw(self, owed: Owed) -> None:
+    async def withdraw(self, owed: PendingRequest) -> None:
         """Forget a request and cancel it at its server."""
         endpoint = owed.owed_by
         if self.settle(owed.group_id) is None:
@@ -70,7 +70,7 @@ class Asking:
             if member.endpoint == endpoint:
                 await member.link.cancel([owed.group_id])
 
-    async def begin(self, requests: Iterable[Owed]) -> None:
+    async def begin(self, requests: Iterable[PendingRequest]) -> None:
         """Register and send requests; those that cannot be sent now wait for `ask_rest`."""
         requests = list(requests)
         self._owed |= {request.group_id: request for request in requests}
@@ -138,7 +138,7 @@ class Asking:
             self._note_asked(owed, None)
             await self._ask([owed])
 
-    async def _ask(self, requests: Iterable[Owed]) -> None:
+    async def _ask(self, requests: Iterable[PendingRequest]) -> None:
         unreachable: list[Member] = []
         for owed in requests:
             # During `_send` another task may send this request, or its previous server may answer.
@@ -150,15 +150,15 @@ class Asking:
                     unreachable.append(member)
                     self._note_asked(owed, None)
 
-    async def _send(self, member: Member, owed: Owed) -> bool:
+    async def _send(self, member: Member, owed: PendingRequest) -> bool:
         self._note_asked(owed, member.endpoint)
         owed.sent_at = time.monotonic()
         return await member.link.generate(owed.message(self.run))
 
-    def _owed_by(self, member: Member) -> list[Owed]:
+    def _owed_by(self, member: Member) -> list[PendingRequest]:
         return [owed for owed in self._owed.values() if owed.owed_by == member.endpoint]
 
-    def _note_asked(self, owed: Owed, endpoint: str | None) -> None:
+    def _note_asked(self, owed: PendingRequest, endpoint: str | None) -> None:
         """Record which server has the request; None for no server."""
         if self._owed.get(owed.group_id) is not owed:
             return

@@ -1,6 +1,6 @@
 """Convert turns into orders and responses into tokens, as text or conversation.
 
-    turn ─▶ orders ─▶ (process.py) ─▶ responses ─▶ Heard: tokens after the turn, or a new branch's prompt
+    turn ─▶ orders ─▶ (process.py) ─▶ responses ─▶ NextPrompt: tokens after the turn, or a new branch's prompt
 
 This sits between the player and the chat template.
 Invariant: recorded tokens are never rendered again. A conversation continues with what its template adds
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import msgspec
 
 from learner.environments.answer import Unreadable, calls_of, read_answer
-from learner.environments.host import Call, Said, Turn
+from learner.environments.host import Call, StepResult, Turn
 from learner.prompts.chat_template import ChatTemplate, Message, num_shared
 from learner.prompts.reasoning import OPENS_REASONING
 
 
-class Heard(msgspec.Struct, frozen=True):
+class NextPrompt(msgspec.Struct, frozen=True):
     """Tokens before the next turn."""
 
     token_ids: list[int]
@@ -26,13 +26,13 @@ class Heard(msgspec.Struct, frozen=True):
     """Whether these are all tokens before the turn."""
 
 
-class PlainTalk:
+class TextConversation:
     """Plain-text exchange: turns and responses are passed on as text."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
 
-    def begin(self, said: Said) -> Heard:
+    def begin(self, said: StepResult) -> NextPrompt:
         return self.hear([said])
 
     @property
@@ -46,12 +46,12 @@ class PlainTalk:
         """Return the turn as an order. `prompt`: all tokens before the turn."""
         return [Turn(self._template.spoken(token_ids))]
 
-    def hear(self, said: list[Said]) -> Heard:
+    def hear(self, said: list[StepResult]) -> NextPrompt:
         text = "".join(one.text for one in said)
-        return Heard(self._template.tokenizer.encode(text, add_special_tokens=False) if text else [])
+        return NextPrompt(self._template.tokenizer.encode(text, add_special_tokens=False) if text else [])
 
 
-class ChatTalk:
+class ChatConversation:
     """A conversation: the policy calls tools until it calls none.
 
     The tools' answers are messages.
@@ -65,13 +65,13 @@ class ChatTalk:
         self._recorded: list[int] = []
         """All tokens up to the end of the last turn."""
 
-    def begin(self, said: Said) -> Heard:
+    def begin(self, said: StepResult) -> NextPrompt:
         """Append the response to reset to the last message."""
         if not said.text:
-            return Heard([])
+            return NextPrompt([])
         last = self._messages[-1]
         self._messages[-1] = last | {"content": _joined(last["content"], said.text)}
-        return Heard(self._template.prompt_ids(self._messages), begins_branch=True)
+        return NextPrompt(self._template.prompt_ids(self._messages), begins_branch=True)
 
     def orders(self, prompt: list[int], token_ids: list[int]) -> list[Call]:
         """Return the tool calls of a turn, or none if it is the last turn.
@@ -119,7 +119,7 @@ class ChatTalk:
         """Record the last turn as text, without parsing it."""
         self._say({"role": "assistant", "content": self._template.spoken(token_ids)})
 
-    def hear(self, said: list[Said]) -> Heard:
+    def hear(self, said: list[StepResult]) -> NextPrompt:
         """Return the tokens of the tools' answers, which are in the order of the calls.
 
         The last calls have no answer if the environment was done before.
@@ -139,7 +139,7 @@ def continued(
     new: Sequence[Message],
     recorded: list[int],
     stops: Sequence[str] = (),
-) -> Heard:
+) -> NextPrompt:
     """Return the tokens before the next turn.
 
     `recorded`: all tokens up to the end of the last turn, with which the old messages end. `stops`: texts,
@@ -150,7 +150,7 @@ def continued(
     """
     rendered = template.token_ids([*said, *new])
     end = _reach(template, rendered, recorded, stops)
-    return Heard(rendered, begins_branch=True) if end is None else Heard(rendered[end:])
+    return NextPrompt(rendered, begins_branch=True) if end is None else NextPrompt(rendered[end:])
 
 
 def _reach(template: ChatTemplate, rendered: list[int], recorded: list[int], stops: Sequence[str]) -> int | None:

@@ -10,8 +10,8 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from learner.environments.branch import UNKNOWN_VERSION, Branch
-from learner.environments.episode import AnyGroup, Course, PlayedGroup, episodes_of, num_sampled
+from learner.environments.episode import AnyGroup, EpisodeGroup, EpisodeStats, episodes_of, num_sampled
+from learner.environments.token_sequence import UNKNOWN_VERSION, TokenSequence
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.ledger import Ledger
@@ -20,13 +20,13 @@ from protocol.codec import pack, unpack
 from protocol.messages import Part
 
 
-class ScoredGroup(Part):
+class RolloutGroup(Part):
     """Group ready for training; None in `rewards_G` marks an unscorable episode."""
 
     group_id: str
     slot: int
     prompt_token_ids: np.ndarray
-    completions: list[Branch]
+    completions: list[TokenSequence]
     """Branches of the first episode, then those of the second, and so on."""
     rewards_G: list[float | None]
     rewards_by_function: dict[str, list[float | None]]
@@ -40,14 +40,14 @@ class ScoredGroup(Part):
     """Values that reward functions logged per completion, by name. A restart loses them."""
     num_branches_G: list[int] = msgspec.field(default_factory=list)
     """Number of branches of each episode. Empty: one each."""
-    courses_G: list[Course] = msgspec.field(default_factory=list)
+    courses_G: list[EpisodeStats] = msgspec.field(default_factory=list)
     """End state and statistics of each episode. Empty: there is no environment."""
 
-    def prompt_of(self, branch: Branch) -> np.ndarray:
+    def prompt_of(self, branch: TokenSequence) -> np.ndarray:
         return self.prompt_token_ids if branch.prompt_token_ids is None else branch.prompt_token_ids
 
     @property
-    def branches_G(self) -> list[list[Branch]]:
+    def branches_G(self) -> list[list[TokenSequence]]:
         """Branches of each episode."""
         branches = iter(self.completions)
         return [list(islice(branches, count)) for count in self.num_branches_G or [1] * len(self.completions)]
@@ -66,7 +66,7 @@ class ScoredGroup(Part):
         return sum(branch.num_sampled for branch in self.completions)
 
 
-def texts_of(groups: Sequence[ScoredGroup], *, min_tokens: int, max_tokens: int) -> list[list[int]]:
+def texts_of(groups: Sequence[RolloutGroup], *, min_tokens: int, max_tokens: int) -> list[list[int]]:
     """Return prompts with completions, until they have `min_tokens` tokens in total.
 
     The first round takes one completion of each group, because completions of a group share their prompt. A
@@ -93,7 +93,7 @@ def received(ledger: Ledger, row: Row) -> AnyGroup:
     return msgspec.structs.replace(group, entered_version=UNKNOWN_VERSION)
 
 
-def recalled(ledger: Ledger, row: Row, prompt: Prompt) -> ScoredGroup:
+def recalled(ledger: Ledger, row: Row, prompt: Prompt) -> RolloutGroup:
     """Return a group that was scored before a restart."""
     return scored_group(row.slot, prompt, received(ledger, row), rewards_of(row))
 
@@ -104,10 +104,10 @@ def rewards_of(row: Row) -> GroupRewards:
     return msgspec.json.decode(row.rewards, type=GroupRewards)
 
 
-def scored_group(slot: int, prompt: Prompt, group: AnyGroup, rewards: GroupRewards, server: str = "") -> ScoredGroup:
+def scored_group(slot: int, prompt: Prompt, group: AnyGroup, rewards: GroupRewards, server: str = "") -> RolloutGroup:
     """Combine a group with its prompt and rewards."""
     episodes = episodes_of(group)
-    return ScoredGroup(
+    return RolloutGroup(
         group_id=group.group_id,
         slot=slot,
         prompt_token_ids=np.array(prompt.token_ids, np.int32),
@@ -119,5 +119,5 @@ def scored_group(slot: int, prompt: Prompt, group: AnyGroup, rewards: GroupRewar
         logged_metrics=rewards.logged_metrics,
         logged_extra=rewards.logged_extra,
         num_branches_G=[len(episode.branches) for episode in episodes],
-        courses_G=[episode.course for episode in episodes] if isinstance(group, PlayedGroup) else [],
+        courses_G=[episode.course for episode in episodes] if isinstance(group, EpisodeGroup) else [],
     )

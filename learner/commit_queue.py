@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Together(Generic[T]):
+class CommitQueue(Generic[T]):
     """Commit queue for use in one event loop."""
 
     def __init__(self, commit: Callable[[list[T]], Awaitable[None]]) -> None:

@@ -1,6 +1,6 @@
 """Chooses how many policy versions ahead of the learner groups are requested.
 
-    takes of queue.py ─▶ Lookahead.note ─▶ max_staleness of the admission rule (slots.py)
+    takes of queue.py ─▶ AutoStaleness.note ─▶ max_staleness of the admission rule (slots.py)
 
 If the learner is the bottleneck, groups become as stale as the rule allows. "auto" finds the smallest
 lookahead that keeps the learner fed. By Little's law, this is the smallest L with L · (seconds of a step) ≥
@@ -25,8 +25,8 @@ WAITED_SHARE = 0.05
 SPARE_TAKES = 10
 
 
-class Lookahead:
-    """Lookahead controller; `versions` is the max_staleness of the admission rule."""
+class AutoStaleness:
+    """Controller of the staleness bound; `versions` is the max_staleness of the admission rule."""
 
     def __init__(self, config: LearnerConfig) -> None:
         self._is_auto = config.max_staleness == "auto"

@@ -20,7 +20,7 @@ A version that is trained again may have other weights under the same number.
 """
 
 
-class Branch(Part, frozen=True):
+class TokenSequence(Part, frozen=True):
     """Tokens after a prompt in one sequence.
 
     Example: token_ids=[7, 3, 9, 1], behaviour_logprobs=[-0.2, -1.1, 0, -0.1], versions=[(4, 2), (None, 1),
@@ -48,7 +48,7 @@ class Branch(Part, frozen=True):
             )
 
     @classmethod
-    def of(cls, completion: Completion) -> "Branch":
+    def of(cls, completion: Completion) -> "TokenSequence":
         """Return a plain completion as a branch, all of which the policy sampled."""
         return cls(
             token_ids=completion.token_ids,

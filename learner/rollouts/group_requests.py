@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerRun, SamplingConfig
-from learner.environments.episode import REWARDED, AnyGroup, PlayedGroup
-from learner.environments.player import Asked
+from learner.environments.episode import REWARDED, AnyGroup, EpisodeGroup
+from learner.environments.player import TurnPrompt
 from learner.prompts.prompts import Prompt
 from learner.rollouts.ledger_row import group_id_of
 from protocol.errors import ProtocolError
@@ -22,7 +22,7 @@ RETRY_STRIDE = 1_327_217_885
 """2**31 divided by the golden ratio. Few attempts of slots less than a million apart never share a seed."""
 
 
-class Owed(msgspec.Struct, kw_only=True, eq=False):
+class PendingRequest(msgspec.Struct, kw_only=True, eq=False):
     """Base of the requests that a server has or will get."""
 
     sent_at: float | None = None
@@ -46,7 +46,7 @@ class Owed(msgspec.Struct, kw_only=True, eq=False):
         raise NotImplementedError
 
 
-class Request(Owed, kw_only=True, eq=False):
+class GroupRequest(PendingRequest, kw_only=True, eq=False):
     """Request for the group of a slot."""
 
     slot: int
@@ -69,7 +69,7 @@ class Request(Owed, kw_only=True, eq=False):
         )
 
 
-class TurnRequest(Owed, kw_only=True, eq=False):
+class TurnRequest(PendingRequest, kw_only=True, eq=False):
     """Request for one turn of an episode in a slot's group."""
 
     name: str
@@ -77,7 +77,7 @@ class TurnRequest(Owed, kw_only=True, eq=False):
     slot: int
     attempt: int
     """Attempts of the group and of this turn combined. 0 only for the first attempt of both."""
-    turn: Asked
+    turn: TurnPrompt
     answer: "asyncio.Future[Group | GroupFailed]"
 
     @property
@@ -99,7 +99,7 @@ class TurnRequest(Owed, kw_only=True, eq=False):
         )
 
 
-def seed_of(run: LearnerRun, slot: int, attempt: int, turn: Asked | None = None) -> int | None:
+def seed_of(run: LearnerRun, slot: int, attempt: int, turn: TurnPrompt | None = None) -> int | None:
     """Return the seed of a group's first completion, or of a turn; None if unseeded.
 
     A retry gets another seed, because the same tokens would fail in the same way. Seeds of retries lie in the
@@ -137,7 +137,7 @@ def survivors(group: AnyGroup, config: SamplingConfig, vocab_size: int) -> AnyGr
     Raises:
         ProtocolError: The group is not what was requested.
     """
-    if isinstance(group, PlayedGroup):  # its turns were already checked
+    if isinstance(group, EpisodeGroup):  # its turns were already checked
         num_rewarded = sum(episode.course.state in REWARDED for episode in group.episodes)
         return group if num_rewarded >= MIN_SURVIVORS else None
     check_completions(group, config.num_completions, config.max_tokens, vocab_size)
