@@ -13,7 +13,7 @@ ifneq ($(shell $(PY) -c 'print("starts")' 2>/dev/null),starts)
 $(STAMP): FORCE
 endif
 
-.PHONY: help install demo real test chaos lint lock keys clean FORCE
+.PHONY: help install demo real test chaos lint docs lock keys clean FORCE
 FORCE:
 
 help:  ## show this list
@@ -42,6 +42,10 @@ lint: $(STAMP)  ## ruff, formatting and mypy
 	@$(PY) -m ruff format --check
 	@$(PY) -m mypy
 
+docs: $(STAMP)  ## build docs/ into site/; a broken link or anchor is an error
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "the site: site/index.html"
+
 lock:  ## resolve deploy/cpu.lock anew
 	@$(PYTHON) deploy/cpu_environment.py lock
 
@@ -49,7 +53,7 @@ keys: $(STAMP)  ## make CURVE keys for server and learner in keys/ (ARGS=DIR: el
 	@$(PY) -m protocol.channel.keys $(or $(ARGS),keys)
 
 clean:  ## remove .venv and all caches; runs/ stays, with its checkpoints: delete what you no longer need by hand
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml deploy/cpu.lock
