@@ -37,7 +37,7 @@ def test_one(number):
 
 
 @pytest.mark.parametrize("killed_in", [(5,), (1, 2, 4)])
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_test_that_killed_its_worker_has_failed_and_the_rest_goes_on(
     killed_in: tuple[int, ...], num_workers: int, tmp_path: Path
 ) -> None:

@@ -276,12 +276,14 @@ def test_a_campaign_in_which_training_stood_still_beside_a_server_is_not_clean(s
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # `make chaos` runs campaigns of this kind
 def test_a_few_faults_leave_nothing_lost_twice_mislabelled_or_hanging(tmp_path: Path) -> None:
     report = campaign(5, 6, "fake", tmp_path / "chaos")
     assert report.is_clean, report.problems
     assert report.faults == 6 and report.prompts_consumed_once == report.prompts_expected
 
 
+@pytest.mark.slow  # `make chaos` runs campaigns of this kind
 def test_environments_that_die_and_servers_that_die_between_turns_cost_no_group(tmp_path: Path) -> None:
     report = campaign(SEED, 8, "fake", tmp_path / "chaos", player="environment")
     assert report.is_clean, report.problems

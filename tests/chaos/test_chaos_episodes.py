@@ -83,6 +83,7 @@ def test_the_audit_finds_an_episode_that_is_rated_although_it_says_nothing_or_no
     assert f"group 0.0-1: an episode ended as {end} with the reward {reward}" in wrong
 
 
+@pytest.mark.slow  # `make chaos` runs campaigns of this kind
 def test_agents_that_die_and_servers_that_die_between_their_turns_cost_no_group(tmp_path: Path) -> None:
     report = campaign(5, 8, "fake", tmp_path / "chaos", player="agent")
     assert report.is_clean, report.problems

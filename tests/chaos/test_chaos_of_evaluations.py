@@ -209,6 +209,7 @@ def test_answers_are_held_against_the_weights_that_they_name_and_rewards_against
     assert "an answer to prompt 1 by version 4 whose weights prefer another token" in mislabelled
 
 
+@pytest.mark.slow  # `make chaos` runs campaigns of this kind
 def test_learners_and_servers_that_die_in_the_midst_of_evaluations_leave_each_counted_once(tmp_path: Path) -> None:
     report = campaign(22, 8, "fake", tmp_path / "chaos", has_evaluations=True)
     assert report.is_clean, report.problems

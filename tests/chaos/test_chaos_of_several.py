@@ -74,6 +74,7 @@ def test_events_of_several_files_come_in_order_and_say_which_server_they_are_abo
     assert events.ready == set()
 
 
+@pytest.mark.slow  # `make chaos` runs campaigns of this kind
 def test_a_few_faults_to_one_of_three_servers_stop_nothing(tmp_path: Path) -> None:
     report = campaign(197, 3, "fake", tmp_path / "chaos", num_servers=3)  # a pause that hangs, a kill, a drain
     assert report.is_clean, report.problems

@@ -23,7 +23,12 @@ LEARNERS = {
 
 @pytest.mark.parametrize(
     ("kind", "servers", "load"),
-    [("synchronous", 1, 64), ("synchronous", 2, 32), ("overlapped", 1, 64), ("more than there are places", 2, 64)],
+    [
+        pytest.param("synchronous", 1, 64, marks=pytest.mark.slow),
+        ("synchronous", 2, 32),
+        ("overlapped", 1, 64),
+        ("more than there are places", 2, 64),
+    ],
 )
 def test_the_rates_of_a_run_are_found_in_its_directory(tmp_path: Path, kind: str, servers: int, load: int) -> None:
     """`load`: the most sequences that a server runs."""

@@ -346,15 +346,15 @@ def answer(url: str, model: str) -> float:
     return time.monotonic() - began_at
 
 
-SHAPES = {
-    "one-process": (),
-    "two-workers": ("--server.tensor-parallel-size", "2"),
-    "two-replicas": ("--server.data-parallel-size", "2"),
-}
-
-
 @pytest.mark.vllm
-@pytest.mark.parametrize("flags", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="one-process"),
+        pytest.param(("--server.tensor-parallel-size", "2"), id="two-workers", marks=pytest.mark.slow),
+        pytest.param(("--server.data-parallel-size", "2"), id="two-replicas"),
+    ],
+)
 def test_a_client_is_answered_while_the_learner_always_has_more_in_flight_than_places(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:

@@ -57,7 +57,15 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
     assert not alive, "nothing the server has started outlives it"
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+# The product's three signals take one way (tests/protocol/test_signals.py); each here costs a server.
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGTERM,
+    ],
+)
 def test_a_signal_to_the_whole_group_drains_and_every_request_is_answered(
     server: RealServer, number: signal.Signals
 ) -> None:

@@ -100,6 +100,7 @@ def vllm() -> PackageSource:
     return PackageSource("vllm", root)
 
 
+@pytest.fixture(scope="module")
 def used(vllm: PackageSource) -> set[tuple[str, str]]:
     """Every name of vLLM's that the packages import, reach into, replace or override."""
     found: set[tuple[str, str]] = set()
@@ -112,8 +113,8 @@ def used(vllm: PackageSource) -> set[tuple[str, str]]:
     return found - {("vllm.platforms", "current_platform.is_cpu")}  # in the table as the method of its class
 
 
-def test_every_name_that_is_imported_replaced_or_overridden_is_in_the_table(vllm: PackageSource) -> None:
-    assert sorted(used(vllm) - TABLE) == []
+def test_every_name_that_is_imported_replaced_or_overridden_is_in_the_table(used: set[tuple[str, str]]) -> None:
+    assert sorted(used - TABLE) == []
 
 
 def test_every_attribute_of_vllms_objects_is_in_the_table() -> None:
@@ -151,16 +152,15 @@ def test_every_variable_of_vllms_that_is_set_or_read_is_in_the_table() -> None:
                 assert node.arg in known, f"{path.name}: {node.arg}"
 
 
-def test_the_table_has_nothing_that_is_used_no_more(vllm: PackageSource) -> None:
+def test_the_table_has_nothing_that_is_used_no_more(used: set[tuple[str, str]]) -> None:
     """What is not imported, such as a method, must at least be written somewhere, with hyphens perhaps."""
-    imported = used(vllm)
     text = "\n".join(path.read_text() for path in PRODUCT if path.name != "vllm_names.py")
     words = set(re.findall(r"\w+", text)) | {word.replace("-", "_") for word in re.findall(r"\w[\w-]+", text)}
-    assert sorted(name for _, name in TABLE - imported if name.rpartition(".")[2] not in words) == []
+    assert sorted(name for _, name in TABLE - used if name.rpartition(".")[2] not in words) == []
 
 
-def test_fewer_private_names_are_imported_or_replaced_than_before(vllm: PackageSource, record_property) -> None:
-    reached = used(vllm) & PRIVATE_NAMES
+def test_fewer_private_names_are_imported_or_replaced_than_before(used: set[tuple[str, str]], record_property) -> None:
+    reached = used & PRIVATE_NAMES
     # A class that is imported only for what is replaced in it is counted with that.
     classes = {name.rpartition(".")[0] for _, name in reached if "." in name}
     owner = {name: name.partition(".")[0] for _, name in reached}

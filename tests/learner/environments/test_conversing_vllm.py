@@ -43,8 +43,15 @@ TEMPLATES = {"keeps": KEEPS.replace("KEEPS", "true"), "drops": KEEPS.replace("KE
 EVERYTHING_IS_A_CALL = takes_for_calls("tell", {"text": "{content}"})
 
 
-@pytest.mark.parametrize("kv_on_push", ["keep", "recompute"])
-@pytest.mark.parametrize("kind", ["keeps", "drops"])
+@pytest.mark.parametrize(
+    ("kind", "kv_on_push"),
+    [
+        ("keeps", "keep"),
+        ("drops", "recompute"),
+        pytest.param("keeps", "recompute", marks=pytest.mark.slow),
+        pytest.param("drops", "keep", marks=pytest.mark.slow),
+    ],
+)
 def test_every_recorded_token_has_the_servers_logprob_whatever_the_template_does(
     tmp_path: Path, kind: str, kv_on_push: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

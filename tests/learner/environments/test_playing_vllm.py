@@ -29,7 +29,7 @@ USER = "tests.learner.environments.user_environments"
 SAID = 12
 
 
-@pytest.mark.parametrize("kv_on_push", ["keep", "recompute"])
+@pytest.mark.parametrize("kv_on_push", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_episodes_go_on_over_pushes_with_exact_tokens_and_their_own_cache(
     tmp_path: Path, kv_on_push: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ from tests.learner.test_train import make_run, metrics_of
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("kind", ["keeps", "drops"])
+@pytest.mark.parametrize("kind", [pytest.param("keeps", marks=pytest.mark.slow), "drops"])
 def test_every_token_of_an_agents_turns_has_the_servers_logprob(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
