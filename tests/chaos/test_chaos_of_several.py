@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.__main__ import campaign
 from tests.chaos.events import Events
 from tests.chaos.outages import Harm, Outage, outages
