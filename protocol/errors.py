@@ -54,7 +54,7 @@ class PushIncomplete(PushError):
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return cls(
             f"the push did not bring all weights of the server's model: {', '.join(names[:5])}{more} did not come. Give both sides "
-            "the same `model`; learner/README.md#which-models-run says what is known to work"
+            "the same `model`; docs/models.md#which-models-run says what is known to work"
         )
 
 

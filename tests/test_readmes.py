@@ -2,6 +2,7 @@
 from README.md, pages stay short, and the maps of the packages are complete.
 """
 
+import importlib.util
 import re
 import tomllib
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from deploy.config import DeployConfig
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
-from protocol.config import PASSED_ON, SharedConfig
+from protocol.config import PASSED_ON, SharedConfig, keys_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "inference_server", "learner", "deploy", "tests")
@@ -177,6 +178,19 @@ def test_the_map_of_a_package_has_every_room_and_every_file_beside_them(package:
     files = {module.name for module in modules if len(module.parts) == 1} - {"__init__.py"}
     named = {word for shown in FENCED.findall((ROOT / package / "README.md").read_text()) for word in shown.split()}
     assert sorted((rooms | files) - named) == []
+
+
+def test_the_reference_of_the_site_explains_every_key() -> None:
+    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "docs/hooks/config_reference.py")
+    assert spec is not None and spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in hook.reference().splitlines() if row[:3] == "| `"
+    ]
+    explained = {key.strip("`") for key, *_, meaning in rows if meaning.removesuffix(hook.RESUMABLE)}
+    roots = {"": SharedConfig, "learner.": LearnerConfig, "server.": ServerConfig, "deploy.": DeployConfig}
+    assert {f"{prefix}{key}" for prefix, root in roots.items() for key in keys_of(root)} - explained == set()
 
 
 def test_the_checks_find_what_is_not_there() -> None:

@@ -33,6 +33,7 @@ def hosts() -> Iterator[TwoHosts]:
         yield hosts
 
 
+@pytest.mark.slow
 def test_the_doctor_names_what_lies_between_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
     make_keys(keys := tmp_path / "keys")
     make_keys(others := tmp_path / "others")

@@ -37,7 +37,7 @@ class LossConfig(Section):
     objective: str = "grpo"
     """Policy objective. grpo: PPO's clip per token; gspo: PPO's clip per sequence; cispo: the ratio as a
     capped weight; sapo: a soft gate; dppo: a trust region in probability; reinforce: no ratio;
-    path/to/file.py:name or module:name: your own function (learner/algorithm/README.md)."""
+    path/to/file.py:name or module:name: your own function (docs/custom-losses.md)."""
     normalization: Normalization | None = None
     """Normalization of the loss. token: mean over all tokens of the step; sequence: mean over completions of
     their means; dr_grpo: division by a constant. Unset: sequence for gspo, whose loss is one number per
@@ -258,7 +258,7 @@ class KlConfig(Section):
             require(
                 self.estimator in (None, "k1"),
                 f'estimator = "{self.estimator}" with place = "reward" pushes the policy away from the reference where the two are '
-                'close (docs: learner/algorithm/README.md#the-kl); set estimator = "k1", or place = "loss"',
+                'close (docs: docs/kl-and-reference.md#estimators); set estimator = "k1", or place = "loss"',
             )
         if self.is_on and self.place == "loss":
             require(
@@ -303,7 +303,7 @@ class AdvantageConfig(Section):
     of each function (GDPO)."""
     function: str | None = None
     """Your own function in place of baseline, scale and combine: path/to/file.py:name or module:name
-    (learner/algorithm/README.md)."""
+    (docs/custom-losses.md)."""
 
     def lacking(self) -> dict[str, str]:
         return (

@@ -273,7 +273,7 @@ def pushed_bytes(run: LearnerRun) -> int | None:
 def resources(run: LearnerRun) -> Iterator[Finding]:
     """Check memory and disk for one unsharded rank.
 
-    learner/policy/README.md has the formulas.
+    docs/memory.md has the formulas.
     """
     try:
         path = local_model(run.model)

@@ -267,5 +267,5 @@ def _no_memory(error: BaseException) -> ConfigError:
 def _refusal(model: Any, problem: str) -> ConfigError:
     return ConfigError(
         f"model: {type(model).__name__} cannot be trained: {problem}. Take another model; those that can are listed in "
-        "learner/README.md#which-models-run"
+        "docs/models.md#which-models-run"
     )

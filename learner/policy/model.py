@@ -109,7 +109,7 @@ def _check_trainable(config: PreTrainedConfig, path: Path) -> None:
     if type(config) not in models or (text is not config and models[type(config)].config_class is type(config)):
         raise ConfigError(
             f"model: {path} is of the kind {config.model_type!r}, of which transformers has no language model that can be trained "
-            "by itself; set model to a checkpoint of text alone (learner/README.md#which-models-run)"
+            "by itself; set model to a checkpoint of text alone (docs/models.md#which-models-run)"
         )
 
 

@@ -60,7 +60,9 @@ def assert_same(found_loss: float, found: dict[str, torch.Tensor], loss: float, 
     assert sum(float((found[n] - right[n]).square().sum()) for n in right) ** 0.5 <= 1e-5 * norm
 
 
-@pytest.mark.parametrize(("name", "with_adapter"), [("Qwen3Config", False), ("LlamaConfig", True)])
+@pytest.mark.parametrize(
+    ("name", "with_adapter"), [pytest.param("Qwen3Config", False, marks=pytest.mark.slow), ("LlamaConfig", True)]
+)
 def test_a_fused_policy_has_the_loss_and_the_gradients_that_it_had_before(
     tiny_model: Callable[[str], Any], name: str, with_adapter: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-SOON = {"gemma3", "gpt_neox", "gpt_oss", "mixtral"}
+SOON = {"gemma3", "mixtral"}
 """Families that every commit tries, the most unlike; the others take three minutes more."""
 
 

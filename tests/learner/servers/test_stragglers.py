@@ -72,10 +72,16 @@ def failures_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in told if "failed while" in message]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    ("point", "states"),
-    [("pausing", {"pausing"}), ("receiving", {"sending", "finishing"}), ("labelling", {"finishing"})],
+    ("point", "states", "overlap"),
+    [
+        ("pausing", {"pausing"}, False),
+        ("receiving", {"sending", "finishing"}, True),
+        pytest.param("receiving", {"sending", "finishing"}, False, marks=pytest.mark.slow),
+        pytest.param("pausing", {"pausing"}, True, marks=pytest.mark.slow),
+        pytest.param("labelling", {"finishing"}, False, marks=pytest.mark.slow),
+        pytest.param("labelling", {"finishing"}, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_server_that_hangs_in_a_push_is_left_behind_and_comes_back(
     tmp_path: Any, caplog: pytest.LogCaptureFixture, point: str, states: set[str], overlap: bool
@@ -96,7 +102,12 @@ def test_a_server_that_hangs_in_a_push_is_left_behind_and_comes_back(
 
 
 @pytest.mark.parametrize(
-    ("point", "state"), [("pausing", "pausing"), ("receiving", "joining"), ("labelling", "finishing")]
+    ("point", "state"),
+    [
+        ("receiving", "joining"),
+        pytest.param("pausing", "pausing", marks=pytest.mark.slow),
+        pytest.param("labelling", "finishing", marks=pytest.mark.slow),
+    ],
 )
 def test_a_push_of_its_own_that_gets_no_further_is_given_up_and_tried_again(
     tmp_path: Any, caplog: pytest.LogCaptureFixture, point: str, state: str

@@ -77,6 +77,7 @@ def test_the_judge_is_asked_over_http(task: Path, monkeypatch: pytest.MonkeyPatc
     assert judged == [1.0, 0.0] and places[0] == 1.0 and len(said) == 2
 
 
+@pytest.mark.slow
 def test_the_sets_are_evaluated_and_the_second_chooses_the_best(task: Path) -> None:
     with tiny_server(engine := ModelEngine(resolve_model("tiny:digits"))) as server, openai_server() as openai:
         openai.of(server)
