@@ -47,7 +47,7 @@ lint: $(STAMP)  ## ruff, formatting and mypy
 	@$(PY) -m mypy
 
 docs: $(STAMP)  ## build docs/ into site/; a broken link or anchor is an error
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "site/ is built; to read it: python3 -m http.server --bind 127.0.0.1 -d site"
 
 lock:  ## resolve deploy/cpu.lock anew
