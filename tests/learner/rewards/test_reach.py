@@ -89,7 +89,10 @@ def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
     functions = (f"{tmp_path}/judge.py:{name}", "exact_match")
     with RewardWorkers(RewardConfig(functions=functions, unreachable_s=60)) as workers:
         groups = [workers.submit(prompt(answer="12"), ["12", "1234"], [[1], [2]]) for _ in range(3)]
-        time.sleep(1.0)
+        give_up_at = time.monotonic() + DEADLINE_S
+        while "cannot reach what it asks" not in caplog.text:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.02)
         assert not any(group.done() for group in groups)
         with judging(port) as server:
             results = [group.result(DEADLINE_S) for group in groups]
