@@ -3,7 +3,7 @@
     switches: --resume, --dry-run, --quiet, --json-logs
     place by `[deploy]` ─▶ start all ─▶ prefix output ─▶ forward signals ─▶ at an exit: end all, or restart it
 
-Without GPUs and configured cores, half of the cores go to the server and half to the learner.
+If there is no GPU and the config names no cores, each side gets half of the cores.
 All output is also written to RUN_DIR/logs/.
 """
 
@@ -101,7 +101,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     logs: Path
     server: tuple[str, ...]
     learner: tuple[str, ...]
-    """Command of each kind of process, to which a place adds its flags."""
+    """Command of each kind of process, without the flags of its ProcessSpec."""
     resume: bool
 
     def start(self, command: tuple[str, ...], place: ProcessSpec) -> Process:

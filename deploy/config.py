@@ -13,7 +13,7 @@ Places = tuple[int, ...]
 def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
     """Raise ValueError if two processes share a GPU or core, or a process gets none.
 
-    NCCL does not allow two ranks on one GPU.
+    NCCL does not allow two ranks on one GPU by default.
     Processes whose threads spin on one core slow each other down tenfold.
     """
     taken: set[int] = set()

@@ -1,9 +1,9 @@
 """The placement of servers and learner ranks on a node: the flags and environment of each process.
 
-    DeployConfig ─▶ a Place for each server, and for each rank of the learner ─▶ supervisor.py starts them
+    DeployConfig ─▶ a ProcessSpec for each server and each rank of the learner ─▶ supervisor.py starts them
 
 Pure: nothing here starts a process or inspects the machine.
-Invariant: no two places share a core, an address or a rank, and no two servers or two ranks share a GPU.
+Invariant: no two processes share a core, an address or a rank, and no two servers or two ranks share a GPU.
 """
 
 import msgspec
@@ -30,7 +30,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server_places(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
-    """Return a place for each server.
+    """Return the spec of each server.
 
     Raises:
         ConfigError: If the server's own section contradicts the placement.
@@ -58,7 +58,7 @@ def server_places(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
 
 
 def rank_places(config: DeployConfig, run: LearnerRun, port: int) -> list[ProcessSpec]:
-    """Return a place for each rank. The ranks rendezvous at `port`.
+    """Return the spec of each rank. The ranks rendezvous at `port`.
 
     Raises:
         ConfigError: If the learner's own section contradicts the placement.

@@ -1,1 +1,1 @@
-"""Inference server: vLLM behind one ZeroMQ socket. It knows weights and versions, not rewards."""
+"""Inference server: vLLM behind one ZeroMQ socket. It knows weights and versions, not tasks or rewards."""

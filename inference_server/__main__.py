@@ -1,7 +1,7 @@
 """Entry point of `inference-server run.toml` and `inference-server doctor run.toml`.
 
-The first reads the config, takes the ports, starts vLLM, and serves until a signal arrives and the drain
-ends. The second checks whether the first could start.
+The first reads the config, takes the ports, starts vLLM on its cores, and serves until a signal arrives and
+the drain ends. The second checks whether the first could start.
 
 Invariant: vLLM and torch are imported only after the environment variables that they read on import are set.
 """
@@ -34,7 +34,7 @@ log = logging.getLogger("inference_server")
 ENVIRONMENT = {
     # Keep the threads of the CPU backend on the cores that sched_setaffinity chose.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Let torch ask for huge pages: bucket memory then costs a third of the time.
+    # Let torch ask for huge pages: allocating memory for buckets then takes a third of the time.
     "THP_MEM_ALLOC_ENABLE": "1",
     # Each batch size has its own matrix products. oneDNN would keep the code of 1,024 of them, which takes
     # 250 MiB within the first hour.

@@ -85,8 +85,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokenizer's template. The learner always renders its prompts with the tokenizer's template."""
     cpu_cores: Cores | None = None
     """Cores for the engine, one compute thread each, as positions in the list of cores that this process may
-    use. The rest of the server is not bound. Several replicas divide the cores. Unset: the first half, on a
-    machine without a GPU and with a loopback endpoint; otherwise unbound."""
+    use. The rest of the server is not bound. Several replicas divide the cores. Unset, without a GPU and with
+    a loopback endpoint: the cores that the learner's section leaves, or the first half. Unset otherwise: all
+    cores."""
     orphan_timeout_s: Seconds = 30.0
     """Time that the server and its groups are kept for a run after its learner disconnects, in seconds. Other
     runs wait until then."""

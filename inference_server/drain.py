@@ -48,7 +48,7 @@ class Drain:
         self._tell, self._unreached_s = tell, unreached_s
         self.is_draining = False
         self._is_heard = False
-        """True once the learner has sent Farewell."""
+        """True once the learner has sent Farewell during the drain."""
         self.num_requests: Callable[[], int] = _none
         """Callable that returns the number of running requests of OpenAI API clients."""
 

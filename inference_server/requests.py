@@ -30,7 +30,7 @@ MAX_COMPLETIONS = 16_384
 MIN_COMPLETIONS = 2
 """Minimum size of a partial group, if the request asked for at least this many."""
 MAX_UNACKED_BYTES = 128 << 20
-"""Maximum size of the groups in the learner's connection or without an Ack. Without a limit, a reconnect
+"""Maximum total size of the groups that are sent and not acknowledged, in bytes. Without a limit, a reconnect
 could queue gigabytes at once. A single group may be larger."""
 Deliver = Callable[[Message], Awaitable[bool]]
 """Sends a message to the learner. Returns False if the learner is unreachable now."""

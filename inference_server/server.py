@@ -3,7 +3,7 @@
     learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort, Farewell ──▶ receive ─▶ tasks
     doctor ── Probe, Trial ──▶ receive ─▶ probes.py, whichever run is served
     learner ◀── Welcome, Refused, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── tasks
-    learner ◀── Pulse every 0.4 s ── pulse: resends groups, frees the server of an absent learner
+    learner ◀── Pulse every 0.4 s ── pulse: sends waiting groups, frees the server of an absent learner
 
 The receive loop never waits for the engine, and each task waits with a deadline. When the engine dies, its
 weights are lost: the server gets a new id and has no version until the next sync. Finished groups stay valid,
@@ -214,7 +214,8 @@ class Server:
     async def _fail(self, message: LearnerMessage | ProtocolError, why: str) -> None:
         """Answer a message whose handler raised an exception.
 
-        Other messages have no answer: the peer repeats them, or their loss does no harm.
+        Only a failed Generate, Score or PushBegin is answered. The peer repeats any other message, or its
+        loss does no harm.
         """
         match message:
             case Generate(group_id=group_id):

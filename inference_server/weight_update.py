@@ -61,7 +61,7 @@ class WeightUpdates:
         """Number of runs served and engines started. Weights of an earlier term do not belong to the current
         run."""
         self._weights_term: int | None = None
-        """Term of the current weights. None before the first sync."""
+        """Term of the current weights. None: no sync since the engine started."""
         self._paused_at: float | None = None
         """Start time of the current pause. None while the engine generates."""
         self.version: int | None = None
@@ -108,7 +108,7 @@ class WeightUpdates:
 
     @property
     def engine_is_untouched(self) -> bool:
-        """True while the engine has the model's own weights, unchanged by any sync."""
+        """True until a sync first changes the model's own weights. A restart does not reset it."""
         return self.num_done == 0 and self._weights_intact
 
     async def push(self, begin: PushBegin) -> None:

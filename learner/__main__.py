@@ -33,7 +33,7 @@ ENVIRONMENT = {
     # Gloo would print a C++ stack trace for every lost rank, which rank_watch.py reports in one line.
     "TORCH_CPP_LOG_LEVEL": "FATAL",
 }
-"""Environment variables that torch reads on import, unless the user has set them."""
+"""Environment variables that torch reads on import. Values set by the user take precedence."""
 
 USAGE = """usage: learner new DIR                                                    a task of your own to begin with
        learner check run.toml [--trial] [--json] [--key value ...]      prompts, rewards and what the run would do; then the doctor;
@@ -224,7 +224,7 @@ def report_command(run_dir: Path, *, as_json: bool) -> None:
 
 
 def tell_end(run_dir: Path) -> None:
-    """Print the report of a finished run, as the console's format requires."""
+    """Print the report of a finished run in the console's format."""
     from learner.report.page import write_report
     from learner.report.summary import as_text, summarize
 

@@ -26,7 +26,7 @@ def start_child(process: BaseProcess) -> None:
 def start_fork_server() -> None:
     """Start the fork server, if it is not running.
 
-    No signal ends it, because the learner would lose track of all forked processes.
+    It is shielded from signals: if it ended, the learner would lose track of all forked processes.
     """
     with _LOOKING, held_from_children():
         forkserver.ensure_running()

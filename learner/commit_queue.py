@@ -22,7 +22,7 @@ class CommitQueue(Generic[T]):
         self._has_come = asyncio.Event()
 
     def __len__(self) -> int:
-        """Return the number of items that wait for the current commit."""
+        """Return the number of items that wait for the next commit."""
         return len(self._waiting)
 
     def put(self, item: T) -> None:

@@ -107,7 +107,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
             fleet = Fleet(run, hello, LoopThread("learner"))
             fleet.on_wait, fleet.on_change = published.still_waiting, timeline.note
-            fleet.is_over = not run_dir.has_begun  # until then, no server holds anything worth a resume
+            fleet.is_over = not run_dir.has_begun  # until then, no server holds anything to resume
             for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
                 log.warning(note)
             cleanup.callback(fleet.close)
@@ -144,7 +144,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             )
 
     def connect(self, version: int) -> None:
-        """Wait for a server, sync its weights, check the parity, and open admission."""
+        """Wait for a server, send it the weights, check parity, and open admission."""
         if not self.fleet.is_connected:
             log.info("waiting for %s", self.fleet.in_words())
         while (mismatch := self._sync(self.fleet.wait(), version)) is None:
@@ -161,7 +161,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.log.start_clock()
 
     def publish(self, version: int, expected: Expected | None = None) -> None:
-        """Start the checks of `version`, and admit the rollouts that staleness allows.
+        """Start the checks of `version`, and admit the rollouts that staleness permits.
 
         Both go to the servers that have `version`.
         """
@@ -278,7 +278,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.publish(version)
 
     def _sync(self, members: list[Member], version: int) -> float | None:
-        """Send the current weights to servers that have none of this run, and compare.
+        """Send the current weights to servers without any of this run, and check parity.
 
         Both sides score the fixed sequences. Returns the largest mean |Δ logprob|, or None if no server
         stayed to the end. An error of the last server is raised.

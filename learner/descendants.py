@@ -4,9 +4,9 @@
     kill_with_descendants (outside)          kill the process and all descendants
     end_with_descendants (in the process)    the same, for the process itself
 
-Invariant: descendants of a process that adopts orphans end with it, even outside its group and session. This
-needs Linux; elsewhere only the group ends. Interpreters without Slipstream also load this file by path, so it
-imports only the standard library.
+Invariant: killing a process that adopts orphans also kills its descendants outside its group and session.
+They survive a process that exits on its own. This needs Linux; elsewhere only the group ends. Interpreters
+without Slipstream also load this file by path, so it imports only the standard library.
 """
 
 from __future__ import annotations

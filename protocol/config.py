@@ -43,7 +43,7 @@ MayChange = Annotated[T, MAY_CHANGE]
 warning advises to change it. All other keys are fixed when the run starts."""
 
 PASSED_ON = "passed on"
-"""Marker of a section whose names are not defined here. Its type gives what this program knows of the
+"""Marker of a section whose names are not defined here. Its type states what this program knows about the
 values."""
 PassedOn = Annotated[dict[str, Any], PASSED_ON, tyro.conf.Suppress]
 """Type of a section that a library defines. Its names and TOML values are free. A flag is `--section.name

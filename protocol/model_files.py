@@ -47,7 +47,7 @@ def resolve_model(name: str) -> Path:
     a hub model is downloaded.
 
     Raises:
-        ConfigError: If the name is none of these, or the model cannot be read and trained.
+        ConfigError: If the name is none of these, or the model's weights cannot be read or trained.
     """
     path = _as_directory(name)
     if is_builtin(name) and path is None:

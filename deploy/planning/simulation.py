@@ -169,7 +169,10 @@ class Simulation:
         self._publish(version)
 
     def _publish(self, version: int) -> None:
-        """Publish a version and request all groups that the rule now allows."""
+        """Publish a version and request all groups that the rule now allows.
+
+        The simulated run has no last step.
+        """
         num_places = num_places_allowed(
             version=version,
             max_staleness=self._lookahead.versions,

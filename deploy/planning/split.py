@@ -3,7 +3,7 @@
     GPUs ─▶ splits ─▶ candidates, most promising first ─▶ simulate ─▶ Outcomes, best first
 
 The throughput of either side without waiting is an upper bound for both sides together.
-The search skips every split whose bound is below a result that it already has.
+The search skips every split whose bound is below AS_GOOD times the best result so far.
 Invariant: no skipped split of the grid could have been better.
 """
 

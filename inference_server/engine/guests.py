@@ -3,9 +3,9 @@
     groups, scores ─▶ a learner slot (server.max_concurrent_sequences) ──────────────────┐
     guests (/v1) ─▶ a reserved slot (server.reserved_sequences), or a free learner slot ─┴▶ vLLM's scheduler
 
-`scheduler_cls` keeps vLLM's scheduler and replaces only its waiting queue, which hides requests without a
-free slot. Used slots are counted from the requests: a request that ends, is canceled or is preempted frees
-its slot.
+Through `scheduler_cls`, each engine process keeps vLLM's scheduler with another waiting queue, which hides
+requests without a free slot. Used slots are counted from the requests: a request that ends, is canceled or is
+preempted frees its slot, and a restarted engine starts with all slots free.
 A guest gets a learner slot only while no group waits for it.
 Invariant: groups use at most max_concurrent_sequences slots. vLLM preempts a guest in a reserved slot last.
 """
@@ -64,7 +64,7 @@ class PlaceQueue(PriorityRequestQueue):
         return len(self._admitted)
 
     def _next(self) -> PriorityRequestQueue | None:
-        """Return the queue whose first request may start. vLLM limits all slots together."""
+        """Return the queue whose first request may start. vLLM enforces the total of all slots."""
         num_guests = self._num_guests_running()
         if self._guests and num_guests < self._num_reserved:
             return self._guests

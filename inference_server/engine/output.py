@@ -1,10 +1,11 @@
 """Tokens on their way from the engine process to a finished group.
 
-    scheduler ── output per token ──▶ Pieces: held ── output per chunk ──▶ vLLM's front end ──▶ Completions
+    scheduler ── per token ──▶ OutputBuffer: held ── per chunk ──▶ vLLM's front end ──▶ Completions
 
-vLLM's front end emits tokens by `stream_interval`, but receives each one. Each costs 12 µs of the engine's
-core and 30 µs of the front end's on a CPU, a tenth of a small model's token. vLLM also keeps 189 bytes per
-token, as Python numbers in lists. `Completions` keeps 8, and frees vLLM's at the end of each completion.
+vLLM's front end emits tokens by `stream_interval`, but receives each one. On a CPU, receiving a token costs
+12 µs of the engine's core and 30 µs of the front end's: a tenth of the time per token of a small model. vLLM
+also keeps 189 bytes per token, as Python numbers in lists. `Completions` keeps 8 bytes, and frees vLLM's
+lists at the end of each completion.
 
 Invariant: the front end receives the same tokens in the same order with the same versions, only later. Never
 held: a request's first token, its end, and outputs with more than tokens and logprobs.

@@ -1,9 +1,9 @@
 """Private directory for the sockets between vLLM's processes, which killed processes leave behind.
 
-The server that created the directory holds a lock on it for its lifetime. The lock does not depend on process
-ids, which mean other processes elsewhere. A directory without a lock belongs to a dead server, and the next
-server to start removes it. Only sockets are ever removed: a directory with anything else in it belongs to
-someone else, whatever its name.
+The server that created the directory holds a lock on it for its lifetime. A process id would not do, because
+it means another process in another PID namespace. A directory without a lock belongs to a dead server, and
+the next server to start removes it. Only sockets are ever removed: a directory with anything else in it
+belongs to someone else, whatever its name.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def _remove(directory: Path) -> None:
 
 
 def _lock(directory: Path) -> int | None:
-    """Lock a directory of this user. None if it is locked, foreign or missing."""
+    """Lock a directory and return its descriptor, or None if locked, foreign or missing."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # The path is gone, another user's, or not a directory.

@@ -31,7 +31,7 @@ async def in_time(call: Awaitable[T], timeout_s: float, doing: str, knob: str) -
     """Await a call into the engine.
 
     Raises:
-        EngineDead: The call missed its deadline. The error message names `knob` as the key that raises it.
+        EngineDead: The call missed its deadline. The error message names `knob`, the key of the deadline.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -68,7 +68,7 @@ class VllmEngine:
         self._clear_cache_on_push = run.server.kv_on_push == "recompute"
         self._num_requests = 0
         self._version = -1
-        """Current policy version, set by the first sync. The server admits no group before that."""
+        """Current policy version. -1 before the first sync, until which the server admits no group."""
         config = self.llm.vllm_config
         self.limits = EngineLimits(
             max_model_len=config.model_config.max_model_len,

@@ -77,9 +77,9 @@ class NextWeights:
 
     @staticmethod
     def can_be_made(model: Layer) -> bool:
-        """Return True if all matrices and embeddings are unquantized.
+        """Return True if vLLM processes only unquantized linear and embedding layers.
 
-        This code does not know how vLLM processes other layers.
+        This code does not know how vLLM processes others, such as experts.
         """
         known = {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
         return {_method(module) for module in model.modules()} <= known

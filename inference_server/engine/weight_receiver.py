@@ -25,7 +25,8 @@ from protocol.weights.dense import Arrived, receive_weights
 LEAVE_TIMEOUT_S = 10.0
 """Maximum seconds for a thread to end after its collective was aborted."""
 NewBaseline = Callable[[int, str, Manifest], Baseline]
-"""Creates the baseline onto which the deltas of a session are decoded. The number counts its workers."""
+"""Creates the baseline onto which the deltas of a session are decoded, from the session's number of workers,
+its id and its manifest."""
 
 
 class Successor(Protocol):
@@ -227,7 +228,7 @@ class _Staging(threading.Thread):
             kind = PushIncomplete if isinstance(failure, PushIncomplete) else PushError
             self.failure = kind(f"{type(failure).__name__}: {failure}")
             self.successor = None
-            # Otherwise the thread that abandoned this sync leaves, and may have joined another session since.
+            # The thread that abandoned a sync leaves its session, and may have joined another one since.
             if not self.is_given_up:
                 self._receiver.leave_joined()
 

@@ -40,8 +40,8 @@ def has_signal(
 
     `weights` are those of the functions that decide; functions of weight 0 are ignored. The weighted sums of
     the rewards must differ. With `combine` other than `sum`, or with a user's advantage function, it is
-    enough that the rewards of one function differ. Left out are completions without a total reward, and
-    completions for which every weighted function returned None.
+    enough that the rewards of one function differ. Completions without a total reward are left out, and so
+    are completions for which every weighted function returned None.
     """
     scorable = _scorable(rewards_by_function, rewards_G)
     weighed = {name: weight for name, weight in weights.items() if weight != 0}
@@ -61,11 +61,11 @@ def _tells_apart(rewards_G: list[float | None]) -> bool:
 def step_advantages(rewards_P_G: Rewards, config: AdvantageConfig) -> list[list[float]]:
     """Return A = (r - baseline) / divisor for every completion of the step.
 
-    baseline mean             mean of the group                             (GRPO, arXiv 2402.03300)
-    baseline leave_one_out    mean of the group's other completions         (RLOO, arXiv 2402.14740)
-    scale group               standard deviation of the group (Bessel) + 1e-4     (GRPO)
+    baseline mean             mean of the group                               (GRPO, arXiv 2402.03300)
+    baseline leave_one_out    mean of the group's other completions           (RLOO, arXiv 2402.14740)
+    scale group               standard deviation (Bessel) of the group + 1e-4 (GRPO)
     scale batch               standard deviation over all completions of the step + 1e-4
-    scale none                1                                             (Dr. GRPO, arXiv 2503.20783)
+    scale none                1                                               (Dr. GRPO, arXiv 2503.20783)
     """
     everything = [reward for rewards_G in rewards_P_G for reward in rewards_G if reward is not None]
     batch_divisor = 1.0

@@ -1,4 +1,4 @@
-"""Load and check user-defined objective and advantage functions, such as `my_loss.py:f`, once on every rank.
+"""Load and check the user's objective and advantage functions, such as `my_loss.py:f`, once on every rank.
 
     config ─▶ check_plug_ins: try each before waiting for a server ─▶ objective_of (loss.py)
                                                                    ─▶ advantages_of (training/step.py)

@@ -34,7 +34,7 @@ class EnvironmentConfig(Section):
     (PrimeIntellect), such as `qwen3.5`, `glm-4.5`, `llama-3`, `gpt-oss`. Unset: the tokenizer's own format
     (`response_template`), otherwise that of Hermes."""
     gateway_host: MayChange[str] = "127.0.0.1"
-    """Address at which agents reach the endpoint. Addresses beyond this machine are for agents in containers.
+    """Address at which agents reach the endpoint. An address other than loopback is for agents in containers.
     Their requests are not encrypted, and only their keys protect the endpoint."""
     gateway_port: MayChange[int] = 0
     """Port of the endpoint. 0: any free port."""
@@ -44,7 +44,7 @@ class EnvironmentConfig(Section):
     max_turns: int = 8
     """Maximum number of turns of an episode. sampling.max_tokens limits each turn."""
     max_episode_tokens: int | None = None
-    """Maximum number of tokens of an episode, from its prompt on. Unset: the server's max_model_len."""
+    """Maximum number of tokens of an episode, including its prompt. Unset: the server's max_model_len."""
     timeout_s: MayChange[float] = 10.0
     """Deadline of one method call. A process that exceeds it is killed, and the episode ends without a
     reward."""

@@ -154,7 +154,7 @@ class LoraConfig(Section):
 
     rank: int = 0
     """Rank of the adapter. 0: train the whole model; above 0: train rank · (inputs + outputs) numbers per
-    adapted layer, with about ten times the learning rate."""
+    adapted layer, which needs about ten times the learning rate."""
     alpha: float = 32.0
     """Scale of the adapter, which counts alpha / rank, so that one learning rate suits every rank (arXiv
     2106.09685)."""

@@ -20,8 +20,8 @@ class ReportConfig(Section):
     """Address of the dashboard, such as 0.0.0.0 in a container. The dashboard has no password: beyond this
     machine, anyone who reaches it can read metrics, prompts and completions."""
     samples_every_steps: MayChange[int] = 10
-    """Steps between writes of a few completions to samples.jsonl. The file keeps its head and the newest, 32
-    MiB at most. 0: never."""
+    """Steps between samples of a few completions in samples.jsonl. The file keeps its first and its newest
+    samples, at most 32 MiB. 0: never."""
 
     def lacking(self) -> dict[str, str]:
         return {} if self.dashboard_port else {"dashboard_host": "dashboard_port"}

@@ -14,7 +14,7 @@ class SamplingConfig(Section):
     temperature: float = 1.0
     """Sampling temperature. The learner applies it to its logits too."""
     top_p: float = 1.0
-    """Probability of the likeliest tokens to sample from. Below 1 only with allow_partial_support."""
+    """Total probability of the likeliest tokens to sample from. Below 1: only with allow_partial_support."""
     top_k: int = 0
     """Number of likeliest tokens to sample from. 0: all tokens; above 0: only with allow_partial_support."""
     stop: tuple[str, ...] = ()

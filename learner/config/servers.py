@@ -40,8 +40,8 @@ class PushConfig(Section):
     """Encoding of the weights. dense: all weights; delta: only the values changed since the last sync,
     without loss. delta costs both sides a copy of the weights, and pays off on links between nodes."""
     max_attempts: MayChange[int] = 3
-    """Maximum number of attempts of a weight sync, each in a new session. The run stops when all have
-    failed."""
+    """Maximum number of attempts of a weight sync. A retry starts a new session. The run stops when all
+    attempts have failed."""
 
     def check(self) -> None:
         require(self.timeout_s > 0, f"timeout_s = {self.timeout_s} must be above 0")
@@ -88,8 +88,8 @@ class ParityConfig(Section):
     (server.dtype), the bound of the coarser dtype applies, to this server alone."""
     max_identity_abs_logprob: MayChange[float | None] = None
     """Maximum mean |Δ logprob| of a server before and after a run's first weight sync. This sync sends a new
-    server the weights that it has already loaded. Unset: 1e-5 in float32, 1e-3 in bfloat16. The server's own
-    noise is added."""
+    server the weights that it has already loaded. Unset: 1e-5 in float32, 1e-3 in bfloat16. Three times the
+    server's own noise is added."""
     every_steps: MayChange[int] = 1
     """Number of weight syncs from one check to the next. In a check, both sides score texts of the step
     again. The logprobs must have changed on both sides before tokens of the new version are trained on. 0:

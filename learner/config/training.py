@@ -43,7 +43,7 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate after the warm-up."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises to its peak. The first step already has a share of it, so none
+    """Steps over which the learning rate rises to its peak. It is above 0 from the first step on, so no step
     is wasted."""
     beta1: float = 0.9
     """First-moment decay of AdamW."""

@@ -196,7 +196,7 @@ def _rated(run_inputs: RunInputs, workers: RewardWorkers, prompt: Prompt, texts:
 
 
 def _noise(run_inputs: RunInputs, prompt: Prompt) -> list[str]:
-    """Return random completions, equal in every call."""
+    """Return random completions, the same in every call."""
     generator = np.random.default_rng(prompt.prompt_id)
     num_tokens = min(run_inputs.run.learner.sampling.max_tokens, 64)
     ids = generator.integers(0, len(run_inputs.tokenizer), (NUM_NOISY, num_tokens))
@@ -253,7 +253,7 @@ def first_steps(run: LearnerRun) -> Metrics:
 
 
 def of_its_own(run: LearnerRun, directory: Path) -> LearnerRun:
-    """Return the run in another directory, without evaluation, checkpoints, trackers.
+    """Return the run for another directory, without evaluations or trackers.
 
     The number of steps stays, because schedules depend on it.
     """

@@ -1,4 +1,4 @@
-"""`learner doctor`: a check, from the learner's side, whether a run could start. Each problem has a remedy.
+"""`learner doctor`: checks from the learner's side that a run can start. Each problem has a remedy.
 
     names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport ─▶ Trial ─▶ bandwidth
     evaluation, memory, disk
@@ -55,7 +55,7 @@ REMEDY = "lower learner.micro_batch_tokens, set learner.gradient_checkpointing o
 
 
 def examine(run: LearnerRun) -> Iterator[Finding]:
-    """Yield the findings of all checks, slowest last."""
+    """Yield the findings of all checks: servers, evaluation, dtype, memory and disk."""
     try:
         endpoints = servers_now(run)
     except ConfigError as error:
@@ -147,7 +147,7 @@ def versions(vitals: Vitals) -> Finding:
 
 
 def model(theirs: ModelFingerprint, name: str) -> Finding:
-    """Check that both sides have the same model, like the handshake does."""
+    """Check that both sides have the same model, as the handshake does."""
     try:
         path = local_model(name)
         if path is None:
@@ -213,7 +213,7 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
 
 
 async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
-    """Send trial bytes like a weight sync between CPUs would, over tcp or gloo.
+    """Send trial bytes as a weight sync between CPUs would, over tcp or gloo.
 
     With gloo, both sides open ports on demand.
     """

@@ -1,4 +1,4 @@
-"""The noise floor: the difference of server and learner on equal tokens and weights, and its effect.
+"""Noise floor: how far server and learner differ on the same tokens and weights, and the effect on a run.
 
     self_test.py: logprobs of both sides ─▶ ComparedTokens ─▶ floor, bounds ─▶ Measured ─▶ table, problems
 
@@ -35,7 +35,7 @@ class ComparedTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     behaviour_logprobs_N: np.ndarray
     """Logprobs of the server, float64, finite."""
     is_held_N: np.ndarray
-    """Whether the objective clips the token, so that it has no gradient."""
+    """Whether the bound of the objective holds back the token's gradient."""
     is_fresh_N: np.ndarray
     """Whether no weight sync happened while the completion was in the engine."""
     completion_N: np.ndarray
@@ -62,7 +62,7 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     mismatch_kl: float
     """Mean of ratio - 1 - log ratio (k3)."""
     clipped_frac: float
-    """Share of the tokens that the run's objective clips."""
+    """Share of the tokens whose gradient the bound of the run's objective holds back."""
     ess: float
     """Effective sample size as a share: (Σ ratio)² / (N Σ ratio²)."""
 

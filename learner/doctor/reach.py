@@ -1,4 +1,4 @@
-"""The checks whether a doctor can reach a server: host name, port, handshake, answer.
+"""Check how far the doctor can reach a server: host name, port, handshake, answer.
 
 A failed step yields a finding with the reason and the remedy.
 """
@@ -127,7 +127,7 @@ def _other_version(how: str) -> Finding:
 
 
 def _is_unspecified(host: str) -> bool:
-    """Check for 0.0.0.0 and ::, which are only for listening."""
+    """Return whether the host is 0.0.0.0 or ::, which are only for listening."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:

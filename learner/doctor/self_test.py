@@ -179,7 +179,7 @@ def held(
     advantages_B: torch.Tensor,
     config: LearnerConfig,
 ) -> torch.Tensor:
-    """Return the tokens that the run's objective would clip in their first update."""
+    """Return which tokens the run's objective would hold back in their first update."""
     is_own = config.correction.anchor == "proximal" and config.correction.proximal == "exact"
     anchor_BT = logprobs_BT if is_own else behaviour_logprobs_BT
     log_ratio_BT = clamped(masked(logprobs_BT - anchor_BT, mask_BT))

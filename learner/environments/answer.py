@@ -6,8 +6,8 @@ the tokenizer's own format (`response_template`), else the Hermes format of Qwen
 
     tool schema ─▶ a call ─▶ chat template ─▶ tokens of a turn ─▶ read_answer ─▶ the same call, or ConfigError
 
-Invariant: before a run starts, a call written by its template was read back. A policy that calls tools as it
-was taught is therefore never taken for one that only talks.
+Invariant: before a run starts, a call that its template writes has been read back. A policy that calls tools
+as it was taught is therefore never mistaken for one that only talks.
 """
 
 import json
@@ -68,7 +68,7 @@ def read_answer(template: ChatTemplate, prompt: list[int], token_ids: list[int])
     `prompt`: all tokens before the turn, because some templates start the turn there.
 
     Raises:
-        Unreadable: if the turn cannot be parsed.
+        Unreadable: If the turn cannot be parsed.
     """
     try:
         if template.renderer is not None:
@@ -124,7 +124,7 @@ def renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Any:
     """Return the renderer of a format.
 
     Raises:
-        ConfigError: if the package or the format is missing, or if the tokenizer does not fit the format.
+        ConfigError: If the package or the format is missing, or if the tokenizer does not fit the format.
     """
     key = f"learner.environment.renderer = {name!r}"
     try:
@@ -154,7 +154,7 @@ def read_by_renderer(
     `prompt`: all tokens before the turn.
 
     Raises:
-        ValueError: if the turn starts a call that cannot be parsed.
+        ValueError: If the turn starts a call that cannot be parsed.
     """
     from renderers.base import ToolCallParseStatus
 
@@ -234,7 +234,7 @@ def _written(template: ChatTemplate, call: Call) -> tuple[list[int], list[int]]:
     The turn includes the token that ends it.
 
     Raises:
-        DataError: if the template takes no message with a call.
+        DataError: If the template takes no message with a call.
     """
     function = {"name": call.name, "arguments": call.arguments}
     calls = {"content": "", "tool_calls": [{"id": "call00001", "type": "function", "function": function}]}

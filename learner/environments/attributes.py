@@ -56,7 +56,7 @@ def _plain(value: Any, depth: int) -> Any:
     """Convert a value, including numpy numbers, to Python's built-in types.
 
     Raises:
-        TypeError: if the value is not plain data.
+        TypeError: If the value is not plain data.
     """
     if depth == 0:
         raise TypeError("too deep")

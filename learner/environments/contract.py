@@ -27,7 +27,7 @@ def load_environment(spec: str, *, takes_text: bool) -> type:
     """Return the class that `learner.environment.factory` names.
 
     Raises:
-        NotLoaded: if it cannot be loaded or is no environment.
+        NotLoaded: If it cannot be loaded or is no environment.
     """
     if ":" not in spec and spec not in BUILT_IN:
         raise NotLoaded(f"it is not built in; known are: {', '.join(BUILT_IN)}. Name one of your own as module:Class")
@@ -45,7 +45,7 @@ def load_functions(specs: Sequence[str]) -> Tools:
     """Return the functions of `learner.environment.tools` by name.
 
     Raises:
-        NotLoaded: if one cannot be loaded, is not a function, or has the name of another.
+        NotLoaded: If one cannot be loaded, is not a function, or has the name of another.
     """
     functions: dict[str, Callable[..., Any]] = {}
     for spec in specs:
@@ -65,7 +65,7 @@ def methods_of(factory: type) -> list[str]:
 
 
 def method_of_turns(factory: type) -> str:
-    """Return the name of the only such method. Raises NotLoaded unless there is one."""
+    """Return the only name in `methods_of`. Raises NotLoaded unless there is just one."""
     names = methods_of(factory)
     if len(names) != 1:
         raise NotLoaded(
@@ -82,7 +82,7 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
     They derive from type hints and docstrings in Google style.
 
     Raises:
-        NotLoaded: if transformers is missing, or a tool has no type hints or no docstring.
+        NotLoaded: If transformers is missing, or a tool has no type hints or no docstring.
     """
     try:  # takes seconds, so imported only on demand
         from transformers.utils import get_json_schema

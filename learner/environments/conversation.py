@@ -1,11 +1,11 @@
-"""Convert turns into orders and responses into tokens, as text or conversation.
+"""Convert turns into commands and responses into tokens, as text or as a chat.
 
-    turn ─▶ orders ─▶ (process.py) ─▶ responses ─▶ NextPrompt: tokens after the turn, or a new branch's prompt
+    turn ─▶ commands ─▶ (process.py) ─▶ responses ─▶ NextPrompt: tokens after the turn, or a branch's prompt
 
 This sits between the player and the chat template.
 Invariant: recorded tokens are never rendered again. A conversation continues with what its template adds
 after the turn. If the template now renders earlier turns differently, for example without their reasoning, a
-branch starts with the rendered conversation. White space does not count.
+branch starts with the rendered conversation. Differences in white space do not count.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class NextPrompt(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     begins_branch: bool = False
-    """Whether these are all tokens before the turn."""
+    """Whether these are all the tokens before the turn, so that a new branch starts."""
 
 
 class TextConversation:
@@ -43,7 +43,7 @@ class TextConversation:
         """Ignore a turn that was cut off. The environment does not see it."""
 
     def orders(self, prompt: list[int], token_ids: list[int]) -> Sequence[Turn]:
-        """Return the turn as an order. `prompt`: all tokens before the turn."""
+        """Return the turn as a command. `prompt`: all tokens before the turn."""
         return [Turn(self._template.spoken(token_ids))]
 
     def hear(self, said: list[StepResult]) -> NextPrompt:
@@ -79,7 +79,7 @@ class ChatConversation:
         `prompt`: all tokens before the turn.
 
         Raises:
-            Unreadable: if the turn cannot be parsed.
+            Unreadable: If the turn cannot be parsed.
         """
         try:
             message = read_answer(self._template, prompt, token_ids)
@@ -146,7 +146,7 @@ def continued(
     one of which may have ended the last turn. The messages leave that text out.
 
     Raises:
-        DataError: if the template cannot render the messages.
+        DataError: If the template cannot render the messages.
     """
     rendered = template.token_ids([*said, *new])
     end = _reach(template, rendered, recorded, stops)

@@ -1,4 +1,4 @@
-"""Episodes: one exchange between the policy and an environment.
+"""Episode: one exchange between the policy and an environment.
 
 This sits between the player and the ledger. A plain completion is an episode of one turn.
 Invariant: every policy token is stored as the engine returned it, with its logprob and version. Tokens of the

@@ -1,8 +1,8 @@
-"""One environment instance in its own process, which answers the learner's orders.
+"""One environment instance in its own process, which answers the learner's commands.
 
     reset(row) ─▶ turn(text), or call(tool, arguments) ─▶ … ─▶ reward()         then the next episode's reset
 
-`process.py` is the other end. `contract.py` defines the class.
+`process.py` is the other end. `contract.py` defines what the class must have.
 Invariant: an answer is msgpack, not pickle, because the class may run code that a model wrote. The policy
 reads the error of a method or tool as text.
 """
@@ -30,33 +30,33 @@ from learner.user_code import NotLoaded, describe, shorten
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """Order to start an episode."""
+    """Command to start an episode."""
 
     row: dict[str, Any]
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """Order with the text of a policy's turn."""
+    """Command with the text of a policy's turn."""
 
     text: str
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Order with a tool call of the policy."""
+    """Command with a tool call of the policy."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """Order to rate the episode, which has ended."""
+    """Command to return the reward of the episode, which has ended."""
 
     asks_attributes: bool = False
     """Whether a reward function asks for the instance's attributes."""
 
 
 class Describe(msgspec.Struct, frozen=True):
-    """Order to describe the tools."""
+    """Command to describe the tools."""
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True):
@@ -94,7 +94,7 @@ ANSWER = msgspec.msgpack.Decoder(Answer)
 
 
 def serve(pipe: connection.Connection, spec: str | None, tools: Sequence[str], takes_text: bool) -> None:
-    """Load the class and the tools, then answer orders until the learner is gone."""
+    """Load the class and the tools, then answer commands until the learner is gone."""
     try:
         factory = None if spec is None else load_environment(spec, takes_text=takes_text)
         host = Host(factory, load_functions(tools))

@@ -1,8 +1,9 @@
 """Play episodes: request turns from the servers and pass them to environments.
 
-    prompt ─▶ reset ─▶ (turn: sampled from all tokens so far ─▶ orders ─▶ the response, as tokens)* ─▶ reward
+    prompt ─▶ reset ─▶ (turn: sampled from all tokens so far ─▶ commands ─▶ response, as tokens)* ─▶ reward
 
-This sits between the rollouts, which request turns, and the pool of environments. `talk.py` makes the orders.
+This sits between the rollouts, which sample turns, and the pool of environments. `conversation.py` makes the
+commands.
 Invariant: every episode ends in a state of `episode.py`. Each turn has the server's deadline, each call of
 the environment has its own, and their number is bounded.
 """
@@ -79,7 +80,7 @@ class Player:
         """Play the group of a prompt. Episodes without a turn of the policy are left out.
 
         Raises:
-            DataError: if the prompt is a text in a run of conversations, or the reverse.
+            DataError: If the prompt is a text in a run of conversations, or the reverse.
         """
         if isinstance(prompt.prompt, str) != self._environments.takes_text:
             kinds = ("conversations", "a text") if isinstance(prompt.prompt, str) else ("texts", "a conversation")
@@ -210,9 +211,9 @@ class Progress:
         return answer
 
     async def call_all(self, seat: Lease, orders: Sequence[Command]) -> list[StepResult] | None:
-        """Return the responses to all orders, up to one that ends the episode.
+        """Return the responses to all commands, up to one that ends the episode.
 
-        If an order fails, set the end state and return None.
+        If a command fails, set the end state and return None.
         """
         said: list[StepResult] = []
         for order in orders:

@@ -45,7 +45,7 @@ class Environments:
         `takes_text`: turns go unchanged to the only method of the class.
 
         Raises:
-            ConfigError: if the process cannot load the environment.
+            ConfigError: If the process cannot load the environment.
         """
         self._config, self.takes_text = config, takes_text
         self._free: list[EnvironmentProcess] = []
@@ -75,7 +75,7 @@ class Environments:
                     self._forget(seat.process)
 
     def close(self) -> None:
-        """Kill all processes at once. Pending calls return."""
+        """Kill all processes, even in the middle of a call. Pending calls return."""
         self._is_closed = True
         self._watch.close()
         for process in list(self._all):

@@ -2,8 +2,8 @@
 
 `host.py` runs in the process.
 Invariant: a call returns soon after its deadline, even if its process misbehaves or is killed. After a
-ProcessFailure the process has ended. Each process has its own pipe, so that none holds a lock that another waits
-for.
+ProcessFailure the process has ended. Each process has its own pipe, so that none holds a lock that another
+waits for.
 """
 
 import signal
@@ -65,7 +65,7 @@ class EnvironmentProcess:
         return None
 
     def ask(self, order: Command) -> Answer | ProcessFailure:
-        """Send an order and wait for its answer. Errors of the class are a ProcessFailure too."""
+        """Send a command and return its answer; an error of the class is a ProcessFailure."""
         trouble = self.load()
         if trouble is not None:
             return trouble

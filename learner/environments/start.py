@@ -1,4 +1,4 @@
-"""Start an environment's process: fork within milliseconds, or use an interpreter.
+"""Start an environment's process: fork within milliseconds, or run another interpreter.
 
 Invariant: the process leads its own group and ends with the learner. `start` returns the learner's end of its
 pipe.

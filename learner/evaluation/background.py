@@ -1,8 +1,8 @@
 """Evaluations during training: started after a step, run in a thread, reported with a later step.
 
     after_step ─▶ (every_steps) ─▶ evaluate.py (thread) ─▶ evaluations.jsonl ─▶ take_metrics at a later step
-                                     PartialResults: each answer on disk ─▶ resume, which asks each prompt only once
-                                     pin: holds until all is answered ─▶ the next step starts
+                                   PartialResults: each answer on disk ─▶ resume asks each prompt only once
+                                   pin: holds until all is answered ─▶ the next step starts
 
 Each evaluation covers all sets.
 Invariant: one evaluation runs at a time. A failed evaluation never stops the run, and a log line gives the
@@ -220,8 +220,8 @@ class Evaluations:
     def _judge(self, made: Evaluation) -> None:
         """Set or remove the score of a step in one operation.
 
-        Concurrently, `scores` decides which checkpoints stay: one that is neither scored nor awaited is
-        removed.
+        The checkpoint writer reads `scores` concurrently, and removes a checkpoint that is neither scored nor
+        awaited.
         """
         if made.step is None or made.set_name != self._judging_set:
             return

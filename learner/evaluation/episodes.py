@@ -1,8 +1,8 @@
-"""Plays the episodes of an evaluation with the players used in training and a server's OpenAI API.
+"""Play the episodes of an evaluation with the players used in training and a server's OpenAI API.
 
-    prompt ─▶ environments, or agents ─▶ turn ─▶ POST URL/completions ─▶ … ─▶ EpisodeGroup ─▶ Answered ─▶ rated
+    prompt ─▶ environment or agent ─▶ turn ─▶ POST URL/completions ─▶ … ─▶ EpisodeGroup ─▶ Answered ─▶ rated
 
-Used between openai_client.py and players.py.
+Used between openai_client.py and the players of open_players.py.
 Invariant: every episode counts with its end state. As in training, an episode that reveals nothing about the
 policy has no reward.
 """

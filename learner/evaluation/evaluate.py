@@ -1,4 +1,4 @@
-"""Runs one evaluation: rewards with confidence intervals, and the change from the previous evaluation.
+"""Run one evaluation: rewards with confidence intervals, and the change from the previous evaluation.
 
     Questions ─▶ openai_client.py, or episodes.py ─▶ rewards as in training, as answers arrive ─▶ Evaluation
 

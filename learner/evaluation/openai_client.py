@@ -1,6 +1,6 @@
 """Client of an OpenAI-compatible server for evaluations: Slipstream's server or `vllm serve`.
 
-    prompts ─▶ POST URL/completions, max_concurrent at once ─▶ Answered: texts, tokens, reasons, versions
+    prompts ─▶ POST URL/completions, max_concurrent at once ─▶ Answered: texts, tokens, ends, versions
                   └▶ turn after turn of its episodes (episodes.py) ─▶ Answered: the played episodes
 
 OpenAI servers accept four stop strings. If there are more, the server gets the first four. The answer is then
@@ -137,7 +137,7 @@ async def door_to(url: str, patience_s: float, *, of_run: str | None = None) -> 
 
 
 def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, Any]:
-    """Return a request that overrides all of the model's generation_config.json."""
+    """Return a request that overrides every key of generation_config.json."""
     config, run = questions.config, questions.run
     return {
         "model": model,

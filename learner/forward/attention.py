@@ -228,7 +228,8 @@ def pack_attention(
         _admit(module, key, attention_mask, wanted, has_sinks=sinks_H is not None)
     window, keys = attention_mask.window, attention_mask.keys
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    # Kernels want one size; multi-head latent attention has narrower values than keys. Padding by 0 copies.
+    # Kernels want one size, but multi-head latent attention has narrower values than keys. Even a padding of
+    # nothing copies.
     num_missing = query.shape[-1] - value.shape[-1]
     values = nn.functional.pad(value, (0, num_missing)) if num_missing else value
     q_NHD, k_NKD, v_NKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, values))

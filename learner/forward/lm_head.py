@@ -3,7 +3,7 @@
     hidden_ME, weight_VE ─▶ products, one tile each ─▶ tile.py ─▶ max, Σ exp, Σ exp · z, z of the target
                          ─▶ logprobs_M, entropy_M
 
-Invariant: no (M, V) tensor exists. The backward pass recomputes the tiles and keeps two numbers per row.
+Invariant: no (M, V) tensor exists. The backward pass recomputes the tiles from two stored numbers per row.
 torch's linear_cross_entropy has neither entropy nor soft cap, and was 3 % faster at best. Liger's has no
 entropy, and had wrong gradients of the head for per-token losses until its pull request 1298.
 

@@ -5,8 +5,8 @@
 
 The model is called as a whole, so its wrappers (DDP, FSDP2, an adapter) see an ordinary pass.
 
-Invariant: what `_cut` skips in the last layer computes each row from that row alone. packing_check.py detects
-models that violate this, because it probes a layer of the same kind.
+Invariant: the modules that `_cut` runs on fewer rows compute each row from that row alone. packing_check.py
+detects models that violate this, because it probes a last layer of the same kind.
 
 Suffixes: N packed tokens, M predicted tokens, B completions, T tokens of the longest completion, S tokens of
 a row that the pass computes or of the longest sequence, R rows that predict, E hidden size, V vocabulary.

@@ -40,7 +40,7 @@ class AgentPlayer:
         """Start the gateway and check that an agent can start.
 
         Raises:
-            ConfigError: if either fails.
+            ConfigError: If either fails.
         """
         cleanup.callback(lambda: loop.call(self._close(), CLOSE_TIMEOUT_S))
         loop.call(self._gateway.start(), CLOSE_TIMEOUT_S)
@@ -84,7 +84,7 @@ class AgentPlayer:
 
 
 def _worth(outcome: Rewarded | ProcessFailure, session: Session) -> float | ProcessFailure | None:
-    """Return one reward for the episode, or a ProcessFailure for an unknown completion id.
+    """Return the reward of the episode, or a ProcessFailure for an unknown id.
 
     Rewards by completion are averaged, because the branches of an episode share an advantage.
     """

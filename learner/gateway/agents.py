@@ -50,7 +50,7 @@ class Agents:
                 self._give_back(process)
 
     def close(self) -> None:
-        """Kill all processes at once. Episodes that wait for one are cancelled."""
+        """Kill all processes, even during an episode, which is then canceled."""
         self.is_closed = True
         self._watch.close()
         for process in self._all:

@@ -133,7 +133,7 @@ class Gateway:
         """Return the tokens of a prompt, and its text if it is one.
 
         Raises:
-            Refused: if the prompt is neither one text nor one list of tokens.
+            Refused: If the prompt is neither one text nor one list of tokens.
         """
         prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):

@@ -57,7 +57,7 @@ class Places:
         """Return the conversation as recorded, with its new messages, and its tokens.
 
         Raises:
-            DataError: if the template cannot render the messages.
+            DataError: If the template cannot render the messages.
         """
         form = form_of(template)
         extended = [one for one in self._chats if one.form == form and starts_with(messages, one.messages)]

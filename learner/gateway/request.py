@@ -81,7 +81,7 @@ def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig, *, 
     `overrides`: the run's sampling replaces the agent's.
 
     Raises:
-        Refused: if the body is malformed or asks for what the run does not support.
+        Refused: If the body is malformed or asks for what the run does not support.
     """
     try:
         raw = msgspec.json.decode(content, type=dict[str, Any])
@@ -115,7 +115,7 @@ def stops_of(body: Body, sampling: SamplingConfig) -> tuple[str, ...]:
     """Return the stop texts of the turn that the run does not have.
 
     Raises:
-        Refused: if there are too many, or if one is empty or too long.
+        Refused: If there are too many, or if one is empty or too long.
     """
     wanted = [body.stop] if isinstance(body.stop, str) else body.stop or []
     more = tuple(dict.fromkeys(text for text in wanted if text not in sampling.stop))

@@ -96,10 +96,10 @@ class Session:
     async def _answer_to(self, asked: TurnPrompt) -> TurnResult | None:
         """Return the servers' answer.
 
-        Cancelling this call cancels the request at the servers.
+        Canceling this call cancels the request at the servers.
 
         Raises:
-            Refused: if the episode ends first.
+            Refused: If the episode ends first.
         """
         asking = asyncio.ensure_future(self._ask(asked))
         self._under_way.add(asking)
@@ -176,7 +176,7 @@ class Session:
         """Return the number of tokens that a turn may have.
 
         Raises:
-            Refused: if the episode cannot have another turn.
+            Refused: If the episode cannot have another turn.
         """
         if self.state is not None:
             raise episode_over(self.state)

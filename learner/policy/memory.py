@@ -1,8 +1,7 @@
 """Estimate the memory that a model needs on both sides, from its shape and the config, before loading it.
 
-Pure. Each part is a short formula that can be checked against tensors. docs/memory.md has the formulas in words
-and a table. Two things are not counted: CUDA's own memory of about 1 GB, and the allocator's loss between
-blocks.
+Pure. Each part is a short formula that can be checked against tensors. docs/memory.md explains the formulas.
+Two things are not counted: CUDA's own memory of about 1 GB, and the allocator's loss between blocks.
 """
 
 from typing import Any

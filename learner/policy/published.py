@@ -132,7 +132,7 @@ class PublishedPolicy:
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the policy's logprobs of each sequence's tokens after its first.
 
-        The sequences are concatenated on the CPU.
+        The result is on the CPU, one sequence after the other.
         """
         if self._is_sharded:
             self._broadcast(PASS)

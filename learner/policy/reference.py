@@ -29,7 +29,7 @@ from learner.policy.snapshot import as_shard, local, own_copy, seated, trainable
 from protocol.errors import ConfigError
 
 REWARD_AVERAGE_STEP = 0.1
-"""Step of the moving average towards each new reward; the average covers about ten steps."""
+"""Weight of each new reward in the moving average, which covers about ten steps."""
 log = logging.getLogger(__name__)
 
 
@@ -37,7 +37,7 @@ class RefreshState(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs of the next decision besides the step's metrics."""
 
     interval_steps: float | None
-    """Minimum steps between the last refresh and the next, rounded down; None: no more refresh."""
+    """Minimum steps between the last refresh and the next, rounded down; None: no more refreshes."""
     steps_above: int = 0
     """adaptive: number of steps in a row with the KL above the threshold."""
     reward_average: float | None = None

@@ -112,7 +112,7 @@ def _content(path: Path) -> str:
 
 
 def cache_directory() -> Path:
-    """Return the cache directory of `datasets`. Raises DataError if it is read-only."""
+    """Return the cache directory of `datasets`. Raises DataError if it is unwritable."""
     import datasets
 
     path = Path(datasets.config.HF_DATASETS_CACHE)

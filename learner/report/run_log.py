@@ -82,7 +82,8 @@ class RunLog:
 def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
     """Format the line of one step for the console.
 
-    Example: Step  12/300 | 0.31s | reward 0.437 | loss -0.0121 | staleness 1.2 | grad 0.41 | 5,120 tok/s
+    Example: Step  12/300 | 0.31s | reward 0.437 | loss -0.0121 | clipped 1.3% | staleness 1.2 | grad 0.41 |
+    5,120 tok/s | wait 0.02s | push 0.01s
     """
     parts = [
         f"Step {step:>{len(str(num_steps))}}/{num_steps}",

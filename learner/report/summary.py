@@ -57,7 +57,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     wait_shares: dict[str, float]
     """Share of the total step time for which each part was the bottleneck.
 
-    The largest share is first. The parts are those of waits.py.
+    The largest share is first. The parts are those of rollouts/bottleneck.py.
     """
 
     @property

@@ -34,7 +34,7 @@ class RewardFailures:
         """Record the calls of a group.
 
         Raises:
-            RewardError: if a function now fails too often. The error shows examples.
+            RewardError: If a function now fails too often. The error shows examples.
         """
         self._warn_of_none(rewards)
         for function in rewards.functions:

@@ -141,7 +141,7 @@ class Serial:
         """Return the worker's process, or a new one if it is no longer usable.
 
         Raises:
-            RewardError: if the workers are closed.
+            RewardError: If the workers are closed.
         """
         process = self._processes[worker]
         if process.is_usable:
@@ -212,7 +212,7 @@ class Concurrent:
             self._lost(self._process.killed_late())
 
     def _send_waiting(self) -> WorkerFailure | None:
-        """Start waiting jobs up to the limit, and return the WorkerFailure of a failed process.
+        """Start waiting jobs up to the limit; return the WorkerFailure of a lost process.
 
         An unusable process without calls in flight is replaced first.
         """

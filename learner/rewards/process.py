@@ -40,7 +40,7 @@ EXIT_WAIT_S = 1.0
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Result of a call: an answer, an error, or None if cancelled at its deadline."""
+    """Result of a call: an answer, an error, or None if canceled at its deadline."""
 
     number: int
     answer: Answer | Unreached | str | None
@@ -105,7 +105,7 @@ class RewardProcess:
         """Wait for the imports. Return a WorkerFailure if the process was killed.
 
         Raises:
-            RewardError: if a function cannot be imported.
+            RewardError: If a function cannot be imported.
         """
         if self._loaded is not None:
             return None

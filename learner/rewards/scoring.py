@@ -29,7 +29,7 @@ class Scorer:
         """Call the reward functions, which see the step, and add the overlong penalty.
 
         Raises:
-            RewardError: if a function fails too often.
+            RewardError: If a function fails too often.
         """
         rewards = await self.rate(prompt, episodes_G, TrainerState(global_step=step, max_steps=self._config.steps))
         self._failures.note(rewards)

@@ -158,7 +158,7 @@ class RewardWorkers:
     ) -> "Future[GroupRewards]":
         """Score the completions of one prompt, or the messages of its episodes.
 
-        The future cannot be cancelled. `close` ends it with a RewardError.
+        The future cannot be canceled. `close` ends it with a RewardError.
         """
         group: Future[GroupRewards] = Future()
         group.set_running_or_notify_cancel()

@@ -1,4 +1,4 @@
-"""Chooses how many policy versions ahead of the learner groups are requested.
+"""Choose how many policy versions ahead of the learner groups are requested.
 
     takes of queue.py ─▶ AutoStaleness.note ─▶ max_staleness of the admission rule (slots.py)
 
@@ -26,7 +26,7 @@ SPARE_TAKES = 10
 
 
 class AutoStaleness:
-    """Controller of the staleness bound; `versions` is the max_staleness of the admission rule."""
+    """Controller of `versions`, the max_staleness of the admission rule."""
 
     def __init__(self, config: LearnerConfig) -> None:
         self._is_auto = config.max_staleness == "auto"

@@ -1,6 +1,6 @@
-"""Measures the bottleneck of a run: the seconds spent waiting for a batch, by cause.
+"""Measure the bottleneck of a run: the seconds spent waiting for a batch, by cause.
 
-    the next batch misses a group that …     counted for
+    the next batch misses a group that …     counted as
     is pending at the server                 server or link: the server's part of the round trip is what the
                                              server reports (Group.server_s), the rest is the link's
     is not scored yet                        reward

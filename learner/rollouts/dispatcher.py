@@ -1,4 +1,4 @@
-"""Dispatches requests for groups and turns to ready servers, and resends requests that were lost.
+"""Dispatch requests for groups and turns to ready servers, and resend requests that were lost.
 
     requests ─▶ Fleet.choose ─▶ link        server lost  ─▶ its pending requests ─▶ the next ready server
                                             request lost ─▶ the same server, after learner.group_deadline_s

@@ -1,6 +1,6 @@
 """Pending groups: admitted to the ledger, but not received yet.
 
-Used by rollouts.py, between the slots and asking.py, only in the loop thread.
+Used by rollouts.py, between the slots and dispatcher.py, only in the loop thread.
 Invariant: a prompt is in the ledger before it is sent. It stays here until its group arrives or its attempt
 is dropped.
 """

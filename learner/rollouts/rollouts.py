@@ -1,4 +1,4 @@
-"""Keeps the servers busy within the staleness bound and hands out scored groups in slot order.
+"""Keep the servers busy within the staleness bound, and hand out scored groups in slot order.
 
     task          consumes          produces                           waits for
     _admit        prompts           ledger: admitted, then Generate    the staleness rule, a synced server

@@ -1,4 +1,4 @@
-"""Selects the scored groups that form a batch, and updates the curriculum with them.
+"""Select the scored groups that form a batch, and update the curriculum with them.
 
 Dynamic sampling resamples a group without signal, until its step reaches the limit of resamples. The order of
 scoring decides which of several such groups exceeds the limit. With max_staleness > 0 it also decides where

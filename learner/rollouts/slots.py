@@ -1,4 +1,4 @@
-"""Tracks which slots are ready, which are skipped and which are next.
+"""Track which slots are ready, which are skipped and which are next.
 
 A slot is filled by one group, and its number is the order of consumption. Only the number of skipped slots is
 kept below `next_to_take`. Slots above are found by bisection, so a long run costs no more.

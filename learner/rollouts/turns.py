@@ -1,6 +1,6 @@
-"""Dispatches the turns of episodes to the servers like groups, and returns the answers to the player.
+"""Dispatch the turns of episodes to the servers like groups, and return the answers to the player.
 
-    player.py ─▶ TurnRequest ─▶ Dispatcher ─▶ … ─▶ Group of one completion ─▶ acknowledged at once ─▶ player.py
+    player.py ─▶ TurnRequest ─▶ Dispatcher ─▶ … ─▶ Group of one completion ─▶ acknowledged ─▶ player.py
 
 Used between rollouts.py and the environments.
 Invariant: turns are not in the ledger. Episodes lost in a restart are played again, with ids that no server

@@ -1,4 +1,4 @@
-"""Reads the weights once and feeds the syncs of several servers, each at its own pace.
+"""Read the weights once and feed the syncs of several servers, each at its own pace.
 
     reader (the thread that may read the policy) ─▶ window of tensors ─▶ one Share and thread per server
 

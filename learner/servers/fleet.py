@@ -273,8 +273,8 @@ class Fleet:
     async def _drain(self, member: Member) -> None:
         """Wait until a draining server has nothing pending, is lost, or is listed again.
 
-        A server that shuts down on its own is waited for until it disconnects. After
-        `learner.drain_timeout_s` the pending groups are requested elsewhere.
+        A server that shuts down on its own is waited for until it disconnects. The wait ends after
+        `learner.drain_timeout_s`, and the pending groups are then requested elsewhere.
         """
         deadline = time.monotonic() + self._run.learner.drain_timeout_s
         while member.is_draining and member.link.connected:

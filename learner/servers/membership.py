@@ -1,7 +1,7 @@
 """The servers of a run: which ones exist, the state of each, and which one is used next.
 
     file:servers.txt       one endpoint per line; # starts a comment
-    dns:servers:5757       every IPv4 address of the name (Kubernetes headless service), or IPv6 if none
+    dns:servers:5757       every IPv4 address of the name (Kubernetes headless service), else every IPv6 one
 
     joining ─ welcomed ─▶ syncing ─ sync published ─▶ ready ─ unlisted, or shutting down ─▶ draining ─▶ gone
        ▲                     │ lost, or sync failed     │                                              ▲
@@ -143,7 +143,7 @@ def least_loaded(loads: Sequence[Load], stays_at: int | None = None) -> int | No
     """Return the index of the server to use, or None if there is none.
 
     This is the server with the fewest pending requests, and among equals the one chosen longest ago.
-    `stays_at`: index of the server with the episode's KV cache, which is preferred unless it has many more.
+    `stays_at`: index of the server with the episode's KV cache, preferred up to STICKY_MARGIN more.
     """
     least = min(range(len(loads)), key=loads.__getitem__, default=None)
     if least is None or stays_at is None or loads[stays_at].num_groups > loads[least].num_groups + STICKY_MARGIN:

@@ -1,4 +1,4 @@
-"""Checks that server and learner give the same logprobs to the same tokens under the same weights.
+"""Check that server and learner give the same logprobs to the same tokens under the same weights.
 
     connect                    measure: dataset texts on both sides, before the first group is requested
                                check_identity: before and after a run's first weight sync

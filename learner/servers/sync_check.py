@@ -1,4 +1,4 @@
-"""Verifies that a weight sync took effect: the logprobs of texts must change on both sides.
+"""Verify that a weight sync took effect: the logprobs of texts must change on both sides.
 
     main thread    begin(n - 1), ask_before ─▶ train ─▶ expect(n) ─▶ sync of version n ─▶ ask ─▶ check
     servers                      score under n - 1                                        score under n

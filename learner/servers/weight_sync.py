@@ -1,4 +1,4 @@
-"""Syncs the policy's weights to all servers of the fleet. weight_transfer.py syncs one server.
+"""Sync the policy's weights to all servers of the fleet. weight_transfer.py syncs one server.
 
     new weights ─▶ all servers with older ones of this run      read once, each at its own pace (fan_out.py)
     a server without weights ─▶ a sync of its own               the other servers continue to generate

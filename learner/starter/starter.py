@@ -1,4 +1,4 @@
-"""`learner new my-task`: creates a directory with a recipe, prompts, a reward function and its test.
+"""`learner new my-task`: create a directory with a recipe, prompts, a reward function and its test.
 
     learner/starter/files/ ─▶ DIR, with its name filled into the recipe
 

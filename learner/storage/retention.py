@@ -43,7 +43,7 @@ class LearnerRecords(NamedTuple):
 
 
 class Checkpoints(CheckpointWriter):
-    """Checkpoints of one run, on every rank; rank 0, which has the books, prunes them."""
+    """Checkpoints of one run, on every rank. Only rank 0 has the records and prunes."""
 
     def __init__(
         self, trainer: PolicyTrainer, directory: Path, books: LearnerRecords | None, newest_step: int | None

@@ -1,13 +1,13 @@
-"""Metrics of a step, computed from its token sums, groups and timings. Names follow `area/name` (DESIGN).
+"""Metrics of a step, computed from its token sums, groups and timings. docs/metrics.md explains each.
 
     loss of each micro-batch ─▶ sums, RatioRange, Mismatch ─▶ all ranks ─▶ metrics of the step
     counts, seconds ─▶ throughput: operations of N tokens = 6 · P · N + 12 · L · H · (query, key) pairs
 
-RatioRange holds what a mean hides: the extreme ratios, and one token's share of an update's gradient. Mismatch
-measures the logprob difference to each server, so that a wrong server stands out. The arithmetic counts
-forward and backward passes of the whole model, with the P parameters that are active per token. It excludes
-recomputation by checkpointing, the reference pass and padding, and does not subtract what LoRA or a cut last
-layer saves.
+RatioRange holds what a mean hides: the extreme ratios, and one token's share of an update's gradient.
+Mismatch measures the logprob difference to each server, so that a wrong server stands out. The arithmetic
+counts forward and backward passes of the whole model, with the P parameters that are active per token. It
+excludes recomputation by checkpointing, the reference pass and padding. It does not subtract what LoRA or a
+cut last layer saves.
 Suffixes: U updates, N micro-batches, ranks or episodes of the step (M, R), B branches, T tokens of the
 longest.
 """

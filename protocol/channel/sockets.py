@@ -5,8 +5,8 @@ queues for a missing peer (IMMEDIATE, ROUTER_MANDATORY). All limits that ZeroMQ 
 tcp is supported: `ipc://` loses messages when a peer exits while the reader is slow (libzmq #4660).
 
 With keys, every connection is CURVE. Unknown keys, keys of another server and plain-text clients fail in
-libzmq's own threads and never reach `receive`. Without keys, a peer that is not admitted may send enough for
-any Hello, and is cut off above that (`Strangers`).
+libzmq's own threads and never reach `receive`. With or without keys, a peer that is not admitted may send
+enough for any Hello, and is cut off above that (`Strangers`).
 """
 
 import asyncio

@@ -100,8 +100,8 @@ class Group(Message):
 class GroupFailed(Message):
     """Failure of a group, which is requested again only if `retryable`.
 
-    The code "draining" is not a failure: the server shuts down and has not started the group. The learner
-    requests the group from another server, or from the next one.
+    The code "draining" does not count as a failure: the server shuts down and will not complete the group.
+    The learner requests the group from another server, or from the next one.
     """
 
     group_id: Name

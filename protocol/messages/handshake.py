@@ -45,8 +45,8 @@ class Welcome(Message):
     """Acceptance of the run, with the server's properties."""
 
     server_id: str
-    """Id that is new at every start of the server. A changed id means that the server has lost its weights
-    and groups."""
+    """Id of the weights of a run on the server. It changes when the server or its engine starts, and when a
+    run takes the free server. The weights and the running groups are then lost."""
     policy_version: Version | None
     """Version of the weights. None before the first weight sync."""
     num_workers: int

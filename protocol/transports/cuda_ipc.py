@@ -73,7 +73,7 @@ def decode_handle(header: torch.Tensor) -> TensorHandle:
 def has_expandable_segments(environment: Mapping[str, str]) -> bool:
     """Return whether torch's allocator uses expandable segments.
 
-    CUDA IPC lends only memory from cudaMalloc, which they are not.
+    CUDA IPC can lend only memory from cudaMalloc, and these segments are allocated differently.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return any("expandable_segments:true" in environment.get(name, "").lower() for name in names)

@@ -9,7 +9,7 @@ for all ranks, and leaves the forming to a background thread.
 During a transfer, `watched` keeps a connection to the learner's store. While it only receives, TCP does not
 notice that a host has vanished. NCCL notices nothing within a host. The transfer is aborted once the session
 is canceled or the learner's kernel does not answer. A learner that only pauses, to write a checkpoint, keeps
-its transfer. This file imports torch, so `import protocol` does not import it.
+its transfer. Only this folder and weights/ import torch at the top level.
 """
 
 import select

@@ -93,7 +93,7 @@ def checks_of(column: Any) -> list[Check]:
     """Return the checks that a row's tests describe.
 
     Raises:
-        ValueError: if the column has another form or holds Python that cannot fail.
+        ValueError: If the column has another form or holds Python that cannot fail.
     """
     if isinstance(column, str) and column.lstrip()[:1] in ("[", "{"):
         column = _read(column)
@@ -147,7 +147,7 @@ def _passes(code: str, checks: Sequence[Check], timeout_s: float, *, unconfined:
     """Return whether a program passes all checks within one shared timeout.
 
     Raises:
-        TimeoutError: if the time is up.
+        TimeoutError: If the time is up.
     """
     deadline = time.monotonic() + timeout_s
     return all(run(code, check, deadline - time.monotonic(), unconfined=unconfined) for check in checks)
@@ -157,8 +157,8 @@ def run(code: str, check: Check, timeout_s: float, *, unconfined: bool = False) 
     """Return whether a program passes a check.
 
     Raises:
-        TimeoutError: if the time is up.
-        OSError: if the program cannot be confined.
+        TimeoutError: If the time is up.
+        OSError: If the program cannot be confined.
     """
     token = secrets.token_hex(16)
     ended = _hosted(code, check, token, timeout_s, unconfined=unconfined)
@@ -192,8 +192,8 @@ def _hosted(code: str, check: Check, token: str, timeout_s: float, *, unconfined
     """Run a check in a host process.
 
     Raises:
-        TimeoutError: if the time is up.
-        OSError: if the program cannot be confined.
+        TimeoutError: If the time is up.
+        OSError: If the program cannot be confined.
     """
     mark = secrets.token_hex(16)  # random, so that no program can fake a host error
     with ExitStack() as cleanup:

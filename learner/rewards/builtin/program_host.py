@@ -106,7 +106,7 @@ def isolate() -> None:
     Its children end with it.
 
     Raises:
-        OSError: if the kernel refuses.
+        OSError: If the kernel refuses.
     """
     user, group = os.getuid(), os.getgid()
     alone = NEW_MOUNTS | NEW_IPC | NEW_PIDS | NEW_NETWORK
@@ -127,7 +127,7 @@ def enter(root: str) -> None:
     """Make the empty folder `root` the root file system, holding what Python needs.
 
     Raises:
-        OSError: if the kernel refuses.
+        OSError: If the kernel refuses.
     """
     called("mount", None, b"/", None, RECURSIVE | PRIVATE, None)
     called("mount", b"tmpfs", root.encode(), b"tmpfs", NO_DEVICES_OR_SETUID, b"size=1m,mode=755")
@@ -189,7 +189,7 @@ def give_up(user: int) -> None:
     """Drop all capabilities for good and, under root, switch to an unused user id.
 
     Raises:
-        OSError: if the kernel refuses.
+        OSError: If the kernel refuses.
     """
     if os.getuid() == 0:
         os.setgroups([])
