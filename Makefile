@@ -33,12 +33,12 @@ real: $(STAMP)  ## train a pretrained model, SmolLM2-135M-Instruct, on sums: 20 
 test: $(STAMP)  ## run the tests that need no GPU (ARGS="-k loss -x")
 	@$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
-chaos: $(STAMP)  ## kill, stop and cut off every part of a run: 6 faults with vLLM, 80 with a fake engine
+chaos: $(STAMP)  ## kill, stop and cut off every part of a run: 6 faults with vLLM, 60 with a fake engine
 	@$(PY) -m tests.chaos --engine real --faults 6 $(ARGS)
-	@$(PY) -m tests.chaos --engine fake --faults 50 $(ARGS)
-	@$(PY) -m tests.chaos --engine fake --faults 8 --environment $(ARGS)
-	@$(PY) -m tests.chaos --engine fake --faults 8 --agent $(ARGS)
-	@$(PY) -m tests.chaos --engine fake --faults 8 --evaluation $(ARGS)
+	@$(PY) -m tests.chaos --engine fake --faults 36 $(ARGS)
+	@$(PY) -m tests.chaos --engine fake --faults 6 --environment $(ARGS)
+	@$(PY) -m tests.chaos --engine fake --faults 6 --agent $(ARGS)
+	@$(PY) -m tests.chaos --engine fake --faults 6 --evaluation $(ARGS)
 	@$(PY) -m tests.chaos --engine fake --faults 6 --servers 3 $(ARGS)
 
 lint: $(STAMP)  ## ruff, formatting and mypy

@@ -2,7 +2,7 @@
 
 One compute thread for every process of a test: the models are tiny, and threads that spin fight for the cores. And long files
 first, for several run beside each other, and whoever ends on a long one leaves the other cores idle: those that start vLLM, then
-those of the whole system, which lie at the top.
+LONG, then those of the whole system, which lie at the top.
 """
 
 import os
@@ -24,6 +24,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
 
 
+LONG = {
+    "test_exact_resume.py", "test_ranks.py", "test_sharded_training.py", "test_push_faults.py", "test_alongside.py",
+    "test_several_servers.py", "test_full_disk.py", "test_train.py", "test_agents.py", "test_discriminator.py",
+}  # fmt: skip
+"""Five minutes and more of one worker each."""
 INSTALL_TIMEOUT_S = 1200
 OPEN = pytest.StashKey[ExitStack]()
 
@@ -52,7 +57,7 @@ def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     with_vllm = {item.path for item in items if item.get_closest_marker("vllm")}
-    items.sort(key=lambda item: (item.path not in with_vllm, len(item.path.parts)))
+    items.sort(key=lambda item: (item.path not in with_vllm, item.path.name not in LONG, len(item.path.parts)))
 
 
 @pytest.fixture

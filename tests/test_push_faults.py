@@ -236,7 +236,10 @@ def test_a_learner_goes_on_with_the_next_engine_when_a_call_into_the_first_never
 
 NUM_FAILURES = 20
 """Mostly in the middle of the transfer, which is noticed at once; every tenth in another state."""
-PLAIN_AND_OVERLAP = [pytest.param(PLAIN, marks=pytest.mark.slow, id="plain"), pytest.param(OVERLAP, id="overlap")]
+PLAIN_AND_OVERLAP = [
+    pytest.param(PLAIN, marks=pytest.mark.slow, id="plain"),
+    pytest.param(OVERLAP, marks=pytest.mark.slow, id="overlap"),
+]
 
 
 FEW = 5

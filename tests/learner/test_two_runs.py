@@ -69,7 +69,9 @@ def tenancy(server: ServerThread) -> dict[str, Any]:
     return server.running.server.status()["tenancy"]
 
 
-@pytest.mark.parametrize("is_killed", [False, pytest.param(True, id="killed and resumed meanwhile")])
+@pytest.mark.parametrize(
+    "is_killed", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, id="killed and resumed meanwhile")]
+)
 def test_a_second_run_waits_for_the_first_and_is_served_as_soon_as_that_is_over(
     tmp_path: Path, is_killed: bool
 ) -> None:

@@ -64,6 +64,7 @@ def assert_ends_alike(run: LearnerRun, whole: LearnerRun) -> None:
 CONSUMED = [Death("consumed", nth) for nth in (1, 2, 3, 2, 3)]
 """After the commit of each of the five steps in turn; each life after a checkpoint begins to count at the step behind it."""
 
+SLOW = {"every, two updates, falling rate", "fixed, of which each checkpoint shares the file of the one before"}
 CASES = {
     "every, two updates, falling rate": (
         {"reference": {"kind": "every", "every_steps": 2, "reset_optimizer": True}, "kl": {"coef": 0.1},
@@ -100,7 +101,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("learner", "deaths"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    ("learner", "deaths"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, case in CASES.items()],
+)
 def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
     tmp_path: Path, learner: dict[str, Any], deaths: list[Death | LateDeath]
 ) -> None:

@@ -163,7 +163,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> LearnerRun:
     return run
 
 
-@pytest.mark.parametrize(("num_mib", "num_left"), [(3, 1), (6, 2)])
+@pytest.mark.parametrize(("num_mib", "num_left"), [(3, 1), pytest.param(6, 2, marks=pytest.mark.slow)])
 def test_a_run_without_room_for_a_checkpoint_ends_and_goes_on_as_if_nothing_had_been(
     tmp_path: Path, mount: Disk, whole: LearnerRun, num_mib: int, num_left: int
 ) -> None:

@@ -84,8 +84,11 @@ LORA: dict[str, Any] = {"lora": {"rank": 4}, "optimizer": {"learning_rate": 5e-3
 
 @pytest.mark.parametrize(
     ("is_sharded", "settings"),
-    [(False, {}), (True, {}), (True, LORA)],
-    ids=["whole on each", "sharded", "sharded adapter"],
+    [
+        pytest.param(False, {}, id="whole on each", marks=pytest.mark.slow),
+        pytest.param(True, {}, id="sharded"),
+        pytest.param(True, LORA, id="sharded adapter", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_of_two_ranks_then_one_then_two_ends_as_a_run_of_one(
     tmp_path: Path, is_sharded: bool, settings: dict[str, Any]

@@ -55,7 +55,9 @@ def test_ranks_with_different_numbers_of_micro_batches_have_the_gradient_of_one(
     assert_close(load_file(tmp_path / "found.safetensors"), gradients(accelerator, micro_batch_tokens=1000))
 
 
-@pytest.mark.parametrize("settings", [{}, LORA], ids=["whole model", "adapter"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, id="whole model"), pytest.param(LORA, id="adapter", marks=pytest.mark.slow)]
+)
 def test_steps_pushes_and_checkpoints_are_those_of_a_whole_policy(
     accelerator: Accelerator, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
