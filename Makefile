@@ -26,7 +26,7 @@ demo: $(STAMP)  ## train a tiny model on the CPU with the whole system, ends wit
 	@if [ -e runs/demo ]; then mv runs/demo "runs/demo-$$(date -r runs/demo +%Y%m%d-%H%M%S)"; fi
 	@$(PY) -m deploy.colocate deploy/recipes/reverse.toml $(ARGS)
 
-real: $(STAMP)  ## train a pretrained model, SmolLM2-135M-Instruct, on sums: 20 minutes on two cores with AMX or AVX-512 BF16
+real: $(STAMP)  ## train a pretrained model, SmolLM2-135M-Instruct, on sums: 9 to 19 minutes on two cores with AMX or AVX-512 BF16
 	@if [ -e runs/smollm2 ]; then mv runs/smollm2 "runs/smollm2-$$(date -r runs/smollm2 +%Y%m%d-%H%M%S)"; fi
 	@$(PY) -m deploy.colocate deploy/recipes/smollm2.toml $(ARGS)
 
