@@ -33,13 +33,13 @@ real: $(STAMP)  ## train a pretrained model, SmolLM2-135M-Instruct, on sums: 9 t
 test: $(STAMP)  ## run the tests that need no GPU (ARGS="-k loss -x")
 	@$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
-chaos: $(STAMP)  ## kill, stop and cut off every part of a run: 6 faults with vLLM, 60 with a fake engine
-	@$(PY) -m tests.chaos --engine real --faults 6 $(ARGS)
-	@$(PY) -m tests.chaos --engine fake --faults 36 $(ARGS)
-	@$(PY) -m tests.chaos --engine fake --faults 6 --environment $(ARGS)
-	@$(PY) -m tests.chaos --engine fake --faults 6 --agent $(ARGS)
-	@$(PY) -m tests.chaos --engine fake --faults 6 --evaluation $(ARGS)
-	@$(PY) -m tests.chaos --engine fake --faults 6 --servers 3 $(ARGS)
+chaos: $(STAMP)  ## kill, stop and cut off every part of a run: 3 faults with vLLM, 24 with a fake engine
+	@$(PY) -m tests.chaos --engine real --faults 3 $(ARGS)
+	@$(PY) -m tests.chaos --engine fake --faults 12 $(ARGS)
+	@$(PY) -m tests.chaos --engine fake --faults 3 --environment $(ARGS)
+	@$(PY) -m tests.chaos --engine fake --faults 3 --agent $(ARGS)
+	@$(PY) -m tests.chaos --engine fake --faults 3 --evaluation $(ARGS)
+	@$(PY) -m tests.chaos --engine fake --faults 3 --servers 3 $(ARGS)
 
 lint: $(STAMP)  ## ruff, formatting and mypy
 	@$(PY) -m ruff check
