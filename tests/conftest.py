@@ -29,8 +29,6 @@ LONG = {
     "test_several_servers.py", "test_full_disk.py", "test_train.py", "test_agents.py", "test_discriminator.py",
 }  # fmt: skip
 """Five minutes and more of one worker each."""
-SLOW = Path(__file__).with_name("slow.txt").read_text().split("\n")
-"""Starts of the names of tests that are too long for every commit: their guarantees have a shorter test, or a chaos campaign."""
 INSTALL_TIMEOUT_S = 1200
 OPEN = pytest.StashKey[ExitStack]()
 
@@ -58,9 +56,6 @@ def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.nodeid.startswith(tuple(start for start in SLOW if start)):
-            item.add_marker(pytest.mark.slow)
     with_vllm = {item.path for item in items if item.get_closest_marker("vllm")}
     items.sort(key=lambda item: (item.path not in with_vllm, item.path.name not in LONG, len(item.path.parts)))
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from learner.rollouts.ledger import Ledger
 from protocol.channel.keys import make_keys
 from tests.learner.forked_learner import ROOT, end_of, start_learner
@@ -18,6 +20,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_with_keys_at_an_ipv6_address_is_complete(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:

@@ -86,6 +86,11 @@ few_or_all = pytest.mark.parametrize(
 )
 
 
+def late(*states: State) -> list[Any]:
+    """States that not every commit tries: a push is struck in each of them by the chaos campaigns too."""
+    return [pytest.param(state, marks=pytest.mark.slow) for state in states]
+
+
 def at_once(check: Callable[..., None], cells: Sequence[tuple[Any, ...]]) -> None:
     """Run all checks at the same time: each of them mostly waits."""
     with ThreadPoolExecutor(len(cells)) as threads:
@@ -137,7 +142,7 @@ def assert_only_torn_weights_wait(server: Peer) -> bool:
 
 
 @few_or_all
-@pytest.mark.parametrize("state", [BEFORE_READY, BEFORE_JOIN, AFTER_MEETING, SENDING, BEFORE_DONE], ids=name_of)
+@pytest.mark.parametrize("state", [BEFORE_READY, SENDING, *late(BEFORE_JOIN, AFTER_MEETING, BEFORE_DONE)], ids=name_of)
 def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: State, faults: Faults) -> None:
     def check(mode: dict[str, Any], signal_number: int) -> None:
         pair = start_at_version_0(start_pair, mode, state)
@@ -167,7 +172,9 @@ def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: S
 
 
 @few_or_all
-@pytest.mark.parametrize("state", [BEFORE_READY, BEFORE_JOIN, AFTER_MEETING, RECEIVING, BEFORE_DONE], ids=name_of)
+@pytest.mark.parametrize(
+    "state", [RECEIVING, BEFORE_DONE, *late(BEFORE_READY, BEFORE_JOIN, AFTER_MEETING)], ids=name_of
+)
 def test_a_learner_survives_its_server(start_pair: Callable[..., Pair], state: State, faults: Faults) -> None:
     def check(mode: dict[str, Any], signal_number: int) -> None:
         pair = start_at_version_0(start_pair, mode, state)

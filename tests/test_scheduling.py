@@ -36,7 +36,7 @@ def test_one(number):
 }
 
 
-@pytest.mark.parametrize("killed_in", [(5,), (1, 2, 4)])
+@pytest.mark.parametrize("killed_in", [(5,), pytest.param((1, 2, 4), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_test_that_killed_its_worker_has_failed_and_the_rest_goes_on(
     killed_in: tuple[int, ...], num_workers: int, tmp_path: Path

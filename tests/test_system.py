@@ -136,6 +136,7 @@ def assert_every_group_is_accounted_for(run_dir: Path, num_steps: int) -> None:
     assert (report["groups_lost"], report["groups_outstanding"], report["steps"]) == (0, 0, num_steps)
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_comes_back_and_the_run_goes_on(starting_server: Server, tmp_path: Path) -> None:
     server = starting_server  # by the first test: the learner is started at the same moment and waits
     learner = Learner(server, tmp_path / "run", "--learner.steps", "60")

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from learner.config import LearnerRun
 from learner.report.records import read_events
 from protocol.config import to_toml
@@ -115,6 +117,7 @@ def run_on(directory: Path, *names: str) -> Iterator[tuple[LearnerOf, list[Serve
             server.process.wait(TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_one_of_two_servers_is_told_to_end_and_another_comes_to_its_place(tmp_path: Path) -> None:
     with run_on(tmp_path, "first", "second") as (learner, servers):
         first = servers[0]

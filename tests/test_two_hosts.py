@@ -99,6 +99,7 @@ def cut(run: Run, seconds: float) -> None:
     assert "lost the server at" in run.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_outlasts_a_link_that_is_cut_for_seconds(hosts: TwoHosts, tmp_path: Path) -> None:
     cut(Run(hosts, tmp_path, num_steps=8), 5)
 

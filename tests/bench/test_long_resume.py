@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from learner.report.summary import summarize
 from tests.bench.long_resume import long_run, make_long, resume_s
 from tests.learner.model_engine import tiny_server
 from tests.learner.test_train import metrics_of, rows_of
 
 
+@pytest.mark.slow
 def test_a_directory_that_was_made_long_is_resumed_at_its_end(tmp_path: Path) -> None:
     with tiny_server() as server:
         run = long_run(tmp_path, server.endpoint, 50, 2)

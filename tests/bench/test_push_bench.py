@@ -83,6 +83,7 @@ def test_the_learner_is_blocked_for_a_share_of_the_push_that_its_copy_is_part_of
     assert medians([numbers, numbers])["num_pushes"] == 2
 
 
+@pytest.mark.slow
 def test_a_push_to_two_servers_is_measured_at_each() -> None:
     result = push_fleet.run(most=2, size_mib=8, num_pushes=1)
     assert result["by_servers"].keys() == {"1", "2"}

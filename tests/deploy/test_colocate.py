@@ -123,7 +123,7 @@ def test_two_servers_and_two_ranks_of_which_one_each_is_killed_end_complete(tmp_
 
 @pytest.mark.vllm
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_path: Path, number: int) -> None:
     ports = [free_port(), free_port()]
     command = [

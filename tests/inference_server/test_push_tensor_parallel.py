@@ -112,6 +112,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_returns_from_a_push_is_killed_and_the_next_engine_gets_the_weights(served: Served) -> None:
     server, policy, break_file = served
     hang_file = break_file.with_name("hang")

@@ -79,6 +79,7 @@ def test_under_full_load_every_token_is_of_the_version_on_its_label(recomputing:
     with_learner(server, test, LOAD_TIMEOUT_S)
 
 
+@pytest.mark.slow
 @many_pushes
 def test_kept_keys_and_values_are_the_only_mismatch_and_it_grows_with_their_age(
     overlapping: Served, num_pushes: int

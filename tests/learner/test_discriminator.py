@@ -9,6 +9,7 @@ NUM_STEPS = 200
 """Best exact match by then, seed 0: clipped 0.36, uncorrected 0.01."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # four minutes on a loaded machine
 def test_at_staleness_8_the_clipped_ratio_learns_to_sort_and_no_correction_does_not() -> None:
     cells = [Cell(task=LARGE_STEPS, algorithm=algorithm, max_staleness=8) for algorithm in ("grpo", "uncorrected")]

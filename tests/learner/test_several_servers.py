@@ -178,7 +178,7 @@ def test_servers_come_and_go_with_a_file(
     assert metrics_of(run)[-1]["servers/ready"] == 2 and metrics_of(run)[-1]["servers/gone"] == 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_server_that_is_told_to_end_costs_nothing_and_no_warning(
     tmp_path: Path, overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,7 +200,7 @@ def test_a_server_that_is_told_to_end_costs_nothing_and_no_warning(
     assert warnings_about_servers(caplog) == []
 
 
-@pytest.mark.parametrize("crosses_a_push", [False, True])
+@pytest.mark.parametrize("crosses_a_push", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_only_server_is_told_to_end_and_the_next_one_at_its_endpoint_goes_on(
     tmp_path: Path, crosses_a_push: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

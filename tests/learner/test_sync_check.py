@@ -105,6 +105,7 @@ class RoundsOtherwise(LosesOneSync):
         return logprobs_TV.gather(1, ids[0, 1:, None])[:, 0].numpy(), self.version
 
 
+@pytest.mark.slow
 def test_ever_smaller_steps_raise_no_alarm_in_bfloat16(tmp_path: Path) -> None:
     """At the end few weights change in bfloat16, which one side may round away and the other not."""
     with tiny_server(RoundsOtherwise()) as server:
@@ -194,6 +195,7 @@ def test_where_steps_are_short_so_many_syncs_are_left_out_that_checks_take_their
     assert version > 5 * num_checks
 
 
+@pytest.mark.slow
 def test_a_check_is_made_as_often_as_the_config_says(tmp_path: Path) -> None:
     for every_steps, steps in ((3, [3, 6]), (0, [])):
         with tiny_server(LosesOneSync(None)) as server:

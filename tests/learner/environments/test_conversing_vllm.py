@@ -46,8 +46,8 @@ EVERYTHING_IS_A_CALL = takes_for_calls("tell", {"text": "{content}"})
 @pytest.mark.parametrize(
     ("kind", "kv_on_push"),
     [
-        ("keeps", "keep"),
         ("drops", "recompute"),
+        pytest.param("keeps", "keep", marks=pytest.mark.slow),
         pytest.param("keeps", "recompute", marks=pytest.mark.slow),
         pytest.param("drops", "keep", marks=pytest.mark.slow),
     ],

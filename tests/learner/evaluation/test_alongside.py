@@ -172,9 +172,10 @@ def test_an_evaluation_that_fails_is_told_and_training_goes_on(
 
 @pytest.mark.parametrize(
     "death",
-    [Death("answer kept", 3), Death("evaluation noted", 3), Death("answers forgotten", 3),
+    [Death("answer kept", 3),
      *(pytest.param(death, marks=pytest.mark.slow) for death in
-       (Death("answer kept", NUM_PROMPTS + 1), Death("answer kept", 3 * NUM_PROMPTS), Death("evaluation noted", 1)))],
+       (Death("evaluation noted", 3), Death("answers forgotten", 3), Death("answer kept", NUM_PROMPTS + 1),
+        Death("answer kept", 3 * NUM_PROMPTS), Death("evaluation noted", 1)))],
     ids=str,
 )  # fmt: skip
 def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(

@@ -85,7 +85,14 @@ def test_one_set_says_which_model_is_best(
     assert (best.step, best.judged_by) == (best_step, f"evaluation/{name}")
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3], ids=["between the sets", "behind both", "between the next"])
+@pytest.mark.parametrize(
+    "nth",
+    [
+        pytest.param(1, id="between the sets"),
+        pytest.param(2, id="behind both", marks=pytest.mark.slow),
+        pytest.param(3, id="between the next", marks=pytest.mark.slow),
+    ],
+)
 def test_a_learner_killed_between_two_sets_notes_each_once(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, nth: int
 ) -> None:

@@ -23,7 +23,7 @@ def test_compiled_they_give_the_same_numbers(fused: Tiles, dtype: torch.dtype) -
     assert tiles_problem(fused, CPU, dtype) is None
 
 
-@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+@pytest.mark.parametrize("entropy", [pytest.param("none", marks=pytest.mark.slow), "value", "gradient"])
 @pytest.mark.parametrize("logit_map", [pytest.param(LogitMap(), marks=pytest.mark.slow), LogitMap(scale=1.5, cap=3.0)])
 def test_a_head_of_compiled_tiles_has_the_numbers_of_the_plain_one(fused: Tiles, entropy, logit_map: LogitMap) -> None:
     torch.manual_seed(0)

@@ -31,8 +31,8 @@ pytestmark = [
 ]
 
 
-SOON = {"gemma3", "mixtral"}
-"""Families that every commit tries, the most unlike; the others take three minutes more."""
+SOON = {"gemma3"}
+"""Families that every commit tries; the others take four minutes more."""
 
 
 def segments(
@@ -161,6 +161,7 @@ def test_whole_layers_have_the_loss_and_the_gradients_of_the_pass_without_and_ar
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
+@pytest.mark.slow
 def test_where_torch_cannot_compile_a_layer_whole_it_compiles_its_pieces(
     tiny_model: Callable[..., Any], like_a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

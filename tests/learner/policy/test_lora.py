@@ -241,6 +241,7 @@ def test_a_merge_with_the_wrong_scale_stops_a_resume_before_its_first_step(
     assert [json.loads(line)["step"] for line in metrics] == [1, 2]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_adapter_of_one(tmp_path: Path) -> None:
     one, weights_of_one = run_ranks(tmp_path / "one", 1, **LORA)
     two, weights_of_two = run_ranks(tmp_path / "two", 2, **LORA, micro_batch_tokens=20)

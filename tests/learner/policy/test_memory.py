@@ -142,7 +142,7 @@ def test_activations_are_what_a_pass_keeps(name: str, dtype: str, checkpointing:
     assert activation_bytes(shape, run) == pytest.approx(found, rel=0.15)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_the_head_takes_a_tile_and_its_gradient_whatever_the_vocabulary(dtype: torch.dtype) -> None:
     for vocab_size in (16_000, 48_000):
         shape = msgspec.structs.replace(shape_of(TINY["llama"]), vocab_size=vocab_size)

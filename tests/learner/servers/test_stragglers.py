@@ -76,7 +76,7 @@ def failures_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     ("point", "states", "overlap"),
     [
         ("pausing", {"pausing"}, False),
-        ("receiving", {"sending", "finishing"}, True),
+        pytest.param("receiving", {"sending", "finishing"}, True, marks=pytest.mark.slow),
         pytest.param("receiving", {"sending", "finishing"}, False, marks=pytest.mark.slow),
         pytest.param("pausing", {"pausing"}, True, marks=pytest.mark.slow),
         pytest.param("labelling", {"finishing"}, False, marks=pytest.mark.slow),
@@ -101,12 +101,13 @@ def test_a_server_that_hangs_in_a_push_is_left_behind_and_comes_back(
     assert hanging.versions[-1] == NUM_STEPS and metrics_of(run)[-1]["servers/ready"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "state"),
     [
         ("receiving", "joining"),
-        pytest.param("pausing", "pausing", marks=pytest.mark.slow),
-        pytest.param("labelling", "finishing", marks=pytest.mark.slow),
+        ("pausing", "pausing"),
+        ("labelling", "finishing"),
     ],
 )
 def test_a_push_of_its_own_that_gets_no_further_is_given_up_and_tried_again(
@@ -124,7 +125,7 @@ def test_a_push_of_its_own_that_gets_no_further_is_given_up_and_tried_again(
     assert hanging.versions[-1] == 2 * NUM_STEPS, "the push after the pause of 2 s went through"
 
 
-@pytest.mark.parametrize(("is_joining", "visit"), [(False, 25), (True, 55)])
+@pytest.mark.parametrize(("is_joining", "visit"), [pytest.param(False, 25, marks=pytest.mark.slow), (True, 55)])
 def test_a_server_that_does_not_score_keeps_the_others_waiting_no_longer_than_the_patience(
     tmp_path: Any, caplog: pytest.LogCaptureFixture, is_joining: bool, visit: int
 ) -> None:

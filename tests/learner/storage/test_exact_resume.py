@@ -64,7 +64,11 @@ def assert_ends_alike(run: LearnerRun, whole: LearnerRun) -> None:
 CONSUMED = [Death("consumed", nth) for nth in (1, 2, 3, 2, 3)]
 """After the commit of each of the five steps in turn; each life after a checkpoint begins to count at the step behind it."""
 
-SLOW = {"every, two updates, falling rate", "fixed, of which each checkpoint shares the file of the one before"}
+SLOW = {
+    "every, two updates, falling rate",
+    "ema, controlled KL",
+    "fixed, of which each checkpoint shares the file of the one before",
+}
 CASES = {
     "every, two updates, falling rate": (
         {"reference": {"kind": "every", "every_steps": 2, "reset_optimizer": True}, "kl": {"coef": 0.1},
@@ -130,7 +134,9 @@ def live_as_two(run: LearnerRun, death: Death | None, *, resume: bool, is_sharde
 
 
 @pytest.mark.timeout(900)  # eight learners start one after the other, on a busy machine
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    "is_sharded", [pytest.param(False, id="whole", marks=pytest.mark.slow), pytest.param(True, id="sharded")]
+)
 def test_two_ranks_killed_after_a_step_and_in_a_checkpoint_end_as_two_that_were_not(
     tmp_path: Path, is_sharded: bool
 ) -> None:

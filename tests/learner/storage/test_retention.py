@@ -130,6 +130,7 @@ def test_a_checkpoint_is_as_good_as_the_steps_that_led_to_it(tmp_path: Path) -> 
         assert state["reward_mean"] == pytest.approx(sum(led_to_it) / len(led_to_it))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_any_of_the_newest_but_not_from_an_older_one(tmp_path: Path) -> None:
     with tiny_server() as server:
         whole = a_run(tmp_path / "whole", server.endpoint, keep_last=2, keep_best=9)
@@ -152,7 +153,11 @@ def test_a_run_goes_on_from_any_of_the_newest_but_not_from_an_older_one(tmp_path
             train(whole, resume=True)
 
 
-@pytest.mark.parametrize("file", ["trained/index.json", "trained/__0_0.distcp", "reference/__0_0.distcp"])
+@pytest.mark.parametrize(
+    "file",
+    ["trained/index.json",
+     *(pytest.param(file, marks=pytest.mark.slow) for file in ("trained/__0_0.distcp", "reference/__0_0.distcp"))],
+)  # fmt: skip
 def test_a_damaged_checkpoint_is_named_and_without_it_the_run_goes_on_from_the_one_before(
     tmp_path: Path, file: str
 ) -> None:

@@ -68,7 +68,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if way.endswith("nothing wrapped") else []) for way in WAYS]
+)
 def test_ranks_that_hold_zeros_go_the_way_of_rank_0(accelerator: Accelerator, tmp_path: Path, way: str) -> None:
     config = tmp_path / "accelerate.yaml"
     config.write_text(WRITTEN_BY_ACCELERATE_CONFIG)

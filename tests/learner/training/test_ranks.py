@@ -82,6 +82,7 @@ def test_two_ranks_and_small_micro_batches_give_the_losses_and_weights_of_one(tm
 LORA: dict[str, Any] = {"lora": {"rank": 4}, "optimizer": {"learning_rate": 5e-3}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_sharded", "settings"),
     [

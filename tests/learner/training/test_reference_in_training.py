@@ -33,11 +33,10 @@ def optimizer_steps_of(run: Any) -> set[int]:
     ("reference", "versions", "moments_seen"),
     [
         # the KL is 0 at steps 1 and 4, the first under a new reference, and above the threshold at all others
-        (ADAPTIVE, [0, 0, 3, 3, 3, 6], 6),
-        (MIXTURE, [0, 2, 2, 4, 4, 6], 6),
-        (RESETTING, [0, 0, 0, 0, 5, 5], 1),
+        pytest.param(ADAPTIVE, [0, 0, 3, 3, 3, 6], 6, id="adaptive", marks=pytest.mark.slow),
+        pytest.param(MIXTURE, [0, 2, 2, 4, 4, 6], 6, id="mixture"),
+        pytest.param(RESETTING, [0, 0, 0, 0, 5, 5], 1, id="resetting", marks=pytest.mark.slow),
     ],
-    ids=["adaptive", "mixture", "resetting"],
 )
 def test_a_run_stopped_after_step_five_goes_on_with_the_same_reference(
     tmp_path: Path, reference: dict, versions: list[int], moments_seen: int

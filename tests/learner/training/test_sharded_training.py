@@ -48,6 +48,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
             torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
+@pytest.mark.slow
 def test_ranks_with_different_numbers_of_micro_batches_have_the_gradient_of_one(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
@@ -95,8 +96,11 @@ def test_steps_pushes_and_checkpoints_are_those_of_a_whole_policy(
 
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
-    [({}, 1e-5), (LORA, 1e-5), (LORA | {"dtype": "bfloat16"}, 1e-2)],  # where ranks round elsewhere
-    ids=["whole model", "adapter", "adapter in bfloat16"],
+    [
+        pytest.param({}, 1e-5, id="whole model"),
+        pytest.param(LORA, 1e-5, id="adapter", marks=pytest.mark.slow),
+        pytest.param(LORA | {"dtype": "bfloat16"}, 1e-2, id="adapter in bfloat16"),  # where ranks round elsewhere
+    ],
 )
 def test_twenty_steps_have_the_losses_of_one_rank_and_the_same_weights_are_pushed_in_the_same_bytes(
     accelerator: Accelerator, tmp_path: Path, settings: dict[str, Any], tolerance: float

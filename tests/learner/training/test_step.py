@@ -294,6 +294,7 @@ def test_micro_batches_padding_and_order_do_not_change_the_gradient(accelerator:
     torch.testing.assert_close(turned, whole, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_gradient_of_one(accelerator: Accelerator, tmp_path: Path) -> None:
     one = all_gradients(accelerator, micro_batch_tokens=1000)
     on_two_ranks(write_gradients, tmp_path / "rank", 40)

@@ -179,6 +179,7 @@ def test_the_extreme_ratios_are_those_of_single_tokens(accelerator: Accelerator)
     check_extremes(accelerator)
 
 
+@pytest.mark.slow
 def test_the_extreme_ratios_are_those_of_all_ranks() -> None:
     on_two_ranks(check_extremes)
 

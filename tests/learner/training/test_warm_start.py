@@ -79,6 +79,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_gives_others(tmp_path:
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [False, SHARDED])
 def test_two_ranks_start_from_the_weights_of_one(tmp_path: Path, is_sharded: bool) -> None:
     one, _ = run_ranks(tmp_path / "one", 1, warm_start=WARM, steps=2)
