@@ -26,7 +26,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
 
 LONG = {
     "test_exact_resume.py", "test_ranks.py", "test_sharded_training.py", "test_push_faults.py", "test_alongside.py",
-    "test_several_servers.py", "test_full_disk.py", "test_train.py", "test_agents.py", "test_discriminator.py",
+    "test_several_servers.py", "test_full_disk.py", "test_train.py", "test_agents.py",
 }  # fmt: skip
 """Five minutes and more of one worker each."""
 INSTALL_TIMEOUT_S = 1200

@@ -87,7 +87,7 @@ few_or_all = pytest.mark.parametrize(
 
 
 def late(*states: State) -> list[Any]:
-    """States that not every commit tries: a push is struck in each of them by the chaos campaigns too."""
+    """Mark the states that not every commit tries."""
     return [pytest.param(state, marks=pytest.mark.slow) for state in states]
 
 
