@@ -49,7 +49,7 @@ def test_ports_that_others_hold() -> None:
         found = problems("--endpoint", f"tcp://127.0.0.1:{ports[0]}", "--server.http-port", str(ports[1]))
     assert set(found) == {"port", "http"}
     assert f"cannot listen on tcp://127.0.0.1:{ports[0]}: Address already in use" in found["port"]
-    assert "; Stop the process that holds the port" in found["port"]
+    assert "; Stop the process that uses the port" in found["port"]
     assert "server.http_port" in found["http"]
 
 
