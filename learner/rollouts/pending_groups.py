@@ -57,7 +57,7 @@ class PendingGroups:
         if self._num_failures[slot] >= self._max_attempts:
             self._ledger.drop(group_id, "failed")
             log.error(
-                "the prompt of slot %d is given up after %d failures (learner.max_group_attempts)",
+                "gave up the prompt of slot %d after %d failures (learner.max_group_attempts)",
                 slot,
                 self._num_failures[slot],
             )

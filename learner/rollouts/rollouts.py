@@ -36,7 +36,7 @@ from protocol.messages import Group, GroupFailed
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
-LOOK_EVERY_S = 0.2
+CHECK_INTERVAL_S = 0.2
 """Longest time until a failure in the background ends the main thread's wait, in seconds."""
 
 
@@ -76,7 +76,7 @@ class Rollouts:
         self._version = version
         if player is not None:
             self._turns = Turns(self._asking, player, lambda group: self._arrived.put((None, group)))
-        self._take_up()
+        self._restore()
         self._fleet.start(self._on_group, self._on_welcome, self._on_lost, self._asking.num_owed)
         for work in (self._admit(), self._arrived.run(), self._scored.run(), self._asking.resend_lost()):
             self._loop.spawn(work)
@@ -103,7 +103,7 @@ class Rollouts:
             self._loop.raise_failure()
             remaining_s = deadline - time.monotonic()
             groups = self._queue.take(
-                version, min(LOOK_EVERY_S, max(0.0, remaining_s)),
+                version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)),
                 is_connected=self._fleet.is_connected, on_stale=lambda group: self._too_old(group, version),
             )  # fmt: skip
             if groups is not None or remaining_s <= 0:
@@ -119,8 +119,8 @@ class Rollouts:
     def waits_for(self) -> str:
         """Description of what the next batch waits for."""
         part, num_scoring = self._queue.lacks(is_connected=self._fleet.is_connected)
-        in_words = {"link": self._fleet.in_words(), "server": f"{len(self._outstanding)} groups from the server"}
-        return {"reward": f"{num_scoring} groups to be scored", "push": IN_WORDS["push"], **in_words}[part]
+        descriptions = {"link": self._fleet.in_words(), "server": f"{len(self._outstanding)} groups from the server"}
+        return {"reward": f"{num_scoring} groups to be scored", "push": IN_WORDS["push"], **descriptions}[part]
 
     def close(self) -> None:
         """Cancel all requests at the servers; the ledger keeps them for a resume."""
@@ -128,7 +128,7 @@ class Rollouts:
             self._loop.call(member.link.cancel(self._asking.group_ids), CALL_TIMEOUT_S)
         self._loop.call_soon(self._asking.forget_all)
 
-    def _take_up(self) -> None:
+    def _restore(self) -> None:
         for row in self._ledger.outstanding():
             request = self._outstanding.request(row.slot, row.attempt, row.position)
             if row.state == "admitted":
@@ -142,7 +142,7 @@ class Rollouts:
 
     def _too_old(self, group: RolloutGroup, version: int) -> None:
         age = version - group.oldest_version
-        log.warning("group %s is %d versions old; asking for it again", group.group_id, age)
+        log.warning("requesting group %s again (stale: %d versions behind)", group.group_id, age)
         self._loop.spawn(self._ask_again(group.group_id, group.slot, "stale"))
 
     # --- called in the loop thread --------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Rollouts:
                 member.link.refuse(str(error))
             reason = "malformed"
         if usable is None:
-            log.warning("group %s cannot be used: %s", group.group_id, reason)
+            log.warning("discarded group %s (%s)", group.group_id, reason)
             await self._failed(request, reason)
         return usable
 
