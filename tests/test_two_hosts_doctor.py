@@ -65,7 +65,7 @@ def test_the_doctor_names_what_lies_between_two_hosts(hosts: TwoHosts, tmp_path:
     assert "does not know this learner's key" in unknown["keys"]
     hosts.wire(only_ports=[PORT])
     (walled,) = problems((endpoint, keys), timeout_s=5)
-    assert walled["bandwidth"].startswith("weights would not arrive: cannot reach the learner's rendezvous 10.77.0.2:")
+    assert walled["bandwidth"].startswith("weights cannot be sent: cannot reach the learner's rendezvous 10.77.0.2:")
     hosts.wire(only_ports=None, cut=True)
     (cut,) = problems((endpoint, keys), timeout_s=5)
-    assert "gave no answer within 5 s" in cut["port"]
+    assert "did not answer within 5 s" in cut["port"]

@@ -64,9 +64,9 @@ def check(run: LearnerRun, *, with_trial: bool = False) -> Iterator[Finding]:
         has_problem |= finding.verdict == "problem"
         yield finding
     if not with_trial:
-        yield unknown("time", "not measured; --trial takes the first steps with a server that nobody uses")
+        yield unknown("time", "not measured; --trial runs the first steps on an idle server")
     elif has_problem:
-        yield unknown("time", "not measured, for the problems above")
+        yield unknown("time", "not measured because of the problems above")
     else:
         yield from trial(run.in_effect())
 
@@ -74,15 +74,15 @@ def check(run: LearnerRun, *, with_trial: bool = False) -> Iterator[Finding]:
 def look(run: LearnerRun) -> Iterator[Finding]:
     """Yield the findings of all checks that change nothing."""
     note = run.note_on_idle_keys()
-    yield ok("config", note or "no key contradicts another, none is idle")
+    yield ok("config", note or "no conflicting and no unused keys")
     try:
         refuse_absent(run.learner.report.trackers)
     except ConfigError as error:
-        yield problem_of("trackers", error, "install them, or leave them out")
+        yield problem_of("trackers", error, "install them, or remove them from learner.report.trackers")
     try:
         check_plug_ins(run.learner)
     except ConfigError as error:
-        yield problem_of("plug-ins", error, "correct the function")
+        yield problem_of("plug-ins", error, "fix the function")
     run, run_inputs = run.in_effect(), RunInputs(run.in_effect())
     try:
         prompts = run_inputs.prompts
@@ -91,7 +91,7 @@ def look(run: LearnerRun) -> Iterator[Finding]:
     else:
         yield from of_prompts(run_inputs)
         if run.learner.environment.is_used:
-            yield unknown("rewards", f"they are of {run.learner.environment.named}, which answers only a policy")
+            yield unknown("rewards", f"not checked: {run.learner.environment.named} rewards only episodes of a policy")
         else:
             yield from of_rewards(
                 run_inputs, [prompts.prompt_at(place) for place in range(min(NUM_RATED, len(prompts)))]
@@ -106,7 +106,7 @@ def of_prompts(run_inputs: RunInputs) -> Iterator[Finding]:
     """Yield the first rows with all special tokens, and a problem if any is too long."""
     prompts, run, tokenizer = run_inputs.prompts, run_inputs.run, run_inputs.tokenizer
     row, length = prompts.longest()
-    yield ok("prompts", f"{len(prompts):,} of {prompts.name}, the longest of {length:,} tokens in row {row}")
+    yield ok("prompts", f"{len(prompts):,} prompts in {prompts.name}; the longest, in row {row}, has {length:,} tokens")
     for place in range(min(NUM_SHOWN, len(prompts))):
         prompt = prompts.prompt_at(place)
         text, count = repr(tokenizer.decode(prompt.token_ids)), len(prompt.token_ids)
@@ -118,7 +118,7 @@ def of_prompts(run_inputs: RunInputs) -> Iterator[Finding]:
     if room is not None and needed > room:
         yield problem(
             "prompts",
-            f"the longest and learner.sampling.max_tokens are {needed:,} tokens, the model knows {room:,}",
+            f"the longest prompt plus learner.sampling.max_tokens is {needed:,} tokens, more than the model's {room:,}",
             "lower max_tokens, or set learner.data.max_prompt_tokens and too_long",
         )
 
@@ -138,7 +138,7 @@ def of_rewards(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Fin
         yield problem_of("rewards", error, "correct learner.reward.functions")
         return
     for message in dict.fromkeys(one.message for group in [*gold, *noisy] for one in group.functions if one.message):
-        yield problem_of("rewards", RewardError(message), "correct the function")
+        yield problem_of("rewards", RewardError(message), "fix the function")
     for place, name in enumerate(config.names):
         of_noise = _mean([value for group in noisy for value in group.functions[place].rewards])
         of_gold = _mean([value for group in gold for value in group.functions[place].rewards])
@@ -146,14 +146,15 @@ def of_rewards(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Fin
     if not gold:
         yield unknown(
             "rewards",
-            f"none of the first {len(prompts)} prompts has an {GOLD_COLUMN!r}, so no right answer could be rated",
+            f"none of the first {len(prompts)} prompts has an {GOLD_COLUMN!r}, so right answers could not be rated",
         )
         return
     right, wrong = ([one for group in groups for one in group.rewards if one is not None] for groups in (gold, noisy))
     if right and wrong and fmean(right) <= fmean(wrong):
         yield unknown(
             "rewards",
-            f"right answers are worth no more than noise, {fmean(right):.3g} and {fmean(wrong):.3g} in all: is the reward meant so?",
+            f"right answers score no higher than noise ({fmean(right):.3g} and {fmean(wrong):.3g} in total); check that "
+            "this is intended",
         )
 
 
@@ -166,8 +167,8 @@ def course(run: LearnerRun, num_prompts: int) -> Finding:
     return ok(
         "course",
         f"{config.steps:,} steps of {config.groups_per_step:,} groups of {num_completions:,} completions: each prompt "
-        f"{num_groups / num_prompts:,.3g} times, {num_groups * num_completions:,} completions, at most {tokens:,} tokens to sample, none "
-        f"trained on when more than {config.staleness_bound} versions old",
+        f"{num_groups / num_prompts:,.3g} times, {num_groups * num_completions:,} completions, at most {tokens:,} sampled "
+        f"tokens, at most {config.staleness_bound} versions behind",
     )
 
 
@@ -185,7 +186,8 @@ def of_evaluation(run_inputs: RunInputs) -> Iterator[Finding]:
         of_set = f"{questions.set_name}: " if questions.set_name else ""
         yield ok(
             "evaluation",
-            f"{of_set}{len(questions.prompts):,} prompts of {questions.name}, {each}, asked {times:,} times of {questions.url}",
+            f"{of_set}{len(questions.prompts):,} prompts of {questions.name}, {each}, evaluated {times:,} times at "
+            f"{questions.url}",
         )
 
 
@@ -215,7 +217,7 @@ def trial(run: LearnerRun) -> Iterator[Finding]:
             with redirect_stdout(sys.stderr):  # log lines are not findings
                 metrics = first_steps(of_its_own(run, Path(directory) / "run"))
         except SlipstreamError as error:
-            yield problem_of("trial", error, "correct what it names, or end what else uses the server")
+            yield problem_of("trial", error, "fix this error, or stop other runs on the server")
             return
     yield from findings_of(run, metrics)
 
@@ -225,7 +227,9 @@ def first_steps(run: LearnerRun) -> Metrics:
     with ExitStack() as cleanup:
         accelerator = make_accelerator()
         if accelerator.num_processes > 1:
-            raise ConfigError(f"{accelerator.num_processes} ranks came; a trial is made by one: `learner check`")
+            raise ConfigError(
+                f"{accelerator.num_processes} ranks run the trial; expected one. Start it with `learner check`"
+            )
         set_seed(run.seed)
         run_dir = open_run_dir(run, resume=False)
         cleanup.callback(run_dir.close)
@@ -268,7 +272,7 @@ def of_its_own(run: LearnerRun, directory: Path) -> LearnerRun:
 
 def findings_of(run: LearnerRun, metrics: Metrics) -> Iterator[Finding]:
     if mismatches := _present(metrics, "parity/abs_logprob") + _present(metrics, "policy/mismatch_abs_logprob"):
-        yield ok("parity", f"a mean |Δ logprob| of {max(mismatches):.1e} at most between server and learner")
+        yield ok("parity", f"mean |Δ logprob| of at most {max(mismatches):.1e} between server and learner")
     warm = metrics[NUM_COLD:] or metrics[-1:]
     step_s = median(_present(warm, "time/step"))
     speed = fmean(_present(warm, "perf/completion_tokens_per_s"))
@@ -281,8 +285,9 @@ def findings_of(run: LearnerRun, metrics: Metrics) -> Iterator[Finding]:
     without = " and the warm start" if run.learner.warm_start.steps else ""
     yield ok(
         "time",
-        f"{run.learner.steps:,} steps of {step_s:.2f} s, about {duration(run.learner.steps * step_s)} without evaluations{without}; "
-        f"{speed:,.0f} completion tokens/s, {length:,.0f} tokens each, {waits}; by the median of {len(warm)} steps",
+        f"{run.learner.steps:,} steps of {step_s:.2f} s, about {duration(run.learner.steps * step_s)} without "
+        f"evaluations{without}; {speed:,.0f} completion tokens/s, {length:,.0f} tokens each, {waits} (median of "
+        f"{len(warm)} steps)",
     )
 
 

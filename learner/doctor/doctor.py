@@ -60,7 +60,7 @@ def examine(run: LearnerRun) -> Iterator[Finding]:
         endpoints = servers_now(run)
     except ConfigError as error:
         endpoints = ()
-        yield problem_of("servers", error, "give `endpoints_from` a source that names the servers")
+        yield problem_of("servers", error, "set `endpoints_from` to a source that lists the servers")
     with asyncio.Runner() as runner:
         for endpoint in endpoints:
             findings = examine_server(run, endpoint)
@@ -108,7 +108,7 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
         except NotReached as reason:
             yield reason.finding
             return
-        yield ok("keys", f"{endpoint} knows this learner" if keys else "none on either side")
+        yield ok("keys", f"{endpoint} accepts this learner's key" if keys else "none on either side")
         for finding in (
             versions(vitals), tenancy(vitals.run), model(vitals.model, run.model), dtype(run, vitals.dtype),
             clock(offset_s, slack_s),
@@ -135,15 +135,15 @@ def tenancy(served: str | None) -> Finding:
     """Report the run that the server serves, if any."""
     if served is None:
         return ok("tenancy", "the server is free")
-    return ok(
-        "tenancy", f"the server is busy with run {served}; another run waits for its end (learner.connect_timeout_s)"
-    )
+    return ok("tenancy", f"the server serves run {served}; another run waits until it ends (learner.connect_timeout_s)")
 
 
 def versions(vitals: Vitals) -> Finding:
     theirs, ours = (vitals.protocol_version, vitals.package_version), (PROTOCOL_VERSION, package_version())
     text = f"slipstream-rl {theirs[1]} (protocol {theirs[0]}) at the server, {ours[1]} (protocol {ours[0]}) here"
-    return ok("versions", text) if theirs == ours else problem("versions", text, "install the same on both sides")
+    return (
+        ok("versions", text) if theirs == ours else problem("versions", text, "install the same version on both sides")
+    )
 
 
 def model(theirs: ModelFingerprint, name: str) -> Finding:
@@ -172,17 +172,17 @@ def dtype(run: LearnerRun, theirs: str) -> Finding:
     text = f"{theirs} at the server, {run.dtype} here"
     if theirs not in DTYPES:
         return problem(
-            "dtype", text, f"start the server with server.dtype as one of {', '.join(DTYPES)}, or without it"
+            "dtype", text, f"set server.dtype to one of {', '.join(DTYPES)}, or remove it, and restart the server"
         )
     bound = run.learner.parity.bound(coarser(theirs, run.dtype))
-    return ok("dtype", f"{text}: a mean |Δ logprob| of up to {bound:.2g} counts as agreement")
+    return ok("dtype", f"{text}: the parity check accepts a mean |Δ logprob| of up to {bound:.2g}")
 
 
 def clock(offset_s: float, slack_s: float) -> Finding:
     """Check the server's clock, which is `offset_s` ahead, give or take `slack_s`."""
     text = f"the server's clock is {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's"
     if abs(offset_s) - slack_s > MAX_CLOCK_OFFSET_S:
-        remedy = "let NTP set both (`timedatectl set-ntp true`): logs and reports of the two cannot be put in order"
+        remedy = "synchronize both with NTP (`timedatectl set-ntp true`), so that logs and reports of both are in order"
         return problem("clock", text, remedy)
     return ok("clock", f"{text}, to within {slack_s:.1g} s")
 
@@ -206,10 +206,10 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
         own_device_name(device), vitals.devices, learner_transports=offered, server_transports=vitals.transports
     )
     if chosen == "gloo" and run.learner.push.transport == "auto" and detour is not None:
-        remedy = why_not_installed() or "run `inference-server doctor` on the machine of the server"
-        text = f"weights will travel by gloo, over the CPUs: {detour}"
+        remedy = why_not_installed() or "run `inference-server doctor` on the server's machine"
+        text = f"weights are sent with gloo, over the CPUs: {detour}"
         return problem("transport", text, f'{remedy}, or accept it: learner.push.transport = "gloo"')
-    return ok("transport", f"weights will travel by {chosen} to {len(vitals.devices)} worker(s)")
+    return ok("transport", f"weights are sent with {chosen} to {len(vitals.devices)} worker(s)")
 
 
 async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
@@ -221,16 +221,16 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
     timeout_s = min(push.timeout_s, MAX_TRIAL_S)
     by: Transport = "tcp" if push.transport == "tcp" else "gloo"
     called = push.advertise or own_host
-    remedy = f"let the firewalls pass TCP between {own_host} and the server on all ports, in both directions"
+    remedy = f"allow TCP between {own_host} and the server in the firewalls, on all ports and in both directions"
     if by == "tcp":
         remedy = (
-            f"let the server's machine call {called} on port {push.ports or 'any'} (learner.push.ports, learner.push.advertise), "
-            "and let the firewalls pass it"
+            f"allow connections from the server's machine to {called} on port {push.ports or 'any'} (learner.push.ports, "
+            "learner.push.advertise) in the firewalls"
         )
     try:
         meeting = Meeting(own_host, timeout_s, ports=push.port_range(), advertise=push.advertise)
     except PushError as error:
-        return problem_of("bandwidth", error, "end the run that has the ports, or name more in learner.push.ports")
+        return problem_of("bandwidth", error, "stop the run that uses the ports, or add ports to learner.push.ports")
     with closing(meeting):
         trial = Trial(trial_id=uuid.uuid4().hex, rendezvous=meeting.rendezvous(1, by), num_bytes=TRIAL_BYTES)
         await channel.send(trial, ANSWER_TIMEOUT_S)
@@ -238,15 +238,15 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
         try:
             ended = await answer(channel, TrialEnded, 3 * timeout_s)
         except NotReached as reason:
-            return problem("bandwidth", f"the trial of the way for weights did not end: {reason.finding.text}", remedy)
+            return problem("bandwidth", f"the test transfer did not finish: {reason.finding.text}", remedy)
         finally:
-            meeting.call_off(trial.trial_id, "the doctor has seen enough")
+            meeting.call_off(trial.trial_id, "the doctor's test transfer is over")
             with suppress(PushError):  # the server has reported the error
                 (await sending).close()
     if ended.error is not None:
-        return problem("bandwidth", f"weights would not arrive: {in_one_line(ended.error)}", remedy)
+        return problem("bandwidth", f"weights cannot be sent: {in_one_line(ended.error)}", remedy)
     found = fast_enough(TRIAL_BYTES / max(ended.receive_s, 1e-6), pushed_bytes(run), push)
-    return msgspec.structs.replace(found, text=f"{found.text}, workers call {called} back")
+    return msgspec.structs.replace(found, text=f"{found.text}; workers connect to {called}")
 
 
 def fast_enough(rate: float, num_bytes: int | None, push: PushConfig) -> Finding:
@@ -260,7 +260,7 @@ def fast_enough(rate: float, num_bytes: int | None, push: PushConfig) -> Finding
         remedy = (
             f"lower learner.push.bucket_mib ({push.bucket_mib}) or raise learner.push.timeout_s ({push.timeout_s:g})"
         )
-        return problem("bandwidth", f"{text}, so that one bucket takes longer than a push may wait", remedy)
+        return problem("bandwidth", f"{text}, too slow to send a bucket before a weight sync times out", remedy)
     return ok("bandwidth", text)
 
 
@@ -278,12 +278,12 @@ def resources(run: LearnerRun) -> Iterator[Finding]:
     try:
         path = local_model(run.model)
         if path is None:
-            yield unknown("memory", f"what {run.model} needs is known once it is on this machine")
+            yield unknown("memory", f"cannot estimate the needs of {run.model} until it is on this machine")
             return
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         memory = learner_memory(shape_of(AutoConfig.from_pretrained(path)), run, device_type=device_type)
     except Exception as error:  # transformers may raise anything for a config
-        yield unknown("memory", f"what {run.model} needs is not known ({error})")
+        yield unknown("memory", f"cannot estimate the needs of {run.model} ({error})")
         return
     yield from _memory(memory)
     checkpoints = run.learner.checkpoint

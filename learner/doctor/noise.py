@@ -160,7 +160,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def columns(self) -> dict[str, Floor]:
-        columns = {"fresh": self.fresh, "through a push": self.through_push}
+        columns = {"fresh": self.fresh, "across a sync": self.through_push}
         return {name: tokens for name, tokens in columns.items() if tokens is not None}
 
     @property
@@ -180,21 +180,21 @@ def problems(measured: Measured) -> list[str]:
     found = _disagreements(measured)
     if measured.num_not_finite:
         found.append(
-            f"{measured.num_not_finite} tokens have a logprob that is no number on one of the two sides, and the loss would "
-            'leave them out; look for inf or NaN in the weights, try dtype = "float32"'
+            f"{measured.num_not_finite} tokens have a NaN or inf logprob on one of the two sides, and the loss would exclude "
+            'them; check the weights for NaN and inf, or set dtype = "float32"'
         )
     for name, tokens in measured.columns.items():
         if tokens.clipped_frac > 0:
             found.append(
-                f"{tokens.clipped_frac:.2%} of the tokens ({name}) are clipped by {measured.objective} although nothing was "
-                'learned; widen the bounds in learner.loss, or set dtype = "float32" on both sides'
+                f"{tokens.clipped_frac:.2%} of the tokens ({name}) are clipped by {measured.objective} although the weights "
+                'are the same; widen the bounds in learner.loss, or set dtype = "float32" on both sides'
             )
     for bound in measured.bounds:
         if bound.distance < SMALLEST_MARGIN * bound.noise:
             found.append(
                 f"learner.{bound.key} = {bound.value:g} is only {bound.distance / bound.noise:.1f} times the noise (mean "
-                f"{NOISE_OF[bound.level]}: {bound.noise:.1e}), so it acts on noise; widen it to {SMALLEST_MARGIN:.0f} times, "
-                'or set dtype = "float32" on both sides'
+                f"{NOISE_OF[bound.level]}: {bound.noise:.1e}), so it acts on noise; widen it to {SMALLEST_MARGIN:.0f} times "
+                'the noise, or set dtype = "float32" on both sides'
             )
     return found
 
@@ -217,11 +217,11 @@ def _disagreements(measured: Measured) -> list[str]:
         f"{measured.parity_bound:.2g} for {measured.dtype} (learner.parity.max_mean_abs_logprob)"
     )
     if "fresh" in measured.columns.keys() - disagreeing.keys():
-        advice = "only a push of equal weights came between, so the engine kept something wrong: try server.kv_on_push"
+        advice = "only a sync of equal weights lies between, so the engine kept stale state: change server.kv_on_push"
     else:
         advice = (
-            "the fixed sequences agreed at the start, so it is in what only sampling has: look at temperature, top_p, top_k "
-            "and at what the server does to logits before it samples"
+            "the fixed sequences agreed at the start, so the cause is in sampling: check temperature, top_p, top_k and how "
+            "the server processes logits before sampling"
         )
     return [f"{problem}; {advice}"]
 
@@ -248,10 +248,10 @@ def as_text(measured: Measured) -> str:
     ]
     lines = [f"{row[0]:<26}" + "".join(f"{cell:>16}" for cell in row[1:]) for row in rows]
     if measured.through_push is None:
-        lines.append("no completion was in the engine during a push: each was done before")
+        lines.append("no completion was in the engine during a weight sync: each was finished before")
     if not measured.bounds:
         bounds = (
-            "bounds that are not known here"
+            "bounds that the self-test does not know"
             if is_plug_in(measured.objective)
             else "no bound on the ratio that noise could reach"
         )

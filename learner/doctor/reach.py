@@ -22,7 +22,7 @@ CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 6.0
 """Twice the server's own timeout, so that the handshake is retried."""
 ANSWER_TIMEOUT_S = 10.0
-LOOK_INTERVAL_S = 0.25
+HANDSHAKE_CHECK_S = 0.25
 M = TypeVar("M", Vitals, TrialEnded)
 
 
@@ -39,17 +39,17 @@ def names(endpoint: str) -> Finding:
     host, port_text = split_endpoint(endpoint)
     if host == "*" or _is_unspecified(host) or port_text == "*":
         return problem(
-            "names", f"{endpoint} is where a server listens, not an address of one",
-            "give the learner the server's name and port: --endpoint tcp://HOST:PORT",
+            "names", f"{endpoint} is a listen address, not the address of a server",
+            "set `endpoint` to the server's name and port: --endpoint tcp://HOST:PORT",
         )  # fmt: skip
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
         return problem(
             "names", f"{host} does not resolve ({error.strerror or error})",
-            "check the spelling of `endpoint`, enter the name in DNS or /etc/hosts, or write the address itself",
+            "check the spelling of `endpoint`, add the name to DNS or /etc/hosts, or use the IP address",
         )  # fmt: skip
-    return ok("names", f"{host} is {', '.join(sorted(addresses))}")
+    return ok("names", f"{host} resolves to {', '.join(sorted(addresses))}")
 
 
 def port(endpoint: str) -> Finding:
@@ -61,19 +61,20 @@ def port(endpoint: str) -> Finding:
     except ConnectionRefusedError:
         return problem(
             "port", f"nothing listens at {where}",
-            "start `inference-server run.toml` there, or correct the port of `endpoint`; on another node its `endpoint` must not be loopback",
+            "start `inference-server run.toml` there, or correct the port of `endpoint`; on another node, the server's "
+            "`endpoint` must not be loopback",
         )  # fmt: skip
     except TimeoutError:
         return problem(
-            "port", f"{where} gave no answer within {CONNECT_TIMEOUT_S:g} s",
-            f"correct the address in `endpoint`, or let the firewalls between the nodes pass TCP port {port_text}",
+            "port", f"{where} did not answer within {CONNECT_TIMEOUT_S:g} s",
+            f"correct the address in `endpoint`, or allow TCP port {port_text} in the firewalls between the nodes",
         )  # fmt: skip
     except OSError as error:
         return problem(
             "port", f"{where} cannot be reached ({error.strerror or error})",
-            "correct the address in `endpoint`, or mend the route to that network",
+            "correct the address in `endpoint`, or fix the route to that network",
         )  # fmt: skip
-    return ok("port", f"{where} takes connections")
+    return ok("port", f"{where} accepts connections")
 
 
 async def ask(channel: LearnerChannel, keys: LearnerKeys | None) -> tuple[Vitals, float, float]:
@@ -96,12 +97,12 @@ async def _send_first(channel: LearnerChannel, message: Message, keys: LearnerKe
     while time.monotonic() < deadline:
         has_failed |= channel.check_handshake()
         with suppress(DeadlineExceeded):
-            return await channel.send(message, LOOK_INTERVAL_S)
+            return await channel.send(message, HANDSHAKE_CHECK_S)
     if keys is not None and has_failed:
-        text = f"what listens at {channel.endpoint} ended every handshake: `server.pub` is another server's"
-        raise NotReached(problem("keys", text, "copy server.pub anew from the directory of the server's keys"))
-    text = f"what listens at {channel.endpoint} does not speak as an inference server does"
-    raise NotReached(problem("port", text, "correct `endpoint`: its port is the server's, not that of HTTP"))
+        text = f"the peer at {channel.endpoint} closed every handshake: `server.pub` belongs to another server"
+        raise NotReached(problem("keys", text, "copy server.pub again from the server's key directory"))
+    text = f"the peer at {channel.endpoint} does not respond like an inference server"
+    raise NotReached(problem("port", text, "correct `endpoint`: use the server's port, not its HTTP port"))
 
 
 async def answer(channel: LearnerChannel, kind: type[M], timeout_s: float) -> M:
@@ -111,19 +112,19 @@ async def answer(channel: LearnerChannel, kind: type[M], timeout_s: float) -> M:
             while isinstance(message := await channel.receive(), Pulse):
                 pass
     except TimeoutError as error:
-        text = f"the server gave no answer within {timeout_s:g} s: it loads its model, or stands still"
-        raise NotReached(problem("server", text, "wait until it says ready, or start it again")) from error
+        text = f"the server did not answer within {timeout_s:g} s: it is loading its model, or it hangs"
+        raise NotReached(problem("server", text, "wait until the server is ready, or restart it")) from error
     except ProtocolError as error:
-        raise NotReached(_other_version(f"what it answers cannot be read, {error}")) from error
+        raise NotReached(_other_version(f"its answer cannot be decoded, {error}")) from error
     if isinstance(message, kind):
         return message
-    said = message.reason if isinstance(message, Refused) else type(message).__name__
-    raise NotReached(_other_version(f"it does not know what was asked, {said}"))
+    reply = message.reason if isinstance(message, Refused) else type(message).__name__
+    raise NotReached(_other_version(f"it does not know the request, {reply}"))
 
 
 def _other_version(how: str) -> Finding:
-    text = f"the server has another slipstream-rl than this learner's {package_version()}: {in_one_line(how)}"
-    return problem("versions", text, "install the same on both sides")
+    text = f"the server's slipstream-rl is not this learner's {package_version()}: {in_one_line(how)}"
+    return problem("versions", text, "install the same version on both sides")
 
 
 def _is_unspecified(host: str) -> bool:

@@ -62,7 +62,9 @@ def self_test(run: LearnerRun) -> Measured:
         config = run.learner
         accelerator = make_accelerator()
         if accelerator.num_processes > 1:
-            raise ConfigError(f"{accelerator.num_processes} ranks came; the self-test runs on one: `learner self-test`")
+            raise ConfigError(
+                f"{accelerator.num_processes} ranks run the self-test; expected one. Start it with `learner self-test`"
+            )
         set_seed(run.seed)
         run_dir = open_run_dir(run, resume=False)
         cleanup.callback(run_dir.close)
@@ -129,7 +131,7 @@ def sample_across_pushes(controller: Controller) -> list[list[RolloutGroup]]:
         groups = controller.next_batch(version, interrupt)
         assert groups is not None
         batches.append(groups)
-        log.info("batch %d of %d", version + 1, NUM_BATCHES)
+        log.info("sampled batch %d of %d", version + 1, NUM_BATCHES)
     return batches
 
 

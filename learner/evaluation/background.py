@@ -116,7 +116,7 @@ class Evaluations:
         if begun.asked == self._digest and begun.step <= version and begun.step not in ended:
             total = sum(len(questions.prompts) for questions in self._sets)
             log.info(
-                "going on with the evaluation after step %d: %d of %d answers are there",
+                "resuming the evaluation after step %d (%d of %d answers received)",
                 begun.step,
                 len(answers),
                 total,
@@ -143,8 +143,10 @@ class Evaluations:
         if self._asked is None:
             self._begin(step)
         else:
-            log.warning("no evaluation after step %d: that after step %d is still under way; raise learner.evaluation.every_steps (%d)",
-                        step, self._asked.step, self._config.every_steps)  # fmt: skip
+            log.warning(
+                "skipping the evaluation after step %d (that of step %d still running); raise learner.evaluation.every_steps (%d)",
+                step, self._asked.step, self._config.every_steps,
+            )  # fmt: skip
             self._metrics["evaluation/left_out"] = 1.0
 
     def scores(self) -> dict[int, float | None]:
@@ -205,12 +207,14 @@ class Evaluations:
         if self._alone_s and self._beside_s:
             slowdown = statistics.median(self._beside_s) / statistics.median(self._alone_s)
             self._metrics["evaluation/training_slowdown"] = slowdown
-            beside = f"; a step took {slowdown:.2f} times as long beside it"
+            beside = f"; a step took {slowdown:.2f} times as long while it ran"
         log.info("%s%s", "; ".join(map(in_words, made)), beside)
         for one in made:
             if self._config.pin and one.versions is not None and one.versions[0] != one.versions[1]:
-                log.warning("learner.evaluation.pin: %s answered all the same; does another learner push to the server at %s?",
-                            versions_in_words(one.versions, ""), one.url)  # fmt: skip
+                log.warning(
+                    "learner.evaluation.pin = true, but %s answered; check that no other learner syncs weights to the server at %s",
+                    versions_in_words(one.versions, ""), one.url,
+                )  # fmt: skip
 
     def _note(self, asked: "RunningEvaluation") -> list[Evaluation]:
         """Record the results. Raises SlipstreamError if the evaluation failed."""
@@ -237,7 +241,7 @@ class Evaluations:
 
     def _give_up(self, step: int, error: SlipstreamError) -> None:
         self._score_of.pop(step, None)
-        log.warning("no evaluation after step %d: %s", step, error)
+        log.warning("the evaluation after step %d failed: %s", step, error)
         self._metrics["evaluation/failed"] = 1.0
 
 

@@ -69,7 +69,7 @@ async def episodes_of(questions: Questions, door: OpenAIClient, served: Served, 
     most = questions.run.learner.environment.max_episode_tokens or served.max_model_len
     if most is None:
         raise EvaluationError(
-            f"{questions.url}/models does not say how long a sequence may be (max_model_len, which vLLM tells); set "
+            f"{questions.url}/models does not report the maximum sequence length (max_model_len, as vLLM does); set "
             "learner.environment.max_episode_tokens"
         )
     turns = Turns(questions, door, served, prompt)
@@ -105,8 +105,8 @@ class Turns:
             said = await answer_of(self._questions, self._door, self._request(asked))
             if said.token_ids_K is None:
                 raise EvaluationError(
-                    f"the server at {self._questions.url} does not tell the tokens of its answers (return_token_ids), which episodes "
-                    "are made of; evaluate at Slipstream's server, or at vLLM's"
+                    f"the server at {self._questions.url} does not return the token ids of its answers (return_token_ids), "
+                    "which episodes need; set learner.evaluation.url to a Slipstream or vLLM server"
                 )
         except EvaluationError as error:
             self.failure = error

@@ -82,7 +82,7 @@ async def ask_all(
         served = await door.model_served()
         bar = tqdm(
             total=len(places),
-            desc=f"asking {questions.set_name or ''}".strip(),
+            desc=f"evaluating {questions.set_name or ''}".strip(),
             unit="prompt",
             mininterval=PROGRESS_EVERY_S,
             leave=False,
@@ -189,24 +189,25 @@ class OpenAIClient:
             try:
                 async with self._session.request(method, f"{self._url}/{path}", json=body) as response:
                     if response.status != 200:
-                        trouble = f"answered {response.status}: {(await response.text())[:500]}"
+                        trouble = f"returned status {response.status}: {(await response.text())[:500]}"
                         if response.status not in GONE:
                             raise EvaluationError(f"{self._url}/{path} {trouble}; {_remedy(response.status)}")
                     elif body is not None and (stranger := self._stranger(response.headers)) is not None:
-                        trouble = f"answered with {stranger}"
+                        trouble = f"was answered by {stranger}"
                     else:
                         self._is_waited_for = False
                         return await response.json(), response.headers
             except TimeoutError:
-                trouble = f"had not answered after {self._patience_s:g} s"
+                trouble = f"did not answer within {self._patience_s:g} s"
             except (aiohttp.ClientError, OSError) as error:
-                trouble = f"could not be asked ({type(error).__name__}: {error})"
+                trouble = f"could not be reached ({type(error).__name__}: {error})"
             if time.monotonic() + AGAIN_AFTER_S >= give_up_at:
                 raise EvaluationError(
-                    f"{self._url}/{path} {trouble}; start the server, correct learner.evaluation.url, or raise learner.evaluation.timeout_s"
+                    f"{self._url}/{path} {trouble}; start the server, correct learner.evaluation.url, or raise "
+                    "learner.evaluation.timeout_s"
                 )
             if not self._is_waited_for:  # log once for all requests
-                log.warning("%s/%s %s; asking again for %g s at most", self._url, path, trouble, self._patience_s)
+                log.warning("%s/%s %s; retrying for up to %g s", self._url, path, trouble, self._patience_s)
                 self._is_waited_for = True
             await asyncio.sleep(AGAIN_AFTER_S)
             while stranger is not None and time.monotonic() < give_up_at and not await self._serves_the_run():
@@ -230,22 +231,22 @@ class OpenAIClient:
             return None
         if START not in headers:
             raise EvaluationError(
-                f"{self._url} does not say whose weights answer ({START}): it is no server of Slipstream. Set learner.evaluation.url to "
-                f"that of run {self._of_run}, or leave it out"
+                f"{self._url} does not report which weights answered ({START}), so it is not a Slipstream server; set "
+                f"learner.evaluation.url to the server of run {self._of_run}, or remove it"
             )
         if headers[START] == str(NO_VERSION):
-            return "the model's own weights, which no run has replaced"
-        runs = unquote(headers.get(RUN, "nobody"))
-        return None if runs == self._of_run else f"weights of {runs}, and this run is {self._of_run}"
+            return "the model's original weights, which no run has updated"
+        runs = unquote(headers.get(RUN, "an unknown run"))
+        return None if runs == self._of_run else f"the weights of {runs} instead of {self._of_run}"
 
 
 def _remedy(status: int) -> str:
     match status:
         case 401 | 403:
-            return "put the server's key into the variable OPENAI_API_KEY"
+            return "set the environment variable OPENAI_API_KEY to the server's key"
         case 404:
-            return 'learner.evaluation.url ends with the version of the API, such as "http://127.0.0.1:8000/v1"'
-    return "correct what it names in [learner.evaluation] or [learner.sampling]"
+            return 'end learner.evaluation.url with the API version, such as "http://127.0.0.1:8000/v1"'
+    return "correct the setting that it names in [learner.evaluation] or [learner.sampling]"
 
 
 def _served(models: Any, url: str) -> Served:
@@ -254,7 +255,8 @@ def _served(models: Any, url: str) -> Served:
         return Served(str(model["id"]), model.get("max_model_len"))
     except (AttributeError, KeyError, IndexError, TypeError):
         raise EvaluationError(
-            f"{url}/models answered {str(models)[:200]}, which names no model; expected an OpenAI server at learner.evaluation.url"
+            f"{url}/models returned {str(models)[:200]}, which lists no model; set learner.evaluation.url to an "
+            "OpenAI-compatible server"
         ) from None
 
 
@@ -277,13 +279,13 @@ def answered(
         )
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise EvaluationError(
-            f"an answer of the server lacks what OpenAI's completions have ({type(error).__name__}: {error}): {str(answer)[:300]}; expected an "
-            "OpenAI server at learner.evaluation.url"
+            f"the server's answer is not an OpenAI completion ({type(error).__name__}: {error}): {str(answer)[:300]}; set "
+            "learner.evaluation.url to an OpenAI-compatible server"
         ) from error
     if len(choices) != num_samples:
         raise EvaluationError(
-            f"the server gave {len(choices)} completions where learner.evaluation.num_samples = {num_samples} were asked for; "
-            "ask for fewer"
+            f"the server returned {len(choices)} completions instead of learner.evaluation.num_samples = {num_samples}; "
+            "lower it"
         )
     return said
 

@@ -224,7 +224,9 @@ def earlier(path: Path) -> list[Evaluation]:
         whole = path.read_bytes()[: whole_lines(path)]
         return [msgspec.json.decode(line, type=Evaluation) for line in whole.splitlines()]
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} holds a line that is no evaluation ({error}); move it away") from error
+        raise ConfigError(
+            f"{path} contains a line that is not an evaluation ({error}); move the file to another place"
+        ) from error
 
 
 def take_back(path: Path, step: int) -> None:
@@ -254,18 +256,19 @@ def as_text(made: Evaluation) -> str:
     width = max(len(name) for name, _ in rows)
     set_name = f"{made.set_name}: " if made.set_name else ""
     lines = [
-        f"{set_name}{made.num_prompts:,} prompts of {made.data}, {sampled}, by {versions_in_words(made.versions, made.model)}, {made.seconds:.1f} s"
+        f"{set_name}{made.num_prompts:,} prompts of {made.data}, {sampled}, by "
+        f"{versions_in_words(made.versions, made.model)}, {made.seconds:.1f} s"
     ]
     lines += [f"  {name:{width}}  {'–' if value is None else value}" for name, value in rows]
-    lines.append(f"  {made.truncated_frac:.1%} cut off, {made.length_mean:,.0f} tokens on average; intervals of 95 %")
+    lines.append(f"  {made.truncated_frac:.1%} truncated, {made.length_mean:,.0f} tokens on average; 95 % intervals")
     if made.turns_mean is not None:
         ends = ", ".join(f"{count:,} {state}" for state, count in made.ends.items())
         lines.append(f"  episodes ended: {ends}; {made.turns_mean:.1f} turns on average")
     if made.difference is not None:
-        before = versions_in_words(made.before, "the evaluation before")
-        lines.append(f"  {made.difference} more than {before}, prompt by prompt")
+        before = versions_in_words(made.before, "the previous evaluation")
+        lines.append(f"  difference to {before}: {made.difference} (paired by prompt)")
     if made.difference_to_first is not None:
-        lines.append(f"  {made.difference_to_first} more than the first, prompt by prompt")
+        lines.append(f"  difference to the first evaluation: {made.difference_to_first} (paired by prompt)")
     return "\n".join(lines)
 
 
@@ -274,7 +277,7 @@ def in_words(made: Evaluation) -> str:
     of_set = f" of {made.set_name}" if made.set_name else ""
     parts = [f"evaluation{of_set} after step {made.step}: reward {'–' if made.reward is None else made.reward}"]
     if made.difference is not None:
-        parts.append(f"{made.difference} more than the one before")
+        parts.append(f"difference to the previous one {made.difference}")
     who = versions_in_words(made.versions, made.model)
     return "; ".join([*parts, f"{made.num_prompts:,} prompts by {who} in {made.seconds:.1f} s"])
 

@@ -80,11 +80,9 @@ class Comparison(msgspec.Struct, frozen=True):
 def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, float]]]]:
     """Return the comparison and the metrics of each run. Raises RunDirectoryError."""
     if len(run_dirs) > len(COLOURS):
-        raise RunDirectoryError(
-            f"{len(run_dirs)} runs came; at most {len(COLOURS)} can be told apart beside each other"
-        )
+        raise RunDirectoryError(f"{len(run_dirs)} runs cannot be compared in one report; select at most {len(COLOURS)}")
     if twice := {str(path) for path in run_dirs if run_dirs.count(path) > 1}:
-        raise RunDirectoryError(f"{', '.join(sorted(twice))} came more than once; name each run once")
+        raise RunDirectoryError(f"{', '.join(sorted(twice))} is given more than once; give each run once")
     metrics = [read_metrics(path) for path in run_dirs]
     runs = [
         Compared(name, str(path), summary_of(lines, read_ledger(path), read_evaluations(path)), _config_of(path))
@@ -163,7 +161,7 @@ def _config_of(run_dir: Path) -> dict[str, Any]:
         return dict(_flat(tomllib.loads(path.read_text())))
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
-            f"{path} cannot be read ({error}); without it nobody can say in what the runs differ"
+            f"{path} cannot be read ({error}), so the configs cannot be compared; restore it"
         ) from error
 
 

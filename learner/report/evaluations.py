@@ -47,7 +47,7 @@ def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart | None:
     axes.set_xlabel("step")
     label_ends(axes, ends)
     asked = ", ".join(_prompts_of(made[-1]) for made in sets if made[-1].set_name or made is sets[-1])
-    told = f"Reward on {asked}; shaded: intervals of 95 %."
+    told = f"Reward on {asked}; shaded: 95 % intervals."
     title = "Evaluations"
     return Chart(title=title, told=told, svg=svg_of(figure, title))
 

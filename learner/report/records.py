@@ -130,7 +130,7 @@ class Timeline:
         try:
             self._lines.append({"time": time.time(), "what": what})
         except DiskError as error:
-            log.warning("not told in the report: %s (%s)", what, error)
+            log.warning("cannot record an event for the report: %s (%s)", what, error)
 
     def close(self) -> None:
         self._lines.close()

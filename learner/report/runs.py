@@ -48,15 +48,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 def list_runs(directory: Path) -> list[Run]:
     """Return the runs, newest first. Raises RunDirectoryError if there are none."""
     if not directory.is_dir():
-        raise RunDirectoryError(
-            f"{directory} is not a directory; name the one that holds your runs: `learner runs DIR`"
-        )
+        raise RunDirectoryError(f"{directory} is not a directory; use the directory of your runs: `learner runs DIR`")
     locked = locked_files()
     runs = [look_at(path, locked) for path in _run_dirs(directory, MAX_DEPTH)]
     if not runs:
         raise RunDirectoryError(
-            f"no run in {directory}, nor up to {MAX_DEPTH} directories below; start one with `learner train`, or name another "
-            "directory: `learner runs DIR`"
+            f"no run in {directory} or up to {MAX_DEPTH} directories below it; start one with `learner train`, or use "
+            "another directory: `learner runs DIR`"
         )
     return sorted(runs, key=lambda run: run.newest_at or 0.0, reverse=True)
 

@@ -138,7 +138,7 @@ def lines(summary: Summary) -> list[str]:
         *((name, f"{reward} after step {s.evaluation_step}") for name, reward in evaluation_by_label(s).items()),
         (
             "slowdown",
-            f"{s.training_slowdown:.2f} times as long a step beside an evaluation" if s.training_slowdown else None,
+            f"steps take {s.training_slowdown:.2f} times as long during an evaluation" if s.training_slowdown else None,
         ),
         ("steps", f"{s.steps:,} in {duration(s.seconds)}"),
         ("staleness", f"mean {number(s.staleness_mean)}, max {number(s.staleness_max, '.0f')} policy versions"),
@@ -187,14 +187,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise RunDirectoryError(
-            f"{run_dir} is not a run directory: no metrics.jsonl in it; start a run with `learner train`, or name the "
-            "directory that it printed at its start"
+            f"{run_dir} is not a run directory: metrics.jsonl is missing; start a run with `learner train`, or use the "
+            "directory that it printed at the start"
         )
     metrics = read_steps(path)
     if not metrics:
-        raise RunDirectoryError(
-            f"{path}: no optimizer step is recorded yet; expected at least one, so wait for the first step"
-        )
+        raise RunDirectoryError(f"{path} has no optimizer step yet; wait for the first step")
     return metrics
 
 
@@ -202,8 +200,8 @@ def read_ledger(run_dir: Path) -> LedgerFacts:
     path = run_dir / "ledger.db"
     if not path.is_file():
         raise RunDirectoryError(
-            f"{run_dir} is not a whole run directory: no ledger.db beside metrics.jsonl; without it nobody can say whether "
-            "groups were lost, so copy the run directory with all its files (ledger.db-wal too, while the run goes on)"
+            f"{run_dir} is not a complete run directory: ledger.db, which records lost groups, is missing; copy the run "
+            "directory with all its files (including ledger.db-wal while the run is active)"
         )
     ledger = Ledger(path, read_only=True)
     try:
@@ -245,7 +243,7 @@ def steps_in(raw_lines: list[bytes], path: Path) -> list[dict[str, Any]]:
             line = json.loads(raw)
             step = line["step"]
             if not isinstance(step, int):
-                raise TypeError(f"its step is {step!r}")
+                raise TypeError(f"the step is {step!r}")
         except (ValueError, TypeError, KeyError) as error:
             if i == len(raw_lines) - 1:
                 break
@@ -273,8 +271,8 @@ def _newest(metrics: Sequence[dict[str, float]], name: str) -> int:
 
 def _too_long(summary: Summary) -> str | None:
     counts = {"dropped": summary.prompts_dropped, "truncated": summary.prompts_truncated}
-    told = [f"{count:,} too long, {done}" for done, count in counts.items() if count]
-    return "; ".join(told) or None
+    parts = [f"{count:,} too long, {done}" for done, count in counts.items() if count]
+    return "; ".join(parts) or None
 
 
 def _mean(metrics: Sequence[dict[str, float]], name: str) -> float | None:

@@ -85,7 +85,7 @@ class Trackers:
         except Exception as error:
             self._open.pop(name, None)
             log.warning(
-                "the run goes on without %s, which failed (%s); metrics.jsonl has all", name, error or repr(error)
+                "dropping tracker %s, which failed (%s); metrics.jsonl has all metrics", name, error or repr(error)
             )
 
 
@@ -94,8 +94,8 @@ def refuse_absent(names: Sequence[str]) -> None:
     if absent := [name for name in dict.fromkeys(names) if not is_installed(name)]:
         install = install_command(",".join(EXTRAS[name] for name in absent))
         raise ConfigError(
-            f"learner.report.trackers has {', '.join(map(repr, absent))}, which is not installed; "
-            f"{install}, or leave it out"
+            f"learner.report.trackers contains {', '.join(map(repr, absent))}, which is not installed; "
+            f"{install}, or remove it"
         )
 
 

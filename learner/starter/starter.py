@@ -24,7 +24,9 @@ def write_starter(directory: Path) -> str:
         ConfigError: The name does not fit a recipe, or the directory exists or cannot be written.
     """
     if set(UNFIT) & set(str(directory)):
-        raise ConfigError(f"{str(directory)!r} cannot stand in a recipe as it is; choose a name without quotes")
+        raise ConfigError(
+            f"{str(directory)!r} cannot be used in a recipe; choose a name without quotes, backslashes and line breaks"
+        )
     try:
         directory.mkdir(parents=True)
         for source in sorted(FILES.iterdir()):
@@ -35,9 +37,11 @@ def write_starter(directory: Path) -> str:
             recipe.read_text().replace(f"runs/{PLACE}", f"runs/{directory.name}").replace(PLACE, str(directory))
         )
     except FileExistsError:
-        raise ConfigError(f"{directory} exists; name a directory that does not, and `learner new` makes it") from None
+        raise ConfigError(
+            f"{directory} exists; choose a directory that does not exist, and `learner new` creates it"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error}; choose another directory") from error
     return f"""wrote {directory}/: prompts.jsonl, reward.py, test_reward.py, run.toml. Next:
-  python -m pytest {directory}                      # does the reward say what you mean?
+  python -m pytest {directory}                      # check that the reward matches your intent
   python -m deploy.colocate {directory}/run.toml    # train: server and learner on this machine; runs/{directory.name}/report.html"""

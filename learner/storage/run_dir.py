@@ -144,7 +144,7 @@ def _compare(path: Path, run: LearnerRun) -> None:
         if was == value:
             continue
         if known is not None and may_change(known):
-            log.info("resuming with %s = %s (was %s)", key, value, was)
+            log.info("resumed with %s = %s, was %s", key, value, was)
         else:
             refused.append(f"{key} was {was!r}, is {value!r}" if known else f"{key} was {was!r}, is no longer a key")
     if refused:

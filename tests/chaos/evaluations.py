@@ -20,7 +20,7 @@ import numpy as np
 from learner.config import LearnerRun
 
 ANSWERED = "answered"
-LEFT_OUT = re.compile(r"no evaluation after step (\d+): that after step \d+ is still under way")
+LEFT_OUT = re.compile(r"skipping the evaluation after step (\d+) \(that of step \d+ still running\)")
 Line = dict[str, Any]
 Check = Callable[[Line, Sequence[Line]], list[str]]
 """What is wrong with a line, in view of the answers to its prompts."""

@@ -170,7 +170,7 @@ def test_an_evaluation_that_came_while_another_was_under_way_is_excused_unless_t
         del lines[4:6]
         lines[4]["difference"]["mean"] = lines[5]["difference"]["mean"] = 0.3
 
-    log = "12:00:00 no evaluation after step 4: that after step 2 is still under way; raise it\n"
+    log = "12:00:00 skipping the evaluation after step 4 (that of step 2 still running); raise it\n"
     for pin in (True, False):
         directory = tmp_path / str(pin)
         directory.mkdir()

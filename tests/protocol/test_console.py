@@ -44,13 +44,13 @@ def test_every_line_is_json_for_machines(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     of_step = {line["step"]: line for line in lines}
     assert steps[1]["reward/mean"] == of_step[2]["reward/mean"]
-    assert any(one["level"] == "WARNING" and "no evaluation after step 2" in one["message"] for one in told)
+    assert any(one["level"] == "WARNING" and "the evaluation after step 2 failed" in one["message"] for one in told)
     assert any("report: " in one["message"] for one in told)
 
 
 def test_only_warnings_are_told_to_who_wants_quiet(tmp_path: Path) -> None:
     done = trained(tmp_path, "--quiet")
-    assert done.stdout == "" and "no evaluation after step 2" in done.stderr
+    assert done.stdout == "" and "the evaluation after step 2 failed" in done.stderr
     assert all(" WARNING " in line for line in done.stderr.splitlines()), done.stderr
 
 

@@ -72,21 +72,21 @@ def test_prompts_rewards_and_the_course_are_told_before_the_servers_are_asked(tm
     by_subject = {one.subject: one.text for one in found}
     assert [one.verdict for one in found[:-1]] == ["ok"] * (len(found) - 1) and found[-2].subject == "server"
     assert (found[-1].subject, found[-1].verdict) == ("time", "unknown")
-    assert by_subject["prompts"].startswith("10 of ") and "the longest of 3 tokens" in by_subject["prompts"]
+    assert by_subject["prompts"].startswith("10 prompts in ") and by_subject["prompts"].endswith("has 3 tokens")
     assert len([subject for subject in by_subject if subject.startswith("row ")]) == 3
     (row, text) = next((subject, text) for subject, text in by_subject.items() if subject.startswith("row "))
     assert text == f"3 tokens: '{ROWS[int(row[4:])]['prompt']}'"
     assert by_subject["rewards"] == "places: 1 for the column 'answer', 0 for noise"
     assert by_subject["course"] == (
-        "6 steps of 5 groups of 4 completions: each prompt 3 times, 120 completions, at most 960 tokens to sample, none trained on when "
-        "more than 2 versions old"
+        "6 steps of 5 groups of 4 completions: each prompt 3 times, 120 completions, at most 960 sampled tokens, at most "
+        "2 versions behind"
     )
 
 
 def test_a_reward_that_prefers_noise_is_asked_about(tmp_path: Path) -> None:
     longer = [row | {"answer": "7" * 99} for row in ROWS]
     (_, (verdict, text)) = told(a_run(tmp_path, functions=("shortness",), rows=longer), "rewards")
-    assert verdict == "unknown" and text.startswith("right answers are worth no more than noise, -99 and -")
+    assert verdict == "unknown" and text.startswith("right answers score no higher than noise (-99 and -")
 
 
 def test_a_function_that_raises_or_cannot_be_loaded_is_a_problem_with_its_remedy(tmp_path: Path) -> None:
@@ -101,13 +101,13 @@ def test_data_without_right_answers_is_rated_on_noise_alone(tmp_path: Path, answ
     rows = [{"prompt": row["prompt"], **answer} for row in ROWS]
     first, second = told(a_run(tmp_path, functions=("shortness",), rows=rows), "rewards")
     assert first[0] == "ok" and "nothing for the column 'answer'" in first[1]
-    assert second == ("unknown", "none of the first 8 prompts has an 'answer', so no right answer could be rated")
+    assert second == ("unknown", "none of the first 8 prompts has an 'answer', so right answers could not be rated")
 
 
 @pytest.mark.skipif(is_installed("wandb"), reason="W&B is installed here")
 def test_a_tracker_that_is_not_installed_is_a_problem(tmp_path: Path) -> None:
     (found,) = told(a_run(tmp_path, "--learner.report.trackers", "wandb"), "trackers")
-    assert found == ("problem", "learner.report.trackers has 'wandb', which is not installed")
+    assert found == ("problem", "learner.report.trackers contains 'wandb', which is not installed")
 
 
 def test_prompts_that_cannot_be_read_or_have_no_room_are_problems(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_prompts_that_cannot_be_read_or_have_no_room_are_problems(tmp_path: Path
     (problem,) = (one for one in check(run) if one.verdict == "problem")
     assert problem.subject == "prompts" and "prompt" in problem.text
     found = told(a_run(tmp_path, "--learner.sampling.max-tokens", "100000"), "prompts")
-    assert found[-1][0] == "problem" and "are 100,003 tokens, the model knows" in found[-1][1]
+    assert found[-1][0] == "problem" and "is 100,003 tokens, more than the model's" in found[-1][1]
 
 
 def test_a_function_of_the_user_that_cannot_be_loaded_is_a_problem(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_what_will_be_evaluated_is_told_or_what_keeps_it_from_being(tmp_path: Pa
     assert (
         verdict == "ok"
         and text.startswith("7 prompts of ")
-        and "greedy, asked 3 times of http://127.0.0.1:8000/v1" in text
+        and "greedy, evaluated 3 times at http://127.0.0.1:8000/v1" in text
     )
     ((verdict, text),) = told(a_run(tmp_path, *every, "--learner.evaluation.path", "absent.jsonl"), "evaluation")
     assert verdict == "problem" and "absent.jsonl" in text

@@ -125,7 +125,7 @@ def test_a_server_that_is_well_costs_no_complaint(tmp_path: Path) -> None:
         ),
         "ok",
     )
-    assert "by gloo to 1 worker" in found["transport"].text and "MiB/s" in found["bandwidth"].text
+    assert "with gloo to 1 worker" in found["transport"].text and "MiB/s" in found["bandwidth"].text
 
 
 def test_a_server_with_keys_that_is_well_costs_no_complaint(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_the_run_that_is_served_meanwhile_goes_on(tmp_path: Path) -> None:
             found = await asyncio.to_thread(lambda: list(examine(run_at(server.endpoint, tmp_path))))
             assert [finding for finding in found if finding.verdict == "problem"] == []
             (tenancy,) = [finding.text for finding in found if finding.subject == "tenancy"]
-            assert tenancy.startswith("the server is busy with run run-a; another run waits for its end")
+            assert tenancy.startswith("the server serves run run-a; another run waits until it ends")
             assert (await learner.join()).server_id == welcome.server_id
             learner.close()
 
@@ -174,8 +174,8 @@ def test_a_closed_port(tmp_path: Path) -> None:
     ("endpoint", "expected"),
     [
         ("tcp://nowhere.invalid:5757", "names      nowhere.invalid does not resolve"),
-        ("tcp://*:5757", "names      tcp://*:5757 is where a server listens"),
-        ("tcp://[::]:5757", "is where a server listens, not an address of one; give the learner the server's name"),
+        ("tcp://*:5757", "names      tcp://*:5757 is a listen address"),
+        ("tcp://[::]:5757", "is a listen address, not the address of a server; set `endpoint` to the server's name"),
     ],
 )
 def test_a_wrong_address(tmp_path: Path, endpoint: str, expected: str) -> None:
@@ -192,7 +192,7 @@ def test_an_address_that_nobody_answers_at(tmp_path: Path, monkeypatch: pytest.M
         line = the_problem(run_at(f"tcp://127.0.0.1:{full.getsockname()[1]}", tmp_path))
         for one in waiting:
             one.close()
-    assert "gave no answer within 0.3 s; correct the address in `endpoint`, or let the firewalls" in line
+    assert "did not answer within 0.3 s; correct the address in `endpoint`, or allow TCP port" in line
 
 
 def keys_with(tmp_path: Path, replaced: str) -> str:
@@ -208,7 +208,7 @@ def keys_with(tmp_path: Path, replaced: str) -> str:
     ("replaced", "expected"),
     [
         ("learner.key", "does not know this learner's key; copy its public key"),
-        ("server.pub", "`server.pub` is another server's; copy server.pub anew"),
+        ("server.pub", "`server.pub` belongs to another server; copy server.pub again"),
     ],
 )
 def test_a_wrong_key_is_named(tmp_path: Path, replaced: str, expected: str) -> None:
@@ -241,14 +241,14 @@ def test_another_version(tmp_path: Path, change: dict[str, object], expected: st
     with answering(lambda message: healthy(message, **change)) as endpoint:
         versions, bandwidth = problems(run_at(endpoint, tmp_path))
     assert versions.subject == "versions" and expected in versions.text
-    assert versions.remedy == "install the same on both sides"
+    assert versions.remedy == "install the same version on both sides"
     assert str(bandwidth).endswith("in both directions") and "\n" not in str(bandwidth) and "\x1b" not in str(bandwidth)
 
 
 def test_a_server_from_before_there_were_doctors(tmp_path: Path) -> None:
     with answering(lambda message: Refused(reason="malformed message: Invalid value 'Probe'")) as endpoint:
         line = the_problem(run_at(endpoint, tmp_path))
-    assert "versions   the server has another slipstream-rl" in line and "Invalid value 'Probe'" in line
+    assert "versions   the server's slipstream-rl is not this learner's" in line and "Invalid value 'Probe'" in line
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_server_from_before_there_were_doctors(tmp_path: Path) -> None:
         (
             "bfloat16",
             False,
-            "bfloat16 at the server, float32 here: a mean |Δ logprob| of up to 0.3 counts as agreement",
+            "bfloat16 at the server, float32 here: the parity check accepts a mean |Δ logprob| of up to 0.3",
         ),
         ("float16", True, "float16 at the server, float32 here"),
     ],
@@ -292,7 +292,7 @@ def test_another_model(tmp_path: Path) -> None:
 def test_a_transport_that_one_side_lacks(tmp_path: Path) -> None:
     with ServerThread(ScriptedEngine(), model=TINY) as server:
         line = the_problem(run_at(server.endpoint, tmp_path, "--learner.push.transport", "nccl"))
-    assert "transport  weights cannot travel by nccl" in line
+    assert "transport  weights cannot be sent over nccl" in line
 
 
 def test_gpus_whose_weights_would_go_over_the_cpus_are_a_problem(
@@ -300,16 +300,14 @@ def test_gpus_whose_weights_would_go_over_the_cpus_are_a_problem(
 ) -> None:
     monkeypatch.setattr("learner.doctor.doctor.offered_transports", lambda: ["gloo", "tcp", "ipc"])
     monkeypatch.setattr("learner.doctor.doctor.own_device_name", lambda device: "a/1")
-    monkeypatch.setattr(
-        "learner.doctor.doctor.why_not_installed", lambda: "the transport nccl needs cupy; pip install it"
-    )
+    monkeypatch.setattr("learner.doctor.doctor.why_not_installed", lambda: "transport nccl needs cupy; pip install it")
     theirs = msgspec.structs.replace(
         healthy(Probe(probe_id="p")), transports=["gloo", "tcp", "ipc", "nccl"], devices=["a/2"]
     )
     found = transport(run_at("tcp://127.0.0.1:1", tmp_path), theirs)
-    assert found.verdict == "problem" and "by gloo, over the CPUs: not by ipc because it needs" in found.text
+    assert found.verdict == "problem" and "with gloo, over the CPUs: ipc is not possible because it needs" in found.text
     assert (
-        "not by nccl because the learner does not offer it" in found.text
+        "nccl is not possible because the learner does not offer nccl" in found.text
         and "pip install it, or accept" in found.remedy
     )
     by_name = run_at("tcp://127.0.0.1:1", tmp_path, "--learner.push.transport", "gloo")
@@ -323,7 +321,9 @@ def test_gpus_whose_weights_would_go_over_the_cpus_are_a_problem(
 def test_a_link_too_slow_for_a_bucket() -> None:
     push, mib = PushConfig(bucket_mib=256, timeout_s=60), 1 << 20
     line = str(doctor.fast_enough(4 * mib, None, push))
-    assert "one bucket takes longer than a push may wait; lower learner.push.bucket_mib (256) or raise" in line
+    assert (
+        "too slow to send a bucket before a weight sync times out; lower learner.push.bucket_mib (256) or raise" in line
+    )
     assert doctor.fast_enough(5 * mib, None, push).verdict == "ok"
     assert doctor.fast_enough(4 * mib, 100 * mib, push).verdict == "ok"  # all weights are less than a bucket
 
@@ -331,14 +331,14 @@ def test_a_link_too_slow_for_a_bucket() -> None:
 def test_a_server_that_says_nothing_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "ANSWER_TIMEOUT_S", 0.3)
     with answering(lambda message: None) as endpoint:
-        assert "gave no answer within 0.3 s: it loads its model" in the_problem(run_at(endpoint, tmp_path))
+        assert "did not answer within 0.3 s: it is loading its model" in the_problem(run_at(endpoint, tmp_path))
 
 
 def test_what_is_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "HANDSHAKE_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         line = the_problem(run_at(f"tcp://127.0.0.1:{mute.getsockname()[1]}", tmp_path))
-    assert "does not speak as an inference server does; correct `endpoint`" in line
+    assert "does not respond like an inference server; correct `endpoint`" in line
 
 
 def test_too_little_memory_and_disk_are_told_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

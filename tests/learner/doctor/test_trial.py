@@ -33,7 +33,7 @@ def test_a_trial_measures_with_a_server_and_leaves_nothing_behind(
     assert len(read_metrics(tmp_path / "run")) == 2, "the server is there for the run"
     assert parity.verdict == "ok" and float(re.findall(r"\| of (\S+) at most", parity.text)[0]) < 1e-3
     assert time.verdict == "ok" and time.text.startswith("300 steps of ")
-    assert "the server idle for" in time.text and "by the median of 5 steps" in time.text
+    assert "the server idle for" in time.text and "(median of 5 steps)" in time.text
 
 
 def test_the_time_of_all_is_the_median_of_the_warm_steps_times_their_number(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_the_time_of_all_is_the_median_of_the_warm_steps_times_their_number(tmp_
     ]
     (time,) = findings_of(run, metrics)
     assert time.text == (
-        "1,000 steps of 3.00 s, about 50 min 00 s without evaluations; 100 completion tokens/s, 8 tokens each, the learner idle for 25%; "
-        "by the median of 5 steps"
+        "1,000 steps of 3.00 s, about 50 min 00 s without evaluations; 100 completion tokens/s, 8 tokens each, the learner idle for 25% "
+        "(median of 5 steps)"
     )
 
 
@@ -76,7 +76,7 @@ def test_only_where_all_else_is_well_and_it_is_asked_for(
     run = make_run(tmp_path, "tcp://127.0.0.1:1")
     *_, last = check(run, with_trial=True)
     assert (last.verdict, last.text) == (
-        ("ok", "for long") if is_well else ("unknown", "not measured, for the problems above")
+        ("ok", "for long") if is_well else ("unknown", "not measured because of the problems above")
     )
     *_, last = check(run)
     assert last.verdict == "unknown" and "--trial" in last.text

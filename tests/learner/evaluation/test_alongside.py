@@ -156,7 +156,7 @@ def test_what_is_due_while_another_is_under_way_is_left_out_and_told(
     steps = [one.step for one in made_by(run)]
     left_out = [line["step"] - 1 for line in read_metrics(Path(run.run_dir)) if line.get("evaluation/left_out")]
     assert steps[0] == 1 and steps[-1] == STEPS and set(left_out) | set(steps) >= set(range(1, STEPS - 1))
-    assert "no evaluation after step 2: that after step 1 is still under way" in caplog.text
+    assert "skipping the evaluation after step 2 (that of step 1 still running)" in caplog.text
 
 
 def test_an_evaluation_that_fails_is_told_and_training_goes_on(
@@ -167,7 +167,7 @@ def test_an_evaluation_that_fails_is_told_and_training_goes_on(
     train(run, resume=False)
     metrics = read_metrics(Path(run.run_dir))
     assert len(metrics) == STEPS and any(line.get("evaluation/failed") for line in metrics)
-    assert made_by(run) == [] and "could not be asked" in caplog.text and "learner.evaluation.url" in caplog.text
+    assert made_by(run) == [] and "could not be reached" in caplog.text and "learner.evaluation.url" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
     assert [one.step for one in made] == [2, 4, 6]
     assert all(one.num_prompts == NUM_PROMPTS == len(one.rewards_P) and None not in one.rewards_P for one in made)
     # Of a step after the checkpoint all answers, for the step comes again; else the one that was on its way.
-    goes_on = "going on with the evaluation after step" in life.log
+    goes_on = "resuming the evaluation after step" in life.log
     num_again = len(openai.requests) - 3 * NUM_PROMPTS
     assert num_again <= (1 if goes_on or death.point != "answer kept" else death.nth % NUM_PROMPTS + 1)
     lines = [json.loads(line) for line in (Path(run.run_dir) / FILE).read_text().splitlines()]
@@ -250,9 +250,9 @@ def test_what_a_server_answers_before_it_has_the_policy_is_asked_again(
 @pytest.mark.parametrize(
     ("run_of_server", "tells_versions", "told"),
     [
-        ("other-1f2e", True, "answered with weights of other-1f2e, and this run is run-"),
-        (None, True, "answered with weights of nobody, and this run is run-"),
-        ("other-1f2e", False, "it is no server of Slipstream. Set learner.evaluation.url to that of run run-"),
+        ("other-1f2e", True, "was answered by the weights of other-1f2e instead of run-"),
+        (None, True, "was answered by the weights of an unknown run instead of run-"),
+        ("other-1f2e", False, "it is not a Slipstream server; set learner.evaluation.url to the server of run run-"),
     ],
 )
 def test_what_other_weights_than_the_runs_answer_is_no_evaluation_of_it(
@@ -263,7 +263,7 @@ def test_what_other_weights_than_the_runs_answer_is_no_evaluation_of_it(
     run = evaluating(tmp_path, server, openai.url, {"every_steps": STEPS, "timeout_s": 1.5})
     train(run, resume=False)
     assert made_by(run) == [] and told in caplog.text
-    assert f"no evaluation after step {STEPS}" in caplog.text
+    assert f"the evaluation after step {STEPS} failed" in caplog.text
 
 
 def test_a_run_asks_at_the_address_of_its_server(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_an_evaluation_is_compared_prompt_by_prompt_with_the_one_before_that_ask
     assert made.difference.low is not None and made.difference.low < 0 < 0.2
     assert noted(tmp_path)[1].difference is None, "other limits are another question"
     told = as_text(made)
-    assert "  0.2  [-" in told and "] more than policy versions 3 to 4" in told and "by policy versions 7 to 8" in told
+    assert "difference to policy versions 3 to 4: 0.2  [-" in told and "by policy versions 7 to 8" in told
 
 
 def test_of_several_samples_pass_at_k_and_the_majority_are_told(tmp_path: Path, server: OpenAIServer) -> None:
@@ -118,8 +118,8 @@ def test_a_server_that_is_gone_is_waited_for_and_that_is_told_once(
     server.failures = [503, 502, 500]
     made = evaluate(a_run(tmp_path, server, "--learner.evaluation.max-concurrent", "1"))[0]
     assert made.reward is not None and made.reward.mean == 1.0 and len(server.requests) == 10
-    (told,) = [message for message in caplog.messages if "asking again" in message]
-    assert told.startswith(f"{server.url}/models answered 503: no; asking again for ")
+    (told,) = [message for message in caplog.messages if "retrying for" in message]
+    assert told.startswith(f"{server.url}/models returned status 503: no; retrying for up to ")
 
 
 @pytest.mark.parametrize("tells_tokens", [True, False])
@@ -143,7 +143,11 @@ def test_a_server_that_tells_neither_tokens_nor_versions_will_do(tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("status", "told"),
-    [(401, "OPENAI_API_KEY"), (404, "ends with the version of the API"), (400, r"correct what it names in \[learner")],
+    [
+        (401, "OPENAI_API_KEY"),
+        (404, r"end learner\.evaluation\.url with the API version"),
+        (400, r"correct the setting that it names in \[learner"),
+    ],
 )
 def test_what_waiting_does_not_mend_ends_it_with_the_remedy(
     tmp_path: Path, server: OpenAIServer, status: int, told: str
@@ -155,14 +159,14 @@ def test_what_waiting_does_not_mend_ends_it_with_the_remedy(
 
 
 def test_a_server_that_never_comes_ends_it_at_its_deadline(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"could not be asked .*raise learner\.evaluation\.timeout_s"):
+    with pytest.raises(EvaluationError, match=r"could not be reached .*raise learner\.evaluation\.timeout_s"):
         evaluate(a_run(tmp_path, None, "--learner.evaluation.timeout-s", "1.5"))
 
 
 def test_an_answer_with_too_few_completions_is_no_answer(tmp_path: Path, server: OpenAIServer) -> None:
     server.num_lost = 1
     flags = ["--learner.evaluation.num-samples", "2", "--learner.evaluation.temperature", "1.0"]
-    with pytest.raises(EvaluationError, match=r"gave 1 completions where .*num_samples = 2"):
+    with pytest.raises(EvaluationError, match=r"returned 1 completions instead of .*num_samples = 2"):
         evaluate(a_run(tmp_path, server, *flags))
 
 

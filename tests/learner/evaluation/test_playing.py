@@ -109,7 +109,7 @@ def test_without_tokens_or_a_limit_there_are_no_episodes(tmp_path: Path, server:
     limited = {"factory": "guess", "max_turns": 4, "max_episode_tokens": 64}
     assert evaluate(evaluated(tmp_path, server.url, environment=limited))[0].ends == {"finished": NUM_PROMPTS}
     server.tells_tokens = False
-    with pytest.raises(EvaluationError, match="does not tell the tokens of its answers"):
+    with pytest.raises(EvaluationError, match="does not return the token ids of its answers"):
         evaluate(evaluated(tmp_path, server.url, environment=limited))
 
 

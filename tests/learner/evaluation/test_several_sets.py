@@ -105,7 +105,7 @@ def test_a_learner_killed_between_two_sets_notes_each_once(
     assert life.end() == 0, life.log
     assert [(one.step, one.set_name) for one in made_by(run)] == [(step, name) for step in (3, STEPS) for name in SETS]
     # Of a step after the checkpoint both sets come again, with the step.
-    if nth == 2 or "going on with the evaluation after step" in life.log:
+    if nth == 2 or "resuming the evaluation after step" in life.log:
         assert len((Path(run.run_dir) / FILE).read_text().splitlines()) == 4, "none is noted twice"
         assert len(openai.requests) == 2 * (FEW + MANY), "every answer was on disk"
 

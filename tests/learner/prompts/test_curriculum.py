@@ -67,7 +67,7 @@ def test_an_epoch_in_which_nothing_may_be_asked_ends_the_run_with_the_reason(pro
     for slot, prompt_id in enumerate(range(NUM_PROMPTS), start=3):
         made.note(slot, prompt_id, {"right": [float(prompt_id % 2)]})
     made.count(3 + NUM_PROMPTS)
-    with pytest.raises(DataError, match="skipped a whole data epoch: of 6 prompts 3 are too easy and 3 too hard"):
+    with pytest.raises(DataError, match="skipped a whole data epoch: of 6 prompts, 3 are too easy and 3 too hard"):
         made.ask()
 
 

@@ -125,7 +125,7 @@ def test_a_number_of_prompts_takes_the_first(tokenizer, tmp_path):
     ):
         prompts = all_of(Prompts(DataConfig(**source, num_prompts=2), tokenizer, 0))
         assert [prompt.prompt for prompt in prompts] == ["0", "1"]
-        with pytest.raises(DataError, match=r"num_prompts = 9, but .* holds 6 prompts"):
+        with pytest.raises(DataError, match=r"num_prompts = 9, but .* has 6 prompts"):
             Prompts(DataConfig(**source, num_prompts=9), tokenizer, 0)
 
 
@@ -285,7 +285,9 @@ def test_a_number_below_one_names_its_key():
 def test_a_prompt_that_is_too_long_names_row_length_limit_and_remedy(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "12345"}])
     assert len(Prompts(DataConfig(path=path, max_prompt_tokens=5), tokenizer, 0)) == 2
-    with pytest.raises(DataError, match=r"row 1 of .*a.jsonl has 5 tokens, the limit is 4; raise server.max_model_len"):
+    with pytest.raises(
+        DataError, match=r"row 1 of .*a.jsonl has 5 tokens, but the limit is 4; .*Raise server.max_model_len"
+    ):
         Prompts(DataConfig(path=path, max_prompt_tokens=4), tokenizer, 0)
 
 
@@ -316,7 +318,7 @@ def test_a_bad_line_names_file_and_line(tokenizer, tmp_path):
 @pytest.mark.parametrize("prompt", [17, "", [], [{"role": "user"}], None])
 def test_a_prompt_of_the_wrong_kind_names_its_row(tokenizer, tmp_path, prompt):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": prompt}])
-    with pytest.raises(DataError, match=r"row 1 of .* expected a text or a list of messages"):
+    with pytest.raises(DataError, match=r"row 1 of .* expected a non-empty text or a non-empty list of messages"):
         Prompts(DataConfig(path=path), tokenizer, 0)
 
 

@@ -194,7 +194,7 @@ def test_prompts_that_are_too_long_are_asked_without_their_first_tokens(
 
 
 def test_what_is_refused_is_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"row 1 of .* has 5 tokens.*learner.data.too_long .*\(3 of 6 prompts\)"):
+    with pytest.raises(DataError, match=r"row 1 of .* has 5 tokens.*3 of 6 prompts are longer.*learner.data.too_long"):
         Prompts(DataConfig(path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=4), tokenizer, 0)
 
 

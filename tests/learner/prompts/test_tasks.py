@@ -61,7 +61,7 @@ def test_every_prompt_of_a_small_task_can_be_had_and_not_one_more(task: str, cou
 @pytest.mark.parametrize(("task", "most"), [("reverse", 18), ("sort", 18), ("arithmetic", 9), ("calculator", 9)])
 def test_numbers_may_have_so_many_digits_and_not_one_more(task: str, most: int):
     assert len(make_rows(task, 2, seed=0, num_digits=most)) == 2
-    with pytest.raises(DataError, match=rf"task {task} with num_digits = {most + 1}: at most {most}"):
+    with pytest.raises(DataError, match=rf"num_digits = {most + 1} is more than the {most} of task {task}"):
         make_rows(task, 2, seed=0, num_digits=most + 1)
 
 
@@ -113,7 +113,9 @@ def numbers_of(row):
 )
 def test_more_pairs_than_there_are_and_digits_that_they_do_not_have_are_errors(task: str, num_pairs: int):
     assert len(make_rows(task, num_pairs, seed=0)) == num_pairs
-    with pytest.raises(DataError, match=rf"num_prompts = 9999 is more than the {num_pairs} distinct prompts of task {task}"):
+    with pytest.raises(
+        DataError, match=rf"num_prompts = 9999 is more than the {num_pairs} distinct prompts of task {task}"
+    ):
         make_rows(task, 9999, seed=0)
     with pytest.raises(DataError, match=rf"num_digits = \d+ is not an option of task {task}"):
         make_rows(task, 10, seed=0, num_digits=2)

@@ -72,12 +72,12 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(runs: list[Path], tmp_pa
 
 
 def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="bold came more than once"):
+    with pytest.raises(RunDirectoryError, match="bold is given more than once"):
         compare([*runs, runs[1]])
-    with pytest.raises(RunDirectoryError, match="13 runs came; at most 12"):
+    with pytest.raises(RunDirectoryError, match="13 runs cannot be compared in one report; select at most 12"):
         compare([tmp_path / str(i) for i in range(13)])
     (runs[0] / "config.toml").write_text("= 3")
-    with pytest.raises(RunDirectoryError, match=r"config\.toml cannot be read .* in what the runs differ"):
+    with pytest.raises(RunDirectoryError, match=r"config\.toml cannot be read .* the configs cannot be compared"):
         compare(runs)
 
 

@@ -81,7 +81,7 @@ def test_what_evaluations_cost_the_steps_beside_them_is_told_where_there_were_an
     write_lines(
         tmp_path / "metrics.jsonl", [line | slowdown for line, slowdown in zip(metrics, slowdowns, strict=True)]
     )
-    assert "\nslowdown     1.50 times as long a step beside an evaluation\n" in as_text(summarize(tmp_path))
+    assert "\nslowdown     steps take 1.50 times as long during an evaluation\n" in as_text(summarize(tmp_path))
     assert "1.50 ×" in page_of(tmp_path)
 
 
@@ -172,13 +172,13 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, broken):
 
 
 def test_what_is_no_run_directory_is_refused_with_a_remedy(tmp_path):
-    with pytest.raises(SlipstreamError, match=r"not a run directory: no metrics\.jsonl.*learner train"):
+    with pytest.raises(SlipstreamError, match=r"not a run directory: metrics\.jsonl is missing.*learner train"):
         summarize(tmp_path / "nowhere")
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(RunDirectoryError, match="no optimizer step is recorded yet"):
+    with pytest.raises(RunDirectoryError, match="has no optimizer step yet"):
         summarize(tmp_path)
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "elapsed_s": 1.0}])
-    with pytest.raises(RunDirectoryError, match=r"no ledger\.db"):
+    with pytest.raises(RunDirectoryError, match=r"ledger\.db, which records lost groups, is missing"):
         summarize(tmp_path)
 
 

@@ -48,4 +48,4 @@ def test_a_disk_that_takes_no_more_costs_a_warning(caplog: pytest.LogCaptureFixt
     told = Timeline(Path("/dev/full"))
     told.note("a server came")
     told.close()
-    assert "not told in the report: a server came" in caplog.text
+    assert "cannot record an event for the report: a server came" in caplog.text

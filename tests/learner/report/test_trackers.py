@@ -119,7 +119,7 @@ def test_one_that_fails_costs_itself_alone(
     assert (named["project"], named["id"], named["resume"]) == ("my-project", run_dir.run_id, "allow")
     assert told == [(1, {"reward/mean": 1.0}), (2, {"reward/mean": 2.0})] and wandb.closed == []
     assert all(type(value) is float for _, values in told for value in values.values())
-    assert "goes on without wandb, which failed (nobody is there)" in caplog.text
+    assert "dropping tracker wandb, which failed (nobody is there)" in caplog.text
     assert list(read_back(run_dir.tensorboard)["reward/mean"]) == [1, 2, 3, 4]
 
 

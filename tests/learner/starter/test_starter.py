@@ -51,7 +51,7 @@ def test_its_test_passes_and_finds_a_reward_with_a_hole(tmp_path: Path) -> None:
 
 def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    with pytest.raises(ConfigError, match="mine exists; name a directory that does not"):
+    with pytest.raises(ConfigError, match="mine exists; choose a directory that does not exist"):
         write_starter(tmp_path / "mine")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -50,7 +50,11 @@ def test_the_same_data_elsewhere_is_the_same(record: Path, tmp_path: Path) -> No
         ),
         (PROMPTS, "8", "row 0 is the first changed row"),
         (PROMPTS[:-1], "9", "1 of its 6 prompts are missing at the end"),
-        ([*PROMPTS, "7777>"], "9", r"1 prompts were added after the original 6, .*Exclude them with learner\.data\.num_prompts = 6"),
+        (
+            [*PROMPTS, "7777>"],
+            "9",
+            r"1 prompts were added after the original 6, .*Exclude them with learner\.data\.num_prompts = 6",
+        ),
     ],
     ids=["one removed", "a column", "the last removed", "one added"],
 )
@@ -59,7 +63,7 @@ def test_other_data_is_refused_with_what_changed_first(
 ) -> None:
     with pytest.raises(DataError, match=problem) as error:
         check_data(record, read(write(tmp_path / "a.jsonl", now, answer)))
-    assert "begin a new run with --run-dir" in str(error.value)
+    assert "start a new run with --run-dir" in str(error.value)
 
 
 def test_what_was_added_at_the_end_can_be_left_out(record: Path, tmp_path: Path) -> None:
