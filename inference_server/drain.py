@@ -37,7 +37,7 @@ class Drain:
 
     def __init__(
         self, life: EngineSupervisor, pushes: WeightUpdates, groups: Groups, timeout_s: float,
-        tell: Callable[[], Awaitable[object]], unreached_s: Callable[[], float],
+        notify: Callable[[], Awaitable[object]], unreached_s: Callable[[], float],
     ) -> None:  # fmt: skip
         """Connect the drain to the server's parts.
 
@@ -45,7 +45,7 @@ class Drain:
         connection has accepted nothing.
         """
         self._life, self._pushes, self._groups, self._timeout_s = life, pushes, groups, timeout_s
-        self._tell, self._unreached_s = tell, unreached_s
+        self._notify, self._unreached_s = notify, unreached_s
         self.is_draining = False
         self._has_farewell = False
         """True once the learner has sent Farewell during the drain."""
@@ -60,7 +60,7 @@ class Drain:
             self._timeout_s, self._pending() or "nothing is running",
         )  # fmt: skip
         with log_unexpected("notifying the learner of the drain"):
-            await self._tell()
+            await self._notify()
         await self._groups.return_groups(include_started=False)
         while pending := self._pending():
             if time.monotonic() > deadline:
@@ -72,7 +72,7 @@ class Drain:
             await asyncio.sleep(POLL_INTERVAL_S)
         log.info("drained")
 
-    def heard(self) -> None:
+    def on_farewell(self) -> None:
         """Record the learner's Farewell: no further requests follow."""
         self._has_farewell = self.is_draining
 

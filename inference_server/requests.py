@@ -34,7 +34,7 @@ MAX_UNACKED_BYTES = 128 << 20
 could queue gigabytes at once. A single group may be larger."""
 Deliver = Callable[[Message], Awaitable[bool]]
 """Sends a message to the learner. Returns False if the learner is unreachable now."""
-Tell = Callable[[Message], Awaitable[None]]
+Notify = Callable[[Message], Awaitable[None]]
 """Sends a message to the learner, now or as soon as this connection allows."""
 Spawn = Callable[[Coroutine[None, None, None], str, Fail], asyncio.Task[None]]
 """Runs a named coroutine that needs the engine. The last argument handles an unexpected exception."""
@@ -68,9 +68,11 @@ class _Running(msgspec.Struct, kw_only=True, eq=False):
 class Groups:
     """Running and finished groups by id, all of them of the current learner."""
 
-    def __init__(self, engine: Engine, deliver: Deliver, tell: Tell, spawn: Spawn, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: Engine, deliver: Deliver, notify: Notify, spawn: Spawn, clock: Callable[[], float]
+    ) -> None:
         """Create empty tables. `clock` stops while generation is paused."""
-        self._engine, self._deliver, self._tell, self._spawn, self._clock = engine, deliver, tell, spawn, clock
+        self._engine, self._deliver, self._notify, self._spawn, self._clock = engine, deliver, notify, spawn, clock
         self._running: dict[str, _Running] = {}
         self._finished: dict[str, Group] = {}
         self._undelivered: dict[str, None] = {}
@@ -95,7 +97,7 @@ class Groups:
         """Seconds without a running group."""
         return self._idle_s + (0.0 if self._idle_since is None else time.monotonic() - self._idle_since)
 
-    def ask(self, request: Generate) -> None:
+    def start(self, request: Generate) -> None:
         """Start a group, unless it is already running or finished."""
         group_id = request.group_id
         if self.knows(group_id):
@@ -107,7 +109,7 @@ class Groups:
         self._running[group_id] = running
         running.task.add_done_callback(lambda _: self._ended(running))
 
-    def look(self) -> None:
+    def time_out_stalled(self) -> None:
         """Time out started groups that got no token for longer than their deadline."""
         now = self._clock()
         for running in self._running.values():
@@ -149,13 +151,13 @@ class Groups:
         ]
         self.cancel(group_ids)
         for group_id in group_ids:
-            await self._tell(drain_failure(group_id))
+            await self._notify(drain_failure(group_id))
 
     def fail(self, group_id: str, why: str) -> Awaitable[None]:
         """Report a group that was lost to a server error. The learner retries it."""
         self.acknowledge([group_id])
         failed = GroupFailed(group_id=group_id, code="engine_error", message=why, retryable=True)
-        return self._tell(failed)
+        return self._notify(failed)
 
     def on_new_connection(self) -> None:
         """Mark every finished group as not yet sent."""
@@ -178,7 +180,7 @@ class Groups:
                 request.group_id, len(completions), request.sampling.num_completions, failure.message,
             )  # fmt: skip
             if len(completions) < min(MIN_COMPLETIONS, request.sampling.num_completions):
-                await self._tell(failure)
+                await self._notify(failure)
                 return
         self.tokens_generated += sum(len(completion.token_ids) for completion in completions)
         self._finished[request.group_id] = Group(

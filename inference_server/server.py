@@ -82,9 +82,9 @@ class Server:
             engine, self._tasks, config.max_engine_restarts, self._check_progress, self._forget_engine
         )
         self._pushes = WeightUpdates(
-            engine, self._deliver, self._tell, config.pause_timeout_s, receive_overlap=config.receive_overlap
+            engine, self._deliver, self._notify, config.pause_timeout_s, receive_overlap=config.receive_overlap
         )
-        self._groups = Groups(engine, self._deliver, self._tell, self._life.spawn, self._pushes.generating_s)
+        self._groups = Groups(engine, self._deliver, self._notify, self._life.spawn, self._pushes.generating_s)
         self._probes = ProbeHandler(channel, engine, model, self._life)
         self.drain = Drain(
             self._life, self._pushes, self._groups, config.drain_timeout_s,
@@ -199,9 +199,9 @@ class Server:
                 log.info("run %s is over", self._served_run)
                 self._free()
             case Farewell():
-                self.drain.heard()
+                self.drain.on_farewell()
             case PushBegin() if self.drain.is_draining:
-                await self._tell(self.drain.refusal_of(message))
+                await self._notify(self.drain.refusal_of(message))
             case _ if not self._life.is_alive:
                 log.info("ignored %s (the engine has died)", type(message).__name__)
             case Generate():
@@ -223,9 +223,9 @@ class Server:
             case Generate(group_id=group_id):
                 await self._groups.fail(group_id, why)
             case Score(request_id=request_id):
-                await self._tell(no_scores(request_id, why))
+                await self._notify(no_scores(request_id, why))
             case PushBegin():
-                await self._tell(self._pushes.failed(message, why, weights_intact=self._pushes.state != "torn"))
+                await self._notify(self._pushes.failed(message, why, weights_intact=self._pushes.state != "torn"))
 
     async def _pulse(self) -> None:
         while True:
@@ -327,7 +327,7 @@ class Server:
             self._tenancy.lose(time.monotonic())
         return bool(sent)
 
-    async def _tell(self, message: Message) -> None:
+    async def _notify(self, message: Message) -> None:
         """Send to the learner now, or after the next successful pulse."""
         is_sent = False
         with log_unexpected(f"sending {type(message).__name__}"):
@@ -344,7 +344,7 @@ class Server:
                 return
 
     def _check_progress(self) -> None:
-        self._groups.look()
+        self._groups.time_out_stalled()
         self._stall.look(self._groups.num_running)
 
     async def _forget_engine(self) -> None:
@@ -368,19 +368,19 @@ class Server:
     async def _start_group(self, request: Generate) -> None:
         if problem := why_invalid(request.prompt_token_ids, request.sampling, self._engine.limits):
             failed = GroupFailed(group_id=request.group_id, code="invalid_prompt", message=problem, retryable=False)
-            await self._tell(failed)
+            await self._notify(failed)
         elif self.drain.is_draining and not self._groups.knows(request.group_id):
-            await self._tell(drain_failure(request.group_id))
+            await self._notify(drain_failure(request.group_id))
         elif self._pushes.version_of_run is None:
             reason = "the server has no weights of this run yet; sync weights before requesting groups"
             failed = GroupFailed(group_id=request.group_id, code="not_ready", message=reason, retryable=True)
-            await self._tell(failed)
+            await self._notify(failed)
         else:
-            self._groups.ask(request)
+            self._groups.start(request)
 
     async def _score(self, request: Score) -> None:
         has_weights = self._pushes.version_of_run is not None or self._pushes.engine_is_untouched
-        await self._tell(await scores_of(request, self._engine, has_weights=has_weights))
+        await self._notify(await scores_of(request, self._engine, has_weights=has_weights))
 
 
 def _new_id() -> str:

@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 from inference_server.engine.containment import describe, record_unexpected
 from inference_server.engine.interface import Engine, EngineDead, PushOrder, WorkerReport
 from inference_server.engine.supervisor import in_time
-from inference_server.requests import Deliver, Tell
+from inference_server.requests import Deliver, Notify
 from protocol.messages import PushAbort, PushBegin, PushDone, PushFailed, PushReady
 from protocol.weights.buckets import cut
 
@@ -43,9 +43,9 @@ class WeightUpdates:
     """Weight syncs of the server, and the policy version that the engine serves."""
 
     def __init__(
-        self, engine: Engine, deliver: Deliver, tell: Tell, pause_timeout_s: float, *, receive_overlap: bool = False
+        self, engine: Engine, deliver: Deliver, notify: Notify, pause_timeout_s: float, *, receive_overlap: bool = False
     ) -> None:
-        self._engine, self._deliver, self._tell, self._pause_timeout_s = engine, deliver, tell, pause_timeout_s
+        self._engine, self._deliver, self._notify, self._pause_timeout_s = engine, deliver, notify, pause_timeout_s
         self._receive_overlap = receive_overlap
         self._lock = asyncio.Lock()
         self._epoch: str | None = None
@@ -124,9 +124,9 @@ class WeightUpdates:
             try:
                 outcome = await self._outcome(begin, run, term)
             except EngineDead as dead:
-                await self._tell(self.failed(begin, f"{dead}; the engine is restarted", weights_intact=False))
+                await self._notify(self.failed(begin, f"{dead}; the engine is restarted", weights_intact=False))
                 raise
-            await self._tell(outcome)
+            await self._notify(outcome)
 
     async def abort(self, abort: PushAbort) -> None:
         """Leave a session.

@@ -12,18 +12,18 @@ import numpy as np
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
-def keep_seeds_of_pieces() -> None:
+def keep_seeds_of_chunked_prompts() -> None:
     """Patch vLLM's model runner in this process."""
     sample_tokens = CPUModelRunner.sample_tokens
 
     @wraps(sample_tokens)
-    def sample_with_seeds_of_whole_prompts(runner: Any, *args: Any) -> Any:
+    def sample_without_unfinished_generators(runner: Any, *args: Any) -> Any:
         generators = runner.input_batch.generators
-        in_pieces = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0].tolist()
-        aside = {row: generators.pop(row) for row in in_pieces if row in generators}
+        unfinished = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0].tolist()
+        set_aside = {row: generators.pop(row) for row in unfinished if row in generators}
         try:
             return sample_tokens(runner, *args)
         finally:
-            generators.update(aside)
+            generators.update(set_aside)
 
-    CPUModelRunner.sample_tokens = sample_with_seeds_of_whole_prompts
+    CPUModelRunner.sample_tokens = sample_without_unfinished_generators

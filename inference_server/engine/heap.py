@@ -19,10 +19,10 @@ grows."""
 
 def keep_trimmed() -> None:
     """Start a thread that trims the heap for as long as this process lives."""
-    threading.Thread(target=_trim_again_and_again, name=TRIMMER, daemon=True).start()
+    threading.Thread(target=_trim_forever, name=TRIMMER, daemon=True).start()
 
 
-def _trim_again_and_again() -> None:
+def _trim_forever() -> None:
     while True:
         time.sleep(INTERVAL_S)
         trim()

@@ -44,7 +44,7 @@ class HeldOutput(msgspec.Struct):
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs)
 
-    def let_go(self, output: EngineCoreOutput) -> None:
+    def release(self, output: EngineCoreOutput) -> None:
         """Prepend the held tokens and logprobs to this output."""
         self.hold(output)
         output.new_token_ids = self.token_ids
@@ -79,7 +79,7 @@ class OutputBuffer:
         if len(piece.token_ids) + len(output.new_token_ids) < piece.size and _has_tokens_alone(output):
             piece.hold(output)
             return False
-        piece.let_go(output)
+        piece.release(output)
         return True
 
     def take_all(self) -> dict[int, EngineCoreOutputs]:
@@ -88,7 +88,7 @@ class OutputBuffer:
         for name, piece in self._held.items():
             if piece.token_ids and name in self._requests:
                 output = EngineCoreOutput(name, [])
-                piece.let_go(output)
+                piece.release(output)
                 outputs[piece.client].outputs.append(output)
         return outputs
 
@@ -140,14 +140,14 @@ def send_in_pieces() -> None:
             of_client.outputs = pieces_of(engine).take(of_client.outputs)
 
     @wraps(set_weight_version)
-    def let_go_and_set(engine: Any, version: str) -> None:
+    def release_and_set(engine: Any, version: str) -> None:
         outputs = pieces_of(engine).take_all()
         attach_weight_version(engine, outputs)
         for of_client in outputs.items():
             engine.output_queue.put_nowait(of_client)
         set_weight_version(engine, version)
 
-    EngineCore._attach_weight_version, EngineCore.set_weight_version = attach_and_hold, let_go_and_set
+    EngineCore._attach_weight_version, EngineCore.set_weight_version = attach_and_hold, release_and_set
 
 
 class Completions:

@@ -191,7 +191,7 @@ class EngineSupervisor:
         num_deaths = len(self._died_at)
         if num_deaths > self._max_restarts:
             raise EngineDead(
-                f"{death}. The engine died {num_deaths} times within an hour (server.max_engine_restarts = "
+                f"{death}. This is death {num_deaths} of the engine within an hour (server.max_engine_restarts = "
                 f"{self._max_restarts}). Restart the server: the learner will sync weights again"
             ) from death
         log.warning(

@@ -128,7 +128,7 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
         ConfigError: vLLM cannot serve the model with this config.
     """
     server = run.server
-    _refuse_overlap_of_several(server)
+    _check_receive_overlap(server)
     disable_envs_cache()  # The cache may come from an earlier engine.
     if is_in_engine_process(server):
         # Otherwise vLLM puts the CPU worker into a third process: 4 s more to start, and two more hops per
@@ -157,11 +157,11 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
             "max_concurrent_sequences, reserved_sequences, kv_cache_memory_mib, block_size, tensor_parallel_size, "
             "data_parallel_size, gpu_memory_utilization, vllm."
         ) from error
-    _settle()
+    _freeze_startup_state()
     return llm
 
 
-def _settle() -> None:
+def _freeze_startup_state() -> None:
     """Exclude existing objects and environment variables from repeated work.
 
     The garbage collector skips frozen objects. vLLM caches variables that it would look up with each token.
@@ -173,7 +173,7 @@ def _settle() -> None:
     enable_envs_cache()
 
 
-def _refuse_overlap_of_several(server: ServerConfig) -> None:
+def _check_receive_overlap(server: ServerConfig) -> None:
     if not server.receive_overlap or server.num_workers == 1:
         return
     if server.tensor_parallel_size == 1:

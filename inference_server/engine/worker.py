@@ -153,7 +153,7 @@ if SERVER_PID in os.environ:
     send_in_pieces()  # With one worker, this process also runs the engine.
     if current_platform.is_cpu():
         # Imports a model runner that only a CPU has.
-        from inference_server.engine.cpu_seeds import keep_seeds_of_pieces
+        from inference_server.engine.cpu_seeds import keep_seeds_of_chunked_prompts
 
         keep_trimmed()
-        keep_seeds_of_pieces()
+        keep_seeds_of_chunked_prompts()

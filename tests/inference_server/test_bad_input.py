@@ -231,7 +231,7 @@ def test_more_memory_than_the_machine_has_is_refused(home: Path, monkeypatch: py
 
 def test_a_block_size_that_only_latent_attention_takes_is_vllms_own_affair(home: Path) -> None:
     run = ServerRun(model=str(home / "model"), run_dir="r", server=ServerConfig(block_size=16))
-    with pytest.raises(ConfigError, match=r"server.block_size = 16: .* set it to 32"):
+    with pytest.raises(ConfigError, match=r"server.block_size = 16 is not a multiple of 32, .* set it to 32"):
         check_block_size(run, home / "model")
     (home / "deepseek").mkdir()
     (home / "deepseek" / "config.json").write_text('{"kv_lora_rank": 512}')
