@@ -157,7 +157,7 @@ def test_a_worker_gives_up_a_transfer_whose_learner_has_vanished(hosts: TwoHosts
     wait_for(worker_log, "watching", TIMEOUT_S)
     time.sleep(2.0)  # so that it has a connection
     hosts.wire(cut=True)
-    wait_for(worker_log, "its host cannot be reached ([Errno 110] Connection timed out); the transfer ended", 30.0)
+    wait_for(worker_log, "its host is unreachable ([Errno 110] Connection timed out); the transfer failed", 30.0)
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ class GroupFailed(Message):
 class Ack(Message):
     """Confirmation that the groups are in the learner's ledger.
 
-    The server may forget them.
+    The server may delete them.
     """
 
     group_ids: list[str]

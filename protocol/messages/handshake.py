@@ -36,7 +36,7 @@ class Hello(Message):
     protocol_version: int
     model: ModelFingerprint
     learner: Name = ""
-    """Name of the sending process, from `new_learner_id`. It keeps two processes of one run from taking the
+    """Name of the sending process, from `new_learner_id`. It prevents two processes of one run from taking the
     server from each other. Empty: a learner before protocol version 8, which must still receive the
     version error."""
 

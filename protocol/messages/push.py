@@ -63,12 +63,13 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         expected = NCCL_UNIQUE_ID_BYTES if self.transport == "nccl" else 0
         if len(self.nccl_unique_id or b"") != expected:
             raise ValueError(
-                f"the transport {self.transport} goes with an NCCL id of {expected} bytes, got {len(self.nccl_unique_id or b'')}"
+                f"transport {self.transport} expects an NCCL id of {expected} bytes, got "
+                f"{len(self.nccl_unique_id or b'')}"
             )
         expected = TCP_SECRET_BYTES if self.transport == "tcp" else 0
         if len(self.tcp_secret or b"") != expected:
             raise ValueError(
-                f"the transport {self.transport} goes with a secret of {expected} bytes, got {len(self.tcp_secret or b'')}"
+                f"transport {self.transport} expects a secret of {expected} bytes, got {len(self.tcp_secret or b'')}"
             )
 
 

@@ -47,7 +47,7 @@ class TensorHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if self.offset_bytes + self.num_bytes > self.storage_bytes:
             raise ValueError(
-                f"{self.num_bytes} bytes from {self.offset_bytes} on do not lie in a storage of {self.storage_bytes}"
+                f"{self.num_bytes} bytes at offset {self.offset_bytes} exceed a storage of {self.storage_bytes} bytes"
             )
 
 
@@ -55,7 +55,7 @@ def encode_handle(handle: TensorHandle) -> torch.Tensor:
     """Return the handle as a CPU tensor of HEADER_BYTES."""
     encoded = msgspec.msgpack.encode(handle)
     if len(encoded) > HEADER_BYTES - 2:
-        raise PushError(f"a CUDA handle of {len(encoded)} bytes does not fit in {HEADER_BYTES - 2}")
+        raise PushError(f"a CUDA handle of {len(encoded)} bytes does not fit in {HEADER_BYTES - 2} bytes")
     header = len(encoded).to_bytes(2, "little") + encoded
     return torch.frombuffer(bytearray(header.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
@@ -67,7 +67,7 @@ def decode_handle(header: torch.Tensor) -> TensorHandle:
     try:
         return msgspec.msgpack.decode(data[2 : 2 + length], type=TensorHandle)
     except msgspec.DecodeError as error:
-        raise PushError(f"rank 0 sent {length} bytes that are no CUDA handle: {error}") from error
+        raise PushError(f"rank 0 sent {length} bytes that are not a CUDA handle: {error}") from error
 
 
 def has_expandable_segments(environment: Mapping[str, str]) -> bool:
@@ -159,11 +159,11 @@ class IpcCollective:
 
         return wait
 
-    def _transfer(self, tensor: torch.Tensor, begun: Any) -> None:
+    def _transfer(self, tensor: torch.Tensor, ready: Any) -> None:
         try:
             # This thread has its own stream, which is not ordered after the caller's queued work on this
             # memory.
-            begun.synchronize()
+            ready.synchronize()
             if self._rank == 0:
                 self._group.broadcast(encode_handle(self._lend(tensor)))
             else:
@@ -177,7 +177,7 @@ class IpcCollective:
         except RuntimeError as error:
             self.abort()
             raise PushError(
-                f"broadcast of {tensor.nbytes} bytes by CUDA IPC on {self.device} failed: {error}"
+                f"broadcast of {tensor.nbytes} bytes over CUDA IPC on {self.device} failed: {error}"
             ) from error
 
     def abort(self) -> None:

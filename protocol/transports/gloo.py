@@ -52,7 +52,7 @@ class GlooCollective:
             self._group = ProcessGroupGloo(store, rank, world_size, options)
         except (RuntimeError, PushError) as error:  # errors of gloo and of its store
             raise PushError(
-                f"rank {rank} of {world_size} could not connect to the others of epoch {epoch}: {error} "
+                f"rank {rank} of {world_size} could not connect to the other ranks of epoch {epoch}: {error} "
                 f"(deadline {timeout_s:g} s, learner.push.timeout_s)"
             ) from error
 
@@ -60,7 +60,7 @@ class GlooCollective:
         self.start_broadcast(tensor)()
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Start a broadcast, and return a function that waits for its end.
+        """Start a broadcast, and return a function that waits until it is done.
 
         The function raises PushError if the broadcast fails. Until it returns, the tensor may not change.
         Every rank must start its broadcasts in the same order.

@@ -46,7 +46,7 @@ from protocol.transports.tcp import Call, TcpCollective
 ANSWER_TIMEOUT_S = 3.0
 """Maximum time for an answer of the learner's store, which answers at once from its own thread."""
 CHECK_INTERVAL_S = 0.05
-"""Interval between two checks that the session still stands, in seconds."""
+"""Interval between two checks that the session is not canceled, in seconds."""
 JOIN_SLACK_S = 1.0
 """Additional time of a join over its parts, so that the part that knows what is missing fails first."""
 MAX_STUCK_JOINS = 64
@@ -185,8 +185,8 @@ def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, b
         store.check_not_called_off()
         if time.monotonic() > deadline:
             raise PushError(
-                f"rank {rank} of {rendezvous.world_size} could not form epoch {epoch} within {rendezvous.timeout_s:g} s "
-                "(learner.push.timeout_s): a process of another rank is stopped or cannot be reached"
+                f"rank {rank} of {rendezvous.world_size} could not form epoch {epoch} within {rendezvous.timeout_s:g} "
+                "s (learner.push.timeout_s): the process of another rank is suspended or unreachable"
             )
 
     def meet_and_form() -> Collective:
@@ -246,27 +246,27 @@ def _form_while(check: Callable[[], None], form: Callable[[], Collective]) -> Co
             check()
     except PushError:
         if formed.cancel():
-            _given_up.add(thread)
+            _abandoned.add(thread)
             raise
     return formed.result()
 
 
-_given_up: set[threading.Thread] = set()
+_abandoned: set[threading.Thread] = set()
 """Threads of abandoned joins. Most end soon, but those in NCCL may never end."""
 
 
 def _check_few_are_stuck() -> None:
-    _given_up.difference_update([thread for thread in tuple(_given_up) if not thread.is_alive()])
-    if len(_given_up) >= MAX_STUCK_JOINS:
+    _abandoned.difference_update([thread for thread in tuple(_abandoned) if not thread.is_alive()])
+    if len(_abandoned) >= MAX_STUCK_JOINS:
         raise PushError(
-            f"{len(_given_up)} joins that were given up still hang in NCCL in this process, and nothing can end them; "
-            'start the process again, or set learner.push.transport = "gloo"'
+            f"{len(_abandoned)} abandoned joins still hang in NCCL in this process and cannot be canceled; "
+            'restart the process, or set learner.push.transport = "gloo"'
         )
 
 
 @contextmanager
 def watched(collective: Collective, rendezvous: Rendezvous, epoch: str) -> Iterator[None]:
-    """End the broadcasts soon after the session is canceled or the learner is gone.
+    """Abort the broadcasts soon after the session is canceled or the learner is gone.
 
     Raises:
         PushError: If a broadcast fails, with the reason if there is one.
@@ -277,7 +277,7 @@ def watched(collective: Collective, rendezvous: Rendezvous, epoch: str) -> Itera
         yield
     except PushError as effect:
         if watch.reason is not None:
-            raise PushError(f"{watch.reason}; the transfer ended in {effect}") from effect
+            raise PushError(f"{watch.reason}; the transfer failed: {effect}") from effect
         raise
     finally:
         watch.end()
@@ -299,14 +299,14 @@ class _Watch(threading.Thread):
                 # The store ended the connection during a query. The next attempt shows whether the store is
                 # still there.
                 with suppress(ConnectionResetError, BrokenPipeError):
-                    self._look()
-        except PushError as called_off:
-            self._abort(str(called_off))
+                    self._query_store()
+        except PushError as canceled:
+            self._abort(str(canceled))
         except OSError as error:
             where = join_address(*self._address)
-            self._abort(f"the learner at {where} is gone or its host cannot be reached ({error})")
+            self._abort(f"the learner at {where} is gone or its host is unreachable ({error})")
         except msgspec.MsgspecError as error:
-            self._abort(f"what answers at {join_address(*self._address)} is not the learner ({error})")
+            self._abort(f"the process at {join_address(*self._address)} is not the learner ({error})")
 
     def _abort(self, reason: str) -> None:
         with self._lock:
@@ -314,7 +314,7 @@ class _Watch(threading.Thread):
                 self.reason = reason
                 self._collective.abort()
 
-    def _look(self) -> None:
+    def _query_store(self) -> None:
         """Query the store until the transfer is over or the store disconnects.
 
         The store disconnects clients that are silent for long.

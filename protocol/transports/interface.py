@@ -25,9 +25,9 @@ def interface_of(address: str) -> str | None:
 
 
 def _ipv4_of(name: str) -> bytes | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(asking, SIOCGIFADDR, IFREQ.pack(name.encode(), bytes(4)))
+            answer = fcntl.ioctl(probe, SIOCGIFADDR, IFREQ.pack(name.encode(), bytes(4)))
         except OSError:  # the interface has no IPv4 address
             return None
     address: bytes = IFREQ.unpack(answer)[1]

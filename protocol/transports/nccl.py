@@ -61,7 +61,7 @@ def why_not_installed() -> str | None:
     except PushError as error:
         return str(error)
     except (RuntimeError, AttributeError) as error:  # AttributeError: libnccl is older than cupy requires
-        return f"cupy's libnccl does not answer ({error}){_mismatch()}; {install_command(extra_for_nccl())}"
+        return f"cupy's libnccl does not work ({error}){_mismatch()}; run {install_command(extra_for_nccl())}"
     return _obstacle_of_driver()
 
 
@@ -83,7 +83,7 @@ def _mismatch() -> str:
     ours = _cuda_of_torch()
     if ours is None or not installed or ours in installed:
         return ""
-    return f", for cupy-cuda{installed[0]}x is built for CUDA {installed[0]} and torch here for CUDA {ours}"
+    return f", because cupy-cuda{installed[0]}x is built for CUDA {installed[0]}, but torch for CUDA {ours}"
 
 
 def _is_distribution(name: str) -> bool:
@@ -104,11 +104,11 @@ def _obstacle_of_driver() -> str | None:
     try:
         of_cupy, of_driver = runtime.runtimeGetVersion() // 1000, runtime.driverGetVersion() // 1000
     except RuntimeError as error:
-        return f"cupy cannot use CUDA here ({error}){_mismatch()}; {install_command(extra_for_nccl())}"
+        return f"cupy cannot use CUDA here ({error}){_mismatch()}; run {install_command(extra_for_nccl())}"
     if of_cupy <= of_driver:
         return None
     return (
-        f"cupy is built for CUDA {of_cupy}, and the driver runs CUDA {of_driver} at most; pip uninstall "
+        f"cupy is built for CUDA {of_cupy}, but the driver supports CUDA {of_driver} at most; run pip uninstall "
         f"cupy-cuda{of_cupy}x, then {install_command(f'nccl-cuda{of_driver}' if of_driver == 12 else 'nccl')}"
     )
 
@@ -123,11 +123,13 @@ def use_interface_of(host: str) -> None:
         return
     name = interface_of(host)
     if name is None:
-        log.warning("no interface is known to have %s, so NCCL chooses one itself (%s names it)", host, INTERFACE)
+        log.warning(
+            "found no interface with address %s, so NCCL chooses one; set %s to choose another", host, INTERFACE
+        )
         return
     os.environ[INTERFACE] = f"={name}"  # whole name: eth1 alone would match eth10 too
     os.environ.setdefault(FAMILY, "AF_INET6" if ":" in host else "AF_INET")
-    log.info("NCCL goes by %s, which has %s (%s in the environment names another)", name, host, INTERFACE)
+    log.info("NCCL uses interface %s with address %s (%s overrides it)", name, host, INTERFACE)
 
 
 def ranks_may_share_a_gpu() -> bool:
@@ -146,12 +148,12 @@ def _bindings() -> Any:
         from cupy.cuda import nccl
     except ImportError as error:
         raise PushError(
-            f"the transport nccl needs cupy ({error}){_mismatch()}; {install_command(extra_for_nccl())}, on both sides, or "
-            'set learner.push.transport = "gloo"'
+            f"transport nccl needs cupy ({error}){_mismatch()}; run {install_command(extra_for_nccl())} on both sides, "
+            'or set learner.push.transport = "gloo"'
         ) from error
     if not nccl.available:
         raise PushError(
-            f"cupy is here but finds no libnccl{_mismatch()}; {install_command(extra_for_nccl())}, or set "
+            f"cupy is installed but finds no libnccl{_mismatch()}; run {install_command(extra_for_nccl())}, or set "
             'learner.push.transport = "gloo"'
         )
     return nccl
@@ -219,14 +221,14 @@ class NcclCollective:
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Queue a broadcast behind earlier ones. Its deadline starts with the wait for it."""
         what = f"broadcast of {tensor.nbytes} bytes over nccl in epoch {self._epoch}"
-        with self._ending(what):
+        with self._aborting_on_failure(what):
             while len(self._queued) >= MAX_QUEUED:
                 self._wait(self._queued.popleft(), what)
             done = self._queue(tensor)
             self._queued.append(done)
 
         def wait() -> None:
-            with self._ending(what):
+            with self._aborting_on_failure(what):
                 self._wait(done, what)
 
         return wait
@@ -242,7 +244,7 @@ class NcclCollective:
         self.abort()
 
     @contextlib.contextmanager
-    def _ending(self, what: str) -> Iterator[None]:
+    def _aborting_on_failure(self, what: str) -> Iterator[None]:
         """Abort the communicator, with all that is queued on it, on any failure."""
         try:
             yield
@@ -266,8 +268,8 @@ class NcclCollective:
         while not self._is_done(done):
             if time.monotonic() > deadline:
                 raise PushError(
-                    f"{what} did not end within {self._timeout_s:g} s (learner.push.timeout_s): a rank is stopped, gone or "
-                    "behind a slow network"
+                    f"{what} did not finish within {self._timeout_s:g} s (learner.push.timeout_s): a rank is "
+                    "suspended, gone or on a slow network"
                 )
             time.sleep(POLL_S)
 

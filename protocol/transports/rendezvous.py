@@ -6,7 +6,7 @@
 
 It replaces torch's TCPStore, which resolves the learner's name before it connects. Without a name server,
 that takes 5 s. TCPStore also keeps connecting to a dead learner.
-Invariant: a rank that asks gets its answer or an error within its answer timeout.
+Invariant: a rank that sends a query gets its answer or an error within its answer timeout.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from protocol.transports.tcp import Call, Callers, Line, call_learner
 
 POLL_S = 0.02
 IDLE_TIMEOUT_S = 10.0
-"""Timeout of a silent connection, in seconds. A rank that joins asks continuously."""
+"""Timeout of a silent connection, in seconds. A rank that joins sends queries continuously."""
 MAX_LINE_BYTES = 1 << 16
 MAX_KEYS = 1_000
 """Maximum number of entries of all sessions. The oldest entries are dropped first."""
@@ -43,7 +43,7 @@ class Question(msgspec.Struct, frozen=True, tag="question"):
 
 
 def was_called_off(epoch: str, reason: bytes) -> PushError:
-    return PushError(f"epoch {epoch} was called off: {reason.decode()}")
+    return PushError(f"epoch {epoch} was canceled: {reason.decode()}")
 
 
 class Board(Protocol):
@@ -97,7 +97,7 @@ class HostedBoard:
         return self.callers.collect(call.secret, check, timeout_s)
 
     def close(self) -> None:
-        """Stop listening. A rank that still asks gets an error."""
+        """Stop listening. A rank that still sends a query gets an error."""
         self._is_closed = True
         with contextlib.suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)  # otherwise `accept` keeps it open
@@ -113,20 +113,20 @@ class HostedBoard:
                 time.sleep(POLL_S)
                 continue
             connection.settimeout(IDLE_TIMEOUT_S)
-            threading.Thread(target=self._talk, args=(connection,), name="rendezvous", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), name="rendezvous", daemon=True).start()
 
-    def _talk(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         with (
             contextlib.suppress(OSError, msgspec.MsgspecError, PushError),
             connection,
             connection.makefile("rwb") as lines,
         ):
             while line := lines.readline(MAX_LINE_BYTES):
-                said = msgspec.json.decode(line, type=Question | Call)
-                if isinstance(said, Call):
-                    self.callers.admit(connection, said)
+                request = msgspec.json.decode(line, type=Question | Call)
+                if isinstance(request, Call):
+                    self.callers.admit(connection, request)
                     return
-                answer = self.ask(said)
+                answer = self.ask(request)
                 lines.write(msgspec.json.encode(answer) + b"\n")
                 lines.flush()
 
@@ -144,7 +144,7 @@ class RemoteBoard:
         try:
             self._socket = socket.create_connection((host, port), answer_timeout_s)
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._unreachable(error) from error
         self.own_host: str = self._socket.getsockname()[0]
         self._lines = self._socket.makefile("rwb")
         self._lock = threading.Lock()
@@ -156,9 +156,9 @@ class RemoteBoard:
                 self._lines.flush()
                 line = self._lines.readline()
         except (OSError, ValueError) as error:  # ValueError: it was closed in the meantime
-            raise self._lost(error) from error
+            raise self._unreachable(error) from error
         if not line:
-            raise self._lost("it has ended the connection")
+            raise self._unreachable("it closed the connection")
         return msgspec.json.decode(line, type=bytes | None)
 
     def open_lines(self, call: Call, check: Callable[[], None], timeout_s: float) -> list[Line]:
@@ -172,10 +172,12 @@ class RemoteBoard:
             self._lines.close()
         self._socket.close()
 
-    def _lost(self, why: object) -> PushError:
-        if isinstance(why, TimeoutError):
-            why = f"no answer within {self._answer_timeout_s:g} s; the learner is stopped or its host cannot be reached"
-        return PushError(f"cannot reach the learner's rendezvous {self._address}: {why}")
+    def _unreachable(self, reason: object) -> PushError:
+        if isinstance(reason, TimeoutError):
+            reason = (
+                f"no answer within {self._answer_timeout_s:g} s; the learner is suspended or its host is unreachable"
+            )
+        return PushError(f"cannot reach the learner's rendezvous {self._address}: {reason}")
 
 
 def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:
@@ -186,8 +188,8 @@ def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:
             if error.errno != errno.EADDRINUSE:
                 raise
     raise PushError(
-        f"of the ports {ports[0]} to {ports[-1]} none is free on {host}; expected one for each server: end what has them, or "
-        "name more in learner.push.ports"
+        f"no port from {ports[0]} to {ports[-1]} is free on {host}, and each server needs one; stop the processes "
+        "that use them, or add ports to learner.push.ports"
     )
 
 
@@ -216,7 +218,7 @@ class EpochStore(Store):
         while missing := [key for key in missing if self._ask(key) is None]:
             if time.monotonic() > deadline:
                 raise PushError(
-                    f"of epoch {self._epoch} these did not come within {self._timeout_s:g} s (learner.push.timeout_s): "
+                    f"epoch {self._epoch} did not form within {self._timeout_s:g} s (learner.push.timeout_s): missing "
                     f"{', '.join(missing)}"
                 )
             self.check_not_called_off()
@@ -224,7 +226,7 @@ class EpochStore(Store):
         self.check_not_called_off()
 
     def call_off(self, reason: str) -> None:
-        """Cancel the session: all joins and transfers of it end. The first reason stays."""
+        """Cancel the session: all its joins and transfers fail. The first reason stays."""
         if self._ask(CALLED_OFF) is None:
             self._ask(CALLED_OFF, reason.encode())
 

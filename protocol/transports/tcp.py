@@ -96,10 +96,10 @@ class Line:
             except BlockingIOError:  # a tick has passed
                 num_moved = None
             if num_moved == 0:
-                raise ConnectionResetError("the other side has ended the connection")
+                raise ConnectionResetError("the peer closed the connection")
             memory = memory[num_moved or 0 :]
             if memory.nbytes and time.monotonic() > deadline:
-                raise TimeoutError(f"{memory.nbytes} of {num_bytes} bytes did not pass in time")
+                raise TimeoutError(f"{memory.nbytes} of {num_bytes} bytes were not transferred in time")
 
 
 class Callers:
@@ -148,8 +148,9 @@ class Callers:
                 check()
                 if time.monotonic() > deadline:
                     raise PushError(
-                        f"these did not call within {timeout_s:g} s (learner.push.timeout_s): {missing}; let the server's "
-                        "machine reach the learner's port for pushes (learner.push.ports, learner.push.advertise)"
+                        f"{missing} did not connect within {timeout_s:g} s (learner.push.timeout_s); make the "
+                        "learner's port for weight syncs reachable from the server's machine (learner.push.ports, "
+                        "learner.push.advertise)"
                     )
         except PushError:
             with self._changed:
@@ -185,7 +186,7 @@ def call_learner(host: str, port: int, call: Call, timeout_s: float) -> Line:
     """Return a worker's connection to rank 0.
 
     Raises:
-        PushError: If nobody answers, or the peer does not admit the worker.
+        PushError: If nothing answers, or the peer does not admit the worker.
     """
     where = join_address(host, port)
     connection = socket.socket(socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET, socket.SOCK_STREAM)
@@ -199,12 +200,13 @@ def call_learner(host: str, port: int, call: Call, timeout_s: float) -> Line:
     except OSError as error:
         connection.close()
         raise PushError(
-            f"rank {call.rank} got no line for weights from the learner at {where}: {error or 'no answer'} "
-            f"(deadline {timeout_s:g} s, learner.push.timeout_s; the address is learner.push.advertise)"
+            f"rank {call.rank} could not open a connection for weights to the learner at {where}: "
+            f"{error or 'no answer'} (deadline {timeout_s:g} s, learner.push.timeout_s; the address is "
+            "learner.push.advertise)"
         ) from error
     if bytes(answer) != LET_IN:
         line.close()
-        raise PushError(f"what answers at {where} is not the learner: it sent {bytes(answer)!r}, expected {LET_IN!r}")
+        raise PushError(f"the process at {where} is not the learner: it sent {bytes(answer)!r}, expected {LET_IN!r}")
     return line
 
 

@@ -31,7 +31,7 @@ def own_device_name(device: torch.device) -> str:
 def offered_transports() -> list[Transport]:
     """Return the transports that a weight sync may use, as seen from this process.
 
-    A process that will fork must not call it, because it looks for a GPU.
+    A process that will fork must not call it, because it searches for a GPU.
     """
     offered: list[Transport] = ["gloo", "tcp"]
     if torch.cuda.is_available():
@@ -73,14 +73,15 @@ def choose_transport(
     reason = obstacle(chosen, may_share=ranks_may_share_a_gpu)
     if reason:
         raise ConfigError(
-            f'weights cannot travel by {chosen}: {reason}. {where}; see learner.push.transport ("auto" takes what fits)'
+            f"weights cannot be sent over {chosen}: {reason}. {where}; "
+            'set learner.push.transport = "auto" to use a transport that works'
         )
     if wanted == "auto" and chosen == "gloo":
         detour = why_over_cpus(
             learner_device, worker_devices, learner_transports=learner_transports, server_transports=server_transports
         )
         if detour is not None:
-            log.warning("weights go by gloo, over the CPUs: %s. %s (learner.push.transport)", detour, where)
+            log.warning("sending weights over gloo through the CPUs: %s. %s (learner.push.transport)", detour, where)
     return chosen
 
 
@@ -91,15 +92,15 @@ def why_over_cpus(
     learner_transports: Sequence[str],
     server_transports: Sequence[str],
 ) -> str | None:
-    """Return why weights between GPUs take the slow way over the CPUs.
+    """Return why weights between GPUs have to go through the CPUs, which is slow.
 
     Return None if they need not, or if a side has no GPU.
     """
     devices = [learner_device, *worker_devices]
     if CPU in devices:
         return None
-    ipc, nccl = (_obstacle(way, devices, learner_transports, server_transports) for way in ("ipc", "nccl"))
-    return f"not by ipc because {ipc}, not by nccl because {nccl}" if ipc and nccl else None
+    ipc, nccl = (_obstacle(transport, devices, learner_transports, server_transports) for transport in ("ipc", "nccl"))
+    return f"ipc is not possible because {ipc}, and nccl is not possible because {nccl}" if ipc and nccl else None
 
 
 def _obstacle(
@@ -112,24 +113,27 @@ def _obstacle(
 ) -> str | None:
     for side, offered in (("learner", learner_transports), ("server", server_transports)):
         if transport not in offered:
-            return f"the {side} does not offer it, which takes {_needs(transport)}"
+            return f"the {side} does not offer {transport}, which needs {_needs(transport)}"
     return _obstacle_of_place(transport, devices, may_share)
 
 
 def _needs(transport: Transport) -> str:
     if transport == "nccl":
-        return f"an NVIDIA GPU, and cupy with a libnccl, on both sides ({install_command(extra_for_nccl())})"
+        return f"an NVIDIA GPU and cupy with libnccl on both sides ({install_command(extra_for_nccl())})"
     if transport == "ipc":
-        return "an NVIDIA GPU, and expandable_segments not set in PYTORCH_ALLOC_CONF, on both sides"
+        return "an NVIDIA GPU on both sides, without expandable_segments in PYTORCH_ALLOC_CONF"
     return "slipstream-rl on both sides"
 
 
 def _obstacle_of_place(transport: Transport, devices: Sequence[str], may_share: bool) -> str | None:
     gpus = {device.rpartition("/")[2] for device in devices}  # two containers on one GPU have two host names
     if transport in ("nccl", "ipc") and CPU in devices:
-        return "it goes between GPUs only"
+        return "it works only between GPUs"
     if transport == "ipc" and len(set(devices)) > 1:
-        return "it needs learner and workers on one and the same GPU of one host"
+        return "it needs the learner and all workers on the same GPU of one host"
     if transport == "nccl" and len(gpus) < len(devices) and not may_share:
-        return "two ranks would share a GPU, which takes NCCL 2.30.3 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1 on both sides"
+        return (
+            "two ranks would share a GPU, which needs NCCL 2.30.3 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1 on both "
+            "sides"
+        )
     return None

@@ -45,7 +45,8 @@ def receive_trial(trial: Trial) -> float:
     rendezvous = trial.rendezvous
     if rendezvous.transport not in ("gloo", "tcp") or rendezvous.world_size != 2:
         raise PushError(
-            f"a trial over {rendezvous.transport} with {rendezvous.world_size} ranks came; expected gloo or tcp and 2"
+            f"received a trial over {rendezvous.transport} with {rendezvous.world_size} ranks; expected gloo or tcp, "
+            "and 2 ranks"
         )
     rendezvous = msgspec.structs.replace(rendezvous, timeout_s=min(rendezvous.timeout_s, MAX_TRIAL_S))
     with closing(join_collective(trial.trial_id, rendezvous, 1, CPU)) as collective:
@@ -55,7 +56,7 @@ def receive_trial(trial: Trial) -> float:
 def _transfer(collective: Collective, num_bytes: int) -> float:
     chunk = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
     collective.broadcast(chunk[:1])  # the first broadcast connects
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     for start in range(0, num_bytes, CHUNK_BYTES):
         collective.broadcast(chunk[: num_bytes - start])
-    return time.monotonic() - began_s
+    return time.monotonic() - started_s

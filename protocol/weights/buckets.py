@@ -228,9 +228,9 @@ class Checksum:
 
 
 def device_sums(bytes_N: torch.Tensor) -> torch.Tensor:
-    """Return two sums of the 64-bit words modulo 2^64, and one of the bytes left.
+    """Return two sums of the 64-bit words modulo 2^64, and one of the remaining bytes.
 
-    The word sums are plain and weighted by position, as Fletcher's. The bytes left are weighted too.
+    The word sums are plain and weighted by position, as Fletcher's. The remaining bytes are weighted too.
     """
     num_whole = len(bytes_N) // _WORD_BYTES * _WORD_BYTES
     words_W = bytes_N[:num_whole].view(torch.int64)

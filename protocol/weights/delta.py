@@ -141,7 +141,7 @@ def _parse(message: memoryview, chunks: list[np.ndarray]) -> list[_Frame]:
         offset = values_start + num_values
         frame = _Frame(kind, num_changed, num_gap_bytes, message[gaps_start:values_start], message[values_start:offset])
         if not _fits(frame, chunk):
-            raise _malformed(f"chunk {len(frames)} announces {frame[:3]}, which {chunk.size} words cannot be")
+            raise _malformed(f"chunk {len(frames)} announces {frame[:3]}, which does not fit its {chunk.size} words")
         frames.append(frame)
     if offset != len(message):
         raise _malformed(f"its {len(chunks)} chunks end at byte {offset}, the message at {len(message)}")
@@ -187,7 +187,7 @@ def _unpack_gaps(packed: np.ndarray, num_changed: int, num_words: int) -> np.nda
     """
     ends = np.flatnonzero(packed != 255)
     if len(ends) != num_changed or (len(packed) and packed[-1] == 255):
-        raise _malformed(f"its gaps lead to {len(ends)} changed words, announced were {num_changed}")
+        raise _malformed(f"its gaps lead to {len(ends)} changed words, expected {num_changed}")
     changed = np.cumsum(packed, dtype=np.int64)[ends] + np.arange(num_changed)
     if num_changed and changed[-1] >= num_words:
         raise _malformed(f"its gaps lead to word {changed[-1]} of {num_words}")
@@ -230,12 +230,12 @@ def _inflate(deflated: bytes | memoryview, num_bytes: int) -> bytes:
     except zlib.error as error:
         raise _malformed(f"it cannot be inflated: {error}") from error
     if len(inflated) != num_bytes or not inflater.eof or inflater.unused_data:
-        raise _malformed(f"it does not inflate to the {num_bytes} bytes announced")
+        raise _malformed(f"it does not inflate to the announced {num_bytes} bytes")
     return inflated
 
 
 def _malformed(what: str) -> PushError:
-    return PushError(f"a malformed delta came: {what}; the next push must be dense")
+    return PushError(f"received a malformed delta: {what}; the next weight sync must be dense")
 
 
 def max_encoded_bytes(num_bytes: int) -> int:
@@ -331,12 +331,14 @@ def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseli
         return
     buckets = cut(manifest)
     with _transfer_thread(collective) as thread:
-        coming = deque(thread.submit(_receive_frames, collective, bucket) for bucket in buckets[:1])
+        in_transit = deque(thread.submit(_receive_frames, collective, bucket) for bucket in buckets[:1])
         for bucket in buckets:
-            coming += [thread.submit(_receive_frames, collective, after) for after in buckets[bucket.index + 1 :][:1]]
+            in_transit += [
+                thread.submit(_receive_frames, collective, after) for after in buckets[bucket.index + 1 :][:1]
+            ]
             base = baseline.of(bucket)
             try:
-                changes, trailer = coming.popleft().result()
+                changes, trailer = in_transit.popleft().result()
                 with baseline.changing(bucket) as is_ours:
                     if is_ours:
                         decode(changes.cpu().numpy(), base, word_bytes(bucket))
@@ -375,8 +377,8 @@ def _receive_frames(collective: Collective, bucket: Bucket) -> tuple[torch.Tenso
     most = max_encoded_bytes(bucket.num_bytes)
     if num_bytes != bucket.num_bytes or not 0 <= num_changes <= most:
         raise PushError(
-            f"{num_changes} bytes of changes to a bucket of {num_bytes} were announced; expected at most {most} to "
-            f"{bucket.num_bytes}"
+            f"the sender announced {num_changes} bytes of changes to a bucket of {num_bytes} bytes; expected at most "
+            f"{most} bytes of changes to {bucket.num_bytes} bytes"
         )
     return receive_bytes(collective, num_changes), receive_bytes(collective, ALIGNMENT_BYTES)
 

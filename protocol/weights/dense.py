@@ -110,7 +110,7 @@ def broadcast_frames(collective: Collective, frames: Frames) -> int:
         try:
             wait()
         except PushError as error:
-            raise PushError(f"bucket {index + 1}, after {num_sent} bytes in all: {error}") from error
+            raise PushError(f"bucket {index + 1}, after {num_sent} bytes in total: {error}") from error
         num_sent += num_bytes
 
     with transfers(collective) as start:
@@ -146,20 +146,20 @@ def receive_weights(
     buckets = cut(manifest)
     memory = memory or BucketMemory(manifest, collective.device)
     with transfers(collective) as start:
-        coming: deque[_Coming] = deque()
+        in_transit: deque[_BucketInTransit] = deque()
         for bucket in buckets:
-            for near in buckets[bucket.index + len(coming) :][: 2 - len(coming)]:
+            for near in buckets[bucket.index + len(in_transit) :][: 2 - len(in_transit)]:
                 if near is bucket or memory.has_room(near.num_bytes):
-                    coming.append(_Coming(start, near, memory))
+                    in_transit.append(_BucketInTransit(start, near, memory))
             try:
-                arrived = coming.popleft().wait()
+                arrived = in_transit.popleft().wait()
             except PushError as error:
                 raise in_bucket(bucket, len(buckets), error) from error
             yield arrived
             del arrived  # otherwise its memory is not free for the next bucket
 
 
-class _Coming:
+class _BucketInTransit:
     """Bucket in transit into memory."""
 
     def __init__(self, start: Start, bucket: Bucket, memory: BucketMemory) -> None:
@@ -204,8 +204,8 @@ def check_trailer(bucket: Bucket, trailer: torch.Tensor, checksum: int) -> None:
     index, expected = trailer.cpu().view(torch.int64).tolist()
     if (index, expected) != (bucket.index, _signed(checksum)):
         raise PushError(
-            f"the sender named it bucket {index + 1} with checksum {_unsigned(expected):016x}, "
-            f"what arrived has checksum {checksum:016x}"
+            f"the sender announced bucket {index + 1} with checksum {_unsigned(expected):016x}, "
+            f"but the received bytes have checksum {checksum:016x}"
         )
 
 
@@ -269,8 +269,8 @@ def _next_tensor(slot: Slot, source: Iterator[tuple[str, torch.Tensor]]) -> torc
     name, tensor = next(source, ("nothing", torch.empty(0)))
     if name != slot.spec.name or tuple(tensor.shape) != slot.spec.shape:
         raise ValueError(
-            f"the manifest expects {slot.spec.name} of shape {slot.spec.shape}, the model gave {name} of shape "
-            f"{tuple(tensor.shape)}; a model may not change its parameters within an epoch"
+            f"the manifest expects {slot.spec.name} of shape {slot.spec.shape}, but the model has {name} of shape "
+            f"{tuple(tensor.shape)}; a model must not change its parameters within an epoch"
         )
     return tensor.detach()
 

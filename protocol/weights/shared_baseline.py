@@ -95,7 +95,7 @@ class SharedBaseline(Baseline):
                 yield False
             else:
                 raise PushError(
-                    "another worker of this host has failed in the middle of it; the learner must begin a new epoch"
+                    "another worker of this host failed during the change; the learner must start a new epoch"
                 )
         self._seen[bucket.index] = seen + 1
 
@@ -138,8 +138,8 @@ def worker_baseline(owner_pid: int, num_workers: int, epoch: str, manifest: Mani
     except OSError as error:
         num_bytes = sum(bucket.num_bytes for bucket in cut(manifest))
         log.warning(
-            "each of %d workers keeps a baseline of its own, %.1f GiB, for %s has no room for one they share (%s); "
-            "in a container: --shm-size",
+            "each of %d workers keeps its own baseline of %.1f GiB, because %s has no room for a shared one (%s); "
+            "in a container, raise --shm-size",
             num_workers, num_bytes / 2**30, DIRECTORY, error,
         )  # fmt: skip
         return Baseline()

@@ -31,7 +31,7 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
         receiver.join(order)
         with closing(joining.result()):
             meeting.close()
-            with pytest.raises(PushError, match=r"the learner at .* is gone .*; the transfer ended in bucket 1 of 1"):
+            with pytest.raises(PushError, match=r"the learner at .* is gone .*; the transfer failed: bucket 1 of 1"):
                 list(receiver.receive())
             receiver.leave()
 

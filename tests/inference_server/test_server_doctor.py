@@ -139,7 +139,7 @@ def of_nccl(monkeypatch: pytest.MonkeyPatch, *flags: str, num_gpus: int = 2, rea
 
 
 REMOTE = ("--endpoint", "tcp://10.0.0.5:5757", "--insecure")
-NO_CUPY = "the transport nccl needs cupy (No module named 'cupy'); pip install it"
+NO_CUPY = "transport nccl needs cupy (No module named 'cupy'); pip install it"
 
 
 def test_a_gpu_without_nccl_is_a_problem_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_trial_that_comes_to_nothing_is_told_and_harms_nobody() -> None:
             await visitor.send(trial("a"))
             assert "cannot reach the learner's rendezvous" in (await visitor.receive(TrialEnded)).error
             await visitor.send(trial("b", world_size=3))
-            assert "expected gloo or tcp and 2" in (await visitor.receive(TrialEnded)).error
+            assert "expected gloo or tcp, and 2 ranks" in (await visitor.receive(TrialEnded)).error
             await visitor.join()
             visitor.close()
 

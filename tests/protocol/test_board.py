@@ -33,7 +33,7 @@ def test_what_one_rank_pins_the_others_read_and_only_in_its_epoch() -> None:
         EpochStore("e1", remote, TIMEOUT_S).set("0/1", address)
         assert EpochStore("e1", hosted, TIMEOUT_S).get("0/1") == address
         assert EpochStore("e1", remote, TIMEOUT_S).get("0/1") == address
-        with pytest.raises(PushError, match=r"of epoch e2 these did not come within 0.1 s .*: 0/1$"):
+        with pytest.raises(PushError, match=r"epoch e2 did not form within 0.1 s .*: missing 0/1$"):
             EpochStore("e2", remote, 0.1).get("0/1")
 
 
@@ -55,7 +55,7 @@ def test_the_first_reason_for_calling_off_is_the_one_that_all_are_told() -> None
         for number, store in enumerate(stores):
             store.call_off(f"reason {number}")
         for store in stores:
-            with pytest.raises(PushError, match="epoch e1 was called off: reason 0"):
+            with pytest.raises(PushError, match="epoch e1 was canceled: reason 0"):
                 store.wait([])
 
 

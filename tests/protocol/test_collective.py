@@ -90,7 +90,7 @@ def test_workers_that_never_come_are_named_at_the_deadline(transport: Transport)
         rendezvous = hosted.rendezvous(num_workers=3, transport=transport)
         waiting = Waiting(lambda: join_collective("e1", rendezvous, 2, CPU))
         with pytest.raises(
-            PushError, match=r"epoch e1 .* did not come within 0.5 s \(learner.push.timeout_s\): rank 1, rank 3$"
+            PushError, match=r"epoch e1 did not form within 0.5 s \(learner.push.timeout_s\): missing rank 1, rank 3$"
         ):
             hosted.host_collective("e1", rendezvous, CPU)
         assert waiting.ends_promptly()
@@ -101,14 +101,14 @@ def test_a_worker_that_comes_when_the_learner_has_given_up_is_told_so() -> None:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         with pytest.raises(PushError):
             hosted.host_collective("e1", rendezvous, CPU)
-        with pytest.raises(PushError, match="epoch e1 was called off: rank 0 gave up"):
+        with pytest.raises(PushError, match="epoch e1 was canceled: rank 0 gave up"):
             join_collective("e1", rendezvous, 1, CPU)
 
 
 def test_a_learner_that_never_comes_ends_the_join_of_the_worker_at_the_deadline() -> None:
     with meeting(timeout_s=0.5) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
-        with pytest.raises(PushError, match=r"did not come within 0.5 s .*: rank 0$"):
+        with pytest.raises(PushError, match=r"did not form within 0.5 s .*: missing rank 0$"):
             join_collective("e1", rendezvous, 1, CPU)
 
 
@@ -144,7 +144,7 @@ def test_an_epoch_that_is_called_off_ends_the_join_on_both_sides(transport: Tran
         assert all(wait.is_waiting() for wait in waits)
         hosted.call_off("e1", "the server refused")
         assert all(wait.ends_promptly() for wait in waits)
-        assert all("epoch e1 was called off: the server refused" in wait.error for wait in waits)
+        assert all("epoch e1 was canceled: the server refused" in wait.error for wait in waits)
 
 
 def test_a_learner_that_dies_while_a_worker_joins_ends_the_join_long_before_the_deadline() -> None:
@@ -195,7 +195,7 @@ def test_nobody_waits_for_the_forming_of_a_group_that_was_called_off(stuck: Stuc
         assert all(wait.is_waiting() for wait in waits)
         hosted.call_off("e1", "the server went away")
         assert all(wait.ends_promptly() for wait in waits)
-        assert {wait.error for wait in waits} == {"epoch e1 was called off: the server went away"}
+        assert {wait.error for wait in waits} == {"epoch e1 was canceled: the server went away"}
 
 
 def test_a_worker_does_not_wait_for_the_forming_of_a_group_whose_learner_has_gone(stuck: StuckForming) -> None:

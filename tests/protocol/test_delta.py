@@ -189,7 +189,7 @@ def decode_between_guards(message: bytes | np.ndarray, base: torch.Tensor, eleme
     try:
         decode(np.frombuffer(message, np.uint8), arrived, element_bytes)
     except PushError as refusal:
-        assert "the next push must be dense" in str(refusal)
+        assert "the next weight sync must be dense" in str(refusal)
         return None
     finally:
         assert bytes(memory[: len(GUARD)].numpy()) == bytes(memory[-len(GUARD) :].numpy()) == GUARD
@@ -227,7 +227,7 @@ def test_a_message_cut_short_or_drawn_out_leaves_the_base_as_it_was(element_byte
     message = encode(base + 1, base, element_bytes)
     for malformed in (message[:0], message[:1], message[:40], message[:-1], np.append(message, np.uint8(0))):
         arrived = base.clone()
-        with pytest.raises(PushError, match="the next push must be dense"):
+        with pytest.raises(PushError, match="the next weight sync must be dense"):
             decode(malformed, arrived, element_bytes)
         assert torch.equal(arrived, base)
 

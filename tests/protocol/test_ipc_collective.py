@@ -301,19 +301,19 @@ def header_of(data: bytes) -> torch.Tensor:
         ({"allocation": "text"}, r"Expected `bytes`, got `str` - at `\$.allocation`"),
         ({"storage_bytes": -1}, r"Expected `int` >= 0 - at `\$.storage_bytes`"),
         ({"event_sync_required": 1}, "Expected `bool`, got `int`"),
-        ({"offset_bytes": 97}, "4000 bytes from 97 on do not lie in a storage of 4096"),
+        ({"offset_bytes": 97}, "4000 bytes at offset 97 exceed a storage of 4096 bytes"),
         ({"function": "os.system"}, "unknown field `function`"),
     ],
 )
 def test_a_malformed_handle_is_refused(changes, reason) -> None:
     data = msgspec.msgpack.encode(msgspec.structs.asdict(HANDLE) | changes)
-    with pytest.raises(PushError, match=f"no CUDA handle: .*({reason})"):
+    with pytest.raises(PushError, match=f"not a CUDA handle: .*({reason})"):
         decode_handle(header_of(data))
 
 
 @pytest.mark.parametrize("header", [zeros(HEADER_BYTES), torch.full((HEADER_BYTES,), 255, dtype=torch.uint8)])
 def test_bytes_that_are_no_handle_are_refused(header: torch.Tensor) -> None:
-    with pytest.raises(PushError, match="no CUDA handle"):
+    with pytest.raises(PushError, match="not a CUDA handle"):
         decode_handle(header)
 
 

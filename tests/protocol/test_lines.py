@@ -93,7 +93,9 @@ def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(stranger: tuple[byt
     with door() as opened:
         secret = opened.callers.expect(2, TIMEOUT_S)
         shown = secret if stranger[0] is None else stranger[0]
-        with pytest.raises(PushError, match=rf"rank {stranger[1]} got no line .* 127.0.0.1:{opened.port}: .*advertise"):
+        with pytest.raises(
+            PushError, match=rf"rank {stranger[1]} could not open a connection .* 127.0.0.1:{opened.port}: .*advertise"
+        ):
             call_learner(HOST, opened.port, Call(shown, stranger[1]), TIMEOUT_S)
         worker = call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
         (line,) = opened.callers.collect(secret, do_nothing, TIMEOUT_S)
@@ -105,12 +107,12 @@ def test_a_place_is_given_once() -> None:
     with door() as opened:
         secret = opened.callers.expect(2, TIMEOUT_S)
         worker = call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
-        with pytest.raises(PushError, match="rank 1 got no line"):
+        with pytest.raises(PushError, match="rank 1 could not open a connection"):
             call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
         (line,) = opened.callers.collect(secret, do_nothing, TIMEOUT_S)
         line.send(memoryview(b"a"))
         worker.receive(memoryview(bytearray(1)))
-        with pytest.raises(PushError, match="rank 1 got no line"):
+        with pytest.raises(PushError, match="rank 1 could not open a connection"):
             call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
         line.close()
         worker.close()
@@ -120,9 +122,11 @@ def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_loo
     with door() as opened:
         secret = opened.callers.expect(4, TIMEOUT_S)
         worker = call_learner(HOST, opened.port, Call(secret, 2), TIMEOUT_S)
-        with pytest.raises(PushError, match=r"within 0.3 s \(learner.push.timeout_s\): rank 1, rank 3; .*push.ports"):
+        with pytest.raises(
+            PushError, match=r"rank 1, rank 3 did not connect within 0.3 s \(learner.push.timeout_s\); .*push.ports"
+        ):
             opened.callers.collect(secret, do_nothing, 0.3)
-        with pytest.raises(OSError, match="ended the connection"):
+        with pytest.raises(OSError, match="closed the connection"):
             worker.receive(memoryview(bytearray(1)))
         worker.close()
 
@@ -160,15 +164,15 @@ def test_whoever_shuts_a_line_wakes_those_who_wait_at_both_ends(shut: int) -> No
     with pair(TIMEOUT_S) as ends, ThreadPoolExecutor(1) as pool:
         waiting = in_thread(pool, ends[0], 1)
         ends[shut].shut()
-        with pytest.raises(OSError, match="ended the connection"):
+        with pytest.raises(OSError, match="closed the connection"):
             waiting.result(TIMEOUT_S / 2)
 
 
 def test_neither_silence_nor_a_full_line_is_waited_for_longer_than_the_deadline() -> None:
     with pair(0.3) as (near, far):
-        with pytest.raises(TimeoutError, match="8 of 8 bytes did not pass in time"):
+        with pytest.raises(TimeoutError, match="8 of 8 bytes were not transferred in time"):
             far.receive(memoryview(bytearray(8)))
-        with pytest.raises(TimeoutError, match=r"of 67108864 bytes did not pass in time"):
+        with pytest.raises(TimeoutError, match=r"of 67108864 bytes were not transferred in time"):
             near.send(memoryview(bytes(64 << 20)))
 
 

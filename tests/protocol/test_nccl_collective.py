@@ -149,7 +149,7 @@ def test_both_sides_join_with_the_id_that_the_rendezvous_carries(nccl: ScriptedN
     ("transport", "unique_id"), [("nccl", None), ("nccl", b"short"), ("gloo", UNIQUE_ID), ("ipc", UNIQUE_ID)]
 )
 def test_the_id_goes_with_nccl_and_is_whole(transport, unique_id) -> None:
-    with pytest.raises(ValueError, match=f"transport {transport} goes with an NCCL id of"):
+    with pytest.raises(ValueError, match=f"transport {transport} expects an NCCL id of"):
         Rendezvous(
             transport=transport, host=HOST, port=1, world_size=2, timeout_s=1, nccl_unique_id=unique_id
         )  # fmt: skip
@@ -298,7 +298,7 @@ def test_joins_that_hang_in_c_are_few_and_then_refused(nccl: ScriptedNccl, monke
     stuck = [Waiting(lambda rank=rank: join(meeting, "e1", rendezvous, rank)) for rank in (0, 1)]
     assert all(wait.ends_promptly() and "could not form epoch e1" in wait.error for wait in stuck)
     again = meeting.rendezvous(num_workers=1, transport="nccl")
-    with pytest.raises(PushError, match=r"2 joins that were given up still hang .* start the process .* \"gloo\""):
+    with pytest.raises(PushError, match=r"2 abandoned joins still hang .* restart the process, .* \"gloo\""):
         meeting.host_collective("e2", again, CPU)
     nccl.may_init.set()
     while nccl.calls.count(("abort",)) < 2:  # both have returned, and are closed
@@ -323,7 +323,9 @@ def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
 def test_a_broadcast_that_never_ends_is_aborted_at_the_deadline(nccl: ScriptedNccl) -> None:
     collective = formed(timeout_s=0.2)
     nccl.may_finish.clear()
-    with pytest.raises(PushError, match=r"48 bytes over nccl in epoch e1 did not end within 0.2 s \(learner.push.tim"):
+    with pytest.raises(
+        PushError, match=r"48 bytes over nccl in epoch e1 did not finish within 0.2 s \(learner.push.tim"
+    ):
         collective.broadcast(zeros(48))
     assert nccl.calls[-1] == ("abort",)
 
@@ -392,10 +394,10 @@ def test_nccl_is_installed_where_a_libnccl_answers_and_not_where_cupy_alone_is(
             "cupy-cuda13x",
             13000,
             12080,
-            "built for CUDA 13, and the driver runs CUDA 12 at most; pip uninstall cupy-cuda13x, then .*nccl-cuda12",
+            "built for CUDA 13, but the driver supports CUDA 12 at most; run pip uninstall cupy-cuda13x, then .*nccl-cuda12",
         ),
-        ("13.0", "cupy-cuda12x", None, 13000, "is built for CUDA 12 and torch here for CUDA 13; .*nccl\\]"),
-        ("12.8", "cupy-cuda13x", None, 12080, "is built for CUDA 13 and torch here for CUDA 12; .*nccl-cuda12\\]"),
+        ("13.0", "cupy-cuda12x", None, 13000, "is built for CUDA 12, but torch for CUDA 13; .*nccl\\]"),
+        ("12.8", "cupy-cuda13x", None, 12080, "is built for CUDA 13, but torch for CUDA 12; .*nccl-cuda12\\]"),
     ],
 )
 def test_a_cupy_for_another_cuda_is_told_with_the_extra_for_this_one(

@@ -43,16 +43,30 @@ def test_the_choice(wanted, learner, workers, learner_has, server_has, chosen) -
 @pytest.mark.parametrize(
     ("wanted", "learner", "workers", "learner_has", "server_has", "reason"),
     [
-        ("nccl", "cpu", ["a/1"], ALL, ALL, "by nccl: it goes between GPUs only"),
-        ("ipc", "a/1", ["cpu"], ALL, ALL, "by ipc: it goes between GPUs only"),
-        ("ipc", "a/1", ["a/2"], ALL, ALL, "by ipc: .* one and the same GPU"),
-        ("ipc", "a/1", ["b/1"], ALL, ALL, "by ipc: .* of one host"),
-        ("ipc", "a/1", ["a/1"], ["gloo", "nccl"], ALL, "the learner does not offer it, .* expandable_segments not set"),
-        ("nccl", "a/1", ["a/2"], NO_CUPY, ALL, r"the learner does not offer it, .*pip install .*\[nccl\]"),
-        ("nccl", "a/1", ["a/2"], ALL, NO_CUPY, r"the server does not offer it, .*pip install .*\[nccl\]"),
-        ("nccl", "a/1", ["a/1"], ALL, ALL, "share a GPU, which takes NCCL 2.30.3 .* NCCL_MULTI_RANK_GPU_ENABLE=1"),
+        ("nccl", "cpu", ["a/1"], ALL, ALL, "over nccl: it works only between GPUs"),
+        ("ipc", "a/1", ["cpu"], ALL, ALL, "over ipc: it works only between GPUs"),
+        ("ipc", "a/1", ["a/2"], ALL, ALL, "over ipc: .* on the same GPU"),
+        ("ipc", "a/1", ["b/1"], ALL, ALL, "over ipc: .* of one host"),
+        (
+            "ipc",
+            "a/1",
+            ["a/1"],
+            ["gloo", "nccl"],
+            ALL,
+            "the learner does not offer ipc, .* without expandable_segments",
+        ),
+        ("nccl", "a/1", ["a/2"], NO_CUPY, ALL, r"the learner does not offer nccl, .*pip install .*\[nccl\]"),
+        ("nccl", "a/1", ["a/2"], ALL, NO_CUPY, r"the server does not offer nccl, .*pip install .*\[nccl\]"),
+        ("nccl", "a/1", ["a/1"], ALL, ALL, "share a GPU, which needs NCCL 2.30.3 .* NCCL_MULTI_RANK_GPU_ENABLE=1"),
         ("nccl", "a/1", ["b/1"], ALL, ALL, "share a GPU"),
-        ("tcp", "cpu", ["cpu"], ALL, ["gloo"], "the server does not offer it, which takes slipstream-rl on both sides"),
+        (
+            "tcp",
+            "cpu",
+            ["cpu"],
+            ALL,
+            ["gloo"],
+            "the server does not offer tcp, which needs slipstream-rl on both sides",
+        ),
     ],
 )
 def test_what_is_impossible_is_refused_with_the_reason(
@@ -61,7 +75,7 @@ def test_what_is_impossible_is_refused_with_the_reason(
     offers = {"learner_transports": learner_has, "server_transports": server_has}
     with pytest.raises(ConfigError, match=reason) as refused:
         choose_transport(wanted, learner, workers, **offers)
-    where = f"The learner computes on {learner}, the server's workers on {workers[0]}; see learner.push.transport"
+    where = f"The learner computes on {learner}, the server's workers on {workers[0]}; set learner.push.transport"
     assert where in str(refused.value)
 
 
@@ -77,8 +91,8 @@ def test_gpus_that_are_joined_over_their_cpus_are_told_why(caplog: pytest.LogCap
         assert not caplog.messages
         choose_transport("auto", "a/1", ["a/2"], learner_transports=ALL, server_transports=["gloo"])
     (message,) = caplog.messages
-    assert "not by ipc because the server does not offer it" in message
-    assert "not by nccl because the server does not offer it" in message
+    assert "ipc is not possible because the server does not offer ipc" in message
+    assert "nccl is not possible because the server does not offer nccl" in message
 
 
 def test_a_cpu_offers_gloo_and_has_no_host_in_its_name() -> None:

@@ -34,14 +34,14 @@ def meeting() -> Iterator[Meeting]:
 def test_a_transfer_ends_when_the_learner_is_gone(meeting: Meeting) -> None:
     rendezvous = meeting.rendezvous(1, "gloo")
     meeting.close()
-    with pytest.raises(PushError, match=r"the learner at .* is gone or .*refused.*; the transfer ended in a broadcast"):
+    with pytest.raises(PushError, match=r"the learner at .* is gone or .*refused.*; the transfer failed: a broadcast"):
         transfer(rendezvous)
 
 
 def test_a_transfer_ends_when_the_learner_lives_and_has_called_its_epoch_off(meeting: Meeting) -> None:
     rendezvous = meeting.rendezvous(1, "gloo")
     meeting.call_off("e1", "it gave up")
-    with pytest.raises(PushError, match=r"^epoch e1 was called off: it gave up; the transfer ended in a broadcast"):
+    with pytest.raises(PushError, match=r"^epoch e1 was canceled: it gave up; the transfer failed: a broadcast"):
         transfer(rendezvous)
 
 
@@ -49,7 +49,7 @@ def test_a_transfer_ends_when_its_epoch_is_called_off_long_after_it_began(meetin
     waiting = Waiting(lambda: transfer(meeting.rendezvous(1, "gloo")))
     assert not waiting.ends_promptly(10 * INTERVAL_S)
     meeting.call_off("e1", "it gave up")
-    assert waiting.ends_promptly(30.0) and "epoch e1 was called off" in waiting.error
+    assert waiting.ends_promptly(30.0) and "epoch e1 was canceled" in waiting.error
 
 
 def test_a_transfer_goes_on_when_another_epoch_is_called_off(meeting: Meeting) -> None:
@@ -72,7 +72,7 @@ def test_a_transfer_ends_when_something_else_answers_at_the_address() -> None:
         answering.start()
         port = listener.getsockname()[1]
         rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=port, world_size=2, timeout_s=30.0)
-        with pytest.raises(PushError, match=f"what answers at 127.0.0.1:{port} is not the learner"):
+        with pytest.raises(PushError, match=f"the process at 127.0.0.1:{port} is not the learner"):
             transfer(rendezvous)
         answering.join(30.0)
 

@@ -238,7 +238,7 @@ def one_tensor(num_floats: int) -> list[tuple[str, torch.Tensor]]:
 
 def test_a_worker_that_never_comes_ends_the_join_at_the_deadline() -> None:
     meeting = Meeting(HOST, timeout_s=0.5)
-    with pytest.raises(PushError, match=r"did not come within 0\.5 s"):
+    with pytest.raises(PushError, match=r"did not form within 0\.5 s"):
         meeting.host_collective("e1", meeting.rendezvous(1, "gloo"), CPU)
 
 
