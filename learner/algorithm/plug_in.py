@@ -75,9 +75,9 @@ def objective_of(spec: str) -> Callable[[Tokens, LossConfig], Losses]:
             ):
                 return loss_BT, held_BT.bool()
         raise ConfigError(
-            f"{OBJECTIVE} = {spec!r} returned {_described(returned)}; expected (loss_BT, held_BT), two tensors of shape "
-            f"{tuple(log_ratio_BT.shape)}, the first with a gradient. Return the loss of each token, and a mask of the tokens "
-            "whose gradient your bound removes"
+            f"{OBJECTIVE} = {spec!r} returned {_described(returned)}; expected (loss_BT, held_BT), two tensors of "
+            f"shape {tuple(log_ratio_BT.shape)}, the first with a gradient. Return the loss of each token, and a mask "
+            "of the tokens whose gradient your bound removes"
         )
 
     return checked

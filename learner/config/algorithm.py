@@ -183,7 +183,8 @@ class CorrectionConfig(Section):
     def check(self) -> None:
         require(
             self.level != "geometric" or self.max_weight is not None,
-            'level = "geometric" needs max_weight, because the mean over a completion stays near 1; set it, usually to 1.01',
+            'level = "geometric" needs max_weight, because the mean over a completion stays near 1; set it, usually '
+            "to 1.01",
         )
         require(self.weight_bound >= 1, f"max_weight = {self.max_weight} must be at least 1")
         require(
@@ -261,19 +262,20 @@ class KlConfig(Section):
         if self.is_on and self.place == "reward":
             require(
                 self.estimator in (None, "k1"),
-                f'estimator = "{self.estimator}" with place = "reward" moves the policy away from the reference where the two are '
-                'close (see docs/kl-and-reference.md#estimators); set estimator = "k1", or place = "loss"',
+                f'estimator = "{self.estimator}" with place = "reward" moves the policy away from the reference where '
+                'the two are close (see docs/kl-and-reference.md#estimators); set estimator = "k1", or place = "loss"',
             )
         if self.is_on and self.place == "loss":
             require(
                 self.estimator != "k1" or self.importance_weighted,
-                'estimator = "k1" with place = "loss": the expected gradient of log policy - log reference is zero; set '
-                'importance_weighted = true, place = "reward", or another estimator',
+                'estimator = "k1" with place = "loss": the expected gradient of log policy - log reference is zero; '
+                'set importance_weighted = true, place = "reward", or another estimator',
             )
             require(
                 self.estimator_used in ("k1", "k3") or not self.importance_weighted,
-                f'importance_weighted = true with estimator = "{self.estimator}": the gradient of this estimator is correct only '
-                'without importance weights; set estimator to "k3" or "k1", or importance_weighted to false',
+                f'importance_weighted = true with estimator = "{self.estimator}": the gradient of this estimator is '
+                'correct only without importance weights; set estimator to "k3" or "k1", or importance_weighted to '
+                "false",
             )
 
     @property

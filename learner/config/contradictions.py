@@ -53,8 +53,8 @@ def _check_rewards(config: "LearnerConfig") -> None:
     )
     require(
         config.kl.place == "loss" or config.advantage.scale != "group" or config.advantage.function is not None,
-        'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal, only the KL differs, '
-        'and dividing by its deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
+        'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal, only the KL '
+        'differs, and dividing by its deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
     )
     buffer_tokens, max_tokens = config.reward.overlong_buffer_tokens, config.sampling.max_tokens
     require(
@@ -65,15 +65,15 @@ def _check_rewards(config: "LearnerConfig") -> None:
     has_environment = config.environment.is_used
     require(
         buffer_tokens is None or not has_environment,
-        f"reward.overlong_buffer_tokens = {buffer_tokens} with {config.environment.named}: turns and tokens limit an episode, "
-        "not sampling.max_tokens; unset reward.overlong_buffer_tokens",
+        f"reward.overlong_buffer_tokens = {buffer_tokens} with {config.environment.named}: turns and tokens limit an "
+        "episode, not sampling.max_tokens; unset reward.overlong_buffer_tokens",
     )
     require(
         config.environment.factory is not None
         or config.environment.has_agent
         or "environment_reward" not in config.reward.functions,
-        'reward.functions contains "environment_reward", which only environments and agents return; set environment.factory, '
-        "agent or command",
+        'reward.functions contains "environment_reward", which only environments and agents return; set '
+        "environment.factory, agent or command",
     )
     for key, name in {"curriculum.reward": config.curriculum.reward, "signal_reward": config.signal_reward}.items():
         require(
@@ -88,15 +88,16 @@ def _check_corrections(config: "LearnerConfig") -> None:
         is_one = correction.proximal == "exact" and config.updates_per_batch == 1
         require(
             not is_one or correction.weight != "none",
-            'correction.anchor = "proximal" with updates_per_batch = 1 and correction.weight = "none": the ratio is always 1, so '
-            "nothing is clipped or corrected; set correction.weight, raise updates_per_batch, or set "
+            'correction.anchor = "proximal" with updates_per_batch = 1 and correction.weight = "none": the ratio is '
+            "always 1, so nothing is clipped or corrected; set correction.weight, raise updates_per_batch, or set "
             'correction.anchor = "behaviour"',
         )
     else:
         require(
             correction.weight != "truncate" or objective == "reinforce" or is_plug_in(objective),
-            f'correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} already is the importance '
-            'weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude tokens',
+            f'correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} already is the '
+            'importance weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude '
+            "tokens",
         )
     excludes_tokens = {
         'correction.weight = "mask" with level = "token"': correction.weight == "mask" and correction.level == "token",
@@ -108,7 +109,8 @@ def _check_corrections(config: "LearnerConfig") -> None:
         require(
             objective != "gspo" or not is_set,
             f'{key} with loss.objective = "gspo": its ratio covers the whole completion, so excluded tokens would '
-            'still change it; exclude completions (level = "sequence" or "geometric", sequence_mask) or choose another objective',
+            'still change it; exclude completions (level = "sequence" or "geometric", sequence_mask) or choose '
+            "another objective",
         )
 
 
@@ -121,13 +123,14 @@ def _check_references(config: "LearnerConfig") -> None:
     is_policy_itself = reference.kind == "every" and reference.every_steps == 1 and reference.growth is None
     require(
         not is_policy_itself or (config.updates_per_batch > 1 and config.kl.place == "loss"),
-        'reference.kind = "every" with every_steps = 1: the KL is measured at the start of a step, where the reference equals '
-        "the policy and the KL is 0; raise every_steps",
+        'reference.kind = "every" with every_steps = 1: the KL is measured at the start of a step, where the '
+        "reference equals the policy and the KL is 0; raise every_steps",
     )
     require(
         reference.kind != "ema" or not config.lora.rank,
-        f'reference.kind = "ema" with lora.rank = {config.lora.rank}: an adapter is the product of A and B, and the means of A '
-        'and B do not give the mean of the adapters; set reference.kind to "every" or "mixture", or lora.rank to 0',
+        f'reference.kind = "ema" with lora.rank = {config.lora.rank}: an adapter is the product of A and B, and the '
+        'means of A and B do not give the mean of the adapters; set reference.kind to "every" or "mixture", or '
+        "lora.rank to 0",
     )
     selects = {
         "active_sampling = true": config.active_sampling,
@@ -136,8 +139,8 @@ def _check_references(config: "LearnerConfig") -> None:
     for key, is_set in selects.items():
         require(
             reference.kind != "adaptive" or not reference.reward_guard or not is_set,
-            f"{key} with reference.reward_guard = true: the mean reward of selected groups falls while the policy improves, so the "
-            "reference would never be refreshed; set reward_guard = false",
+            f"{key} with reference.reward_guard = true: the mean reward of selected groups falls while the policy "
+            "improves, so the reference would never be refreshed; set reward_guard = false",
         )
 
 
@@ -146,9 +149,9 @@ def _check_evaluations(config: "LearnerConfig") -> None:
     require(
         not checkpoint.is_by_evaluation
         or (evaluation.every_steps > 0 and checkpoint.every_steps % evaluation.every_steps == 0),
-        f'checkpoint.best_by = "{checkpoint.best_by}" with checkpoint.every_steps = {checkpoint.every_steps} and evaluation.every_steps = '
-        f"{evaluation.every_steps}: some checkpoints would have no evaluation; set evaluation.every_steps to a divisor of "
-        "checkpoint.every_steps",
+        f'checkpoint.best_by = "{checkpoint.best_by}" with checkpoint.every_steps = {checkpoint.every_steps} and '
+        f"evaluation.every_steps = {evaluation.every_steps}: some checkpoints would have no evaluation; set "
+        "evaluation.every_steps to a divisor of checkpoint.every_steps",
     )
     if not evaluation.every_steps:
         return
@@ -159,6 +162,6 @@ def _check_evaluations(config: "LearnerConfig") -> None:
     )
     require(
         not evaluation.pin or not config.push.overlap,
-        "evaluation.pin = true with push.overlap = true: a weight sync that overlaps the next step cannot wait until an evaluation "
-        "of the old version is complete; set one of them to false",
+        "evaluation.pin = true with push.overlap = true: a weight sync that overlaps the next step cannot wait until "
+        "an evaluation of the old version is complete; set one of them to false",
     )

@@ -110,5 +110,6 @@ class EnvironmentConfig(Section):
         players = [key for key in ("factory", "tools", "agent", "command") if getattr(self, key)]
         require(
             not self.has_agent or len(players) == 1,
-            f"{' and '.join(players)} are set, but an agent has its own loop and tools, and a command is an agent; keep one of them",
+            f"{' and '.join(players)} are set, but an agent has its own loop and tools, and a command is an agent; "
+            "keep one of them",
         )

@@ -125,7 +125,8 @@ class EvaluationConfig(Section):
         for name in self.sets:
             require(
                 SET_NAME.fullmatch(name) is not None,
-                f"sets.{name} is not a valid name of a set; use a-z, 0-9 and _, but not function or pass_at_…, which are metrics",
+                f"sets.{name} is not a valid name of a set; use a-z, 0-9 and _, but not function or pass_at_…, which "
+                "are metrics",
             )
             try:
                 self.of_set(name)

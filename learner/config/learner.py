@@ -184,13 +184,14 @@ class LearnerRun(SharedConfig):
         evaluation = self.learner.evaluation
         if evaluation.every_steps and evaluation.url is None and self.server.get("http_port") == 0:
             raise ConfigError(
-                f"learner.evaluation.every_steps = {evaluation.every_steps} with server.http_port = 0: an evaluation sends its "
-                "requests to the server over HTTP. Set server.http_port, or every_steps = 0"
+                f"learner.evaluation.every_steps = {evaluation.every_steps} with server.http_port = 0: an evaluation "
+                "sends its requests to the server over HTTP. Set server.http_port, or every_steps = 0"
             )
         if evaluation.every_steps and evaluation.url is None and self.endpoints_from is not None:
             raise ConfigError(
-                f"learner.evaluation.every_steps = {evaluation.every_steps} with endpoints_from = {self.endpoints_from!r}: the servers "
-                "of the run may change, so no server for evaluations is known. Set learner.evaluation.url"
+                f"learner.evaluation.every_steps = {evaluation.every_steps} with endpoints_from = "
+                f"{self.endpoints_from!r}: the servers of the run may change, so no server for evaluations is known. "
+                "Set learner.evaluation.url"
             )
         sources = {
             "endpoint": self.endpoint if self.endpoint != DEFAULT_ENDPOINT else None,

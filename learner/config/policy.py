@@ -113,7 +113,8 @@ class ReferenceConfig(Section):
         self._check_interval()
         require(
             not (self.reset_optimizer and self.every_steps == 1 and self.growth is None),
-            "reset_optimizer = true with every_steps = 1: the moments would be reset after every step; raise every_steps",
+            "reset_optimizer = true with every_steps = 1: the moments would be reset after every step; raise "
+            "every_steps",
         )
         self._check_pattern()
         require(

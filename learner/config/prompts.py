@@ -47,7 +47,8 @@ class CurriculumConfig(Section):
     def check(self) -> None:
         require(
             0 <= self.hard_below <= self.easy_above <= 1,
-            f"hard_below = {self.hard_below}, easy_above = {self.easy_above}: expected 0 <= hard_below <= easy_above <= 1",
+            f"hard_below = {self.hard_below}, easy_above = {self.easy_above}: expected 0 <= hard_below <= easy_above "
+            "<= 1",
         )
         for key in ("easy_weight", "hard_weight"):
             value = getattr(self, key)
@@ -138,13 +139,13 @@ class DataConfig(Section):
         require(bool(sources), "task, path and dataset are unset; set one of them")
         require(
             len(sources) == 1,
-            f"{', '.join(f'{key} = {value!r}' for key, value in sources.items())} are set; expected exactly one of task, "
-            "path and dataset",
+            f"{', '.join(f'{key} = {value!r}' for key, value in sources.items())} are set; expected exactly one of "
+            "task, path and dataset",
         )
         require(
             self.too_long == "refuse" or self.max_prompt_tokens is not None,
-            f'too_long = "{self.too_long}" needs max_prompt_tokens, because the choice of prompts must not depend on the '
-            "server; set max_prompt_tokens",
+            f'too_long = "{self.too_long}" needs max_prompt_tokens, because the choice of prompts must not depend on '
+            "the server; set max_prompt_tokens",
         )
         for key in ("num_prompts", "num_digits", "max_prompt_tokens", "num_workers"):
             value = getattr(self, key)

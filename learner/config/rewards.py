@@ -152,8 +152,8 @@ class RewardConfig(Section):
         )
         require(
             JUDGE not in self.functions or self.judge.url is not None,
-            f"judge.url is not set, but functions = {self.functions} contains a judge; set judge.url to its endpoint, such as "
-            "http://judge:8000/v1",
+            f"judge.url is not set, but functions = {self.functions} contains a judge; set judge.url to its endpoint, "
+            "such as http://judge:8000/v1",
         )
         self._check_overlong()
 

@@ -47,9 +47,10 @@ class SamplingConfig(Section):
         require(self.top_k >= 0, f"top_k = {self.top_k} must not be negative; 0 samples from all tokens")
         require(
             self.allow_partial_support or not self._is_partial,
-            f"top_p = {self.top_p}, top_k = {self.top_k}: the server's logprobs would be those of the truncated distribution "
-            "and the learner's those of the whole one, so every importance ratio would be too small (TRL measured a mean of "
-            "0.90 at top_p = 0.8). Set top_p = 1 and top_k = 0, or allow_partial_support = true to train anyway",
+            f"top_p = {self.top_p}, top_k = {self.top_k}: the server's logprobs would be those of the truncated "
+            "distribution and the learner's those of the whole one, so every importance ratio would be too small "
+            "(TRL measured a mean of 0.90 at top_p = 0.8). Set top_p = 1 and top_k = 0, or allow_partial_support = "
+            "true to train anyway",
         )
 
     @property

@@ -53,7 +53,8 @@ class PushConfig(Section):
         require(
             self.advertise is None
             or ("/" not in self.advertise and "[" not in self.advertise and self.advertise != ""),
-            f'advertise = "{self.advertise}" is not a host name or an address alone; use "learner.example", "10.0.0.7" or "fd00::7"',
+            f'advertise = "{self.advertise}" is not a host name or an address alone; use "learner.example", '
+            '"10.0.0.7" or "fd00::7"',
         )
         require(self.bucket_mib >= 1, f"bucket_mib = {self.bucket_mib} must be at least 1")
         require(self.max_attempts >= 1, f"max_attempts = {self.max_attempts} must be at least 1")
@@ -104,7 +105,8 @@ class ParityConfig(Section):
         )
         require(
             0 < self.max_time_share <= 1,
-            f"max_time_share = {self.max_time_share} must be above 0 and at most 1; every_steps = 0 checks only at the start",
+            f"max_time_share = {self.max_time_share} must be above 0 and at most 1; every_steps = 0 checks only at "
+            "the start",
         )
         require(
             self.max_mean_abs_logprob is None or self.max_mean_abs_logprob > 0,

@@ -62,15 +62,15 @@ def fuse(policy: nn.Module, dtype: torch.dtype, of_ranks: FirstProblem = lambda 
     All ranks call this together. All later passes of the policy are compiled.
     """
     model: Any = policy.module if isinstance(policy, DistributedDataParallel) else policy
-    before = _before(model, dtype)
+    before = _record_logprobs(model, dtype)
     log.info("compiling the operations between the policy's matrix products (a minute, or seconds with torch's cache)")
     started = time.monotonic()
     torch._dynamo.config.recompile_limit = NUM_KINDS
     layers = _whole_layers(model)
-    problem = _tried(model, layers, before, dtype, of_ranks)
+    problem = _try_compiling(model, layers, before, dtype, of_ranks)
     if problem is not None and layers:
         log.info("cannot compile whole layers (%s); compiling parts of them", problem)
-        problem = _tried(model, [], before, dtype, of_ranks)
+        problem = _try_compiling(model, [], before, dtype, of_ranks)
     if problem is None:
         log.info("compiled the policy in %.0f s", time.monotonic() - started)
         return
@@ -86,7 +86,7 @@ def describe_fused(model: Any) -> str:
     return f"{num_layers} layers, {num_pieces} pieces, {int(model in tiles_of)} heads"
 
 
-def _tried(
+def _try_compiling(
     model: Any, layers: list[nn.Module], before: list[Before], dtype: torch.dtype, of_ranks: FirstProblem
 ) -> str | None:
     """Compile `layers` whole and the pieces of other layers.
@@ -153,8 +153,10 @@ def _problem(model: Any, before: list[Before], dtype: torch.dtype) -> str | None
         for pack, logprobs_M, rounded_M in before:
             excess = find_excess(_logprobs(model, pack), rounded_M, logprobs_M, pack)
             if excess is not None:
-                return "its logprobs differ by {:.2g} from those without compilation, rounding changes them by {:.2g}".format(
-                    *excess
+                difference, rounding = excess
+                return (
+                    f"its logprobs differ by {difference:.2g} from those without compilation, rounding changes them by "
+                    f"{rounding:.2g}"
                 )
         return find_leak(model, before[0].pack)
     except Exception as error:  # no compiler, or any failure in torch
@@ -165,7 +167,7 @@ def _first_line(text: str) -> str:
     return next(iter(text.strip().splitlines()), "")
 
 
-def _before(model: Any, dtype: torch.dtype) -> list[Before]:
+def _record_logprobs(model: Any, dtype: torch.dtype) -> list[Before]:
     """Record the logprobs of packs of two lengths.
 
     Two lengths make torch compile for any length before the first step.

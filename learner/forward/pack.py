@@ -157,10 +157,10 @@ def _runs(prompts: Sequence[np.ndarray], members: Sequence[int], start: int, ali
     by_next: dict[int, list[int]] = {}
     for member in members:
         by_next.setdefault(int(prompts[member][alike_until]), []).append(member)
-    return [run for alike in by_next.values() for run in _begun_alike(prompts, alike, start)]
+    return [run for alike in by_next.values() for run in _shared_runs(prompts, alike, start)]
 
 
-def _begun_alike(prompts: Sequence[np.ndarray], members: list[int], start: int) -> list[Run]:
+def _shared_runs(prompts: Sequence[np.ndarray], members: list[int], start: int) -> list[Run]:
     first = members[0]
     end = min(common_length(prompts[first], prompts[member]) for member in members)
     ends = [member for member in members if len(prompts[member]) == end]

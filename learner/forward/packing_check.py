@@ -105,15 +105,18 @@ def settle_attention(model: Any, device: torch.device, dtype: torch.dtype, wante
     model.set_attn_implementation(loaded_with if problem else name)
     if problem is not None and wanted != PACKED:
         raise ConfigError(
-            f'learner.attn_implementation = "{wanted}" is wrong for {type(model).__name__}: {problem}. Set it to "{PACKED}" or "{EAGER}"'
+            f'learner.attn_implementation = "{wanted}" is wrong for {type(model).__name__}: {problem}. Set it to '
+            f'"{PACKED}" or "{EAGER}"'
         )
     if problem is not None:
         raise _refusal(model, problem)
     if failed:
         (_, reason), *others = failed
+        reasons = "; ".join([str(reason), *(f"with {other} attention {found}" for other, found in others)])
         log.warning(
-            'learner.attn_implementation = "%s": cannot pack %s (%s). Padding its sequences instead, each completion with its '
-            "prompt, with %s attention", PACKED, type(model).__name__, "; ".join([str(reason), *(f"with {n} attention {p}" for n, p in others)]), name,
+            'learner.attn_implementation = "%s": cannot pack %s (%s). Padding its sequences instead, each completion '
+            "with its prompt, with %s attention",
+            PACKED, type(model).__name__, reasons, name,
         )  # fmt: skip
 
 
@@ -145,9 +148,9 @@ def _expect_or_refuse(model: Any, batch: Pack) -> Expected | None:
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         return None
     raise ConfigError(
-        f"model: the logprobs of {type(model).__name__} in training differ by {expected.as_it_trains:.2g} nats from those in "
-        "sampling; expected equal logprobs. It has dropout, jitter, another routing for training or another source of randomness. "
-        "Use another model"
+        f"model: the logprobs of {type(model).__name__} in training differ by {expected.as_it_trains:.2g} nats from "
+        "those in sampling; expected equal logprobs. It has dropout, jitter, another routing for training or another "
+        "source of randomness. Use another model"
     )
 
 
@@ -178,7 +181,8 @@ def _problem(model: Any, expected: Expected, name: str, device: torch.device, dt
         if model.config._attn_implementation != name:
             return "transformers supports only its own attention"
         if name != EAGER and expected.bound > LARGEST_BOUND:
-            return f"rounding alone changes its logprobs by {_mean(expected.rounding_M):.2g}, which would hide a wrong attention"
+            moved = _mean(expected.rounding_M)
+            return f"rounding alone changes its logprobs by {moved:.2g}, which would hide a wrong attention"
         if name in ON_ANY_DEVICE:
             with computing_in(model, torch.float32, model.device):
                 problem = _wide_problem(model, probe_of(model), expected)
@@ -259,8 +263,9 @@ def _mean(difference_M: torch.Tensor) -> float:
 
 def _no_memory(error: BaseException) -> ConfigError:
     return ConfigError(
-        f"out of memory while comparing the model's passes before the first step ({type(error).__name__}: {error}); the passes need "
-        "less than a training step. Free memory on the device and on the host, or give the learner another device"
+        f"out of memory while comparing the model's passes before the first step ({type(error).__name__}: {error}); "
+        "the passes need less than a training step. Free memory on the device and on the host, or give the learner "
+        "another device"
     )
 
 

@@ -94,8 +94,8 @@ class CheckpointNames:
         odd = sorted({*self._left(meta)} | (whole.keys() ^ made))
         if odd:
             raise ConfigError(
-                f"{type(self._policy).__name__} cannot be trained: its weights (such as {odd[0]}) cannot be converted to the names "
-                "of its checkpoint in parts; try another version of transformers, or use another model"
+                f"{type(self._policy).__name__} cannot be trained: its weights (such as {odd[0]}) cannot be converted "
+                "to the names of its checkpoint in parts; try another version of transformers, or use another model"
             )
 
     def _left(self, meta: Tensors) -> list[str]:

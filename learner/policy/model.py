@@ -68,8 +68,8 @@ def load_policy(
         if attn_implementation is None:
             raise
         raise ConfigError(
-            f'learner.attn_implementation = "{attn_implementation}" does not work with model {path}: {error}. Set it to "packed", "sdpa" or '
-            '"eager"'
+            f'learner.attn_implementation = "{attn_implementation}" does not work with model {path}: {error}. Set it '
+            'to "packed", "sdpa" or "eager"'
         ) from error
     pin_rope(model, max_model_len)
     if gradient_checkpointing:
@@ -108,8 +108,8 @@ def _check_trainable(config: PreTrainedConfig, path: Path) -> None:
     models: dict[type, Any] = AutoModelForCausalLM._model_mapping
     if type(config) not in models or (text is not config and models[type(config)].config_class is type(config)):
         raise ConfigError(
-            f"model: {path} has the type {config.model_type!r}, for which transformers has no separate language model to train; "
-            "set model to a text-only checkpoint (docs/models.md#which-models-run)"
+            f"model: {path} has the type {config.model_type!r}, for which transformers has no separate language model "
+            "to train; set model to a text-only checkpoint (docs/models.md#which-models-run)"
         )
 
 

@@ -157,8 +157,8 @@ class PublishedPolicy:
             reason = str(error).splitlines()[0]
             who = "another rank" if self._accelerator.is_main_process else "rank 0"
             raise RankFailed(
-                f"{who} of this learner has stopped or hangs; see its log. If it was only slow, raise learner.rank_timeout_s "
-                f"({reason})"
+                f"{who} of this learner has stopped or hangs; see its log. If it was only slow, raise "
+                f"learner.rank_timeout_s ({reason})"
             ) from error
         self._heard_at = time.monotonic()
         return order

@@ -251,7 +251,7 @@ def _existing_device(device: str) -> torch.device | None:
         return None
     if device.startswith("cuda") and int(device.removeprefix("cuda:")) >= torch.cuda.device_count():
         raise ConfigError(
-            f'learner.reference.device = "{device}" does not exist: {torch.cuda.device_count()} CUDA devices are visible; '
-            'set it to "same" or "cpu"'
+            f'learner.reference.device = "{device}" does not exist: {torch.cuda.device_count()} CUDA devices are '
+            'visible; set it to "same" or "cpu"'
         )
     return torch.device(device)

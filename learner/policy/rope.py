@@ -47,8 +47,9 @@ def pin_rope(model: Any, max_model_len: int | None) -> None:
             _pin(module, config, layer_type, rope, is_long=is_long)
         if not modules:
             raise ConfigError(
-                f"model: {type(model).__name__} implements RoPE of type {rope['rope_type']} itself, with factors that depend on the "
-                "length of a pass; expected an implementation of transformers.modeling_rope_utils. Use another model"
+                f"model: {type(model).__name__} implements RoPE of type {rope['rope_type']} itself, with factors that "
+                "depend on the length of a pass; expected an implementation of transformers.modeling_rope_utils. Use "
+                "another model"
             )
 
 
@@ -57,13 +58,16 @@ def check_rope(config: PreTrainedConfig, max_model_len: int | None) -> None:
     for layer_type, rope in _ropes(config.get_text_config()):
         if rope["rope_type"] not in (*ROPE_INIT_FUNCTIONS, "default"):
             raise ConfigError(
-                f'model: its RoPE is of type "{rope["rope_type"]}", which transformers does not support; expected default or one '
-                f"of {', '.join(sorted(ROPE_INIT_FUNCTIONS))}. Use a model with one of those"
+                f'model: its RoPE is of type "{rope["rope_type"]}", which transformers does not support; expected '
+                f"default or one of {', '.join(sorted(ROPE_INIT_FUNCTIONS))}. Use a model with one of those"
             )
         try:
             problem = _disagreement(config.get_text_config(), layer_type, rope, max_model_len)
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            problem = f"its parameters cannot be read ({type(error).__name__}: {error}). Complete rope_parameters in its config.json"
+            problem = (
+                f"its parameters cannot be read ({type(error).__name__}: {error}). Complete rope_parameters in its "
+                "config.json"
+            )
         if problem is not None:
             raise ConfigError(f"model: its RoPE is of type {rope['rope_type']}, and {problem}")
 
@@ -79,9 +83,10 @@ def check_server_rope(config: PreTrainedConfig, max_model_len: int | None, actua
         if rope["rope_type"] == "longrope" and _is_long(text, rope, actual) != _is_long(text, rope, max_model_len):
             assumed = max_model_len or default_max_model_len(text)
             raise ConfigError(
-                f"server.max_model_len: the server at {endpoint} has {actual}, the learner assumed {assumed}; only one is above "
-                f"original_max_position_embeddings = {rope['original_max_position_embeddings']}, where vLLM uses the long "
-                f"factors of longrope for every token. Set server.max_model_len = {actual} in the learner's config too"
+                f"server.max_model_len: the server at {endpoint} has {actual}, the learner assumed {assumed}; only "
+                f"one is above original_max_position_embeddings = {rope['original_max_position_embeddings']}, where "
+                f"vLLM uses the long factors of longrope for every token. Set server.max_model_len = {actual} in the "
+                "learner's config too"
             )
 
 
@@ -126,16 +131,17 @@ def _disagreement(
             longest, length = config.max_position_embeddings, max_model_len or default_max_model_len(config)
             if length > longest:
                 return (
-                    f"vLLM has no rotary embedding beyond max_position_embeddings = {longest}, but server.max_model_len is {length}"
-                    f"{'' if max_model_len else ' unless it is set'}. Set server.max_model_len = {longest}"
+                    f"vLLM has no rotary embedding beyond max_position_embeddings = {longest}, but "
+                    f"server.max_model_len is {length}{'' if max_model_len else ' unless it is set'}. Set "
+                    f"server.max_model_len = {longest}"
                 )
         case "longrope" if "long_mscale" not in rope:
             _, scaling = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), layer_type=layer_type)
             by_vllm = _longrope_scaling(config.max_position_embeddings / rope["original_max_position_embeddings"], rope)
             if not math.isclose(scaling, by_vllm, rel_tol=1e-6):
                 return (
-                    f"vLLM ignores attention_factor and factor, and scales by {by_vllm:.6g} instead of {scaling:.6g}. Use a model "
-                    "without them"
+                    f"vLLM ignores attention_factor and factor, and scales by {by_vllm:.6g} instead of {scaling:.6g}. "
+                    "Use a model without them"
                 )
     return None
 

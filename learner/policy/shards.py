@@ -220,6 +220,6 @@ def require_same(tensors: Tensors, index: Index, directory: Path) -> None:
     if differing:
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         raise ConfigError(
-            f"{directory} contains another policy: it differs in {differing[0].partition('/')[2]}{more}; resume with the model "
-            "and the learner.lora that wrote it"
+            f"{directory} contains another policy: it differs in {differing[0].partition('/')[2]}{more}; resume with "
+            "the model and the learner.lora that wrote it"
         )

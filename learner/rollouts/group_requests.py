@@ -27,7 +27,7 @@ class PendingRequest(msgspec.Struct, kw_only=True, eq=False):
 
     sent_at: float | None = None
     """Time when the request was last handed to a connection, by the monotonic clock."""
-    owed_by: str | None = None
+    assigned_to: str | None = None
     """Endpoint of the server that has the request and may still answer."""
     answered_by: str = ""
     """Endpoint of the server that answered. Empty if unknown."""
@@ -163,6 +163,6 @@ def check_completions(group: Group, num_completions: int, max_tokens: int, vocab
             )
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             raise ProtocolError(
-                f"group {group.group_id} has token ids from {ids.min()} to {ids.max()}; expected ids of the model, from 0 to "
-                f"{vocab_size - 1}"
+                f"group {group.group_id} has token ids from {ids.min()} to {ids.max()}; expected ids of the model, "
+                f"from 0 to {vocab_size - 1}"
             )

@@ -121,18 +121,18 @@ class Ledger:
         group_id = group_id_of(slot, attempt)
         with self._transaction():
             others = self._rows(
-                f"slot = ? AND (state != 'dropped' OR reason IN ({_marks(FINAL_REASONS)}) OR attempt >= ? OR position != ?)"
-                " OR group_id = ?",
+                f"slot = ? AND (state != 'dropped' OR reason IN ({_marks(FINAL_REASONS)}) OR attempt >= ? OR position "
+                "!= ?) OR group_id = ?",
                 (slot, *FINAL_REASONS, attempt, position, group_id),
             )
             if others:
                 raise LedgerError(
-                    f"group {group_id} of slot {slot}, attempt {attempt}, position {position} cannot be admitted: {others[0]}; "
-                    "expected a slot whose last attempt was dropped for a retry, at the same position"
+                    f"group {group_id} of slot {slot}, attempt {attempt}, position {position} cannot be admitted: "
+                    f"{others[0]}; expected a slot whose last attempt was dropped for a retry, at the same position"
                 )
             self._db.execute(
-                "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, admitted_at)"
-                " VALUES (?, ?, ?, ?, ?, ?, 'admitted', ?, ?)",
+                "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, "
+                "admitted_at) VALUES (?, ?, ?, ?, ?, ?, 'admitted', ?, ?)",
                 (group_id, slot, attempt, position, epoch, prompt_id, version, time.time()),
             )
         return group_id
@@ -196,9 +196,10 @@ class Ledger:
             ):
                 if file not in kept:
                     raise LedgerError(
-                        f"{self.path}: cannot go back to step {step}: the payload of group {group_id}, consumed at step {its_step}, "
-                        "was removed because later checkpoints do not need it; resume from the newest checkpoint, or "
-                        f"start a new run whose model is the model/ of the checkpoint of step {step}"
+                        f"{self.path}: cannot go back to step {step}: the payload of group {group_id}, consumed at "
+                        f"step {its_step}, was removed because later checkpoints do not need it; resume from the "
+                        "newest checkpoint, or start a new run whose model is the model/ of the checkpoint of step "
+                        f"{step}"
                     )
             self._db.execute(
                 f"UPDATE groups SET state = 'scored', step = NULL, staleness = NULL, consumed_at = NULL WHERE {later}",
@@ -289,7 +290,8 @@ class Ledger:
                 OUTSTANDING,
             )
             duplicated = self._number(
-                "SELECT count(*) FROM (SELECT slot FROM groups WHERE state = 'consumed' GROUP BY slot HAVING count(*) > 1)"
+                "SELECT count(*) FROM (SELECT slot FROM groups WHERE state = 'consumed' GROUP BY slot HAVING "
+                "count(*) > 1)"
             )
             return LedgerCounts(
                 admitted=sum(num_of.values()),
@@ -317,8 +319,8 @@ class Ledger:
             is_new = not read_only and found == 0 and not self._number("SELECT count(*) FROM sqlite_master")
             if not is_new and not OLDEST_SCHEMA_VERSION <= found <= SCHEMA_VERSION:
                 raise LedgerError(
-                    f"{self.path}: this file has ledger schema {found}, expected {SCHEMA_VERSION}; continue this run with the "
-                    "Slipstream version that wrote it, or start a new run directory"
+                    f"{self.path}: this file has ledger schema {found}, expected {SCHEMA_VERSION}; continue this run "
+                    "with the Slipstream version that wrote it, or start a new run directory"
                 )
             if read_only:
                 return
@@ -380,8 +382,9 @@ class Ledger:
             yield
         except kind as error:
             raise LedgerError(
-                f"{self.path}: the ledger could not be read or written ({error}); the run stops so that no group is lost. Check "
-                "free space, permissions and that no other process holds the file, then restart with --resume"
+                f"{self.path}: the ledger could not be read or written ({error}); the run stops so that no group is "
+                "lost. Check free space, permissions and that no other process holds the file, then restart with "
+                "--resume"
             ) from error
 
     def _rows(self, where: str, values: tuple) -> list[Row]:

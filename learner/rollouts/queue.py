@@ -158,7 +158,7 @@ class GroupQueue:
                     return groups
                 for group in stale:
                     on_stale(group)
-                part, now = self._lacks(is_connected), time.monotonic()
+                part, now = self._current_wait(is_connected), time.monotonic()
                 has_changed = self._changed.wait(max(0.0, deadline - now))
                 self._waits.add(part, time.monotonic() - now)
                 if not has_changed:
@@ -169,10 +169,10 @@ class GroupQueue:
         with self._changed:
             return self._curriculum.pass_rates(self._slots.next_to_take)
 
-    def lacks(self, *, is_connected: bool) -> tuple[Part, int]:
+    def current_wait(self, *, is_connected: bool) -> tuple[Part, int]:
         """Return what the next batch waits for, and how many groups are being scored."""
         with self._changed:
-            return self._lacks(is_connected), len(self._scoring)
+            return self._current_wait(is_connected), len(self._scoring)
 
     def _note_taken(self) -> None:
         self.batch_metrics = self._selection.batch_metrics | self._waits.metrics()
@@ -189,7 +189,7 @@ class GroupQueue:
         """Return the number of groups pending at the servers."""
         return self._slots.num_missing - len(self._scoring)
 
-    def _lacks(self, is_connected: bool) -> Part:
+    def _current_wait(self, is_connected: bool) -> Part:
         if not is_connected:
             return "link"
         missing = [slot for slot in self._slots.next(self._config.groups_per_step) if slot not in self._slots.ready]

@@ -118,7 +118,7 @@ class Rollouts:
     @property
     def waits_for(self) -> str:
         """Description of what the next batch waits for."""
-        part, num_scoring = self._queue.lacks(is_connected=self._fleet.is_connected)
+        part, num_scoring = self._queue.current_wait(is_connected=self._fleet.is_connected)
         descriptions = {"link": self._fleet.in_words(), "server": f"{len(self._outstanding)} groups from the server"}
         return {"reward": f"{num_scoring} groups to be scored", "push": IN_WORDS["push"], **descriptions}[part]
 
@@ -150,18 +150,18 @@ class Rollouts:
     def _on_welcome(self, member: Member) -> None:
         self._note_capacity()
         if self._fleet.is_ready(member):
-            self._loop.spawn(self._asking.ask_again(member))
-            self._loop.spawn(self._asking.ask_rest())
+            self._loop.spawn(self._asking.resend_all(member))
+            self._loop.spawn(self._asking.send_unassigned())
 
     def _on_lost(self, member: Member) -> None:
         self._note_capacity()
         self._asking.lost(member)
-        self._loop.spawn(self._asking.ask_rest())
+        self._loop.spawn(self._asking.send_unassigned())
 
     def _published(self, version: int, server_ids: tuple[str, ...]) -> None:
         self._fleet.published(version, server_ids)
         self._note_capacity()
-        self._loop.spawn(self._asking.ask_rest())
+        self._loop.spawn(self._asking.send_unassigned())
         self._wake.set()
 
     def _note_capacity(self) -> None:
@@ -184,7 +184,7 @@ class Rollouts:
 
     def _on_group(self, member: Member, message: Group | GroupFailed) -> None:
         if isinstance(message, GroupFailed) and message.code == "draining":
-            self._loop.spawn(self._asking.handed_back(member, message.group_id))
+            self._loop.spawn(self._asking.reassign(member, message.group_id))
             return
         if self._turns is not None and self._turns.answered(member, message):
             return
@@ -195,11 +195,12 @@ class Rollouts:
         match message:
             case GroupFailed(retryable=False) if request is not None:
                 raise DataError(
-                    f"the server at {member.endpoint} cannot complete prompt {request.prompt.prompt_id}: {message.message}"
+                    f"the server at {member.endpoint} cannot complete prompt {request.prompt.prompt_id}: "
+                    f"{message.message}"
                 )
             case GroupFailed(code="not_ready"):
                 pass  # resent after the next weight sync
-            case GroupFailed() if request is not None and request.owed_by in (None, member.endpoint):
+            case GroupFailed() if request is not None and request.assigned_to in (None, member.endpoint):
                 log.warning("group %s failed (%s): %s", message.group_id, message.code, message.message)
                 self._outstanding.pop(request.group_id)
                 self._asking.settle(request.group_id)

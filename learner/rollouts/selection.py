@@ -82,7 +82,8 @@ class Selection:
         if num_without:
             log.warning(
                 "training on %d of %d groups without signal: this step has already replaced %d groups "
-                "(learner.max_replacements = %d times groups_per_step); use prompts that are neither too hard nor solved",
+                "(learner.max_replacements = %d times groups_per_step); use prompts that are neither too hard nor "
+                "solved",
                 num_without,
                 len(groups),
                 num_replaced,

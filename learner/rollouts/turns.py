@@ -65,7 +65,7 @@ class Turns:
             self._fleet.loop.spawn(self._asking.acknowledge([(member, message)]))
         elif not message.retryable:
             raise DataError(f"the server at {member.endpoint} cannot complete a turn: {message.message}")
-        elif message.code == "not_ready" or turn.owed_by not in (None, member.endpoint):
+        elif message.code == "not_ready" or turn.assigned_to not in (None, member.endpoint):
             return True  # resent after the next weight sync, or pending at another server
         turn.answered_by = member.endpoint
         self._asking.settle(turn.group_id)
@@ -76,9 +76,9 @@ class Turns:
     async def _play(self, request: GroupRequest) -> None:
         endpoints: set[str] = set()
 
-        async def ask(asked: TurnPrompt) -> TurnResult | None:
+        async def ask(prompt: TurnPrompt) -> TurnResult | None:
             for attempt in range(self._run.learner.max_group_attempts):
-                sampled = await self._ask(request, asked, attempt)
+                sampled = await self._request(request, prompt, attempt)
                 if sampled is not None:
                     endpoints.add(sampled.endpoint)
                     return sampled
@@ -93,10 +93,10 @@ class Turns:
         request.answered_by = endpoints.pop() if len(endpoints) == 1 else ""
         self._on_played(played)
 
-    async def _ask(self, request: GroupRequest, asked: TurnPrompt, attempt: int) -> TurnResult | None:
+    async def _request(self, request: GroupRequest, prompt: TurnPrompt, attempt: int) -> TurnResult | None:
         turn = TurnRequest(
-            name=f"{request.group_id}/{self._life}/{asked.episode}.{asked.number}.{attempt}", slot=request.slot,
-            attempt=request.attempt * self._run.learner.max_group_attempts + attempt, turn=asked,
+            name=f"{request.group_id}/{self._life}/{prompt.episode}.{prompt.number}.{attempt}", slot=request.slot,
+            attempt=request.attempt * self._run.learner.max_group_attempts + attempt, turn=prompt,
             answer=asyncio.get_running_loop().create_future(),
         )  # fmt: skip
         try:
@@ -105,16 +105,16 @@ class Turns:
         except asyncio.CancelledError:
             await self._asking.withdraw(turn)
             raise
-        problem = answer.message if isinstance(answer, GroupFailed) else self._problem(answer, asked)
+        problem = answer.message if isinstance(answer, GroupFailed) else self._problem(answer, prompt)
         if isinstance(answer, Group) and problem is None:
             return TurnResult(answer, turn.answered_by)
         log.warning("turn %s failed: %s", turn.group_id, problem)
         return None
 
-    def _problem(self, group: Group, asked: TurnPrompt) -> str | None:
+    def _problem(self, group: Group, prompt: TurnPrompt) -> str | None:
         """Return why a turn cannot be used, or None."""
         try:
-            check_completions(group, 1, asked.max_tokens, self._fleet.hello.model.vocab_size)
+            check_completions(group, 1, prompt.max_tokens, self._fleet.hello.model.vocab_size)
         except ProtocolError as error:
             return str(error)
         return None if any(len(one.token_ids) for one in group.completions) else "its completion has no tokens"

@@ -119,7 +119,7 @@ class FanOut:
             if not share.waiting:
                 raise StopIteration
             item = share.waiting.popleft()
-            self._let_go(item)
+            self._release(item)
             return item
 
     def close(self, share: Share) -> None:
@@ -139,45 +139,45 @@ class FanOut:
         with self._changed:
             item = _Item(name, tensor, 0)
             self._wait_for_room(item.num_bytes)
-            takers = self._takers()
-            item.num_left = len(takers)
-            for share in takers:
+            open_shares = self._open_shares()
+            item.num_left = len(open_shares)
+            for share in open_shares:
                 share.waiting.append(item)
-            self._num_bytes += item.num_bytes if takers else 0
+            self._num_bytes += item.num_bytes if open_shares else 0
             self._changed.notify_all()
-            return bool(takers)
+            return bool(open_shares)
 
     def _wait_for_room(self, num_bytes: int) -> None:
         starving_since: float | None = None
         while self._num_bytes > 0 and self._num_bytes + num_bytes > self._window_bytes:
-            takers = self._takers()
-            slowest = max(len(share.waiting) for share in takers)
-            if all(share.waiting for share in takers):
+            open_shares = self._open_shares()
+            slowest = max(len(share.waiting) for share in open_shares)
+            if all(share.waiting for share in open_shares):
                 starving_since = None  # no server waits for another
             elif starving_since is None:
                 starving_since = time.monotonic()
             elif time.monotonic() - starving_since > self._patience_s:
-                late = [share for share in takers if len(share.waiting) == slowest]
+                late = [share for share in open_shares if len(share.waiting) == slowest]
                 self.cut_off(
                     late,
-                    f"it kept other servers waiting for {self._patience_s:g} s (learner.push.patience_s) and gets its own "
-                    "weight sync",
+                    f"it kept other servers waiting for {self._patience_s:g} s (learner.push.patience_s) and gets its "
+                    "own weight sync",
                 )
                 starving_since = None
                 continue
             self._on_wait()
             self._changed.wait(CHECK_INTERVAL_S)
 
-    def _takers(self) -> list[Share]:
+    def _open_shares(self) -> list[Share]:
         return [share for share in self.shares if not share.is_closed]
 
     def _end(self, share: Share) -> None:
         share.is_closed = True
         while share.waiting:
-            self._let_go(share.waiting.popleft())
+            self._release(share.waiting.popleft())
         self._changed.notify_all()
 
-    def _let_go(self, item: _Item) -> None:
+    def _release(self, item: _Item) -> None:
         item.num_left -= 1
         if item.num_left == 0:
             self._num_bytes -= item.num_bytes

@@ -138,14 +138,15 @@ class Fleet:
             silent = sum(one.state(self.version) == "joining" and one.link.busy is None for one in self.members)
             others = f" {silent} of {len(self.members)} servers do not answer." if silent else ""
             return DeadlineExceeded(
-                f"run {self.hello.run} waited {patience_s:.0f} s (learner.connect_timeout_s) for a server that another learner "
-                f"uses.{others} {'. '.join(busy)}. Raise learner.connect_timeout_s to wait longer"
+                f"run {self.hello.run} waited {patience_s:.0f} s (learner.connect_timeout_s) for a server that "
+                f"another learner uses.{others} {'. '.join(busy)}. Raise learner.connect_timeout_s to wait longer"
             )
         handshakes_fail = any(member.link.handshakes_fail for member in self.members)
         keys = " and `keys` (the peer there rejects every handshake)" if handshakes_fail else ""
         return DeadlineExceeded(
-            f"no inference server answers at {self._places()} after {patience_s:.0f} s; start one "
-            f"with `inference-server run.toml`, check `endpoint{'s' * self.is_several}`{keys}, or raise learner.connect_timeout_s"
+            f"no inference server answers at {self._places()} after {patience_s:.0f} s; start one with "
+            f"`inference-server run.toml`, check `endpoint{'s' * self.is_several}`{keys}, or raise "
+            "learner.connect_timeout_s"
         )
 
     def in_words(self) -> str:
@@ -226,8 +227,8 @@ class Fleet:
 
     async def _keep(self, member: Member) -> None:
         member.task, member.link.on_lost = asyncio.current_task(), partial(self._lost, member)
-        member.link.on_draining = partial(self._drains, member)
-        member.link.on_busy = partial(self._must_wait, member)
+        member.link.on_draining = partial(self._note_draining, member)
+        member.link.on_busy = partial(self._note_busy, member)
         try:
             await member.link.run(partial(self._on_group, member), partial(self._welcomed, member))
         except* HandshakeRefused as refused:
@@ -244,7 +245,7 @@ class Fleet:
                 member for member in self.members if not member.is_gone or member.endpoint in endpoints
             )
             known = [member.endpoint for member in self.members]
-            await self._take_in([endpoint for endpoint in endpoints if endpoint not in known])
+            await self._add([endpoint for endpoint in endpoints if endpoint not in known])
             for member in self.members:
                 was_draining = member.is_draining
                 member.is_unlisted = member.endpoint not in endpoints
@@ -252,13 +253,13 @@ class Fleet:
                 if member.is_draining and not was_draining:
                     self.loop.spawn(self._drain(member))
 
-    async def _take_in(self, endpoints: Collection[str], in_place_of: Member | None = None) -> None:
+    async def _add(self, endpoints: Collection[str], in_place_of: Member | None = None) -> None:
         new = await self._open(endpoints)
         self.members = (*(member for member in self.members if member is not in_place_of), *new)
         for member in new:
             self.loop.spawn(self._keep(member))
 
-    def _drains(self, member: Member) -> None:
+    def _note_draining(self, member: Member) -> None:
         """Handle the notice of a server that it is draining."""
         self._note(member)
         if not self.is_connected:
@@ -284,8 +285,8 @@ class Fleet:
             if time.monotonic() > deadline:
                 if num_owed:
                     log.warning(
-                        "the server at %s still has %d pending groups after %g s (learner.drain_timeout_s); requesting them from "
-                        "other servers",
+                        "the server at %s still has %d pending groups after %g s (learner.drain_timeout_s); "
+                        "requesting them from other servers",
                         member.endpoint, num_owed, self._run.learner.drain_timeout_s,
                     )  # fmt: skip
                 break
@@ -295,9 +296,9 @@ class Fleet:
             self._leave(member)
             # A server that appears at this endpoint later is a new member, even if it is listed again
             # before the next read.
-            await self._take_in([] if member.is_unlisted else [member.endpoint], in_place_of=member)
+            await self._add([] if member.is_unlisted else [member.endpoint], in_place_of=member)
 
-    def _must_wait(self, member: Member, refused: Refused) -> None:
+    def _note_busy(self, member: Member, refused: Refused) -> None:
         message = f"the server at {member.endpoint} is not free: {refused.reason}"
         self.on_change(message)
         log.warning(

@@ -104,7 +104,7 @@ class ServerLink:
 
         A later server at this endpoint needs another link.
         """
-        self._has_said_farewell = self._has_left = False
+        self._has_sent_farewell = self._has_left = False
         self.on_draining: Callable[[], None] = _ignore
         """Called when the server announces its shutdown."""
         self._busy: tuple[Refused, float] | None = None
@@ -170,12 +170,12 @@ class ServerLink:
                 why = f"no message for {silent_s:.1f} s" if silent_s > DEAD_AFTER_S else "the connection broke"
                 if not self.is_draining:
                     log.warning("lost the server at %s (%s); waiting for it to return", self.endpoint, why)
-                self._lose()
+                self._mark_lost()
             if self._busy is not None and (not self._channel.is_up or self._channel.num_broken > self._num_broken):
                 self._hello_at = time.monotonic() + HEAD_START_S
             self._num_broken = self._channel.num_broken
-            if self._connected and self.is_draining and not self._has_said_farewell:
-                self._has_said_farewell = await self._try_send(Farewell(), HELLO_INTERVAL_S)
+            if self._connected and self.is_draining and not self._has_sent_farewell:
+                self._has_sent_farewell = await self._try_send(Farewell(), HELLO_INTERVAL_S)
             elif self._wants_welcome and time.monotonic() >= self._hello_at:
                 await self._try_send(self._hello, HELLO_INTERVAL_S)
             await asyncio.sleep(HELLO_INTERVAL_S)
@@ -189,8 +189,8 @@ class ServerLink:
         failed = self._channel.check_handshake() and not self._connected
         if failed and not self.handshakes_fail:
             log.warning(
-                "the peer at %s rejected the handshake; if this repeats, replace `server.pub` in `keys` with the key of this "
-                "server",
+                "the peer at %s rejected the handshake; if this repeats, replace `server.pub` in `keys` with the key "
+                "of this server",
                 self.endpoint,
             )
         self.handshakes_fail = failed or (self.handshakes_fail and not self._connected)
@@ -209,7 +209,7 @@ class ServerLink:
                     on_welcome(message)
                 case Group() | GroupFailed():
                     if isinstance(message, GroupFailed) and message.code == "draining":
-                        self._drains()  # the heartbeat that reports this may arrive later
+                        self._note_draining()  # the heartbeat that reports this may arrive later
                     on_group(message)
                 case _:
                     self._dispatch(message)
@@ -263,20 +263,20 @@ class ServerLink:
     def _pulsed(self, pulse: Pulse) -> None:
         if self._connected and self.welcome is not None and pulse.server_id != self.welcome.server_id:
             log.warning("the server at %s lost its engine and its weights; waiting for the next engine", self.endpoint)
-            self._lose()
+            self._mark_lost()
         now, before = time.monotonic(), self._last_pulse
         if before is not None and before[0].server_id == pulse.server_id:
             self.server_idle_frac = min(1.0, (pulse.idle_s - before[0].idle_s) / max(now - before[1], 1e-3))
         self._last_pulse = (pulse, now)
         if pulse.is_draining:
-            self._drains()
+            self._note_draining()
 
-    def _drains(self) -> None:
+    def _note_draining(self) -> None:
         if not self.is_draining:
             self.is_draining = True
             self.on_draining()
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         self._connected = False
         self.on_lost()
 
@@ -377,7 +377,7 @@ class ServerLink:
         A new handshake shows earlier than a timeout whether the server is alive.
         """
         if self._connected:
-            self._lose()
+            self._mark_lost()
 
     async def leave(self) -> None:
         """Notify the server, if possible, that the run is over, and send no more Hellos."""

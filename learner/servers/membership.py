@@ -58,7 +58,8 @@ class Membership:
                 endpoints = _of_name(place)
             case _:
                 raise ConfigError(
-                    f"endpoints_from = {self._source!r} is not a source; use file:PATH (one endpoint per line) or dns:NAME:PORT"
+                    f"endpoints_from = {self._source!r} is not a source; use file:PATH (one endpoint per line) or "
+                    "dns:NAME:PORT"
                 )
         if not endpoints:
             raise ConfigError(f"endpoints_from = {self._source!r} lists no server; add at least one endpoint")

@@ -169,8 +169,9 @@ class ParityProbe:
         if not mean_abs_logprob <= compared.bound:
             raise ParityError(
                 f"server and learner disagree: mean |Δ logprob| of {tokens} is {mean_abs_logprob:.2g}, the bound is "
-                f"{compared.bound:.2g} for {compared.description} (learner.parity.max_mean_abs_logprob). Check that the server "
-                f"at {endpoint} has the same model and temperature, and that its last weight sync loaded every tensor"
+                f"{compared.bound:.2g} for {compared.description} (learner.parity.max_mean_abs_logprob). Check that "
+                f"the server at {endpoint} has the same model and temperature, and that its last weight sync loaded "
+                "every tensor"
             )
 
 
@@ -198,8 +199,9 @@ def check_dtype(run: LearnerRun, member: Member, welcome: Welcome) -> None:
     """
     if welcome.dtype not in DTYPES:
         raise ConfigError(
-            f"the server at {member.endpoint} computes in {welcome.dtype} and this run in dtype = {run.dtype!r}; the allowed difference "
-            f"is known only for {' and '.join(DTYPES)}. Set server.dtype to one of them, or remove it"
+            f"the server at {member.endpoint} computes in {welcome.dtype} and this run in dtype = {run.dtype!r}; the "
+            f"allowed difference is known only for {' and '.join(DTYPES)}. Set server.dtype to one of them, or remove "
+            "it"
         )
     if welcome.dtype != run.dtype:
         log.info(
@@ -283,10 +285,11 @@ def check_identity(run: LearnerRun, probe: ParityProbe, member: Member, untouche
     bound = run.learner.parity.identity_bound(untouched.dtype) + NOISE_FACTOR * untouched.noise
     if not changed <= bound:
         raise ParityError(
-            f"the first weight sync sent the weights that the server at {member.endpoint} had already loaded, but its logprobs "
-            f"changed by {changed:.2g} (mean |Δ logprob| of fixed sequences); the bound is {bound:.2g} for {untouched.dtype} with a noise of {untouched.noise:.2g} "
-            "(learner.parity.max_identity_abs_logprob). Either vLLM loads this model differently the second time, or the model "
-            "files of server and learner differ; compare the files"
+            f"the first weight sync sent the weights that the server at {member.endpoint} had already loaded, but its "
+            f"logprobs changed by {changed:.2g} (mean |Δ logprob| of fixed sequences); the bound is {bound:.2g} for "
+            f"{untouched.dtype} with a noise of {untouched.noise:.2g} (learner.parity.max_identity_abs_logprob). "
+            "Either vLLM loads this model differently the second time, or the model files of server and learner "
+            "differ; compare the files"
         )
 
 

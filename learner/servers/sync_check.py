@@ -88,7 +88,7 @@ class SyncCheck:
         self._before: Before | None = None
         self._lock = threading.Lock()
         """Held while `ask_before` sends its requests."""
-        self._asked: Answers = {}
+        self._pending_answers: Answers = {}
         self._expected: Expected | None = None
         self._num_unanswered = 0
         """Number of consecutive unanswered checks."""
@@ -144,18 +144,20 @@ class SyncCheck:
         after the next sync.
         """
         self._expected = expected
-        self._asked = {} if expected is None else self._ask(expected.before.sequences, members, self._probe.patience_s)
+        self._pending_answers = (
+            {} if expected is None else self._ask(expected.before.sequences, members, self._probe.patience_s)
+        )
 
     def check(self) -> None:
         """Wait for the answers to `ask`, and compare them. Raises ParityError."""
-        asked, expected = self._asked, self._expected
-        self._asked, self._expected = {}, None
+        pending, expected = self._pending_answers, self._expected
+        self._pending_answers, self._expected = {}, None
         if expected is None:
             return
         started_at = time.monotonic()
-        self._wait(asked, self._probe.patience_s + WAIT_SLACK_S)
-        is_answered = bool(asked)
-        for place, answers in asked.items():
+        self._wait(pending, self._probe.patience_s + WAIT_SLACK_S)
+        is_answered = bool(pending)
+        for place, answers in pending.items():
             before_T = _answer_before(expected.before, place)
             scores = _results(answers, place, expected.version)
             if scores is not None:
@@ -174,8 +176,9 @@ class SyncCheck:
         self._num_unanswered = 0 if is_answered else self._num_unanswered + 1
         if self._num_unanswered == MAX_UNANSWERED:
             log.warning(
-                "%d weight syncs in a row could not be checked: a server did not score the texts of the step both before and after "
-                "them. Raise learner.push.patience_s, or set learner.parity.every_steps = 0 to disable the check",
+                "%d weight syncs in a row could not be checked: a server did not score the texts of the step both "
+                "before and after them. Raise learner.push.patience_s, or set learner.parity.every_steps = 0 to "
+                "disable the check",
                 MAX_UNANSWERED,
             )  # fmt: skip
 
@@ -202,10 +205,11 @@ class SyncCheck:
         if unchanged_frac == 1:
             where = f"replica {replica} of the server" if len(replicas(member)) > 1 else "the server"
             raise ParityError(
-                f"the weights of version {expected.version} did not arrive in the engine of {where} at {member.endpoint}: they changed "
-                f"the logprobs of {num_changed} tokens on the learner (by {float(ours_T.abs().mean()):.1e} on average), but 100% of "
-                "these logprobs are exactly as before on the server, although it reports the new version. Restart that server, "
-                "and continue with --resume. If this repeats, vLLM does not load this model's weights correctly"
+                f"the weights of version {expected.version} did not arrive in the engine of {where} at "
+                f"{member.endpoint}: they changed the logprobs of {num_changed} tokens on the learner (by "
+                f"{float(ours_T.abs().mean()):.1e} on average), but 100% of these logprobs are exactly as before on "
+                "the server, although it reports the new version. Restart that server, and continue with --resume. "
+                "If this repeats, vLLM does not load this model's weights correctly"
             )
 
     def _wait(self, answers: Answers, timeout_s: float) -> None:
@@ -228,7 +232,7 @@ class SyncCheck:
 def _answer_before(before: Before, place: Place) -> torch.Tensor | None:
     """Return the logprobs that a server gave before the sync.
 
-    None if it was not asked, was too late, or had another version.
+    None if no request was sent, or if the answer was too late or had another version.
     """
     answers = before.answers.get(place, [])
     if not answers or not all(one.done() and not one.cancelled() and one.exception() is None for one in answers):

@@ -77,14 +77,14 @@ class Stragglers:
             return share.failure
         if self._first_at is not None and now - self._first_at > self._patience_s:
             return (
-                f"another server had the version {self._patience_s:g} s earlier (learner.push.patience_s); this server gets its "
-                "own weight sync"
+                f"another server had the version {self._patience_s:g} s earlier (learner.push.patience_s); this "
+                "server gets its own weight sync"
             )
         moved_at = max(self._began_at, push.moved_at, share.moved_at)
         if self._others_serve and now - moved_at > self._patience_s:
             return (
-                f"it has made no progress for {self._patience_s:g} s (learner.push.patience_s), and the other servers do not wait; "
-                "it gets another weight sync"
+                f"it has made no progress for {self._patience_s:g} s (learner.push.patience_s), and the other servers "
+                "do not wait; it gets another weight sync"
             )
         return None
 
@@ -129,8 +129,8 @@ class WeightSync:
 
     def holders(self, version: int | None = None) -> list[Member]:
         """Return the servers that have this version, or any version of this run."""
-        had = {member: self._push_of(member).version for member in self._fleet.connected()}
-        return [member for member, has in had.items() if has is not None and version in (None, has)]
+        versions = {member: self._push_of(member).version for member in self._fleet.connected()}
+        return [member for member, held in versions.items() if held is not None and version in (None, held)]
 
     def joiners(self) -> list[Member]:
         """Return the servers without the newest weights that are due for their own sync."""
@@ -231,8 +231,8 @@ class WeightSync:
                 return None
             attempt += not failures or any(not member.is_draining for member in failures)
         raise PushError(
-            f"the weight sync of version {version} failed in {self._config.max_attempts} attempts (learner.push.max_attempts); "
-            f"the last error: {reason}"
+            f"the weight sync of version {version} failed in {self._config.max_attempts} attempts "
+            f"(learner.push.max_attempts); the last error: {reason}"
         )
 
     def _due(self, version: int, members: list[Member] | None) -> list[Member]:

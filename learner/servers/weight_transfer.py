@@ -173,7 +173,7 @@ class ServerPush:
             if isinstance(cause, PushIncomplete):
                 raise cause from effect
             if cause is not None:
-                raise PushError(f"{cause}; the transfer ended in {effect}") from cause
+                raise PushError(f"{cause}; the transfer failed: {effect}") from cause
             raise
 
     def _join(self, epoch: Epoch, done: Future[PushDone]) -> Collective:
