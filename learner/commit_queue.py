@@ -19,7 +19,7 @@ class CommitQueue(Generic[T]):
     def __init__(self, commit: Callable[[list[T]], Awaitable[None]]) -> None:
         self._commit = commit
         self._waiting: list[T] = []
-        self._has_come = asyncio.Event()
+        self._has_items = asyncio.Event()
 
     def __len__(self) -> int:
         """Return the number of items that wait for the next commit."""
@@ -27,12 +27,12 @@ class CommitQueue(Generic[T]):
 
     def put(self, item: T) -> None:
         self._waiting.append(item)
-        self._has_come.set()
+        self._has_items.set()
 
     async def run(self) -> None:
         """Commit items until canceled. Raises what `commit` raises."""
         while True:
-            await self._has_come.wait()
-            self._has_come.clear()
+            await self._has_items.wait()
+            self._has_items.clear()
             batch, self._waiting = self._waiting, []
             await self._commit(batch)

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 WAIT_SLICE_S = 0.5
-LOOK_EVERY_S = 0.05
+POLL_INTERVAL_S = 0.05
 """Polling interval while waiting for an evaluation."""
 WAITING_NOTE_S = 15.0
 CHECKED_TOKENS = {"min_tokens": 64, "max_tokens": 256}
@@ -96,7 +96,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         with ExitStack() as cleanup:
             timeline = Timeline(run_dir.timeline)
             cleanup.callback(timeline.close)
-            timeline.note(f"the learner goes on after step {version}" if run_dir.has_begun else "the run begins")
+            timeline.note(f"the learner resumed after step {version}" if run_dir.has_begun else "the run started")
             ledger = Ledger(run_dir.ledger)
             cleanup.callback(ledger.close)
             ledger.rewind(version)
@@ -189,7 +189,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 raise self.fleet.no_server()
             self.fleet.on_wait()
             if is_held := self.evaluations.holds:
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_INTERVAL_S)
             groups = None if is_held else self.rollouts.take(version, WAIT_SLICE_S)
             if groups is not None:
                 if any(group.newest_version >= version for group in groups):
@@ -249,7 +249,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.log.sample(step, groups[0], self.run_inputs.tokenizer, lambda: self._columns_of(groups[0]))
         if all(reward is None for group in groups for reward in group.rewards_G):
             log.warning(
-                "step %d: no completion could be scored: every reward function gave None (or was too slow)", step
+                "no completion of step %d could be scored: every reward function returned None or timed out", step
             )
         self.parity.check_fresh(of_servers)
 
@@ -264,11 +264,11 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.pusher.wait()
         self.sync_check.check()
         if not interrupt.requested and not self.evaluations.is_over():
-            log.info("the last step is done; waiting for the evaluation (an interrupt leaves it to --resume)")
+            log.info("waiting for the evaluation after the last step (an interrupt leaves it to --resume)")
         while not interrupt.requested and not self.evaluations.is_over():
             self._sync_joiners(version)
             self.fleet.on_wait()
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
         self.log.amend(self.evaluations.take_metrics())
         self.fleet.is_over = not interrupt.requested
 
@@ -340,7 +340,7 @@ def check_fits(run_inputs: RunInputs, member: Member) -> None:
     """
     run, welcome = run_inputs.run, member.welcome
     if welcome is None:
-        raise ServerLost(f"the server at {member.endpoint} went away before it was looked at")
+        raise ServerLost(f"the server at {member.endpoint} disconnected before it was checked")
     check_dtype(run, member, welcome)
     check_server_rope(
         run_inputs.model_config, run.server.get("max_model_len"), welcome.max_model_len, endpoint=member.endpoint
@@ -348,13 +348,14 @@ def check_fits(run_inputs: RunInputs, member: Member) -> None:
     max_episode_tokens = run.learner.environment.max_episode_tokens or 0
     if max_episode_tokens > welcome.max_model_len:
         raise ConfigError(
-            f"learner.environment.max_episode_tokens = {max_episode_tokens} is more than the {welcome.max_model_len} of the server at "
-            f"{member.endpoint}; lower it, or raise server.max_model_len"
+            f"learner.environment.max_episode_tokens = {max_episode_tokens} is more than max_model_len = "
+            f"{welcome.max_model_len} of the server at {member.endpoint}; lower it, or raise server.max_model_len"
         )
     row, num_tokens = run_inputs.prompts.longest()
     max_tokens = run.learner.sampling.max_tokens
     if num_tokens + max_tokens > welcome.max_model_len:
         raise DataError(
-            f"the prompt in row {row} has {num_tokens} tokens; with learner.sampling.max_tokens = {max_tokens} that is more "
-            f"than the {welcome.max_model_len} of the server at {member.endpoint}. Raise server.max_model_len, lower max_tokens or filter the data"
+            f"the prompt in row {row} has {num_tokens} tokens; with learner.sampling.max_tokens = {max_tokens}, this is more "
+            f"than max_model_len = {welcome.max_model_len} of the server at {member.endpoint}. Raise server.max_model_len, "
+            "lower learner.sampling.max_tokens, or filter the data"
         )

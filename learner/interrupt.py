@@ -40,4 +40,4 @@ class Interrupt:
                 raise KeyboardInterrupt
             return
         self.requested = True
-        log.warning("stopping after this step, with a checkpoint; once more to stop now")
+        log.warning("stopping after this step, with a checkpoint (interrupt again to stop now)")

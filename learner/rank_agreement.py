@@ -40,7 +40,7 @@ def decide_on_rank_0(accelerator: Accelerator, decide: Callable[[], T], kind: An
         return decide()
     if not accelerator.is_main_process:
         if not (sent := broadcast_bytes(accelerator, b"")):
-            raise RankFailed("rank 0 of this learner has stopped with an error; its log says which")
+            raise RankFailed("rank 0 of this learner has stopped with an error; see its log")
         return msgspec.msgpack.decode(sent, type=kind)
     encoded = b""
     try:
@@ -119,13 +119,13 @@ def _differs(key: str, flat: Sequence[dict[str, Any]]) -> bool:
 def _describe(key: str, flat: Sequence[dict[str, Any]]) -> str:
     ranks_of: dict[str, list[str]] = defaultdict(list)
     for rank, view in enumerate(flat):
-        value = _told(view[key]) if key in view else ABSENT
+        value = _format(view[key]) if key in view else ABSENT
         ranks_of[value].append(str(rank))
     return f"{key} is " + " and ".join(
         f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" for value, ranks in ranks_of.items()
     )
 
 
-def _told(value: Any) -> str:
+def _format(value: Any) -> str:
     is_infinite = isinstance(value, float) and not math.isfinite(value)
     return str(value) if is_infinite else msgspec.json.encode(value).decode()

@@ -72,8 +72,8 @@ class Lost(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} of this learner ({self.process}) has died, so all its ranks end; if it did not say why itself, it was "
-            "killed, maybe because memory ran out (dmesg on that node tells). Go on from the last checkpoint with --resume"
+            f"rank {self.rank} of this learner ({self.process}) has died, so all its ranks stop. If it logged no error, it was "
+            "killed, maybe because memory ran out (see dmesg on that node). Continue from the last checkpoint with --resume"
         )
 
 
@@ -107,7 +107,7 @@ class RankWatch:
         if not isinstance(error, SlipstreamError) and COLLECTIVE_FAILED.search(str(error)):
             reason = str(error).splitlines()[0]
             error = RankFailed(
-                "another rank of this learner has stopped or hangs; its log says more. If it was only slow, raise "
+                "another rank of this learner has stopped or hangs; see its log. If it was only slow, raise "
                 f"learner.rank_timeout_s ({reason})"
             )
         if isinstance(error, SlipstreamError):
@@ -134,7 +134,7 @@ class RankWatch:
                 connection.close()
 
     @property
-    def _is_to_tell(self) -> bool:
+    def _reports_loss(self) -> bool:
         """True if this rank reports the lost rank.
 
         Rank 0 reports it. If rank 0 is lost, the first remaining rank of each node does.
@@ -164,7 +164,7 @@ class RankWatch:
             connection = socket.create_connection((host, port), MEET_S)
         except OSError as error:
             log.warning(
-                "rank %d cannot reach rank 0 at %s, port %d (%s): if one of the two dies, the other learns it only after "
+                "rank %d cannot reach rank 0 at %s, port %d (%s): if one of the two dies, the other detects it only after "
                 "learner.rank_timeout_s", self._rank, host, port, error,
             )  # fmt: skip
             return
@@ -179,7 +179,7 @@ class RankWatch:
                     connection.settimeout(MEET_S)
                     self._begin(connection, greeting)
             except TimeoutError:
-                log.debug("%d ranks have not come to be watched", self._num_ranks - 1 - len(self._connections))
+                log.debug("%d ranks have not connected to rank 0", self._num_ranks - 1 - len(self._connections))
 
     def _begin(self, connection: socket.socket, greeting: Greeting) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -218,7 +218,7 @@ class RankWatch:
             if self._rank == 0:
                 for connection in self._connections:
                     _send(connection, lost)
-        if self._is_to_tell:
+        if self._reports_loss:
             print(f"error: {lost}", file=sys.stderr, flush=True)
         self._has_news.set()
         time.sleep(END_S)

@@ -54,7 +54,7 @@ class RunInputs:
         try:
             return shape_of(config)
         except Exception as error:  # transformers configs vary; a failed estimate must not stop a run
-            log.warning("the memory that %s needs is not known: %s: %s", self.run.model, type(error).__name__, error)
+            log.warning("cannot estimate the memory needs of %s (%s: %s)", self.run.model, type(error).__name__, error)
             return None
 
     @cached_property
@@ -102,6 +102,6 @@ class RunInputs:
             return
         log.info(of_dtype(run.dtype).text)
         log.info(
-            "%s parameters; the learner needs about %s; a server of one worker %s, and %.0f KiB for each token in flight",
+            "%s parameters; the learner needs about %s; a server with one worker %s, and %.0f KiB per token in flight",
             f"{shape.num_parameters:,}", told(memory), told(server_memory(shape, run)), kv_bytes_per_token(shape, run) / 1024,
         )  # fmt: skip

@@ -66,7 +66,11 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         version = load_checkpoint(trainer, checkpoint).version if checkpoint else 0
         trainer.set_kl_coef(version, None)
         if version >= config.steps and not decide_on_rank_0(accelerator, lambda: is_owed(run, version), bool):
-            log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
+            log.warning(
+                "nothing to do: the run is at step %d, learner.steps = %d; raise it to train further",
+                version,
+                config.steps,
+            )
             return run_dir.path if run_dir else None
         published = trainer.published
         controller = (

@@ -62,7 +62,7 @@ def assert_the_story_is_told(run: LearnerRun, endpoints: Sequence[str]) -> None:
     """In the timeline and on the page that a user reads, in its order."""
     first, second, third = endpoints
     story = [
-        "the run begins",
+        "the run started",
         f"the server at {third}: joining → syncing",
         f"the server at {third}: syncing → ready",
         f"the server at {first}: ready → joining",

@@ -102,15 +102,15 @@ def calls_of(message: Message) -> list[Call]:
 def _call(function: Any) -> Call:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise Unreadable(f"{function!r} is called, expected an object with name and arguments")
+        raise Unreadable(f"the call {function!r} is not an object with name and arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = storable(json.loads(arguments))
         except (ValueError, RecursionError, OverflowError) as error:
-            raise Unreadable(f"the arguments of {name} are no JSON: {error}") from error
+            raise Unreadable(f"the arguments of {name} are not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise Unreadable(f"the arguments of {name} are {arguments!r}, expected an object")
+        raise Unreadable(f"the arguments of {name} are {arguments!r}; expected an object")
     return Call(name, arguments)
 
 
@@ -137,12 +137,13 @@ def renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
     if name in NO_FORMATS:
-        raise ConfigError(f"{key} names no format; say which, such as 'qwen3.5', or leave the key out")
+        raise ConfigError(f"{key} is not a format; set it to one, such as 'qwen3.5', or remove the key")
     try:
         return create_renderer(tokenizer, config)
     except (AssertionError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{key} does not fit the tokenizer of {tokenizer.name_or_path!r}: {error}; name the format of this model, or leave the key out"
+            f"{key} does not fit the tokenizer of {tokenizer.name_or_path!r}: {error}; set it to the format of this model, or "
+            "remove the key"
         ) from error
 
 
@@ -164,7 +165,7 @@ def read_by_renderer(
     read = renderer_of(tokenizer, name).parse_response(token_ids, tools=functions, prompt_ids=prompt)
     for call in read.tool_calls:
         if call.status not in readable:
-            raise ValueError(f"{call.raw!r} is no call ({call.status.value})")
+            raise ValueError(f"{call.raw!r} is not a valid call ({call.status.value})")
     message: Message = {"role": "assistant", "content": read.content}
     if read.reasoning_content is not None:
         message["reasoning_content"] = read.reasoning_content
@@ -186,21 +187,22 @@ def check_calls(template: ChatTemplate) -> None:
         prompt, turn = _written(template, call)
     except DataError as error:
         raise ConfigError(
-            f"the policy cannot call tools: the chat template of {_name(template)} takes no message with a call: {error}. Use a model whose "
-            "template has tools"
+            f"the policy cannot call tools: the chat template of {_name(template)} cannot render a message with a call: "
+            f"{error}. Use a model whose template supports tools"
         ) from error
     text = template.tokenizer.decode(turn)
     if call.name not in text:
         log.warning(
-            "the chat template of %s does not show calls: one of %s is %r. A policy is told of its tools by the prompt alone, and nobody knows "
-            "whether its calls will be read", _name(template), call.name, text,
+            "the chat template of %s does not render calls: one of %s is %r. The policy learns of its tools only from the "
+            "prompt, and its calls may be unreadable", _name(template), call.name, text,
         )  # fmt: skip
         return
     problem = _problem(template, prompt, turn, call)
     if problem is not None:
         raise ConfigError(
-            f"calls of tools would not be read: the chat template of {_name(template)} writes a call of {call.name} as {text!r}, and with "
-            f"learner.environment.renderer = {template.renderer!r} {problem}; {_remedy(template, prompt, turn, call)}"
+            f"tool calls would be unreadable: the chat template of {_name(template)} writes a call of {call.name} as {text!r}, "
+            f"but with learner.environment.renderer = {template.renderer!r} {problem}; "
+            f"{_remedy(template, prompt, turn, call)}"
         )
 
 
@@ -208,13 +210,13 @@ def _remedy(template: ChatTemplate, prompt: list[int], turn: list[int], call: Ca
     try:
         formats = _formats()
     except ModuleNotFoundError:
-        return f"the package renderers knows more formats: {install_command('renderers')}, and name one with that key"
+        return f"the package renderers has more formats: {install_command('renderers')}, and set that key to one"
     fitting = [name for name in formats if _fits(template, name, prompt, turn, call)]
     if fitting:
         return f"set that key to {' or '.join(map(repr, fitting))}"
     return (
-        f"none of the formats that were tried reads it ({', '.join(NOT_TRIED)} were not); name another with that key, take another model, or play "
-        "with an agent (learner.environment.agent), which reads calls itself"
+        f"none of the tested formats reads it (not tested: {', '.join(NOT_TRIED)}); set that key to another format, use "
+        "another model, or use an agent (learner.environment.agent), which reads calls itself"
     )
 
 
@@ -234,13 +236,13 @@ def _written(template: ChatTemplate, call: Call) -> tuple[list[int], list[int]]:
     The turn includes the token that ends it.
 
     Raises:
-        DataError: If the template takes no message with a call.
+        DataError: If the template cannot render a message with a call.
     """
     function = {"name": call.name, "arguments": call.arguments}
     calls = {"content": "", "tool_calls": [{"id": "call00001", "type": "function", "function": function}]}
     whole, other = (
-        template.token_ids([*QUESTION, {"role": "assistant"} | said], opens_turn=False)
-        for said in (calls, {"content": "Q"})
+        template.token_ids([*QUESTION, {"role": "assistant"} | answer], opens_turn=False)
+        for answer in (calls, {"content": "Q"})
     )
     start = num_shared(whole, other)
     ends = [place for place in range(start, len(whole)) if template.is_end(whole[place])]
@@ -251,10 +253,10 @@ def _problem(template: ChatTemplate, prompt: list[int], turn: list[int], call: C
     try:
         read = calls_of(read_answer(template, prompt, turn))
     except Unreadable as error:
-        return f"nobody can read it ({error})"
+        return f"it cannot be parsed ({error})"
     if [one.name for one in read] == [call.name]:
         return None
-    return f"it is read as {', '.join(f'{one.name}({one.arguments})' for one in read)}" if read else "no call is read"
+    return f"it is read as {', '.join(f'{one.name}({one.arguments})' for one in read)}" if read else "no call is found"
 
 
 def _formats() -> list[str]:

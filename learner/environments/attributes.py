@@ -25,13 +25,16 @@ class Remembered:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"the environment has no {name!r} here: the instance lives in another process. What comes of it is its public "
-            f"attributes that are plain data (numbers, texts, lists, dicts, None), up to {MAX_BYTES >> 20} MiB, and no methods; of this "
-            f"one: {', '.join(vars(self)) or 'nothing'}. Keep what the reward needs in such an attribute, or return it from get_reward"
+            f"the environment has no {name!r} here: the instance lives in another process. Only its public attributes that "
+            f"are plain data (numbers, texts, lists, dicts, None), up to {MAX_BYTES >> 20} MiB, are available, and no methods; "
+            f"for this instance: {', '.join(vars(self)) or 'none'}. Keep what the reward needs in such an attribute, or return "
+            "it from get_reward"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{name!r} cannot be set: the environment lives in another process, this is what it held")
+        raise AttributeError(
+            f"{name!r} cannot be set: this is a copy of an environment that lives in another process; set it there"
+        )
 
 
 def attributes_of(instance: Any) -> dict[str, Any]:
@@ -73,10 +76,10 @@ def _plain(value: Any, depth: int) -> Any:
             return [_plain(item, depth - 1) for item in value]
         case dict():
             return {_plain_key(key): _plain(item, depth - 1) for key, item in value.items()}
-    raise TypeError(f"{type(value).__name__} is no plain data")
+    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def _plain_key(key: Any) -> str | int:
     if not isinstance(key, str | int):
-        raise TypeError(f"a key of type {type(key).__name__} is no plain data")
+        raise TypeError(f"a key of type {type(key).__name__} is not plain data")
     return key

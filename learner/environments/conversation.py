@@ -32,8 +32,8 @@ class TextConversation:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
 
-    def begin(self, said: StepResult) -> NextPrompt:
-        return self.hear([said])
+    def begin(self, result: StepResult) -> NextPrompt:
+        return self.hear([result])
 
     @property
     def messages(self) -> list[Message]:
@@ -46,8 +46,8 @@ class TextConversation:
         """Return the turn as a command. `prompt`: all tokens before the turn."""
         return [Turn(self._template.spoken(token_ids))]
 
-    def hear(self, said: list[StepResult]) -> NextPrompt:
-        text = "".join(one.text for one in said)
+    def hear(self, results: list[StepResult]) -> NextPrompt:
+        text = "".join(one.text for one in results)
         return NextPrompt(self._template.tokenizer.encode(text, add_special_tokens=False) if text else [])
 
 
@@ -65,12 +65,12 @@ class ChatConversation:
         self._recorded: list[int] = []
         """All tokens up to the end of the last turn."""
 
-    def begin(self, said: StepResult) -> NextPrompt:
+    def begin(self, result: StepResult) -> NextPrompt:
         """Append the response to reset to the last message."""
-        if not said.text:
+        if not result.text:
             return NextPrompt([])
         last = self._messages[-1]
-        self._messages[-1] = last | {"content": _joined(last["content"], said.text)}
+        self._messages[-1] = last | {"content": _joined(last["content"], result.text)}
         return NextPrompt(self._template.prompt_ids(self._messages), begins_branch=True)
 
     def orders(self, prompt: list[int], token_ids: list[int]) -> list[Call]:
@@ -119,23 +119,23 @@ class ChatConversation:
         """Record the last turn as text, without parsing it."""
         self._say({"role": "assistant", "content": self._template.spoken(token_ids)})
 
-    def hear(self, said: list[StepResult]) -> NextPrompt:
+    def hear(self, results: list[StepResult]) -> NextPrompt:
         """Return the tokens of the tools' answers, which are in the order of the calls.
 
         The last calls have no answer if the environment was done before.
         """
         answers = [
             {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": self._template.harmless(one.text)}
-            for call, call_id, one in zip(self._calls, self._call_ids, said, strict=False)
+            for call, call_id, one in zip(self._calls, self._call_ids, results, strict=False)
         ]
-        heard = continued(self._template, self._messages, answers, self._recorded)
+        prompt = continued(self._template, self._messages, answers, self._recorded)
         self._messages += answers
-        return heard
+        return prompt
 
 
 def continued(
     template: ChatTemplate,
-    said: Sequence[Message],
+    old: Sequence[Message],
     new: Sequence[Message],
     recorded: list[int],
     stops: Sequence[str] = (),
@@ -148,7 +148,7 @@ def continued(
     Raises:
         DataError: If the template cannot render the messages.
     """
-    rendered = template.token_ids([*said, *new])
+    rendered = template.token_ids([*old, *new])
     end = _reach(template, rendered, recorded, stops)
     return NextPrompt(rendered, begins_branch=True) if end is None else NextPrompt(rendered[end:])
 

@@ -57,8 +57,8 @@ class Gateway:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
             raise ConfigError(
-                f"learner.environment.gateway_host = {host!r}, gateway_port = {port}: {error}; name an address of this machine and a port "
-                "that is free, or 0"
+                f"learner.environment.gateway_host = {host!r}, gateway_port = {port}: {error}; set gateway_host to an address "
+                "of this machine, and gateway_port to a free port or 0"
             ) from error
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{self._runner.addresses[0][1]}/v1"
 
@@ -85,12 +85,12 @@ class Gateway:
         stops = stops_of(body, sampling)
         messages, prompt = session.places.of_chat(template, read_messages(body.messages))
         turn = await session.turn(prompt, max_tokens_of(body, sampling), stops)
-        said = self._read(template, turn, stops)
-        check_is_heard(request)
+        message = self._read(template, turn, stops)
+        check_connected(request)
         session.record(turn)
-        session.num_calls += len(said.get("tool_calls", ()))
-        session.places.add_chat(template, [*messages, said], [*turn.prompt, *turn.token_ids], stops)
-        return await answered(request, chat_reply(turn, said, body, self._model, template), body)
+        session.num_calls += len(message.get("tool_calls", ()))
+        session.places.add_chat(template, [*messages, message], [*turn.prompt, *turn.token_ids], stops)
+        return await answered(request, chat_reply(turn, message, body, self._model, template), body)
 
     async def _text(self, request: web.Request) -> web.StreamResponse:
         session, sampling = self._session_of(request), self._config.sampling
@@ -98,12 +98,12 @@ class Gateway:
         stops = stops_of(body, sampling)
         prompt, before = self._text_prompt(session, body)
         turn = await session.turn(prompt, max_tokens_of(body, sampling), stops)
-        said = self._template.spoken(turn.token_ids)
-        check_is_heard(request)
+        text = self._template.spoken(turn.token_ids)
+        check_connected(request)
         session.record(turn)
         if before is not None:
-            session.places.add_text(before + said, [*turn.prompt, *turn.token_ids])
-        return await answered(request, text_reply(turn, cut_at(said, stops), body, self._model), body)
+            session.places.add_text(before + text, [*turn.prompt, *turn.token_ids])
+        return await answered(request, text_reply(turn, cut_at(text, stops), body, self._model), body)
 
     def _body(self, kind: type[AnyBody], content: bytes) -> AnyBody:
         """Parse and check a request's body. Raises Refused if it is not accepted."""
@@ -142,7 +142,10 @@ class Gateway:
             return session.places.of_text(self._template, prompt), prompt
         size = len(self._template.tokenizer)
         if not all(isinstance(token, int) and 0 <= token < size for token in prompt):
-            raise Refused(f"prompt is neither one text nor one list of tokens from 0 to {size - 1}", parameter="prompt")
+            raise Refused(
+                f"prompt is neither one text nor one list of token ids from 0 to {size - 1}; send one prompt per request",
+                parameter="prompt",
+            )
         return prompt, None
 
     def _read(self, template: ChatTemplate, turn: Turn, stops: tuple[str, ...]) -> Message:
@@ -177,13 +180,13 @@ async def refusals(request: web.Request, handler: Handler) -> web.StreamResponse
     return web.json_response(refused.body, status=refused.status, headers=NO_RETRY)
 
 
-def check_is_heard(request: web.Request) -> None:
+def check_connected(request: web.Request) -> None:
     """Raise Refused if the agent has disconnected.
 
     The agent would otherwise act on another answer than the recorded one.
     """
     if request.transport is None or request.transport.is_closing():
-        raise Refused("nobody waits for the answer", code="gone", status=499)
+        raise Refused("the client has disconnected", code="gone", status=499)
 
 
 async def answered(request: web.Request, reply: Reply, body: Body) -> web.StreamResponse:

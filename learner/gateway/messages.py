@@ -33,11 +33,11 @@ def read_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
 
 def spoken(content: str, reasoning: str | None, calls: Sequence[Call], turn_id: str) -> Message:
     """Return a turn of the policy in the same form."""
-    said: Message = {"role": "assistant", "content": content}
+    message: Message = {"role": "assistant", "content": content}
     if reasoning:
-        said[REASONING] = reasoning
+        message[REASONING] = reasoning
     if calls:
-        said["tool_calls"] = [
+        message["tool_calls"] = [
             {
                 "id": f"call_{turn_id}_{number}",
                 "type": "function",
@@ -45,21 +45,21 @@ def spoken(content: str, reasoning: str | None, calls: Sequence[Call], turn_id: 
             }
             for number, call in enumerate(calls)
         ]
-    return said
+    return message
 
 
-def starts_with(messages: Sequence[Message], said: Sequence[Message]) -> bool:
-    return len(messages) >= len(said) and all(map(_is_same, messages, said))
+def starts_with(messages: Sequence[Message], recorded: Sequence[Message]) -> bool:
+    return len(messages) >= len(recorded) and all(map(_is_same, messages, recorded))
 
 
-def _is_same(message: Message, said: Message) -> bool:
+def _is_same(message: Message, recorded: Message) -> bool:
     """Return whether a message equals a recorded one.
 
     Clients add a name and strip the policy's text. This changes nothing, because the recorded tokens are
     used.
     """
     return _essence(message) == _essence(
-        {key: value for key, value in said.items() if key != REASONING or key in message}
+        {key: value for key, value in recorded.items() if key != REASONING or key in message}
     )
 
 
@@ -90,14 +90,14 @@ def _text(content: Any, where: str) -> str:
         return content or ""
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise Refused(f"the content of {where} holds what is no text; expected texts alone", parameter="messages")
+        raise Refused(f"the content of {where} has parts that are not text; send text parts only", parameter="messages")
     return "".join(part["text"] for part in parts)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(f"{where} has a tool call without a function's name", parameter="messages")
+        raise Refused(f"{where} has a tool call without a function name; add one", parameter="messages")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         # The policy sees its own malformed JSON unchanged.
@@ -108,7 +108,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         storable(read)
     except (ValueError, OverflowError, RecursionError) as error:
         raise Refused(
-            f"{where} has a tool call that cannot be kept ({error}); send its arguments as JSON's text",
+            f"{where} has a tool call that cannot be stored ({error}); send its arguments as JSON text",
             parameter="messages",
         ) from error
     return {"id": call["id"], **read} if call.get("id") else read

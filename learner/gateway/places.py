@@ -20,7 +20,7 @@ Form = tuple[Any, Any]
 """Rendering options of a conversation besides its messages: tools and template arguments."""
 
 
-class SaidChat(msgspec.Struct, frozen=True, eq=False):
+class RecordedChat(msgspec.Struct, frozen=True, eq=False):
     """A conversation that ends with a turn."""
 
     messages: list[Message]
@@ -30,7 +30,7 @@ class SaidChat(msgspec.Struct, frozen=True, eq=False):
     """Texts at which the turn may have ended. The turn contains none of them."""
 
 
-class SaidText(msgspec.Struct, frozen=True, eq=False):
+class RecordedText(msgspec.Struct, frozen=True, eq=False):
     """A text that ends with a turn."""
 
     text: str
@@ -45,8 +45,8 @@ class Places:
     """Places of one episode."""
 
     def __init__(self) -> None:
-        self._chats: list[SaidChat] = []
-        self._texts: list[SaidText] = []
+        self._chats: list[RecordedChat] = []
+        self._texts: list[RecordedText] = []
 
     @property
     def last_messages(self) -> list[Message]:
@@ -65,8 +65,8 @@ class Places:
             return list(messages), template.token_ids(messages)
         place = max(reversed(extended), key=lambda one: len(one.messages))
         new = messages[len(place.messages) :]
-        heard = continued(template, place.messages, new, place.token_ids, place.stops)
-        token_ids = heard.token_ids if heard.begins_branch else [*place.token_ids, *heard.token_ids]
+        prompt = continued(template, place.messages, new, place.token_ids, place.stops)
+        token_ids = prompt.token_ids if prompt.begins_branch else [*place.token_ids, *prompt.token_ids]
         return [*place.messages, *new], token_ids
 
     def of_text(self, template: ChatTemplate, text: str) -> list[int]:
@@ -82,10 +82,10 @@ class Places:
         self, template: ChatTemplate, messages: list[Message], token_ids: list[int], stops: tuple[str, ...]
     ) -> None:
         """Add a conversation that ends with a turn, and all of its tokens."""
-        self._chats.append(SaidChat(messages, form_of(template), token_ids, stops))
+        self._chats.append(RecordedChat(messages, form_of(template), token_ids, stops))
 
     def add_text(self, text: str, token_ids: list[int]) -> None:
-        self._texts.append(SaidText(text, token_ids))
+        self._texts.append(RecordedText(text, token_ids))
 
 
 def form_of(template: ChatTemplate) -> Form:

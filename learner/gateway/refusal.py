@@ -28,7 +28,7 @@ class Refused(Exception):
 
 def unknown_key() -> Refused:
     return Refused(
-        "the API key is that of no episode; expected the one that the agent was given (api_key, or OPENAI_API_KEY), unchanged",
+        "the API key belongs to no episode; use the agent's key unchanged (api_key, or OPENAI_API_KEY)",
         code="invalid_api_key",
         status=401,
     )
@@ -36,7 +36,7 @@ def unknown_key() -> Refused:
 
 def episode_over(state: str) -> Refused:
     return Refused(
-        f"the episode is over ({state}); what its agent left running can ask nothing more",
+        f"the episode is over ({state}); send no more requests for it",
         code="episode_over",
         status=410,
     )

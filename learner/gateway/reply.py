@@ -23,17 +23,17 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 def chat_reply(turn: Turn, message: Message, body: Body, model: str, template: ChatTemplate) -> Reply:
     calls = message.get("tool_calls")
-    told: Message = {"role": "assistant", "content": message["content"] or (None if calls else "")}
+    sent: Message = {"role": "assistant", "content": message["content"] or (None if calls else "")}
     if REASONING in message:
-        told[REASONING] = message[REASONING]
+        sent[REASONING] = message[REASONING]
     if calls:
-        told["tool_calls"] = [
+        sent["tool_calls"] = [
             call
             | {"function": {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}}
             for call in calls
         ]
     reason = "tool_calls" if calls else turn.completion.finish_reason
-    choice: dict[str, Any] = {"index": 0, "message": told, "finish_reason": reason, "logprobs": None}
+    choice: dict[str, Any] = {"index": 0, "message": sent, "finish_reason": reason, "logprobs": None}
     if body.logprobs:
         choice["logprobs"] = {"content": _logprobs(turn, template), "refusal": None}
     return _reply("chat.completion", "chatcmpl", turn, choice, body, model)

@@ -59,17 +59,17 @@ FIXED: dict[str, Any] = {
     "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None, "guided_grammar": None,
 }  # fmt: skip
 """Keys with the only value that the run accepts."""
-LEAVE_OUT = "leave it out, or have it left out with learner.environment.override_sampling = true"
+OMIT = "omit it, or set learner.environment.override_sampling = true to ignore it"
 OVERRIDDEN = {*OF_RUN, *FIXED, "seed", "response_format"}
 """Keys that learner.environment.override_sampling drops."""
 OTHERWISE: dict[str, tuple[Any, str]] = {
-    "functions": ([], "pass tools, which took their place"),
-    "function_call": ("auto", "pass tools, which took their place"),
-    "reasoning_effort": (None, "set what the template takes in learner.data.chat_template_kwargs"),
-    "chat_template": (None, "the episodes have that of the tokenizer"),
-    "documents": ([], "let them stand in the messages"),
-    "continue_final_message": (False, "end the messages with a user's or a tool's"),
-    "add_generation_prompt": (True, "it stays: the policy answers"),
+    "functions": ([], "use tools instead"),
+    "function_call": ("auto", "use tools instead"),
+    "reasoning_effort": (None, "set the template's own argument in learner.data.chat_template_kwargs"),
+    "chat_template": (None, "omit it: episodes use the tokenizer's chat template"),
+    "documents": ([], "put them into the messages"),
+    "continue_final_message": (False, "end the messages with a user or tool message"),
+    "add_generation_prompt": (True, "omit it: the policy always answers"),
     "truncate_prompt_tokens": (None, "send fewer messages"),
 }
 """Keys of OpenAI and vLLM that change the prompt: the value without effect, and the remedy."""
@@ -94,12 +94,12 @@ def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig, *, 
         body = msgspec.convert(raw, kind)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise Refused(
-            f"the body is not what {kind.__name__.removesuffix('Body').lower()} completions take: {error}"
+            f"the body is not a valid request for {kind.__name__.removesuffix('Body').lower()} completions: {error}"
         ) from error
     if isinstance(body, ChatBody):
         _refuse_forced_forms(body)
     elif body.logprobs not in (None, False):
-        raise Refused("logprobs came, expected none: ask chat completions for them", parameter="logprobs")
+        raise Refused("text completions do not return logprobs; use chat completions", parameter="logprobs")
     return body
 
 
@@ -121,8 +121,8 @@ def stops_of(body: Body, sampling: SamplingConfig) -> tuple[str, ...]:
     more = tuple(dict.fromkeys(text for text in wanted if text not in sampling.stop))
     if len(more) + len(sampling.stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in more):
         raise Refused(
-            f"stop = {wanted} came; with the {len(sampling.stop)} of the run (learner.sampling.stop) expected at most {MAX_STOPS} "
-            f"texts of 1 to {MAX_STOP_LENGTH} characters",
+            f"stop = {wanted} is not supported; with the {len(sampling.stop)} of the run (learner.sampling.stop), send at most "
+            f"{MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters",
             parameter="stop",
         )
     return more
@@ -136,19 +136,20 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
 def _refuse_other_sampling(raw: dict[str, Any], sampling: SamplingConfig) -> None:
     of_run = {name: getattr(sampling, name) for name in OF_RUN}
     for name, expected in (of_run | FIXED).items():
-        came = raw.get(name)
-        if came is None or came == expected or (name == "top_k" and expected == 0 and came == -1):
+        value = raw.get(name)
+        if value is None or value == expected or (name == "top_k" and expected == 0 and value == -1):
             continue
-        remedy = f"set learner.sampling.{name}, or {LEAVE_OUT}" if name in of_run else LEAVE_OUT
+        remedy = f"set learner.sampling.{name}, or {OMIT}" if name in of_run else OMIT
         raise Refused(
-            f"{name} = {came!r} came, expected {expected!r}: the run samples so, and its learner trains on what it has sampled; {remedy}",
+            f"{name} = {value!r} is not supported, expected {expected!r}: the learner trains on the distribution from which "
+            f"the run samples; {remedy}",
             code="fixed_by_the_run",
             parameter=name,
         )
     if raw.get("seed") is not None:
         raise Refused(
-            f"seed = {raw['seed']!r} came, expected none: the episodes of a group would all be one; leave it out, or set "
-            "learner.sampling.seeded for runs that repeat",
+            f"seed = {raw['seed']!r} is not supported, because all episodes of a group would be the same; omit it, or set "
+            "learner.sampling.seeded for reproducible runs",
             code="fixed_by_the_run",
             parameter="seed",
         )
@@ -156,8 +157,10 @@ def _refuse_other_sampling(raw: dict[str, Any], sampling: SamplingConfig) -> Non
 
 def _refuse_other_prompts(raw: dict[str, Any]) -> None:
     for name, (expected, remedy) in OTHERWISE.items():
-        if (came := raw.get(name)) is not None and came != expected:
-            raise Refused(f"{name} = {str(came)[:200]} came, expected {expected!r}; {remedy}", parameter=name)
+        if (value := raw.get(name)) is not None and value != expected:
+            raise Refused(
+                f"{name} = {str(value)[:200]} is not supported, expected {expected!r}; {remedy}", parameter=name
+            )
 
 
 def _refuse_forced_forms(body: ChatBody) -> None:
@@ -167,12 +170,14 @@ def _refuse_forced_forms(body: ChatBody) -> None:
     """
     if body.tool_choice not in (None, "auto", "none"):
         raise Refused(
-            f"tool_choice = {body.tool_choice!r} came, expected 'auto' or 'none': the policy is not forced into calls, it learns them; {LEAVE_OUT}",
+            f"tool_choice = {body.tool_choice!r} is not supported, expected 'auto' or 'none': the policy learns to call tools "
+            f"and is not forced to; {OMIT}",
             parameter="tool_choice",
         )
     form = (body.response_format or {}).get("type", "text")
     if form != "text":
         raise Refused(
-            f"response_format of type {form!r} came, expected 'text': the policy is not forced into a form, it learns it; {LEAVE_OUT}",
+            f"response_format of type {form!r} is not supported, expected 'text': the policy learns formats and is not forced "
+            f"into one; {OMIT}",
             parameter="response_format",
         )

@@ -84,7 +84,7 @@ class Session:
         if sampled is None:
             self._limit = "aborted"
             raise Refused(
-                "no server could answer, the episode ends here; the learner's log says why", code="aborted", status=503
+                "no server could answer, so the episode ends; see the learner's log", code="aborted", status=503
             )
         group = sampled.group
         (completion,) = group.completions
@@ -126,9 +126,9 @@ class Session:
             branch = RecordedBranch(prompt, is_own_prompt=is_own)
         else:
             self._branches.remove(branch)
-            said = prompt[len(branch.all_token_ids) :]
-            if len(said):
-                branch.add(said, np.zeros(len(said), np.float32), [(None, len(said))])
+            new = prompt[len(branch.all_token_ids) :]
+            if len(new):
+                branch.add(new, np.zeros(len(new), np.float32), [(None, len(new))])
         branch.add(completion.token_ids, completion.behaviour_logprobs, completion.versions)
         self._branches.append(branch)
         self._is_cut_off = turn.is_cut_off
@@ -184,7 +184,7 @@ class Session:
         if self._num_asked >= max_turns:
             self._limit = "max_turns"
             raise Refused(
-                f"the episode has had {max_turns} turns, its most (learner.environment.max_turns); return, or raise that key",
+                f"the episode has had its {max_turns} turns (learner.environment.max_turns); return, or raise that key",
                 code="max_turns",
                 status=410,
             )
@@ -194,8 +194,8 @@ class Session:
         if room < 1:
             self._limit = "length"
             raise Refused(
-                f"the prompt has {len(token_ids)} tokens, and an episode at most {self._max_tokens} (learner.environment.max_episode_tokens, "
-                "or the server's max_model_len); ask with less, or return",
+                f"the prompt has {len(token_ids)} tokens, but an episode has at most {self._max_tokens} "
+                "(learner.environment.max_episode_tokens, or the server's max_model_len); send fewer tokens, or return",
                 code="context_length_exceeded",
             )
         return room
@@ -212,12 +212,12 @@ class Session:
 
     def _messages(self) -> list[Message]:
         """Return the messages after the row's prompt, or none for a text prompt."""
-        said, prompt = self.places.last_messages, self._prompt.prompt
-        if isinstance(prompt, str) or not said:
+        messages, prompt = self.places.last_messages, self._prompt.prompt
+        if isinstance(prompt, str) or not messages:
             return []
-        if starts_with(said, prompt):
-            return said[len(prompt) :]
-        return said[next(number for number, message in enumerate(said) if message["role"] == "assistant") :]
+        if starts_with(messages, prompt):
+            return messages[len(prompt) :]
+        return messages[next(number for number, message in enumerate(messages) if message["role"] == "assistant") :]
 
 
 class Clock:

@@ -54,9 +54,9 @@ class Scorer:
         shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
         token_ids = [episode.branches[-1].token_ids.tolist() for episode in shown]
         texts = texts_of(self._tokenizer, token_ids, self._config.reward.skip_special_tokens)
-        said = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
+        completions = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
         environment = self._config.environment
         own = [episode.reward for episode in shown] if environment.is_used else None
         held = [episode.attributes or {} for episode in shown] if environment.factory is not None else None
-        rewards = await asyncio.wrap_future(self._workers.submit(prompt, said, token_ids, state, own, held))
+        rewards = await asyncio.wrap_future(self._workers.submit(prompt, completions, token_ids, state, own, held))
         return spread(rewards, is_shown_G)

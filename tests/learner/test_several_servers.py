@@ -115,7 +115,7 @@ def test_a_server_that_dies_costs_nothing_but_its_speed(
     assert mortal.versions[-1] == 3 and survivor.versions == list(range(9))
     assert f"the server at {one.endpoint}: ready → joining" in caplog.text
     told = [event.what for event in read_events(Path(run.run_dir) / "timeline.jsonl")]
-    assert told[0] == "the run begins" and told[-1] == f"the server at {one.endpoint}: ready → joining"
+    assert told[0] == "the run started" and told[-1] == f"the server at {one.endpoint}: ready → joining"
     assert f"the server at {other.endpoint}: joining → syncing" in told
     assert metrics_of(run)[-1]["servers/ready"] == 1
 
@@ -149,7 +149,9 @@ def test_a_server_whose_push_fails_is_left_to_itself_and_pushed_to_again_later(
         train(run, resume=False)
     assert_each_prompt_once(run, 40)
     assert other.versions == list(range(41))
-    assert f"weight sync of version 3 to {one.endpoint} failed while" in caplog.text and "scripted failure" in caplog.text
+    assert (
+        f"weight sync of version 3 to {one.endpoint} failed while" in caplog.text and "scripted failure" in caplog.text
+    )
     assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions
     assert clumsy.versions[-1] == 40, "it has come back"
 
@@ -237,7 +239,9 @@ def test_the_only_server_is_told_to_end_and_the_next_one_at_its_endpoint_goes_on
     assert second.versions[-1] == 16 and second.prompts
     lines = [record.getMessage() for record in caplog.records]
     assert sum("is shutting down and no other server is connected" in line for line in lines) == 1
-    assert (f"skipped the weight sync of version 2 to the server at {endpoint} (shutting down)" in lines) == crosses_a_push
+    assert (
+        f"skipped the weight sync of version 2 to the server at {endpoint} (shutting down)" in lines
+    ) == crosses_a_push
     assert warnings_about_servers(caplog) == []
 
 
@@ -271,10 +275,7 @@ def test_a_server_that_does_not_fit_is_left_out_and_the_last_one_ends_the_run(
     with servers(wrong, right) as (one, other):
         run = make_run(tmp_path / "two", one.endpoint, other.endpoint)
         train(run, resume=False)
-        assert (
-            f"excluded the server at {one.endpoint}: the server at {one.endpoint} computes in"
-            in caplog.text
-        )
+        assert f"excluded the server at {one.endpoint}: the server at {one.endpoint} computes in" in caplog.text
         assert wrong.prompts == [] and len(metrics_of(run)) == 4
         with pytest.raises(
             ConfigError,
@@ -327,7 +328,9 @@ def test_a_server_whose_fresh_tokens_are_off_is_named_though_the_mean_of_all_wou
             tmp_path, one.endpoint, other.endpoint, steps=8, max_staleness=0, parity={"max_mean_abs_logprob": 0.045},
             loss={"entropy_coef": 1e-6},  # so that all groups count, also those without signal
         )  # fmt: skip
-        with pytest.raises(ParityError, match=rf"of fresh tokens is 0\.05,.*Check that the server at {other.endpoint} has"):
+        with pytest.raises(
+            ParityError, match=rf"of fresh tokens is 0\.05,.*Check that the server at {other.endpoint} has"
+        ):
             train(run, resume=False)
     assert metrics_of(run)[-1]["policy/mismatch_abs_logprob"] < 0.045
     assert not any("tcp://" in name for name in metrics_of(run)[-1])

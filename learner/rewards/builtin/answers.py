@@ -51,10 +51,10 @@ def completion_text(completion: Any, *, opens_reasoning: bool = False) -> str:
     """
     if isinstance(completion, str):
         return OPENS_REASONING + completion if opens_reasoning else completion
-    said: dict[str, Any] = next(
+    last: dict[str, Any] = next(
         (message for message in reversed(completion) if message.get("role", "assistant") == "assistant"), {}
     )
-    text, reasoning = _content(said.get("content")), said.get("reasoning_content")
+    text, reasoning = _content(last.get("content")), last.get("reasoning_content")
     if reasoning:
         return f"{OPENS_REASONING}{reasoning}{CLOSES_REASONING}{text}"
     return OPENS_REASONING + text if opens_reasoning else text
@@ -146,8 +146,8 @@ def last_number_in(text: str) -> Decimal | None:
 
     Without `####`, return the last number of the text.
     """
-    _, mark, said = text.replace(_MINUS, "-").rpartition("####")
-    numbers = _NUMBER.findall(said)
+    _, mark, rest = text.replace(_MINUS, "-").rpartition("####")
+    numbers = _NUMBER.findall(rest)
     return _value(numbers[0 if mark else -1]) if numbers else None
 
 
@@ -189,11 +189,11 @@ def same_time(text: str, gold: str) -> bool:
     match.
     """
     text = _spoken(text)
-    said, right = _TIME.findall(text), _TIME.findall(_spoken(gold))
-    if len(said) != 1 or _NO_CHOICE.search(_TIME.sub("", text)):
+    times, right = _TIME.findall(text), _TIME.findall(_spoken(gold))
+    if len(times) != 1 or _NO_CHOICE.search(_TIME.sub("", text)):
         return False
-    return _seconds(*said[0]) == _seconds(*right[0]) or (
-        not right[0][1] and _seconds(said[0][0]) == _seconds(right[0][0])
+    return _seconds(*times[0]) == _seconds(*right[0]) or (
+        not right[0][1] and _seconds(times[0][0]) == _seconds(right[0][0])
     )
 
 
@@ -227,9 +227,9 @@ def chosen(text: str) -> str | None:
     if there is no letter or a second choice follows it.
     """
     box = last_box(text)
-    said = _without_commands(concluded(text) if box is None else box).translate(_DECORATION)
-    match = _CHOICE.match(said)
-    if match is None or _SECOND_CHOICE.match(said, match.end()):
+    answer = _without_commands(concluded(text) if box is None else box).translate(_DECORATION)
+    match = _CHOICE.match(answer)
+    if match is None or _SECOND_CHOICE.match(answer, match.end()):
         return None
     letter: str = match[1]
     return letter.upper()

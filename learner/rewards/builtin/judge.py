@@ -60,14 +60,15 @@ async def judge(
             raise errors.exceptions[0] from None
     if len(late) == len(tasks):
         raise TimeoutError(
-            f"none of {len(tasks)} verdicts came in time; raise learner.reward.timeout_s, or lower learner.reward.judge.max_tokens"
+            f"none of {len(tasks)} verdicts arrived in time; raise learner.reward.timeout_s, or lower "
+            "learner.reward.judge.max_tokens"
         )
     return [None if task in late else task.result() for task in tasks]
 
 
-def filled(template: str, prompt: Any, said: str, gold: Any) -> str:
+def filled(template: str, prompt: Any, completion: str, gold: Any) -> str:
     """Fill in the judge prompt. Placeholders in the inserted texts stay as they are."""
-    parts = {"prompt": _as_text(prompt), "completion": said, "answer": "\n".join(golds_of(gold))}
+    parts = {"prompt": _as_text(prompt), "completion": completion, "answer": "\n".join(golds_of(gold))}
     return re.sub(r"\{(prompt|completion|answer)\}", lambda match: parts[match[1]], template)
 
 
@@ -107,7 +108,7 @@ async def _first_model(session: Any, config: JudgeConfig) -> str:
     async with session.get(f"{config.address}/models") as response:
         models = (await _answered(response))["data"]
     if not models:
-        raise RuntimeError(f"the judge at {config.address} names no model; set learner.reward.judge.model")
+        raise RuntimeError(f"the judge at {config.address} lists no model; set learner.reward.judge.model")
     return str(models[0]["id"])
 
 
@@ -116,5 +117,5 @@ async def _answered(response: Any) -> Any:
         response.raise_for_status()  # retried later
     if response.status != 200:
         body = shorten(await response.text(errors="replace"), 300)
-        raise RuntimeError(f"the judge at {response.url} answered with status {response.status}: {body}")
+        raise RuntimeError(f"the judge at {response.url} returned status {response.status}: {body}")
     return await response.json()

@@ -74,14 +74,14 @@ class _Gold:
             return True  # otherwise it may be a ratio
         if box is None:
             marked = text.rpartition("####")
-            said = marked[2].strip().partition("\n")[0] if marked[1] else text
-            if not self._is_several and not _DELIMITED.search(said) and is_hedged(said):
+            answer = marked[2].strip().partition("\n")[0] if marked[1] else text
+            if not self._is_several and not _DELIMITED.search(answer) and is_hedged(answer):
                 return False
         elif self._is_several and num_boxes(text) > 1:
-            said = text
+            answer = text
         else:
-            said = f"\\boxed{{{with_mixed_numbers(box)}}}"
-        return _verify(self._parsed, _parsed(said))
+            answer = f"\\boxed{{{with_mixed_numbers(box)}}}"
+        return _verify(self._parsed, _parsed(answer))
 
 
 def _parsed_gold(gold: str) -> Any:

@@ -39,7 +39,9 @@ SHARED_OUT = 0.9
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 CAN_FAIL = (ast.Assert, ast.Raise, ast.For, ast.While, ast.If, ast.With, ast.Try)
-EXPECTED = 'Python that raises if the program is wrong, a list of such, or a list of {"input": …, "output": …}'
+EXPECTED = (
+    'Python code that raises if the program is wrong, a list of such statements, or a list of {"input": …, "output": …}'
+)
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -110,7 +112,7 @@ def checks_of(column: Any) -> list[Check]:
             "fn_name"
         ):
             return [Check(None, _text(one), _text(other)) for one, other in zip(inputs, outputs, strict=True)]
-    raise ValueError(f"the column tests holds {shorten(column)}; expected {EXPECTED}")
+    raise ValueError(f"column tests contains {shorten(column)}; expected {EXPECTED}")
 
 
 def _read(text: str) -> Any:
@@ -127,14 +129,14 @@ def _checked(tests: str) -> str:
         statements = ast.parse(tests).body
     except SyntaxError as error:
         raise ValueError(
-            f"the column tests holds {shorten(tests)}, which is no Python ({error}); expected {EXPECTED}"
+            f"column tests contains {shorten(tests)}, which is not valid Python ({error}); expected {EXPECTED}"
         ) from error
     if not any(
         isinstance(one, CAN_FAIL) or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Call))
         for one in statements
     ):
         raise ValueError(
-            f"the column tests holds {shorten(tests)}, which asserts and calls nothing, so it cannot fail; expected {EXPECTED}"
+            f"column tests contains {shorten(tests)}, which asserts and calls nothing, so it cannot fail; expected {EXPECTED}"
         )
     return tests
 
@@ -176,8 +178,8 @@ def why_not_confined() -> str | None:
     try:
         has_run = run("import decimal", Check("assert decimal.Decimal(1) == 1"), timeout_s=30.0)
     except OSError as error:  # includes TimeoutError
-        return str(error) or "it does not start in time"
-    return None if has_run else "it has no standard library"
+        return str(error) or "the program does not start in time"
+    return None if has_run else "the program has no standard library"
 
 
 class Ended(msgspec.Struct, frozen=True):

@@ -71,7 +71,7 @@ def _letter(gold: Any) -> str:
         return string.ascii_uppercase[gold]
     choice = chosen(gold) if isinstance(gold, str) else None
     if choice is None:
-        raise ValueError(f"the column answer holds {shorten(gold)}; expected a letter, or its number from 0")
+        raise ValueError(f"column answer contains {shorten(gold)}; expected a letter, or its number from 0")
     return choice
 
 

@@ -398,4 +398,4 @@ def test_a_config_that_cannot_be_read_costs_the_estimate_alone(tmp_path: Path, m
 
     monkeypatch.setattr(doctor, "shape_of", fail)
     (finding,) = doctor.resources(run_at("tcp://127.0.0.1:1", tmp_path))
-    assert "is not known (ambiguous)" in finding.text
+    assert "cannot estimate the needs of" in finding.text and "(ambiguous)" in finding.text

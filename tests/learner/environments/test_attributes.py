@@ -83,7 +83,7 @@ def test_what_does_not_come_is_an_attribute_error_that_says_why_and_nothing_can_
         match=r"no 'step' here: the instance lives in another process.*plain data.*no methods.*counter, target",
     ):
         environment.step(1)
-    with pytest.raises(AttributeError, match=r"of this one: nothing\. Keep"):
+    with pytest.raises(AttributeError, match=r"for this instance: none\. Keep"):
         _ = Remembered({}).counter
     with pytest.raises(AttributeError, match="'counter' cannot be set"):
         environment.counter = 5

@@ -73,7 +73,7 @@ def test_a_call_of_what_is_not_there_is_a_call_whose_caller_is_told() -> None:
 
 
 def test_a_call_that_cannot_be_made_out_is_unreadable() -> None:
-    with pytest.raises(Unreadable, match=r"is no call \(invalid_json\)"):
+    with pytest.raises(Unreadable, match=r"is not a valid call \(invalid_json\)"):
         read(of_family("qwen3"), '<tool_call>\n{"name": "add", "arguments"\n</tool_call>' + END)
 
 
@@ -89,8 +89,8 @@ def test_an_episode_is_played_in_the_format_that_the_config_names() -> None:
     ("name", "told"),
     [
         ("qwen-9", "Known: .*glm-4.5"),
-        ("auto", "names no format; say which"),
-        ("glm-4.5", r"does not fit the tokenizer.*\[gMASK\].*name the format"),
+        ("auto", "is not a format; set it to one"),
+        ("glm-4.5", r"does not fit the tokenizer.*\[gMASK\].*set it to the format"),
     ],
 )
 def test_a_format_that_is_unknown_or_of_another_model_is_refused_at_the_start(name: str, told: str) -> None:

@@ -48,13 +48,13 @@ def test_a_template_without_tools_to_tell_of_is_not_asked() -> None:
 @pytest.mark.parametrize(
     ("call", "family", "told"),
     [
-        (LLAMA_CALL, "llama-3", "no call is read; set that key to 'llama-3'"),
-        (XML_CALL, "qwen3.5", r"nobody can read it .*; set that key to .*'qwen3.5'"),
+        (LLAMA_CALL, "llama-3", "no call is found; set that key to 'llama-3'"),
+        (XML_CALL, "qwen3.5", r"it cannot be parsed .*; set that key to .*'qwen3.5'"),
     ],
 )
 def test_calls_in_another_format_are_refused_with_those_that_fit(call: str, family: str, told: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"(?s)writes a call of add as .*, and with learner.environment.renderer = None {told}"
+        ConfigError, match=rf"(?s)writes a call of add as .*, but with learner.environment.renderer = None {told}"
     ):
         check_calls(writing(call, family))
     check_calls(writing(call, family, renderer=family))
@@ -63,7 +63,7 @@ def test_calls_in_another_format_are_refused_with_those_that_fit(call: str, fami
 def test_calls_in_no_known_format_are_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"no call is read; none of the formats that were tried reads it .*; name another with that key, take another model",
+        match=r"no call is found; none of the tested formats reads it .*; set that key to another format, use another model",
     ):
         check_calls(writing("[[{{ call.function.name }}]]"))
 
@@ -81,7 +81,7 @@ def test_a_format_that_the_tokenizer_says_counts() -> None:
 
 def test_a_template_that_shows_no_calls_is_told(caplog: pytest.LogCaptureFixture) -> None:
     check_calls(writing(""))
-    assert "does not show calls: one of add is '<|im_end|>'" in caplog.text
+    assert "does not render calls: one of add is '<|im_end|>'" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_arguments_that_templates_write_in_their_own_way_say_nothing(schema: dic
 
 def test_who_lacks_the_package_of_formats_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "renderers", None)
-    with pytest.raises(ConfigError, match=r"the package renderers knows more formats: .*pip install .*\[renderers\]"):
+    with pytest.raises(ConfigError, match=r"the package renderers has more formats: .*pip install .*\[renderers\]"):
         check_calls(writing(LLAMA_CALL, "llama-3"))
 
 
 def test_a_template_that_raises_at_calls_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"the policy cannot call tools: .* takes no message with a call: .*no tools here"
+        ConfigError, match=r"the policy cannot call tools: .* cannot render a message with a call: .*no tools here"
     ):
         check_calls(writing("{{ raise_exception('no tools here') }}"))
 
@@ -122,5 +122,5 @@ def test_a_run_whose_calls_would_not_be_read_does_not_begin(tmp_path: Path) -> N
         "environment": {"factory": f"{USER}:Calculator"},
     }  # fmt: skip
     run = msgspec.convert({"model": str(tmp_path), "run_dir": "runs/x", "learner": settings}, LearnerRun)
-    with pytest.raises(ConfigError, match="calls of tools would not be read"):
+    with pytest.raises(ConfigError, match="tool calls would be unreadable"):
         _ = RunInputs(run).prompts

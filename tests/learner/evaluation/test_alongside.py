@@ -230,7 +230,7 @@ def test_a_run_that_was_killed_before_its_last_evaluation_began_makes_it_after_a
     openai.delay_s = 0.3
     with caplog.at_level(logging.INFO):
         train(run, resume=True)
-    assert "the last step is done; waiting for the evaluation" in caplog.text
+    assert "waiting for the evaluation after the last step" in caplog.text
     assert len(openai.requests) == NUM_PROMPTS and [one.step for one in made_by(run)] == [2, 4, STEPS]
     openai.requests.clear()
     train(run, resume=True)

@@ -272,7 +272,7 @@ def test_an_agent_may_live_in_an_interpreter_of_its_own_without_anything_install
         ({"agent": f"{USER}:not_a_function"}, "holds no function 'not_a_function'"),
         ({"agent": "no_such_module:run"}, "ModuleNotFoundError"),
         ({"agent": f"{USER}:two_turns", "python": "/no/such/python"}, r"learner.environment.python = '/no/such/python'"),
-        ({"agent": f"{USER}:two_turns", "gateway_host": "203.0.113.7"}, r"gateway_host = '203.0.113.7'.* name an address of this machine"),
+        ({"agent": f"{USER}:two_turns", "gateway_host": "203.0.113.7"}, r"gateway_host = '203.0.113.7'.* set gateway_host to an address of this machine"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_started_is_refused_with_the_remedy(environment: dict[str, Any], problem: str) -> None:

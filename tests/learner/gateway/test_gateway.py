@@ -175,7 +175,7 @@ def test_a_wrong_key_is_refused(key: str) -> None:
             opened(says("one")) as agent,
             AsyncOpenAI(base_url=agent.client.base_url, api_key=key, max_retries=0) as stranger,
         ):
-            with pytest.raises(openai.AuthenticationError, match="the API key is that of no episode"):
+            with pytest.raises(openai.AuthenticationError, match="the API key belongs to no episode"):
                 await stranger.chat.completions.create(model="any", messages=QUESTION)  # type: ignore[arg-type]
             with pytest.raises(openai.AuthenticationError):
                 await stranger.models.list()
@@ -216,27 +216,27 @@ def test_an_episode_that_is_over_answers_nothing_and_records_nothing_more() -> N
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"temperature": 0.7}, r"temperature = 0.7 came, expected 1.0: .*set learner.sampling.temperature"),
-        ({"top_p": 0.9}, "top_p = 0.9 came, expected 1.0"),
-        ({"n": 2}, "n = 2 came, expected 1"),
-        ({"presence_penalty": 1}, "presence_penalty = 1 came, expected 0"),
-        ({"seed": 3}, "the episodes of a group would all be one"),
-        ({"tool_choice": "required"}, "tool_choice = 'required' came, expected 'auto' or 'none'"),
-        ({"response_format": {"type": "json_object"}}, "response_format of type 'json_object' came"),
+        ({"temperature": 0.7}, r"temperature = 0.7 is not supported, expected 1.0: .*set learner.sampling.temperature"),
+        ({"top_p": 0.9}, "top_p = 0.9 is not supported, expected 1.0"),
+        ({"n": 2}, "n = 2 is not supported, expected 1"),
+        ({"presence_penalty": 1}, "presence_penalty = 1 is not supported, expected 0"),
+        ({"seed": 3}, "all episodes of a group would be the same"),
+        ({"tool_choice": "required"}, "tool_choice = 'required' is not supported, expected 'auto' or 'none'"),
+        ({"response_format": {"type": "json_object"}}, "response_format of type 'json_object' is not supported"),
         ({"max_tokens": 0}, "max_tokens = 0 must be at least 1"),
         ({"stop": [""]}, "texts of 1 to 256 characters"),
-        ({"extra_body": {"stop_token_ids": [3]}}, r"stop_token_ids = \[3\] came, expected \[\]"),
-        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs = .* came, expected None"),
-        ({"extra_body": {"guided_choice": ["a"]}}, "guided_choice = .* came"),
-        ({"extra_body": {"bad_words": ["a"]}}, "bad_words = .* came"),
-        ({"extra_body": {"allowed_token_ids": [3]}}, "allowed_token_ids = .* came"),
-        ({"extra_body": {"continue_final_message": True}}, "continue_final_message = True came, expected False"),
-        ({"reasoning_effort": "low"}, "reasoning_effort = low came, .* learner.data.chat_template_kwargs"),
-        ({"functions": [{"name": "add", "parameters": {}}]}, "functions = .* came, .* pass tools"),
+        ({"extra_body": {"stop_token_ids": [3]}}, r"stop_token_ids = \[3\] is not supported, expected \[\]"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs = .* is not supported, expected None"),
+        ({"extra_body": {"guided_choice": ["a"]}}, "guided_choice = .* is not supported"),
+        ({"extra_body": {"bad_words": ["a"]}}, "bad_words = .* is not supported"),
+        ({"extra_body": {"allowed_token_ids": [3]}}, "allowed_token_ids = .* is not supported"),
+        ({"extra_body": {"continue_final_message": True}}, "continue_final_message = True is not supported, expected False"),
+        ({"reasoning_effort": "low"}, "reasoning_effort = low is not supported, .* learner.data.chat_template_kwargs"),
+        ({"functions": [{"name": "add", "parameters": {}}]}, "functions = .* is not supported, .* use tools"),
         ({"messages": []}, "messages is empty"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "holds what is no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has parts that are not text"),
         ({"messages": [{"content": "x"}]}, "has no role"),
-        ({"messages": "hello"}, "the body is not what chat completions take"),
+        ({"messages": "hello"}, "the body is not a valid request for chat completions"),
     ],
 )  # fmt: skip
 def test_what_the_run_fixes_or_cannot_do_is_refused_with_the_reason(more: dict[str, Any], problem: str) -> None:
@@ -464,7 +464,7 @@ def test_texts_and_tokens_go_on_behind_what_was_recorded() -> None:
             assert agent.asked[2].token_ids.tolist() == tokens
         (branch,) = episode.branches
         assert branch.prompt_token_ids is None and branch.sampled_versions == [4, 5, 6] and episode.messages == []
-        with pytest.raises(openai.BadRequestError, match="neither one text nor one list of tokens"):
+        with pytest.raises(openai.BadRequestError, match="neither one text nor one list of token ids"):
             async with opened(says("one")) as agent:
                 await agent.complete([0, 100000])
 

@@ -15,22 +15,24 @@ def test_the_report_tells_what_happened_and_a_run_without_a_story_has_no_such_pa
     write_run(tmp_path, steps=5)
     assert "What happened" not in write_report(tmp_path).read_text()
     told = Timeline(tmp_path / "timeline.jsonl")
-    told.note("the run begins")
+    told.note("the run started")
     told.note("the server at tcp://<b>:1: ready → joining")
     told.close()
     html = write_report(tmp_path).read_text()
-    assert html.index("What happened") < html.index("the run begins") < html.index("tcp://&lt;b&gt;:1: ready → joining")
+    assert (
+        html.index("What happened") < html.index("the run started") < html.index("tcp://&lt;b&gt;:1: ready → joining")
+    )
     assert "<b>:1" not in html
 
 
 def test_a_story_goes_on_after_a_kill_without_the_line_that_was_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
-    path.write_text('{"time": 5.0, "what": "the run begins"}\n{"time": 6.0, "wh')
-    assert read_events(path) == [Event(5.0, "the run begins")]
+    path.write_text('{"time": 5.0, "what": "the run started"}\n{"time": 6.0, "wh')
+    assert read_events(path) == [Event(5.0, "the run started")]
     told = Timeline(path)
-    told.note("the learner goes on after step 3")
+    told.note("the learner resumed after step 3")
     told.close()
-    assert [event.what for event in read_events(path)] == ["the run begins", "the learner goes on after step 3"]
+    assert [event.what for event in read_events(path)] == ["the run started", "the learner resumed after step 3"]
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 

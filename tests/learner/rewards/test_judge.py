@@ -145,7 +145,7 @@ def test_a_judge_that_refuses_is_named_with_what_it_says():
         server.status = 401
         result = rated(server.url, ["a"])
     assert result.functions[0].outcome == "failed"
-    assert re.search(r"the judge at http://\S+ answered with status 401: .*first", result.functions[0].message or "")
+    assert re.search(r"the judge at http://\S+ returned status 401: .*first", result.functions[0].message or "")
 
 
 def test_a_judge_that_starts_later_is_waited_for(monkeypatch):

@@ -30,5 +30,5 @@ def test_a_gold_is_a_letter_in_any_form_a_number_from_0_or_several():
 
 @pytest.mark.parametrize("gold", ["Paris", 26, -1, 1.0, True])
 def test_a_gold_that_is_no_letter_is_named(gold):
-    with pytest.raises(ValueError, match=r"the column answer holds .*; expected a letter, or its number from 0"):
+    with pytest.raises(ValueError, match=r"column answer contains .*; expected a letter, or its number from 0"):
         multiple_choice(["B"], [gold])

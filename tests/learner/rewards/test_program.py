@@ -86,14 +86,14 @@ def test_a_column_holds_python_or_statements_or_inputs_with_outputs_and_may_be_a
 
 @pytest.mark.parametrize("column", [7, [1, 2], [{"input": "1"}], {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"}])
 def test_a_column_of_another_kind_is_refused_with_what_is_expected(column):
-    with pytest.raises(ValueError, match=r"the column tests holds .*; expected Python that raises"):
+    with pytest.raises(ValueError, match=r"column tests contains .*; expected Python code that raises"):
         checks_of(column)
 
 
 @pytest.mark.parametrize(
     ("tests", "problem"),
     [
-        ("assert add(1", "is no Python"),
+        ("assert add(1", "is not valid Python"),
         ("X = {}\ndef check(f):\n    assert f(1)", "cannot fail"),
         ("[add(1, 2)]", "cannot fail"),
     ],
@@ -227,7 +227,7 @@ def test_programs_run_from_threads_too():
 
 def test_a_row_whose_tests_are_none_names_them():
     result = score(["passes_tests"], [RIGHT], prompt(tests=7), max_failed_share=0.9)
-    assert "the column tests holds 7; expected Python that raises" in (result.functions[0].message or "")
+    assert "column tests contains 7; expected Python code that raises" in (result.functions[0].message or "")
 
 
 def test_where_programs_cannot_be_confined_the_run_is_refused_unless_it_accepts_that(monkeypatch):

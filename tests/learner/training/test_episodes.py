@@ -230,7 +230,7 @@ def test_episodes_reach_the_other_ranks_as_they_are(accelerator: Accelerator) ->
 
 
 def test_a_branch_whose_parts_differ_in_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 token ids, 2 behaviour logprobs and versions of 3 tokens"):
+    with pytest.raises(ValueError, match="2 token ids, 2 behavior logprobs and versions of 3 tokens"):
         TokenSequence(
             token_ids=np.zeros(2, np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(None, 3)], finish_reason="stop"
         )  # fmt: skip
