@@ -1,7 +1,7 @@
 """Servers and learner on one node: `python -m deploy.colocate run.toml [switches] [--key value ...]`.
 
     switches: --resume, --dry-run, --quiet, --json-logs
-    place by `[deploy]` ─▶ start all ─▶ prefix output ─▶ forward signals ─▶ at an exit: end all, or restart it
+    place by `[deploy]` ─▶ start all ─▶ prefix output ─▶ forward signals ─▶ when one exits: stop all, or restart it
 
 If there is no GPU and the config names no cores, each side gets half of the cores.
 All output is also written to RUN_DIR/logs/.
@@ -41,13 +41,15 @@ def main() -> None:
 
 
 def colocate(arguments: list[str]) -> int:
-    """Run all processes; return the learner's exit code, or 1 if a server ended first.
+    """Run all processes; return the learner's exit code, or 1 if a server exited first.
 
     Raises:
         ConfigError: If the config or a flag is invalid.
     """
     if not arguments or {"-h", "--help"} & set(arguments):
-        print(__doc__, "\nThe keys: `inference-server --help`, `learner train --help`, and deploy/config.py.", sep="")
+        print(
+            __doc__, "\nConfig keys: `inference-server --help`, `learner train --help`, and deploy/config.py.", sep=""
+        )
         return 0
     switches = [argument for argument in arguments if argument in SWITCHES]
     manner = [argument for argument in arguments if argument in console.SWITCHES]
@@ -55,8 +57,8 @@ def colocate(arguments: list[str]) -> int:
     config_file, flags_of = arguments[:1], flags_by_section(arguments[1:])
     config = load_config(DeployRun, config_file + flags_of["deploy"], PROGRAM).deploy
     learner_run = load_config(LearnerRun, config_file + flags_of["learner"], PROGRAM)
-    of_first = ["--endpoint", learner_run.servers[0]]  # every server gets its own later
-    server_run = load_config(ServerRun, config_file + flags_of["server"] + of_first, PROGRAM)
+    first_endpoint = ["--endpoint", learner_run.servers[0]]  # every server gets its own later
+    server_run = load_config(ServerRun, config_file + flags_of["server"] + first_endpoint, PROGRAM)
     if "--dry-run" in switches:
         with until_its_reader_leaves():
             # Each process reads the sections of the other processes as they are in the file.
@@ -70,7 +72,8 @@ def colocate(arguments: list[str]) -> int:
         config=config, learner_run=learner_run, logs=make_logs(Path(learner_run.run_dir)),
         server=(*module_command("inference_server"), *config_file, *flags_of["server"], *manner),
         learner=(
-            *module_command("learner"), "train", *config_file, *flags_of["learner"], *asks_at(learner_run, server_run), *manner
+            *module_command("learner"), "train", *config_file, *flags_of["learner"],
+            *evaluation_flags(learner_run, server_run), *manner
         ),
         resume="--resume" in switches,
     )  # fmt: skip
@@ -79,18 +82,18 @@ def colocate(arguments: list[str]) -> int:
     return Supervisor(servers, node.start_learner, config).run()
 
 
-def asks_at(learner_run: LearnerRun, server_run: ServerRun) -> tuple[str, ...]:
+def evaluation_flags(learner_run: LearnerRun, server_run: ServerRun) -> tuple[str, ...]:
     """Return flags with the evaluation URL, whose port may be from a server flag.
 
     Raises:
         ConfigError: If evaluations are on and the server has no HTTP port.
     """
-    told = msgspec.structs.replace(learner_run, server=learner_run.server | {"http_port": server_run.server.http_port})
-    told.check()
-    evaluation = told.learner.evaluation
+    run = msgspec.structs.replace(learner_run, server=learner_run.server | {"http_port": server_run.server.http_port})
+    run.check()
+    evaluation = run.learner.evaluation
     if not evaluation.every_steps or evaluation.url is not None:
         return ()
-    return ("--learner.evaluation.url", told.evaluation_url)
+    return ("--learner.evaluation.url", run.evaluation_url)
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,8 +112,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     def start_learner(self, *, again: bool) -> list[Process]:
         """Start all ranks, with a port for their rendezvous that is free now."""
-        has_begun = (Path(self.learner_run.run_dir) / "config.toml").exists()
-        switch = ("--resume",) if self.resume or (again and has_begun) else ()
+        has_started = (Path(self.learner_run.run_dir) / "config.toml").exists()
+        switch = ("--resume",) if self.resume or (again and has_started) else ()
         places = rank_places(self.config, self.learner_run, free_port())
         return [self.start((*self.learner, *switch), place) for place in places]
 
@@ -132,8 +135,8 @@ def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: Learner
     """Give each side half of the cores, unless any are assigned or there is a GPU."""
     num_cores = len(os.sched_getaffinity(0))
     of_config = (config.server_gpus, config.learner_gpus, config.server_cores, config.learner_cores)
-    is_said = any((*of_config, server_run.server.cpu_cores, learner_run.learner.cpu_cores))
-    if is_said or has_gpu() or num_cores < 2:
+    is_assigned = any((*of_config, server_run.server.cpu_cores, learner_run.learner.cpu_cores))
+    if is_assigned or has_gpu() or num_cores < 2:
         return config
     of = halves(num_cores)
     return msgspec.structs.replace(config, server_cores=(of["server"],), learner_cores=(of["learner"],))

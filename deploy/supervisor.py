@@ -4,7 +4,7 @@
                                                       └▶ end the learner, then the servers
     a signal ─▶ every rank, which finishes its step and writes a checkpoint ─▶ the learner ends ─▶ the servers
 
-All ranks of a learner start and end together. A `Process` is asked to end before it is killed.
+All ranks of a learner start and end together. A `Process` gets a SIGTERM before it is killed.
 Invariants: `run` leaves no process behind. If colocate dies, the kernel sends each process a SIGTERM.
 """
 
@@ -77,15 +77,15 @@ class Process:
 
 
 def end(processes: Sequence[Process], grace_s: float = GRACE_S) -> None:
-    """Ask all processes to end, wait, then kill the remaining ones."""
+    """Send SIGTERM to all processes, wait, then kill the remaining ones."""
     for process in processes:
         process.signal(signal.SIGTERM)
     wait_for(processes, grace_s)
 
 
-def wait_for(processes: Sequence[Process], patience_s: float) -> None:
-    """Wait for all processes to end, and kill those still running after `patience_s`."""
-    give_up_at = time.monotonic() + patience_s
+def wait_for(processes: Sequence[Process], timeout_s: float) -> None:
+    """Wait for all processes to end, and kill those still running after `timeout_s`."""
+    give_up_at = time.monotonic() + timeout_s
     for process in processes:
         process.wait(give_up_at)
 
@@ -116,7 +116,7 @@ class Supervisor:
         """Signal received while no rank was running, to be sent to the next ranks."""
 
     def run(self) -> int:
-        """Return the learner's exit code, or 1 if a server ended first."""
+        """Return the learner's exit code, or 1 if a server exited first."""
         for number in signals_to_end():
             signal.signal(number, lambda number, frame: self._pass_on(number))
         try:
@@ -162,15 +162,13 @@ class Supervisor:
         return None
 
     def _restart_server(self, name: str, code: int) -> bool:
-        if not self._may_restart(name, f"{name} ended with exit code {code}"):
+        if not self._may_restart(name, f"{name} exited with code {code}"):
             return False
         self._servers[name] = self._start_server[name]()
         return True
 
     def _restart_learner(self) -> bool:
-        ended = ", ".join(
-            f"{rank.name} ended with exit code {rank.returncode}" for rank in self._ranks if rank.returncode
-        )
+        ended = ", ".join(f"{rank.name} exited with code {rank.returncode}" for rank in self._ranks if rank.returncode)
         if not self._may_restart("learner", ended):
             return False
         self._start_ranks(again=True)
@@ -184,11 +182,11 @@ class Supervisor:
         while recent and recent[0] < time.monotonic() - WINDOW_S:
             recent.popleft()
         if self._config.restart == "never" or len(recent) >= limit:
-            too_often = f" once more, after {limit} restarts within an hour (deploy.max_restarts)" if recent else ""
-            _say(f"{ended}{too_often}; ending everything")
+            too_often = f" after {limit} restarts within an hour (deploy.max_restarts)" if recent else ""
+            _say(f"{ended}{too_often}; stopping all processes")
             return False
         recent.append(time.monotonic())
-        _say(f"{ended}; starting it again ({len(recent)} of {limit} within an hour)")
+        _say(f"{ended}; restarting it ({len(recent)} of {limit} within an hour)")
         time.sleep(RESTART_AFTER_S)
         return not self._is_stopping
 

@@ -19,25 +19,25 @@ NO_MORE_TURNS = 410
 
 async def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
     """Return the sum of rewards until the episode ends or the policy makes no call."""
-    schema = (await asked(f"{data['url']}/schema"))["action"]
+    schema = (await request_json(f"{data['url']}/schema"))["action"]
     async with GenericEnvClient(base_url=data["url"]) as env:
         result = await env.reset(**data.get("reset", {}))
         tools = await tools_of(env, schema)
         messages, reward, is_done = [*data["prompt"], *opening(result.observation)], result.reward or 0.0, result.done
         while not is_done:
             try:
-                said = await answer(messages, tools, base_url, api_key)
+                message = await complete(messages, tools, base_url, api_key)
             except urllib.error.HTTPError as error:
                 if error.code != NO_MORE_TURNS:
                     raise
                 break
-            messages.append(said)
-            if not said.get("tool_calls"):
+            messages.append(message)
+            if not message.get("tool_calls"):
                 break
-            for call in said["tool_calls"]:
-                told, more, is_done = await step(env, action_of(call["function"], tools))
-                reward += more
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": told})
+            for call in message["tool_calls"]:
+                text, step_reward, is_done = await step(env, action_of(call["function"], tools))
+                reward += step_reward
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
                 if is_done:
                     break
     return reward
@@ -81,12 +81,12 @@ def opening(observation: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": json.dumps(shown)}] if shown else []
 
 
-async def answer(messages: list[Any], tools: list[Any], base_url: str, api_key: str) -> dict[str, Any]:
-    reply = await asked(f"{base_url}/chat/completions", {"messages": messages, "tools": tools}, api_key)
+async def complete(messages: list[Any], tools: list[Any], base_url: str, api_key: str) -> dict[str, Any]:
+    reply = await request_json(f"{base_url}/chat/completions", {"messages": messages, "tools": tools}, api_key)
     return reply["choices"][0]["message"]
 
 
-async def asked(url: str, body: Any = None, api_key: str = "") -> Any:
+async def request_json(url: str, body: Any = None, api_key: str = "") -> Any:
     """Send a request in a thread, so that the environment's connection stays alive.
 
     No timeout: the learner kills slow episodes.

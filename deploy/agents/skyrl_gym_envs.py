@@ -21,10 +21,10 @@ def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> f
     reward, is_done = 0.0, False
     try:
         while not is_done:
-            said = ask(messages, base_url, api_key)
-            step = env.step(said["content"] or "")
+            reply = ask(messages, base_url, api_key)
+            step = env.step(reply["content"] or "")
             reward, is_done = reward + step["reward"], step["done"]
-            messages = [*messages, said, *step["observations"]]
+            messages = [*messages, reply, *step["observations"]]
     finally:
         env.close()
     return reward

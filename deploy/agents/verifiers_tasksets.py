@@ -3,7 +3,7 @@
 `python verifiers_tasksets.py TASKSET` writes rows; `run` plays and scores one of them.
 
 This file runs where verifiers and the taskset are installed (`learner.environment.python`).
-verifiers starts the program that talks to the policy in an environment that `uv` creates.
+verifiers starts the program that queries the policy in an environment that `uv` creates.
 Install uv in the same place (`pip install uv`).
 """
 
@@ -64,11 +64,11 @@ def rows(taskset: str, size: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write rows of a taskset of verifiers, a JSON object a line.")
-    parser.add_argument("taskset", help="the id of an installed taskset")
-    parser.add_argument("--size", type=int, default=1000, help="at most so many rows")
-    asked = parser.parse_args()
-    for row in rows(asked.taskset, asked.size):
+    parser = argparse.ArgumentParser(description="Write rows of a taskset of verifiers, one JSON object per line.")
+    parser.add_argument("taskset", help="id of an installed taskset")
+    parser.add_argument("--size", type=int, default=1000, help="maximum number of rows")
+    options = parser.parse_args()
+    for row in rows(options.taskset, options.size):
         print(json.dumps(row))
 
 

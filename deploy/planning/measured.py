@@ -54,7 +54,7 @@ WHERE scored_at IS NOT NULL AND received_at > admitted_at ORDER BY admitted_at, 
 Lines = Sequence[dict[str, Any]]
 
 
-class Asked(NamedTuple):
+class LedgerGroup(NamedTuple):
     """A group as the ledger records it."""
 
     version: int
@@ -73,20 +73,22 @@ class Servers(NamedTuple):
     """Pause before each new version, in seconds."""
 
 
-def fit_decoding(rates: Rates, asked: Sequence[Asked], num_completions: int, servers: Servers) -> tuple[Rates, float]:
+def fit_decoding(
+    rates: Rates, groups: Sequence[LedgerGroup], num_completions: int, servers: Servers
+) -> tuple[Rates, float]:
     """Fit the decoding rates to the seconds of the groups.
 
     Returns all rates, and the relative error of the median group's seconds.
     """
-    asked = asked[-max(1, MOST_SEQUENCES * servers.num // num_completions) :]
-    lengths = lengths_of(asked, rates.lengths, num_completions)
-    measured_s = np.array([group.received_at - group.admitted_at for group in asked])
-    counted = slice(int(len(asked) * NOT_COUNTED_SHARE), None)
+    groups = groups[-max(1, MOST_SEQUENCES * servers.num // num_completions) :]
+    lengths = lengths_of(groups, rates.lengths, num_completions)
+    measured_s = np.array([group.received_at - group.admitted_at for group in groups])
+    counted = slice(int(len(groups) * NOT_COUNTED_SHARE), None)
     slowest_s = 4 * float(measured_s.max())
 
     def errors(full_s: float, share: float) -> np.ndarray:
         tried = with_decoding(rates, full_s, share, servers.capacity)
-        return np.abs(np.log(replay(tried, asked, lengths, servers) / measured_s))[counted]
+        return np.abs(np.log(replay(tried, groups, lengths, servers) / measured_s))[counted]
 
     def mean_error(share: float, full_s: float) -> float:
         return float(errors(full_s, share).mean())
@@ -123,21 +125,21 @@ def minimum(error_of: Callable[[float], float], low: float, high: float) -> floa
     return float(np.exp((low + high) / 2))
 
 
-def lengths_of(asked: Sequence[Asked], lengths: Lengths, num_completions: int) -> list[list[float]]:
+def lengths_of(groups: Sequence[LedgerGroup], lengths: Lengths, num_completions: int) -> list[list[float]]:
     """Return the lengths of each group's completions.
 
     The ledger has only their sum, so randomly drawn groups are assigned in the order of their sums.
     """
-    drawn = lengths.sampler().draw(np.random.default_rng(0), len(asked) * num_completions).reshape(len(asked), -1)
+    drawn = lengths.sampler().draw(np.random.default_rng(0), len(groups) * num_completions).reshape(len(groups), -1)
     drawn = drawn[np.argsort(drawn.sum(1), kind="stable")]
-    rank_of_group = np.argsort(np.argsort([group.num_tokens for group in asked], kind="stable"))
+    rank_of_group = np.argsort(np.argsort([group.num_tokens for group in groups], kind="stable"))
     return drawn[rank_of_group].tolist()
 
 
-def replay(rates: Rates, asked: Sequence[Asked], lengths: list[list[float]], servers: Servers) -> np.ndarray:
+def replay(rates: Rates, groups: Sequence[LedgerGroup], lengths: list[list[float]], servers: Servers) -> np.ndarray:
     """Return the seconds that each group would have taken at these rates."""
-    env = simpy.Environment(asked[0].admitted_at)
-    done_at = np.zeros(len(asked))
+    env = simpy.Environment(groups[0].admitted_at)
+    done_at = np.zeros(len(groups))
 
     def done(group: Group) -> None:
         done_at[group.slot] = env.now
@@ -147,9 +149,9 @@ def replay(rates: Rates, asked: Sequence[Asked], lengths: list[list[float]], ser
     def until(time: float) -> simpy.Event:
         return env.timeout(max(0.0, time - env.now))
 
-    def ask() -> Generator[simpy.Event, Any, None]:
-        version = asked[0].version
-        for i, group in enumerate(asked):
+    def request_groups() -> Generator[simpy.Event, Any, None]:
+        version = groups[0].version
+        for i, group in enumerate(groups):
             if group.version > version:
                 version = group.version
                 yield until(group.admitted_at - servers.stall_s)
@@ -162,9 +164,9 @@ def replay(rates: Rates, asked: Sequence[Asked], lengths: list[list[float]], ser
             least = min(fleet, key=lambda server: len(server.groups))
             least.submit([Group(i, lengths[i], env.now)])
 
-    env.process(ask())
+    env.process(request_groups())
     env.run()
-    return done_at - np.array([group.admitted_at for group in asked])
+    return done_at - np.array([group.admitted_at for group in groups])
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +199,7 @@ class MeasuredRun(NamedTuple):
     num_servers: int
     lines: Lines
     """Lines of metrics.jsonl."""
-    asked: list[Asked]
+    groups: list[LedgerGroup]
 
 
 def read_run(run_dir: Path) -> MeasuredRun:
@@ -212,15 +214,16 @@ def read_run(run_dir: Path) -> MeasuredRun:
     try:
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         with closing(sqlite3.connect(uri, uri=True)) as ledger:
-            asked = [Asked(*row) for row in ledger.execute(SQL)]
+            groups = [LedgerGroup(*row) for row in ledger.execute(SQL)]
     except (OSError, ValueError, sqlite3.Error) as error:
         raise ConfigError(f"{run_dir} cannot be read as a run directory: {error}") from error
-    if len(lines) < LEAST_STEPS or not asked:
+    if len(lines) < LEAST_STEPS or not groups:
         raise ConfigError(
-            f"{run_dir} has {len(lines)} steps and {len(asked)} groups; at least {LEAST_STEPS} steps are needed to tell its rates"
+            f"{run_dir} has {len(lines)} steps and {len(groups)} groups; at least {LEAST_STEPS} steps and one group are "
+            "needed to estimate its rates"
         )
     num_servers = round(statistics.median(line.get("servers/ready", 1) for line in lines[_warm_up(lines) :]))
-    return MeasuredRun(learner, server, num_servers, lines, asked)
+    return MeasuredRun(learner, server, num_servers, lines, groups)
 
 
 def rates_of(run: MeasuredRun, *, num_ranks: int) -> tuple[Rates, float]:
@@ -235,17 +238,17 @@ def rates_of(run: MeasuredRun, *, num_ranks: int) -> tuple[Rates, float]:
             lengths=_lengths(steady),
             decode_step_s=0.0,
             decode_token_s=1.0,
-            score_s=statistics.median(group.scored_at - group.received_at for group in run.asked),
+            score_s=statistics.median(group.scored_at - group.received_at for group in run.groups),
             **_learner_rates(run, num_ranks),
             **_push_rates(steady, server, run.num_servers),
         )
     except KeyError as error:
         raise ConfigError(
-            f"metrics.jsonl lacks the metric {error.args[0]}, which a learner writes in every step"
+            f"metrics.jsonl is missing the metric {error.args[0]}, which the learner writes in every step"
         ) from error
     stall_s = rates.stall_seconds(run.num_servers, receive_overlap=server.receive_overlap)
     servers = Servers(num=run.num_servers, capacity=server.capacity, stall_s=stall_s)
-    return fit_decoding(rates, run.asked, run.learner.sampling.num_completions, servers)
+    return fit_decoding(rates, run.groups, run.learner.sampling.num_completions, servers)
 
 
 def observed(run: MeasuredRun) -> Observed:
@@ -255,19 +258,19 @@ def observed(run: MeasuredRun) -> Observed:
         samples_per_s=run.learner.groups_per_step * run.learner.sampling.num_completions / step_s,
         step_s=step_s,
         learner_idle_frac=_mean(steady, "time/wait_for_batch") / step_s,
-        server_idle_frac=idle_frac(run.asked, lines[first - 1]["time"], lines[-1]["time"]),
+        server_idle_frac=idle_frac(run.groups, lines[first - 1]["time"], lines[-1]["time"]),
         staleness_mean=_mean(steady, "staleness/mean"),
         staleness_max=round(max(line["staleness/max"] for line in steady)),
     )
 
 
-def idle_frac(asked: Sequence[Asked], start: float, end: float) -> float:
+def idle_frac(groups: Sequence[LedgerGroup], start: float, end: float) -> float:
     """Return the share of the time without a pending group.
 
     The metric `perf/server_idle_frac` only describes the end of each step.
     """
     busy_s, busy_until = 0.0, start
-    for group in asked:  # in the order of their requests
+    for group in groups:  # in the order of their requests
         began, ended = max(group.admitted_at, busy_until), min(group.received_at, end)
         if ended > began:
             busy_s += ended - began

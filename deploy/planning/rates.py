@@ -77,7 +77,8 @@ class LengthSampler:
         mean = self._quantiles(shares, low).mean()
         if abs(mean - self._lengths.mean) > max(MEAN_TOLERANCE * self._lengths.mean, 0.5):
             raise ConfigError(
-                f"a mean completion length of {self._lengths.mean:g} does not go with {self._lengths}: the nearest is {mean:.1f}"
+                f"a mean completion length of {self._lengths.mean:g} does not fit {self._lengths}: the nearest is "
+                f"{mean:.1f}"
             )
         return low
 
@@ -113,7 +114,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if self.decode_step_s + self.decode_token_s <= 0 or self.learner_step_s + self.learner_token_s <= 0:
-            raise ValueError("a server that decodes and a learner that trains in no time leave nothing to plan")
+            raise ValueError("decoding and training take no time; set a rate of each above 0")
 
     def decode_s(self, num_running: int) -> float:
         """Return the time of a decoding step, which gives each running sequence a token."""
@@ -135,12 +136,14 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ASSUMPTIONS = (
-    "a decoding step takes a + b · (running sequences) s, prefill included: tokens/s rise with them and level off at 1/b",
-    "completions of a group are as long as those of others, independent of each other and of the policy's version",
-    "m ranks divide a step's tokens evenly, down to single completions; c + d · tokens / m s, and s s more for several ranks",
-    "a push takes e + f · servers s: one learner feeds all at once through one link, and all resume when the last has it",
-    "nothing takes longer in one step than in the next but for its tokens, and checkpoints take no more than they did",
-    "servers are alike, and a group goes to the one with the fewest; links and reward workers never are the slowest part",
+    "a decoding step takes a + b · (running sequences) s, including prefill: tokens/s rise with the sequences, up to 1/b",
+    "completion lengths depend neither on the group, nor on each other, nor on the policy version",
+    "m ranks divide a step's tokens evenly, down to single completions: c + d · tokens / m s, plus a constant for several",
+    "a weight sync takes e + f · servers s: one learner sends to all servers at once through one link, and all servers "
+    "resume when the last one is done",
+    "steps differ only in their tokens, and checkpoints take as long as in the measured run",
+    "servers are identical, and a group goes to the server with the fewest groups; links and reward workers are never "
+    "the bottleneck",
 )
 
 
@@ -155,8 +158,8 @@ def decode_rate(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if len({running for running, _ in points}) < 2 or any(running < 1 or rate <= 0 for running, rate in points):
         given = " ".join(f"{running:g}:{rate:g}" for running, rate in points)
         raise ConfigError(
-            f"--decode {given}: expected the tokens/s of one server at two or more numbers of running sequences, each at "
-            "least 1, such as --decode 1:90 256:7200"
+            f"--decode {given}: expected the tokens/s of one server at two or more numbers of running sequences, each "
+            "at least 1, such as --decode 1:90 256:7200"
         )
     running = np.array([running for running, _ in points])
     step_s = running / np.array([rate for _, rate in points])

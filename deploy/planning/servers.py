@@ -32,13 +32,13 @@ NOTICED_S = 3.0
 class Group:
     """A group on its way from its slot to its batch."""
 
-    __slots__ = ("asked_at", "lengths", "num_left", "oldest_version", "slot")
+    __slots__ = ("lengths", "num_left", "oldest_version", "requested_at", "slot")
 
-    def __init__(self, slot: int, lengths: list[float], asked_at: float) -> None:
-        self.slot, self.lengths, self.asked_at = slot, lengths, asked_at
-        self.begin_again()
+    def __init__(self, slot: int, lengths: list[float], requested_at: float) -> None:
+        self.slot, self.lengths, self.requested_at = slot, lengths, requested_at
+        self.restart()
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Discard all sampled tokens."""
         self.num_left, self.oldest_version = len(self.lengths), -1
 
@@ -68,30 +68,30 @@ class Server:
         for group in groups:
             self.groups[group.slot] = group
             self._waiting.extend((length, group) for length in group.lengths)
-        self._go_on()
+        self._advance()
 
     def pause(self) -> None:
         self.catch_up()
         self._is_paused = True
-        self._go_on()
+        self._advance()
 
     def resume(self, version: int) -> None:
         """Continue with new weights."""
         self.catch_up()
         self._is_paused, self._version = False, version
-        self._go_on()
+        self._advance()
 
     def die(self) -> list[Group]:
         """Stop and return the unfinished groups, which restart elsewhere."""
         self.catch_up()
         lost = list(self.groups.values())
         for group in lost:
-            group.begin_again()
+            group.restart()
         self.groups.clear()
         self._running.clear()
         self._waiting.clear()
         self.is_ready = False
-        self._go_on()
+        self._advance()
         return lost
 
     def join(self, version: int) -> None:
@@ -111,7 +111,7 @@ class Server:
             self.sequence_s += elapsed_s * num_running
             self._progress += elapsed_s / self._rates.decode_s(num_running)
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Fill the free capacity and set the alarm for the next sequence to end."""
         self._alarm += 1
         if self._is_paused:
@@ -139,7 +139,7 @@ class Server:
             group.num_left -= 1
             if group.num_left == 0:
                 done.append(self.groups.pop(group.slot))
-        self._go_on()
+        self._advance()
         for group in done:
             self._on_done(group)
 
@@ -204,7 +204,7 @@ class Fleet:
         for server in self._servers:
             server.resume(version)
 
-    def begin_failures(self, failures: Failures, rng: np.random.Generator) -> None:
+    def start_failures(self, failures: Failures, rng: np.random.Generator) -> None:
         for server in self._servers:
             self._env.process(self._fail(server, failures, rng))
 

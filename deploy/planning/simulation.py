@@ -74,7 +74,7 @@ class Simulation:
         capacity = setup.server.capacity
         self._fleet = Fleet(self._env, setup.rates, self._num_servers, capacity, self._done)
         if setup.failures is not None:
-            self._fleet.begin_failures(setup.failures, self._rng.spawn(1)[0])
+            self._fleet.start_failures(setup.failures, self._rng.spawn(1)[0])
         self._lookahead = AutoStaleness(config)
         self._next_to_admit = self._next_to_take = 0
         self._ready: dict[int, Group] = {}
@@ -147,10 +147,10 @@ class Simulation:
         stalenesses = [version - group.oldest_version for group in groups]
         self._sums.staleness += sum(stalenesses)
         self.staleness_max = max(self.staleness_max, *stalenesses)
-        self._note_taken(self._env.now - began)
+        self._record_taken(self._env.now - began)
         return groups
 
-    def _note_taken(self, waited_s: float) -> None:
+    def _record_taken(self, waited_s: float) -> None:
         step_s, self._taken_at = self._env.now - self._taken_at, self._env.now
         next_slots = range(self._next_to_take, self._next_to_take + self._groups_per_step)
         self._lookahead.note(
@@ -204,7 +204,7 @@ class Simulation:
 
     def _done(self, group: Group) -> None:
         self._sums.groups_done += 1
-        self._sums.latency_s += self._env.now - group.asked_at
+        self._sums.latency_s += self._env.now - group.requested_at
         scored = self._env.timeout(self._rates.score_s, group)
         scored.callbacks.append(lambda event: self._scored(event.value))
 

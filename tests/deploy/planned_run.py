@@ -57,7 +57,7 @@ def write_run(run_dir: Path, simulated: Setup, steps: int, seed: int = 0) -> Non
         ledger.executescript(SCHEMA)
         for group, scored_at in simulation.scored.values():
             row = (f"{group.slot}.0", group.slot, group.slot, simulation.version_of[group.slot], sum(map(int, group.lengths)),
-                   group.asked_at, scored_at - simulated.rates.score_s, scored_at)  # fmt: skip
+                   group.requested_at, scored_at - simulated.rates.score_s, scored_at)  # fmt: skip
             ledger.execute(
                 "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, num_tokens, "
                 "admitted_at, received_at, scored_at) VALUES (?, ?, 0, ?, 0, 0, 'consumed', ?, ?, ?, ?, ?)",

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from deploy import colocate
-from deploy.colocate import asks_at, flags_by_section, with_cores
+from deploy.colocate import evaluation_flags, flags_by_section, with_cores
 from deploy.config import DeployConfig
 from deploy.supervisor import GRACE_S
 from protocol.errors import ConfigError
@@ -49,11 +49,18 @@ def test_cores_are_halved_unless_the_config_names_any() -> None:
 
 def test_a_learner_that_evaluates_is_told_the_port_that_a_flag_gave_the_server() -> None:
     evaluating = a_learner(evaluation={"every_steps": 2})
-    assert asks_at(a_learner(), a_server(http_port=9000)) == ()
-    assert asks_at(evaluating, a_server(http_port=9000)) == ("--learner.evaluation.url", "http://127.0.0.1:9000/v1")
-    assert asks_at(a_learner(evaluation={"every_steps": 2, "url": "http://a/v1"}), a_server(http_port=9000)) == ()
-    with pytest.raises(ConfigError, match=r"with server.http_port = 0: an evaluation sends its requests to the server over HTTP"):
-        asks_at(evaluating, a_server(http_port=0))
+    assert evaluation_flags(a_learner(), a_server(http_port=9000)) == ()
+    assert evaluation_flags(evaluating, a_server(http_port=9000)) == (
+        "--learner.evaluation.url",
+        "http://127.0.0.1:9000/v1",
+    )
+    assert (
+        evaluation_flags(a_learner(evaluation={"every_steps": 2, "url": "http://a/v1"}), a_server(http_port=9000)) == ()
+    )
+    with pytest.raises(
+        ConfigError, match=r"with server.http_port = 0: an evaluation sends its requests to the server over HTTP"
+    ):
+        evaluation_flags(evaluating, a_server(http_port=0))
 
 
 def test_several_ranks_are_told_of_each_other_and_only_a_learner_that_was_begun_is_resumed(
@@ -116,8 +123,8 @@ def test_two_servers_and_two_ranks_of_which_one_each_is_killed_end_complete(tmp_
     assert node.wait(400) == 0, out.read_text()
     text = out.read_text()
     assert text.count("rank 1 of 2") == 2 and f"rank 1 of this learner (process {rank} on" in text
-    assert "learner1 ended with exit code -9; starting it again (1 of 3 within an hour)" in text
-    assert "server1 ended with exit code -9; starting it again (1 of 3 within an hour)" in text
+    assert "learner1 exited with code -9; restarting it (1 of 3 within an hour)" in text
+    assert "server1 exited with code -9; restarting it (1 of 3 within an hour)" in text
     assert set(steps()) == set(range(1, NUM_STEPS + 1)) and steps()[-1] == NUM_STEPS
 
 

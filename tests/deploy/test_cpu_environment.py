@@ -72,7 +72,7 @@ def test_pip_installs_what_uv_could_not(venv: Path, capsys: pytest.CaptureFixtur
     write_program(venv / "bin" / "uv", "#!/bin/sh\necho error: first line\necho no such index >&2\nexit 2\n")
     install_packages(venv, "toy", ["toy==1"])
     assert "install --no-deps --no-compile toy==1 --force-reinstall" in pip_calls(venv)
-    assert "uv could not install toy, pip does it: no such index\n" in capsys.readouterr().out
+    assert "uv could not install toy, using pip instead: no such index\n" in capsys.readouterr().out
 
 
 def test_pip_installs_where_there_is_no_uv(venv: Path) -> None:

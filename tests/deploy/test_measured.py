@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.planning.measured import Asked, idle_frac, observed, rates_of, read_run
+from deploy.planning.measured import LedgerGroup, idle_frac, observed, rates_of, read_run
 from deploy.planning.simulation import simulate
 from protocol.errors import ConfigError
 from tests.deploy.planned_run import CONSTANT, SPREAD, setup, write_run
@@ -59,7 +59,7 @@ def test_the_rates_of_one_run_predict_another(tmp_path: Path) -> None:
 
 
 def test_idle_is_the_time_in_which_no_group_is_under_way() -> None:
-    asked = [Asked(0, 1, began, ended, ended) for began, ended in [(0, 4), (1, 2), (3, 5), (7, 8), (9, 30)]]
+    asked = [LedgerGroup(0, 1, began, ended, ended) for began, ended in [(0, 4), (1, 2), (3, 5), (7, 8), (9, 30)]]
     assert idle_frac(asked, 0, 10) == pytest.approx(0.3)
     assert idle_frac(asked, 4, 10) == pytest.approx(0.5)
 
@@ -82,5 +82,5 @@ def test_a_run_of_too_few_steps_or_of_other_metrics_is_refused(tmp_path: Path) -
         read_run(tmp_path / "run")
     without = [{key: value for key, value in json.loads(line).items() if key != "rollout/tokens"} for line in lines]
     metrics.write_text("\n".join(map(json.dumps, without)))
-    with pytest.raises(ConfigError, match="lacks the metric rollout/tokens"):
+    with pytest.raises(ConfigError, match="is missing the metric rollout/tokens"):
         rates_of(read_run(tmp_path / "run"), num_ranks=1)

@@ -80,12 +80,12 @@ def test_a_side_without_gpus_beside_one_with_some_sees_none() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"server_gpus": [[0, 1], [1]]}, "deploy.server_gpus: 1 is given away twice"),
-        ({"learner_gpus": [2, 2]}, "deploy.learner_gpus: 2 is given away twice"),
-        ({"server_cores": [[0]], "learner_cores": [[1], [0]]}, "learner_cores: 0 is given away twice"),
-        ({"server_cores": [[]]}, "an empty list gives a process none"),
-        ({"server_gpus": [[-1]]}, "-1 is no position"),
-        ({"server_gpus": [[0]], "server_cores": [[0], [1]]}, "server_gpus is for 1 and server_cores for 2"),
+        ({"server_gpus": [[0, 1], [1]]}, "deploy.server_gpus: 1 is assigned twice"),
+        ({"learner_gpus": [2, 2]}, "deploy.learner_gpus: 2 is assigned twice"),
+        ({"server_cores": [[0]], "learner_cores": [[1], [0]]}, "learner_cores: 0 is assigned twice"),
+        ({"server_cores": [[]]}, "an empty list gives a process nothing"),
+        ({"server_gpus": [[-1]]}, "-1 is not a position"),
+        ({"server_gpus": [[0]], "server_cores": [[0], [1]]}, "server_gpus has 1 entries, but server_cores has 2"),
         ({"learner_gpus": [0], "sharded": True}, "sharded = true needs two or more learner_gpus"),
         ({"max_restarts": 0}, "max_restarts = 0 must be at least 1"),
         ({"restart": "always"}, "deploy.restart = 'always'"),
@@ -103,7 +103,11 @@ def test_a_section_that_cannot_be_is_refused_by_name(tmp_path: Path, section: di
 @pytest.mark.parametrize(
     ("config", "server", "message"),
     [
-        (DeployConfig(server_gpus=((0, 1),)), {"tensor_parallel_size": 4}, "gives a server 2; make them equal"),
+        (
+            DeployConfig(server_gpus=((0, 1),)),
+            {"tensor_parallel_size": 4},
+            "gives a server 2 GPU\\(s\\); make them equal",
+        ),
         (
             DeployConfig(server_gpus=((0, 1),)),
             {"tensor_parallel_size": 2, "data_parallel_size": 2},
@@ -114,8 +118,8 @@ def test_a_section_that_cannot_be_is_refused_by_name(tmp_path: Path, section: di
             {"data_parallel_size": 2},
             "data_parallel_size = 2, but.* gives a server 3",
         ),
-        (DeployConfig(server_cores=((0,),)), {"cpu_cores": [1]}, "both name the servers' cores"),
-        (DeployConfig(server_cores=((0,), (1,))), {}, r"places 2 server\(s\), and the run has 1 endpoint"),
+        (DeployConfig(server_cores=((0,),)), {"cpu_cores": [1]}, "both set the servers' cores"),
+        (DeployConfig(server_cores=((0,), (1,))), {}, r"places 2 server\(s\), but the run has 1 endpoint"),
     ],
 )
 def test_what_contradicts_the_servers_section_is_refused(
@@ -139,5 +143,5 @@ def test_replicas_divide_the_gpus_of_their_server(server: dict[str, int], flags:
 
 
 def test_what_contradicts_the_learners_section_is_refused() -> None:
-    with pytest.raises(ConfigError, match="both name the learner's cores"):
+    with pytest.raises(ConfigError, match="both set the learner's cores"):
         rank_places(DeployConfig(learner_cores=((0,),)), a_learner(cpu_cores=[0]), port=1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from deploy.plan import as_text, parse_options, plan
+from deploy.plan import format_plan, parse_options, plan
 from deploy.planning.outcome import Outcome
 from deploy.planning.simulation import Setup, simulate
 from deploy.planning.split import Split, most_samples_per_s, search, splits
@@ -30,7 +30,7 @@ def test_the_best_split_of_gpus_is_found_and_told_with_what_is_assumed() -> None
     small, large = (row["outcome"] for row in result["rows"])
     assert large["num_servers"] + large["num_ranks"] == 8
     assert large["samples_per_s"] > 1.2 * small["samples_per_s"]
-    text = as_text(result)
+    text = format_plan(result)
     assert f"{large['num_servers']} × {large['num_ranks']}" in text and "through one link" in text
 
 
@@ -123,7 +123,7 @@ def test_a_measured_run_is_predicted_beside_what_it_was(tmp_path: Path) -> None:
     assert [check["servers"] for check in result["checks"]] == [1, 2]
     for check in result["checks"]:
         assert check["predicted"]["samples_per_s"] == pytest.approx(check["measured"]["samples_per_s"], rel=0.15)
-    text = as_text(result)
+    text = format_plan(result)
     assert "measured" in text and "predicted" in text and "2 servers" in text
 
 
@@ -137,19 +137,19 @@ def test_flags_stand_before_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*RATES], "nothing to plan: name --gpus"),
-        (["--gpus", "8"], "rates are missing: name --lengths, --decode, --train-tokens-per-s, or a run"),
-        (["--gpus", "8", *RATES[:6]], "rates are missing: name --decode, --train-tokens-per-s"),
+        ([*RATES], "nothing to plan; set --gpus"),
+        (["--gpus", "8"], "rates are missing; set --lengths, --decode, --train-tokens-per-s, or take them"),
+        (["--gpus", "8", *RATES[:6]], "rates are missing; set --decode, --train-tokens-per-s"),
         ([*RATES, "--gpus", "1"], "--gpus 1: a server takes 1 .* so 2 or more are needed"),
         ([*RATES, "--gpus", "4", "--server.tensor-parallel-size", "4"], "a server takes 4 .* so 5 or more"),
         ([*RATES, "--split", "6"], "--split 6: expected servers and ranks, such as 6x2"),
         ([*RATES, "--split", "0x2"], "--split 0x2: expected"),
         ([*RATES, "--gpus", "8", "--steps", "2"], "--steps 2 .* expected 8 or more"),
-        ([*RATES, "--gpus", "8", "--push-s", "-1"], "these rates cannot be: push_s = -1"),
-        ([*RATES, "--gpus", "8", "--lengths", "9", "5", "3", "4", "2"], "these rates cannot be: completion lengths p10 9, p50 5"),
+        ([*RATES, "--gpus", "8", "--push-s", "-1"], "invalid rates: push_s = -1"),
+        ([*RATES, "--gpus", "8", "--lengths", "9", "5", "3", "4", "2"], "invalid rates: completion lengths p10 9, p50 5"),
         ([*RATES, "--gpus", "8", "--decode", "64:fast"], "--decode 64:fast: expected running sequences and tokens/s"),
         ([*RATES, "--gpus", "8", "--decode", "64:100"], "two or more numbers of running sequences"),
-        ([*RATES, "--gpus", "8", "--failures", "0", "1"], "--failures 0 1: expected above 0 s"),
+        ([*RATES, "--gpus", "8", "--failures", "0", "1"], "--failures 0 1: expected EVERY_S above 0"),
         ([*RATES, "--gpus", "8", "--gpu", "9"], "unknown flag --gpu; "),
         ([*RATES, "--gpus", "8", "--learner.max-stalenes", "1"], r"did you mean --learner\.max-staleness"),
         (["--gpus", "8", "--measured", "/nowhere"], "config file /nowhere/config.toml does not exist"),

@@ -32,7 +32,7 @@ def test_constant_lengths_are_constant() -> None:
 
 
 def test_a_mean_that_the_quantiles_cannot_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="mean completion length of 4000 does not go with"):
+    with pytest.raises(ConfigError, match="mean completion length of 4000 does not fit"):
         Lengths(p10=10, p50=20, p90=30, mean=4000, max=100).sampler()
 
 

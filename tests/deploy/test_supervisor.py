@@ -86,7 +86,7 @@ def test_a_server_that_ends_ends_the_learner_and_then_the_other_servers(tmp_path
     run = supervised(tmp_path, {"learner": ["serve"]}, {"server0": ["end 3"], "server1": ["serve"]})
     assert run.end() == 1
     assert after_the_start(run.events) == ["server0 ended", "learner SIGTERM", "server1 SIGTERM"]
-    assert "server0 ended with exit code 3; ending everything" in run.output
+    assert "server0 exited with code 3; stopping all processes" in run.output
 
 
 def test_a_rank_that_fails_leaves_the_others_time_and_then_everything_ends(tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_a_server_is_started_again_as_often_as_it_may_be(tmp_path: Path) -> None
     run = supervised(tmp_path, {"learner": ["serve"]}, {"server0": ["end 1"], "server1": ["serve"]}, ON_FAILURE)
     assert run.end() == 1
     assert run.events.count("server0 started") == 3 and run.events.count("server1 started") == 1
-    assert "starting it again (2 of 2 within an hour)" in run.output
-    assert "once more, after 2 restarts within an hour (deploy.max_restarts); ending everything" in run.output
+    assert "restarting it (2 of 2 within an hour)" in run.output
+    assert "after 2 restarts within an hour (deploy.max_restarts); stopping all processes" in run.output
     assert run.events.index("learner SIGTERM") < run.events.index("server1 SIGTERM")
 
 
