@@ -6,7 +6,7 @@ On GPUs, one call of torch's variable-length kernel pairs every segment with the
 V of a prompt are gathered once for each completion, its queries are not. The kernel's causal mask aligns the
 ends of queries and keys. On CPUs, tree_attention.py computes the attention.
 
-Invariant: a layer that wants anything that packing does not support raises Unpackable. packing_check.py then
+Invariant: a layer that needs a feature that packing does not support raises Unpackable. packing_check.py then
 pads the model; in a later pass, Unpackable ends the run.
 Suffixes: N packed tokens, L gathered keys, H heads, K key-value heads, D head size.
 """
@@ -228,8 +228,8 @@ def pack_attention(
         _admit(module, key, attention_mask, wanted, has_sinks=sinks_H is not None)
     window, keys = attention_mask.window, attention_mask.keys
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    # Kernels want one size, but multi-head latent attention has narrower values than keys. Even a padding of
-    # nothing copies.
+    # Kernels require one size, but multi-head latent attention has narrower values than keys. Even a padding of
+    # 0 copies.
     num_missing = query.shape[-1] - value.shape[-1]
     values = nn.functional.pad(value, (0, num_missing)) if num_missing else value
     q_NHD, k_NKD, v_NKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, values))
@@ -256,7 +256,7 @@ def _admit(module: nn.Module, key: torch.Tensor, ticket: Ticket, wanted: dict[st
 
 
 def _problem(wanted: dict[str, Any], window: int | None, num_keys: int, num_tokens: int) -> str | None:
-    """Return why the attention that a layer wants cannot be packed, or None."""
+    """Return why the attention that a layer requests cannot be packed, or None."""
     own_window = wanted.get("sliding_window")  # the mask's window counts, as not every family passes this
     if own_window and window not in (None, own_window):
         return f"a window of {own_window}, but a mask with a window of {window}"

@@ -84,7 +84,7 @@ class Ledger:
         self._payloads = PayloadFiles(self.path.with_name(f"{self.path.name}-payloads"))
         if read_only and not self.path.is_file():
             raise LedgerError(f"{self.path}: the ledger does not exist; expected the ledger.db of a run directory")
-        # Without a -wal file nobody writes. Immutable mode then also reads from a read-only directory.
+        # Without a -wal file, no process writes. Immutable mode then also reads from a read-only directory.
         is_closed = read_only and not self.path.with_name(f"{self.path.name}-wal").exists()
         mode = "mode=rwc" if not read_only else "mode=ro&immutable=1" if is_closed else "mode=ro"
         with self._explained():
