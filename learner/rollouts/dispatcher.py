@@ -32,8 +32,8 @@ class Dispatcher:
 
     def __init__(self, run: LearnerRun, fleet: Fleet) -> None:
         self.run, self.fleet = run, fleet
-        self._owed: dict[str, PendingRequest] = {}
-        self.num_owed: Counter[str] = Counter()
+        self._requests: dict[str, PendingRequest] = {}
+        self.num_pending: Counter[str] = Counter()
         """Number of pending requests by endpoint."""
         self._num_resent = 0
 
@@ -43,47 +43,47 @@ class Dispatcher:
 
     @property
     def group_ids(self) -> list[str]:
-        return list(self._owed)
+        return list(self._requests)
 
     def get(self, group_id: str) -> PendingRequest | None:
-        return self._owed.get(group_id)
+        return self._requests.get(group_id)
 
-    def settle(self, group_id: str) -> PendingRequest | None:
+    def forget(self, group_id: str) -> PendingRequest | None:
         """Remove and return the request with this id, or None if it is not pending."""
-        owed = self._owed.get(group_id)
-        if owed is not None:
-            self._note_asked(owed, None)
-            del self._owed[group_id]
-        return owed
+        request = self._requests.get(group_id)
+        if request is not None:
+            self._assign(request, None)
+            del self._requests[group_id]
+        return request
 
     def forget_all(self) -> None:
         """Forget all pending requests, so that later answers are ignored."""
         for group_id in self.group_ids:
-            self.settle(group_id)
+            self.forget(group_id)
 
-    async def withdraw(self, owed: PendingRequest) -> None:
+    async def withdraw(self, request: PendingRequest) -> None:
         """Forget a request and cancel it at its server."""
-        endpoint = owed.owed_by
-        if self.settle(owed.group_id) is None:
+        endpoint = request.pending_at
+        if self.forget(request.group_id) is None:
             return
         for member in self.fleet.connected():
             if member.endpoint == endpoint:
-                await member.link.cancel([owed.group_id])
+                await member.link.cancel([request.group_id])
 
     async def begin(self, requests: Iterable[PendingRequest]) -> None:
-        """Register and send requests; those that cannot be sent now wait for `ask_rest`."""
+        """Register and send requests; those that cannot be sent now wait for `send_unassigned`."""
         requests = list(requests)
-        self._owed |= {request.group_id: request for request in requests}
-        await self._ask(requests)
+        self._requests |= {request.group_id: request for request in requests}
+        await self._send_all(requests)
 
-    async def ask_rest(self) -> None:
+    async def send_unassigned(self) -> None:
         """Send all requests that no server has."""
-        await self._ask([owed for owed in self._owed.values() if owed.owed_by is None])
+        await self._send_all([request for request in self._requests.values() if request.pending_at is None])
 
-    async def ask_again(self, member: Member) -> None:
+    async def resend(self, member: Member) -> None:
         """Resend a server all its pending requests; ids it still has cost nothing."""
-        for owed in self._owed_by(member):
-            if not await self._send(member, owed):
+        for request in self._pending_at(member):
+            if not await self._send(member, request):
                 return
 
     async def resend_lost(self) -> None:
@@ -100,8 +100,8 @@ class Dispatcher:
 
     async def _resend_lost(self, member: Member, deadline_s: float) -> None:
         num_held, counted_at = member.link.last_count
-        pending = [(owed.sent_at, owed) for owed in self._owed_by(member) if owed.sent_at is not None]
-        overdue = [owed for sent_at, owed in pending if time.monotonic() - sent_at > deadline_s]
+        pending = [(request.sent_at, request) for request in self._pending_at(member) if request.sent_at is not None]
+        overdue = [request for sent_at, request in pending if time.monotonic() - sent_at > deadline_s]
         has_had_since = counted_at - min(UNDER_WAY_S, deadline_s / 4)
         if not overdue or num_held >= sum(sent_at < has_had_since for sent_at, _ in pending):
             return
@@ -110,10 +110,10 @@ class Dispatcher:
             "it has %d of %d)",
             len(overdue), member.endpoint, overdue[0].group_id, deadline_s, num_held, len(pending),
         )  # fmt: skip
-        for owed in overdue:
-            if self._owed.get(owed.group_id) is owed and owed.owed_by == member.endpoint:
+        for request in overdue:
+            if self._requests.get(request.group_id) is request and request.pending_at == member.endpoint:
                 self._num_resent += 1
-                if not await self._send(member, owed):
+                if not await self._send(member, request):
                     return
 
     async def acknowledge(self, arrived: Iterable[tuple[Member, AnyGroup]]) -> None:
@@ -123,47 +123,47 @@ class Dispatcher:
             came.setdefault(member, []).append(group.group_id)
         await asyncio.gather(*(member.link.acknowledge(group_ids) for member, group_ids in came.items()))
 
-    def lost(self, member: Member) -> None:
+    def unassign_all(self, member: Member) -> None:
         """Unassign the pending requests of a lost server."""
-        for owed in self._owed_by(member):
-            self._note_asked(owed, None)
+        for request in self._pending_at(member):
+            self._assign(request, None)
 
-    async def handed_back(self, member: Member, group_id: str) -> None:
+    async def reassign(self, member: Member, group_id: str) -> None:
         """Reassign a request that a draining server has not started.
 
         The request does not count as a failed attempt.
         """
-        owed = self._owed.get(group_id)
-        if owed is not None and owed.owed_by == member.endpoint:
-            self._note_asked(owed, None)
-            await self._ask([owed])
+        request = self._requests.get(group_id)
+        if request is not None and request.pending_at == member.endpoint:
+            self._assign(request, None)
+            await self._send_all([request])
 
-    async def _ask(self, requests: Iterable[PendingRequest]) -> None:
+    async def _send_all(self, requests: Iterable[PendingRequest]) -> None:
         unreachable: list[Member] = []
-        for owed in requests:
+        for request in requests:
             # During `_send` another task may send this request, or its previous server may answer.
-            while owed.owed_by is None and self._owed.get(owed.group_id) is owed:
-                member = self.fleet.choose(unreachable, owed.stays_at)
+            while request.pending_at is None and self._requests.get(request.group_id) is request:
+                member = self.fleet.choose(unreachable, request.stays_at)
                 if member is None:
                     return
-                if not await self._send(member, owed):
+                if not await self._send(member, request):
                     unreachable.append(member)
-                    self._note_asked(owed, None)
+                    self._assign(request, None)
 
-    async def _send(self, member: Member, owed: PendingRequest) -> bool:
-        self._note_asked(owed, member.endpoint)
-        owed.sent_at = time.monotonic()
-        return await member.link.generate(owed.message(self.run))
+    async def _send(self, member: Member, request: PendingRequest) -> bool:
+        self._assign(request, member.endpoint)
+        request.sent_at = time.monotonic()
+        return await member.link.generate(request.message(self.run))
 
-    def _owed_by(self, member: Member) -> list[PendingRequest]:
-        return [owed for owed in self._owed.values() if owed.owed_by == member.endpoint]
+    def _pending_at(self, member: Member) -> list[PendingRequest]:
+        return [request for request in self._requests.values() if request.pending_at == member.endpoint]
 
-    def _note_asked(self, owed: PendingRequest, endpoint: str | None) -> None:
+    def _assign(self, request: PendingRequest, endpoint: str | None) -> None:
         """Record which server has the request; None for no server."""
-        if self._owed.get(owed.group_id) is not owed:
+        if self._requests.get(request.group_id) is not request:
             return
-        if owed.owed_by is not None:
-            self.num_owed[owed.owed_by] -= 1
-        owed.owed_by = endpoint
+        if request.pending_at is not None:
+            self.num_pending[request.pending_at] -= 1
+        request.pending_at = endpoint
         if endpoint is not None:
-            self.num_owed[endpoint] += 1
+            self.num_pending[endpoint] += 1

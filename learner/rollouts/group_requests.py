@@ -27,7 +27,7 @@ class PendingRequest(msgspec.Struct, kw_only=True, eq=False):
 
     sent_at: float | None = None
     """Time when the request was last handed to a connection, by the monotonic clock."""
-    owed_by: str | None = None
+    pending_at: str | None = None
     """Endpoint of the server that has the request and may still answer."""
     answered_by: str = ""
     """Endpoint of the server that answered. Empty if unknown."""

@@ -1,4 +1,4 @@
-"""What a queue takes up where a run stopped: pass rates from the checkpoint and the rows behind it, not from all rows."""
+"""What the buffer restores where a run stopped: pass rates from the checkpoint and the rows behind it, not from all rows."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from learner.prompts.curriculum import PassRates
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger, Row
-from learner.rollouts.queue import GroupQueue
+from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.run_inputs import RunInputs
 from tests.learner.ledgers import receive
 from tests.learner.test_train import make_run
@@ -56,7 +56,7 @@ def test_a_resume_counts_each_row_once_and_reads_only_those_behind_the_checkpoin
         functions = [FunctionRewards(name="share_right", rewards=[pass_rate_of(slot)])]
         ledger.score(group_id, GroupRewards(rewards=[0.0], functions=functions).to_json(), 0.0)
         ledger.consume([(group_id, 0)], step=1 + slot)
-    restored = GroupQueue(run, RunInputs(run).prompts, ledger, kept).pass_rates()
+    restored = RolloutBuffer(run, RunInputs(run).prompts, ledger, kept).pass_rates()
     ledger.close()
     assert ledger.first_slots == [first_slot]
     assert restored is not None and restored.next_slot == NUM_CONSUMED
