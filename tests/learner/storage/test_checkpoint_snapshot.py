@@ -15,6 +15,7 @@ from learner.config import LearnerRun
 from learner.policy.shards import ShardWriter
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger
+from learner.rollouts.ledger_row import group_id_of
 from learner.rollouts.rollout_buffer import RolloutBuffer, Scored
 from learner.run_inputs import RunInputs
 from learner.storage.retention import Checkpoints, LearnerRecords
@@ -61,9 +62,11 @@ class RunWithoutServer:
 
     def _take_groups(self) -> None:
         first = self._buffer._order.next_to_take
+        self._buffer.admit(self.version)
         for slot in range(first, first + len(self.groups)):
             group = self.groups[slot - first]
-            group_id = self._ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot % 3, version=0)
+            group_id = group_id_of(slot, attempt=0)
+            assert self._buffer.receive(group_id) is not None
             assert receive(self._ledger, group_id, b"payload", 0, 10)
             functions = [FunctionRewards(name="share_right", rewards=[slot % 5 / 4])]
             rewards = GroupRewards(rewards=[0.0], functions=functions)
