@@ -34,7 +34,7 @@ log = logging.getLogger("inference_server")
 ENVIRONMENT = {
     # Keep the threads of the CPU backend on the cores that sched_setaffinity chose.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Let torch ask for huge pages: allocating memory for buckets then takes a third of the time.
+    # Let torch request huge pages: allocating memory for buckets then takes a third of the time.
     "THP_MEM_ALLOC_ENABLE": "1",
     # Each batch size has its own matrix products. oneDNN would keep the code of 1,024 of them, which takes
     # 250 MiB within the first hour.
@@ -88,7 +88,7 @@ def _quit_while_starting(*_: object) -> NoReturn:
     """
     for child in multiprocessing.active_children():
         child.kill()
-    log.info("stopped while starting")
+    log.info("stopped during startup")
     os._exit(0)
 
 
@@ -109,13 +109,13 @@ def _on_own_cores(run: ServerRun) -> ServerRun:
     return msgspec.structs.replace(run, server=msgspec.structs.replace(run.server, cpu_cores=cores))
 
 
-def _on_what(run: ServerRun) -> str:
+def _device_summary(run: ServerRun) -> str:
     """Describe the device found, the reason, and the resulting values of unset keys."""
     server = run.server
-    kv = "what is left" if server.kv_cache_memory_mib is None else f"{server.kv_cache_memory_mib} MiB"
+    kv_cache = "the remaining memory" if server.kv_cache_memory_mib is None else f"{server.kv_cache_memory_mib} MiB"
     return (
-        f"{gpu_choice().reason}. dtype = {run.computes_in}, server.enforce_eager = {str(server.enforce_eager).lower()}, "
-        f"memory for keys and values: {kv}"
+        f"{gpu_choice().reason}. dtype = {run.computes_in}, "
+        f"server.enforce_eager = {str(server.enforce_eager).lower()}, KV cache: {kv_cache}"
     )
 
 
@@ -141,7 +141,7 @@ async def _serve(run: ServerRun) -> None:
     with contextlib.ExitStack() as open_things:
         open_things.enter_context(socket_directory())
         prepared = prepare(run, open_things)
-        log.info(_on_what(run))
+        log.info(_device_summary(run))
         listener = prepared.listener
         os.environ["HF_HUB_OFFLINE"] = "1"  # The model files are on this machine by now.
         run = _on_own_cores(run)
@@ -160,13 +160,13 @@ async def _serve(run: ServerRun) -> None:
         server = Server(channel, engine, prepared.model, run.server)
         where = f"http://{address_of(run.server)}" if listener else "off"
 
-        def tell_ready() -> None:
+        def log_ready() -> None:
             log.info(
                 "ready after %.1f s: model %s, %d worker(s), learners at %s, HTTP at %s",
                 time.monotonic() - started_at, run.model, engine.limits.num_workers, channel.endpoint, where,
             )  # fmt: skip
 
-        parts = [server.serve(tell_ready)]
+        parts = [server.serve(log_ready)]
         if listener is not None:
             http = await build_http(engine.llm, run, prepared.model_path, server.status, prepared.api_key)
             engine.on_restart = http.answer_from

@@ -93,12 +93,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     runs wait until then."""
     drain_timeout_s: Seconds = 60.0
     """Maximum time to finish running groups and /v1 requests after SIGTERM, SIGHUP or Ctrl-C, in seconds.
-    After that, the server exits regardless. A second SIGTERM or Ctrl-C ends the server at once. A supervisor
+    After that, the server exits regardless. A second SIGTERM or Ctrl-C stops the server at once. A supervisor
     must wait longer than this before it sends SIGKILL."""
     start_timeout_s: Annotated[int, msgspec.Meta(gt=0, le=int(MAX_SECONDS))] = 600
     """Maximum time to load the model and warm up, in seconds, at startup and after the engine has died."""
     max_engine_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
-    """Maximum number of engine restarts within an hour. One more death ends the server."""
+    """Maximum number of engine restarts within an hour. One more death stops the server."""
     stall_timeout_s: Seconds = 300.0
     """Maximum time without a token from an engine that has groups, in seconds. After that, the engine is
     restarted. Weight syncs do not count, and a prefill chunk of a long prompt counts as a token."""
@@ -152,5 +152,6 @@ class ServerRun(SharedConfig):
     def check(self) -> None:
         if self.endpoints and self.endpoint == DEFAULT_ENDPOINT and self.endpoint not in self.endpoints:
             raise ConfigError(
-                f"endpoints = {list(self.endpoints)}: which of them is this server? Say so with --endpoint {self.endpoints[0]}"
+                f"endpoints = {list(self.endpoints)} does not identify this server; "
+                f"select its endpoint, for example with --endpoint {self.endpoints[0]}"
             )

@@ -45,7 +45,8 @@ def doctor_command(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
     arguments = [argument for argument in arguments if argument != "--json"]
     run = load_config(
-        ServerRun, arguments, "inference-server doctor", "[--json]", "Look for what would keep the server from starting, and say what to do."
+        ServerRun, arguments, "inference-server doctor", "[--json]",
+        "Check whether the server can start here, and print a remedy for each problem.",
     )  # fmt: skip
     return tell(examine(run), as_json=as_json)
 
@@ -58,7 +59,7 @@ def examine(run: ServerRun) -> Iterator[Finding]:
     yield http(run)
     yield keys(run.keys)
     yield ok("versions", f"slipstream-rl {package_version()}, protocol {PROTOCOL_VERSION}")
-    yield unknown("clock", "compared, like keys and bandwidth, by `learner doctor` while this server runs")
+    yield unknown("clock", "`learner doctor` compares it, like keys and bandwidth, while this server runs")
     yield of_dtype(run.computes_in)
     yield from resources(run)
     if (of_nccl := nccl(run)) is not None:
@@ -81,7 +82,7 @@ def names(endpoint: str) -> Finding:
     except OSError as error:
         return problem(
             "names", f"{host} does not resolve ({error.strerror or error})",
-            "correct `endpoint`, or enter the name in DNS or /etc/hosts; tcp://*:PORT listens at every address",
+            "correct `endpoint`, or add the name to DNS or /etc/hosts; tcp://*:PORT listens on every address",
         )  # fmt: skip
     with socket.socket(family, socket.SOCK_STREAM) as trial:
         try:
@@ -90,8 +91,8 @@ def names(endpoint: str) -> Finding:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
             return problem(
-                "names", f"{host} ({address[0]}) is no address of this machine",
-                "set `endpoint` to one of its own, or to tcp://*:PORT for all of them",
+                "names", f"{host} ({address[0]}) is not an address of this machine",
+                "set `endpoint` to one of its addresses, or to tcp://*:PORT for all of them",
             )  # fmt: skip
     return ok("names", f"{host} is this machine's {address[0]}")
 
@@ -104,7 +105,7 @@ def port(endpoint: str) -> Finding:
     try:
         return ok("port", f"{asyncio.run(bind())} is free")
     except ConfigError as error:
-        return problem_of("port", error, "choose another with `endpoint`")
+        return problem_of("port", error, "choose another port with `endpoint`")
 
 
 def http(run: ServerRun) -> Finding:
@@ -112,7 +113,7 @@ def http(run: ServerRun) -> Finding:
         key = read_api_key(run.server, insecure=run.insecure)
         listener = listen(run.server)
     except ConfigError as error:
-        return problem_of("http", error, "choose another with server.http_port")
+        return problem_of("http", error, "choose another port with server.http_port")
     if listener is None:
         return ok("http", "off (server.http_port = 0)")
     with listener:
@@ -123,27 +124,27 @@ def http(run: ServerRun) -> Finding:
 def keys(directory: str | None) -> Finding:
     """Check the keys: readable, at least one learner allowed, server.pub matching."""
     if directory is None:
-        return ok("keys", "none: whoever reaches the endpoint is let in")
+        return ok("keys", "none: every peer that reaches the endpoint is accepted")
     try:
         own = server_keys(directory)
     except ConfigError as error:
-        return problem_of("keys", error, "make keys with `make keys`")
+        return problem_of("keys", error, "create keys with `make keys`")
     if (Path(directory) / "learner.key").exists():
         try:
             learner = learner_keys(directory)
         except ConfigError as error:
-            return problem_of("keys", error, "make keys with `make keys`")
+            return problem_of("keys", error, "create keys with `make keys`")
         if learner.server != own.public:
             return problem(
                 "keys", f"{directory}/server.pub does not belong to {directory}/server.key",
-                "copy it anew from where the key was made: a learner that has this one is turned away",
+                "copy it again from where the key was created: a learner with this file is rejected",
             )  # fmt: skip
         if learner.public not in own.allowed():
             return problem(
                 "keys", f"{directory}/allowed does not list {directory}/learner.key",
                 f"copy that learner's public key, its allowed/learner.pub, into {directory}/allowed",
             )  # fmt: skip
-    return ok("keys", f"{len(own.allowed())} learner(s) would be let in")
+    return ok("keys", f"{len(own.allowed())} learner(s) are allowed")
 
 
 def resources(run: ServerRun) -> Iterator[Finding]:
@@ -156,7 +157,7 @@ def resources(run: ServerRun) -> Iterator[Finding]:
         if path is not None:
             yield ok("model", f"{fingerprint(path).architecture} in {path}")
     except ConfigError as error:
-        yield problem_of("model", error, "set `model` to one that can be had here")
+        yield problem_of("model", error, "set `model` to a model that is available here")
         return
     if path is None:
         yield unknown("model", f"{run.model} is not on this machine yet; the server will download it")
@@ -167,7 +168,7 @@ def resources(run: ServerRun) -> Iterator[Finding]:
         check_block_size(run, path)
         check_room(run, path)
     except ConfigError as error:
-        yield problem_of("resources", error, "lower what it names")
+        yield problem_of("resources", error, "lower the keys that it names")
         return
     gpu = gpu_memory_bytes()
     if gpu is None:
@@ -179,7 +180,7 @@ def resources(run: ServerRun) -> Iterator[Finding]:
     of_kv = (config.kv_cache_memory_mib or 0) * MIB
     free, total = gpu
     share = int(total * config.gpu_memory_utilization)
-    remedy = "lower server.gpu_memory_utilization, or end what else uses the GPU"
+    remedy = "lower server.gpu_memory_utilization, or stop the other processes on the GPU"
     yield of_memory(f"{config.gpu_memory_utilization:.0%} of the GPU for the server", share, free, remedy)
     remedy = "raise server.tensor_parallel_size or server.gpu_memory_utilization"
     yield of_memory("a worker's weights", weights // config.tensor_parallel_size + of_kv, share, remedy)
@@ -194,9 +195,9 @@ def nccl(run: ServerRun) -> Finding | None:
 
     reason = why_not_installed()
     if reason is None:
-        return ok("nccl", "cupy finds a libnccl that answers")
+        return ok("nccl", "cupy finds a working libnccl")
     if wanted == "auto" and gpu_choice().num_gpus == 1 and is_loopback(split_endpoint(run.endpoint)[0]):
-        return ok("nccl", "not here, nor needed: the learner on this machine has the same GPU (ipc)")
+        return ok("nccl", "not installed and not needed: the learner on this machine uses the same GPU (ipc)")
     return problem_of("nccl", PushError(reason), 'set learner.push.transport = "gloo"')
 
 
@@ -217,8 +218,8 @@ def vllm_arguments(run: ServerRun) -> Finding:
     try:
         added_arguments(run.server.vllm, own_arguments(run, Path(run.model)))
     except ConfigError as error:
-        return problem_of("vllm", error, "correct it in [server.vllm]")
-    return ok("vllm", f"takes {', '.join(run.server.vllm)}")
+        return problem_of("vllm", error, "correct the argument in [server.vllm]")
+    return ok("vllm", f"accepts {', '.join(run.server.vllm)}")
 
 
 def openai_options(run: ServerRun) -> Finding:
@@ -229,5 +230,5 @@ def openai_options(run: ServerRun) -> Finding:
     try:
         check_openai_options(run.server, local_model(run.model))
     except ConfigError as error:
-        return problem_of("openai", error, "correct it in [server]")
-    return ok("openai", f"takes {', '.join(run.server.openai_keys)}")
+        return problem_of("openai", error, "correct the key in [server]")
+    return ok("openai", f"accepts {', '.join(run.server.openai_keys)}")

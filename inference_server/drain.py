@@ -1,7 +1,7 @@
-"""Drain of a server: it accepts no new work, finishes the work it has, and ends.
+"""Drain of a server: it accepts no new work, finishes the work it has, and exits.
 
-    signal ─▶ Pulse(is_draining) ─▶ hand back waiting groups ─▶ finish groups, scores, sync, /v1 ─▶ Acks
-                 └── Farewell of the learner ────────────────────┘  server.drain_timeout_s: end regardless
+    signal ─▶ Pulse(is_draining) ─▶ return waiting groups ─▶ finish groups, scores, sync, /v1 ─▶ Acks
+                 └── Farewell of the learner ────────────────────┘  server.drain_timeout_s: exit regardless
 
 The drain waits for running work and for the learner's Farewell, before which more requests may arrive. The
 wait ends early with the deadline, or with the loss of the learner, which then uses other servers.
@@ -21,11 +21,11 @@ from protocol.messages import PushBegin, PushFailed
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.05
+POLL_INTERVAL_S = 0.05
 UNREACHED_S = 1.0
 """Seconds without a delivery after which the learner counts as gone or disconnected. A disconnected learner
 sends Hello again and gets no answer. A full send queue frees up sooner than that."""
-REASON = "the server is draining: it was told to end, finishes what it has begun and takes nothing more on"
+REASON = "the server is draining: it is shutting down, finishes its running work and accepts no new work"
 
 
 def _none() -> int:
@@ -33,7 +33,7 @@ def _none() -> int:
 
 
 class Drain:
-    """Drain of one server. `run` returns when the server may end."""
+    """Drain of one server. `run` returns when the server may exit."""
 
     def __init__(
         self, life: EngineSupervisor, pushes: WeightUpdates, groups: Groups, timeout_s: float,
@@ -47,7 +47,7 @@ class Drain:
         self._life, self._pushes, self._groups, self._timeout_s = life, pushes, groups, timeout_s
         self._tell, self._unreached_s = tell, unreached_s
         self.is_draining = False
-        self._is_heard = False
+        self._has_farewell = False
         """True once the learner has sent Farewell during the drain."""
         self.num_requests: Callable[[], int] = _none
         """Callable that returns the number of running requests of OpenAI API clients."""
@@ -56,25 +56,25 @@ class Drain:
         self.is_draining = True
         deadline = time.monotonic() + self._timeout_s
         log.info(
-            "draining for up to %g s (server.drain_timeout_s): %s; told once more it ends at once",
-            self._timeout_s, self._left() or "nothing is under way",
+            "draining for up to %g s (server.drain_timeout_s): %s; a second signal stops the server at once",
+            self._timeout_s, self._pending() or "nothing is running",
         )  # fmt: skip
-        with log_unexpected("telling the learner that the server drains"):
+        with log_unexpected("notifying the learner of the drain"):
             await self._tell()
-        await self._groups.hand_back(also_begun=False)
-        while left := self._left():
+        await self._groups.return_groups(include_started=False)
+        while pending := self._pending():
             if time.monotonic() > deadline:
-                log.warning("not drained after %g s (server.drain_timeout_s): %s", self._timeout_s, left)
+                log.warning("not drained after %g s (server.drain_timeout_s): %s", self._timeout_s, pending)
                 return
             # Running work would wait for weights that no learner sends any more.
             if self._pushes.state == "torn":
-                await self._groups.hand_back(also_begun=True)
-            await asyncio.sleep(LOOK_EVERY_S)
+                await self._groups.return_groups(include_started=True)
+            await asyncio.sleep(POLL_INTERVAL_S)
         log.info("drained")
 
     def heard(self) -> None:
         """Record the learner's Farewell: no further requests follow."""
-        self._is_heard = self.is_draining
+        self._has_farewell = self.is_draining
 
     def refusal_of(self, begin: PushBegin) -> PushFailed:
         """Return the answer to a learner that does not know of the drain yet."""
@@ -83,10 +83,10 @@ class Drain:
             epoch=begin.epoch, version=begin.version, state="draining", message=REASON, weights_intact=is_intact
         )
 
-    def _left(self) -> str:
+    def _pending(self) -> str:
         """Describe the running work, or return an empty string if there is none."""
-        counts = {"requests of /v1": self.num_requests()}
+        counts = {"/v1 requests": self.num_requests()}
         if self._unreached_s() < UNREACHED_S:
-            counts |= {"calls into the engine": self._life.num_working, "groups to be acked": self._groups.num_unacked}
-            counts |= {"learner that has not heard of it": int(not self._is_heard)}
+            counts |= {"engine calls": self._life.num_working, "groups without an Ack": self._groups.num_unacked}
+            counts |= {"learner without a Farewell": int(not self._has_farewell)}
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count)

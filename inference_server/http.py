@@ -48,8 +48,8 @@ Serving = Callable[[], tuple[str | None, int | None]]
 PATHS = {"/v1/chat/completions", "/v1/responses", "/v1/messages"}
 """Routes whose requests may contain tools."""
 REASON = (
-    "tools need server.tool_call_parser, which is not set here: set it to the format of the model's tool calls "
-    '(hermes, llama3_json, mistral, ...), or send the request without tools or with tool_choice "none"'
+    "tools require server.tool_call_parser, which is not set on this server; set it to the format of the model's "
+    'tool calls (hermes, llama3_json, mistral, ...), or send the request without tools or with tool_choice "none"'
 )
 SHUTDOWN_TIMEOUT_S = 1
 HARMONY = "gpt_oss"
@@ -75,7 +75,7 @@ class TellVersions:
             run, _ = self._serving()
             return header_of_runs(run_before, run) | _version_headers(labels) if labels else {}
 
-        async def tell(message: Message) -> None:
+        async def send_with_versions(message: Message) -> None:
             nonlocal is_stream
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -87,7 +87,7 @@ class TellVersions:
 
         token = sampled_by.set(labels)
         try:
-            await self._app(scope, receive, tell)
+            await self._app(scope, receive, send_with_versions)
         finally:
             sampled_by.reset(token)
 
@@ -101,9 +101,9 @@ def _version_headers(labels: Collection[str]) -> dict[str, str]:
     return {START: str(min(versions)), END: str(max(versions))}
 
 
-def _comment(told: Mapping[str, str]) -> bytes:
+def _comment(headers: Mapping[str, str]) -> bytes:
     """Return the headers as comments of server-sent events, which clients ignore."""
-    return "".join(f": {name}: {value}\n\n" for name, value in told.items()).encode()
+    return "".join(f": {name}: {value}\n\n" for name, value in headers.items()).encode()
 
 
 class RefuseTools:
@@ -117,7 +117,7 @@ class RefuseTools:
             await self._app(scope, receive, send)
             return
         messages = await _whole(receive)
-        if _asks_for_tools(b"".join(message.get("body", b"") for message in messages)):
+        if _requests_tools(b"".join(message.get("body", b"") for message in messages)):
             await error_answer(400, "BadRequestError", REASON, "tools")(scope, receive, send)
             return
 
@@ -135,13 +135,13 @@ async def _whole(receive: Receive) -> list[Message]:
     return messages
 
 
-def _asks_for_tools(body: bytes) -> bool:
-    """Return True if the body asks for tools. vLLM refuses a body that is not JSON."""
+def _requests_tools(body: bytes) -> bool:
+    """Return True if the body requests tools. vLLM refuses a body that is not JSON."""
     try:
-        asked = json.loads(body)
+        request = json.loads(body)
     except (ValueError, RecursionError):
         return False
-    return isinstance(asked, dict) and bool(asked.get("tools")) and not _is_none(asked.get("tool_choice"))
+    return isinstance(request, dict) and bool(request.get("tools")) and not _is_none(request.get("tool_choice"))
 
 
 def _is_none(tool_choice: Any) -> bool:
@@ -164,7 +164,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers, because the inference server ends this server."""
+        """Install no signal handlers, because the inference server stops this server."""
         yield
 
     @property
@@ -173,7 +173,7 @@ class HttpServer(uvicorn.Server):
         return self._gate.num_open
 
     async def serve_on(self, listener: socket.socket) -> None:
-        """Serve until canceled, then let open requests end within SHUTDOWN_TIMEOUT_S."""
+        """Serve until canceled, then let open requests finish within SHUTDOWN_TIMEOUT_S."""
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         try:
             await asyncio.shield(serving)
@@ -232,8 +232,8 @@ def build_application(
 
 def guard(app: ASGIApp, status: Status, *, can_read_tools: bool) -> RouteGate:
     """Return the application with all middleware except the API key check."""
-    telling = TellVersions(app, partial(_serving, status))
-    return RouteGate(telling if can_read_tools else RefuseTools(telling), status)
+    with_versions = TellVersions(app, partial(_serving, status))
+    return RouteGate(with_versions if can_read_tools else RefuseTools(with_versions), status)
 
 
 async def _models(app: FastAPI, status: Status) -> dict[str, Any]:
@@ -271,7 +271,9 @@ class _Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         status = self._status()
         version = GaugeMetricFamily(
-            "slipstream_policy_version", "Version that answers, and of which run; -1: the model's own", labels=["run"]
+            "slipstream_policy_version",
+            "Policy version of the served weights, labeled with their run; -1: the model's own weights",
+            labels=["run"],
         )
         version.add_metric(
             [status["weights_run"] or ""], -1 if status["policy_version"] is None else status["policy_version"]
@@ -279,24 +281,28 @@ class _Metrics(Collector):
         yield version
         tenancy = GaugeMetricFamily(
             "slipstream_tenancy",
-            "1, with the server's state and the run that holds it (empty: none)",
+            "1, labeled with the server's state and the run that holds it (empty: none)",
             labels=["state", "run"],
         )
         tenancy.add_metric([status["tenancy"]["state"], status["tenancy"]["run"] or ""], 1)
         yield tenancy
         yield GaugeMetricFamily("slipstream_groups_running", "Groups being sampled", status["groups_running"])
-        yield GaugeMetricFamily("slipstream_groups_unacked", "Finished groups kept", status["groups_unacked"])
+        yield GaugeMetricFamily(
+            "slipstream_groups_unacked", "Finished groups kept until their Ack", status["groups_unacked"]
+        )
         yield GaugeMetricFamily("slipstream_idle_frac", "Share of time without a running group", status["idle_frac"])
-        yield CounterMetricFamily("slipstream_engine_restarts", "Engines started again", status["engine_restarts"])
-        yield CounterMetricFamily("slipstream_pushes", "Pushes completed", status["pushes_done"])
-        yield CounterMetricFamily("slipstream_pushes_failed", "Pushes failed", status["pushes_failed"])
-        yield CounterMetricFamily("slipstream_push_stall_seconds", "Generation stalled", status["push_stall_s"])
+        yield CounterMetricFamily("slipstream_engine_restarts", "Engine restarts", status["engine_restarts"])
+        yield CounterMetricFamily("slipstream_pushes", "Completed weight syncs", status["pushes_done"])
+        yield CounterMetricFamily("slipstream_pushes_failed", "Failed weight syncs", status["pushes_failed"])
+        yield CounterMetricFamily(
+            "slipstream_push_stall_seconds", "Seconds without generation during weight syncs", status["push_stall_s"]
+        )
         yield CounterMetricFamily("slipstream_tokens", "Tokens sampled for groups", status["tokens_generated"])
         yield CounterMetricFamily(
-            "slipstream_messages_refused", "Malformed or uncalled-for messages", status["messages_refused"]
+            "slipstream_messages_refused", "Malformed or unexpected messages", status["messages_refused"]
         )
         yield CounterMetricFamily(
-            "slipstream_busy_answers", "Learners told, once a second each, to wait for a server", status["busy_answers"]
+            "slipstream_busy_answers", "Busy answers, one per second to each waiting learner", status["busy_answers"]
         )
         yield CounterMetricFamily(
             "slipstream_handshakes_failed", "Connections without a listed key", status["handshakes_failed"]

@@ -38,7 +38,7 @@ REMEDIES = {
     errno.EADDRINUSE: "Stop the process that holds the port, or choose another with server.http_port (0 turns HTTP "
     "off).",
     errno.EADDRNOTAVAIL: "Set server.http_host to an address of this machine, or to 0.0.0.0 or :: for all of them.",
-    errno.EACCES: "Set server.http_port to 1024 or more: those below belong to root.",
+    errno.EACCES: "Set server.http_port to 1024 or more: ports below 1024 require root.",
 }
 OTHERWISE = "Correct server.http_host, or choose another port with server.http_port (0 turns HTTP off)."
 
@@ -103,7 +103,7 @@ class RouteGate:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
-            await WebSocketClose(reason="no WebSocket is served here")(scope, receive, send)
+            await WebSocketClose(reason="this server does not support WebSocket")(scope, receive, send)
         elif (kind := kind_of(scope["path"])) is None:
             await _not_served(scope["path"])(scope, receive, send)
         elif kind is not Kind.MONITORING and (reason := self._status()["unavailable"]) is not None:
@@ -127,11 +127,11 @@ def error_answer(status: int, kind: str, message: str, param: str | None = None,
 
 
 def _not_served(path: str) -> JSONResponse:
-    return error_answer(404, "NotFoundError", f"{path} is not served here; these routes are: {', '.join(SERVED)}")
+    return error_answer(404, "NotFoundError", f"{path} is not served here; the served routes are: {', '.join(SERVED)}")
 
 
 def _unavailable(reason: str) -> JSONResponse:
-    message = f"{reason}. Try again in {RETRY_AFTER_S} s; /status shows when it is over"
+    message = f"{reason}. Try again in {RETRY_AFTER_S} s; /status shows when the server is available again"
     return error_answer(503, "ServiceUnavailableError", message, **{"Retry-After": str(RETRY_AFTER_S)})
 
 
@@ -182,8 +182,8 @@ def read_api_key(config: ServerConfig, *, insecure: bool) -> str | None:
     key = os.environ.get("VLLM_API_KEY") or None
     if config.http_port and key is None and not insecure and not is_loopback(http_host(config)):
         raise ConfigError(
-            f"server.http_host = {config.http_host!r} leaves this machine, and without a key anyone there could use the model; "
-            "set server.api_key_file, or http_port = 0 to turn HTTP off, or say insecure = true"
+            f"server.http_host = {config.http_host!r} is reachable from other machines, and without a key anyone there "
+            "could use the model; set server.api_key_file, or server.http_port = 0 to turn HTTP off, or insecure = true"
         )
     return key
 
@@ -204,7 +204,7 @@ class ApiKeyGate:
             await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        # A browser sends OPTIONS to ask whether it may send the key.
+        # A browser sends OPTIONS to check whether it may send the key.
         return scope["path"].rstrip("/") in OPEN_PATHS or scope.get("method") == "OPTIONS"
 
     def _has_key(self, scope: Scope) -> bool:

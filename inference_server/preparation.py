@@ -51,8 +51,8 @@ def prepare(run: ServerRun, open_things: contextlib.ExitStack) -> StartupResourc
     # Bind only to fail early. While the engine starts, the event loop reads nothing, so an open socket would
     # fill with the Hellos of a waiting learner. libzmq may abort as a consequence.
     ServerChannel(run.endpoint, keys, insecure=run.insecure).close()
-    if note := exposure(run.endpoint, has_keys=keys is not None):
-        log.warning(note)
+    if warning := exposure(run.endpoint, has_keys=keys is not None):
+        log.warning(warning)
     listener = listen(run.server)
     if listener is not None:
         open_things.callback(listener.close)
@@ -75,8 +75,8 @@ def check_block_size(run: ServerRun, model_path: Path) -> None:
         return  # vLLM chooses the block size for latent attention itself.
     if block_size % CPU_BLOCK:
         raise ConfigError(
-            f"server.block_size = {block_size}: on a CPU vLLM's attention takes multiples of {CPU_BLOCK}; set it to "
-            f"{max(CPU_BLOCK, round(block_size / CPU_BLOCK) * CPU_BLOCK)}"
+            f"server.block_size = {block_size} is not a multiple of {CPU_BLOCK}, which vLLM's attention requires on a CPU; "
+            f"set it to {max(CPU_BLOCK, round(block_size / CPU_BLOCK) * CPU_BLOCK)}"
         )
 
 
@@ -94,16 +94,16 @@ def check_room(run: ServerRun, model_path: Path) -> None:
     if gpu.has_gpu:
         if server.num_workers > gpu.num_gpus:
             raise ConfigError(
-                f"{sizes} wants {server.num_workers} GPUs, one for each worker, and there are {gpu.num_gpus} "
-                f"({gpu.reason}). Lower one of the two, or show the server more with CUDA_VISIBLE_DEVICES"
+                f"{sizes} requires {server.num_workers} GPUs, one for each worker, but {gpu.num_gpus} are available "
+                f"({gpu.reason}). Lower one of the two keys, or make more GPUs visible with CUDA_VISIBLE_DEVICES"
             )
         return
     total, needed = total_memory_bytes(), needed_bytes(run, model_path)
     if total is not None and needed > total:
         raise ConfigError(
             f"server.kv_cache_memory_mib = {server.kv_cache_memory_mib} for each worker ({sizes}) and the weights need "
-            f"{needed / GIB:.1f} GiB, this machine has {total / GIB:.1f} GiB. Lower one of the three, or choose a smaller "
-            "model"
+            f"{needed / GIB:.1f} GiB, but this machine has {total / GIB:.1f} GiB. Lower one of the three keys, or choose "
+            "a smaller model"
         )
 
 

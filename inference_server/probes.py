@@ -23,7 +23,7 @@ class ProbeHandler:
 
     def __init__(self, channel: ServerChannel, engine: Engine, model: ModelFingerprint, life: EngineSupervisor) -> None:
         self._channel, self._engine, self._model, self._life = channel, engine, model, life
-        self._is_trying = False
+        self._is_testing = False
 
     async def answer(self, peer: bytes, probe: Probe, run: str | None) -> None:
         """Send the server info. `run` is the run that is served."""
@@ -46,26 +46,26 @@ class ProbeHandler:
         def fail(why: str) -> Awaitable[object]:
             return self._channel.send(peer, TrialEnded(trial_id=trial.trial_id, error=why))
 
-        await run_contained(self._try_transfer(peer, trial), "trying the way for weights", fail)
+        await run_contained(self._try_transfer(peer, trial), "testing the weight transfer", fail)
 
     async def _try_transfer(self, peer: bytes, trial: Trial) -> None:
-        if self._is_trying:
-            ended = TrialEnded(trial_id=trial.trial_id, error="another trial is under way at this server")
+        if self._is_testing:
+            ended = TrialEnded(trial_id=trial.trial_id, error="another transfer test is running on this server")
         else:
-            self._is_trying = True
+            self._is_testing = True
             try:
-                ended = await asyncio.to_thread(_ended, trial)
+                ended = await asyncio.to_thread(_run_trial, trial)
             finally:
-                self._is_trying = False
+                self._is_testing = False
         await self._channel.send(peer, ended)
 
 
-def _ended(trial: Trial) -> TrialEnded:
+def _run_trial(trial: Trial) -> TrialEnded:
     from protocol.transports.trial import receive_trial  # imports torch
 
     try:
         return TrialEnded(trial_id=trial.trial_id, receive_s=receive_trial(trial))
     except Exception as error:
-        # The peer chose the address, so any failure is reported to the peer and must not end the server.
-        log.info("a trial of the way for weights failed: %s", error)
+        # The peer chose the address, so any failure is reported to the peer and must not stop the server.
+        log.info("transfer test failed: %s", error)
         return TrialEnded(trial_id=trial.trial_id, error=str(error) or repr(error))

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 MAX_COMPLETIONS = 16_384
 """Maximum number of completions per request in vLLM."""
 MIN_COMPLETIONS = 2
-"""Minimum size of a partial group, if the request asked for at least this many."""
+"""Minimum size of a partial group, if the request is for at least this many."""
 MAX_UNACKED_BYTES = 128 << 20
 """Maximum total size of the groups that are sent and not acknowledged, in bytes. Without a limit, a reconnect
 could queue gigabytes at once. A single group may be larger."""
@@ -55,11 +55,11 @@ class _Running(msgspec.Struct, kw_only=True, eq=False):
     """Time of the latest tokens. None before the first and after the last."""
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """True once the engine has sampled a token of the group."""
         return self.token_at is not None or bool(self.completions)
 
-    def note(self, sampled: Sampled, now: float) -> None:
+    def record(self, sampled: Sampled, now: float) -> None:
         self.token_at, self.entered_version = now, sampled.entered_version
         self.salt, self.num_cached_tokens = sampled.salt, sampled.num_cached_tokens
         self.completions |= sampled.completions
@@ -139,15 +139,17 @@ class Groups:
     def knows(self, group_id: str) -> bool:
         return group_id in self._running or group_id in self._finished
 
-    async def hand_back(self, *, also_begun: bool) -> None:
+    async def return_groups(self, *, include_started: bool) -> None:
         """Return groups to the learner, which requests them elsewhere.
 
-        Groups with sampled tokens are returned only if `also_begun` is set.
+        Groups with sampled tokens are returned only if `include_started` is set.
         """
-        group_ids = [group_id for group_id, running in self._running.items() if also_begun or not running.has_begun]
+        group_ids = [
+            group_id for group_id, running in self._running.items() if include_started or not running.has_started
+        ]
         self.cancel(group_ids)
         for group_id in group_ids:
-            await self._tell(not_begun(group_id))
+            await self._tell(drain_failure(group_id))
 
     def fail(self, group_id: str, why: str) -> Awaitable[None]:
         """Report a group that was lost to a server error. The learner retries it."""
@@ -167,12 +169,14 @@ class Groups:
                 return
 
     async def _generate(self, running: _Running) -> None:
-        request, asked_at = running.request, time.monotonic()
+        request, requested_at = running.request, time.monotonic()
         failure = await self._sample(running)
         completions = [completion for _, completion in sorted(running.completions.items())]
         if failure is not None:
-            done = f"{len(completions)} of {request.sampling.num_completions} completions were done"
-            log.warning("group %s: %s when it failed: %s", request.group_id, done, failure.message)
+            log.warning(
+                "group %s failed with %d of %d completions finished: %s",
+                request.group_id, len(completions), request.sampling.num_completions, failure.message,
+            )  # fmt: skip
             if len(completions) < min(MIN_COMPLETIONS, request.sampling.num_completions):
                 await self._tell(failure)
                 return
@@ -181,7 +185,7 @@ class Groups:
             group_id=request.group_id,
             entered_version=running.entered_version,
             completions=completions,
-            server_s=time.monotonic() - asked_at,
+            server_s=time.monotonic() - requested_at,
             salt=running.salt,
             num_cached_tokens=running.num_cached_tokens,
         )
@@ -194,9 +198,9 @@ class Groups:
         try:
             async with running.timeout:
                 async for sampled in self._engine.generate(request.prompt_token_ids, request.sampling, request.salt):
-                    running.note(sampled, self._clock())
+                    running.record(sampled, self._clock())
         except TimeoutError:
-            why = f"it had begun, and got no token for {request.deadline_s:g} s (learner.group_deadline_s)"
+            why = f"the group had started and received no token for {request.deadline_s:g} s (learner.group_deadline_s)"
             return GroupFailed(group_id=request.group_id, code="deadline", message=why, retryable=True)
         # EngineDead propagates: the learner retries its groups on the next engine.
         except EngineFailed as error:
@@ -233,11 +237,12 @@ def _size_of(group: Group) -> int:
     return sum(one.token_ids.nbytes + one.behaviour_logprobs.nbytes for one in group.completions)
 
 
-def not_begun(group_id: str) -> GroupFailed:
+def drain_failure(group_id: str) -> GroupFailed:
     """Return the answer of a draining server to a group that it will not complete."""
     return GroupFailed(
         group_id=group_id, code="draining", retryable=True,
-        message="the server is draining and will not complete it; ask another, or the next one",
+        message="the server is draining and will not complete this group; request it from another server, or from this "
+        "server's successor",
     )  # fmt: skip
 
 
@@ -259,12 +264,12 @@ def why_invalid(prompt_token_ids: np.ndarray, sampling: Sampling, limits: Engine
             # temperature.
             ("temperature", sampling.temperature, "0, or 0.01 to 2",
              sampling.temperature == 0 or 0.01 <= sampling.temperature <= 2),
-            ("temperature", sampling.temperature, "more than 0, for without sampling all completions would be equal",
+            ("temperature", sampling.temperature, "more than 0, because all completions are equal without sampling",
              sampling.temperature > 0 or sampling.num_completions <= 1),
             ("top_p", sampling.top_p, "more than 0 and at most 1", 0 < sampling.top_p <= 1),
             ("top_k", sampling.top_k, "0 (off) or more", sampling.top_k >= 0),
             ("seed", sampling.seed, "0 to 2**62", sampling.seed is None or 0 <= sampling.seed < 1 << 62),
-            ("stop_token_ids", sampling.stop_token_ids, f"ids below the vocabulary's {limits.vocab_size}",
+            ("stop_token_ids", sampling.stop_token_ids, f"ids below the vocabulary size of {limits.vocab_size}",
              all(0 <= token < limits.vocab_size for token in sampling.stop_token_ids)),
         )
         if not fits
@@ -273,8 +278,9 @@ def why_invalid(prompt_token_ids: np.ndarray, sampling: Sampling, limits: Engine
         return f"sampling: {'; '.join(out_of_range)}"
     if num_tokens > limits.max_model_len:
         return (
-            f"the prompt has {len(prompt_token_ids)} tokens and max_tokens is {sampling.max_tokens}, together {num_tokens}; "
-            f"the server allows {limits.max_model_len} (server.max_model_len): shorten the prompt, lower max_tokens, or raise it"
+            f"the prompt has {len(prompt_token_ids)} tokens and max_tokens is {sampling.max_tokens}, "
+            f"{num_tokens} in total; the server allows {limits.max_model_len} (server.max_model_len); "
+            "shorten the prompt, lower max_tokens, or raise server.max_model_len"
         )
     return None
 
@@ -286,8 +292,8 @@ def why_not_tokens(token_ids: np.ndarray, limits: EngineLimits) -> str | None:
     low, high = int(token_ids.min()), int(token_ids.max())
     if low < 0 or high >= limits.vocab_size:
         return (
-            f"the prompt has token id {low if low < 0 else high}; expected 0 to {limits.vocab_size - 1}, the model's vocabulary: "
-            "is it the tokenizer of this model?"
+            f"the prompt has token id {low if low < 0 else high}; expected 0 to {limits.vocab_size - 1}, the model's "
+            "vocabulary; use the tokenizer of this model"
         )
     return None
 
@@ -300,21 +306,25 @@ async def scores_of(request: Score, engine: Engine, *, has_weights: bool) -> Sco
     """
     limits = engine.limits
     if not has_weights:
-        return no_scores(request.request_id, "the server has no weights of this run yet; push before scoring")
+        return no_scores(request.request_id, "the server has no weights of this run yet; sync weights before scoring")
     if request.replica >= limits.num_replicas:
-        has = f"the server has {limits.num_replicas} (server.data_parallel_size)"
-        return no_scores(request.request_id, f"replica {request.replica} was asked, counted from 0, and {has}")
+        available = f"the server has {limits.num_replicas} (server.data_parallel_size), counted from 0"
+        return no_scores(request.request_id, f"replica {request.replica} does not exist; {available}")
     if problem := why_not_tokens(request.token_ids, limits):
         return no_scores(request.request_id, problem)
     # vLLM scores a prompt on the way to a first sampled token, which takes one position.
     if not 2 <= len(request.token_ids) < limits.max_model_len:
         expected = f"2 to {limits.max_model_len - 1} (server.max_model_len - 1)"
-        return no_scores(request.request_id, f"{len(request.token_ids)} tokens came to score; expected {expected}")
+        return no_scores(
+            request.request_id, f"the request has {len(request.token_ids)} tokens to score; expected {expected}"
+        )
     try:
         async with asyncio.timeout(request.deadline_s):
             logprobs, version = await engine.score(request.token_ids, request.replica)
     except TimeoutError:
-        return no_scores(request.request_id, f"not scored within the request's deadline of {request.deadline_s:g} s")
+        return no_scores(
+            request.request_id, f"the request was not scored within its deadline of {request.deadline_s:g} s"
+        )
     except EngineFailed as error:
         return no_scores(request.request_id, str(error))
     return Scores(request_id=request.request_id, logprobs=logprobs, policy_version=version)

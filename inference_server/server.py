@@ -26,7 +26,7 @@ from inference_server.engine.containment import log_unexpected, record_unexpecte
 from inference_server.engine.interface import Engine, EngineDead
 from inference_server.engine.supervisor import EngineSupervisor, StallDetector
 from inference_server.probes import ProbeHandler
-from inference_server.requests import Groups, no_scores, not_begun, scores_of, why_invalid
+from inference_server.requests import Groups, drain_failure, no_scores, scores_of, why_invalid
 from inference_server.tenancy import LeaseHolder, Refusals, Tenancy
 from inference_server.weight_update import WeightUpdates
 from protocol.channel.sockets import SendResult, ServerChannel
@@ -72,28 +72,30 @@ class Server:
         self._server_id = _new_id()
         self._started_at = time.monotonic()
         self._tenancy = Tenancy(config.orphan_timeout_s, time.monotonic())
-        self._untold: deque[Message] = deque()
+        self._unsent: deque[Message] = deque()
         """Answers not yet sent on the learner's current connection."""
         self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
         self._refusals = Refusals()
         self._num_busy_answers = 0
         self._tasks = asyncio.TaskGroup()
-        self._life = EngineSupervisor(engine, self._tasks, config.max_engine_restarts, self._look, self._forget_engine)
+        self._life = EngineSupervisor(
+            engine, self._tasks, config.max_engine_restarts, self._check_progress, self._forget_engine
+        )
         self._pushes = WeightUpdates(
             engine, self._deliver, self._tell, config.pause_timeout_s, receive_overlap=config.receive_overlap
         )
         self._groups = Groups(engine, self._deliver, self._tell, self._life.spawn, self._pushes.generating_s)
-        self._visits = ProbeHandler(channel, engine, model, self._life)
+        self._probes = ProbeHandler(channel, engine, model, self._life)
         self.drain = Drain(
             self._life, self._pushes, self._groups, config.drain_timeout_s,
             lambda: self._deliver(self._pulse_message()), lambda: self._tenancy.away_s(time.monotonic()),
         )  # fmt: skip
         self._stall = StallDetector(engine, self._pushes.generating_s, config.stall_timeout_s)
 
-    async def serve(self, tell_ready: Callable[[], None] = lambda: None) -> None:
+    async def serve(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Run the engine and the loops until canceled.
 
-        `tell_ready` is called once, when the server answers learners and HTTP.
+        `on_ready` is called once, when the server answers learners and HTTP.
 
         Raises:
             EngineDead: The engine has died too often.
@@ -102,7 +104,7 @@ class Server:
             async with self._tasks:
                 self._tasks.create_task(self._life.keep(), name="engine")
                 await self._life.alive.wait()
-                tell_ready()
+                on_ready()
                 self._tasks.create_task(self._receive(), name="receive")
                 self._tasks.create_task(self._pulse(), name="pulse")
         except* EngineDead as dead:
@@ -148,8 +150,8 @@ class Server:
             return reason
         if self._pushes.state == "torn":
             return (
-                "a push of weights broke off while it was loaded, or the engine that had them has died, so there are neither "
-                "old nor new weights; the server generates again after the learner's next whole push"
+                "a weight sync failed during loading, or the engine with the synced weights has died, so the server has "
+                "neither old nor new weights; it generates again after the learner's next complete weight sync"
             )
         return None
 
@@ -169,11 +171,11 @@ class Server:
                 continue
             num_failures = 0
             doing = f"handling a message ({type(message).__name__})"
-            await run_contained(self._take(peer, message), doing, partial(self._fail, message))
+            await run_contained(self._handle(peer, message), doing, partial(self._fail, message))
 
-    async def _take(self, peer: bytes, message: LearnerMessage | ProtocolError) -> None:
+    async def _handle(self, peer: bytes, message: LearnerMessage | ProtocolError) -> None:
         if peer in self._ignored_peers:
-            self._refusals.message("of peers that sent rubbish before")
+            self._refusals.message("from peers with earlier malformed messages")
             return
         match message:
             case ProtocolError():
@@ -181,13 +183,13 @@ class Server:
             case Hello():
                 await self._greet(peer, message)
             case Probe():
-                await self._visits.answer(peer, message, self._served_run)
+                await self._probes.answer(peer, message, self._served_run)
             case Trial():
-                self._tasks.create_task(self._visits.try_transfer(peer, message))
+                self._tasks.create_task(self._probes.try_transfer(peer, message))
             case _ if self._tenancy.holder is None or self._tenancy.holder.peer != peer:
                 # This connection was lost and made again. Its peer receives no pulse and therefore sends
                 # Hello. An answer would hide the loss.
-                self._refusals.message(f"{type(message).__name__} on a connection that has not said Hello")
+                self._refusals.message(f"{type(message).__name__} on a connection without a Hello")
             case Ack(group_ids=group_ids):
                 self._groups.acknowledge(group_ids)
                 await self._groups.deliver_rest()
@@ -201,15 +203,15 @@ class Server:
             case PushBegin() if self.drain.is_draining:
                 await self._tell(self.drain.refusal_of(message))
             case _ if not self._life.is_alive:
-                log.info("%s for an engine that has died is ignored", type(message).__name__)
+                log.info("ignored %s (the engine has died)", type(message).__name__)
             case Generate():
-                await self._ask(message)
+                await self._start_group(message)
             case Score():
                 self._life.spawn(self._score(message), "a score", partial(self._fail, message))
             case PushBegin():
-                self._life.spawn(self._pushes.push(message), "a push", partial(self._fail, message))
+                self._life.spawn(self._pushes.push(message), "a weight sync", partial(self._fail, message))
             case PushAbort():
-                self._life.spawn(self._pushes.abort(message), "the end of an epoch")
+                self._life.spawn(self._pushes.abort(message), "leaving an epoch")
 
     async def _fail(self, message: LearnerMessage | ProtocolError, why: str) -> None:
         """Answer a message whose handler raised an exception.
@@ -228,21 +230,21 @@ class Server:
     async def _pulse(self) -> None:
         while True:
             await asyncio.sleep(PULSE_INTERVAL_S)
-            with log_unexpected("looking at the connections"):
+            with log_unexpected("checking the connections"):
                 self._refusals.handshakes(self._channel.take_failed_handshakes())
-                self._refusals.note()
+                self._refusals.log_counts()
                 self._channel.look_at_connections()
             with log_unexpected("sending a pulse"):
                 await self._pulse_once()
 
     async def _pulse_once(self) -> None:
         if await self._deliver(self._pulse_message()):  # A failed send reveals a lost connection.
-            await self._tell_rest()
+            await self._send_rest()
             await self._groups.deliver_rest()
         elif self._tenancy.is_due(time.monotonic()):
             log.warning(
-                "run %s has not been reached for %g s (server.orphan_timeout_s): "
-                "%d running and %d finished groups dropped",
+                "released the server from run %s, unreachable for %g s (server.orphan_timeout_s): "
+                "dropped %d running and %d finished groups",
                 self._served_run, self._config.orphan_timeout_s, self._groups.num_running, self._groups.num_unacked,
             )  # fmt: skip
             self._free()
@@ -268,7 +270,7 @@ class Server:
             self._server_id = _new_id()
             log.info("serving run %s, learner %s", hello.run, hello.learner)
         if before is None or before.peer != peer:
-            self._untold.clear()  # The learner requests again what these answers were about.
+            self._unsent.clear()  # The learner repeats the requests of these answers.
             self._groups.on_new_connection()
         self._channel.admit(peer)
         limits = self._engine.limits
@@ -290,13 +292,13 @@ class Server:
         """
         if hello.protocol_version != PROTOCOL_VERSION:
             return Refused(
-                reason=f"the learner speaks protocol version {hello.protocol_version}, the server {PROTOCOL_VERSION}; "
+                reason=f"the learner has protocol version {hello.protocol_version}, the server {PROTOCOL_VERSION}; "
                 "install the same slipstream-rl on both sides"
             )
         if hello.model != self._model:
             return Refused(
-                reason=f"the learner's model is {_in_words(hello.model)}, the server's {_in_words(self._model)}; "
-                "start both with the same `model` in the config"
+                reason=f"the learner's model is {_describe_model(hello.model)}, "
+                f"the server's {_describe_model(self._model)}; start both with the same `model` in the config"
             )
         busy = self._tenancy.why_busy(hello.run, hello.learner, time.monotonic())
         return None if busy is None else Refused(reason=busy.reason, is_busy=True, free_in_s=busy.free_in_s)
@@ -304,7 +306,7 @@ class Server:
     def _free(self) -> None:
         """Release the server from its learner. The current weights keep answering /v1."""
         self._groups.forget_all()
-        self._untold.clear()
+        self._unsent.clear()
         self._tenancy.free(time.monotonic())
         self._channel.admit(None)
 
@@ -327,21 +329,21 @@ class Server:
 
     async def _tell(self, message: Message) -> None:
         """Send to the learner now, or after the next successful pulse."""
-        is_told = False
+        is_sent = False
         with log_unexpected(f"sending {type(message).__name__}"):
-            is_told = await self._deliver(message)
-        if not is_told:
-            self._untold.append(message)
+            is_sent = await self._deliver(message)
+        if not is_sent:
+            self._unsent.append(message)
 
-    async def _tell_rest(self) -> None:
-        while self._untold:
+    async def _send_rest(self) -> None:
+        while self._unsent:
             # Removed before the send, so that a message whose send raises again is dropped.
-            message = self._untold.popleft()
+            message = self._unsent.popleft()
             if not await self._deliver(message):
-                self._untold.appendleft(message)
+                self._unsent.appendleft(message)
                 return
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         self._groups.look()
         self._stall.look(self._groups.num_running)
 
@@ -363,14 +365,14 @@ class Server:
 
     # --- requests ----------------------------------------------------------------------------------------
 
-    async def _ask(self, request: Generate) -> None:
+    async def _start_group(self, request: Generate) -> None:
         if problem := why_invalid(request.prompt_token_ids, request.sampling, self._engine.limits):
             failed = GroupFailed(group_id=request.group_id, code="invalid_prompt", message=problem, retryable=False)
             await self._tell(failed)
         elif self.drain.is_draining and not self._groups.knows(request.group_id):
-            await self._tell(not_begun(request.group_id))
+            await self._tell(drain_failure(request.group_id))
         elif self._pushes.version_of_run is None:
-            reason = "the server has no weights of this run yet; push before asking for groups"
+            reason = "the server has no weights of this run yet; sync weights before requesting groups"
             failed = GroupFailed(group_id=request.group_id, code="not_ready", message=reason, retryable=True)
             await self._tell(failed)
         else:
@@ -385,5 +387,5 @@ def _new_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _in_words(model: ModelFingerprint) -> str:
+def _describe_model(model: ModelFingerprint) -> str:
     return f"{model.architecture} of {model.size} with {model.vocab_size} tokens, tokenizer {model.tokenizer_hash}"

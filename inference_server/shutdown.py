@@ -1,4 +1,4 @@
-"""Runtime of the server's parts: the first signal drains the server, a second one ends it at once.
+"""Runtime of the server's parts: the first signal drains the server, a second one stops it at once.
 
     SIGTERM, SIGINT, SIGHUP ─▶ drain ─▶ parts canceled
     second SIGTERM or SIGINT, or a part that ends early ─▶ parts canceled
@@ -24,41 +24,43 @@ async def until_ended(parts: Sequence[Coroutine[Any, Any, None]], drain: Callabl
         Exception: The error of a part that ends before that, or of the drain.
         EngineDead: A part ended early without an error.
     """
-    told, told_again = asyncio.Event(), asyncio.Event()
+    first, second = asyncio.Event(), asyncio.Event()
 
-    def tell(number: int) -> None:
-        if not told.is_set():
-            told.set()
+    def on_signal(number: int) -> None:
+        if not first.is_set():
+            first.set()
         elif is_impatient(number):
-            told_again.set()
+            second.set()
 
     for number in signals_to_end():
-        asyncio.get_running_loop().add_signal_handler(number, tell, number)
-    ending = asyncio.create_task(_end(told, told_again, drain))
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    ending = asyncio.create_task(_drain_after_signal(first, second, drain))
     tasks = [asyncio.create_task(part) for part in parts]
     done, _ = await asyncio.wait([ending, *tasks], return_when=asyncio.FIRST_COMPLETED)
     for task in (ending, *tasks):
         task.cancel()
     ended, *results = await asyncio.gather(ending, *tasks, return_exceptions=True)
     if ending not in done:
-        results.append(EngineDead("a part of the server ended"))
+        results.append(EngineDead("a part of the server has stopped"))
         raise next(result for result in results if isinstance(result, Exception))
     if isinstance(ended, Exception):
         raise ended
     log.info("stopping")
 
 
-async def _end(told: asyncio.Event, told_again: asyncio.Event, drain: Callable[[], Awaitable[None]]) -> None:
+async def _drain_after_signal(
+    first: asyncio.Event, second: asyncio.Event, drain: Callable[[], Awaitable[None]]
+) -> None:
     """Wait for a signal, then for the drain or a second signal."""
-    await told.wait()
+    await first.wait()
     draining = asyncio.ensure_future(drain())
-    again = asyncio.create_task(told_again.wait())
+    again = asyncio.create_task(second.wait())
     try:
         await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
         if draining.done():
             draining.result()
         else:
-            log.info("told to end once more: ending at once")
+            log.info("received a second signal, stopping at once")
     finally:
         draining.cancel()
         again.cancel()

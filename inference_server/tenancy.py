@@ -24,7 +24,7 @@ from protocol.channel.liveness import Failure
 
 State = Literal["free", "held", "away"]
 log = logging.getLogger(__name__)
-NOTE_INTERVAL_S = 60.0
+LOG_INTERVAL_S = 60.0
 
 
 class LeaseHolder(msgspec.Struct, frozen=True):
@@ -77,18 +77,18 @@ class Tenancy:
             return None
         if state == "away":
             reason = (
-                f"the server is kept for run {holder.run}, whose learner {holder.process} was last heard of {since_s:.0f} s ago: for "
-                f"{self._orphan_timeout_s:g} s in all (server.orphan_timeout_s). Wait, or start another server"
+                f"the server is kept for run {holder.run} for {self._orphan_timeout_s:g} s (server.orphan_timeout_s); "
+                f"its learner {holder.process} was last seen {since_s:.0f} s ago. Wait, or start another server"
             )
         elif holder.run == run:
             reason = (
-                f"another process of run {run} has held the server for {since_s:.0f} s: {holder.process} (host:process id). "
-                "Stop one of the two"
+                f"another process of run {run} has held the server for {since_s:.0f} s: {holder.process} "
+                "(host:process id). Stop one of the two"
             )
         else:
             reason = (
-                f"the server is busy with run {holder.run}, whose learner {holder.process} has held it for {since_s:.0f} s. Wait for its "
-                "end, stop it, or start another server"
+                f"the server is busy with run {holder.run}, whose learner {holder.process} has held it for "
+                f"{since_s:.0f} s. Wait until that run is over, stop it, or start another server"
             )
         return BusyReason(reason, self.free_in_s(now))
 
@@ -170,7 +170,7 @@ class Refusals:
         self._messages: Counter[str] = Counter()
         self._handshakes: Counter[str] = Counter()
         self._example = ""
-        self._noted_at = -NOTE_INTERVAL_S
+        self._logged_at = -LOG_INTERVAL_S
 
     def message(self, cause: str, example: str = "") -> None:
         """Count a refused message.
@@ -180,23 +180,23 @@ class Refusals:
         self.num_messages += 1
         self._messages[cause] += 1
         if example:
-            self._example = f"; the last of them: {example}"
+            self._example = f"; latest: {example}"
 
     def handshakes(self, failures: Counter[Failure]) -> None:
         self.num_handshakes += failures.total()
         self._handshakes += Counter({failure.value: count for failure, count in failures.items()})
 
-    def note(self) -> None:
+    def log_counts(self) -> None:
         """Log the counts since the last log line, at most once a minute."""
-        if not (self._messages or self._handshakes) or time.monotonic() - self._noted_at < NOTE_INTERVAL_S:
+        if not (self._messages or self._handshakes) or time.monotonic() - self._logged_at < LOG_INTERVAL_S:
             return
         if self._handshakes:
             counts = ", ".join(f"{count} with {cause}" for cause, count in self._handshakes.most_common())
-            log.warning("connections that failed in the handshake: %s (SECURITY.md)", counts)
+            log.warning("connections failed in the handshake: %s (SECURITY.md)", counts)
         if self._messages:
             counts = ", ".join(f"{count} {cause}" for cause, count in self._messages.most_common())
-            log.warning("messages refused: %s%s (SECURITY.md)", counts, self._example)
+            log.warning("refused messages: %s%s (SECURITY.md)", counts, self._example)
         self._messages.clear()
         self._handshakes.clear()
         self._example = ""
-        self._noted_at = time.monotonic()
+        self._logged_at = time.monotonic()

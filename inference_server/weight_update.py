@@ -27,11 +27,11 @@ from protocol.weights.buckets import cut
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 SLACK_S = 5.0
-"""Extra seconds for a worker that ends at its deadline to send its report."""
+"""Extra seconds for a worker that stops at its deadline to send its report."""
 PushState = Literal["idle", "pausing", "receiving", "loading", "resuming", "torn"]
 
 
-class _Failed(Exception):
+class _SyncFailed(Exception):
     """A weight sync that did not complete, with the reason for the learner."""
 
     def __init__(self, reason: str, *, retryable: bool = True) -> None:
@@ -52,7 +52,7 @@ class WeightUpdates:
         self._aborted_epochs: set[str] = set()
         self._epoch_timeout_s = 0.0
         self._num_buckets = 0
-        self._given_up = asyncio.Event()
+        self._abandoned = asyncio.Event()
         """Set once the learner has abandoned the current session."""
         self._weights_intact = True
         self._run: str | None = None
@@ -104,7 +104,7 @@ class WeightUpdates:
     @property
     def is_ending(self) -> bool:
         """True while an abandoned sync is still running, which would delay a new sync."""
-        return self._given_up.is_set() and self._lock.locked()
+        return self._abandoned.is_set() and self._lock.locked()
 
     @property
     def engine_is_untouched(self) -> bool:
@@ -118,67 +118,67 @@ class WeightUpdates:
             EngineDead: The engine has died. The learner gets PushFailed first.
         """
         if begin.epoch != self._epoch:
-            self._given_up.set()  # A learner that starts another session has abandoned the current one.
+            self._abandoned.set()  # A learner that starts another session has abandoned the current one.
         run, term = self._run, self._term
         async with self._lock:
             try:
                 outcome = await self._outcome(begin, run, term)
             except EngineDead as dead:
-                await self._tell(self.failed(begin, f"{dead}; it is started again", weights_intact=False))
+                await self._tell(self.failed(begin, f"{dead}; the engine is restarted", weights_intact=False))
                 raise
             await self._tell(outcome)
 
     async def abort(self, abort: PushAbort) -> None:
         """Leave a session.
 
-        A sync that is receiving ends automatically, because the learner has closed its side.
+        A sync that is receiving stops automatically, because the learner has closed its side.
 
         Raises:
             EngineDead: The engine has died or does not answer in time.
         """
         self._aborted_epochs.add(abort.epoch)
         if abort.epoch == self._epoch:
-            self._given_up.set()
+            self._abandoned.set()
         async with self._lock:
             if abort.epoch == self._epoch:
                 self._epoch = None
-                await self._quickly(self._engine.leave_epoch(abort.epoch), f"leaving epoch {abort.epoch}")
+                await self._call_in_time(self._engine.leave_epoch(abort.epoch), f"leaving epoch {abort.epoch}")
 
     async def _outcome(self, begin: PushBegin, run: str | None, term: int) -> PushDone | PushFailed:
         try:
             done = await self._load_and_label(begin, run, term)
-        except _Failed as failure:
-            return await self._give_up(begin, str(failure), retryable=failure.retryable)
+        except _SyncFailed as failure:
+            return await self._drop_session(begin, str(failure), retryable=failure.retryable)
         except EngineDead:
             raise
         except Exception as error:
             record_unexpected(error, f"receiving version {begin.version}")
-            return await self._give_up(begin, describe(error), retryable=True)
+            return await self._drop_session(begin, describe(error), retryable=True)
         self.num_done += 1
         return done
 
     async def _load_and_label(self, begin: PushBegin, run: str | None, term: int) -> PushDone:
         """Load and label the weights of a sync that `run` started in `term`."""
         if term != self._term:
-            raise _Failed(f"run {run}, which began it, is not served any more")
+            raise _SyncFailed(f"run {run}, which started this weight sync, is no longer served")
         self._enter_epoch(begin)
         order = PushOrder(
             epoch=begin.epoch, version=begin.version, rendezvous=begin.rendezvous, manifest=begin.manifest
         )
         if self._receive_overlap:
             self.state = "receiving"
-            await self._say_ready(begin)
+            await self._send_ready(begin)
             self._agreed_checksum(await self._receive(self._engine.stage_push(order)))
             pause_s = await self._pause()
             self.state = "loading"
         else:
             pause_s = await self._pause()
             self.state = "receiving"
-            await self._say_ready(begin)
+            await self._send_ready(begin)
         reports = await self._load(order)
         checksum = self._agreed_checksum(reports)
         self.state = "resuming"
-        await self._quickly(self._engine.set_version(begin.version), "labelling")
+        await self._call_in_time(self._engine.set_version(begin.version), "setting the version")
         self._weights_intact = True
         self.version, self.checksum, self.weights_run, self._weights_term = begin.version, checksum, run, term
         stall_s = await self._resume()
@@ -188,21 +188,21 @@ class WeightUpdates:
             load_s=max(report.load_s for report in reports), stall_s=stall_s,
         )  # fmt: skip
 
-    async def _say_ready(self, begin: PushBegin) -> None:
+    async def _send_ready(self, begin: PushBegin) -> None:
         if not await self._deliver(PushReady(epoch=begin.epoch, version=begin.version)):
-            raise _Failed("the learner could not be reached for PushReady")
+            raise _SyncFailed("PushReady could not be sent, because the learner is unreachable")
 
     def _enter_epoch(self, begin: PushBegin) -> None:
         if begin.epoch in self._aborted_epochs:
-            raise _Failed(f"epoch {begin.epoch} was given up by the learner while the push waited")
+            raise _SyncFailed(f"the learner abandoned epoch {begin.epoch} while the weight sync waited")
         if begin.rendezvous is not None and begin.manifest is not None:
             self._epoch, self._epoch_timeout_s = begin.epoch, begin.rendezvous.timeout_s
             self._num_buckets = len(cut(begin.manifest))
-            self._given_up.clear()
+            self._abandoned.clear()
         elif begin.epoch != self._epoch:
-            raise _Failed(
-                f"epoch {begin.epoch} came without rendezvous and manifest, and the server is in epoch {self._epoch}; "
-                "begin a new epoch"
+            raise _SyncFailed(
+                f"the weight sync names epoch {begin.epoch} without rendezvous and manifest, and the server is in "
+                f"epoch {self._epoch}; start a new epoch"
             )
 
     async def _receive(self, reports: Awaitable[Sequence[WorkerReport]]) -> Sequence[WorkerReport]:
@@ -211,15 +211,15 @@ class WeightUpdates:
         The time limit covers all broadcasts. After the learner abandons the session, it covers one.
         """
         receiving = asyncio.ensure_future(reports)
-        given_up = asyncio.create_task(self._given_up.wait())
+        abandoned = asyncio.create_task(self._abandoned.wait())
         longest_s = (2 + self._num_buckets) * self._epoch_timeout_s + SLACK_S
         try:
-            await asyncio.wait([receiving, given_up], timeout=longest_s, return_when="FIRST_COMPLETED")
+            await asyncio.wait([receiving, abandoned], timeout=longest_s, return_when="FIRST_COMPLETED")
             # A worker applies the deadline of its current broadcast. Past that deadline, the worker is stuck.
             knob = f"learner.push.timeout_s + {SLACK_S:g}"
             return await in_time(receiving, self._epoch_timeout_s + SLACK_S, self.state, knob)
         finally:
-            given_up.cancel()
+            abandoned.cancel()
             receiving.cancel()
 
     async def _load(self, order: PushOrder) -> Sequence[WorkerReport]:
@@ -234,22 +234,23 @@ class WeightUpdates:
             f"worker {report.rank} failed while {report.state}: {report.error}" for report in reports if not report.ok
         ]
         if failed:
-            raise _Failed("; ".join(failed), retryable=all(report.retryable for report in reports))
+            raise _SyncFailed("; ".join(failed), retryable=all(report.retryable for report in reports))
         checksums = {report.checksum for report in reports}
         if len(checksums) != 1:
-            raise _Failed(f"the workers received different bytes, checksums {sorted(checksums)}")
+            raise _SyncFailed(f"the workers received different bytes, checksums {sorted(checksums)}")
         return checksums.pop()
 
-    async def _give_up(self, begin: PushBegin, reason: str, *, retryable: bool) -> PushFailed:
+    async def _drop_session(self, begin: PushBegin, reason: str, *, retryable: bool) -> PushFailed:
         """Drop the session, and resume generation if the weights are intact."""
         failed = self.failed(begin, reason, weights_intact=self._weights_intact, retryable=retryable)
         self._epoch = None
         log.warning(
-            "push of version %d in epoch %s failed while %s: %s", begin.version, begin.epoch, failed.state, reason
-        )
+            "weight sync of version %d in epoch %s failed while %s: %s",
+            begin.version, begin.epoch, failed.state, reason,
+        )  # fmt: skip
         if not self._weights_intact:
             self.state = "torn"
-            log.warning("the weights are neither old nor new; generation waits for a whole push")
+            log.warning("the weights are neither old nor new; generation waits for a complete weight sync")
         elif self._paused_at is not None:
             await self._resume()
         else:
@@ -269,19 +270,19 @@ class WeightUpdates:
         self.state = "pausing"
         # Set before the call, because a pause that misses its deadline may still take effect.
         self._paused_at = self._paused_at or started
-        await self._quickly(self._engine.pause(), "pausing")
+        await self._call_in_time(self._engine.pause(), "pausing")
         return time.monotonic() - started
 
     async def _resume(self) -> float:
         """Resume generation and return the seconds without generation."""
         self.state = "resuming"
         try:
-            await self._quickly(self._engine.resume(), "resuming")
+            await self._call_in_time(self._engine.resume(), "resuming")
         except EngineDead:
             raise
         except Exception as error:
             record_unexpected(error, "resuming generation")
-            raise EngineDead(f"generation could not be resumed after a push: {describe(error)}") from error
+            raise EngineDead(f"generation could not be resumed after a weight sync: {describe(error)}") from error
         self.state = "idle"
         assert self._paused_at is not None
         stall_s = time.monotonic() - self._paused_at
@@ -289,5 +290,5 @@ class WeightUpdates:
         self.stall_s += stall_s
         return stall_s
 
-    async def _quickly(self, call: Awaitable[T], doing: str) -> T:
+    async def _call_in_time(self, call: Awaitable[T], doing: str) -> T:
         return await in_time(call, self._pause_timeout_s, doing, "server.pause_timeout_s")

@@ -19,7 +19,7 @@ Frames = Sequence[Any]
 """Frames of a message: bytes, or frames as received by ZeroMQ, whose arrays then need no copy."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_COMPLAINT_CHARACTERS = 300
+MAX_DETAIL_CHARACTERS = 300
 """Maximum length of the detail in a decoding error, which may quote megabytes of input."""
 
 
@@ -56,7 +56,7 @@ class Decoder(Generic[M]):
             ProtocolError: If the header is no such message, or the frames differ from what it announces.
         """
         if not frames:
-            raise ProtocolError("a message without frames came; expected a msgpack header")
+            raise ProtocolError("received a message without frames; expected a msgpack header")
         self._arrays, self._num_taken = frames[1:], 0
         try:
             message = self._header.decode(frames[0])
@@ -65,9 +65,7 @@ class Decoder(Generic[M]):
         finally:
             self._arrays = ()
         if (num_announced := self._num_taken) != len(frames) - 1:
-            raise ProtocolError(
-                f"{len(frames) - 1} array frames came, {num_announced} of them announced by a header field"
-            )
+            raise ProtocolError(f"received {len(frames) - 1} array frames, but the header announces {num_announced}")
         return message
 
     def _take(self, _: type, announced: Any) -> np.ndarray:
@@ -83,8 +81,8 @@ class Decoder(Generic[M]):
             fits = False
         if not fits:
             raise ValueError(
-                f"no frame fits the announced array {str(announced)[:80]}, which is number {self._num_taken}; those that came "
-                f"have {[len(frame) for frame in self._arrays]} bytes"
+                f"no frame fits the announced array {str(announced)[:80]}, number {self._num_taken}; the received "
+                f"frames have {[len(frame) for frame in self._arrays]} bytes"
             )
         self._num_taken += 1
         return array
@@ -101,7 +99,7 @@ def decode(frames: Frames, expected: type[M]) -> M:
 
 def _in_one_line(error: Exception) -> str:
     """Escape line breaks, with which a peer could forge lines of the log."""
-    return str(error)[:MAX_COMPLAINT_CHARACTERS].encode("unicode_escape").decode()
+    return str(error)[:MAX_DETAIL_CHARACTERS].encode("unicode_escape").decode()
 
 
 def pack(message: msgspec.Struct) -> bytes:

@@ -75,7 +75,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Directory of the CURVE keys that `make keys` made. Required if endpoint is not loopback."""
     insecure: MayChange[bool] = False
     """Whether to allow an endpoint beyond loopback without keys, and server.http_host without an API key. Set
-    it only on a network that is yours alone."""
+    it only on a private network."""
     dtype: Dtype = msgspec.field(default_factory=dtype_here)
     """Dtype in which both sides compute and weights travel. A server may compute in another one
     (`server.dtype`). Unset: bfloat16 with a GPU, or with a CPU whose AMX or AVX-512 BF16 multiplies it
@@ -123,8 +123,8 @@ def load_config(
     config.check()
     if config.dtype == "float32" and config.head_dtype == "bfloat16":
         raise ConfigError(
-            'head_dtype = "bfloat16" with dtype = "float32": a head is never coarser than what is before it. Remove head_dtype, or set dtype '
-            'to "bfloat16"'
+            'head_dtype = "bfloat16" is not possible with dtype = "float32": the head must be at least as '
+            'precise as the layers before it. Remove head_dtype, or set dtype to "bfloat16"'
         )
     check_endpoint(config.endpoint, has_keys=config.keys is not None, insecure=config.insecure)
     for endpoint in config.endpoints:
@@ -183,14 +183,14 @@ def _split(argv: Sequence[str], program: str) -> tuple[Path | None, list[str]]:
         return Path(argv[0]), list(argv[1:])
     if {"-h", "--help"} & set(argv):
         return None, ["--help"]
-    raise ConfigError(f"no config file came; expected: {program} run.toml [--key value ...]")
+    raise ConfigError(f"no config file was given; expected: {program} run.toml [--key value ...]")
 
 
 def _from_file(config_type: type[C], path: Path) -> C:
     try:
         raw = tomllib.loads(path.read_text())
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no config file {path}; the recipes are in deploy/recipes/") from error
+        raise ConfigError(f"config file {path} does not exist; copy a recipe from deploy/recipes/") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
     _refuse_unknown_keys(config_type, raw, str(path), prefix="")
@@ -208,7 +208,7 @@ def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path
     fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
     for key, value in raw.items():
         if key not in fields:
-            hint = _meant(struct, key, value, prefix)
+            hint = _suggest(struct, key, value, prefix)
             raise ConfigError(f"{path}: unknown key {prefix}{key} = {value!r}; {hint}")
         section = fields[key]
         if isinstance(section, type) and issubclass(section, msgspec.Struct) and isinstance(value, dict):
@@ -219,10 +219,10 @@ def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path
                     _refuse_unknown_keys(inner, table, path, f"{prefix}{key}.{name}.")
 
 
-def _meant(struct: type[msgspec.Struct], key: str, value: object, prefix: str) -> str:
+def _suggest(struct: type[msgspec.Struct], key: str, value: object, prefix: str) -> str:
     fields = {field.name for field in msgspec.structs.fields(struct)}
     if isinstance(value, dict) and value and fields.issuperset(value):
-        return f"{prefix.removesuffix('.') or 'the file'} has {', '.join(value)} itself, without a section {key}"
+        return f"set {', '.join(value)} directly in {prefix.removesuffix('.') or 'the file'}, without a section {key}"
     inside = [name for name in keys_of(struct) if name.endswith(f".{key}")]
     near = inside or difflib.get_close_matches(key, fields, n=1)
     return f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(sorted(fields))}"
@@ -245,21 +245,21 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
     """
     problem, _, location = message.partition(" - at `$")
     keys = location.replace("...", "").strip("`.").split(".") if location else []
-    came: list[tuple[str, Any]] = [("", raw)]
+    found: list[tuple[str, Any]] = [("", raw)]
     for key in keys:
         name, _, index = key.partition("[")
-        came = [(f"{at}.{name}", value.get(name)) if isinstance(value, dict) else (at, value) for at, value in came]
-        if index and isinstance(came[0][1], dict):  # in a table of sections, msgspec does not name which one
-            came = [(f"{at}.{one}", section) for at, table in came for one, section in table.items()]
-    if problem.startswith("Expected") or not any(isinstance(value, dict) for _, value in came):
-        said = [f"{at[1:]} = {value!r}" for at, value in came if value is not None or len(came) == 1]
-        return f"{', '.join(said)}: {problem}"
+        found = [(f"{at}.{name}", value.get(name)) if isinstance(value, dict) else (at, value) for at, value in found]
+        if index and isinstance(found[0][1], dict):  # in a table of sections, msgspec does not name which one
+            found = [(f"{at}.{one}", section) for at, table in found for one, section in table.items()]
+    if problem.startswith("Expected") or not any(isinstance(value, dict) for _, value in found):
+        assignments = [f"{at[1:]} = {value!r}" for at, value in found if value is not None or len(found) == 1]
+        return f"{', '.join(assignments)}: {problem}"
     # A section's own checks start with one of its keys, msgspec's with a capital letter.
     return ".".join([*keys, problem]) if problem[0].islower() else message
 
 
 def _refuse_unusable(value: Any, key: str = "") -> None:
-    """Refuse a value of the right type that can mean nothing, at any depth.
+    """Refuse a value of the right type that is never valid, at any depth.
 
     Raises:
         ConfigError: If a number is NaN, or a text has a NUL or cannot be written as UTF-8.
@@ -271,9 +271,9 @@ def _refuse_unusable(value: Any, key: str = "") -> None:
         for inner in value:
             _refuse_unusable(inner, key)
     elif isinstance(value, float) and math.isnan(value):
-        raise ConfigError(f"{key} = nan is not a number; set it to one, or leave it out")
+        raise ConfigError(f"{key} = nan is not a number; set it to a number, or remove it")
     elif isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
-        raise ConfigError(f"{key} = {value!r} has a character that no name or path may have; leave it out")
+        raise ConfigError(f"{key} = {value!r} has a character that no name or path may have; remove it")
 
 
 def _is_unicode(text: str) -> bool:
@@ -334,9 +334,7 @@ def _split_passed_on(
         name, has_value, text = flag.partition("=")
         value = text if has_value else next(waiting, "--")
         if value.startswith("--"):
-            raise ConfigError(
-                f"{name} came without a value; expected: {name} VALUE, and of what is on or off {name} true"
-            )
+            raise ConfigError(f"{name} has no value; expected: {name} VALUE, or {name} true for a boolean")
         passed_on.append((name.removeprefix("--").replace("-", "_").split("."), _toml_value(value)))
     return known, passed_on
 
@@ -360,7 +358,7 @@ def _spell_out_booleans(config_type: type[msgspec.Struct], flags: list[str]) -> 
         if not has_value:
             word = left.popleft() if left and not left[0].startswith("-") else "true"
         if word.lower() not in ("true", "false"):
-            raise ConfigError(f"{name} {word} came; expected true or false after it, or the flag alone, which is true")
+            raise ConfigError(f"{name} {word} is not a boolean; use {name} true or {name} false ({name} alone is true)")
         spelled += [name, word.capitalize()]
     return spelled
 
@@ -392,7 +390,7 @@ def _refuse_unknown_flags(config_type: type[msgspec.Struct], flags: list[str]) -
     for flag in flags:
         if flag.startswith("--") and flag.partition("=")[0] not in known:
             near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "see --help for all"
+            hint = f"did you mean {near[0]}?" if near else "see --help for all flags"
             raise ConfigError(f"unknown flag {flag}; {hint}")
 
 

@@ -78,8 +78,8 @@ def say(line: str, fields: Mapping[str, float] | None = None) -> None:
     """
     if _manner.is_quiet:
         return
-    told = _object("INFO", line, time.time(), fields or {}) if _manner.is_json else line
-    sys.stdout.write(told + "\n")
+    text = _object("INFO", line, time.time(), fields or {}) if _manner.is_json else line
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 

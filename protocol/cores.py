@@ -54,7 +54,7 @@ def share_of_cores(
         return None
     if not rank:
         log.info(
-            "on core(s) %s of the %d here, so that the %s has its own; %s.cpu_cores says which",
+            "using core(s) %s of %d, so that the %s has its own; %s.cpu_cores overrides this",
             ", ".join(map(str, positions)), num_cores, OTHER[side], side,
         )  # fmt: skip
     return positions if rank is None else positions[rank::num_processes]
@@ -71,7 +71,9 @@ def bind_cores(positions: tuple[int, ...] | None) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     cores = {allowed[position % len(allowed)] for position in positions}
     if max(positions) >= len(allowed):
-        log.warning("cpu_cores = %s, but only %d cores may be used; sharing core(s) %s", positions, len(allowed), cores)
+        log.warning(
+            "cpu_cores = %s, but only %d cores are available; sharing core(s) %s", positions, len(allowed), cores
+        )
     os.sched_setaffinity(0, cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))
 

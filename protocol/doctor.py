@@ -52,9 +52,9 @@ def problem_of(subject: str, error: Exception, otherwise: str) -> Finding:
     """
     text = in_one_line(str(error))
     for mark in ("; ", ". "):
-        said, found, remedy = text.partition(mark)
+        fact, found, remedy = text.partition(mark)
         if found:
-            return problem(subject, said, remedy.removesuffix("."))
+            return problem(subject, fact, remedy.removesuffix("."))
     return problem(subject, text, otherwise)
 
 
@@ -137,7 +137,7 @@ def of_dtype(dtype: Dtype) -> Finding:
 def of_memory(where: str, needed: int, free: int | None, remedy: str) -> Finding:
     """Compare the memory that is needed with the memory that is free."""
     if free is None:
-        return unknown("memory", f"{where} needs about {_gib(needed)}; what is free is not known here")
+        return unknown("memory", f"{where} needs about {_gib(needed)}; the free memory is unknown")
     text = f"{where} needs about {_gib(needed)}, {_gib(free)} are free"
     return ok("memory", text) if needed <= free else problem("memory", text, remedy)
 
@@ -147,11 +147,17 @@ def of_disk(path: Path, what: str, needed: int) -> Finding:
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not os.access(place, os.W_OK):
         return problem(
-            "disk", f"{place} cannot be written, where {what} goes", f"chown it, or choose another for {what}"
+            "disk",
+            f"{place} is not writable for {what}",
+            f"chown it, or choose another directory for {what}",
         )
     free = shutil.disk_usage(place).free
     text = f"{what} needs about {_gib(needed)} in {place}, {_gib(free)} are free"
-    return ok("disk", text) if needed <= free else problem("disk", text, f"free some, or choose another for {what}")
+    return (
+        ok("disk", text)
+        if needed <= free
+        else problem("disk", text, f"free disk space, or choose another directory for {what}")
+    )
 
 
 def in_one_line(text: str) -> str:

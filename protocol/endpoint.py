@@ -21,8 +21,9 @@ def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool) -> None:
     """
     if not is_loopback(split_endpoint(endpoint)[0]) and not has_keys and not insecure:
         raise ConfigError(
-            f"endpoint = {endpoint!r} leaves this machine, and without keys anyone there could act as the learner or the "
-            'server. Make keys with `make keys` and set keys = "keys" on both sides, or say insecure = true'
+            f"endpoint = {endpoint!r} is open to other machines, and without keys anyone there could act as the "
+            'learner or the server. Create keys with `make keys` and set keys = "keys" on both sides, or set '
+            "insecure = true"
         )
 
 
@@ -30,9 +31,9 @@ def exposure(endpoint: str, *, has_keys: bool) -> str | None:
     """Return one log sentence about what the endpoint exposes, or None on loopback."""
     if is_loopback(split_endpoint(endpoint)[0]):
         return None
-    weights = "The bytes of the weights travel beside it, neither encrypted nor authenticated: use a private network"
+    weights = "Weights travel over separate connections, neither encrypted nor authenticated: use a private network"
     if has_keys:
-        return f"{endpoint} is encrypted and open to listed keys only. {weights} (SECURITY.md)"
+        return f"{endpoint} is encrypted and accepts listed keys only. {weights} (SECURITY.md)"
     return f"insecure = true: anyone who reaches {endpoint} can act as the learner. {weights} (SECURITY.md)"
 
 
@@ -57,7 +58,8 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
     is_port = port == "*" or is_port_number(port)
     if not endpoint.startswith("tcp://") or not host or not is_port:
         raise ConfigError(
-            f"endpoint is {endpoint!r}; expected tcp://HOST:PORT, for example tcp://127.0.0.1:5757 or tcp://[::1]:5757"
+            f"endpoint = {endpoint!r} is not valid; expected tcp://HOST:PORT, for example tcp://127.0.0.1:5757 or "
+            "tcp://[::1]:5757"
         )
     if ":" in host or "[" in host or "]" in host:
         host = _ipv6(host, endpoint)
@@ -97,16 +99,17 @@ def _ipv6(host: str, endpoint: str) -> str:
         is_link_local = ipaddress.IPv6Address(address).is_link_local
     except ValueError as error:
         raise ConfigError(
-            f"endpoint is {endpoint!r}, and {host!r} is no address; expected tcp://[ADDRESS]:PORT, for example "
-            "tcp://[::1]:5757"
+            f"endpoint = {endpoint!r} is not valid: {host!r} is not an IPv6 address; expected tcp://[ADDRESS]:PORT, "
+            "for example tcp://[::1]:5757"
         ) from error
     if host != f"[{address}]":
         raise ConfigError(
-            f"endpoint is {endpoint!r}; an IPv6 address stands in brackets: tcp://[ADDRESS]:PORT, for example tcp://[::1]:5757"
+            f"endpoint = {endpoint!r} has an IPv6 address without brackets; expected tcp://[ADDRESS]:PORT, for example "
+            "tcp://[::1]:5757"
         )
     if is_link_local:
         raise ConfigError(
-            f"endpoint is {endpoint!r}, whose address means another machine on every link; expected one that is not link-local "
-            "(fe80::/10)"
+            f"endpoint = {endpoint!r} is link-local, so it means another machine on every link; use an address outside "
+            "fe80::/10"
         )
     return address

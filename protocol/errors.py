@@ -53,8 +53,8 @@ class PushIncomplete(PushError):
         """Return an error that names the first of the missing parameters."""
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return cls(
-            f"the push did not bring all weights of the server's model: {', '.join(names[:5])}{more} did not come. Give both sides "
-            "the same `model`; docs/models.md#which-models-run says what is known to work"
+            f"the weight sync is missing weights of the server's model: {', '.join(names[:5])}{more}. Set the "
+            "same `model` on both sides; docs/models.md#which-models-run lists the models that are known to work"
         )
 
 

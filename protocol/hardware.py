@@ -55,17 +55,17 @@ def gpu_choice() -> GpuChoice:
     """Return whether there is a GPU, with the evidence."""
     visible = os.environ.get(VISIBLE)
     if visible is not None and visible.strip() in ("", "-1"):
-        return GpuChoice(False, f"there is no GPU to use: {VISIBLE} = {visible!r} hides them all")
+        return GpuChoice(False, f"no GPU is usable: {VISIBLE} = {visible!r} hides all GPUs")
     num_gpus, source = _gpus_of_machine()
     if num_gpus == 0:
-        return GpuChoice(False, f"there is no GPU: {source}")
+        return GpuChoice(False, f"no GPU was found: {source}")
     if visible is not None and (num_gpus := _num_visible(visible, num_gpus)) == 0:
         return GpuChoice(
-            False, f"there is no GPU to use: {VISIBLE} = {visible!r} begins with none that is here, {source}"
+            False, f"no GPU is usable: {VISIBLE} = {visible!r} starts with a GPU that does not exist, {source}"
         )
     if _has_torch_for_cpus():
-        return GpuChoice(False, f"there is a GPU, but the installed torch is built for CPUs only ({source})")
-    return GpuChoice(True, f"there is a GPU: {source}, {num_gpus} to use", num_gpus)
+        return GpuChoice(False, f"a GPU was found, but the installed torch is built for CPUs only ({source})")
+    return GpuChoice(True, f"a GPU was found: {source}, {num_gpus} usable", num_gpus)
 
 
 def _num_visible(visible: str, num_gpus: int) -> int:
@@ -93,11 +93,11 @@ def _gpus_of_machine() -> tuple[int, str]:
     except OSError:
         files = sorted(path.name for path in DEVICES.glob("nvidia[0-9]*"))
         if files:
-            return len(files), f"{DEVICES}/{files[0]} is here, though no {NVML} to ask"
-        return 0, f"the driver's {NVML} is not here, nor a {DEVICES}/nvidia*"
+            return len(files), f"{DEVICES}/{files[0]} exists, but {NVML} is missing"
+        return 0, f"neither the driver's {NVML} nor {DEVICES}/nvidia* exists"
     if error := nvml.nvmlInit_v2():
         nvml.nvmlErrorString.restype = ctypes.c_char_p
-        return 0, f"NVML cannot start ({nvml.nvmlErrorString(error).decode()})"
+        return 0, f"NVML failed to start ({nvml.nvmlErrorString(error).decode()})"
     try:
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:

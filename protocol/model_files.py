@@ -61,7 +61,7 @@ def resolve_model(name: str) -> Path:
         return _trainable(path.resolve(), name)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(
-            f"model = {name!r}: there is no such directory; set model to one that exists or to a hub name"
+            f"model = {name!r} is not an existing directory; set model to an existing directory or to a hub name"
         )
     return _trainable(_download(name), name)
 
@@ -104,7 +104,7 @@ def _as_directory(name: str) -> Path | None:
         return path
     except (OSError, RuntimeError) as error:  # RuntimeError: the user of ~USER is unknown
         raise ConfigError(
-            f"model = {name!r} cannot be read ({error}); set model to one that this user may read"
+            f"model = {name!r} cannot be read ({error}); set model to a directory that this user can read"
         ) from error
 
 
@@ -117,14 +117,15 @@ def _trainable(path: Path, name: str) -> Path:
     # Older weight files are pickles, which may run code when they are read.
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
-            f"model = {name!r} has no weights in *.safetensors, the only format that is read; load it where you trust it and "
-            "save it again with `save_pretrained`"
+            f"model = {name!r} has no weights in *.safetensors, the only supported format; load it in a trusted "
+            "environment and save it again with `save_pretrained`"
         )
     if (method := quantization(path)) is not None:
         raise ConfigError(
-            f"model = {name!r} is quantized ({method}); expected weights in bfloat16, float16 or float32, for training "
-            "changes the weights themselves, and a quantized server's logprobs would be another policy's. Set model to the "
-            "checkpoint that it was made from, or load it with transformers, call `dequantize()` and save it with `save_pretrained`"
+            f"model = {name!r} is quantized ({method}); expected weights in bfloat16, float16 or float32, because "
+            "training changes the weights directly, and a quantized server would sample from another policy. Set model "
+            "to the original checkpoint, or load it with transformers, call `dequantize()` and save it with "
+            "`save_pretrained`"
         )
     return path
 
@@ -145,7 +146,7 @@ def fingerprint(path: Path) -> ModelFingerprint:
     width = text_config.get("hidden_size", text_config.get("n_embd", "unknown"))
     if not isinstance(vocab_size, int):
         raise ConfigError(
-            f"{path / 'config.json'} has vocab_size {vocab_size!r}; expected an int as of a language model"
+            f"{path / 'config.json'} has vocab_size {vocab_size!r}; expected an int, as a language model has"
         )
     return ModelFingerprint(
         architecture=architectures[0],
@@ -211,7 +212,8 @@ def _bytes_in(file: Path, width: int) -> int:
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{file}, of `model`, cannot be read as safetensors ({error}); let this user read it, or download or save it again"
+            f"{file} of `model` cannot be read as safetensors ({error}); make it readable for this user, or download "
+            "or save it again"
         ) from error
 
 
@@ -264,7 +266,9 @@ def _hash_tokenizer(path: Path) -> str:
     digest = hashlib.sha256()
     files = sorted(file for file in path.iterdir() if file.name in _TOKENIZER_FILES or file.suffix == ".tiktoken")
     if not files:
-        raise ConfigError(f"{path} holds no tokenizer; expected tokenizer.json beside config.json (save it there)")
+        raise ConfigError(
+            f"{path} has no tokenizer; expected tokenizer.json next to config.json; save the tokenizer there"
+        )
     for file in files:
         content = file.read_bytes()
         digest.update(f"{file.name}:{len(content)}:".encode())
@@ -280,6 +284,6 @@ def _download(name: str) -> Path:
     except (OSError, ValueError) as error:  # errors of huggingface_hub for names, networks and permissions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"model = {name!r} is neither a local directory nor can it be downloaded from the hub ({reason}); check the "
+            f"model = {name!r} is not a local directory and cannot be downloaded from the hub ({reason}); check the "
             "name, the network and `hf auth login`, or set model to a local directory"
         ) from error

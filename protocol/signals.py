@@ -1,4 +1,4 @@
-"""Signals that end a process in order, while its children keep running.
+"""Signals that shut a process down cleanly, while its children keep running.
 
     terminal closed, ssh lost   SIGHUP to the process group, often more than once
     Ctrl-C                      SIGINT to the process group
@@ -19,14 +19,14 @@ TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def signals_to_end() -> tuple[signal.Signals, ...]:
-    """Return the signals that end this process. Under nohup, SIGHUP stays ignored."""
+    """Return the signals that shut this process down. Under nohup, SIGHUP stays ignored."""
     return tuple(
         number for number in TO_END if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     )
 
 
 def is_impatient(number: int) -> bool:
-    """Return whether a second signal means that the process must end at once.
+    """Return whether a second signal means that the process must exit at once.
 
     A closing terminal sends SIGHUP more than once: the kernel does, and the shell.
     """

@@ -46,7 +46,7 @@ def test_a_killed_worker_or_core_is_noticed_replaced_and_given_the_weights(serve
             old = [child for child in server.family()[1:] if "VLLM" in child.name()]
             server.kill_process(name)
             killed_at = time.monotonic()
-            server.wait_for(f"Starting it again, {version} of 3")
+            server.wait_for(f"Restarting the engine ({version} of 3")
             assert time.monotonic() - killed_at < NOTICE_S
             learner.send(version)
             assert isinstance(learner.receive(), str)
@@ -66,7 +66,7 @@ def test_a_killed_worker_or_core_is_noticed_replaced_and_given_the_weights(serve
 def test_a_signal_while_the_engine_is_started_again_ends_everything(tmp_path: Path) -> None:
     for server in running_server(tmp_path):
         server.kill_process("EngineCore")
-        server.wait_for("Starting it again")
+        server.wait_for("Restarting the engine")
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while not any("EngineCore" in child.name() for child in server.family()[1:]):
             assert time.monotonic() < give_up_at

@@ -152,7 +152,7 @@ def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: S
         # With overlap everything has arrived when the server pauses.
         is_lost = state != BEFORE_DONE and (state, mode) != (BEFORE_READY, OVERLAP)
         if is_lost:
-            said = pair.server.wait_for_log("push of version 1 in epoch", NOTICE_S)
+            said = pair.server.wait_for_log("weight sync of version 1 in epoch", NOTICE_S)
             assert re.search(r"in epoch \w{8} failed while receiving: worker 0 failed while receiving: ", said)
             assert "bucket" in said or state in (BEFORE_JOIN, AFTER_MEETING)
             assert "learner.push.timeout_s" in said or state in (BEFORE_JOIN, AFTER_MEETING) or signal_number == KILL
@@ -181,7 +181,7 @@ def test_a_learner_survives_its_server(start_pair: Callable[..., Pair], state: S
         set_trap(pair, state, pair.server, signal_number)
         pair.learner.send(1)
         pair.server.wait_until_struck(signal_number)
-        pair.learner.wait_for_log("push of version 1 failed while", NOTICE_S)
+        pair.learner.wait_for_log("weight sync of version 1 failed while", NOTICE_S)
         if signal_number == KILL:
             pair.server.kill()
             pair.start_server()
@@ -198,8 +198,8 @@ def test_a_learner_survives_its_server(start_pair: Callable[..., Pair], state: S
 
 HANGS = {
     BEFORE_READY: r"while pausing .*no PushReady for version 1 in epoch \w{8} .*within 1.5 s",
-    BEFORE_JOIN: r"while joining .*of epoch \w{8} these did not come within 1.5 s .*: rank 1$",
-    AFTER_MEETING: r"while joining .*could not connect to the others of epoch \w{8}: .*1.5 s",
+    BEFORE_JOIN: r"while joining .*epoch \w{8} did not form within 1.5 s .*: missing rank 1$",
+    AFTER_MEETING: r"while joining .*could not connect to the other ranks of epoch \w{8}: .*1.5 s",
     RECEIVING: r"while (sending|finishing) .*bucket [3-6].* \d{7,} bytes .*epoch \w{8}.*1.5 s",
     BEFORE_DONE: r"while finishing .*no PushDone for version 1 in epoch \w{8} .*1.5 s after the last of 12583008 bytes",
 }
@@ -212,7 +212,7 @@ def test_a_server_that_hangs_is_given_up_with_words_that_help(start_pair: Callab
         pair = start_at_version_0(start_pair, PLAIN, state)
         set_trap(pair, state, pair.server, HANG)
         pair.learner.send(1)
-        said = pair.learner.wait_for_log("push of version 1 failed", NOTICE_S)
+        said = pair.learner.wait_for_log("weight sync of version 1 failed", NOTICE_S)
         assert re.search(HANGS[state], said) and "learner.push.timeout_s" in said, said
         assert_whole(pair, 1, pair.learner.receive())
 

@@ -132,7 +132,7 @@ def test_a_learner_gives_a_stopped_engine_up_at_the_deadline_and_goes_on_with_it
     learner.send(Trap("broadcast", core, signal.SIGSTOP, MID_BUCKET))
     learner.send(1)
     try:
-        said = learner.wait_for_log("push of version 1 failed while", NOTICE_S)
+        said = learner.wait_for_log("weight sync of version 1 failed while", NOTICE_S)
         assert "learner.push.timeout_s" in said and f"{PUSH_TIMEOUT_S:g} s" in said
     finally:
         os.kill(core, signal.SIGCONT)
@@ -147,7 +147,7 @@ def test_a_killed_engine_is_started_again_and_gets_the_weights(
     learner.ask(0)
     learner.send(Trap("broadcast", engine_core(server), signal.SIGKILL, MID_BUCKET))
     learner.send(1)
-    learner.wait_for_log("push of version 1 failed while", NOTICE_S)
-    server.wait_for("the engine is back after")
+    learner.wait_for_log("weight sync of version 1 failed while", NOTICE_S)
+    server.wait_for("restarted the engine after")
     assert isinstance(learner.receive(), str)
     assert_served(server, learner, 1)

@@ -159,7 +159,7 @@ def test_two_sides_that_were_told_no_cores_run_on_a_half_each(server: Server, tm
         children = psutil.Process(server.pid).children()
         (engine,) = (child for child in children if "EngineCore" in " ".join(child.cmdline()))
         assert engine.cpu_affinity() == cores[:half]
-        assert "so that the learner has its own; server.cpu_cores says which" in server.log.read_text()
+        assert "so that the learner has its own; server.cpu_cores overrides this" in server.log.read_text()
     learner.finish()
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 150.0
 WITHOUT_END = 100_000
 """Steps of a run that is interrupted."""
-NOISE = ("lost the server", "failed", "waiting for it to come back", "Traceback")
+NOISE = ("lost the server", "failed", "waiting for it to return", "Traceback")
 
 
 class Server:
@@ -128,7 +128,7 @@ def test_one_of_two_servers_is_told_to_end_and_another_comes_to_its_place(tmp_pa
         learner.wait_for_steps_with(first, 2)
         assert learner.num_steps > num_steps
         learner.interrupt()
-        assert "no other is there" not in learner.log
+        assert "no other server is connected" not in learner.log
         assert metrics_of(learner.run)[-1]["servers/ready"] == 2
 
 
@@ -140,4 +140,6 @@ def test_the_only_server_is_told_to_end_and_the_next_one_goes_on(tmp_path: Path)
         servers.append(Server(first.endpoint, tmp_path / "second.log"))
         learner.wait_for_steps_with(first, 2)
         learner.interrupt()
-        assert sum("is draining and ends; no other is there" in line for line in learner.log.splitlines()) == 1
+        assert (
+            sum("is shutting down and no other server is connected" in line for line in learner.log.splitlines()) == 1
+        )

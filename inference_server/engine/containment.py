@@ -49,7 +49,7 @@ async def run_contained(work: Awaitable[object], doing: str, fail: Fail | None =
     except Exception as error:
         record_unexpected(error, doing)
         if fail is not None:
-            with log_unexpected(f"telling the peer that {doing} failed"):
+            with log_unexpected(f"notifying the peer that {doing} failed"):
                 await fail(describe(error))
 
 
@@ -74,7 +74,7 @@ def record_unexpected(error: Exception, doing: str) -> None:
         return
     again = f" ({report.num_since} more since the last report)" if report is not None and report.num_since else ""
     log.error(
-        "unexpected %s while %s%s; the server goes on, please report this traceback",
+        "unexpected %s while %s%s; the server continues, please report this traceback",
         type(error).__name__, doing, again, exc_info=error,
     )  # fmt: skip
     _reports[key] = _Report(now)

@@ -1,8 +1,8 @@
-"""Replicas of an engine (server.data_parallel_size), and processes that end with their server.
+"""Replicas of an engine (server.data_parallel_size), and processes that exit with their server.
 
     VersionedLLM ─ starts ─▶ the coordinator, which counts the waiting requests of each replica (`coordinate`)
                          └▶ EngineCore_DP0, EngineCore_DP1, …: each on its own cores (`run_replica`)
-    every process of vLLM watches the server and ends with it (`end_with_server`)
+    every process of vLLM watches the server and exits with it (`end_with_server`)
 
 vLLM starts all replicas on the cores of their parent, where their threads would spin against each other. Its
 processes also outlive a killed server. While an engine starts, this module replaces the functions that these
@@ -49,7 +49,7 @@ def end_with_server() -> None:
 
 
 def coordinate(*args: Any, **kwargs: Any) -> None:
-    """Run vLLM's coordinator, which ends with the server."""
+    """Run vLLM's coordinator, which exits with the server."""
     forget_handlers()
     end_with_server()
     RUN_COORDINATOR(*args, **kwargs)
@@ -100,7 +100,7 @@ def salt_at(salt: str, replica: int) -> str:
 def replicas_as_ours(num_replicas: int, *, divide_cores: bool) -> Iterator[None]:
     """Replace vLLM's entry points of the coordinator and the replicas in this context.
 
-    The coordinator then ends with the server. With `divide_cores`, replicas divide this thread's cores.
+    The coordinator then exits with the server. With `divide_cores`, replicas divide this thread's cores.
     """
     if num_replicas == 1:
         yield

@@ -35,7 +35,7 @@ def scheduler_with_guests(vllm_config: VllmConfig, **options: Any) -> Any:
     scheduler = config.get_scheduler_cls()(vllm_config=vllm_config, **options)
     config.scheduler_cls = ours
     num_places = config.max_num_active_seqs
-    assert num_places is not None, "the server sets it: its scheduler is asked for only where places are reserved"
+    assert num_places is not None, "the server sets max_num_active_seqs wherever it reserves slots"
     # The queue holds back requests beyond num_places.
     scheduler.max_num_active_reqs = config.max_num_seqs
     scheduler.waiting = PlaceQueue(scheduler, num_places, config.max_num_seqs - num_places)
@@ -58,7 +58,9 @@ class PlaceQueue(PriorityRequestQueue):
     def _num_guests_running(self) -> int:
         """Count the guests that have a slot. The first admitted hold the reserved slots."""
         # A guest that left the queue may not run: vLLM skips a request while its grammar is being compiled.
-        self._admitted = {guest: asked for guest, asked in self._admitted.items() if guest.status.name == "RUNNING"}
+        self._admitted = {
+            guest: priority for guest, priority in self._admitted.items() if guest.status.name == "RUNNING"
+        }
         for guest in islice(self._admitted, self._num_reserved):
             guest.priority = IN_RESERVED_PLACE
         return len(self._admitted)
@@ -89,7 +91,7 @@ class PlaceQueue(PriorityRequestQueue):
     def _of_next(self) -> PriorityRequestQueue:
         queue = self._next()
         if queue is None:
-            raise IndexError("no waiting request has a place to go to")
+            raise IndexError("no waiting request has a free slot")
         return queue
 
     def _of(self, request: Any) -> PriorityRequestQueue:

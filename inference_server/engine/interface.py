@@ -180,7 +180,7 @@ class Engine(Protocol):
         """Replace a dead engine by a new one, not paused, with the model's own weights.
 
         Raises:
-            EngineDead: The old engine does not end, or the new one does not answer.
+            EngineDead: The old engine does not exit, or the new one does not answer.
             ConfigError: The new engine cannot be started.
         """
         ...

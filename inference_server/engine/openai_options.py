@@ -50,7 +50,7 @@ def set_openai_options(arguments: Namespace, server: ServerConfig) -> None:
 
 def _check_name(key: str, name: str | None, known: Sequence[str]) -> None:
     if name is not None and name not in known:
-        raise ConfigError(f"server.{key} = {name!r}: vLLM knows no such parser. Set it to one of {', '.join(known)}.")
+        raise ConfigError(f"server.{key} = {name!r} is not a parser of vLLM. Set it to one of {', '.join(known)}.")
 
 
 def _check_tokenizer(server: ServerConfig, model_path: Path) -> None:
@@ -65,7 +65,7 @@ def _check_tokenizer(server: ServerConfig, model_path: Path) -> None:
         given = " and ".join(f"server.{key} = {name!r}" for key, name in keys.items() if name is not None)
         raise ConfigError(
             f"{given} cannot be used with the tokenizer of the model: {error.__cause__ or error}. "
-            "Set the parsers that the model was made for, or leave them out."
+            "Set the parsers that the model was made for, or remove them."
         ) from error
 
 

@@ -190,5 +190,6 @@ class Completions:
         num_finished = self._ends["stop"] + self._ends["length"]
         if num_finished < self._num_completions:
             raise EngineFailed(
-                f"vLLM finished {num_finished} of {self._num_completions} completions (finish_reason: {dict(self._ends)})"
+                f"vLLM finished {num_finished} of {self._num_completions} completions "
+                f"(finish_reason: {dict(self._ends)})"
             )

@@ -35,7 +35,7 @@ class EngineProcesses:
             ended = _has_ended(descriptor, END_TIMEOUT_S)
             os.close(descriptor)
             if not ended:
-                raise EngineDead(f"a worker of the dead engine is still there {END_TIMEOUT_S:g} s after its SIGKILL")
+                raise EngineDead(f"a worker of the dead engine is still running {END_TIMEOUT_S:g} s after SIGKILL")
 
 
 def _has_ended(descriptor: int, timeout_s: float) -> bool:

@@ -39,8 +39,8 @@ def socket_directory() -> Iterator[Path]:
     try:
         if len(os.fsencode(directory)) + SOCKET_NAME_BYTES > MAX_PATH_BYTES:
             raise ConfigError(
-                f"sockets in {directory} would have addresses of more than {MAX_PATH_BYTES} bytes; set {VARIABLE} or TMPDIR to "
-                "a directory with a shorter path"
+                f"sockets in {directory} would have addresses of more than {MAX_PATH_BYTES} bytes; set {VARIABLE} or "
+                "TMPDIR to a directory with a shorter path"
             )
         yield directory
     finally:

@@ -1,7 +1,7 @@
-"""Supervision of the engine: its death ends its work, and a bounded number of restarts follow.
+"""Supervision of the engine: its death stops its work, and a bounded number of restarts follow.
 
     alive ─▶ dead (EngineDead in work or a check each second) ─▶ cancel work ─▶ on_death ─▶ restart ─▶ alive
-                                                           └▶ one too many: EngineDead, which ends the server
+                                                           └▶ one too many: EngineDead, which stops the server
 
 StallDetector detects an engine that has work and makes no progress. A call into the engine that misses its
 deadline (`in_time`) counts as a death: its cause would block every later call.
@@ -78,7 +78,7 @@ class EngineSupervisor:
         """Description of the current outage, or None while the engine is alive."""
         if self.is_alive:
             return None
-        return f"the engine is being started again: {self._reason}" if self._reason else "the engine is being started"
+        return f"the engine is restarting: {self._reason}" if self._reason else "the engine is starting"
 
     @property
     def num_working(self) -> int:
@@ -118,8 +118,8 @@ class EngineSupervisor:
             await self._engine.restart()
         except Exception as error:
             if not isinstance(error, SlipstreamError):
-                record_unexpected(error, "starting the engine again")
-            raise EngineDead(f"the engine could not be started again: {error}") from error
+                record_unexpected(error, "restarting the engine")
+            raise EngineDead(f"the engine could not be restarted: {error}") from error
         self.num_restarts += 1
 
     async def _live(self) -> None:
@@ -128,11 +128,11 @@ class EngineSupervisor:
         Raises:
             EngineDead: The engine has died.
         """
-        self.places = await self._ask_for_places()
+        self.places = await self._query_places()
         self._death.clear()
         self.alive.set()
         if self._died_at:
-            log.info("the engine is back after %.1f s, without weights", time.monotonic() - self._died_at[-1])
+            log.info("restarted the engine after %.1f s (without synced weights)", time.monotonic() - self._died_at[-1])
         try:
             await self._wait_for_death()
         except EngineDead as death:
@@ -141,31 +141,31 @@ class EngineSupervisor:
             for task in self._work:
                 task.cancel()
             await asyncio.gather(*self._work, return_exceptions=True)
-            with log_unexpected("telling the learner of the engine's death"):
+            with log_unexpected("notifying the learner of the engine's death"):
                 await self._on_death()
             raise
 
-    async def _ask_for_places(self) -> Sequence[WorkerPlace]:
-        """Ask the workers for their places, and check meanwhile that the engine is alive.
+    async def _query_places(self) -> Sequence[WorkerPlace]:
+        """Query the workers' places, and check meanwhile that the engine is alive.
 
         vLLM's calls into an engine that dies meanwhile never return.
         """
-        asking = asyncio.ensure_future(self._engine.places())
+        places = asyncio.ensure_future(self._engine.places())
         try:
             async with asyncio.timeout(PLACES_TIMEOUT_S):
-                while not (await asyncio.wait([asking], timeout=LOOK_INTERVAL_S))[0]:
+                while not (await asyncio.wait([places], timeout=LOOK_INTERVAL_S))[0]:
                     self._engine.check_alive()
         except TimeoutError as error:
             raise EngineDead(f"the engine's workers did not answer within {PLACES_TIMEOUT_S:g} s") from error
         finally:
-            asking.cancel()
+            places.cancel()
         try:
-            return asking.result()
+            return places.result()
         except EngineDead:
             raise
         except Exception as error:
-            record_unexpected(error, "asking the engine's workers where they are")
-            raise EngineDead(f"the engine's workers could not be asked where they are: {error}") from error
+            record_unexpected(error, "querying the devices of the engine's workers")
+            raise EngineDead(f"the engine's workers did not report their devices: {error}") from error
 
     async def _until_death(self, work: Coroutine[None, None, None], doing: str, fail: Fail | None) -> None:
         try:
@@ -176,7 +176,7 @@ class EngineSupervisor:
 
     async def _wait_for_death(self) -> None:
         while not self._death.is_set():
-            with log_unexpected("looking at the engine"):
+            with log_unexpected("checking the engine"):
                 self._engine.check_alive()
                 self._look()
             with contextlib.suppress(TimeoutError):
@@ -191,11 +191,11 @@ class EngineSupervisor:
         num_deaths = len(self._died_at)
         if num_deaths > self._max_restarts:
             raise EngineDead(
-                f"{death}. That was death {num_deaths} within an hour (server.max_engine_restarts = {self._max_restarts}). "
-                "Restart the server: the learner will push again"
+                f"{death}. The engine died {num_deaths} times within an hour (server.max_engine_restarts = "
+                f"{self._max_restarts}). Restart the server: the learner will sync weights again"
             ) from death
         log.warning(
-            "%s. Starting it again, %d of %d within an hour (server.max_engine_restarts)",
+            "%s. Restarting the engine (%d of %d within an hour, server.max_engine_restarts)",
             death, num_deaths, self._max_restarts,
         )  # fmt: skip
 
@@ -224,8 +224,8 @@ class StallDetector:
             if num_groups == 0 or num_steps is None or num_steps != before:
                 self._moved[replica] = (num_steps, now)
             elif now - moved_at > self._timeout_s:
-                who = "" if len(steps) == 1 else f", replica {replica} has requests"
+                who = "the engine" if len(steps) == 1 else f"replica {replica}, which has requests,"
                 raise EngineDead(
-                    f"the engine has {num_groups} groups to work on{who} and gave no token for {self._timeout_s:g} s "
-                    "(server.stall_timeout_s)"
+                    f"{who} sampled no token for {self._timeout_s:g} s (server.stall_timeout_s) while {num_groups} groups "
+                    "were running"
                 )

@@ -139,8 +139,9 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
     try:
         if num_replicas > 1 and args.create_model_config().is_moe:
             raise ConfigError(
-                f"server.data_parallel_size = {num_replicas} with model = {run.model!r}: the replicas of a model with experts compute "
-                "each step together, which was never tried with pushes; start several servers and list them in `endpoints`"
+                f"server.data_parallel_size = {num_replicas} is not supported with model = {run.model!r}: the replicas "
+                "of a mixture-of-experts model compute each step together, which is untested with weight syncs; "
+                "start several servers and list them in `endpoints`"
             )
         # Bind only the engine process. This process only forwards messages and may run anywhere, for example
         # on the core of a waiting learner.
@@ -152,8 +153,9 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
             llm = VersionedLLM.from_engine_args(args)
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
-            f"vLLM cannot serve model {run.model}: {_reason(error)} Look at the keys of [server]: max_model_len, "
-            "max_concurrent_sequences, reserved_sequences, kv_cache_memory_mib, block_size, tensor_parallel_size, data_parallel_size, gpu_memory_utilization, vllm."
+            f"vLLM cannot serve model {run.model}: {_reason(error)} Check these keys of [server]: max_model_len, "
+            "max_concurrent_sequences, reserved_sequences, kv_cache_memory_mib, block_size, tensor_parallel_size, "
+            "data_parallel_size, gpu_memory_utilization, vllm."
         ) from error
     _settle()
     return llm
@@ -175,17 +177,18 @@ def _refuse_overlap_of_several(server: ServerConfig) -> None:
     if not server.receive_overlap or server.num_workers == 1:
         return
     if server.tensor_parallel_size == 1:
-        key, size, reason = "data_parallel_size", server.data_parallel_size, "it was only ever tried with one worker"
+        key, size, reason = "data_parallel_size", server.data_parallel_size, "it is tested with one worker only"
     else:
         key, size = "tensor_parallel_size", server.tensor_parallel_size
         reason = (
-            "workers that wait for each other leave the thread that receives too little time"
+            "workers that wait for each other leave too little time for the receiving thread"
             if current_platform.is_cpu()
-            else "each worker would keep the whole model beside its share, and a push beside generation would run NCCL's kernels of "
-            "two groups against each other"
+            else "each worker would keep the whole model in addition to its shard, and a weight sync during generation "
+            "would run the NCCL kernels of two groups against each other"
         )
     raise ConfigError(
-        f"server.receive_overlap = true with server.{key} = {size}: {reason}; set receive_overlap = false"
+        f"server.receive_overlap = true is not supported with server.{key} = {size}: {reason}; "
+        "set server.receive_overlap = false"
     )
 
 

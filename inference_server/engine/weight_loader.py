@@ -168,8 +168,8 @@ class Reload:
 
     def __init__(self, model: nn.Module, config: ModelConfig, device: torch.device) -> None:
         self._model, self._config, self._device = model, config, device
-        self._has_begun = False
-        self._came: set[str] | None = set()
+        self._has_started = False
+        self._loaded: set[str] | None = set()
         """Loaded names in vLLM's model. None if the model does not report them."""
         self._reloaded: set[nn.Module] = set()
         """Layers that are rebuilt."""
@@ -183,10 +183,10 @@ class Reload:
 
         Layers that are rebuilt keep its tensors until all of their tensors have arrived.
         """
-        self._begin()
+        self._start()
         on_device = ((name, tensor.to(self._device)) for name, tensor in tensors)
         names = self._model.load_weights(_expert_by_expert(self._model, on_device))  # type: ignore[operator]
-        self._came = None if names is None or self._came is None else self._came | names
+        self._loaded = None if names is None or self._loaded is None else self._loaded | names
 
     def finish(self) -> None:
         """Compute with the loaded weights from now on.
@@ -194,17 +194,17 @@ class Reload:
         Raises:
             PushIncomplete: Parameters are missing. Nothing more has been changed.
         """
-        self._begin()
+        self._start()
         if missing := self._missing():
             raise PushIncomplete.lacking(missing)
         put_back(self._model, self._config)
         if self._device.type == "cpu":
             pack_heads(self._model)
 
-    def _begin(self) -> None:
-        if self._has_begun:
+    def _start(self) -> None:
+        if self._has_started:
             return
-        self._has_begun = True
+        self._has_started = True
         if self._device.type == "cpu":
             begin_reload(self._model)
         for root in [layer for layer in self._model.modules() if _is_changed_after_loading(layer)]:
@@ -216,32 +216,32 @@ class Reload:
 
         A tower (vision, audio) of which nothing has arrived is not counted.
         """
-        came = self._with_ties()
+        loaded = self._with_ties()
         towers = tuple(f"{tower}." for tower in getattr(self._model, "_tower_model_names", ()))
-        left_alone = tuple(tower for tower in towers if not any(name.startswith(tower) for name in came))
+        absent_towers = tuple(tower for tower in towers if not any(name.startswith(tower) for name in loaded))
         missing = []
         for prefix, layer in self._model.named_modules():
-            if is_deferred_attention_layer(layer) or f"{prefix}.".startswith(left_alone):
+            if is_deferred_attention_layer(layer) or f"{prefix}.".startswith(absent_towers):
                 # An attention layer itself has only the scales of its cache, which a policy does not have.
                 continue
-            missing += self._missing_in(layer, prefix, came)
+            missing += self._missing_in(layer, prefix, loaded)
         return missing
 
-    def _missing_in(self, layer: nn.Module, prefix: str, came: set[str]) -> list[str]:
+    def _missing_in(self, layer: nn.Module, prefix: str, loaded: set[str]) -> list[str]:
         names = {f"{prefix}.{name}".lstrip("."): name for name, one in layer._parameters.items() if one is not None}
         if layer not in self._reloaded:
-            return [] if self._came is None else [name for name in names if name not in came]
+            return [] if self._loaded is None else [name for name in names if name not in loaded]
         info = get_layerwise_info(layer)
         # Count elements: a fused parameter (q, k and v; all experts) is reported as loaded after its first
         # part.
-        is_tied = came - (self._came or set()) >= names.keys() > set()
+        is_tied = loaded - (self._loaded or set()) >= names.keys() > set()
         if info.can_load() and info.load_numel < (info.load_numel_total or 0) and not is_tied:
-            return [f"{prefix} ({info.load_numel} of {info.load_numel_total} elements came)"]
-        return [name for name, own in names.items() if own in SKIP_LOAD_TENSORS and name not in came]
+            return [f"{prefix} ({info.load_numel} of {info.load_numel_total} elements received)"]
+        return [name for name, own in names.items() if own in SKIP_LOAD_TENSORS and name not in loaded]
 
     def _with_ties(self) -> set[str]:
-        came = self._came or set()
-        return {alias for names in self._aliases.values() if came & names for alias in names}
+        loaded = self._loaded or set()
+        return {alias for names in self._aliases.values() if loaded & names for alias in names}
 
 
 def put_back(model: nn.Module, config: ModelConfig) -> None:

@@ -125,15 +125,15 @@ class Receiver:
             if order.rendezvous is None or order.manifest is None:
                 known = self._member.epoch if self._member else None
                 raise PushError(
-                    f"epoch {order.epoch} is not known here (the last one was {known}) and came without a rendezvous; "
-                    "the learner must begin a new epoch"
+                    f"epoch {order.epoch} is unknown (the last epoch was {known}) and has no rendezvous and manifest; "
+                    "the learner must start a new epoch"
                 )
             self.leave_joined()
             collective = join_collective(order.epoch, order.rendezvous, self._rank, self._device)
             with self._lock:
-                if staging is not None and staging.is_given_up:
+                if staging is not None and staging.is_abandoned:
                     collective.close()
-                    raise PushError(f"epoch {order.epoch} was given up while it was joined")
+                    raise PushError(f"epoch {order.epoch} was abandoned while it was joined")
                 baseline = None
                 if order.manifest.wire == "delta":
                     baseline = self._new_baseline(order.rendezvous.world_size - 1, order.epoch, order.manifest)
@@ -149,20 +149,20 @@ class Receiver:
         """
         member = self._member
         if member is None:
-            raise PushError("the epoch was given up before the push was received")
+            raise PushError("the epoch was abandoned before the weights were received")
         if member.baseline is not None:
             arriving = receive_changes(member.collective, member.manifest, member.baseline)
         else:
             arriving = receive_weights(member.collective, member.manifest, member.memory)
         checksums = []
-        asked = time.monotonic()
+        waiting_since = time.monotonic()
         with watched(member.collective, member.rendezvous, member.epoch):
             for arrived in arriving:
-                self.receive_s += time.monotonic() - asked
+                self.receive_s += time.monotonic() - waiting_since
                 checksums.append(arrived.checksum)
                 yield arrived
                 del arrived  # Otherwise its memory is not free for the next bucket.
-                asked = time.monotonic()
+                waiting_since = time.monotonic()
         self.checksum = checksum_of(checksums)
 
     def leave(self, epoch: str | None = None) -> None:
@@ -187,7 +187,7 @@ class Receiver:
         if staging is None:
             return
         with self._lock:
-            staging.is_given_up = True
+            staging.is_abandoned = True
             member = self._member
         if staging.is_alive() and member is not None:
             member.collective.abort()
@@ -213,7 +213,7 @@ class _Staging(threading.Thread):
         self.order, self.successor, self._receiver = order, successor, receiver
         self._buckets: list[Arrived] = []
         self.failure: PushError | None = None
-        self.is_given_up = False
+        self.is_abandoned = False
 
     def run(self) -> None:
         try:
@@ -229,7 +229,7 @@ class _Staging(threading.Thread):
             self.failure = kind(f"{type(failure).__name__}: {failure}")
             self.successor = None
             # The thread that abandoned a sync leaves its session, and may have joined another one since.
-            if not self.is_given_up:
+            if not self.is_abandoned:
                 self._receiver.leave_joined()
 
     def finish(self) -> None:

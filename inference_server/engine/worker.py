@@ -105,7 +105,7 @@ class PushWorker:
             self.receiver.leave(epoch)
         # The receiver drops the session even if it cannot close it.
         except Exception as failure:
-            log.warning("the collective of epoch %s could not be closed: %s", epoch, failure)
+            log.warning("could not close the collective of epoch %s: %s", epoch, failure)
 
     def _load(self, order: PushOrder) -> float:
         """Load a sync and return the seconds that took, without waits for buckets."""
@@ -135,7 +135,7 @@ class PushWorker:
             with set_current_vllm_config(self.vllm_config):
                 put_back(self.model_runner.model, self.vllm_config.model_config)
         except Exception as another:
-            return RuntimeError(f"{failure}; and while cleaning up {type(another).__name__}: {another}")
+            return RuntimeError(f"{failure}; the cleanup failed too: {type(another).__name__}: {another}")
         return failure
 
     def _report(self, state: WorkerState, error: Exception | None = None, load_s: float = 0.0) -> bytes:

@@ -51,7 +51,7 @@ def check_plug_ins(config: LearnerConfig) -> None:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{key} = {spec!r} failed when it was tried: {describe(error)}. Correct the function"
+            f"{key} = {spec!r} failed on a small example: {describe(error)}. Correct the function"
         ) from error
 
 
@@ -76,8 +76,8 @@ def objective_of(spec: str) -> Callable[[Tokens, LossConfig], Losses]:
                 return loss_BT, held_BT.bool()
         raise ConfigError(
             f"{OBJECTIVE} = {spec!r} returned {_described(returned)}; expected (loss_BT, held_BT), two tensors of shape "
-            f"{tuple(log_ratio_BT.shape)}, the first with a gradient. Return the loss of each token, and where your bound holds its "
-            "gradient back"
+            f"{tuple(log_ratio_BT.shape)}, the first with a gradient. Return the loss of each token, and a mask of the tokens "
+            "whose gradient your bound removes"
         )
 
     return checked
@@ -113,8 +113,8 @@ def advantages_of(spec: str, rewards: StepRewards) -> list[list[float]]:
         )
     if problem:
         raise ConfigError(
-            f"{ADVANTAGE} = {spec!r} returned {problem}; expected one list for each group, of one finite number for each completion. "
-            "Return 0 for a completion without a reward"
+            f"{ADVANTAGE} = {spec!r} returned {problem}; expected one list per group, with one finite number "
+            "per completion. Return 0 for a completion without a reward"
         )
     return advantages_P_G
 

@@ -82,7 +82,8 @@ class LossConfig(Section):
     def check(self) -> None:
         require(
             self.objective in OBJECTIVE_DEFAULTS or is_plug_in(self.objective),
-            f"objective = {self.objective!r} is not known; expected {', '.join(OBJECTIVE_DEFAULTS)}, or path/to/file.py:name",
+            f"objective = {self.objective!r} is not a known objective; use {', '.join(OBJECTIVE_DEFAULTS)}, or "
+            "path/to/file.py:name",
         )
         used = OBJECTIVE_DEFAULTS.get(self.objective, {})
         for bound in BOUNDS:
@@ -90,7 +91,7 @@ class LossConfig(Section):
             require(value is None or value >= 0, f"{bound} = {value} must not be negative")
         if "clip_low" in used:
             low, high = self.value("clip_low"), self.value("clip_high")
-            require(0 < low < 1, f"clip_low = {low} must lie between 0 and 1")
+            require(0 < low < 1, f"clip_low = {low} must be between 0 and 1")
             require(high >= low, f"clip_high = {high} must not be below clip_low = {low}")
             require(
                 self.dual_clip is None or self.dual_clip > 1 + high,
@@ -103,15 +104,15 @@ class LossConfig(Section):
         for bound in ("tv_low", "tv_high"):
             require(
                 bound not in used or 0 < self.value(bound) < 1,
-                f"{bound} = {getattr(self, bound)} must lie between 0 and 1: no probability moves further",
+                f"{bound} = {getattr(self, bound)} must be between 0 and 1, because no probability changes by more",
             )
         require(self.clip_high is None or math.isfinite(self.clip_high), f"clip_high = {self.clip_high} must be finite")
         for tau in ("tau_positive", "tau_negative"):
-            require(tau not in used or self.value(tau) > 0, f"{tau} must be above 0")
+            require(tau not in used or self.value(tau) > 0, f"{tau} = {getattr(self, tau)} must be above 0")
         require(self.entropy_coef >= 0, f"entropy_coef = {self.entropy_coef} must not be negative")
         require(
             0 < self.top_entropy_frac <= 1,
-            f"top_entropy_frac = {self.top_entropy_frac} must lie above 0 and be at most 1 (all tokens)",
+            f"top_entropy_frac = {self.top_entropy_frac} must be above 0 and at most 1 (all tokens)",
         )
 
     @property
@@ -129,7 +130,10 @@ class LossConfig(Section):
         if value is not None:
             return float(value)
         if is_plug_in(self.objective):
-            raise ConfigError(f"{self.objective} reads {bound}, which has no default for it; set learner.loss.{bound}")
+            raise ConfigError(
+                f"learner.loss.objective = {self.objective!r} reads {bound}, which has no default for a user function; "
+                f"set learner.loss.{bound}"
+            )
         default = OBJECTIVE_DEFAULTS[self.objective][bound]
         return max(default, 1 + (self.clip_high or 0.0)) if bound == "dual_clip" else default
 
@@ -179,12 +183,12 @@ class CorrectionConfig(Section):
     def check(self) -> None:
         require(
             self.level != "geometric" or self.max_weight is not None,
-            'level = "geometric" needs max_weight: the mean over a completion stays near 1; 1.01 is usual',
+            'level = "geometric" needs max_weight, because the mean over a completion stays near 1; set it, usually to 1.01',
         )
         require(self.weight_bound >= 1, f"max_weight = {self.max_weight} must be at least 1")
         require(
             self.min_weight is None or 0 < self.min_weight <= 1,
-            f"min_weight = {self.min_weight} must lie above 0, where every weight lies, and be at most 1",
+            f"min_weight = {self.min_weight} must be above 0 and at most 1",
         )
         require(
             self.sequence_mask is None or self.sequence_mask >= 0,
@@ -257,19 +261,19 @@ class KlConfig(Section):
         if self.is_on and self.place == "reward":
             require(
                 self.estimator in (None, "k1"),
-                f'estimator = "{self.estimator}" with place = "reward" pushes the policy away from the reference where the two are '
-                'close (docs: docs/kl-and-reference.md#estimators); set estimator = "k1", or place = "loss"',
+                f'estimator = "{self.estimator}" with place = "reward" moves the policy away from the reference where the two are '
+                'close (see docs/kl-and-reference.md#estimators); set estimator = "k1", or place = "loss"',
             )
         if self.is_on and self.place == "loss":
             require(
                 self.estimator != "k1" or self.importance_weighted,
-                'estimator = "k1" in the loss: the expected gradient of log policy - log reference is zero; set '
+                'estimator = "k1" with place = "loss": the expected gradient of log policy - log reference is zero; set '
                 'importance_weighted = true, place = "reward", or another estimator',
             )
             require(
                 self.estimator_used in ("k1", "k3") or not self.importance_weighted,
-                f'importance_weighted = true with estimator = "{self.estimator}", whose gradient is right without it and wrong '
-                'with it; set estimator to "k3" or "k1", or importance_weighted to false',
+                f'importance_weighted = true with estimator = "{self.estimator}": the gradient of this estimator is correct only '
+                'without importance weights; set estimator to "k3" or "k1", or importance_weighted to false',
             )
 
     @property
@@ -285,8 +289,8 @@ class KlConfig(Section):
     @property
     def _is_defined(self) -> bool:
         """True if the key that the schedule requires is set."""
-        goes_by = {"constant": self.coef, "linear": self.final_coef, "target": self.target}
-        return goes_by[self.schedule] is not None
+        required = {"constant": self.coef, "linear": self.final_coef, "target": self.target}
+        return required[self.schedule] is not None
 
 
 class AdvantageConfig(Section):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from learner.config.learner import LearnerConfig
 
 
-def what_is_lacking(config: "LearnerConfig") -> dict[str, str]:
+def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
     """Return what each key needs from another section to have an effect."""
     correction = config.correction
     lacking: dict[str, str] = {}
@@ -20,7 +20,7 @@ def what_is_lacking(config: "LearnerConfig") -> dict[str, str]:
     if config.max_staleness == 0:  # the next step needs groups of the new version
         lacking["push.overlap"] = "max_staleness above 0"
     if sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
-        lacking["advantage.combine"] = "two rewards whose weight is not 0"
+        lacking["advantage.combine"] = "two reward functions of nonzero weight"
     if not config.kl.is_on:
         lacking["reference.kind"] = "kl.coef above 0"
     if correction.max_token_staleness is not None and correction.max_token_staleness >= config.staleness_bound:
@@ -37,80 +37,82 @@ def what_is_lacking(config: "LearnerConfig") -> dict[str, str]:
     return lacking
 
 
-def refuse_contradictions(config: "LearnerConfig") -> None:
+def check_contradictions(config: "LearnerConfig") -> None:
     """Raise ValueError for the first contradiction between keys that have an effect."""
-    _refuse_rewards(config)
-    _refuse_corrections(config)
-    _refuse_references(config)
-    _refuse_evaluations(config)
+    _check_rewards(config)
+    _check_corrections(config)
+    _check_references(config)
+    _check_evaluations(config)
 
 
-def _refuse_rewards(config: "LearnerConfig") -> None:
+def _check_rewards(config: "LearnerConfig") -> None:
     require(
         config.kl.place == "loss" or config.advantage.combine == "sum",
-        'kl.place = "reward" with advantage.combine = "normalize_then_sum": there is no one reward to take the KL off; '
-        'set combine to "sum" or place to "loss"',
+        'kl.place = "reward" with advantage.combine = "normalize_then_sum": the KL cannot be subtracted from several '
+        'rewards; set combine to "sum" or place to "loss"',
     )
     require(
         config.kl.place == "loss" or config.advantage.scale != "group" or config.advantage.function is not None,
-        'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal only the KL is left, and '
-        'dividing by its own deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
+        'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal, only the KL differs, '
+        'and dividing by its deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
     )
     buffer_tokens, max_tokens = config.reward.overlong_buffer_tokens, config.sampling.max_tokens
     require(
         buffer_tokens is None or buffer_tokens < max_tokens,
-        f"reward.overlong_buffer_tokens = {buffer_tokens} must be below sampling.max_tokens = {max_tokens}, else every "
-        "completion is penalised",
+        f"reward.overlong_buffer_tokens = {buffer_tokens} must be below sampling.max_tokens = {max_tokens}; otherwise "
+        "every completion is penalized",
     )
     has_environment = config.environment.is_used
     require(
         buffer_tokens is None or not has_environment,
-        f"reward.overlong_buffer_tokens = {buffer_tokens} with {config.environment.named}: an episode is cut off at its turns and tokens, "
-        "not at sampling.max_tokens; unset it",
+        f"reward.overlong_buffer_tokens = {buffer_tokens} with {config.environment.named}: turns and tokens limit an episode, "
+        "not sampling.max_tokens; unset reward.overlong_buffer_tokens",
     )
     require(
         config.environment.factory is not None
         or config.environment.has_agent
         or "environment_reward" not in config.reward.functions,
-        'reward.functions has "environment_reward", which environments and agents give; set environment.factory, agent or command',
+        'reward.functions contains "environment_reward", which only environments and agents return; set environment.factory, '
+        "agent or command",
     )
     for key, name in {"curriculum.reward": config.curriculum.reward, "signal_reward": config.signal_reward}.items():
         require(
             name is None or name in config.reward.names,
-            f"{key} = {name!r} is none of the reward functions: {', '.join(config.reward.names)}",
+            f"{key} = {name!r} is not a reward function of this run; use one of: {', '.join(config.reward.names)}",
         )
 
 
-def _refuse_corrections(config: "LearnerConfig") -> None:
+def _check_corrections(config: "LearnerConfig") -> None:
     correction, objective = config.correction, config.loss.objective
     if correction.anchor == "proximal":
         is_one = correction.proximal == "exact" and config.updates_per_batch == 1
         require(
             not is_one or correction.weight != "none",
             'correction.anchor = "proximal" with updates_per_batch = 1 and correction.weight = "none": the ratio is always 1, so '
-            "nothing is clipped or corrected; set correction.weight, raise updates_per_batch or use the behaviour anchor",
+            "nothing is clipped or corrected; set correction.weight, raise updates_per_batch, or set "
+            'correction.anchor = "behaviour"',
         )
     else:
         require(
             correction.weight != "truncate" or objective == "reinforce" or is_plug_in(objective),
-            f'correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} is the importance weight '
-            'already, and would count twice; set anchor = "proximal", or weight = "mask" to leave tokens out',
+            f'correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} already is the importance '
+            'weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude tokens',
         )
-    leaves_tokens_out = {
+    excludes_tokens = {
         'correction.weight = "mask" with level = "token"': correction.weight == "mask" and correction.level == "token",
         f"correction.max_token_staleness = {correction.max_token_staleness}": correction.max_token_staleness
         is not None,
         f"loss.top_entropy_frac = {config.loss.top_entropy_frac}": config.loss.top_entropy_frac < 1,
     }
-    for key, is_set in leaves_tokens_out.items():
+    for key, is_set in excludes_tokens.items():
         require(
             objective != "gspo" or not is_set,
-            f'{key} with loss.objective = "gspo": its ratio is one of the whole completion, which the tokens left out would '
-            'still move; leave out completions (level = "sequence" or "geometric", sequence_mask) or choose another objective',
+            f'{key} with loss.objective = "gspo": its ratio covers the whole completion, so excluded tokens would '
+            'still change it; exclude completions (level = "sequence" or "geometric", sequence_mask) or choose another objective',
         )
 
 
-def _refuse_references(config: "LearnerConfig") -> None:
+def _check_references(config: "LearnerConfig") -> None:
     reference = config.reference
     require(
         reference.kind != "none" or not config.kl.is_on,
@@ -119,13 +121,13 @@ def _refuse_references(config: "LearnerConfig") -> None:
     is_policy_itself = reference.kind == "every" and reference.every_steps == 1 and reference.growth is None
     require(
         not is_policy_itself or (config.updates_per_batch > 1 and config.kl.place == "loss"),
-        'reference.kind = "every" with every_steps = 1: where its KL is measured, at the start of a step, the reference is the '
-        "policy itself and the KL 0; raise every_steps",
+        'reference.kind = "every" with every_steps = 1: the KL is measured at the start of a step, where the reference equals '
+        "the policy and the KL is 0; raise every_steps",
     )
     require(
         reference.kind != "ema" or not config.lora.rank,
-        f'reference.kind = "ema" with lora.rank = {config.lora.rank}: the mean of two adapters is not that of their A and B, whose product '
-        'is the adapter; set reference.kind to "every" or "mixture", or lora.rank to 0',
+        f'reference.kind = "ema" with lora.rank = {config.lora.rank}: an adapter is the product of A and B, and the means of A '
+        'and B do not give the mean of the adapters; set reference.kind to "every" or "mixture", or lora.rank to 0',
     )
     selects = {
         "active_sampling = true": config.active_sampling,
@@ -134,28 +136,29 @@ def _refuse_references(config: "LearnerConfig") -> None:
     for key, is_set in selects.items():
         require(
             reference.kind != "adaptive" or not reference.reward_guard or not is_set,
-            f"{key} with reference.reward_guard = true: the mean reward of chosen groups falls while the policy improves, so the "
+            f"{key} with reference.reward_guard = true: the mean reward of selected groups falls while the policy improves, so the "
             "reference would never be refreshed; set reward_guard = false",
         )
 
 
-def _refuse_evaluations(config: "LearnerConfig") -> None:
+def _check_evaluations(config: "LearnerConfig") -> None:
     evaluation, checkpoint = config.evaluation, config.checkpoint
     require(
         not checkpoint.is_by_evaluation
         or (evaluation.every_steps > 0 and checkpoint.every_steps % evaluation.every_steps == 0),
         f'checkpoint.best_by = "{checkpoint.best_by}" with checkpoint.every_steps = {checkpoint.every_steps} and evaluation.every_steps = '
-        f"{evaluation.every_steps}: checkpoints would be judged by no evaluation; set evaluation.every_steps to a number that divides it",
+        f"{evaluation.every_steps}: some checkpoints would have no evaluation; set evaluation.every_steps to a divisor of "
+        "checkpoint.every_steps",
     )
     if not evaluation.every_steps:
         return
     names = [f'"evaluation/{name}"' if name else '"evaluation"' for name in evaluation.set_names()]
     require(
         not checkpoint.is_by_evaluation or checkpoint.judging_set in evaluation.set_names(),
-        f'checkpoint.best_by = "{checkpoint.best_by}" names no set of learner.evaluation; expected {" or ".join(names)}',
+        f'checkpoint.best_by = "{checkpoint.best_by}" is not a set of learner.evaluation; use {" or ".join(names)}',
     )
     require(
         not evaluation.pin or not config.push.overlap,
-        "evaluation.pin = true with push.overlap = true: a push that goes on beside the next step cannot be held until a version has "
-        "answered; set one of them to false",
+        "evaluation.pin = true with push.overlap = true: a weight sync that overlaps the next step cannot wait until an evaluation "
+        "of the old version is complete; set one of them to false",
     )

@@ -92,22 +92,23 @@ class EnvironmentConfig(Section):
         for name in ("timeout_s", "episode_deadline_s"):
             require(0 < getattr(self, name) < math.inf, f"{name} = {getattr(self, name)} must be above 0 and finite")
         for name in ("agent", "command", "python", "renderer"):
-            require(getattr(self, name) != "", f"{name} is empty; leave it out, or name one")
+            require(getattr(self, name) != "", f"{name} is empty; remove it, or set a value")
         require(
             self.agent is None or ":" in self.agent,
             f"agent = {self.agent!r}: expected module:function, or file.py:function",
         )
-        require(0 <= self.gateway_port <= 65535, f"gateway_port = {self.gateway_port} must lie between 0 and 65535")
+        require(0 <= self.gateway_port <= 65535, f"gateway_port = {self.gateway_port} must be between 0 and 65535")
         require(
             self.gateway_host not in ("", "0.0.0.0", "::"),
-            f"gateway_host = {self.gateway_host!r} is no address that an agent can ask; name the one it finds this machine at",
+            f"gateway_host = {self.gateway_host!r} is not an address that agents can connect to; set the address at "
+            "which they reach this machine",
         )
         require(
             self.max_memory_mib is None or sys.platform == "linux",
-            f"max_memory_mib = {self.max_memory_mib} needs Linux, this is {sys.platform}; unset it",
+            f"max_memory_mib = {self.max_memory_mib} needs Linux, but this system is {sys.platform}; unset it",
         )
         players = [key for key in ("factory", "tools", "agent", "command") if getattr(self, key)]
         require(
             not self.has_agent or len(players) == 1,
-            f"{' and '.join(players)} are set: an agent owns its loop and brings its own tools, and a command is an agent; keep one",
+            f"{' and '.join(players)} are set, but an agent has its own loop and tools, and a command is an agent; keep one of them",
         )

@@ -96,9 +96,9 @@ class EvaluationConfig(Section):
         if name is None:
             return self
         chosen = self.sets[name]
-        said = {key: value for key in chosen.__struct_fields__ if (value := getattr(chosen, key)) is not None}
-        other_source = dict.fromkeys(SOURCES) if said.keys() & {*SOURCES} else {}
-        return msgspec.structs.replace(self, sets={}, **(other_source | said))
+        own_keys = {key: value for key in chosen.__struct_fields__ if (value := getattr(chosen, key)) is not None}
+        other_source = dict.fromkeys(SOURCES) if own_keys.keys() & {*SOURCES} else {}
+        return msgspec.structs.replace(self, sets={}, **(other_source | own_keys))
 
     def lacking(self) -> dict[str, str]:
         idle = {} if self.dataset else {"split": "dataset"}
@@ -106,25 +106,26 @@ class EvaluationConfig(Section):
 
     def check(self) -> None:
         sources = [f"{key} = {value!r}" for key in SOURCES if (value := getattr(self, key))]
-        require(len(sources) <= 1, f"{' and '.join(sources)} came; expected at most one of task, path and dataset")
+        require(len(sources) <= 1, f"{' and '.join(sources)} are set; expected at most one of task, path and dataset")
         require(
             self.url is None or self.url.startswith(("http://", "https://")),
-            f'url = {self.url!r} is no address of an OpenAI server; expected such as "http://127.0.0.1:8000/v1"',
+            f'url = {self.url!r} is not a URL of an OpenAI server; use one such as "http://127.0.0.1:8000/v1"',
         )
         require(self.every_steps >= 0, f"every_steps = {self.every_steps} must not be negative")
         for key in ("num_prompts", "num_samples", "max_tokens", "max_concurrent"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"{key} = {value} must be at least 1")
-        require(0 <= self.temperature <= 2, f"temperature = {self.temperature} must lie between 0 and 2")
+        require(0 <= self.temperature <= 2, f"temperature = {self.temperature} must be between 0 and 2")
         require(
             self.num_samples == 1 or self.temperature > 0,
-            f"num_samples = {self.num_samples} with temperature = 0: all would be the same; set temperature, or num_samples = 1",
+            f"num_samples = {self.num_samples} with temperature = 0: all samples of a prompt would be equal; set "
+            "temperature, or num_samples = 1",
         )
         require(0 < self.timeout_s < math.inf, f"timeout_s = {self.timeout_s} must be above 0 and finite")
         for name in self.sets:
             require(
                 SET_NAME.fullmatch(name) is not None,
-                f"sets.{name} came; expected a name of a-z, 0-9 and _, neither function nor pass_at_…, which are metrics",
+                f"sets.{name} is not a valid name of a set; use a-z, 0-9 and _, but not function or pass_at_…, which are metrics",
             )
             try:
                 self.of_set(name)

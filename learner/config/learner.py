@@ -6,7 +6,7 @@ import msgspec
 import tyro
 
 from learner.config.algorithm import AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
-from learner.config.contradictions import refuse_contradictions, what_is_lacking
+from learner.config.contradictions import check_contradictions, unmet_requirements
 from learner.config.environment import EnvironmentConfig
 from learner.config.evaluation import EvaluationConfig
 from learner.config.policy import LoraConfig, ReferenceConfig
@@ -94,7 +94,7 @@ class LearnerConfig(Section):
     servers."""
     group_deadline_s: MayChange[float] = 600.0
     """Maximum time without a new token for a group in progress, not counting weight syncs, before it is
-    requested again. If two or more of its completions have ended, it continues with those. A request that the
+    requested again. If two or more of its completions are finished, it continues with those. A request that the
     server has lost is resent after the same time."""
     rank_timeout_s: MayChange[float] = 600.0
     """With several ranks: maximum time that each waits for the others in a collective. It bounds how soon a
@@ -108,7 +108,7 @@ class LearnerConfig(Section):
     section leaves, or the second half."""
 
     def lacking(self) -> dict[str, str]:
-        return what_is_lacking(self)
+        return unmet_requirements(self)
 
     def check(self) -> None:
         for name in (
@@ -131,7 +131,7 @@ class LearnerConfig(Section):
         )
         require(self.staleness_bound >= 0, f"max_staleness = {self.max_staleness} must not be negative")
         require(self.max_auto_staleness >= 1, f"max_auto_staleness = {self.max_auto_staleness} must be at least 1")
-        refuse_contradictions(self)
+        check_contradictions(self)
 
     @property
     def staleness_bound(self) -> int:
@@ -184,26 +184,26 @@ class LearnerRun(SharedConfig):
         evaluation = self.learner.evaluation
         if evaluation.every_steps and evaluation.url is None and self.server.get("http_port") == 0:
             raise ConfigError(
-                f"learner.evaluation.every_steps = {evaluation.every_steps} with server.http_port = 0: an evaluation asks the server over HTTP. "
-                "Set server.http_port, or every_steps = 0"
+                f"learner.evaluation.every_steps = {evaluation.every_steps} with server.http_port = 0: an evaluation sends its "
+                "requests to the server over HTTP. Set server.http_port, or every_steps = 0"
             )
         if evaluation.every_steps and evaluation.url is None and self.endpoints_from is not None:
             raise ConfigError(
-                f"learner.evaluation.every_steps = {evaluation.every_steps} with endpoints_from = {self.endpoints_from!r}: servers come and go, and "
-                "nobody knows which is asked. Set learner.evaluation.url"
+                f"learner.evaluation.every_steps = {evaluation.every_steps} with endpoints_from = {self.endpoints_from!r}: the servers "
+                "of the run may change, so no server for evaluations is known. Set learner.evaluation.url"
             )
-        said = {
+        sources = {
             "endpoint": self.endpoint if self.endpoint != DEFAULT_ENDPOINT else None,
             "endpoints": list(self.endpoints) or None,
             "endpoints_from": self.endpoints_from,
         }
-        keys = [f"{key} = {value!r}" for key, value in said.items() if value is not None]
+        keys = [f"{key} = {value!r}" for key, value in sources.items() if value is not None]
         if len(keys) > 1:
-            raise ConfigError(f"{' and '.join(keys)} both say where the servers are; keep one of them")
-        if len(set(self.endpoints)) < len(self.endpoints):
             raise ConfigError(
-                f"endpoints = {list(self.endpoints)} names a server twice; each has an endpoint of its own"
+                f"{' and '.join(keys)} are set, but each defines the servers of the run; keep one of them"
             )
+        if len(set(self.endpoints)) < len(self.endpoints):
+            raise ConfigError(f"endpoints = {list(self.endpoints)} contains a server twice; list each endpoint once")
 
     def in_effect(self) -> Self:
         """Return the run with its idle keys at their defaults."""
@@ -215,4 +215,4 @@ class LearnerRun(SharedConfig):
             f"learner.{key} = {value_at(self.learner, key)!r} (needs {need})"
             for key, need in sorted(self.learner.idle_keys().items())
         ]
-        return f"these keys do nothing beside the others: {'; '.join(idle)}" if idle else None
+        return f"these keys have no effect alongside the others: {'; '.join(idle)}" if idle else None

@@ -89,7 +89,7 @@ class ReferenceConfig(Section):
             longest = self.max_every_steps or (self.min_every_steps if self.growth is None else math.inf)
             if longest <= self.patience:  # patience already keeps refreshes that far apart
                 keys = ("min_every_steps", "growth", "max_every_steps")
-                return dict.fromkeys(keys, f"to rise above patience = {self.patience}")
+                return dict.fromkeys(keys, f"a value above patience = {self.patience}")
         if self.growth is None:
             return {"max_every_steps": "growth"}
         if first is not None and self.max_every_steps == first:
@@ -104,7 +104,7 @@ class ReferenceConfig(Section):
             require(value is None or value >= least, f"{key} = {value} must be at least {least}")
         require(
             self.alpha is None or 0 < self.alpha < 1,
-            f'alpha = {self.alpha} must lie between 0 and 1; for a whole copy set kind = "every"',
+            f'alpha = {self.alpha} must be between 0 and 1; for a whole copy set kind = "every"',
         )
         require(
             self.kl_threshold is None or 0 < self.kl_threshold < math.inf,
@@ -113,7 +113,7 @@ class ReferenceConfig(Section):
         self._check_interval()
         require(
             not (self.reset_optimizer and self.every_steps == 1 and self.growth is None),
-            "reset_optimizer = true with every_steps = 1: the moments would never outlive a step; raise every_steps",
+            "reset_optimizer = true with every_steps = 1: the moments would be reset after every step; raise every_steps",
         )
         self._check_pattern()
         require(
@@ -125,7 +125,7 @@ class ReferenceConfig(Section):
         try:
             re.compile(self.only or "")
         except re.error as error:
-            raise ValueError(f"only = {self.only!r} is no regular expression: {error}") from error
+            raise ValueError(f"only = {self.only!r} is not a regular expression: {error}; correct it") from error
 
     def _check_interval(self) -> None:
         name, first = self._first_interval
@@ -136,7 +136,7 @@ class ReferenceConfig(Section):
         require(self.growth is None or first is not None, f"growth = {self.growth} needs {name}, which it multiplies")
         require(
             self.max_every_steps is None or first is None or self.max_every_steps >= first,
-            f"max_every_steps = {self.max_every_steps} must not be below {name} = {first}, with which growth begins",
+            f"max_every_steps = {self.max_every_steps} must not be below {name} = {first}, with which growth starts",
         )
 
     @property

@@ -54,11 +54,11 @@ class CurriculumConfig(Section):
             require(value == 0 or MIN_WEIGHT <= value <= 1, f"{key} = {value} must be 0, or from {MIN_WEIGHT} to 1")
         require(
             self.drop_above is None or self.easy_above < self.drop_above <= 1,
-            f"drop_above = {self.drop_above} must lie above easy_above = {self.easy_above} and be at most 1",
+            f"drop_above = {self.drop_above} must be above easy_above = {self.easy_above} and at most 1",
         )
         require(
             self.drop_below is None or 0 <= self.drop_below < self.hard_below,
-            f"drop_below = {self.drop_below} must be at least 0 and lie below hard_below = {self.hard_below}",
+            f"drop_below = {self.drop_below} must be at least 0 and below hard_below = {self.hard_below}",
         )
         require(0 <= self.decay < 1, f"decay = {self.decay} must be at least 0 and below 1")
 
@@ -135,15 +135,16 @@ class DataConfig(Section):
 
     def check(self) -> None:
         sources = {key: value for key in ("task", "path", "dataset") if (value := getattr(self, key)) is not None}
-        require(bool(sources), "task, path or dataset must be given")
+        require(bool(sources), "task, path and dataset are unset; set one of them")
         require(
             len(sources) == 1,
-            f"{', '.join(f'{key} = {value!r}' for key, value in sources.items())} came; expected exactly one of task, path "
-            "and dataset",
+            f"{', '.join(f'{key} = {value!r}' for key, value in sources.items())} are set; expected exactly one of task, "
+            "path and dataset",
         )
         require(
             self.too_long == "refuse" or self.max_prompt_tokens is not None,
-            f'too_long = "{self.too_long}" needs max_prompt_tokens: which prompts are asked must not depend on the server',
+            f'too_long = "{self.too_long}" needs max_prompt_tokens, because the choice of prompts must not depend on the '
+            "server; set max_prompt_tokens",
         )
         for key in ("num_prompts", "num_digits", "max_prompt_tokens", "num_workers"):
             value = getattr(self, key)

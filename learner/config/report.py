@@ -27,5 +27,5 @@ class ReportConfig(Section):
         return {} if self.dashboard_port else {"dashboard_host": "dashboard_port"}
 
     def check(self) -> None:
-        require(self.dashboard_host != "", "dashboard_host is empty; leave it out, or name an address")
+        require(self.dashboard_host != "", "dashboard_host is empty; remove it, or set an address")
         require(self.samples_every_steps >= 0, f"samples_every_steps = {self.samples_every_steps} must not be negative")

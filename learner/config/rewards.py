@@ -53,10 +53,10 @@ class JudgeConfig(Section):
     def check(self) -> None:
         require(
             self.url is None or self.url.startswith(("http://", "https://")),
-            f"url = {self.url!r}: expected such as http://judge:8000/v1",
+            f"url = {self.url!r} is not a URL; use one such as http://judge:8000/v1",
         )
         require(
-            "{completion}" in self.prompt, f"prompt = {self.prompt!r} must hold {{completion}}, what is to be rated"
+            "{completion}" in self.prompt, f"prompt = {self.prompt!r} must contain {{completion}}, the text to rate"
         )
         require(0 < self.best_score < math.inf, f"best_score = {self.best_score} must be above 0 and finite")
         require(0 <= self.temperature < math.inf, f"temperature = {self.temperature} must be at least 0 and finite")
@@ -127,7 +127,7 @@ class RewardConfig(Section):
     def check(self) -> None:
         require(
             bool(self.functions) and len(set(self.functions)) == len(self.functions),
-            f"functions = {self.functions} must name at least one function, none twice",
+            f"functions = {self.functions} must name at least one function, and none twice",
         )
         weights = self.function_weights
         require(
@@ -144,7 +144,7 @@ class RewardConfig(Section):
             require(value is None or value >= 1, f"{key} = {value} must be at least 1")
         require(
             self.max_memory_mib is None or sys.platform == "linux",
-            f"max_memory_mib = {self.max_memory_mib} needs Linux, this is {sys.platform}; unset it",
+            f"max_memory_mib = {self.max_memory_mib} needs Linux, but this system is {sys.platform}; unset it",
         )
         require(
             0 <= self.max_failed_share < 1,
@@ -152,7 +152,8 @@ class RewardConfig(Section):
         )
         require(
             JUDGE not in self.functions or self.judge.url is not None,
-            f"judge.url is not set, and functions = {self.functions} asks a judge; name its endpoint, such as http://judge:8000/v1",
+            f"judge.url is not set, but functions = {self.functions} contains a judge; set judge.url to its endpoint, such as "
+            "http://judge:8000/v1",
         )
         self._check_overlong()
 
@@ -169,7 +170,7 @@ class RewardConfig(Section):
         )
         require(
             OVERLONG not in self.names,
-            f"functions = {self.functions} holds a function named {OVERLONG!r}, which is also the name of the reward of "
+            f"functions = {self.functions} contains a function named {OVERLONG!r}, which is the name of the reward of "
             "overlong_buffer_tokens; rename the function",
         )
 

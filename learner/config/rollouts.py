@@ -32,14 +32,14 @@ class SamplingConfig(Section):
     def check(self) -> None:
         require(
             self.num_completions >= 2,
-            f"num_completions = {self.num_completions}: a group needs at least 2, else it has no baseline",
+            f"num_completions = {self.num_completions} must be at least 2, because a single completion has no baseline",
         )
         require(self.max_tokens >= 1, f"max_tokens = {self.max_tokens} must be at least 1")
         require(
             0.01 <= self.temperature <= 2,
-            f"temperature = {self.temperature} must lie between 0.01 (below it vLLM is greedy) and 2",
+            f"temperature = {self.temperature} must be between 0.01 (below it, vLLM samples greedily) and 2",
         )
-        require(0 < self.top_p <= 1, f"top_p = {self.top_p} must lie above 0 and be at most 1")
+        require(0 < self.top_p <= 1, f"top_p = {self.top_p} must be above 0 and at most 1")
         require(
             len(self.stop) <= MAX_STOPS and all(0 < len(text) <= MAX_STOP_LENGTH for text in self.stop),
             f"stop = {self.stop} must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters",
@@ -47,9 +47,9 @@ class SamplingConfig(Section):
         require(self.top_k >= 0, f"top_k = {self.top_k} must not be negative; 0 samples from all tokens")
         require(
             self.allow_partial_support or not self._is_partial,
-            f"top_p = {self.top_p}, top_k = {self.top_k}: the server's logprobs would be of the truncated distribution and "
-            "the learner's of the whole one, so that every importance ratio is too small (TRL measured a mean of 0.90 at "
-            "top_p = 0.8). Set top_p = 1 and top_k = 0, or allow_partial_support = true to train all the same",
+            f"top_p = {self.top_p}, top_k = {self.top_k}: the server's logprobs would be those of the truncated distribution "
+            "and the learner's those of the whole one, so every importance ratio would be too small (TRL measured a mean of "
+            "0.90 at top_p = 0.8). Set top_p = 1 and top_k = 0, or allow_partial_support = true to train anyway",
         )
 
     @property

@@ -48,12 +48,12 @@ class PushConfig(Section):
         require(self.patience_s > 0, f"patience_s = {self.patience_s} must be above 0")
         require(
             self.ports is None or len(self.port_range()) > 0,
-            f'ports = "{self.ports}" must be one port or a range from 1 to 65535: "29500" or "29500-29510"',
+            f'ports = "{self.ports}" is not a port or a range of ports from 1 to 65535; use "29500" or "29500-29510"',
         )
         require(
             self.advertise is None
             or ("/" not in self.advertise and "[" not in self.advertise and self.advertise != ""),
-            f'advertise = "{self.advertise}" must be a name or an address alone: "learner.example", "10.0.0.7" or "fd00::7"',
+            f'advertise = "{self.advertise}" is not a host name or an address alone; use "learner.example", "10.0.0.7" or "fd00::7"',
         )
         require(self.bucket_mib >= 1, f"bucket_mib = {self.bucket_mib} must be at least 1")
         require(self.max_attempts >= 1, f"max_attempts = {self.max_attempts} must be at least 1")

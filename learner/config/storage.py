@@ -45,7 +45,8 @@ class CheckpointConfig(Section):
     def check(self) -> None:
         require(
             self.best_by in (TRAINING_REWARD, EVALUATION) or self.best_by.startswith(f"{EVALUATION}/"),
-            f'best_by = "{self.best_by}" came; expected "{TRAINING_REWARD}", "{EVALUATION}", or of several sets "{EVALUATION}/NAME"',
+            f'best_by = "{self.best_by}" is not a known ranking; use "{TRAINING_REWARD}", "{EVALUATION}", or with several '
+            f'sets "{EVALUATION}/NAME"',
         )
         require(self.every_steps >= 1, f"every_steps = {self.every_steps} must be at least 1")
         require(self.timeout_s > 0, f"timeout_s = {self.timeout_s} must be above 0")

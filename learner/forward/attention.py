@@ -62,7 +62,7 @@ def varlen_attention(
     Raises:
         RuntimeError: The kernel does not support the inputs, such as float32 or large heads.
     """
-    told: dict[str, Any] = {"enable_gqa": q_NHD.shape[1] != k_NKD.shape[1]} if HAS_GQA_SWITCH else {}
+    options: dict[str, Any] = {"enable_gqa": q_NHD.shape[1] != k_NKD.shape[1]} if HAS_GQA_SWITCH else {}
     out = varlen_attn(
         q_NHD,
         k_NKD.index_select(0, layout.rows_L),
@@ -73,7 +73,7 @@ def varlen_attention(
         layout.max_keys,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        **told,
+        **options,
     )
     return cast(torch.Tensor, out)  # a tensor, since lse is not requested
 
@@ -246,20 +246,20 @@ def _admit(module: nn.Module, key: torch.Tensor, ticket: Ticket, wanted: dict[st
     """Record that the layer has run. Raises Unpackable if it cannot be packed."""
     layer = type(module).__name__
     if not isinstance(ticket, Ticket):
-        raise Unpackable(f"{layer} has a mask of its own making, a {type(ticket).__name__}")
+        raise Unpackable(f"{layer} creates its own mask, a {type(ticket).__name__}")
     problem = ticket.problem or _problem(wanted, ticket.window, key.shape[2], ticket.current.pack.num_tokens)
     if problem is not None:
         raise Unpackable(f"{layer} has {problem}")
     if has_sinks and ticket.keys is not None:
-        raise Unpackable(f"{layer} has attention sinks, which the kernel for {key.device.type} does not know")
+        raise Unpackable(f"{layer} has attention sinks, which the kernel for {key.device.type} does not support")
     ticket.current.layers.add(id(module))
 
 
 def _problem(wanted: dict[str, Any], window: int | None, num_keys: int, num_tokens: int) -> str | None:
     """Return why the attention that a layer wants cannot be packed, or None."""
-    told_window = wanted.get("sliding_window")  # the mask's window counts, as not every family passes this
-    if told_window and window not in (None, told_window):
-        return f"a window of {told_window}, and its mask one of {window}"
+    own_window = wanted.get("sliding_window")  # the mask's window counts, as not every family passes this
+    if own_window and window not in (None, own_window):
+        return f"a window of {own_window}, but a mask with a window of {window}"
     if wanted.get("dropout"):
         return "dropout"
     if wanted.get("is_causal") is False:

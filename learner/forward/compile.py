@@ -63,18 +63,20 @@ def fuse(policy: nn.Module, dtype: torch.dtype, of_ranks: FirstProblem = lambda 
     """
     model: Any = policy.module if isinstance(policy, DistributedDataParallel) else policy
     before = _before(model, dtype)
-    log.info("compiling what lies between the policy's matrix products: a minute, or seconds from torch's cache")
+    log.info("compiling the operations between the policy's matrix products (a minute, or seconds with torch's cache)")
     started = time.monotonic()
     torch._dynamo.config.recompile_limit = NUM_KINDS
     layers = _whole_layers(model)
     problem = _tried(model, layers, before, dtype, of_ranks)
     if problem is not None and layers:
-        log.info("its layers cannot be compiled whole (%s)", problem)
+        log.info("cannot compile whole layers (%s); compiling parts of them", problem)
         problem = _tried(model, [], before, dtype, of_ranks)
     if problem is None:
-        log.info("compiled in %.0f s", time.monotonic() - started)
+        log.info("compiled the policy in %.0f s", time.monotonic() - started)
         return
-    log.warning("learner.compile: %s cannot (%s). It goes on without", type(model).__name__, problem)
+    log.warning(
+        "learner.compile: cannot compile %s (%s); continuing without compilation", type(model).__name__, problem
+    )
 
 
 def describe_fused(model: Any) -> str:
@@ -105,7 +107,7 @@ def _tried(
     breaks = Counter(counters["graph_break"])
     problem = _problem(model, before, dtype)
     if layers and problem is None and (new := Counter(counters["graph_break"]) - breaks):
-        problem = f"torch breaks them in two: {_first_line(next(iter(new)))}"
+        problem = f"graph break in torch: {_first_line(next(iter(new)))}"
     problem = of_ranks(problem)
     if problem is None:
         return None
@@ -151,7 +153,7 @@ def _problem(model: Any, before: list[Before], dtype: torch.dtype) -> str | None
         for pack, logprobs_M, rounded_M in before:
             excess = find_excess(_logprobs(model, pack), rounded_M, logprobs_M, pack)
             if excess is not None:
-                return "its logprobs differ by {:.2g} from those without, where rounding moves them by {:.2g}".format(
+                return "its logprobs differ by {:.2g} from those without compilation, rounding changes them by {:.2g}".format(
                     *excess
                 )
         return find_leak(model, before[0].pack)

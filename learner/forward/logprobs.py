@@ -231,7 +231,7 @@ def logit_map_of(model: Any) -> LogitMap:
     expected_V = expected_V if cap is None else cap * torch.tanh(expected_V / cap)
     if not torch.allclose(found_V, expected_V, rtol=1e-5, atol=1e-5):
         raise ConfigError(
-            f"model: {type(model).__name__} does to its logits neither a scaling nor a soft cap (of {LARGE:g} it makes "
-            f"{float(found_V[0]):g}, of {SMALL:g} {float(found_V[1]):g}), so the learner cannot compute them; take another model"
+            f"model: {type(model).__name__} changes its logits by something other than a scaling or a soft cap (it maps {LARGE:g} "
+            f"to {float(found_V[0]):g} and {SMALL:g} to {float(found_V[1]):g}), so the learner cannot compute them; use another model"
         )
     return LogitMap(scale, cap)

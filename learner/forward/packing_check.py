@@ -112,8 +112,8 @@ def settle_attention(model: Any, device: torch.device, dtype: torch.dtype, wante
     if failed:
         (_, reason), *others = failed
         log.warning(
-            'learner.attn_implementation = "%s": %s cannot (%s). Its sequences are padded instead, each completion with its prompt, '
-            "with %s attention", PACKED, type(model).__name__, "; ".join([str(reason), *(f"with {n} attention {p}" for n, p in others)]), name,
+            'learner.attn_implementation = "%s": cannot pack %s (%s). Padding its sequences instead, each completion with its '
+            "prompt, with %s attention", PACKED, type(model).__name__, "; ".join([str(reason), *(f"with {n} attention {p}" for n, p in others)]), name,
         )  # fmt: skip
 
 
@@ -145,9 +145,9 @@ def _expect_or_refuse(model: Any, batch: Pack) -> Expected | None:
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         return None
     raise ConfigError(
-        f"model: as it trains {type(model).__name__} gives logprobs that differ by {expected.as_it_trains:.2g} nats from those that it "
-        "samples by; expected the same. It has dropout, jitter or a routing of its own for training, or something else in it is random: "
-        "take another model"
+        f"model: the logprobs of {type(model).__name__} in training differ by {expected.as_it_trains:.2g} nats from those in "
+        "sampling; expected equal logprobs. It has dropout, jitter, another routing for training or another source of randomness. "
+        "Use another model"
     )
 
 
@@ -176,9 +176,9 @@ def _problem(model: Any, expected: Expected, name: str, device: torch.device, dt
             return problem
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
-            return "transformers lets it have no attention but its own"
+            return "transformers supports only its own attention"
         if name != EAGER and expected.bound > LARGEST_BOUND:
-            return f"rounding alone moves its logprobs by {_mean(expected.rounding_M):.2g}, which would hide a wrong attention"
+            return f"rounding alone changes its logprobs by {_mean(expected.rounding_M):.2g}, which would hide a wrong attention"
         if name in ON_ANY_DEVICE:
             with computing_in(model, torch.float32, model.device):
                 problem = _wide_problem(model, probe_of(model), expected)
@@ -203,7 +203,7 @@ def _wide_problem(model: Any, batch: Pack, expected: Expected) -> str | None:
             found_M = _logprobs(model, batch)
         found = _mean(found_M - right_M)
         if not found <= expected.bound or find_excess(found_M, right_M + expected.rounding_M, right_M, batch):
-            hint = ", as without a soft cap that its config names" if where else ""
+            hint = ", as if the soft cap of its config were missing" if where else ""
             return f"{where}its logprobs differ by {found:.2g} from those of eager attention{hint}"
     return None
 
@@ -244,7 +244,7 @@ def _state_problem(model: Any) -> str | None:
     found += sorted({type(module).__name__ for module in model.modules() if isinstance(module, nn.Conv1d)})
     if not found:
         return None
-    return f"it has layers of the kind {', '.join(found)}, whose state goes on from sequence to sequence"
+    return f"it has layers of the kind {', '.join(found)}, which carry state from sequence to sequence"
 
 
 @torch.no_grad()
@@ -259,13 +259,13 @@ def _mean(difference_M: torch.Tensor) -> float:
 
 def _no_memory(error: BaseException) -> ConfigError:
     return ConfigError(
-        f"no memory is left to compare the model's passes before the first step ({type(error).__name__}: {error}); they need less than a "
-        "training step. Free some on the device and on the host, or give the learner another device"
+        f"out of memory while comparing the model's passes before the first step ({type(error).__name__}: {error}); the passes need "
+        "less than a training step. Free memory on the device and on the host, or give the learner another device"
     )
 
 
 def _refusal(model: Any, problem: str) -> ConfigError:
     return ConfigError(
-        f"model: {type(model).__name__} cannot be trained: {problem}. Take another model; those that can are listed in "
+        f"model: {type(model).__name__} cannot be trained: {problem}. Use another model, such as those listed in "
         "docs/models.md#which-models-run"
     )

@@ -128,7 +128,7 @@ def find_leak(model: Any, batch: Pack) -> str | None:
         hook.remove()
     others, later, num_tokens = _forbidden(batch, model)
     if len(grad.flatten(0, -2)) != num_tokens:
-        return "it embeds other tokens than those of its rows"
+        return "it embeds tokens other than those of its rows"
     if not grad.isfinite().all():
         return "the gradient of its logprobs is NaN or inf"
     moved = grad.flatten(0, -2).ne(0).any(dim=-1)

@@ -180,7 +180,7 @@ def tiles_problem(tiles: Tiles, device: torch.device, dtype: torch.dtype) -> str
     worst = max(
         float((found.float() - right.float()).abs().max() / right.float().abs().max()) for found, right in pairs
     )
-    return None if worst <= KERNEL_TOLERANCE[dtype] else f"its head is off by {worst:.2g}"
+    return None if worst <= KERNEL_TOLERANCE[dtype] else f"its compiled head has a relative error of {worst:.2g}"
 
 
 def _targets_in(targets_m1: torch.Tensor, product_mv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

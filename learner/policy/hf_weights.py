@@ -38,7 +38,7 @@ def held(policy: PreTrainedModel) -> Tensors:
     name_of: dict[int, str] = {}
     for name, tensor in tensors.items():
         if name_of.setdefault(id(tensor), name) in policy.all_tied_weights_keys:
-            name_of[id(tensor)] = name  # the name that the others are tied to
+            name_of[id(tensor)] = name  # the name to which the others are tied
     return {name: tensor for name, tensor in tensors.items() if name_of[id(tensor)] == name}
 
 
@@ -94,8 +94,8 @@ class CheckpointNames:
         odd = sorted({*self._left(meta)} | (whole.keys() ^ made))
         if odd:
             raise ConfigError(
-                f"{type(self._policy).__name__} cannot be trained: its weights (such as {odd[0]}) cannot be given the names of its "
-                "checkpoint piece by piece; another version of transformers may know how"
+                f"{type(self._policy).__name__} cannot be trained: its weights (such as {odd[0]}) cannot be converted to the names "
+                "of its checkpoint in parts; try another version of transformers, or use another model"
             )
 
     def _left(self, meta: Tensors) -> list[str]:

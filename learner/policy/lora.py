@@ -69,13 +69,13 @@ def target_layers(policy: PreTrainedModel, config: LoraConfig) -> list[str]:
         if not found:
             ends = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
-                f"learner.lora.target_modules: no linear layer of this model is named {end!r}; there are: {', '.join(ends)}"
+                f"learner.lora.target_modules: no linear layer of this model is named {end!r}; use some of: {', '.join(ends)}"
             )
         targets += found
     if any(linear[name] is head for name in targets) and policy.get_input_embeddings().weight is head.weight:
         raise ConfigError(
-            "learner.lora.target_modules names the LM head, whose weight is this model's input embedding too: merged, the "
-            "adapter would change both. Leave it out"
+            "learner.lora.target_modules contains the LM head, whose weight is also the input embedding of this model: a "
+            "merged adapter would change both. Remove the LM head"
         )
     return list(dict.fromkeys(targets))
 

@@ -192,14 +192,12 @@ def kv_bytes_per_token(shape: ModelShape, run: LearnerRun, *, num_workers: int =
 
 
 def told(memory: Memory) -> str:
-    """Format as `12.3 GiB per GPU (weights 1.8, …) and 4.1 GiB of its host`.
+    """Format as `12.3 GiB per GPU (weights 1.8, …) and 4.1 GiB of host memory`.
 
     Parts below 0.05 GiB are left out.
     """
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.device.items() if size >= 0.05 * GIB)
-    return (
-        f"{memory.device_gib:.1f} GiB per GPU{f' ({parts})' if parts else ''} and {memory.host_gib:.1f} GiB of its host"
-    )
+    return f"{memory.device_gib:.1f} GiB per GPU{f' ({parts})' if parts else ''} and {memory.host_gib:.1f} GiB of host memory"
 
 
 def _bytes_of(dtype: str) -> int:

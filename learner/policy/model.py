@@ -68,7 +68,7 @@ def load_policy(
         if attn_implementation is None:
             raise
         raise ConfigError(
-            f'learner.attn_implementation = "{attn_implementation}" and model: {path}: {error}. Set it to "packed", "sdpa" or '
+            f'learner.attn_implementation = "{attn_implementation}" does not work with model {path}: {error}. Set it to "packed", "sdpa" or '
             '"eager"'
         ) from error
     pin_rope(model, max_model_len)
@@ -88,7 +88,7 @@ def load_config(path: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path)
     except KeyError as error:
-        raise ConfigError(f"model: {path}/config.json cannot be read: {error.args[0]}. Complete it") from error
+        raise ConfigError(f"model: {path}/config.json is incomplete: {error.args[0]}. Complete the file") from error
 
 
 def _switch_off_dropout(config: PreTrainedConfig) -> None:
@@ -108,8 +108,8 @@ def _check_trainable(config: PreTrainedConfig, path: Path) -> None:
     models: dict[type, Any] = AutoModelForCausalLM._model_mapping
     if type(config) not in models or (text is not config and models[type(config)].config_class is type(config)):
         raise ConfigError(
-            f"model: {path} is of the kind {config.model_type!r}, of which transformers has no language model that can be trained "
-            "by itself; set model to a checkpoint of text alone (docs/models.md#which-models-run)"
+            f"model: {path} has the type {config.model_type!r}, for which transformers has no separate language model to train; "
+            "set model to a text-only checkpoint (docs/models.md#which-models-run)"
         )
 
 

@@ -141,7 +141,7 @@ class PublishedPolicy:
     def _follow(self) -> None:
         while (order := self._broadcast(RELEASE)) != RELEASE:
             if order == STOP:
-                raise RankFailed("rank 0 of this learner has stopped with an error; its log says which")
+                raise RankFailed("rank 0 of this learner has stopped with an error; see its log")
             if order == WAIT:
                 continue
             if order == PASS:
@@ -157,7 +157,7 @@ class PublishedPolicy:
             reason = str(error).splitlines()[0]
             who = "another rank" if self._accelerator.is_main_process else "rank 0"
             raise RankFailed(
-                f"{who} of this learner has ended or hangs; its log says more. If it was only slow, raise learner.rank_timeout_s "
+                f"{who} of this learner has stopped or hangs; see its log. If it was only slow, raise learner.rank_timeout_s "
                 f"({reason})"
             ) from error
         self._heard_at = time.monotonic()
@@ -224,12 +224,12 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 def copy_for_export(published: PublishedPolicy, run: LearnerRun, model_path: Path) -> Export:
     """Gather, merge and cast one tensor at a time. Only rank 0 calls this."""
     dtype, policy = getattr(torch, run.dtype), published.model
-    began_with = json.loads((model_path / "config.json").read_text())["model_type"]
+    initial_type = json.loads((model_path / "config.json").read_text())["model_type"]
     return Export(
         model_path=model_path,
         dtype=run.dtype,
         model={name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in published.tensors()},
-        keeps_towers=began_with != policy.config.model_type,
+        keeps_towers=initial_type != policy.config.model_type,
         adapter=_adapter(published) if has_adapter(policy) else None,
         adapter_config=_adapter_config(policy, run.model) if has_adapter(policy) else None,
     )

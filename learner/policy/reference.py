@@ -177,7 +177,7 @@ class Reference:
             self._refresh_weights(self._accelerator.unwrap_model(policy))
             self._versions = (*self._versions, version)[-len(self._snapshots) :]
             if self._config.kind != "ema":
-                log.info("the reference is now the policy of version %s", " and ".join(map(str, self._versions)))
+                log.info("refreshed the reference (policy of version %s)", " and ".join(map(str, self._versions)))
         return is_due
 
     @torch.no_grad()
@@ -241,7 +241,7 @@ def _refreshed_names(only: str | None, names: list[str]) -> list[str]:
     if not matching:
         raise ConfigError(f"learner.reference.only = {only!r} matches none of {some}; correct it")
     if len(matching) == len(names):
-        log.warning("learner.reference.only = %r does nothing, because it matches all of %s", only, some)
+        log.warning("learner.reference.only = %r has no effect, because it matches all of %s", only, some)
     return matching
 
 
@@ -251,7 +251,7 @@ def _existing_device(device: str) -> torch.device | None:
         return None
     if device.startswith("cuda") and int(device.removeprefix("cuda:")) >= torch.cuda.device_count():
         raise ConfigError(
-            f'learner.reference.device = "{device}" is not there: {torch.cuda.device_count()} CUDA devices are visible; '
+            f'learner.reference.device = "{device}" does not exist: {torch.cuda.device_count()} CUDA devices are visible; '
             'set it to "same" or "cpu"'
         )
     return torch.device(device)

@@ -47,8 +47,8 @@ def pin_rope(model: Any, max_model_len: int | None) -> None:
             _pin(module, config, layer_type, rope, is_long=is_long)
         if not modules:
             raise ConfigError(
-                f"model: {type(model).__name__} has a RoPE of type {rope['rope_type']} of its own making, whose factors depend on the "
-                "length of a pass; expected one of transformers.modeling_rope_utils. Take another model"
+                f"model: {type(model).__name__} implements RoPE of type {rope['rope_type']} itself, with factors that depend on the "
+                "length of a pass; expected an implementation of transformers.modeling_rope_utils. Use another model"
             )
 
 
@@ -57,8 +57,8 @@ def check_rope(config: PreTrainedConfig, max_model_len: int | None) -> None:
     for layer_type, rope in _ropes(config.get_text_config()):
         if rope["rope_type"] not in (*ROPE_INIT_FUNCTIONS, "default"):
             raise ConfigError(
-                f'model: its RoPE is of type "{rope["rope_type"]}", which transformers does not know; expected default or one of '
-                f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}. Take a model with one of those"
+                f'model: its RoPE is of type "{rope["rope_type"]}", which transformers does not support; expected default or one '
+                f"of {', '.join(sorted(ROPE_INIT_FUNCTIONS))}. Use a model with one of those"
             )
         try:
             problem = _disagreement(config.get_text_config(), layer_type, rope, max_model_len)
@@ -79,9 +79,9 @@ def check_server_rope(config: PreTrainedConfig, max_model_len: int | None, actua
         if rope["rope_type"] == "longrope" and _is_long(text, rope, actual) != _is_long(text, rope, max_model_len):
             assumed = max_model_len or default_max_model_len(text)
             raise ConfigError(
-                f"server.max_model_len: the server at {endpoint} has {actual}, the learner took {assumed}; one is above "
-                f"original_max_position_embeddings = {rope['original_max_position_embeddings']}, where vLLM takes the long factors of "
-                f"longrope for every token, the other is not. Set server.max_model_len = {actual} in the learner's config too"
+                f"server.max_model_len: the server at {endpoint} has {actual}, the learner assumed {assumed}; only one is above "
+                f"original_max_position_embeddings = {rope['original_max_position_embeddings']}, where vLLM uses the long "
+                f"factors of longrope for every token. Set server.max_model_len = {actual} in the learner's config too"
             )
 
 
@@ -121,7 +121,7 @@ def _disagreement(
         return _disagreement_of_deepseek(rope)
     match rope["rope_type"]:
         case "proportional" if rope.get("factor", 1.0) != 1.0:
-            return f"vLLM ignores its factor = {rope['factor']}, transformers does not. Take a model without one"
+            return f"vLLM ignores its factor = {rope['factor']}, transformers does not. Use a model without it"
         case "dynamic":
             longest, length = config.max_position_embeddings, max_model_len or default_max_model_len(config)
             if length > longest:
@@ -134,7 +134,7 @@ def _disagreement(
             by_vllm = _longrope_scaling(config.max_position_embeddings / rope["original_max_position_embeddings"], rope)
             if not math.isclose(scaling, by_vllm, rel_tol=1e-6):
                 return (
-                    f"vLLM ignores attention_factor and factor, and scales by {by_vllm:.6g} instead of {scaling:.6g}. Take a model "
+                    f"vLLM ignores attention_factor and factor, and scales by {by_vllm:.6g} instead of {scaling:.6g}. Use a model "
                     "without them"
                 )
     return None
@@ -146,12 +146,12 @@ def _disagreement_of_deepseek(rope: Rope) -> str | None:
     It uses DeepSeek's yarn, whatever the type.
     """
     if rope["rope_type"] not in ("default", "yarn"):
-        return "with multi-head latent attention vLLM computes yarn instead. Take a model with RoPE of type default or yarn"
+        return (
+            "with multi-head latent attention vLLM computes yarn instead. Use a model with RoPE of type default or yarn"
+        )
     if rope.get("attention_factor") is not None:
         factor = rope["attention_factor"]
-        return (
-            f"with multi-head latent attention vLLM ignores its attention_factor = {factor}. Take a model without one"
-        )
+        return f"with multi-head latent attention vLLM ignores its attention_factor = {factor}. Use a model without it"
     return None
 
 

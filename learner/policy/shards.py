@@ -82,7 +82,7 @@ class ShardWriter(dcp.FileSystemWriter):
         places = {written.index: written.storage_data for of_rank in results for written in of_rank}
         index = Index()
         for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata), f"{name} is no tensor"
+            assert isinstance(tensor, TensorStorageMetadata), f"{name} is not a tensor"
             parts = [(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in tensor.chunks]
             index[name] = Kept(
                 dtype=str(tensor.properties.dtype).removeprefix("torch."),
@@ -220,6 +220,6 @@ def require_same(tensors: Tensors, index: Index, directory: Path) -> None:
     if differing:
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         raise ConfigError(
-            f"{directory} holds another policy: it differs in {differing[0].partition('/')[2]}{more}; resume with the model and the "
-            "learner.lora that wrote it"
+            f"{directory} contains another policy: it differs in {differing[0].partition('/')[2]}{more}; resume with the model "
+            "and the learner.lora that wrote it"
         )

@@ -82,12 +82,12 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
 
         In some templates, it is the token that marks the next speaker.
         """
-        said, other, asked = (
+        first, second, followed = (
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}, {"role": "user", "content": "?"}]
             for text in ("A", "B", "A")
         )
-        turn, another = self.token_ids(said[:2], opens_turn=False), self.token_ids(other[:2], opens_turn=False)
-        next_ids = self.token_ids(asked)
+        turn, another = self.token_ids(first[:2], opens_turn=False), self.token_ids(second[:2], opens_turn=False)
+        next_ids = self.token_ids(followed)
         start = num_shared(turn, another)
         ends = [token_id for token_id in [*turn[start:], *next_ids[len(turn) : len(turn) + 1]] if token_id in self.ends]
         return ends[0] if ends else self.tokenizer.eos_token_id
@@ -133,7 +133,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         """Return whether the template renders this message's content. Raises DataError."""
         render: Callable[[list[Message]], Any] = self.text if self.has_texts else self.token_ids
         before, after = messages[:place], messages[place + 1 :]
-        one, other = (render([*before, messages[place] | {"content": said}, *after]) for said in "AB")
+        one, other = (render([*before, messages[place] | {"content": text}, *after]) for text in "AB")
         return bool(one != other)
 
     def begun(self, messages: Sequence[Message]) -> str | None:
@@ -152,7 +152,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
             raise DataError(
                 f"the prompt is a conversation (or learner.data.system_prompt is set), but the tokenizer of "
                 f"{self.tokenizer.name_or_path!r} has no chat template; use an instruct model, add a chat_template to its "
-                "tokenizer, or give plain prompts without a system prompt"
+                "tokenizer, or use plain prompts without a system prompt"
             )
         more = ({"tools": self.tools} if self.tools else {}) | self.arguments
         try:
@@ -161,7 +161,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
                 continue_final_message=goes_on, **more,
             )  # fmt: skip
         except Exception as error:  # template code can raise anything, also over the policy's messages
-            raise DataError(f"the conversation does not go through the chat template: {error}") from error
+            raise DataError(f"the chat template cannot render the conversation: {error}") from error
 
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -89,7 +89,7 @@ class Prompts:
                 f"every prompt of {self._source.name} has more than learner.data.max_prompt_tokens = "
                 f"{config.max_prompt_tokens} tokens; raise it"
             )
-        logger.info("%d prompts, the longest of %d tokens", len(self), self.longest()[1])
+        logger.info("loaded %d prompts (longest: %d tokens)", len(self), self.longest()[1])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -153,13 +153,13 @@ class Prompts:
         first = f"row {rows[0]} of {self._source.name} has {num_tokens[rows[0]]} tokens"
         if config.too_long == "refuse":
             raise DataError(
-                f"the prompt in {first}, the limit is {config.max_prompt_tokens}; raise server.max_model_len (and "
-                "learner.data.max_prompt_tokens, if set), filter the data, or set learner.data.too_long to drop or truncate "
-                f"({len(rows)} of {len(num_tokens)} prompts)"
+                f"the prompt in {first}, but the limit is {config.max_prompt_tokens}; {len(rows)} of {len(num_tokens)} prompts "
+                "are longer. Raise server.max_model_len (and learner.data.max_prompt_tokens, if set), filter the data, or set "
+                "learner.data.too_long to drop or truncate"
             )
         logger.warning(
-            "%s: %d of %d prompts have more than learner.data.max_prompt_tokens = %d tokens (the prompt in %s)",
-            "dropped" if config.too_long == "drop" else "truncated to their last tokens",
+            "%s %d of %d prompts with more than learner.data.max_prompt_tokens = %d tokens (the prompt in %s)",
+            "dropped" if config.too_long == "drop" else "truncated the start of",
             len(rows),
             len(num_tokens),
             config.max_prompt_tokens,

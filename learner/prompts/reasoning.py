@@ -17,7 +17,7 @@ CHANNEL, ANSWER = "<|channel|>", "final"
 
     <|channel|>analysis<|message|>Two<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>
 """
-_SAID = re.compile(
+_CHANNEL_TEXTS = re.compile(
     r"<\|channel\|>(\w*)(?:(?!<\|channel\|>).)*?<\|message\|>(.*?)(<\|(?:end|return|call|start)\|>|$)", re.DOTALL
 )
 
@@ -38,6 +38,6 @@ def texts_of(
 
 def _without_channels(text: str) -> str:
     return "".join(
-        said if channel == ANSWER else f"{OPENS_REASONING}{said}{CLOSES_REASONING if end else ''}"
-        for channel, said, end in _SAID.findall(text)
+        content if channel == ANSWER else f"{OPENS_REASONING}{content}{CLOSES_REASONING if end else ''}"
+        for channel, content, end in _CHANNEL_TEXTS.findall(text)
     )

@@ -63,12 +63,12 @@ def open_source(config: DataConfig, seed: int) -> Source:
     else:
         source = _dataset(config)
     if not len(source):
-        raise DataError(f"{source.name} holds no prompts; expected at least one row")
+        raise DataError(f"{source.name} has no prompts; expected at least one row")
     if config.num_prompts is None or config.num_prompts == len(source):
         return source
     if config.num_prompts > len(source):
         raise DataError(
-            f"learner.data.num_prompts = {config.num_prompts}, but {source.name} holds {len(source)} prompts; lower it"
+            f"learner.data.num_prompts = {config.num_prompts}, but {source.name} has {len(source)} prompts; lower it"
         )
     return source.first(config.num_prompts)
 
@@ -87,7 +87,7 @@ def _file(config: DataConfig, path: Path) -> Source:
     try:
         content = _content(path)
         if next(_lines(path), None) is None:
-            raise DataError(f"{path} holds no prompts; expected at least one row")
+            raise DataError(f"{path} has no prompts; expected at least one row")
         rows = datasets.Dataset.from_generator(
             _lines,
             features=datasets.Features({"line": datasets.Value("string"), "number": datasets.Value("int64")}),
@@ -119,9 +119,13 @@ def cache_directory() -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"the cache of datasets cannot be made: {error}; set HF_DATASETS_CACHE") from error
+        raise DataError(
+            f"the cache directory of datasets cannot be created: {error}; set HF_DATASETS_CACHE to another directory"
+        ) from error
     if not os.access(path, os.W_OK):
-        raise DataError(f"the cache of datasets, {path}, cannot be written; set HF_DATASETS_CACHE to another directory")
+        raise DataError(
+            f"the cache directory of datasets, {path}, is not writable; set HF_DATASETS_CACHE to another directory"
+        )
     return path
 
 
@@ -142,9 +146,7 @@ def _parsed(line: str, where: str, prompt_column: str) -> Row:
     except ValueError as error:
         raise DataError(f"{where} is not valid JSON: {error}; expected one JSON object per line") from error
     if not isinstance(row, dict):
-        raise DataError(
-            f"{where} holds a JSON {type(row).__name__}; expected one object per line, as in {{'prompt': …}}"
-        )
+        raise DataError(f"{where} is a JSON {type(row).__name__}; expected one object per line, as in {{'prompt': …}}")
     _check_column(row, prompt_column, where)
     return row
 
@@ -153,7 +155,7 @@ def _check_column(columns: Iterable[str], prompt_column: str, where: str) -> Non
     if prompt_column not in columns:
         raise DataError(
             f"{where} has no column {prompt_column!r}; its columns are: {', '.join(columns)}. "
-            "Set learner.data.prompt_column to the one that holds the prompts"
+            "Set learner.data.prompt_column to the column with the prompts"
         )
 
 
@@ -173,7 +175,7 @@ def _dataset(config: DataConfig) -> Source:
         raise DataError(
             f"learner.data.dataset = {name!r} (dataset_config {config.dataset_config!r}, split {config.split!r}, revision "
             f"{config.revision!r}) cannot be loaded: {error}. Expected a hub name, or a local path written by save_to_disk or "
-            "holding data files"
+            "with data files"
         ) from error
     _check_column(rows.column_names, config.prompt_column, f"dataset {name!r}")
     return Source(

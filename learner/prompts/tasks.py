@@ -27,8 +27,8 @@ def make_rows(task: str, num_prompts: int | None, seed: int, **options: Any) -> 
     """
     if task not in TASKS:
         raise DataError(
-            f"learner.data.task = {task!r} is not a built-in task; known are: {', '.join(sorted(TASKS))}. "
-            "For data of your own set learner.data.path or learner.data.dataset instead"
+            f"learner.data.task = {task!r} is not a built-in task; use one of: {', '.join(sorted(TASKS))}. "
+            "For your own data, set learner.data.path or learner.data.dataset instead"
         )
     return TASKS[task](num_prompts or NUM_PROMPTS.get(task, DEFAULT_NUM_PROMPTS), seed, **options)
 
@@ -65,7 +65,7 @@ def guess(num_prompts: int, seed: int, *, num_digits: int = 1) -> list[dict[str,
     """
     if num_digits != 1:
         raise DataError(
-            f"task guess with num_digits = {num_digits}: a secret has one digit; set learner.data.num_digits to 1"
+            f"learner.data.num_digits = {num_digits} does not fit task guess, whose secrets have one digit; set it to 1"
         )
     draw = random.Random(seed)
     return [{"prompt": "=", "secret": draw.randrange(10)} for _ in range(num_prompts)]
@@ -153,13 +153,12 @@ def _pairs(
     task: str, numbers: range, num_prompts: int, seed: int, num_digits: int | None, *, is_held_out: bool
 ) -> list[tuple[int, int]]:
     if num_digits is not None:
-        raise DataError(f"task {task} has no num_digits; remove learner.data.num_digits")
+        raise DataError(f"learner.data.num_digits = {num_digits} is not an option of task {task}; remove it")
     # The split ignores the seed and keeps (a, b) with (b, a). Every number occurs on both sides of it.
     pairs = [(a, b) for a in numbers for b in numbers if ((a - b) % 5 == 0) == is_held_out]
     if num_prompts > len(pairs):
         raise DataError(
-            f"task {task} has {len(pairs)} distinct prompts, num_prompts = {num_prompts} were asked for. "
-            "Lower learner.data.num_prompts"
+            f"learner.data.num_prompts = {num_prompts} is more than the {len(pairs)} distinct prompts of task {task}; lower it"
         )
     return random.Random(seed).sample(pairs, num_prompts)
 
@@ -181,9 +180,9 @@ def _digit_strings(
 
 def _check_size(task: str, num_prompts: int, num_digits: int, most: int, num_distinct: int) -> None:
     if num_digits > most:
-        raise DataError(f"task {task} with num_digits = {num_digits}: at most {most}; lower learner.data.num_digits")
+        raise DataError(f"learner.data.num_digits = {num_digits} is more than the {most} of task {task}; lower it")
     if num_digits < 1 or num_prompts > num_distinct:
         raise DataError(
-            f"task {task} with num_digits = {num_digits} has {num_distinct} distinct prompts, "
-            f"num_prompts = {num_prompts} were asked for; raise learner.data.num_digits or lower learner.data.num_prompts"
+            f"learner.data.num_prompts = {num_prompts} is more than the {num_distinct} distinct prompts of task {task} with "
+            f"num_digits = {num_digits}; raise learner.data.num_digits or lower learner.data.num_prompts"
         )

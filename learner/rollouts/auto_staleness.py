@@ -32,7 +32,7 @@ class AutoStaleness:
         self._is_auto = config.max_staleness == "auto"
         self._most = config.staleness_bound
         self.versions = min(2, self._most) if self._is_auto else self._most
-        self._takes_to_come_through = self.versions + 1
+        self._takes_until_effective = self.versions + 1
         """Number of next batches that do not reflect the current lookahead yet."""
         self._spare_takes = 0
 
@@ -47,11 +47,12 @@ class AutoStaleness:
         if not self._is_auto:
             return
         self._spare_takes = self._spare_takes + 1 if has_spare else 0
-        if self._takes_to_come_through > 0:
-            self._takes_to_come_through -= 1
+        if self._takes_until_effective > 0:
+            self._takes_until_effective -= 1
         elif waited_share > WAITED_SHARE and has_room:
             self._change_to(
-                self.versions + 1, f"{waited_share:.0%} of a step was waited for a server with room for more groups"
+                self.versions + 1,
+                f"the learner waited {waited_share:.0%} of a step for a server with room for more groups",
             )
         elif self._spare_takes >= SPARE_TAKES:
             self._change_to(self.versions - 1, f"{SPARE_TAKES} batches were ready a whole step early")
@@ -60,6 +61,6 @@ class AutoStaleness:
         versions = min(max(versions, LEAST), self._most)
         self._spare_takes = 0
         if versions != self.versions:
-            log.info("max_staleness %d → %d: %s", self.versions, versions, reason)
+            log.info("changed max_staleness from %d to %d (%s)", self.versions, versions, reason)
             self.versions = versions
-            self._takes_to_come_through = versions + 1
+            self._takes_until_effective = versions + 1

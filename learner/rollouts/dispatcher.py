@@ -22,7 +22,7 @@ from learner.servers.membership import Member
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
 UNDER_WAY_S = 5.0
 """Age below which a sent request may be missing from a server's group count, in seconds."""
 
@@ -94,7 +94,7 @@ class Dispatcher:
         """
         deadline_s = self.run.learner.group_deadline_s
         while True:
-            await asyncio.sleep(min(LOOK_EVERY_S, deadline_s / 4))
+            await asyncio.sleep(min(CHECK_INTERVAL_S, deadline_s / 4))
             for member in self.fleet.connected():
                 await self._resend_lost(member, deadline_s)
 
@@ -107,7 +107,7 @@ class Dispatcher:
             return
         log.warning(
             "resending %d requests to the server at %s, such as %s (no answer for %g s, learner.group_deadline_s; "
-            "it has %d of %d)",
+            "the server has %d of %d groups)",
             len(overdue), member.endpoint, overdue[0].group_id, deadline_s, num_held, len(pending),
         )  # fmt: skip
         for request in overdue:

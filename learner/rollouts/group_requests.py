@@ -153,15 +153,16 @@ def check_completions(group: Group, num_completions: int, max_tokens: int, vocab
     """
     if len(group.completions) > num_completions:
         raise ProtocolError(
-            f"group {group.group_id} has {len(group.completions)} completions, asked for were {num_completions}"
+            f"group {group.group_id} has {len(group.completions)} completions; expected at most {num_completions}"
         )
     for completion in group.completions:
         ids = completion.token_ids
         if len(ids) > max_tokens:
             raise ProtocolError(
-                f"group {group.group_id} has a completion of {len(ids)} tokens, asked for were at most {max_tokens}"
+                f"group {group.group_id} has a completion of {len(ids)} tokens; expected at most {max_tokens}"
             )
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             raise ProtocolError(
-                f"group {group.group_id} has token ids from {ids.min()} to {ids.max()}, the model 0 to {vocab_size - 1}"
+                f"group {group.group_id} has token ids from {ids.min()} to {ids.max()}; expected ids of the model, from 0 to "
+                f"{vocab_size - 1}"
             )

@@ -83,7 +83,7 @@ class Ledger:
         """Held from a payload's first byte until its row is committed. Until then its file looks unused."""
         self._payloads = PayloadFiles(self.path.with_name(f"{self.path.name}-payloads"))
         if read_only and not self.path.is_file():
-            raise LedgerError(f"{self.path}: no ledger there; expected the ledger.db of a run directory")
+            raise LedgerError(f"{self.path}: the ledger does not exist; expected the ledger.db of a run directory")
         # Without a -wal file nobody writes. Immutable mode then also reads from a read-only directory.
         is_closed = read_only and not self.path.with_name(f"{self.path.name}-wal").exists()
         mode = "mode=rwc" if not read_only else "mode=ro&immutable=1" if is_closed else "mode=ro"
@@ -128,7 +128,7 @@ class Ledger:
             if others:
                 raise LedgerError(
                     f"group {group_id} of slot {slot}, attempt {attempt}, position {position} cannot be admitted: {others[0]}; "
-                    "wanted a slot whose last attempt was dropped for a retry, at the same position"
+                    "expected a slot whose last attempt was dropped for a retry, at the same position"
                 )
             self._db.execute(
                 "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, admitted_at)"
@@ -196,9 +196,9 @@ class Ledger:
             ):
                 if file not in kept:
                     raise LedgerError(
-                        f"{self.path}: cannot go back to step {step}: group {group_id}, consumed at step {its_step}, "
-                        "is no longer kept, because later checkpoints made it superfluous; resume from the newest "
-                        "checkpoint, or begin a new run with that checkpoint's model/ as its model"
+                        f"{self.path}: cannot go back to step {step}: the payload of group {group_id}, consumed at step {its_step}, "
+                        "was removed because later checkpoints do not need it; resume from the newest checkpoint, or "
+                        f"start a new run whose model is the model/ of the checkpoint of step {step}"
                     )
             self._db.execute(
                 f"UPDATE groups SET state = 'scored', step = NULL, staleness = NULL, consumed_at = NULL WHERE {later}",
@@ -242,8 +242,8 @@ class Ledger:
             "SELECT state, payload_file, payload_offset, payload_bytes FROM groups WHERE group_id = ?", (group_id,)
         )
         if row is None or row[1] not in self._payloads.numbers():
-            state = "unknown to the ledger" if row is None else f"{row[0]} and holds no payload"
-            raise LedgerError(f"group {group_id} is {state}; wanted one that was received and is still kept")
+            state = "not in the ledger" if row is None else f"{row[0]} and has no payload"
+            raise LedgerError(f"group {group_id} is {state}; expected a received group whose payload is still kept")
         with self._explained(OSError):
             return self._payloads.read(PayloadLocation(*row[1:]))
 
@@ -259,7 +259,7 @@ class Ledger:
         """Return the prompt position of a slot. Raises LedgerError if it is unknown."""
         row = self._one("SELECT position FROM groups WHERE slot = ?", (slot,))
         if row is None:
-            raise LedgerError(f"slot {slot} is unknown to the ledger; wanted one that was admitted")
+            raise LedgerError(f"slot {slot} is not in the ledger; expected an admitted slot")
         return row[0]
 
     def scored_rows(self, first_slot: int) -> list[Row]:
@@ -327,9 +327,7 @@ class Ledger:
             if is_new:
                 self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
             elif found < SCHEMA_VERSION:
-                log.info(
-                    "%s: moving the payloads of its groups into files beside it; a resume does this once", self.path
-                )
+                log.info("moving the payloads of %s to files next to it (once, at the first resume)", self.path)
                 with self._explained(OSError):
                     migrate(self._db, self._payloads)
             self._payloads.begin_after(self._number("SELECT coalesce(max(payload_file), 0) FROM groups"))
@@ -341,7 +339,7 @@ class Ledger:
             try:
                 self._db.execute("VACUUM")
             except sqlite3.Error as error:  # VACUUM needs disk space for a second copy
-                log.warning("%s: its free space could not be given back (%s)", self.path, error)
+                log.warning("could not reclaim the free space of %s (%s)", self.path, error)
 
     def _move(self, group_id: str, allowed: tuple[str, ...], to: str, changes: str, values: tuple) -> None:
         """Make one legal state transition inside the caller's transaction."""
@@ -352,8 +350,8 @@ class Ledger:
         if moved == 1:
             return
         row = self._one("SELECT state, reason FROM groups WHERE group_id = ?", (group_id,))
-        state = "unknown to the ledger" if row is None else _told(row[0], row[1])
-        raise LedgerError(f"group {group_id} is {state}; wanted {' or '.join(allowed)}, to make it {to}")
+        state = "not in the ledger" if row is None else _describe(row[0], row[1])
+        raise LedgerError(f"group {group_id} is {state}; expected {' or '.join(allowed)}, to make it {to}")
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -382,8 +380,8 @@ class Ledger:
             yield
         except kind as error:
             raise LedgerError(
-                f"{self.path}: the ledger could not be read or written ({error}); the run stops rather than lose groups: check "
-                "free space, permissions and that no other process holds the file, then start it again with --resume"
+                f"{self.path}: the ledger could not be read or written ({error}); the run stops so that no group is lost. Check "
+                "free space, permissions and that no other process holds the file, then restart with --resume"
             ) from error
 
     def _rows(self, where: str, values: tuple) -> list[Row]:
@@ -407,5 +405,5 @@ def _marks(values: tuple[str, ...]) -> str:
     return ", ".join("?" for _ in values)
 
 
-def _told(state: str, reason: str | None) -> str:
+def _describe(state: str, reason: str | None) -> str:
     return f"{state} ({reason})" if reason else state

@@ -80,7 +80,7 @@ class PayloadFiles:
             file.seek(place.offset)
             payload = file.read(place.num_bytes)
         if len(payload) < place.num_bytes:
-            raise OSError(f"{self._path(place.file)} ends within the payload at {place.offset}")
+            raise OSError(f"{self._path(place.file)} is truncated: it ends within the payload at offset {place.offset}")
         return payload
 
     def remove(self, number: int) -> None:

@@ -284,7 +284,7 @@ class RolloutBuffer:
         if slot.num_failures >= self._config.max_group_attempts:
             self._ledger.drop(group_id, "failed")
             log.error(
-                "giving up the prompt of slot %d after %d failures (learner.max_group_attempts)",
+                "gave up the prompt of slot %d after %d failures (learner.max_group_attempts)",
                 number,
                 slot.num_failures,
             )
@@ -302,7 +302,7 @@ class RolloutBuffer:
         slot = self._slots[number]
         assert slot.group is not None
         age = version - slot.group.oldest_version
-        log.warning("requesting the prompt of group %s again (%d versions old)", slot.group.group_id, age)
+        log.warning("requesting group %s again (stale: %d versions behind)", slot.group.group_id, age)
         return self._retry(slot, "stale", version)
 
     def _next_if_scored(self) -> list[int] | None:

@@ -36,7 +36,7 @@ from protocol.messages import Group, GroupFailed
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
-LOOK_EVERY_S = 0.2
+CHECK_INTERVAL_S = 0.2
 """Longest time until a failure in the background ends the main thread's wait, in seconds."""
 
 
@@ -103,7 +103,7 @@ class Rollouts:
             self._loop.raise_failure()
             remaining_s = deadline - time.monotonic()
             groups = self._buffer.take(
-                version, min(LOOK_EVERY_S, max(0.0, remaining_s)), is_connected=self._fleet.is_connected,
+                version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)), is_connected=self._fleet.is_connected,
                 on_stale=lambda retry: self._loop.spawn(self._begin_retry(retry)),
             )  # fmt: skip
             if groups is not None or remaining_s <= 0:
@@ -233,7 +233,7 @@ class Rollouts:
                 member.link.refuse(str(error))
             reason = "malformed"
         if usable is None:
-            log.warning("group %s cannot be used: %s", group.group_id, reason)
+            log.warning("discarded group %s (%s)", group.group_id, reason)
             self._retry(request, reason)
         return usable
 

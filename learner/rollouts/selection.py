@@ -23,8 +23,8 @@ class Selection:
 
     def __init__(self, config: LearnerConfig) -> None:
         self._config = config
-        reward, judge = config.reward, config.signal_reward
-        self._judges = {judge: 1.0} if judge else dict(zip(reward.names, reward.function_weights, strict=True))
+        reward, name = config.reward, config.signal_reward
+        self._signal_weights = {name: 1.0} if name else dict(zip(reward.names, reward.function_weights, strict=True))
         """Weights of the functions that define signal. An overlong penalty separates lengths, not answers."""
         self._num_calls: Counter[str] = Counter()
         """Calls of reward functions since the last batch, by outcome."""
@@ -58,14 +58,14 @@ class Selection:
         return metrics
 
     def _has_signal(self, group: RolloutGroup) -> bool:
-        return has_signal(group.rewards_G, group.rewards_by_function, self._judges, self._config.advantage)
+        return has_signal(group.rewards_G, group.rewards_by_function, self._signal_weights, self._config.advantage)
 
     def _warn_of_no_signal(self, groups: list[RolloutGroup], num_replaced: int) -> None:
         num_without = sum(not self._has_signal(group) for group in groups)
         if num_without:
             log.warning(
-                "%d of %d groups go into the batch without signal: this step has replaced %d already (learner.max_replacements "
-                "= %d times groups_per_step); all prompts are too hard or solved",
+                "training on %d of %d groups without signal: this step has already replaced %d groups "
+                "(learner.max_replacements = %d times groups_per_step); use prompts that are neither too hard nor solved",
                 num_without,
                 len(groups),
                 num_replaced,

@@ -117,4 +117,4 @@ class Turns:
             check_completions(group, 1, asked.max_tokens, self._fleet.hello.model.vocab_size)
         except ProtocolError as error:
             return str(error)
-        return None if any(len(one.token_ids) for one in group.completions) else "it came without tokens"
+        return None if any(len(one.token_ids) for one in group.completions) else "its completion has no tokens"

@@ -76,7 +76,7 @@ class Epoch:
 
         NCCL does not notify a worker on this host that the learner has left.
         """
-        self._meeting.call_off(self.name, "the learner gave up")
+        self._meeting.call_off(self.name, "the learner abandoned the session")
 
 
 class Epochs:

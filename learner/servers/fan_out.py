@@ -18,7 +18,7 @@ import torch
 from protocol.errors import PushError
 from protocol.weights.buckets import NamedTensors
 
-LOOK_EVERY_S = 0.1
+CHECK_INTERVAL_S = 0.1
 
 
 class _Item:
@@ -106,15 +106,15 @@ class FanOut:
         """
         with self._changed:
             share.is_starved = not share.waiting
-            has_come = self._changed.wait_for(
+            is_ready = self._changed.wait_for(
                 lambda: share.failure or share.waiting or self._is_read, timeout=self._timeout_s
             )
             share.took_at, share.is_starved = time.monotonic(), False
             if share.failure is not None:
                 raise PushError(share.failure)
-            if not has_come:
+            if not is_ready:
                 raise PushError(
-                    f"the policy's next tensor was not there within {self._timeout_s:g} s (learner.push.timeout_s)"
+                    f"the policy's next tensor was not ready within {self._timeout_s:g} s (learner.push.timeout_s)"
                 )
             if not share.waiting:
                 raise StopIteration
@@ -160,12 +160,13 @@ class FanOut:
                 late = [share for share in takers if len(share.waiting) == slowest]
                 self.cut_off(
                     late,
-                    f"it kept other servers waiting for {self._patience_s:g} s (learner.push.patience_s) and gets a push of its own",
+                    f"it kept other servers waiting for {self._patience_s:g} s (learner.push.patience_s) and gets its own "
+                    "weight sync",
                 )
                 starving_since = None
                 continue
             self._on_wait()
-            self._changed.wait(LOOK_EVERY_S)
+            self._changed.wait(CHECK_INTERVAL_S)
 
     def _takers(self) -> list[Share]:
         return [share for share in self.shares if not share.is_closed]

@@ -29,7 +29,7 @@ from protocol.messages import Group, GroupFailed, Hello, Refused, Welcome
 log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
-LOOK_EVERY_S = 0.05
+CHECK_INTERVAL_S = 0.05
 OnGroup = Callable[[Member, Group | GroupFailed], None]
 OnMember = Callable[[Member], None]
 REREAD_EVERY_S = 5.0
@@ -125,10 +125,10 @@ class Fleet:
             self.loop.raise_failure()
             self.on_wait()
             if closing is not None and closing.is_set():
-                raise ServerLost(f"{self.in_words()} is no longer waited for: the learner ends")
+                raise ServerLost(f"stopped waiting for {self.in_words()}: the learner is shutting down")
             if time.monotonic() > deadline:
                 raise self.no_server()
-            time.sleep(min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
+            time.sleep(min(CHECK_INTERVAL_S, max(0.0, deadline - time.monotonic())))
         return members
 
     def no_server(self) -> DeadlineExceeded:
@@ -139,10 +139,10 @@ class Fleet:
             others = f" {silent} of {len(self.members)} servers do not answer." if silent else ""
             return DeadlineExceeded(
                 f"run {self.hello.run} waited {patience_s:.0f} s (learner.connect_timeout_s) for a server that another learner "
-                f"has.{others} {'. '.join(busy)}. Raise learner.connect_timeout_s to wait longer"
+                f"uses.{others} {'. '.join(busy)}. Raise learner.connect_timeout_s to wait longer"
             )
         handshakes_fail = any(member.link.handshakes_fail for member in self.members)
-        keys = " and `keys` (what listens there ends every handshake)" if handshakes_fail else ""
+        keys = " and `keys` (the peer there rejects every handshake)" if handshakes_fail else ""
         return DeadlineExceeded(
             f"no inference server answers at {self._places()} after {patience_s:.0f} s; start one "
             f"with `inference-server run.toml`, check `endpoint{'s' * self.is_several}`{keys}, or raise learner.connect_timeout_s"
@@ -156,7 +156,7 @@ class Fleet:
         """Exclude a server that does not fit this run. Raises `error` if it is the last."""
         if all(other is member or other.is_gone for other in self.members):
             raise error
-        log.error("the server at %s is left out from now on: %s", member.endpoint, error)
+        log.error("excluded the server at %s: %s", member.endpoint, error)
         member.is_gone = True
         self.loop.call_soon(self._leave, member)
 
@@ -263,7 +263,7 @@ class Fleet:
         self._note(member)
         if not self.is_connected:
             log.info(
-                "the server at %s is draining and ends; no other is there, so one is waited for, up to %g s "
+                "the server at %s is shutting down and no other server is connected; waiting up to %g s for one "
                 "(learner.connect_timeout_s)",
                 member.endpoint, self._run.learner.connect_timeout_s,
             )  # fmt: skip
@@ -284,11 +284,12 @@ class Fleet:
             if time.monotonic() > deadline:
                 if num_pending:
                     log.warning(
-                        "the server at %s still owes %d groups after %g s (learner.drain_timeout_s); they are asked for elsewhere",
+                        "the server at %s still has %d pending groups after %g s (learner.drain_timeout_s); requesting them from "
+                        "other servers",
                         member.endpoint, num_pending, self._run.learner.drain_timeout_s,
                     )  # fmt: skip
                 break
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
         if member.is_draining:
             member.is_gone = True
             self._leave(member)
@@ -297,11 +298,11 @@ class Fleet:
             await self._take_in([] if member.is_unlisted else [member.endpoint], in_place_of=member)
 
     def _must_wait(self, member: Member, refused: Refused) -> None:
-        told = f"the server at {member.endpoint} is not free: {refused.reason}"
-        self.on_change(told)
+        message = f"the server at {member.endpoint} is not free: {refused.reason}"
+        self.on_change(message)
         log.warning(
-            "%s. This run waits for it; it ends after %g s without any server (learner.connect_timeout_s)",
-            told, self._run.learner.connect_timeout_s,
+            "%s. Waiting for it; the run stops after %g s without any server (learner.connect_timeout_s)",
+            message, self._run.learner.connect_timeout_s,
         )  # fmt: skip
 
     def _welcomed(self, member: Member, welcome: Welcome) -> None:
@@ -356,10 +357,10 @@ class Fleet:
         member.noted_state = state
         if state == before:
             return
-        told = f"the server at {member.endpoint}: {before} → {state}"
-        self.on_change(told)
+        message = f"the server at {member.endpoint}: {before} → {state}"
+        self.on_change(message)
         if self.is_several:
-            log.info("%s", told)
+            log.info("%s", message)
 
     def _places(self) -> str:
         return ", ".join(member.endpoint for member in self.members)

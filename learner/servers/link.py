@@ -167,9 +167,9 @@ class ServerLink:
                 self._last_heard_s = time.monotonic()  # heartbeats queue behind a long message on a slow link
             silent_s = time.monotonic() - self._last_heard_s
             if self._connected and (silent_s > DEAD_AFTER_S or self._channel.num_broken > self._num_broken):
-                why = f"no sign for {silent_s:.1f} s" if silent_s > DEAD_AFTER_S else "the connection broke"
+                why = f"no message for {silent_s:.1f} s" if silent_s > DEAD_AFTER_S else "the connection broke"
                 if not self.is_draining:
-                    log.warning("lost the server at %s (%s); waiting for it to come back", self.endpoint, why)
+                    log.warning("lost the server at %s (%s); waiting for it to return", self.endpoint, why)
                 self._lose()
             if self._busy is not None and (not self._channel.is_up or self._channel.num_broken > self._num_broken):
                 self._hello_at = time.monotonic() + HEAD_START_S
@@ -189,7 +189,8 @@ class ServerLink:
         failed = self._channel.check_handshake() and not self._connected
         if failed and not self.handshakes_fail:
             log.warning(
-                "what listens at %s ended the handshake; if this goes on, `server.pub` in `keys` is another server's",
+                "the peer at %s rejected the handshake; if this repeats, replace `server.pub` in `keys` with the key of this "
+                "server",
                 self.endpoint,
             )
         self.handshakes_fail = failed or (self.handshakes_fail and not self._connected)
@@ -219,7 +220,7 @@ class ServerLink:
         if time.monotonic() - self._refused_noted_at > REFUSED_NOTE_S:
             self._refused_noted_at = time.monotonic()
             log.warning(
-                "what comes from the server at %s cannot be used (%d messages so far) and is left out: %s",
+                "ignored an unusable message of the server at %s (%d messages so far): %s",
                 self.endpoint, self.num_refused, reason,
             )  # fmt: skip
 
@@ -261,9 +262,7 @@ class ServerLink:
 
     def _pulsed(self, pulse: Pulse) -> None:
         if self._connected and self.welcome is not None and pulse.server_id != self.welcome.server_id:
-            log.warning(
-                "the server at %s has lost its engine, and the weights with it; waiting for the next one", self.endpoint
-            )
+            log.warning("the server at %s lost its engine and its weights; waiting for the next engine", self.endpoint)
             self._lose()
         now, before = time.monotonic(), self._last_pulse
         if before is not None and before[0].server_id == pulse.server_id:

@@ -46,7 +46,7 @@ class Membership:
         except ConfigError as error:
             if str(error) != self._problem:
                 self._problem = str(error)
-                log.warning("%s; the servers stay those of before", error)
+                log.warning("%s; keeping the current servers", error)
         return self.endpoints
 
     def _read(self) -> tuple[str, ...]:
@@ -58,10 +58,10 @@ class Membership:
                 endpoints = _of_name(place)
             case _:
                 raise ConfigError(
-                    f"endpoints_from = {self._source!r}; expected file:PATH (one endpoint a line) or dns:NAME:PORT"
+                    f"endpoints_from = {self._source!r} is not a source; use file:PATH (one endpoint per line) or dns:NAME:PORT"
                 )
         if not endpoints:
-            raise ConfigError(f"endpoints_from = {self._source!r} names no server now")
+            raise ConfigError(f"endpoints_from = {self._source!r} lists no server; add at least one endpoint")
         for endpoint in endpoints:
             check_endpoint(endpoint, has_keys=self._has_keys, insecure=self._insecure)
         return endpoints
@@ -78,7 +78,9 @@ def _of_file(path: str) -> tuple[str, ...]:
 def _of_name(place: str) -> tuple[str, ...]:
     name, _, port = place.rpartition(":")
     if not name or not is_port_number(port):
-        raise ConfigError(f"endpoints_from = 'dns:{place}'; expected dns:NAME:PORT, for example dns:servers:5757")
+        raise ConfigError(
+            f"endpoints_from = 'dns:{place}' is not a source; use dns:NAME:PORT, for example dns:servers:5757"
+        )
     try:
         found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
     except OSError as error:

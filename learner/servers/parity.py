@@ -49,8 +49,8 @@ class Comparison(msgspec.Struct, frozen=True):
     bound: float
 
     @property
-    def in_words(self) -> str:
-        return self.ours if self.ours == self.theirs else f"{self.ours} at the learner and {self.theirs} at the server"
+    def description(self) -> str:
+        return self.ours if self.ours == self.theirs else f"{self.ours} on the learner and {self.theirs} on the server"
 
 
 def comparison(run: LearnerRun, welcome: Welcome) -> Comparison:
@@ -101,8 +101,8 @@ class ParityProbe:
         differences_RT = (own_T - self.server_logprobs(member, version)).abs()
         mismatches = [self.check_level(member, *each, "fixed sequences") for each in enumerate(differences_RT)]
         if len(mismatches) > 1:
-            told = ", ".join(f"{mismatch:.1e}" for mismatch in mismatches)
-            log.info("parity of each replica of the server at %s: mean |Δ logprob| = %s", member.endpoint, told)
+            values = ", ".join(f"{mismatch:.1e}" for mismatch in mismatches)
+            log.info("parity of each replica of the server at %s: mean |Δ logprob| = %s", member.endpoint, values)
         return max(mismatches)
 
     def server_logprobs(self, member: Member, version: int | None) -> torch.Tensor:
@@ -169,8 +169,8 @@ class ParityProbe:
         if not mean_abs_logprob <= compared.bound:
             raise ParityError(
                 f"server and learner disagree: mean |Δ logprob| of {tokens} is {mean_abs_logprob:.2g}, the bound is "
-                f"{compared.bound:.2g} for {compared.in_words} (learner.parity.max_mean_abs_logprob). The server, at {endpoint}, may "
-                "run another model or temperature, or a push did not load every tensor."
+                f"{compared.bound:.2g} for {compared.description} (learner.parity.max_mean_abs_logprob). Check that the server "
+                f"at {endpoint} has the same model and temperature, and that its last weight sync loaded every tensor"
             )
 
 
@@ -198,12 +198,12 @@ def check_dtype(run: LearnerRun, member: Member, welcome: Welcome) -> None:
     """
     if welcome.dtype not in DTYPES:
         raise ConfigError(
-            f"the server at {member.endpoint} computes in {welcome.dtype}, this run says dtype = {run.dtype!r}, and how far apart the "
-            f"two may be is known of {' and '.join(DTYPES)} only; start the server with one of them as server.dtype, or without it"
+            f"the server at {member.endpoint} computes in {welcome.dtype} and this run in dtype = {run.dtype!r}; the allowed difference "
+            f"is known only for {' and '.join(DTYPES)}. Set server.dtype to one of them, or remove it"
         )
     if welcome.dtype != run.dtype:
         log.info(
-            "the server at %s computes in %s, this run in %s: a mean |Δ logprob| of up to %.2g counts as agreement with it "
+            "the server at %s computes in %s and this run in %s; allowing a mean |Δ logprob| of up to %.2g "
             "(learner.parity.max_mean_abs_logprob)",
             member.endpoint, welcome.dtype, run.dtype, comparison(run, welcome).bound,
         )  # fmt: skip
@@ -231,7 +231,7 @@ def of_version(member: Member, scores: Sequence[Scores], version: int | None) ->
     for one in scores:
         if one.policy_version != version:
             raise ParityError(
-                f"the server at {member.endpoint} scored with version {one.policy_version}, pushed was {version}"
+                f"the server at {member.endpoint} scored with version {one.policy_version}; expected version {version}"
             )
     return torch.cat([torch.from_numpy(one.logprobs.copy()) for one in scores])
 
@@ -283,10 +283,10 @@ def check_identity(run: LearnerRun, probe: ParityProbe, member: Member, untouche
     bound = run.learner.parity.identity_bound(untouched.dtype) + NOISE_FACTOR * untouched.noise
     if not changed <= bound:
         raise ParityError(
-            f"the first push brought the weights that the server at {member.endpoint} had loaded by itself, and yet its logprobs changed by {changed:.2g} "
-            f"(mean |Δ logprob| of fixed sequences); the bound is {bound:.2g} for {untouched.dtype} with a noise of {untouched.noise:.2g} "
-            "(learner.parity.max_identity_abs_logprob). Either vLLM does not load this model a second time as it did the first, or "
-            "the files of the model differ on both sides"
+            f"the first weight sync sent the weights that the server at {member.endpoint} had already loaded, but its logprobs "
+            f"changed by {changed:.2g} (mean |Δ logprob| of fixed sequences); the bound is {bound:.2g} for {untouched.dtype} with a noise of {untouched.noise:.2g} "
+            "(learner.parity.max_identity_abs_logprob). Either vLLM loads this model differently the second time, or the model "
+            "files of server and learner differ; compare the files"
         )
 
 

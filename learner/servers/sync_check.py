@@ -175,17 +175,17 @@ class SyncCheck:
         if self._num_unanswered == MAX_UNANSWERED:
             log.warning(
                 "%d weight syncs in a row could not be checked: a server did not score the texts of the step both before and after "
-                "them. Raise learner.push.patience_s, or set learner.parity.every_steps = 0 to do without",
+                "them. Raise learner.push.patience_s, or set learner.parity.every_steps = 0 to disable the check",
                 MAX_UNANSWERED,
             )  # fmt: skip
 
     def _check_change(self, place: Place, expected: Expected, before_T: torch.Tensor, theirs_T: torch.Tensor) -> None:
         member, replica = place
         ours_T = expected.logprobs_T - expected.before.logprobs_T
-        is_telling_T = expected.before.logprobs_T < MAX_LOGPROB
-        is_changed_T = is_telling_T & (ours_T.abs() > LEAST_CHANGE)
+        is_sensitive_T = expected.before.logprobs_T < MAX_LOGPROB
+        is_changed_T = is_sensitive_T & (ours_T.abs() > LEAST_CHANGE)
         num_changed = int(is_changed_T.sum())
-        if num_changed < max(MIN_CHANGED, MIN_CHANGED_FRAC * int(is_telling_T.sum())):
+        if num_changed < max(MIN_CHANGED, MIN_CHANGED_FRAC * int(is_sensitive_T.sum())):
             return
         assert member.link.welcome is not None
         if self._changed_frac(expected.version, getattr(torch, member.link.welcome.dtype)) < MIN_CHANGED_WEIGHTS:
@@ -202,10 +202,10 @@ class SyncCheck:
         if unchanged_frac == 1:
             where = f"replica {replica} of the server" if len(replicas(member)) > 1 else "the server"
             raise ParityError(
-                f"the weights of version {expected.version} did not arrive in the engine of {where} at {member.endpoint}: of "
-                f"{num_changed} tokens whose logprobs they changed at the learner (by {float(ours_T.abs().mean()):.1e} on average), it "
-                "gives 100% exactly the logprobs of before, although it reports the new version. Restart that server, and continue "
-                "with --resume. If it happens again, vLLM does not load this model's weights as it must"
+                f"the weights of version {expected.version} did not arrive in the engine of {where} at {member.endpoint}: they changed "
+                f"the logprobs of {num_changed} tokens on the learner (by {float(ours_T.abs().mean()):.1e} on average), but 100% of "
+                "these logprobs are exactly as before on the server, although it reports the new version. Restart that server, "
+                "and continue with --resume. If this repeats, vLLM does not load this model's weights correctly"
             )
 
     def _wait(self, answers: Answers, timeout_s: float) -> None:

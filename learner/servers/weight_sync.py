@@ -77,14 +77,14 @@ class Stragglers:
             return share.failure
         if self._first_at is not None and now - self._first_at > self._patience_s:
             return (
-                f"others had the version {self._patience_s:g} s before (learner.push.patience_s); it is left behind and gets a "
-                "push of its own"
+                f"another server had the version {self._patience_s:g} s earlier (learner.push.patience_s); this server gets its "
+                "own weight sync"
             )
         moved_at = max(self._began_at, push.moved_at, share.moved_at)
         if self._others_serve and now - moved_at > self._patience_s:
             return (
-                f"it has got no further for {self._patience_s:g} s, for which the others need not wait (learner.push.patience_s); "
-                "it gets another push"
+                f"it has made no progress for {self._patience_s:g} s (learner.push.patience_s), and the other servers do not wait; "
+                "it gets another weight sync"
             )
         return None
 
@@ -199,7 +199,7 @@ class WeightSync:
         """Abort all syncs in progress and close all sessions."""
         self._closing.set()
         for push in self._pushes.values():
-            push.end("the learner ends")
+            push.end("the learner is shutting down")
         self._thread.shutdown()
         for push in self._pushes.values():
             push.close()
@@ -231,8 +231,8 @@ class WeightSync:
                 return None
             attempt += not failures or any(not member.is_draining for member in failures)
         raise PushError(
-            f"version {version} could not be pushed in {self._config.max_attempts} attempts (learner.push.max_attempts); "
-            f"the last failure: {reason}"
+            f"the weight sync of version {version} failed in {self._config.max_attempts} attempts (learner.push.max_attempts); "
+            f"the last error: {reason}"
         )
 
     def _due(self, version: int, members: list[Member] | None) -> list[Member]:
@@ -311,11 +311,15 @@ class WeightSync:
             push.give_up(greet_again=False)
             raise error
         if member.is_draining:
-            log.info("version %d is not pushed to the server at %s: it ends", version, member.endpoint)
+            log.info(
+                "skipped the weight sync of version %d to the server at %s (shutting down)", version, member.endpoint
+            )
             push.give_up(greet_again=False)
             return
         to = f" to {member.endpoint}" if self._fleet.is_several else ""
-        log.warning("push of version %d%s failed while %s (attempt %d): %s", version, to, push.state, attempt, error)
+        log.warning(
+            "weight sync of version %d%s failed while %s (attempt %d): %s", version, to, push.state, attempt, error
+        )
         self.failed(member)
 
     def _summary(self, version: int, reports: dict[Member, PushReport]) -> PushReport:
@@ -325,11 +329,11 @@ class WeightSync:
             self._failures.pop(member, None)
         each = list(reports.values())
         if self._fleet.is_several:
-            told = ", ".join(
+            durations = ", ".join(
                 f"{member.endpoint} in {report.total_s:.2f} s ({report.stall_s:.2f} s stalled)"
                 for member, report in reports.items()
             )
-            log.info("version %d pushed to %s", version, told)
+            log.info("synced version %d to %s", version, durations)
         return PushReport(
             total_s=max(report.total_s for report in each),
             transfer_s=max(report.transfer_s for report in each),

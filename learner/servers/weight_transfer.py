@@ -113,16 +113,18 @@ class ServerPush:
         done = self._loop.submit(self._link.finish_push(epoch.name))
         try:
             sent = self._send(epoch, version, tensors, done)
-            travelled = time.monotonic()
+            transferred = time.monotonic()
             self._enter("finishing")
             report = self._result(done, begin, sent)
         finally:
             done.cancel()
         if report.checksum != sent.checksum:
-            raise PushError(f"version {version} arrived as {report.checksum}, sent was {sent.checksum}")
+            raise PushError(
+                f"the weights of version {version} arrived with checksum {report.checksum}; expected {sent.checksum}"
+            )
         self.done = (epoch.server_id, version)
         return PushReport(
-            total_s=time.monotonic() - started, transfer_s=travelled - ready, load_s=report.load_s,
+            total_s=time.monotonic() - started, transfer_s=transferred - ready, load_s=report.load_s,
             stall_s=report.stall_s, num_bytes=sent.num_bytes, pause_s=report.pause_s,
         )  # fmt: skip
 
@@ -133,7 +135,7 @@ class ServerPush:
         """
         self._abandon_epoch()
         if greet_again:
-            self._tell(self._link.greet_again())
+            self._notify(self._link.greet_again())
 
     def end(self, reason: str) -> None:
         """Make the sync in progress fail with this reason, wherever it waits. Thread-safe."""
@@ -162,7 +164,7 @@ class ServerPush:
 
         try:
             with tqdm(
-                total=num_bytes, unit="B", unit_scale=True, desc=f"push {version}", mininterval=PROGRESS_EVERY_S,
+                total=num_bytes, unit="B", unit_scale=True, desc=f"weight sync {version}", mininterval=PROGRESS_EVERY_S,
                 disable=num_bytes < PROGRESS_BYTES or not manner().has_bars,
             ) as bar:  # fmt: skip
                 return epoch.send(tensors, progress)
@@ -205,13 +207,13 @@ class ServerPush:
             return
         epoch.close()
         if self._link.connected:
-            self._tell(self._link.abort_push(epoch.name))
+            self._notify(self._link.abort_push(epoch.name))
 
-    def _tell(self, word: Coroutine[Any, Any, None]) -> None:
+    def _notify(self, call: Coroutine[Any, Any, None]) -> None:
         try:
-            self._loop.call(word, CALL_SLACK_S)
+            self._loop.call(call, CALL_SLACK_S)
         except SlipstreamError as error:
-            log.warning("the push could not be given up in order: %s", error)
+            log.warning("could not abort the weight sync cleanly: %s", error)
 
 
 class WeightCopy:

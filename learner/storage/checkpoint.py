@@ -136,14 +136,14 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: Path) -> CheckpointState
     now = "none" if trainer.reference is None else trainer.reference.state.kind
     if before != now:
         raise ConfigError(
-            f'{checkpoint} has a reference of kind "{before}", learner.reference.kind is "{now}"; set it to "{before}" to '
-            "resume, or choose another run_dir"
+            f'learner.reference.kind = "{now}" is not "{before}", the kind in {checkpoint}; set it to "{before}" to resume, '
+            "or choose another run_dir"
         )
     require_same_model(trainer, checkpoint, state)
     if not (checkpoint / TRAINED).is_dir():
         raise ConfigError(
-            f"{checkpoint} was written by an earlier version of Slipstream, in whole files; finish the run with that one, or begin a "
-            f"new one with its model: --model {checkpoint / 'model'}"
+            f"{checkpoint} was written in the unsharded format of an earlier version of Slipstream; finish the run with that "
+            f"version, or start a new run from its model: --model {checkpoint / 'model'}"
         )
     policy = accelerator.unwrap_model(trainer.policy)
     try:
@@ -154,7 +154,7 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: Path) -> CheckpointState
         load_accelerator_state(str(checkpoint), [], [], [], [], accelerator.process_index)
     except (OSError, RuntimeError) as error:
         raise ConfigError(
-            f"{checkpoint} cannot be read ({error}); remove it, so that --resume goes on from the one before it"
+            f"{checkpoint} cannot be read ({error}); remove it, then --resume continues from the previous checkpoint"
         ) from error
     trainer.kl_coef = state.kl_coef
     log.info("resumed from %s", checkpoint)
@@ -174,13 +174,13 @@ def require_same_model(trainer: PolicyTrainer, checkpoint: Path, state: Checkpoi
         return
     if state.model_digest is None:
         log.warning(
-            "%s does not say which model its run started from; check that it was %s, whose weights are frozen",
+            "%s does not record the model that its run started from; check that it was %s, whose weights are frozen",
             checkpoint, trainer.model_path,
         )  # fmt: skip
         return
     raise ConfigError(
         f"model: {trainer.model_path} has changed since the run started: its digest was {state.model_digest} and is "
-        f"{trainer.model_digest}. {checkpoint} does not hold the {len(frozen)} tensors that are not trained ({frozen[0]}, …). Restore "
+        f"{trainer.model_digest}. {checkpoint} does not contain the {len(frozen)} frozen tensors ({frozen[0]}, …). Restore "
         "the files of that model, or start a new run in another run_dir"
     )
 
@@ -192,7 +192,7 @@ def read_state(checkpoint: Path) -> CheckpointState:
         return msgspec.json.decode(path.read_bytes(), type=CheckpointState)
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{path} is damaged or of another version of Slipstream ({error}); choose another run_dir"
+            f"{path} is damaged or from another version of Slipstream ({error}); choose another run_dir"
         ) from error
 
 
@@ -211,5 +211,5 @@ def read_pass_rates(checkpoint: Path) -> PassRates | None:
         return msgspec.json.decode(path.read_bytes(), type=PassRates)
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{path} is damaged ({error}); remove it, and the pass rates are counted anew from the ledger"
+            f"{path} is damaged ({error}); remove it to count the pass rates again from the ledger"
         ) from error

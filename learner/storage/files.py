@@ -41,8 +41,8 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         num_free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free / MIB
         raise DiskError(
-            f"{path} could not be written ({error}); {num_free:,.1f} MiB are free on its disk. The run stops and keeps what it "
-            "committed before: free some space, then start it again with --resume"
+            f"{path} could not be written ({error}); {num_free:,.1f} MiB are free on its disk. The run stops, and everything "
+            "committed before is kept: free some space, then continue with --resume"
         ) from error
 
 
@@ -111,7 +111,7 @@ class JsonLinesFile:
         with writing(self._path):
             num_written = self._file.write(line)
             if num_written != len(line):
-                raise OSError(f"only {num_written} of the last {len(line)} bytes found room")
+                raise OSError(f"only {num_written} of the last {len(line)} bytes were written")
 
     def close(self) -> None:
         self._file.close()

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 VISIBLE_WITHIN_S = 90.0
 """Deadline for files to appear. An NFS client may cache for 60 s that a file does not exist."""
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,9 +62,9 @@ def _await(checkpoint: Path, chosen: CheckpointView, timeout_s: float) -> Checkp
     end_s, has_logged = time.monotonic() + timeout_s, False
     while (seen := _view_of(checkpoint)) != chosen and time.monotonic() < end_s:
         if not has_logged:
-            log.info("waiting up to %g s for the files of %s that rank 0 sees", timeout_s, checkpoint)
+            log.info("waiting up to %g s for the files of %s, which rank 0 already sees", timeout_s, checkpoint)
             has_logged = True
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
     return seen
 
 

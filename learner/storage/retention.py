@@ -128,6 +128,6 @@ def prune(
     for checkpoint in set(best) - set(newest):
         if checkpoint in states:
             score = judged[checkpoint].score
-            log.info("%s stays as a model alone: it is among the best by %s (%.4g)", checkpoint, judged_by, score)
+            log.info("keeping only the model of %s (among the best by %s: %.4g)", checkpoint, judged_by, score)
         keep_model_alone(checkpoint, judged[checkpoint])
     return states[newest[0]].step

@@ -62,9 +62,9 @@ class RunDir:
             raise ConfigError(f"run_dir = {path} cannot be written: {error}; choose another with --run-dir") from error
         if kind := network_file_system(path):
             log.warning(
-                "run_dir = %s lies on a network file system (%s). The ledger is a SQLite file with a write-ahead log, which such a "
-                "file system may damage when this machine or the link fails, and every group waits for its commits: put run_dir on "
-                "a disk of this machine (--run-dir) and copy checkpoints/ away from there",
+                "run_dir = %s is on a network file system (%s), which slows down every group and may damage the ledger, a "
+                "SQLite file with a write-ahead log, when this machine or its network fails. Put run_dir on a local disk "
+                "(--run-dir) and copy checkpoints/ from there",
                 path, kind,
             )  # fmt: skip
         try:
@@ -72,7 +72,7 @@ class RunDir:
         except BlockingIOError as error:
             self.close()
             raise ConfigError(
-                f"another learner is writing into {path}; wait for it or choose another run_dir"
+                f"another learner is writing to {path}; wait for it to finish, or choose another run_dir"
             ) from error
 
     def begin(self) -> None:
@@ -114,12 +114,12 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
     exists = (path / "config.toml").exists()
     if exists and not resume:
         raise ConfigError(
-            f"{path} already holds a run; go on with it by --resume, or choose another directory with --run-dir"
+            f"{path} already contains a run; continue it with --resume, or choose another directory with --run-dir"
         )
     if not exists and path.exists() and {entry.name for entry in path.iterdir()} - LEFT_BY_A_FAILED_START:
-        raise ConfigError(f"{path} is not empty and holds no run; choose another directory with --run-dir")
+        raise ConfigError(f"{path} is not empty and contains no run; choose another directory with --run-dir")
     if not exists and resume:
-        raise ConfigError(f"{path} holds no run to resume; leave --resume out, or point --run-dir at the run")
+        raise ConfigError(f"{path} contains no run to resume; omit --resume, or set --run-dir to the run's directory")
     if exists:
         _compare(path / "config.toml", run)
     return RunDir(path, run)
@@ -144,13 +144,13 @@ def _compare(path: Path, run: LearnerRun) -> None:
         if was == value:
             continue
         if known is not None and may_change(known):
-            log.info("resumed with %s = %s, was %s", key, value, was)
+            log.info("resuming with %s = %s (was %s)", key, value, was)
         else:
-            refused.append(f"{key} was {was!r}, is {value!r}" if known else f"{key} was {was!r}, is no key any more")
+            refused.append(f"{key} was {was!r}, is {value!r}" if known else f"{key} was {was!r}, is no longer a key")
     if refused:
         raise ConfigError(
-            f"{path.parent} belongs to another config: {'; '.join(refused)}. Restore these values to resume it, or choose "
-            "another run_dir"
+            f"{path.parent} contains a run with another config: {'; '.join(refused)}. Restore these values to resume it, or "
+            "choose another run_dir"
         )
 
 
@@ -204,7 +204,7 @@ def record_data(path: Path, prompts: Prompts) -> None:
 def check_data(path: Path, prompts: Prompts) -> None:
     """Raise DataError, naming the first difference, if the data is not the run's."""
     if not path.exists():
-        log.warning("%s is missing, so nobody can say whether the data is still the run's", path)
+        log.warning("cannot check that the data is the same as at the start of the run (%s is missing)", path)
         return
     before, now = np.frombuffer(path.read_bytes(), "<i8"), prompts.digests
     if np.array_equal(before, now):
@@ -212,16 +212,20 @@ def check_data(path: Path, prompts: Prompts) -> None:
     num_common = min(len(before), len(now))
     changed = np.flatnonzero(before[:num_common] != now[:num_common])
     if len(changed):
-        what = (
-            f"row {prompts.row(int(changed[0]))} is the first that changed (its prompt, its columns, or its token ids)"
+        change = (
+            f"row {prompts.row(int(changed[0]))} is the first changed row (its prompt, its columns, or its token ids)"
         )
         remedy = "Restore the data, the chat template and the tokenizer (learner.data.revision pins a hub dataset)"
     elif len(now) > len(before):
-        what = f"{len(now) - len(before)} prompts came after the {len(before)} it began with, which would change the order of all"
-        remedy = f"Leave them out with learner.data.num_prompts = {prompts.row(len(before) - 1) + 1}"
+        change = (
+            f"{len(now) - len(before)} prompts were added after the original {len(before)}, which would change the order of "
+            "all prompts"
+        )
+        remedy = f"Exclude them with learner.data.num_prompts = {prompts.row(len(before) - 1) + 1}"
     else:
-        what = f"{len(before) - len(now)} of its {len(before)} prompts are missing, from the end"
+        change = f"{len(before) - len(now)} of its {len(before)} prompts are missing at the end"
         remedy = "Restore the data"
     raise DataError(
-        f"{prompts.name} is not what the run in {path.parent} began with: {what}. {remedy}, or begin a new run with --run-dir"
+        f"{prompts.name} has changed since the run in {path.parent} started: {change}. {remedy}, or start a new run with "
+        "--run-dir"
     )

@@ -218,7 +218,7 @@ class CheckpointWriter:
                 _link_all(checkpoint_of(self._directory, earlier_step) / REFERENCE, aside / REFERENCE)
                 is_linked = True
             except OSError as error:  # the file system has no links, or the previous checkpoint was removed
-                log.info("the reference is written once more: %s", error)
+                log.info("writing the reference again, without hard links (%s)", error)
                 shutil.rmtree(aside / REFERENCE, ignore_errors=True)
         return bool(broadcast(torch.tensor([is_linked], device=accelerator.device)))
 

@@ -38,20 +38,20 @@ PINNED = {
 }  # fmt: skip
 """Environment variables of accelerate that `make_accelerator` overrides: the value it sets, and why."""
 NO_NAMES = (
-    "its parameters cannot be gathered one at a time under their names; FSDP2 shares a policy here (fsdp_version: 2)"
+    "its parameters cannot be gathered one at a time by name, so a policy is sharded with FSDP2 (fsdp_version: 2) only"
 )
 REFUSED = {
     "ACCELERATE_USE_DEEPSPEED": NO_NAMES,
     "ACCELERATE_USE_MEGATRON_LM": NO_NAMES,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "ranks share rows and, by FSDP2, the policy; in tensor, context or sequence parallel groups "
-    "they would train other rows, and reduce their gradients over other ranks",
-    "FSDP_IGNORED_MODULES": "the gradients of modules that FSDP2 ignores are reduced over no ranks",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "only data parallelism and FSDP2 are supported; tensor, context and sequence "
+    "parallel groups would train on other rows and reduce their gradients over other ranks",
+    "FSDP_IGNORED_MODULES": "the gradients of modules that FSDP2 ignores are not reduced over the ranks",
 }
 """Environment variables that would change what is trained, each with the reason it is refused."""
 UNSET = {"", "false", "0"}
 DISAGREEMENT = (
-    "No rank has changed its weights in this step. Give all ranks the same config, software and kind of device, then start them again, with "
-    "--resume if the run has a checkpoint"
+    "No rank has changed its weights in this step. Give all ranks the same config, software and device type, then "
+    "restart them, with --resume if the run has a checkpoint"
 )
 
 
@@ -89,7 +89,8 @@ def make_accelerator(**settings: Any) -> Accelerator:
     for name, reason in REFUSED.items():
         if (value := os.environ.get(name, "")).lower() not in UNSET:
             raise ConfigError(
-                f"{name} = {value!r} in the environment is not supported: {reason}. Unset it, or remove it from accelerate's config"
+                f"{name} = {value!r} in the environment is not supported: {reason}. Unset it, or remove it from "
+                "accelerate's config"
             )
     for name, (value, reason) in PINNED.items():
         if is_first and (found := os.environ.get(name, value)).lower() != value:
@@ -117,8 +118,8 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
         SystemExit: Another rank has died, whatever error this caused here (rank_watch.py).
         RankFailed: Another rank has stopped with an error or hangs.
     """
-    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.rank_timeout_s))
-    accelerator = make_accelerator(kwargs_handlers=[patience])
+    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.rank_timeout_s))
+    accelerator = make_accelerator(kwargs_handlers=[timeout])
     if accelerator.num_processes > 1:
         log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
     watch = RankWatch(accelerator)

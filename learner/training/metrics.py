@@ -126,14 +126,14 @@ def episode_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
     courses = [course for group in groups for course in group.courses_G]
     if not courses:
         return {}
-    said = sum(len(branch.token_ids) - branch.num_sampled for group in groups for branch in group.completions)
+    num_others = sum(len(branch.token_ids) - branch.num_sampled for group in groups for branch in group.completions)
     num_prompt_tokens = sum(course.num_prompt_tokens for course in courses)
     metrics = {
         "episode/turns_mean": statistics.fmean(course.num_turns for course in courses),
         "episode/branches_mean": statistics.fmean(len(branches) for group in groups for branches in group.branches_G),
         "episode/tool_calls": float(sum(course.num_calls for course in courses)),
         "episode/failed_calls": float(sum(course.num_failed_calls for course in courses)),
-        "episode/environment_tokens": float(said),
+        "episode/environment_tokens": float(num_others),
         "episode/environment_seconds": statistics.fmean(course.environment_s for course in courses),
     }
     metrics |= {f"episode/{state}": float(count) for state, count in Counter(one.state for one in courses).items()}

@@ -67,10 +67,10 @@ class NotFiniteError(SlipstreamError):
     """Gradients or weights are NaN or inf, and continuing would not help."""
 
 
-def require_finite_weights(accelerator: Accelerator, policy: nn.Module, told: str) -> None:
+def require_finite_weights(accelerator: Accelerator, policy: nn.Module, description: str, remedy: str) -> None:
     """Raise NotFiniteError on every rank if any rank has a NaN or inf weight.
 
-    The last argument names the weights in the error message.
+    The error message names the weights by `description` and ends with `remedy`.
     """
     policy = accelerator.unwrap_model(policy)
     reshard(policy)
@@ -79,4 +79,4 @@ def require_finite_weights(accelerator: Accelerator, policy: nn.Module, told: st
     if not float(accelerator.reduce(num_broken, "sum")):
         return
     where = f"first in {broken[0]}" if broken else "on another rank"
-    raise NotFiniteError(f"{told} hold values that are infinite or no numbers, {where}")
+    raise NotFiniteError(f"{description} contain NaN or inf ({where}); {remedy}")

@@ -149,7 +149,12 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
         fuse(policy, getattr(torch, run.dtype), partial(first_problem, accelerator))
     if is_new and config.warm_start.steps > 0:
         warm_start(run_inputs, accelerator, policy)
-    require_finite_weights(accelerator, policy, f"the weights of {run_inputs.model_path}, or of its warm start,")
+    require_finite_weights(
+        accelerator,
+        policy,
+        f"the weights of {run_inputs.model_path}, or of its warm start,",
+        "set `model` to one with finite weights, or lower learner.warm_start.learning_rate",
+    )
     reference = make_reference(config.reference, policy, accelerator, config.sampling.temperature)
     return PolicyTrainer(
         run=run,
@@ -235,23 +240,24 @@ def _refuse_other_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
     if not accelerator.is_fsdp2:
         if accelerator.distributed_type == DistributedType.FSDP:
             raise ConfigError(
-                "accelerate shards the policy by FSDP1, whose parameters cannot be gathered one at a time under their "
-                "names; expected FSDP2 (fsdp_version: 2 in accelerate's config, or FSDP_VERSION=2) or no sharding"
+                "accelerate shards the policy with FSDP1, whose parameters cannot be gathered one at a time by name; "
+                "use FSDP2 (fsdp_version: 2 in accelerate's config, or FSDP_VERSION=2) or no sharding"
             )
         return
     if run.learner.compile is True:
         raise ConfigError(
-            "learner.compile = true and FSDP2: code compiled over weights that come and go has not been tried; set learner.compile to "
-            "false, or start the learner without FSDP"
+            "learner.compile = true is not supported with FSDP2: compiled code over sharded weights has not been tested; "
+            "set learner.compile to false, or start the learner without FSDP"
         )
     plugin = accelerator.state.fsdp_plugin
     if run.learner.optimizer.kind == "adamw_8bit":
         raise ConfigError(
-            'learner.optimizer.kind = "adamw_8bit" and FSDP2: bitsandbytes does not know parameters that lie on several ranks. Set '
-            'learner.optimizer.kind to "adamw", whose moments the ranks share, or start the learner without FSDP'
+            'learner.optimizer.kind = "adamw_8bit" is not supported with FSDP2: bitsandbytes cannot update sharded '
+            'parameters. Set learner.optimizer.kind to "adamw", whose moments are sharded, or start the learner without '
+            "FSDP"
         )
     if plugin.activation_checkpointing:
         raise ConfigError(
-            "fsdp_activation_checkpointing changes the names of the parameters; turn it off and set "
+            "fsdp_activation_checkpointing is not supported, because it renames the parameters; turn it off and set "
             "learner.gradient_checkpointing = true"
         )

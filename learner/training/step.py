@@ -62,7 +62,12 @@ def train_on(trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, t
         with timer("optimizer"):
             metrics |= optimizer_step(trainer, version)
         num_skipped += trainer.num_skipped_in_a_row > 0
-    require_finite_weights(accelerator, trainer.policy, _told_of_weights(version, metrics))
+    require_finite_weights(
+        accelerator,
+        trainer.policy,
+        _describe_weights(version, metrics),
+        "lower learner.optimizer.learning_rate, then continue with --resume",
+    )
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
     metrics = loss_metrics(total, config) | trainer.extremes.take(accelerator, config.updates_per_batch) | metrics
     metrics |= trainer.mismatch.take(accelerator, groups)
@@ -160,27 +165,24 @@ def optimizer_step(trainer: PolicyTrainer, version: int) -> dict[str, float]:
 def _skip(trainer: PolicyTrainer, version: int, grad_norm: float) -> None:
     trainer.num_skipped_in_a_row += 1
     limit = trainer.config.optimizer.max_skipped_updates
-    told = (
-        f"the norm of the gradient is {grad_norm}: the loss or its gradient overflowed, or the policy gives logprobs that are no "
-        "numbers"
-    )
+    reason = f"the gradient norm is {grad_norm}: the loss or its gradient overflowed, or the policy returned NaN or inf logprobs"
     if trainer.num_skipped_in_a_row >= limit:
         raise NotFiniteError(
-            f"step {version + 1}: {told}, {limit} times in a row (learner.optimizer.max_skipped_updates). None of these updates "
-            "was made, and the checkpoints are sound. Lower learner.optimizer.learning_rate, or set learner.correction if "
-            'policy/ratio_max grew before, or try dtype = "float32", and go on with --resume'
+            f"step {version + 1}: {reason}, {limit} times in a row (learner.optimizer.max_skipped_updates). All these updates "
+            "were skipped, and the checkpoints are intact. Lower learner.optimizer.learning_rate, set learner.correction if "
+            'policy/ratio_max grew before, or try dtype = "float32"; then continue with --resume'
         )
     if trainer.accelerator.is_main_process:
         log.warning(
-            "step %d: %s. The update is skipped and the weights stay as they are (%d in a row, the run stops at %d)",
-            version + 1, told, trainer.num_skipped_in_a_row, limit,
+            "skipping the update of step %d: %s (%d in a row, the run stops at %d)",
+            version + 1, reason, trainer.num_skipped_in_a_row, limit,
         )  # fmt: skip
 
 
-def _told_of_weights(version: int, metrics: dict[str, float]) -> str:
+def _describe_weights(version: int, metrics: dict[str, float]) -> str:
     return (
-        f"step {version + 1} was too large: after it (learning rate {metrics['optim/lr']:g}, norm of the gradient "
-        f"{metrics['optim/grad_norm']:g}) the weights, which were neither pushed nor saved,"
+        f"step {version + 1} was too large (learning rate {metrics['optim/lr']:g}, gradient norm "
+        f"{metrics['optim/grad_norm']:g}): its weights, which were neither sent to a server nor saved,"
     )
 
 

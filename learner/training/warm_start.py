@@ -46,7 +46,10 @@ def warm_start(run_inputs: RunInputs, accelerator: Accelerator, policy: nn.Modul
     prompts, tokenizer = run_inputs.prompts, run_inputs.tokenizer
     end = prompts.template.turn_end() if prompts.are_conversations else tokenizer.eos_token_id
     if end is None:
-        raise DataError("learner.warm_start needs a tokenizer with an end-of-sequence token; this model's has none")
+        raise DataError(
+            f"learner.warm_start.steps = {settings.steps} needs a tokenizer with an end-of-sequence token, but this model's "
+            "has none; set learner.warm_start.steps to 0, or set `model` to another one"
+        )
     optimizer = make_optimizer(policy, config.optimizer, settings.learning_rate)
     loss = 0.0
     steps = tqdm(
@@ -63,13 +66,13 @@ def warm_start(run_inputs: RunInputs, accelerator: Accelerator, policy: nn.Modul
         grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), config.optimizer.max_grad_norm) or 0.0)
         if not math.isfinite(grad_norm):
             raise NotFiniteError(
-                f"step {step + 1} of the warm start: the norm of the gradient is {grad_norm}, with a loss of {loss:g}; lower "
+                f"step {step + 1} of the warm start: the gradient norm is {grad_norm} and the loss is {loss:g}; lower "
                 "learner.warm_start.learning_rate"
             )
         optimizer.step()
         optimizer.zero_grad()
         steps.set_postfix(loss=f"{loss:.3f}", refresh=False)
-    log.info("warm start: %d steps on answers, last loss %.3f per token", settings.steps, loss)
+    log.info("completed the warm start (%d steps, last loss %.3f per token)", settings.steps, loss)
     return loss
 
 
@@ -109,14 +112,14 @@ def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Lear
     if prompt.columns.get(column) in (None, ""):
         raise DataError(
             f"learner.warm_start.steps = {config.warm_start.steps} needs answers, but row {prompt.prompt_id} of the data has "
-            f"none in column {column!r}; its columns beside the prompt are: {', '.join(prompt.columns) or 'none'}. Set "
-            "learner.warm_start.answer_column to the one that holds them, or learner.warm_start.steps to 0"
+            f"none in column {column!r}; its other columns are: {', '.join(prompt.columns) or 'none'}. Set "
+            "learner.warm_start.answer_column to the column with the answers, or learner.warm_start.steps to 0"
         )
     token_ids = tokenizer(str(prompt.columns[column]), add_special_tokens=False)["input_ids"]
     if len(token_ids) >= max_tokens:
         raise DataError(
-            f"the answer in row {prompt.prompt_id} of the data has {len(token_ids)} tokens and an end, a completion has at "
-            f"most learner.sampling.max_tokens = {max_tokens}; raise it, or leave such rows out of the data"
+            f"the answer in row {prompt.prompt_id} of the data has {len(token_ids)} tokens plus an end token, more than "
+            f"learner.sampling.max_tokens = {max_tokens}; raise it, or remove such rows from the data"
         )
     return np.array([*token_ids, end], np.int32)
 

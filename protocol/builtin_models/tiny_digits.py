@@ -1,6 +1,6 @@
 """`tiny:digits`: a random GPT-2 of 0.1M parameters with one token per character.
 
-It serves for a first run in seconds.
+It is for a first run in seconds.
 """
 
 from pathlib import Path

@@ -5,7 +5,7 @@
     DIR/learner.key           a learner's secret key      goes to that learner
     DIR/allowed/learner.pub   an admitted public key      stays on the server, one file per learner
 
-`python -m protocol.channel.keys DIR` makes them. The server reads allowed/ at each handshake. Public keys
+`python -m protocol.channel.keys DIR` creates them. The server reads allowed/ at each handshake. Public keys
 follow from secret keys, so neither side needs a file of its own public key.
 Invariant: secrets, including the key of the OpenAI API, are read only from files that no other user can read.
 """
@@ -36,14 +36,14 @@ def read_secret(path: Path, purpose: str) -> str:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would block until a writer opens it too
-            raise ConfigError(f"{path} ({purpose}) is no regular file; name one that holds the secret")
+            raise ConfigError(f"{path} ({purpose}) is not a regular file; use a regular file that holds the secret")
         mode, text = status.st_mode & 0o777, path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} ({purpose}) cannot be read: {error}") from error
     if mode & 0o077:
-        raise ConfigError(f"{path} ({purpose}) has mode {mode:03o}, so others may read it; run: chmod 600 {path}")
+        raise ConfigError(f"{path} ({purpose}) has mode {mode:03o}, so others can access it; run: chmod 600 {path}")
     if not text:
-        raise ConfigError(f"{path} ({purpose}) is empty; an empty secret would keep nobody out")
+        raise ConfigError(f"{path} ({purpose}) is empty; write a secret into it")
     return text
 
 
@@ -99,7 +99,7 @@ def server_keys(directory: str) -> ServerKeys:
     keys = ServerKeys(secret, public, Path(directory) / "allowed")
     if not keys.allowed():
         raise ConfigError(
-            f"{directory}/allowed holds no public key, so no learner could connect; copy the learner's .pub file there"
+            f"{directory}/allowed contains no public key, so no learner can connect; copy the learner's .pub file there"
         )
     return keys
 
@@ -115,7 +115,7 @@ def learner_keys(directory: str) -> LearnerKeys:
 
 
 def make_keys(directory: Path) -> None:
-    """Make the keys of a server and of one learner in a new directory.
+    """Create the keys of a server and of one learner in a new directory.
 
     Raises:
         ConfigError: If the directory exists.
@@ -124,7 +124,7 @@ def make_keys(directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True)
     except FileExistsError as error:
         raise ConfigError(
-            f"{directory} exists, and keys are never overwritten; use those in it or name another"
+            f"{directory} exists, and keys are never overwritten; use its keys or choose another directory"
         ) from error
     (directory / "allowed").mkdir(mode=0o700)
     server_public, server_secret = zmq.curve_keypair()
@@ -148,14 +148,14 @@ def _folder(directory: str) -> Path:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(
-            f"keys = {directory!r} cannot be read ({error.strerror}); expected the directory that `make keys` made, of "
-            "this user"
+            f"keys = {directory!r} cannot be read ({error.strerror}); use a directory that `make keys` created and "
+            "that this user can access"
         ) from error
     return Path(directory)
 
 
 def _read_pair(path: Path) -> tuple[bytes, bytes]:
-    secret = _checked(read_secret(path, "a secret key, as `make keys` writes it"), path)
+    secret = _checked(read_secret(path, "a secret key created by `make keys`"), path)
     return secret, zmq.curve_public(secret)
 
 
@@ -163,18 +163,18 @@ def _read_public(path: Path) -> bytes:
     try:
         return _checked(path.read_text().strip(), path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} (a public key, as `make keys` writes it) cannot be read: {error}") from error
+        raise ConfigError(f"{path} (a public key created by `make keys`) cannot be read: {error}") from error
 
 
 def _checked(text: str, path: Path) -> bytes:
     key = text.encode()
     try:
         if len(key) != KEY_CHARACTERS:
-            raise ValueError(f"{len(key)} characters came")
+            raise ValueError(f"it has {len(key)} characters")
         zmq.curve_public(key)  # fails if the text is not Z85
     except (ValueError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"{path} holds no key: {error}; expected {KEY_CHARACTERS} characters of Z85, as `make keys` writes them"
+            f"{path} is not a valid key: {error}; expected {KEY_CHARACTERS} Z85 characters, as `make keys` writes them"
         ) from error
     return key
 
@@ -190,11 +190,12 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     print(
-        f'keys made in {directory}; set keys = "{directory}" in the config of both sides\n'
+        f'created keys in {directory}; set keys = "{directory}" in the config of both sides\n'
         f"  the server keeps   {directory}/server.key and {directory}/allowed/\n"
-        f"  the learner needs  {directory}/learner.key and {directory}/server.pub: copy them (scp -p), then delete learner.key here\n"
-        f"  another learner    makes keys of its own and takes this server.pub; its allowed/learner.pub goes into\n"
-        f"                     {directory}/allowed/ under another name, also while the server runs"
+        f"  the learner needs  {directory}/learner.key and {directory}/server.pub: copy them (scp -p), "
+        "then delete learner.key here\n"
+        "  another learner    creates its own keys and uses this server.pub; copy its allowed/learner.pub to\n"
+        f"                     {directory}/allowed/ under another name, even while the server runs"
     )
 
 

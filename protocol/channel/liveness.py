@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MAX_UNFINISHED_BYTES = 128 << 20
 """Maximum number of bytes without a whole message: four frames of maximum size. They count from the check
 after the last whole message."""
-MIN_SILENT_LOOKS = 3
+MIN_SILENT_CHECKS = 3
 """Minimum number of checks in a row without a byte, however long the silence. The checking process itself,
 and the peer with it, may have been suspended."""
 TCP_INFO_SIZE = 256
@@ -54,18 +54,18 @@ def _socket_of(descriptor: int) -> socket.socket:
     return socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM)
 
 
-class _Heard(msgspec.Struct, frozen=True):
+class _Counters(msgspec.Struct, frozen=True):
     """Counters of one connection as of a check."""
 
     num_bytes: int
     """Number of bytes received by then."""
     mark: int
     """Number of bytes received when the last whole message was noticed."""
-    num_silent_looks: int
+    num_silent_checks: int
 
 
 class Connections:
-    """Watchdog that ends silent connections, and those with an endless message.
+    """Watchdog that closes connections that are silent or send an endless message.
 
     It identifies connections by descriptor. Every live peer sends pings or pongs.
     """
@@ -77,34 +77,34 @@ class Connections:
         self._is_one, self._dead_after_ms, self._max_unfinished_bytes = is_one, dead_after_ms, max_unfinished_bytes
         self._finished: set[int] = set()
         """Descriptors that have received a whole message since the last check."""
-        self._heard: dict[int, _Heard] = {}
+        self._counters_of: dict[int, _Counters] = {}
 
     def finished_message(self, descriptor: int) -> None:
         self._finished.add(descriptor)
 
     def look(self, descriptors: Iterable[int]) -> int:
-        """End connections with an endless message, and those of silent peers.
+        """Close the connections of silent peers, and those with an endless message.
 
         Return the bytes that arrived since the last check over the busiest connection.
         """
-        most, heard = 0, {}
-        for descriptor, num_bytes, silence_ms in self._counters(descriptors):
-            before = self._heard.get(descriptor)
+        most, counters = 0, {}
+        for descriptor, num_bytes, silence_ms in self._read_counters(descriptors):
+            before = self._counters_of.get(descriptor)
             if before is None or num_bytes < before.num_bytes:  # fewer bytes: the descriptor was reused
-                before = _Heard(num_bytes, num_bytes, 0)
+                before = _Counters(num_bytes, num_bytes, 0)
             is_silent = num_bytes == before.num_bytes
-            now = _Heard(
+            now = _Counters(
                 num_bytes=num_bytes,
                 mark=num_bytes if descriptor in self._finished else before.mark,
-                num_silent_looks=before.num_silent_looks + 1 if is_silent else 0,
+                num_silent_checks=before.num_silent_checks + 1 if is_silent else 0,
             )
-            heard[descriptor] = now
+            counters[descriptor] = now
             most = max(most, num_bytes - before.num_bytes)
             if num_bytes - now.mark > self._max_unfinished_bytes:
-                self.end(descriptor, f"{(num_bytes - now.mark) >> 20} MiB of a message that does not end")
-            elif silence_ms > self._dead_after_ms and now.num_silent_looks >= MIN_SILENT_LOOKS:
-                self.end(descriptor, f"nothing was heard of it for {silence_ms / 1000:.1f} s")
-        self._heard = heard
+                self.end(descriptor, f"received {(num_bytes - now.mark) >> 20} MiB of an unfinished message")
+            elif silence_ms > self._dead_after_ms and now.num_silent_checks >= MIN_SILENT_CHECKS:
+                self.end(descriptor, f"received nothing for {silence_ms / 1000:.1f} s")
+        self._counters_of = counters
         self._finished.clear()
         return most
 
@@ -113,15 +113,15 @@ class Connections:
         try:
             with _socket_of(descriptor) as connection:
                 if self._is_one(connection):
-                    log.warning("a peer at %s is cut off: %s", connection.getpeername()[0], reason)
+                    log.warning("disconnecting the peer at %s: %s", connection.getpeername()[0], reason)
                     # Makes ZeroMQ's close send a reset. After a mere FIN, a peer that keeps sending would
                     # hang for a minute.
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:
-            log.debug("a peer to cut off is gone already: %s", error)
+            log.debug("a peer to disconnect is already gone: %s", error)
 
-    def _counters(self, descriptors: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    def _read_counters(self, descriptors: Iterable[int]) -> Iterator[tuple[int, int, int]]:
         """Yield descriptor, bytes received and milliseconds of silence per connection."""
         for descriptor in descriptors:
             try:
@@ -140,7 +140,7 @@ class Failure(Enum):
 
     UNKNOWN_KEY = "a key that is not in the server's allowed/"
     OTHER_MECHANISM = "keys on one side only"
-    OTHER_SERVER_KEY = "a server.pub that is another server's"
+    OTHER_SERVER_KEY = "a server.pub of another server"
     BROKEN_OFF = "broken off"
 
 

@@ -28,14 +28,14 @@ class LoopSocket:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._news = int(socket.getsockopt(zmq.FD))
+        self._signal = int(socket.getsockopt(zmq.FD))
         """Descriptor through which libzmq signals events."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """Loop that watches the descriptor. None until a task has waited."""
         self._waiting: dict[asyncio.Future[None], int] = {}
         """Waiting tasks, each with the state that it waits for: READABLE or WRITABLE."""
-        self._turn_to_send = asyncio.Lock()
-        self._turn_began = time.monotonic()
+        self._send_lock = asyncio.Lock()
+        self._turn_started = time.monotonic()
 
     def send_now(self, frames: Sequence[bytes]) -> None:
         """Send a message without waiting.
@@ -50,14 +50,14 @@ class LoopSocket:
                 self._socket.send(frame, MORE_TO_COME)
             self._socket.send(last, WITHOUT_WAITING)
         finally:
-            self._look_after_those_who_wait()
+            self._wake_waiting_tasks()
 
     async def send(self, frames: Sequence[bytes]) -> None:
-        """Send a message once a peer is connected and takes it.
+        """Send a message once a connected peer accepts it.
 
-        Messages that other tasks have started to send go first.
+        Messages that other tasks are already sending go first.
         """
-        async with self._turn_to_send:
+        async with self._send_lock:
             while True:
                 try:
                     return self.send_now(frames)
@@ -66,15 +66,15 @@ class LoopSocket:
 
     async def receive(self) -> list[zmq.Frame]:
         """Return the frames of the next message."""
-        if time.monotonic() - self._turn_began > MAX_TURN_S:
+        if time.monotonic() - self._turn_started > MAX_TURN_S:
             await asyncio.sleep(0)  # the only point at which other tasks run while a peer floods
-            self._turn_began = time.monotonic()
+            self._turn_started = time.monotonic()
         while True:
             try:
                 return self._receive_now()
             except zmq.Again:
                 await self._until(READABLE)
-                self._turn_began = time.monotonic()
+                self._turn_started = time.monotonic()
 
     def _receive_now(self) -> list[zmq.Frame]:
         try:
@@ -82,14 +82,14 @@ class LoopSocket:
             while frames[-1].more:
                 frames.append(self._socket.recv(WITHOUT_WAITING, copy=False))
         finally:
-            self._look_after_those_who_wait()
+            self._wake_waiting_tasks()
         return frames
 
     async def _until(self, event: int) -> None:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            loop.add_reader(self._news, self._take_notice)
+            loop.add_reader(self._signal, self._wake_ready_tasks)
         waiter: asyncio.Future[None] = loop.create_future()
         self._waiting[waiter] = event
         try:
@@ -97,11 +97,11 @@ class LoopSocket:
         finally:
             del self._waiting[waiter]
 
-    def _look_after_those_who_wait(self) -> None:
+    def _wake_waiting_tasks(self) -> None:
         if self._waiting:
-            self._take_notice()
+            self._wake_ready_tasks()
 
-    def _take_notice(self) -> None:
+    def _wake_ready_tasks(self) -> None:
         """Wake the tasks whose event has happened.
 
         The events must be read even without waiting tasks, or the descriptor would signal forever.
@@ -114,7 +114,7 @@ class LoopSocket:
     def close(self) -> None:
         """Close the socket and cancel the waiting tasks."""
         if self._loop is not None:
-            self._loop.remove_reader(self._news)
+            self._loop.remove_reader(self._signal)
         for waiter in self._waiting:
             waiter.cancel()
         self._socket.close()

@@ -76,7 +76,7 @@ class Strangers:
         return self._num_messages[peer] <= MAX_MESSAGES_PER_S and self._num_bytes[peer] <= MAX_BYTES_PER_S
 
     def is_cut_off(self, peer: bytes) -> bool:
-        """Return whether the peer's connection was ended before.
+        """Return whether the peer's connection was closed before.
 
         Messages that the peer sent until then may still be in the queue.
         """
@@ -138,7 +138,7 @@ class ServerChannel:
             self.close()
             raise ConfigError(
                 f"cannot listen on {endpoint}: {error.strerror}. "
-                "Stop the process that holds the port, or choose another with `endpoint` in the config."
+                "Stop the process that uses the port, or choose another port with `endpoint` in the config."
             ) from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         host, port = split_endpoint(self.endpoint)
@@ -200,11 +200,11 @@ class ServerChannel:
         if self._strangers.allow(peer, sum(len(frame) for frame in frames)):
             return False
         self._strangers.cut_off(peer)
-        self._connections.end(descriptor, "it sent more than a peer may before its Hello is accepted")
+        self._connections.end(descriptor, "it exceeded the limits for a peer whose Hello is not accepted")
         return True
 
     def look_at_connections(self) -> None:
-        """Cut off silent peers and those with an endless message.
+        """Disconnect silent peers, and those that send an endless message.
 
         Call it twice a second.
         """
@@ -298,7 +298,7 @@ class LearnerChannel:
             DeadlineExceeded: If the channel is closed, or no connection takes the message within `timeout_s`.
         """
         if self._socket.closed:
-            raise DeadlineExceeded(f"{type(message).__name__} was not sent: the way to {self.endpoint} is closed")
+            raise DeadlineExceeded(f"{type(message).__name__} was not sent: the channel to {self.endpoint} is closed")
         try:
             # Not wait_for, which in Python 3.11 swallows a cancellation that arrives as the send ends.
             async with asyncio.timeout(timeout_s):
@@ -306,7 +306,7 @@ class LearnerChannel:
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{type(message).__name__} could not be sent to {self.endpoint} within {timeout_s} s: "
-                "the server is not connected or does not read."
+                "the server is not connected or not reading."
             ) from error
 
     async def receive(self) -> ServerMessage:
@@ -318,7 +318,7 @@ class LearnerChannel:
         return self._decoder.decode(await self._messages.receive())
 
     def look_at_connection(self) -> bool:
-        """End the connection if the server is silent, so that ZeroMQ restores it.
+        """Close the connection if the server is silent, so that ZeroMQ restores it.
 
         Return whether part of a long message has arrived since the last check.
         """
@@ -336,13 +336,14 @@ class LearnerChannel:
         failures = self._monitor.take()
         if Failure.UNKNOWN_KEY in failures:
             raise HandshakeRefused(
-                f"the server at {self.endpoint} does not know this learner's key; copy its public key (`allowed/learner.pub` "
-                "where it was made) into `allowed/` of the server's keys and start this learner again"
+                f"the server at {self.endpoint} does not know this learner's key; copy its public key "
+                "(`allowed/learner.pub` in the directory where the key was created) into `allowed/` in the server's "
+                "key directory, and restart this learner"
             )
         if Failure.OTHER_MECHANISM in failures:
+            difference = "has no keys, but this learner has" if self._has_keys else "requires keys"
             raise HandshakeRefused(
-                f"the server at {self.endpoint} {'has no keys, this learner has' if self._has_keys else 'asks for keys'}; "
-                "set the same `keys` on both sides, or on neither"
+                f"the server at {self.endpoint} {difference}; set the same `keys` on both sides, or on neither"
             )
         return bool(failures)
 

@@ -52,7 +52,9 @@ def test_a_learner_that_evaluates_is_told_the_port_that_a_flag_gave_the_server()
     assert asks_at(a_learner(), a_server(http_port=9000)) == ()
     assert asks_at(evaluating, a_server(http_port=9000)) == ("--learner.evaluation.url", "http://127.0.0.1:9000/v1")
     assert asks_at(a_learner(evaluation={"every_steps": 2, "url": "http://a/v1"}), a_server(http_port=9000)) == ()
-    with pytest.raises(ConfigError, match=r"with server.http_port = 0: an evaluation asks the server over HTTP"):
+    with pytest.raises(
+        ConfigError, match=r"with server.http_port = 0: an evaluation sends its requests to the server over HTTP"
+    ):
         asks_at(evaluating, a_server(http_port=0))
 
 

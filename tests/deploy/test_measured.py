@@ -65,7 +65,7 @@ def test_idle_is_the_time_in_which_no_group_is_under_way() -> None:
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no config file .*config\.toml"):
+    with pytest.raises(ConfigError, match=r"config file .*config\.toml does not exist"):
         read_run(tmp_path)
     write_run(tmp_path / "run", setup(TRUE), steps=9)
     (tmp_path / "run" / "ledger.db").unlink()

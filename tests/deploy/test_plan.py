@@ -152,7 +152,7 @@ def test_flags_stand_before_what_was_measured(tmp_path: Path) -> None:
         ([*RATES, "--gpus", "8", "--failures", "0", "1"], "--failures 0 1: expected above 0 s"),
         ([*RATES, "--gpus", "8", "--gpu", "9"], "unknown flag --gpu; "),
         ([*RATES, "--gpus", "8", "--learner.max-stalenes", "1"], r"did you mean --learner\.max-staleness"),
-        (["--gpus", "8", "--measured", "/nowhere"], "there is no config file /nowhere/config.toml"),
+        (["--gpus", "8", "--measured", "/nowhere"], "config file /nowhere/config.toml does not exist"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused_with_the_remedy(arguments: list[str], message: str) -> None:

@@ -29,18 +29,18 @@ FIELDS = AsyncEngineArgs.__dataclass_fields__
 REASONS = {
     "another model than the learner": "model_weights hf_config_path model_class_overrides config_format revision "
     "tokenizer tokenizer_revision skip_tokenizer_init tokens_only load_format runner convert",
-    "code that comes with a model": "trust_remote_code code_revision",
-    "coarser numbers": "quantization quantization_config kv_cache_dtype",
-    "a draft gets no pushes": "speculative_config spec_method spec_model spec_tokens",
+    "code of a model repository": "trust_remote_code code_revision",
+    "lower precision": "quantization quantization_config kv_cache_dtype",
+    "a draft model receives no weight syncs": "speculative_config spec_method spec_model spec_tokens",
     "another distribution": "watermark_config logits_processors diffusion_config",
-    "logprobs of prompts": "kv_sharing_fast_prefill",
+    "prompt logprobs": "kv_sharing_fast_prefill",
     "set learner.lora": "enable_lora default_mm_loras",
     "workers of tensor parallelism only": "pipeline_parallel_size prefill_context_parallel_size",
-    "weights that are elsewhere": "offload_backend cpu_offload_gb offload_group_size enable_eplb enable_sleep_mode "
+    "weights that are stored elsewhere": "offload_backend cpu_offload_gb offload_group_size enable_eplb enable_sleep_mode "
     "enable_cumem_allocator",
-    "server's own pushes": "weight_transfer_config worker_cls",
-    "keys and values of old weights": "kv_transfer_config kv_offloading_size ec_transfer_config",
-    "turn groups away": "max_num_queued_reqs max_num_queued_tokens",
+    "server's own weight syncs": "weight_transfer_config worker_cls",
+    "KV cache of old weights": "kv_transfer_config kv_offloading_size ec_transfer_config",
+    "reject groups": "max_num_queued_reqs max_num_queued_tokens",
     "several servers": "nnodes node_rank master_addr master_port enable_elastic_ep data_parallel_rank "
     "data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb "
     "data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend",
@@ -51,15 +51,15 @@ REASONS = {
 OURS = {
     "model": "model", "served_model_name": "model", "dtype": "server.dtype", "seed": "seed",
     "max_model_len": "server.max_model_len", "max_num_seqs": "server.max_concurrent_sequences",
-    "max_num_active_seqs": "server.max_concurrent_sequences", "scheduler_cls": "reserved places",
+    "max_num_active_seqs": "server.max_concurrent_sequences", "scheduler_cls": "reserved slots",
     "reasoning_parser": "server.reasoning_parser",
     "kv_cache_memory_bytes": "server.kv_cache_memory_mib", "block_size": "server.block_size",
     "gpu_memory_utilization": "server.gpu_memory_utilization", "enforce_eager": "server.enforce_eager",
     "tensor_parallel_size": "server.tensor_parallel_size", "data_parallel_size": "server.data_parallel_size",
     "distributed_executor_backend": "server.tensor_parallel_size", "disable_log_stats": "server.http_port",
     "use_tqdm_on_load": "terminal", "enable_prefix_caching": "share their prompt",
-    "scheduling_policy": "by their priority", "logprobs_mode": "sampled from", "generation_config": "learner.sampling",
-    "worker_extension_cls": "pushes", "hf_overrides": "head_dtype for the head",
+    "scheduling_policy": "by their priority", "logprobs_mode": "sampled distribution", "generation_config": "learner.sampling",
+    "worker_extension_cls": "weight syncs", "hf_overrides": "head_dtype for the head",
 }  # fmt: skip
 """What the server sets, and what it says of where that comes from."""
 
@@ -109,10 +109,10 @@ def test_an_attention_backend_goes_by_its_name() -> None:
 
 def test_an_unknown_name_is_told_with_the_nearest_one() -> None:
     said = refusal(max_num_batched_token=300)
-    assert said.startswith("server.vllm.max_num_batched_token = 300: vLLM has no such argument; ")
+    assert said.startswith("server.vllm.max_num_batched_token = 300 is not an argument of vLLM; ")
     assert said.endswith("did you mean server.vllm.max_num_batched_tokens?")
     assert "vllm serve --help" in refusal(zzz=1)
-    assert "vLLM has no such argument" in refusal(_api_process_count=2)
+    assert "is not an argument of vLLM" in refusal(_api_process_count=2)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_what_would_break_a_promise_is_refused_with_reason_and_remedy(reason: st
 @pytest.mark.parametrize("name", OURS)
 def test_what_the_server_sets_names_the_key_for_it(name: str) -> None:
     said = refusal(**{name: "x"})
-    assert said.startswith(f"server.vllm.{name} = 'x': the server sets it itself; ") and OURS[name] in said
+    assert said.startswith(f"server.vllm.{name} = 'x' is set by the server itself; ") and OURS[name] in said
 
 
 def test_all_that_is_set_or_refused_is_an_argument_of_this_vllm_and_is_looked_at_above() -> None:
@@ -170,9 +170,9 @@ def test_doctor_and_planner_read_a_file_with_arguments_of_vllm(tmp_path: Path) -
         (finding,) = (finding for finding in examine(run) if finding.subject == "vllm")
         return str(finding)
 
-    assert "takes max_num_batched_tokens" in found()
+    assert "accepts max_num_batched_tokens" in found()
     said = found("--server.vllm.max-num-seqs", "3")
-    assert "server.vllm.max_num_seqs = 3: the server sets it itself" in said and "et server.max_concurrent_seq" in said
+    assert "server.vllm.max_num_seqs = 3 is set by the server itself" in said and "et server.max_concurrent_seq" in said
     assert server_section([str(config)]).vllm == {"max_num_batched_tokens": 300}
     assert learner_section([str(config)]).steps == 1
 

@@ -169,7 +169,7 @@ def test_whatever_stands_at_a_key_is_taken_or_refused_by_name(
 
 def not_downloaded(name: str) -> Path:
     raise ConfigError(
-        f"model = {name!r} is neither a local directory nor can it be downloaded; set model to a local directory"
+        f"model = {name!r} is not a local directory and cannot be downloaded; set model to a local directory"
     )
 
 
@@ -224,7 +224,7 @@ def test_more_memory_than_the_machine_has_is_refused(home: Path, monkeypatch: py
     check_room(run, home / "model")
     run = msgspec.structs.replace(run, server=msgspec.structs.replace(server, tensor_parallel_size=2))
     with pytest.raises(
-        ConfigError, match=r"kv_cache_memory_mib = 1500 .* need 6\.9 GiB, this machine has 4\.0 GiB\. Lower one"
+        ConfigError, match=r"kv_cache_memory_mib = 1500 .* need 6\.9 GiB, but this machine has 4\.0 GiB\. Lower one"
     ):
         check_room(run, home / "model")
 
@@ -245,6 +245,7 @@ def test_more_workers_than_gpus_are_refused(home: Path, monkeypatch: pytest.Monk
     check_room(run, home / "model")
     run = msgspec.structs.replace(run, server=msgspec.structs.replace(server, data_parallel_size=2))
     with pytest.raises(
-        ConfigError, match=r"data_parallel_size = 2 wants 4 GPUs, one for each worker, and there are 2 \(NVML finds 2\)"
+        ConfigError,
+        match=r"data_parallel_size = 2 requires 4 GPUs, one for each worker, but 2 are available \(NVML finds 2\)",
     ):
         check_room(run, home / "model")

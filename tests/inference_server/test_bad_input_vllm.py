@@ -62,6 +62,6 @@ def test_a_start_with_such_a_value_is_a_config_error(model: Path) -> None:
     server = ServerConfig(max_model_len=65, enforce_eager=True, kv_cache_memory_mib=64, block_size=32)
     run = ServerRun(model=str(model), run_dir="r", dtype="float32", server=server)
     with pytest.raises(
-        ConfigError, match=r"max_model_len \(65\).* Look at the keys of \[server\]: max_model_len, .*reserved_sequences"
+        ConfigError, match=r"max_model_len \(65\).* Check these keys of \[server\]: max_model_len, .*reserved_sequences"
     ):
         start_llm(run, model)

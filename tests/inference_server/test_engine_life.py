@@ -190,7 +190,7 @@ def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_next_push
             await until(lambda: running.server.status()["unavailable"] is not None)
         knob = "learner.push.timeout_s" if call == "load_push" else "server.pause_timeout_s"
         reason = running.server.status()["unavailable"]
-        assert "is being started again: the engine did not answer within 0.2 s while" in reason and knob in reason
+        assert "is restarting: the engine did not answer within 0.2 s while" in reason and knob in reason
         if call != "leave_epoch":
             failed = await learner.receive(PushFailed)
             assert knob in failed.message and not failed.weights_intact
@@ -229,7 +229,7 @@ def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_one_tha
         engine.release_restart.clear()
         await until(lambda: running.server.status()["unavailable"] is not None)
         reason = running.server.status()["unavailable"]
-        assert "has 1 groups to work on and gave no token for 1.5 s (server.stall_timeout_s)" in reason
+        assert "the engine sampled no token for 1.5 s (server.stall_timeout_s) while 1 groups" in reason
         engine.release_restart.set()
         await new_server_id(learner, first_id)
         assert engine.cancelled == 1
@@ -273,7 +273,7 @@ def test_until_the_next_engine_is_there_acks_count_and_nothing_else_is_answered(
         engine.release_restart.clear()
         engine.fail_with = DEAD
         await new_server_id(learner, first_id)
-        assert "is being started again" in running.server.status()["unavailable"]
+        assert "the engine is restarting" in running.server.status()["unavailable"]
         await learner.send(Ack(group_ids=["finished"]))
         await learner.generate("g", [1])
         await learner.send(score_of([1, 2]))
@@ -358,7 +358,7 @@ def test_deaths_long_past_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_engine_that_cannot_be_started_again_ends_the_server_after_as_many_attempts() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         engine.restart_fails, engine.fail_with = True, DEAD
-        with pytest.raises(EngineDead, match="could not be started again: out of memory"):
+        with pytest.raises(EngineDead, match="could not be restarted: out of memory"):
             await running.task
         assert engine.calls.count("restart") == 2
 
@@ -434,5 +434,5 @@ def test_a_worker_that_ends_is_seen_before_anyone_has_waited_for_it_and_the_othe
 def test_a_process_that_stays_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_processes, "END_TIMEOUT_S", 0.05)
     monkeypatch.setattr("signal.pidfd_send_signal", lambda descriptor, number: None)
-    with sleeping_processes() as processes, pytest.raises(EngineDead, match="still there"):
+    with sleeping_processes() as processes, pytest.raises(EngineDead, match="still running"):
         EngineProcesses(process.pid for process in processes).kill()

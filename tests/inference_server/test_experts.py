@@ -108,7 +108,7 @@ def test_what_is_left_out_of_a_push_is_found_and_a_whole_push_heals(served: Serv
         for left_out in LEFT_OUT[family]:
             tensors = [one for one in checkpoint(moved(family, 2), tmp_path) if not re.search(left_out, one[0])]
             outcome, _ = await learner.push(2, tensors)
-            assert isinstance(outcome, PushFailed) and not outcome.retryable and "did not come" in outcome.message
+            assert isinstance(outcome, PushFailed) and not outcome.retryable and "is missing weights" in outcome.message
         await push(learner, family, 3, tmp_path)
         await assert_serves(learner, family, 3)
 

@@ -262,7 +262,7 @@ def test_keys_on_one_side_only_are_an_error_that_says_which_side(keys: Path, loc
             run_link(server_keys(str(keys)), None)
         else:
             run_link(None, learner_keys(str(keys)))
-    said = {"server": "asks for keys", "learner": "has no keys, this learner has"}[locked]
+    said = {"server": "requires keys", "learner": "has no keys, but this learner has"}[locked]
     assert caught.group_contains(HandshakeRefused, match=f"{said}; set the same `keys` on both sides")
 
 
@@ -282,7 +282,7 @@ def test_a_server_that_is_not_the_one_of_the_key_is_named_as_the_likely_cause(
             link.close()
 
     asyncio.run(run())
-    lines = [line for line in caplog.messages if "`server.pub` in `keys` is another server's" in line]
+    lines = [line for line in caplog.messages if "replace `server.pub` in `keys`" in line]
     assert len(lines) == 1
 
 
@@ -308,7 +308,7 @@ def test_neither_side_opens_an_address_beyond_loopback_without_keys(keys: Path) 
     from protocol.channel.sockets import LearnerChannel, ServerChannel
 
     for channel in (ServerChannel, LearnerChannel):
-        with pytest.raises(ConfigError, match="leaves this machine"):
+        with pytest.raises(ConfigError, match="is open to other machines"):
             channel("tcp://0.0.0.0:5757")
 
     async def open_with_keys() -> None:

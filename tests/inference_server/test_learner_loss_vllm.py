@@ -44,7 +44,7 @@ def test_requests_of_a_lost_learner_end_in_vllm_itself_and_the_last_weights_stay
             await asyncio.sleep(0.05)
 
     with_learner(server, work_and_vanish, vanishes=True)
-    server.wait_for("has not been reached for 1 s")
+    server.wait_for("unreachable for 1 s")
     give_up_at = time.monotonic() + 10
     while metric(server, "vllm:num_requests_running") + metric(server, "vllm:num_requests_waiting"):
         assert time.monotonic() < give_up_at

@@ -184,7 +184,7 @@ def test_a_replica_that_is_killed_takes_the_other_along_and_both_come_back(serve
         old = [child for child in server.family()[1:] if "VLLM" in child.name()]
         assert len(old) == 3, "two replicas and their coordinator"
         server.kill_process(f"EngineCore_DP{replica}")
-        await asyncio.to_thread(server.wait_for, f"Starting it again, {num_restarts + 1} of 3")
+        await asyncio.to_thread(server.wait_for, f"Restarting the engine ({num_restarts + 1} of 3")
         while json.loads(await asyncio.to_thread(server.get, "/status"))["engine_restarts"] == num_restarts:
             await asyncio.sleep(0.1)
         _, alive = await asyncio.to_thread(psutil.wait_procs, old, 10)

@@ -132,8 +132,8 @@ def test_a_worker_that_never_returns_from_a_push_is_killed_and_the_next_engine_g
         assert "did not answer within 10 s while receiving (learner.push.timeout_s + 5)" in failed.message
         hang_file.unlink()
         status = json.loads(await asyncio.to_thread(server.get, "/status"))
-        assert "is being started again: the engine did not answer" in status["unavailable"]
-        await asyncio.to_thread(server.wait_for, "the engine is back after")
+        assert "is restarting: the engine did not answer" in status["unavailable"]
+        await asyncio.to_thread(server.wait_for, "restarted the engine after")
         assert not any(is_alive(process) for process in old)
         assert (await learner.join()).policy_version is None
         learner.close_collective()

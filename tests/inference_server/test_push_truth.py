@@ -252,7 +252,7 @@ def test_a_push_beside_generation_without_one_tensor_never_touches_the_weights(
     "left_out, named",
     [
         ("model.layers.1.self_attn", "model.layers.1.self_attn.qkv_proj"),
-        ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.qkv_proj (8256 of 8320 elements came)"),
+        ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.qkv_proj (8256 of 8320 elements received)"),
         ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj"),
         ("model.layers.1.input_layernorm.weight", "model.layers.1.input_layernorm.weight"),
         ("model.embed_tokens.weight", "model.embed_tokens.weight"),

@@ -424,17 +424,17 @@ def test_an_engine_error_fails_one_group_and_the_next_one_comes() -> None:
         ([], {}, "no tokens"),
         ([1, 32], {}, "token id 32; expected 0 to 31"),
         ([1, -1], {}, "token id -1"),
-        ([1] * 60, {"max_tokens": 5}, "together 65; the server allows 64 (server.max_model_len)"),
+        ([1] * 60, {"max_tokens": 5}, "65 in total; the server allows 64 (server.max_model_len)"),
         ([1], {"max_tokens": 0}, "max_tokens is 0, expected at least 1"),
         ([1], {"num_completions": 0}, "num_completions is 0, expected 1 to 16384"),
         ([1], {"temperature": 2.5}, "temperature is 2.5, expected 0, or 0.01 to 2"),
         ([1], {"temperature": 0.001}, "temperature is 0.001"),
-        ([1], {"temperature": 0.0}, "all completions would be equal"),
+        ([1], {"temperature": 0.0}, "all completions are equal"),
         ([1], {"temperature": float("nan")}, "temperature is nan"),
         ([1], {"top_p": 0.0}, "top_p is 0.0"),
         ([1], {"top_k": -2}, "top_k is -2"),
         ([1], {"seed": -5}, "seed is -5"),
-        ([1], {"stop_token_ids": (32,)}, "ids below the vocabulary's 32"),
+        ([1], {"stop_token_ids": (32,)}, "ids below the vocabulary size of 32"),
     ],
 )
 def test_what_the_engine_could_not_stand_never_reaches_it(prompt: list[int], sampling: dict, expected: str) -> None:
@@ -485,7 +485,7 @@ def test_the_replica_that_a_score_names_is_asked_and_must_be_one_there_is() -> N
             await learner.send(Score(request_id="s", token_ids=tokens, deadline_s=5, replica=replica))
             answers.append(await learner.receive(Scores))
         assert [answer.logprobs.tolist() for answer in answers] == [[-0.5], [-1.5], []]
-        assert "replica 2 was asked, counted from 0, and the server has 2 (server.data_parallel_size)" in (
+        assert "replica 2 does not exist; the server has 2 (server.data_parallel_size), counted from 0" in (
             answers[2].error or ""
         )
 
@@ -506,7 +506,7 @@ def test_an_untouched_engine_scores_under_no_version_and_one_that_a_push_has_tor
         engine.scripted_reports.append([error])
         await learner.send(begin(0))
         assert not (await learner.receive(PushFailed)).retryable
-        assert "push before scoring" in ((await score()).error or "")
+        assert "sync weights before scoring" in ((await score()).error or "")
 
     run_with_server(test)
 
@@ -593,7 +593,7 @@ def test_an_unknown_epoch_without_a_rendezvous_fails_before_the_pause() -> None:
         await learner.join()
         await learner.send(PushBegin(epoch="e9", version=1))
         failed = await learner.receive(PushFailed)
-        assert failed.weights_intact and "e9" in failed.message and "begin a new epoch" in failed.message
+        assert failed.weights_intact and "e9" in failed.message and "start a new epoch" in failed.message
         assert engine.calls == []
 
     run_with_server(test)
@@ -606,7 +606,7 @@ def test_a_failed_push_ends_its_epoch() -> None:
         await learner.send(PushBegin(epoch="e1", version=2))
         await learner.receive(PushFailed)
         await learner.send(PushBegin(epoch="e1", version=2))
-        assert "begin a new epoch" in (await learner.receive(PushFailed)).message
+        assert "start a new epoch" in (await learner.receive(PushFailed)).message
 
     run_with_server(test)
 
@@ -618,7 +618,7 @@ def test_an_abort_leaves_the_epoch() -> None:
         await learner.send(PushAbort(epoch="e1"))
         await until(lambda: engine.calls[-1] == "leave_epoch e1")
         await learner.send(PushBegin(epoch="e1", version=1))
-        assert "given up by the learner" in (await learner.receive(PushFailed)).message
+        assert "the learner abandoned epoch e1" in (await learner.receive(PushFailed)).message
 
     run_with_server(test)
 
@@ -664,7 +664,7 @@ def test_a_push_of_an_epoch_that_was_given_up_meanwhile_is_not_begun() -> None:
         engine.scripted_reports = [[report()], [report()]]
         engine.release_pause.set()
         assert (await learner.receive(PushDone)).epoch == "a"
-        assert "given up" in (await learner.receive(PushFailed)).message
+        assert "abandoned" in (await learner.receive(PushFailed)).message
         assert engine.calls.count("load_push") == 1
 
     run_with_server(test)

@@ -49,13 +49,13 @@ def test_ports_that_others_hold() -> None:
         found = problems("--endpoint", f"tcp://127.0.0.1:{ports[0]}", "--server.http-port", str(ports[1]))
     assert set(found) == {"port", "http"}
     assert f"cannot listen on tcp://127.0.0.1:{ports[0]}: Address already in use" in found["port"]
-    assert "; Stop the process that holds the port" in found["port"]
+    assert "; Stop the process that uses the port" in found["port"]
     assert "server.http_port" in found["http"]
 
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("203.0.113.7", "is no address of this machine; set `endpoint`"), ("nowhere.invalid", "does not resolve")],
+    [("203.0.113.7", "is not an address of this machine; set `endpoint`"), ("nowhere.invalid", "does not resolve")],
 )
 def test_an_address_that_is_not_this_machines(host: str, expected: str) -> None:
     found = problems("--endpoint", f"tcp://{host}:5757", "--insecure", *HTTP_OFF)
@@ -74,7 +74,7 @@ def test_keys_that_would_keep_the_learner_out(tmp_path: Path) -> None:
     allowed.write_bytes((tmp_path / "other/allowed/learner.pub").read_bytes())
     assert "does not list" in problems(*flags)["keys"]
     allowed.unlink()
-    assert "allowed holds no public key" in problems(*flags)["keys"]
+    assert "allowed contains no public key" in problems(*flags)["keys"]
     allowed.write_bytes(own_allowed)
     (tmp_path / "keys/server.key").chmod(0o644)
     assert "run: chmod 600" in problems(*flags)["keys"]
@@ -124,7 +124,10 @@ def test_workers_without_a_gpu_each_are_counted(monkeypatch: pytest.MonkeyPatch)
     )
     assert problems(*flags) == {}
     found = problems(*flags, "--server.tensor-parallel-size", "2")
-    assert set(found) == {"resources"} and "wants 4 GPUs, one for each worker, and there are 2" in found["resources"]
+    assert (
+        set(found) == {"resources"}
+        and "requires 4 GPUs, one for each worker, but 2 are available" in found["resources"]
+    )
 
 
 def of_nccl(monkeypatch: pytest.MonkeyPatch, *flags: str, num_gpus: int = 2, reason: str | None) -> Finding | None:
@@ -150,7 +153,7 @@ def test_a_gpu_without_nccl_is_a_problem_with_its_remedy(monkeypatch: pytest.Mon
 
 def test_nccl_is_not_asked_for_where_it_would_not_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = of_nccl(monkeypatch, num_gpus=1, reason=NO_CUPY)
-    assert found is not None and found.verdict == "ok" and "has the same GPU (ipc)" in found.text
+    assert found is not None and found.verdict == "ok" and "uses the same GPU (ipc)" in found.text
     assert of_nccl(monkeypatch, *REMOTE, num_gpus=0, reason=NO_CUPY) is None
     config = tmp_path / "run.toml"
     config.write_text('model = "tiny:digits"\nrun_dir = "r"\n[learner.push]\ntransport = "gloo"\n')
@@ -165,8 +168,8 @@ def test_vllms_names_are_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (tmp_path / "vllm/__init__.py").touch()
     monkeypatch.setattr("inference_server.engine.vllm_names.installed_at", lambda: tmp_path)
     found = vllm_names()
-    assert found.verdict == "problem" and "is not a vLLM that this server knows" in found.text
-    assert found.remedy.startswith("install one that it knows: ")
+    assert found.verdict == "problem" and "is not supported by this server" in found.text
+    assert found.remedy.startswith("install a supported version: ")
 
 
 def test_the_command_exits_1_with_a_problem_and_0_without() -> None:
@@ -216,7 +219,7 @@ def test_one_trial_at_a_time() -> None:
                 await visitor.send(Trial(trial_id="b", rendezvous=rendezvous, num_bytes=1))
                 second, first = await visitor.receive(TrialEnded), await visitor.receive(TrialEnded)
                 assert (second.trial_id, first.trial_id) == ("b", "a")
-                assert second.error == "another trial is under way at this server" and first.error
+                assert second.error == "another transfer test is running on this server" and first.error
                 visitor.close()
 
     asyncio.run(visit())

@@ -82,7 +82,7 @@ def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() ->
             "b",
             "2",
             True,
-            "kept for run a, whose learner 1 was last heard of 7 s ago: for 10 s in all (server.orphan_timeout_s)",
+            "kept for run a for 10 s (server.orphan_timeout_s); its learner 1 was last seen 7 s ago",
         ),
         ("a", "2", True, None),
         ("a", "1", True, None),
@@ -372,7 +372,7 @@ def test_the_weights_of_a_run_that_is_over_answer_under_its_name_until_the_next_
         await second.generate("g", [1, 2])
         assert (await second.receive(GroupFailed)).code == "not_ready"
         await second.send(Score(request_id="s", token_ids=np.array([1, 2], np.int32), deadline_s=5))
-        assert "push before scoring" in ((await second.receive(Scores)).error or "")
+        assert "sync weights before scoring" in ((await second.receive(Scores)).error or "")
         engine.scripted_reports.append([report()])
         await second.send(begin(0, "e2"))
         await second.receive(PushDone)
@@ -432,7 +432,7 @@ def test_a_push_that_has_not_begun_when_another_run_is_served_is_not_begun() -> 
         await pushing
         (failed,) = said
         assert isinstance(failed, PushFailed) and failed.weights_intact and engine.calls == []
-        assert "run run-a, which began it, is not served any more" in failed.message
+        assert "run run-a, which started this weight sync, is no longer served" in failed.message
 
     asyncio.run(run())
 

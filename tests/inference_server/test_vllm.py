@@ -475,10 +475,10 @@ def test_a_killed_engine_is_started_again_and_one_death_too_many_ends_the_server
         await sample(learner, "finished")
         assert_only_the_engine_is_bound(server)
         server.kill_process("EngineCore")
-        await asyncio.to_thread(server.wait_for, "Starting it again, 1 of 1")
+        await asyncio.to_thread(server.wait_for, "Restarting the engine (1 of 1")
         with pytest.raises(urllib.error.HTTPError, match="503"):
             await asyncio.to_thread(server.get, "/health")
-        await asyncio.to_thread(server.wait_for, "the engine is back after")
+        await asyncio.to_thread(server.wait_for, "restarted the engine after")
         assert_only_the_engine_is_bound(server)
         assert (await learner.join()).policy_version is None
         status = json.loads(await asyncio.to_thread(server.get, "/status"))
@@ -486,7 +486,7 @@ def test_a_killed_engine_is_started_again_and_one_death_too_many_ends_the_server
         await learner.send(Ack(group_ids=["finished"]))
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0) as client:
             request = {"model": str(server.model), "prompt": "345", "max_tokens": 4, "temperature": 0}
-            with pytest.raises(openai.InternalServerError, match="the engine that had them has died"):
+            with pytest.raises(openai.InternalServerError, match="the engine with the synced weights has died"):
                 await client.completions.create(**request)
             await push(learner, 1, NEW)
             assert_sampled_by(NEW, await sample(learner, "g"))

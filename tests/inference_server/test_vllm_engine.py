@@ -77,16 +77,16 @@ def test_no_client_of_the_openai_application_comes_before_the_learners_groups(mo
     assert begun == [1, 1, 7, 0, -1]
 
 
-@pytest.mark.parametrize(
-    ("on_cpu", "reason"), [(True, "leave the thread that receives"), (False, "keep the whole model")]
-)
+@pytest.mark.parametrize(("on_cpu", "reason"), [(True, "for the receiving thread"), (False, "keep the whole model")])
 def test_receiving_beside_generation_is_refused_for_several_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, reason: str
 ) -> None:
     monkeypatch.setattr("inference_server.engine.versioned_llm.current_platform.is_cpu", lambda: on_cpu)
     server = ServerConfig(receive_overlap=True, tensor_parallel_size=2)
     run = ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=server)
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size = 2: .*{reason}.*; set receive_overlap = false"):
+    with pytest.raises(
+        ConfigError, match=f"tensor_parallel_size = 2: .*{reason}.*; set server.receive_overlap = false"
+    ):
         VllmEngine(run, tmp_path)
 
 

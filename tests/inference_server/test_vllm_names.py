@@ -261,10 +261,10 @@ def test_a_vllm_that_is_not_known_is_one_error_with_what_is_missing_and_the_comm
         check_vllm()
     said = str(refused.value)
     assert said.startswith(
-        f"vllm 0.99.0 is not a vLLM that this server knows, expected vllm{SUPPORTED}: it has no vllm.SamplingParams, no "
+        f"vllm 0.99.0 is not supported by this server, expected vllm{SUPPORTED}: it has no vllm.SamplingParams, no "
     )
     assert "no vllm.v1.engine.async_llm.AsyncLLM.generate, " in said
-    assert re.search(r"; install one that it knows: .*(server-gpu|server-cpu|make -C .* install)", said)
+    assert re.search(r"; install a supported version: .*(server-gpu|server-cpu|make -C .* install)", said)
 
 
 def test_a_parameter_that_is_gone_or_moved_is_told(other_vllm: Path) -> None:
@@ -286,6 +286,7 @@ def test_a_parameter_that_is_gone_or_moved_is_told(other_vllm: Path) -> None:
 def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_names, "installed_at", lambda: None)
     with pytest.raises(
-        ConfigError, match=r"vLLM is not installed in this environment, expected vllm>=0\.32,<0\.34; install one"
+        ConfigError,
+        match=r"vLLM is not installed in this environment, expected vllm>=0\.32,<0\.34; install a supported version",
     ):
         check_vllm()

@@ -79,7 +79,7 @@ def test_a_setting_that_does_nothing() -> None:
     assert done.returncode == 0 and 'kind = "fixed"' in done.stdout
     (line,) = done.stderr.splitlines()
     assert line.endswith(
-        "WARNING these keys do nothing beside the others: learner.reference.kind = 'fixed' (needs kl.coef above 0)"
+        "WARNING these keys have no effect alongside the others: learner.reference.kind = 'fixed' (needs kl.coef above 0)"
     )
 
 
@@ -110,7 +110,7 @@ def test_a_run_directory_that_belongs_to_another_config(tmp_path: Path) -> None:
         flags += ["--endpoint", server.endpoint, "--learner.groups-per-step", "2"]
         first = run_learner("train", RECIPE, *flags)
         assert first.returncode == 0, first.stderr
-    assert_refused(run_learner("train", RECIPE, *flags), r"already holds a run; go on with it by --resume")
+    assert_refused(run_learner("train", RECIPE, *flags), r"already contains a run; continue it with --resume")
     other = run_learner("train", RECIPE, *flags, "--resume", "--learner.optimizer.beta2", "0.99")
     assert_refused(other, r"another config: learner\.optimizer\.beta2 was 0\.95, is 0\.99\. Restore")
     report = run_learner("report", str(tmp_path / "run"), "--json")
@@ -120,10 +120,10 @@ def test_a_run_directory_that_belongs_to_another_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["train"], r"no config file came; expected: learner train run\.toml"),
+        (["train"], r"no config file was given; expected: learner train run\.toml"),
         (["train", "nowhere.toml"], r"no config file nowhere\.toml"),
         (["report", "nowhere"], r"nowhere"),
-        (["self-test", "--json"], r"no config file came; expected: learner self-test run\.toml"),
+        (["self-test", "--json"], r"no config file was given; expected: learner self-test run\.toml"),
         (["report", "--json"], "unknown command"),
         (["trian", RECIPE], "unknown command 'trian"),
     ],

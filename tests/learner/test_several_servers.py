@@ -98,7 +98,7 @@ def test_one_server_alone_is_told_of_as_before(tmp_path: Path, caplog: pytest.Lo
         run = make_run(tmp_path, one.endpoint, steps=2)
         train(run, resume=False)
     assert not any(name.startswith("servers/") for name in metrics_of(run)[-1])
-    assert "pushed to" not in caplog.text and "→" not in caplog.text
+    assert "synced version" not in caplog.text and "→" not in caplog.text
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -149,7 +149,9 @@ def test_a_server_whose_push_fails_is_left_to_itself_and_pushed_to_again_later(
         train(run, resume=False)
     assert_each_prompt_once(run, 40)
     assert other.versions == list(range(41))
-    assert f"push of version 3 to {one.endpoint} failed while" in caplog.text and "scripted failure" in caplog.text
+    assert (
+        f"weight sync of version 3 to {one.endpoint} failed while" in caplog.text and "scripted failure" in caplog.text
+    )
     assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions
     assert clumsy.versions[-1] == 40, "it has come back"
 
@@ -236,8 +238,10 @@ def test_the_only_server_is_told_to_end_and_the_next_one_at_its_endpoint_goes_on
     assert first.versions[-1] in ((1,) if crosses_a_push else (2, 3))
     assert second.versions[-1] == 16 and second.prompts
     lines = [record.getMessage() for record in caplog.records]
-    assert sum("is draining and ends; no other is there" in line for line in lines) == 1
-    assert (f"version 2 is not pushed to the server at {endpoint}: it ends" in lines) == crosses_a_push
+    assert sum("is shutting down and no other server is connected" in line for line in lines) == 1
+    assert (
+        f"skipped the weight sync of version 2 to the server at {endpoint} (shutting down)" in lines
+    ) == crosses_a_push
     assert warnings_about_servers(caplog) == []
 
 
@@ -255,7 +259,7 @@ def test_the_run_ends_when_no_server_can_be_pushed_to(tmp_path: Path) -> None:
     one.reports_from_version[2] = other.reports_from_version[2] = bad
     with (
         servers(one, other) as running,
-        pytest.raises(PushError, match=r"version 2 could not be pushed in 2 attempts.*scripted failure"),
+        pytest.raises(PushError, match=r"weight sync of version 2 failed in 2 attempts.*scripted failure"),
     ):
         train(
             make_run(tmp_path, *(server.endpoint for server in running), push={"timeout_s": 20, "max_attempts": 2}),
@@ -271,14 +275,11 @@ def test_a_server_that_does_not_fit_is_left_out_and_the_last_one_ends_the_run(
     with servers(wrong, right) as (one, other):
         run = make_run(tmp_path / "two", one.endpoint, other.endpoint)
         train(run, resume=False)
-        assert (
-            f"the server at {one.endpoint} is left out from now on: the server at {one.endpoint} computes in"
-            in caplog.text
-        )
+        assert f"excluded the server at {one.endpoint}: the server at {one.endpoint} computes in" in caplog.text
         assert wrong.prompts == [] and len(metrics_of(run)) == 4
         with pytest.raises(
             ConfigError,
-            match=f"the server at {one.endpoint} computes in float16, this run says dtype = 'float32'.*server.dtype",
+            match=f"the server at {one.endpoint} computes in float16 and this run in dtype = 'float32'.*server.dtype",
         ):
             train(make_run(tmp_path / "one", one.endpoint), resume=False)
 
@@ -297,7 +298,7 @@ def test_a_server_with_other_weights_is_named(tmp_path: Path) -> None:
     with servers(Engine(), LosesATensor()) as (one, other):
         run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8)
         with pytest.raises(
-            ParityError, match=rf"of texts of the step is 0\.\d+.*The server, at {other.endpoint}, may run"
+            ParityError, match=rf"of texts of the step is 0\.\d+.*Check that the server at {other.endpoint} has"
         ):
             train(run, resume=False)
 
@@ -327,7 +328,9 @@ def test_a_server_whose_fresh_tokens_are_off_is_named_though_the_mean_of_all_wou
             tmp_path, one.endpoint, other.endpoint, steps=8, max_staleness=0, parity={"max_mean_abs_logprob": 0.045},
             loss={"entropy_coef": 1e-6},  # so that all groups count, also those without signal
         )  # fmt: skip
-        with pytest.raises(ParityError, match=rf"of fresh tokens is 0\.05,.*The server, at {other.endpoint}, may run"):
+        with pytest.raises(
+            ParityError, match=rf"of fresh tokens is 0\.05,.*Check that the server at {other.endpoint} has"
+        ):
             train(run, resume=False)
     assert metrics_of(run)[-1]["policy/mismatch_abs_logprob"] < 0.045
     assert not any("tcp://" in name for name in metrics_of(run)[-1])

@@ -83,7 +83,7 @@ def test_one_sync_that_did_not_arrive_ends_the_run_before_its_tokens_are_trained
     with tiny_server(LosesOneSync(3)) as server:
         run = a_run(tmp_path, server.endpoint, push={"overlap": overlap})
         with pytest.raises(
-            ParityError, match=r"version 3 did not arrive .* 100% exactly the logprobs of before.*--resume"
+            ParityError, match=r"version 3 did not arrive .* 100% of these logprobs are exactly as before.*--resume"
         ):
             train(run, resume=False)
     assert newest_trained_on(run) == 2

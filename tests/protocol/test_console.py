@@ -60,7 +60,7 @@ def test_an_error_is_json_too(tmp_path: Path, command: tuple[str, ...]) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
     (said,) = map(json.loads, done.stderr.splitlines())
-    assert said["level"] == "ERROR" and said["message"].startswith("there is no config file")
+    assert said["level"] == "ERROR" and said["message"].startswith("config file ")
 
 
 def test_switches_may_stand_anywhere_and_reach_no_config() -> None:

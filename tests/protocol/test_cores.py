@@ -33,8 +33,8 @@ def test_two_sides_on_one_machine_take_a_half_each_and_say_so(caplog: pytest.Log
         assert share_of_cores("server", {}, LOOPBACK) == (0, 1)
         assert share_of_cores("learner", {"http_port": 0}, LOOPBACK) == (2, 3, 4)
     assert caplog.messages == [
-        "on core(s) 0, 1 of the 5 here, so that the learner has its own; server.cpu_cores says which",
-        "on core(s) 2, 3, 4 of the 5 here, so that the server has its own; learner.cpu_cores says which",
+        "using core(s) 0, 1 of 5, so that the learner has its own; server.cpu_cores overrides this",
+        "using core(s) 2, 3, 4 of 5, so that the server has its own; learner.cpu_cores overrides this",
     ]
 
 

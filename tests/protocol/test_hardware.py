@@ -78,22 +78,22 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator:
             None,
             None,
             1,
-            "there is a GPU: .*/nvidia0 is here, though no .*libnvidia-ml.so.1 to ask, 1 to use",
+            "a GPU was found: .*/nvidia0 exists, but .*libnvidia-ml.so.1 is missing, 1 usable",
         ),
-        (("nvidia6", "nvidiactl", "nvidia-uvm"), None, None, 1, "nvidia6 is here"),
-        (("nvidiactl", "nvidia-uvm"), None, None, 0, "libnvidia-ml.so.1 is not here, nor a .*/nvidia"),
-        ((), None, None, 0, "there is no GPU: the driver's"),
-        ((), 1, None, 1, "there is a GPU: NVML finds 1, 1 to use"),
-        (("nvidia0",), 0, None, 0, "there is no GPU: NVML finds 0"),
-        ((), 8, "", 0, "there is no GPU to use: CUDA_VISIBLE_DEVICES = '' hides them all"),
-        ((), 8, "-1", 0, "CUDA_VISIBLE_DEVICES = '-1' hides them all"),
-        ((), 8, "6", 1, "NVML finds 8, 1 to use"),
-        ((), 8, "2, 3,5", 3, "NVML finds 8, 3 to use"),
-        ((), 8, "0,-1,1", 1, "1 to use"),
-        ((), 1, "6", 0, "CUDA_VISIBLE_DEVICES = '6' begins with none that is here, NVML finds 1"),
-        ((), 8, "NoDevFiles", 0, "begins with none that is here"),
-        ((), 8, "²", 0, "begins with none that is here"),
-        ((), 8, "GPU-8e2a,MIG-77", 2, "2 to use"),
+        (("nvidia6", "nvidiactl", "nvidia-uvm"), None, None, 1, "nvidia6 exists"),
+        (("nvidiactl", "nvidia-uvm"), None, None, 0, "neither the driver's .*libnvidia-ml.so.1 nor .*/nvidia"),
+        ((), None, None, 0, "no GPU was found: neither the driver's"),
+        ((), 1, None, 1, "a GPU was found: NVML finds 1, 1 usable"),
+        (("nvidia0",), 0, None, 0, "no GPU was found: NVML finds 0"),
+        ((), 8, "", 0, "no GPU is usable: CUDA_VISIBLE_DEVICES = '' hides all GPUs"),
+        ((), 8, "-1", 0, "CUDA_VISIBLE_DEVICES = '-1' hides all GPUs"),
+        ((), 8, "6", 1, "NVML finds 8, 1 usable"),
+        ((), 8, "2, 3,5", 3, "NVML finds 8, 3 usable"),
+        ((), 8, "0,-1,1", 1, "1 usable"),
+        ((), 1, "6", 0, "CUDA_VISIBLE_DEVICES = '6' starts with a GPU that does not exist, NVML finds 1"),
+        ((), 8, "NoDevFiles", 0, "starts with a GPU that does not exist"),
+        ((), 8, "²", 0, "starts with a GPU that does not exist"),
+        ((), 8, "GPU-8e2a,MIG-77", 2, "2 usable"),
     ],
 )
 def test_a_gpu_is_one_that_the_driver_has_and_this_process_may_use(
@@ -107,13 +107,13 @@ def test_a_gpu_is_one_that_the_driver_has_and_this_process_may_use(
 
 def test_a_driver_that_does_not_start_has_no_gpu_and_says_why(machine) -> None:
     machine(devices=("nvidia0",), nvml=1, init=18)
-    assert gpu_choice() == (False, "there is no GPU: NVML cannot start (Driver/library version mismatch)", 0)
+    assert gpu_choice() == (False, "no GPU was found: NVML failed to start (Driver/library version mismatch)", 0)
 
 
 def test_a_torch_for_cpus_has_no_use_for_a_gpu(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(nvml=2)
     monkeypatch.setattr(hardware, "_has_torch_for_cpus", lambda: True)
-    assert gpu_choice().reason == "there is a GPU, but the installed torch is built for CPUs only (NVML finds 2)"
+    assert gpu_choice().reason == "a GPU was found, but the installed torch is built for CPUs only (NVML finds 2)"
     assert not has_gpu()
 
 
@@ -132,7 +132,7 @@ def test_nvml_counts_as_many_gpus_as_torch() -> None:
 @pytest.mark.parametrize(
     ("cpu_info", "has_gpu", "dtype", "reason"),
     [
-        (PLAIN, True, "bfloat16", "there is a GPU: "),
+        (PLAIN, True, "bfloat16", "a GPU was found: "),
         (AMX, False, "bfloat16", "this CPU has AMX"),
         (AVX512, False, "bfloat16", "this CPU has AVX-512 BF16"),
         (PLAIN, False, "float32", "this CPU has neither AMX nor AVX-512 BF16"),

@@ -50,10 +50,10 @@ def test_a_secret_that_others_may_touch_is_refused_with_the_remedy(keys: Path, m
 
 def test_files_that_hold_no_key_are_errors_that_name_the_file(keys: Path) -> None:
     (keys / "server.pub").write_text("not a key\n")
-    with pytest.raises(ConfigError, match=r"server\.pub holds no key: 9 characters came; expected 40"):
+    with pytest.raises(ConfigError, match=r"server\.pub is not a valid key: it has 9 characters; expected 40"):
         learner_keys(str(keys))
     (keys / "learner.key").write_text('"' * 40)
-    with pytest.raises(ConfigError, match=r"learner\.key holds no key"):
+    with pytest.raises(ConfigError, match=r"learner\.key is not a valid key"):
         learner_keys(str(keys))
     (keys / "server.key").write_text("")
     with pytest.raises(ConfigError, match=r"server\.key .* is empty"):
@@ -79,7 +79,7 @@ def test_a_directory_that_may_be_entered_need_not_be_one_that_may_be_listed(
 
 def test_a_server_that_would_let_nobody_in_does_not_start(keys: Path) -> None:
     (keys / "allowed" / "learner.pub").unlink()
-    with pytest.raises(ConfigError, match="holds no public key, so no learner could connect"):
+    with pytest.raises(ConfigError, match="contains no public key, so no learner can connect"):
         server_keys(str(keys))
 
 
@@ -87,7 +87,7 @@ def test_a_server_that_would_let_nobody_in_does_not_start(keys: Path) -> None:
 def test_an_endpoint_beyond_loopback_needs_keys_or_a_word_for_going_without(tmp_path: Path, endpoint: str) -> None:
     config = tmp_path / "run.toml"
     config.write_text(f'model = "m"\nrun_dir = "r"\nendpoint = "{endpoint}"\n')
-    with pytest.raises(ConfigError, match=r"leaves this machine.*`make keys`.*insecure = true"):
+    with pytest.raises(ConfigError, match=r"is open to other machines.*`make keys`.*insecure = true"):
         load_config(SharedConfig, [str(config)], "prog")
     assert load_config(SharedConfig, [str(config), "--insecure"], "prog").insecure
     assert load_config(SharedConfig, [str(config), "--keys", "keys"], "prog").keys == "keys"

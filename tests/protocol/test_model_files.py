@@ -125,7 +125,7 @@ def test_a_directory_without_a_model_or_without_a_tokenizer_is_an_error(tmp_path
     with pytest.raises(ConfigError, match=r"without config.json"):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text('{"architectures": ["A"], "vocab_size": 3}')
-    with pytest.raises(ConfigError, match="holds no tokenizer"):
+    with pytest.raises(ConfigError, match="has no tokenizer"):
         fingerprint(tmp_path)
 
 
@@ -141,14 +141,14 @@ def test_a_name_that_is_nothing_says_what_it_could_be(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         ConfigError,
-        match=r"'tiny:letters' is not a built-in model. Known are 'tiny:digits' and 'smollm2:135m-instruct'",
+        match=r"'tiny:letters' is not a built-in model. Use one of 'tiny:digits', 'smollm2:135m-instruct'",
     ):
         resolve_model("tiny:letters")
-    with pytest.raises(ConfigError, match="there is no such directory"):
+    with pytest.raises(ConfigError, match="is not an existing directory"):
         resolve_model("./no/such")
-    with pytest.raises(ConfigError, match=r"'nobody/none' is neither a local directory nor can it be downloaded"):
+    with pytest.raises(ConfigError, match=r"'nobody/none' is not a local directory and cannot be downloaded"):
         resolve_model("nobody/none")
-    with pytest.raises(ConfigError, match="neither a local directory nor"):
+    with pytest.raises(ConfigError, match="is not a local directory and cannot"):
         resolve_model("no such name")
 
 
@@ -175,7 +175,7 @@ def test_a_quantized_checkpoint_is_refused_by_both_sides_with_its_method(tiny, t
         with pytest.raises(ConfigError) as refused:
             look(str(quantized))
         assert f"model = {str(quantized)!r} is quantized ({method}); expected weights in bfloat16" in str(refused.value)
-        assert "Set model to the checkpoint that it was made from" in str(refused.value)
+        assert "Set model to the original checkpoint" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,7 @@ def test_the_bytes_of_weights_are_those_that_are_loaded_in_the_dtype_that_is_com
     save_file({"steps": torch.zeros(3, dtype=torch.int64), "weight": torch.zeros(5)}, tmp_path / "model.safetensors")
     assert weight_bytes(tmp_path, "bfloat16") == 3 * 8 + 5 * 2
     (sharded / "model-00001-of-00002.safetensors").write_bytes(b"half of it")
-    with pytest.raises(
-        ConfigError, match=r"model-00001-of-00002.safetensors, of `model`, cannot be read as safetensors"
-    ):
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002.safetensors of `model` cannot be read as safetensors"):
         weight_bytes(sharded, "float32")
 
 

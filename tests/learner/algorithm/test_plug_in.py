@@ -104,7 +104,7 @@ def test_a_built_in_objective_written_once_more_gives_the_same(tmp_path: Path) -
         ("def f(tokens, config): return tokens.log_ratio_BT.sum(), tokens.mask_BT", r"returned \(a tensor of shape \(\), a tensor of"),
         ("def f(tokens, config): return None", "returned None; expected"),
         ("def f(tokens, config): return tokens.log_ratio_BT.detach(), tokens.mask_BT", "shape \\(2, 3\\) without a gradient, a tensor"),
-        ("def f(tokens, config): return config.value('clip_low')", r"reads clip_low, which has no default for it; set learner\.loss\.clip_low"),
+        ("def f(tokens, config): return config.value('clip_low')", r"reads clip_low, which has no default for a user function; set learner\.loss\.clip_low"),
     ],
 )  # fmt: skip
 def test_an_objective_that_returns_something_else_is_refused(tmp_path: Path, body: str, problem: str) -> None:
@@ -116,7 +116,7 @@ def test_an_objective_that_returns_something_else_is_refused(tmp_path: Path, bod
 def test_a_function_that_raises_is_named_with_the_place(tmp_path: Path) -> None:
     mine = spec(tmp_path, "def f(rewards):\n    return rewards.nothing")
     with pytest.raises(
-        ConfigError, match=r"function = .* failed when it was tried: AttributeError: .*mine\.py:2\)\. Correct"
+        ConfigError, match=r"function = .* failed on a small example: AttributeError: .*mine\.py:2\)\. Correct"
     ):
         check_plug_ins(config_of(tmp_path, "--learner.advantage.function", mine))
 
@@ -136,7 +136,7 @@ def test_a_run_with_both_begins_and_goes_on(tmp_path: Path) -> None:
 def test_advantages_of_another_shape_or_that_are_no_numbers_are_refused(tmp_path: Path, returned: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"returned (\d groups instead of 2|for group 0 \[.*nan.*\]); expected one list for each group",
+        match=r"returned (\d groups instead of 2|for group 0 \[.*nan.*\]); expected one list per group",
     ):
         advantages_of(spec(tmp_path, f"def f(rewards): return {returned}"), REWARDS)
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_loaded_is_named_with_its_key(named: str) -> None:
 
 
 def test_a_name_without_a_colon_is_no_function_of_yours() -> None:
-    with pytest.raises(ValueError, match="objective = 'ppo' is not known; expected grpo, gspo"):
+    with pytest.raises(ValueError, match="objective = 'ppo' is not a known objective; use grpo, gspo"):
         LossConfig(objective="ppo")
     with pytest.raises(ValueError, match=r"function = 'mine' is not path/to/file\.py:name"):
         AdvantageConfig(function="mine")

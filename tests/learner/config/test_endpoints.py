@@ -37,9 +37,15 @@ def test_the_learner_connects_to_all_endpoints_or_to_the_one(
 @pytest.mark.parametrize(
     ("endpoints", "expected"),
     [
-        (f'endpoint = "{ONE}"\nendpoints = ["{OTHER}"]', "both say where the servers are; keep one of them"),
-        (f'endpoints = ["{ONE}"]\nendpoints_from = "file:x"', "both say where the servers are; keep one of them"),
-        (f'endpoints = ["{ONE}", "{ONE}"]', "names a server twice"),
+        (
+            f'endpoint = "{ONE}"\nendpoints = ["{OTHER}"]',
+            "are set, but each defines the servers of the run; keep one of them",
+        ),
+        (
+            f'endpoints = ["{ONE}"]\nendpoints_from = "file:x"',
+            "are set, but each defines the servers of the run; keep one of them",
+        ),
+        (f'endpoints = ["{ONE}", "{ONE}"]', "contains a server twice"),
         ('endpoints = ["127.0.0.1:6001"]', "expected tcp://HOST:PORT"),
     ],
 )
@@ -51,5 +57,5 @@ def test_two_answers_to_one_question_are_refused(tmp_path: Path, endpoints: str,
 def test_a_server_of_several_is_told_which_it_is(tmp_path: Path) -> None:
     path = file(tmp_path, f'endpoints = ["{ONE}", "{OTHER}"]')
     assert load_config(ServerRun, [path, "--endpoint", OTHER], "inference-server").endpoint == OTHER
-    with pytest.raises(ConfigError, match=f"which of them is this server. Say so with --endpoint {ONE}"):
+    with pytest.raises(ConfigError, match=f"does not identify this server; .* with --endpoint {ONE}"):
         load_config(ServerRun, [path], "inference-server")

@@ -38,10 +38,10 @@ IDLE: list[tuple[Sections, dict[str, str], Sections]] = [
      {"sampling": {"top_p": 0.9}}),
     ({"max_auto_staleness": 3}, {"max_auto_staleness": 'max_staleness = "auto"'}, {"max_staleness": "auto"}),
     ({"push": {"overlap": True}, "max_staleness": 0}, {"push.overlap": "max_staleness above 0"}, {"max_staleness": 1}),
-    ({"advantage": {"combine": "normalize_then_sum"}}, {"advantage.combine": "two rewards whose weight is not 0"},
+    ({"advantage": {"combine": "normalize_then_sum"}}, {"advantage.combine": "two reward functions of nonzero weight"},
      TWO_REWARDS),
     (TWO_REWARDS | {"advantage": {"combine": "normalize_then_sum"}, "reward": TWO_REWARDS["reward"] | {"weights": [1.0, 0.0]}},
-     {"advantage.combine": "two rewards whose weight is not 0"}, {"reward": {"weights": [1.0, 0.5]}}),
+     {"advantage.combine": "two reward functions of nonzero weight"}, {"reward": {"weights": [1.0, 0.5]}}),
     # the loss
     ({"loss": {"objective": "reinforce", "clip_low": 0.2}}, {"loss.clip_low": 'objective = "grpo" or "gspo"'},
      {"loss": {"objective": "grpo"}}),
@@ -107,11 +107,11 @@ IDLE: list[tuple[Sections, dict[str, str], Sections]] = [
     (merged(EVERY, {"reference": {"growth": 2.0, "max_every_steps": 3}}),
      dict.fromkeys(("reference.growth", "reference.max_every_steps"), "a max_every_steps above every_steps"),
      {"reference": {"max_every_steps": 4}}),
-    (merged(ADAPTIVE, {"reference": {"min_every_steps": 3}}), {"reference.min_every_steps": "to rise above patience = 3"},
+    (merged(ADAPTIVE, {"reference": {"min_every_steps": 3}}), {"reference.min_every_steps": "a value above patience = 3"},
      {"reference": {"patience": 2}}),
     (merged(ADAPTIVE, {"reference": {"min_every_steps": 1, "growth": 2.0, "max_every_steps": 2}}),
      dict.fromkeys(("reference.min_every_steps", "reference.growth", "reference.max_every_steps"),
-                   "to rise above patience = 3"),
+                   "a value above patience = 3"),
      {"reference": {"max_every_steps": 4}}),
 ]  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_a_config_without_such_keys_is_in_effect_as_it_is(tmp_path: Path) -> Non
 def test_the_line_names_key_value_and_need(tmp_path: Path) -> None:
     run = load(tmp_path, merged(ALWAYS, FIXED | {"loss": {"tv_low": 0.1}}))
     assert run.note_on_idle_keys() == (
-        'these keys do nothing beside the others: learner.loss.tv_low = 0.1 (needs objective = "dppo"); '
+        'these keys have no effect alongside the others: learner.loss.tv_low = 0.1 (needs objective = "dppo"); '
         "learner.reference.kind = 'fixed' (needs kl.coef above 0)"
     )
 
@@ -209,5 +209,5 @@ def test_a_sweep_passes_through_values_that_turn_other_keys_off(key: str, tmp_pa
 def test_what_contradicts_is_refused_once_it_counts(reference: Sections, kl: Sections, tmp_path: Path) -> None:
     settings = merged(ALWAYS, {"kl": kl, "reference": reference})  # k1 in the loss; in the reward with scale = "group"
     load(tmp_path, settings)
-    with pytest.raises(ConfigError, match=r'"k1" in the loss: .* is zero|advantage\.scale = "group"'):
+    with pytest.raises(ConfigError, match=r'"k1" with place = "loss": .* is zero|advantage\.scale = "group"'):
         load(tmp_path, merged(settings, {"kl": {"coef": 0.1}}))

@@ -13,8 +13,8 @@ KL = {"reference": {"kind": "fixed"}}
 OBJECTIVE = [
     ({"objective": "cispo", "clip_high": -1.0}, r"clip_high = -1\.0 must not be negative", {"clip_high": 1.0}),
     ({"objective": "dppo", "tv_low": -0.1}, r"tv_low = -0\.1 must not be negative", {"tv_low": 0.1}),
-    ({"clip_low": 0.0}, r"clip_low = 0\.0 must lie between 0 and 1", {"clip_low": 0.1}),
-    ({"clip_low": 1.0, "clip_high": 2.0}, r"clip_low = 1\.0 must lie between 0 and 1", {"clip_low": 0.9}),
+    ({"clip_low": 0.0}, r"clip_low = 0\.0 must be between 0 and 1", {"clip_low": 0.1}),
+    ({"clip_low": 1.0, "clip_high": 2.0}, r"clip_low = 1\.0 must be between 0 and 1", {"clip_low": 0.9}),
     ({"clip_low": 0.3}, r"clip_high = 0\.28 must not be below clip_low = 0\.3", {"clip_high": 0.3}),
     (
         {"objective": "gspo", "clip_low": 0.2},
@@ -22,27 +22,27 @@ OBJECTIVE = [
         {"clip_high": 0.2},
     ),
     ({"dual_clip": 1.1}, r"dual_clip = 1\.1 must be above 1 \+ clip_high = 1\.28", {"dual_clip": 3.0}),
-    ({"objective": "sapo", "tau_positive": 0.0}, r"tau_positive must be above 0", {"tau_positive": 1.0}),
-    ({"objective": "sapo", "tau_negative": 0.0}, r"tau_negative must be above 0", {"tau_negative": 1.0}),
+    ({"objective": "sapo", "tau_positive": 0.0}, r"tau_positive = 0.0 must be above 0", {"tau_positive": 1.0}),
+    ({"objective": "sapo", "tau_negative": 0.0}, r"tau_negative = 0.0 must be above 0", {"tau_negative": 1.0}),
     ({"entropy_coef": -0.1}, r"entropy_coef = -0\.1 must not be negative", {"entropy_coef": 0.1}),
     (
         {"top_entropy_frac": 0.0},
-        r"top_entropy_frac = 0\.0 must lie above 0 and be at most 1",
+        r"top_entropy_frac = 0\.0 must be above 0 and at most 1",
         {"top_entropy_frac": 0.2},
     ),
-    ({"top_entropy_frac": 1.5}, r"top_entropy_frac = 1\.5 must lie above 0", {"top_entropy_frac": 1.0}),
-    ({"objective": "ppo"}, r"objective = 'ppo' is not known; expected grpo, gspo", {"objective": "grpo"}),
+    ({"top_entropy_frac": 1.5}, r"top_entropy_frac = 1\.5 must be above 0", {"top_entropy_frac": 1.0}),
+    ({"objective": "ppo"}, r"objective = 'ppo' is not a known objective; use grpo, gspo", {"objective": "grpo"}),
     ({"normalization": "batch"}, r"Invalid enum value 'batch'", {"normalization": "sequence"}),
 ]
 CORRECTION = [
     (
         {"weight": "mask", "level": "geometric"},
-        r'"geometric" needs max_weight: .* 1\.01 is usual',
+        r'"geometric" needs max_weight, .* usually to 1\.01',
         {"max_weight": 1.01},
     ),
     ({"weight": "mask", "max_weight": 0.5}, r"max_weight = 0\.5 must be at least 1", {"max_weight": 1.5}),
-    ({"weight": "mask", "min_weight": 1.5}, r"min_weight = 1\.5 must lie above 0.* at most 1", {"min_weight": 0.5}),
-    ({"weight": "mask", "min_weight": -0.5}, r"min_weight = -0\.5 must lie above 0", {"min_weight": 0.5}),
+    ({"weight": "mask", "min_weight": 1.5}, r"min_weight = 1\.5 must be above 0.* at most 1", {"min_weight": 0.5}),
+    ({"weight": "mask", "min_weight": -0.5}, r"min_weight = -0\.5 must be above 0", {"min_weight": 0.5}),
     ({"sequence_mask": -0.5}, r"sequence_mask = -0\.5 must not be negative", {"sequence_mask": 0.0}),
     ({"max_token_staleness": -1}, r"max_token_staleness = -1 must not be negative", {"max_token_staleness": 0}),
     (
@@ -71,11 +71,15 @@ COEFFICIENT = [
         r"horizon_steps = 0 must be at least 1",
         {"horizon_steps": 1},
     ),
-    ({"coef": 0.1, "estimator": "k1"}, r'estimator = "k1" in the loss: .* is zero', {"importance_weighted": True}),
+    (
+        {"coef": 0.1, "estimator": "k1"},
+        r'estimator = "k1" with place = "loss": .* is zero',
+        {"importance_weighted": True},
+    ),
     ({"coef": 0.1, "estimator": "k1"}, r'set importance_weighted = true, place = "reward"', {"place": "reward"}),
     (
         {"coef": 0.1, "estimator": "k2", "importance_weighted": True},
-        r'importance_weighted = true with estimator = "k2", whose gradient is right without it',
+        r'importance_weighted = true with estimator = "k2": the gradient .* correct only without',
         {"importance_weighted": False},
     ),
     (
@@ -85,7 +89,7 @@ COEFFICIENT = [
     ),
     (
         {"coef": 0.1, "place": "reward", "estimator": "k2"},
-        r'"k2" with place = "reward" pushes .* away',
+        r'"k2" with place = "reward" moves .* away',
         {"place": "loss"},
     ),
     (
@@ -100,14 +104,14 @@ COEFFICIENT = [
     ),
 ]
 SAMPLING = [
-    ({"top_p": 0.9}, r"every importance ratio is too small.* or allow_partial_support = true", {"top_p": 1.0}),
+    ({"top_p": 0.9}, r"every importance ratio would be too small.* or allow_partial_support = true", {"top_p": 1.0}),
     ({"top_p": 0.9}, r"top_p = 0\.9, top_k = 0: .*logprobs", {"allow_partial_support": True}),
     ({"top_k": 50}, r"top_p = 1\.0, top_k = 50: .*Set top_p = 1 and top_k = 0", {"allow_partial_support": True}),
-    ({"top_p": 0.0}, r"top_p = 0\.0 must lie above 0", {"top_p": 1.0}),
+    ({"top_p": 0.0}, r"top_p = 0\.0 must be above 0", {"top_p": 1.0}),
     ({"top_k": -1}, r"top_k = -1 must not be negative; 0 samples from all tokens", {"top_k": 0}),
-    ({"temperature": 0.0}, r"temperature = 0\.0 must lie between 0\.01", {"temperature": 0.7}),
-    ({"temperature": 3.0}, r"temperature = 3\.0 must lie between 0\.01 .* and 2", {"temperature": 2.0}),
-    ({"num_completions": 1}, r"num_completions = 1: a group needs at least 2", {"num_completions": 2}),
+    ({"temperature": 0.0}, r"temperature = 0\.0 must be between 0\.01", {"temperature": 0.7}),
+    ({"temperature": 3.0}, r"temperature = 3\.0 must be between 0\.01 .* and 2", {"temperature": 2.0}),
+    ({"num_completions": 1}, r"num_completions = 1 must be at least 2", {"num_completions": 2}),
     ({"max_tokens": 0}, r"max_tokens = 0 must be at least 1", {"max_tokens": 1}),
 ]
 BETWEEN_SECTIONS = [
@@ -118,17 +122,17 @@ BETWEEN_SECTIONS = [
     ),
     (
         {"correction": {"anchor": "proximal"}},
-        r"set correction\.weight, raise updates_per_batch or use the behaviour anchor",
+        r'set correction\.weight, raise updates_per_batch, or set correction\.anchor = "behaviour"',
         {"correction": {"weight": "truncate"}},
     ),
     (
         {"correction": {"weight": "truncate"}},
-        r'"truncate" with anchor = "behaviour": the ratio of grpo is the importance weight already, and would count twice',
+        r'"truncate" with anchor = "behaviour": the ratio of grpo already is the importance weight, which would count twice',
         {"correction": {"weight": "mask"}},
     ),
     (
         {"correction": {"weight": "truncate"}, "loss": {"objective": "cispo"}},
-        r"the ratio of cispo is the importance weight already",
+        r"the ratio of cispo already is the importance weight",
         {"loss": {"objective": "reinforce"}},
     ),
     ({"kl": {"coef": 0.1}}, r"kl\.coef = 0\.1 needs a reference; set reference\.kind", KL),
@@ -139,7 +143,7 @@ BETWEEN_SECTIONS = [
             "reward": {"functions": ["exact_match", "share_right"]},
         }
         | KL,
-        r'place = "reward" with advantage\.combine = "normalize_then_sum": there is no one reward to take the KL off',
+        r'place = "reward" with advantage\.combine = "normalize_then_sum": the KL cannot be subtracted from several rewards',
         {"advantage": {"combine": "sum"}},
     ),
     (
@@ -149,7 +153,7 @@ BETWEEN_SECTIONS = [
     ),
     (
         {"loss": {"objective": "gspo"}, "correction": {"weight": "mask"}},
-        r'weight = "mask" with level = "token" with loss\.objective = "gspo": its ratio is one of the whole completion',
+        r'weight = "mask" with level = "token" with loss\.objective = "gspo": its ratio covers the whole completion',
         {"correction": {"level": "sequence"}},
     ),
     (
@@ -164,12 +168,12 @@ BETWEEN_SECTIONS = [
     ),
     (
         {"reference": {"kind": "ema", "every_steps": 2, "alpha": 0.1}, "kl": {"coef": 0.1}, "lora": {"rank": 4}},
-        r'reference\.kind = "ema" with lora\.rank = 4: the mean of two adapters is not that of their A and B',
+        r'reference\.kind = "ema" with lora\.rank = 4: an adapter is the product of A and B',
         {"reference": {"kind": "every", "alpha": None}},
     ),
     (
         {"active_sampling": True, "signal_reward": "right"},
-        r"signal_reward = 'right' is none of the reward functions",
+        r"signal_reward = 'right' is not a reward function of this run",
         {"signal_reward": None},
     ),
     (
@@ -193,7 +197,7 @@ BETWEEN_SECTIONS = [
             "updates_per_batch": 2,
             "advantage": {"scale": "none"},
         },
-        r"every_steps = 1: where its KL is measured, .* the KL 0; raise every_steps",
+        r"every_steps = 1: the KL is measured .* the KL is 0; raise every_steps",
         {"reference": {"every_steps": 2}},
     ),
     ({"max_staleness": -1}, r"max_staleness = -1 must not be negative", {"max_staleness": 0}),
@@ -239,8 +243,11 @@ def test_what_contradicts_is_refused_and_the_remedy_is_taken(
         ({"loss": {"clip_low": 0.3}}, "learner.loss.clip_high = 0.28 must not be below clip_low"),
         ({"kl": {"coef": 0.1}}, "learner.kl.coef = 0.1 needs a reference"),
         ({"data": {"num_prompts": 0}}, "learner.data.num_prompts = 0 must be at least 1"),
-        ({"data": {"path": "a.jsonl"}}, "learner.data.task = 'reverse', path = 'a.jsonl' came; expected exactly one"),
-        ({"data": {"task": None}}, "learner.data.task, path or dataset must be given"),
+        (
+            {"data": {"path": "a.jsonl"}},
+            "learner.data.task = 'reverse', path = 'a.jsonl' are set; expected exactly one",
+        ),
+        ({"data": {"task": None}}, "learner.data.task, path and dataset are unset"),
         ({"reward": {"timeout_s": 0.0}}, "learner.reward.timeout_s = 0.0 must be above 0"),
     ],
 )

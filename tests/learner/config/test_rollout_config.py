@@ -22,7 +22,7 @@ from tests.learner.test_train import make_run
         ),
         (
             {"curriculum": {"kind": "pass_rate", "reward": "overlong"}},
-            r"curriculum\.reward = 'overlong' is none of the reward functions: share_right, exact_match",
+            r"curriculum\.reward = 'overlong' is not a reward function of this run; use one of: share_right, exact_match",
         ),
     ],
 )

@@ -222,7 +222,7 @@ def test_keys_on_one_side_only_and_keys_that_are_not_there(tmp_path: Path) -> No
     make_keys(tmp_path / "keys")
     with ServerThread(ScriptedEngine(), model=TINY) as server:
         line = the_problem(run_at(server.endpoint, tmp_path, "--keys", str(tmp_path / "keys")))
-        assert "has no keys, this learner has; set the same `keys` on both sides" in line
+        assert "has no keys, but this learner has; set the same `keys` on both sides" in line
         line = the_problem(run_at(server.endpoint, tmp_path, "--keys", str(tmp_path / "nowhere")))
         assert "nowhere' cannot be read" in line and "cannot be read" in line and "make keys" in line
 

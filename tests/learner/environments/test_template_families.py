@@ -183,7 +183,7 @@ def test_a_message_that_the_template_leaves_out_is_refused_unless_an_agent_rende
     template, row = chat_of("qwen3", []), {"prompt": [{"role": "developer", "content": "Be short."}, *QUESTION]}
     with pytest.raises(
         DataError,
-        match=r"row 3 of data: .* leaves out what the role 'developer' says \('Be short.'\); give .* 'system'",
+        match=r"row 3 of data: .* omits messages of role 'developer' \('Be short.'\); use .* 'system'",
     ):
         Encoder("data", DataConfig(path="data"), template).encode([row], [3])
     for_agent = msgspec.structs.replace(template, turns=msgspec.structs.replace(template.turns, goes_on=False))

@@ -309,11 +309,11 @@ def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(
     [
         (
             {"evaluation": {"every_steps": 2, "pin": True}, "push": {"overlap": True}},
-            "cannot be held until a version has answered",
+            "cannot wait until an evaluation of the old version is complete",
         ),
         (
             {"evaluation": {"every_steps": 20}, "checkpoint": {"every_steps": 50, "best_by": "evaluation"}},
-            "judged by no evaluation; set evaluation.every_steps to a number that divides it",
+            "would have no evaluation; set evaluation.every_steps to a divisor of checkpoint.every_steps",
         ),
         ({"evaluation": {"every_steps": -1}}, "every_steps = -1 must not be negative"),
     ],

@@ -211,8 +211,8 @@ def test_another_split_of_the_runs_own_dataset_is_read_as_the_run_reads_it() -> 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--learner.evaluation.num-samples", "4"], "temperature = 0: all would be the same"),
-        (["--learner.evaluation.url", "localhost:8000"], "is no address of an OpenAI server"),
+        (["--learner.evaluation.num-samples", "4"], "temperature = 0: all samples of a prompt would be equal"),
+        (["--learner.evaluation.url", "localhost:8000"], "is not a URL of an OpenAI server"),
         (["--learner.evaluation.path", "a", "--learner.evaluation.task", "sort"], "task = 'sort' and path = 'a' came"),
         (["--learner.evaluation.timeout-s", "0"], "timeout_s = 0.0 must be above 0"),
     ],

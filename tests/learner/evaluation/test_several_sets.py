@@ -135,9 +135,9 @@ def test_sets_are_asked_by_the_command_too_and_their_keys_are_flags(tmp_path: Pa
 @pytest.mark.parametrize(
     ("evaluation", "told"),
     [
-        ({"sets": {"hard": {"num_samples": 4}}}, r"sets\.hard\.num_samples = 4 with temperature = 0: all would be"),
+        ({"sets": {"hard": {"num_samples": 4}}}, r"sets\.hard\.num_samples = 4 with temperature = 0: all samples"),
         ({"sets": {"hard": {"task": "sort", "path": "a"}}}, r"sets\.hard\.task = 'sort' and path = 'a' came"),
-        ({"sets": {"Hard one": {}}}, r"sets\.Hard one came; expected a name of a-z"),
+        ({"sets": {"Hard one": {}}}, r"sets\.Hard one is not a valid name of a set; use a-z"),
         ({"sets": {"function": {}}}, r"sets\.function came"),
     ],
 )
@@ -149,9 +149,9 @@ def test_a_set_that_cannot_be_is_named(tmp_path: Path, evaluation: dict[str, Any
 @pytest.mark.parametrize(
     ("best_by", "told"),
     [
-        ("evaluation", r'names no set .*; expected "evaluation/few" or "evaluation/many"'),
-        ("evaluation/huge", r'names no set .*; expected "evaluation/few" or "evaluation/many"'),
-        ("luck", r'best_by = "luck" came; expected "training_reward", "evaluation"'),
+        ("evaluation", r'is not a set .*; use "evaluation/few" or "evaluation/many"'),
+        ("evaluation/huge", r'is not a set .*; use "evaluation/few" or "evaluation/many"'),
+        ("luck", r'best_by = "luck" is not a known ranking; use "training_reward", "evaluation"'),
     ],
 )
 def test_the_best_are_told_by_a_set_that_there_is(tmp_path: Path, best_by: str, told: str) -> None:

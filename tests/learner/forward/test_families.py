@@ -167,7 +167,7 @@ def test_a_model_that_cannot_go_packed_is_padded_and_the_log_says_why(
     model = tiny(name, keys)
     assert_same(model)
     (said,) = said_of_attention(caplog)
-    assert not is_packed(model) and reason in said and "Its sequences are padded instead" in said
+    assert not is_packed(model) and reason in said and "Padding its sequences instead" in said
 
 
 def test_a_packed_pass_that_would_mix_sequences_is_found_before_the_first_step(
@@ -213,5 +213,7 @@ def test_a_model_that_does_anything_else_to_its_logits_is_refused() -> None:
         return output
 
     model.forward = squared
-    with pytest.raises(ConfigError, match="Qwen2ForCausalLM does to its logits neither a scaling nor a soft cap"):
+    with pytest.raises(
+        ConfigError, match="Qwen2ForCausalLM changes its logits by something other than a scaling or a soft cap"
+    ):
         logit_map_of(model)

@@ -73,7 +73,7 @@ def test_a_fused_policy_has_the_loss_and_the_gradients_that_it_had_before(
     plain = getattr(sys.modules[type(model).__module__], ROTARY)
     with caplog.at_level(logging.INFO):
         fuse(model, torch.float32)
-    assert "compiled in" in caplog.text
+    assert "compiled the policy in" in caplog.text
     found_loss, found = loss_and_gradients(model)
     assert_same(found_loss, found, loss, right)
     assert {one.rsplit(".", 1)[-1] for one in compiled_pieces(model)} >= {"mlp", "input_layernorm", "norm"}

@@ -283,12 +283,12 @@ def test_what_cannot_be_started_is_refused_with_the_remedy(environment: dict[str
 @pytest.mark.parametrize(
     ("environment", "problem"),
     [
-        ({"agent": "a:b", "factory": "guess"}, "factory and agent are set: an agent owns its loop"),
+        ({"agent": "a:b", "factory": "guess"}, "factory and agent are set, but an agent has its own loop"),
         ({"agent": "a:b", "tools": ["a:c"]}, "tools and agent are set"),
         ({"agent": "a:b", "command": "x"}, "agent and command are set"),
         ({"agent": "ab"}, "expected module:function"),
-        ({"agent": "a:b", "gateway_port": 70000}, "gateway_port = 70000 must lie between 0 and 65535"),
-        ({"agent": "a:b", "gateway_host": "0.0.0.0"}, "is no address that an agent can ask"),
+        ({"agent": "a:b", "gateway_port": 70000}, "gateway_port = 70000 must be between 0 and 65535"),
+        ({"agent": "a:b", "gateway_host": "0.0.0.0"}, "is not an address that agents can connect to"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(environment: dict[str, Any], problem: str) -> None:

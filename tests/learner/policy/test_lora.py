@@ -147,11 +147,11 @@ def test_named_layers_alone_are_adapted() -> None:
         (
             "gpt2",
             "q_proj",
-            r"no linear layer of this model is named 'q_proj'; there are: c_attn, c_fc, c_proj, lm_head",
+            r"no linear layer of this model is named 'q_proj'; use some of: c_attn, c_fc, c_proj, lm_head",
         ),
         ("llama_untied", "proj", "no linear layer of this model is named 'proj'"),
         ("llama_untied", "embed_tokens", "no linear layer of this model is named 'embed_tokens'"),
-        ("llama_tied", "lm_head", "LM head, whose weight is this model's input embedding too"),
+        ("llama_tied", "lm_head", "LM head, whose weight is also the input embedding of this model"),
     ],
 )
 def test_a_target_that_cannot_be_adapted_is_refused(kind: str, target: str, expected: str) -> None:

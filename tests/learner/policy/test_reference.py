@@ -212,7 +212,7 @@ def test_only_the_parameters_that_match_are_refreshed(accelerator: Accelerator) 
     ("settings", "expected"),
     [
         ({"only": "lora_"}, r"only = 'lora_' matches none of the 28 .*, such as transformer\.wte\.weight, "),
-        ({"device": "cuda:99"}, r'device = "cuda:99" is not there: \d+ CUDA devices'),
+        ({"device": "cuda:99"}, r'device = "cuda:99" does not exist: \d+ CUDA devices'),
     ],
 )
 def test_what_only_the_policy_or_the_machine_can_tell_is_refused(
@@ -226,7 +226,7 @@ def test_a_name_filter_that_leaves_nothing_out_costs_one_warning(
     accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     Reference(ReferenceConfig(kind="every", every_steps=2, only="transformer"), tiny_policy(), accelerator, 1.0)
-    assert "only = 'transformer' does nothing, because it matches all of the 28" in caplog.text
+    assert "only = 'transformer' has no effect, because it matches all of the 28" in caplog.text
 
 
 def test_the_reference_may_be_kept_in_host_memory(accelerator: Accelerator) -> None:

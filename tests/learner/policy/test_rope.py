@@ -139,7 +139,7 @@ def test_a_rope_of_another_making_whose_factors_depend_on_length_is_refused() ->
     model = model_of(phi3())
     for module in model.modules():
         vars(module).pop("rope_type", None)
-    with pytest.raises(ConfigError, match="Phi3ForCausalLM has a RoPE of type longrope of its own making"):
+    with pytest.raises(ConfigError, match="Phi3ForCausalLM implements RoPE of type longrope itself"):
         pin_rope(model, LONGEST)
 
 
@@ -218,10 +218,10 @@ def test_what_vllm_takes_for_the_yarn_of_deepseek_is_refused(family: str, rope: 
 @pytest.mark.parametrize(
     ("rope", "reason"),
     [
-        ({"type": "ntk", "factor": 2.0}, 'of type "ntk", which transformers does not know'),
-        ({"type": "su", "short_factor": [1.0] * 16, "long_factor": [1.0] * 16}, 'of type "su", which transformers does not know'),
-        ({"type": "mrope", "mrope_section": [4, 2, 2]}, 'of type "mrope", which transformers does not know'),
-        ({"type": "longrope"}, "config.json cannot be read: Missing required keys .* 'rope_type'='longrope'"),
+        ({"type": "ntk", "factor": 2.0}, 'of type "ntk", which transformers does not support'),
+        ({"type": "su", "short_factor": [1.0] * 16, "long_factor": [1.0] * 16}, 'of type "su", which transformers does not support'),
+        ({"type": "mrope", "mrope_section": [4, 2, 2]}, 'of type "mrope", which transformers does not support'),
+        ({"type": "longrope"}, "config.json is incomplete: Missing required keys .* 'rope_type'='longrope'"),
     ],
     ids=["ntk", "su", "mrope", "longrope without factors"],
 )  # fmt: skip
@@ -248,9 +248,7 @@ def test_a_server_that_takes_the_other_factors_is_refused_with_both_lengths_and_
     config = phi3()
     for same in (40, ORIGINAL):
         check_server_rope(config, None, same, endpoint="tcp://a:1")
-    expected = (
-        r"server.max_model_len: the server at tcp://a:1 has 200, the learner took 64; .* Set server.max_model_len = 200"
-    )
+    expected = r"server.max_model_len: the server at tcp://a:1 has 200, the learner assumed 64; .* Set server.max_model_len = 200"
     with pytest.raises(ConfigError, match=expected):
         check_server_rope(config, None, 200, endpoint="tcp://a:1")
     check_server_rope(config, 128, 200, endpoint="tcp://a:1")
@@ -291,5 +289,5 @@ def test_a_run_ends_at_the_welcome_of_a_server_that_takes_the_other_factors(tmp_
     engine = ModelEngine(tmp_path / "model")
     with ServerThread(engine, model=fingerprint(tmp_path / "model"), endpoint="tcp://127.0.0.1:*") as server:
         run = msgspec.structs.replace(make_run(tmp_path, server.endpoint), model=str(tmp_path / "model"))
-        with pytest.raises(ConfigError, match=r"has 64, the learner took 63; .* Set server.max_model_len = 64"):
+        with pytest.raises(ConfigError, match=r"has 64, the learner assumed 63; .* Set server.max_model_len = 64"):
             train(run, resume=False)

@@ -122,7 +122,7 @@ def test_a_function_whose_mean_is_no_pass_rate_is_named(prompts: Prompts) -> Non
     [
         ({"kind": "pass_rate", "easy_above": 0.2}, r"hard_below = 0\.25, easy_above = 0\.2"),
         ({"kind": "pass_rate", "easy_weight": 0.001}, r"easy_weight = 0\.001 must be 0, or from 0\.01 to 1"),
-        ({"kind": "pass_rate", "drop_above": 0.7}, r"drop_above = 0\.7 must lie above easy_above = 0\.75"),
+        ({"kind": "pass_rate", "drop_above": 0.7}, r"drop_above = 0\.7 must be above easy_above = 0\.75"),
         ({"kind": "pass_rate", "drop_below": 0.25}, r"drop_below = 0\.25 must .*below hard_below"),
         ({"kind": "pass_rate", "decay": 1.0}, r"decay = 1\.0 must be at least 0 and below 1"),
     ],

@@ -263,7 +263,7 @@ def test_a_missing_chat_template_is_an_error_with_a_remedy(tokenizer, tmp_path, 
 def test_a_template_that_refuses_a_conversation_names_its_row(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "1"}]}])
-    with pytest.raises(DataError, match=r"row 0 of .* does not go through the chat template: roles must alternate"):
+    with pytest.raises(DataError, match=r"row 0 of .* template cannot render the conversation: roles must alternate"):
         Prompts(DataConfig(path=path), tokenizer, 0)
 
 
@@ -271,9 +271,9 @@ def test_a_template_that_refuses_a_conversation_names_its_row(tokenizer, tmp_pat
 
 
 def test_exactly_one_source_must_be_named():
-    with pytest.raises(ValueError, match="task, path or dataset must be given"):
+    with pytest.raises(ValueError, match="task, path and dataset are unset"):
         DataConfig()
-    with pytest.raises(ValueError, match=r"task = 'reverse', path = 'a.jsonl' came; expected exactly one"):
+    with pytest.raises(ValueError, match=r"task = 'reverse', path = 'a.jsonl' are set; expected exactly one"):
         DataConfig(task="reverse", path="a.jsonl")
 
 
@@ -305,7 +305,7 @@ def test_a_bad_line_names_file_and_line(tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     for line, problem in (
         ('{"prompt": 1', "is not valid JSON"),
-        ("[1]", "holds a JSON list"),
+        ("[1]", "is a JSON list"),
         ('{"x": 1}', "no column"),
     ):
         path.write_text('{"prompt": "1"}\n\n' + line + "\n")
@@ -322,7 +322,7 @@ def test_a_prompt_of_the_wrong_kind_names_its_row(tokenizer, tmp_path, prompt):
 
 def test_empty_data_is_an_error(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="holds no prompts"):
+    with pytest.raises(DataError, match="has no prompts"):
         Prompts(DataConfig(path=str(tmp_path / "a.jsonl")), tokenizer, 0)
 
 

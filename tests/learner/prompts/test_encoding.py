@@ -178,7 +178,7 @@ def test_prompts_that_are_too_long_are_dropped_and_the_others_keep_their_numbers
     again = Prompts(config, tokenizer, 3)
     assert [again.row_at(position) for position in range(18)] == [row for rows in epochs for row in rows]
     (line,) = caplog.messages[:1]
-    assert "dropped: 3 of 6 prompts have more than learner.data.max_prompt_tokens = 4 tokens" in line
+    assert "dropped 3 of 6 prompts with more than learner.data.max_prompt_tokens = 4 tokens" in line
     assert "row 1 of" in line
 
 

@@ -167,8 +167,8 @@ def test_a_judge_that_starts_later_is_waited_for(monkeypatch):
     ("judge", "problem"),
     [
         ({}, "judge.url is not set"),
-        ({"url": "judge:8000"}, "url = 'judge:8000': expected such as http://judge:8000/v1"),
-        ({"url": "http://j", "prompt": "Rate it."}, "must hold {completion}"),
+        ({"url": "judge:8000"}, "url = 'judge:8000' is not a URL; use one such as http://judge:8000/v1"),
+        ({"url": "http://j", "prompt": "Rate it."}, "must contain {completion}"),
         ({"url": "http://j", "best_score": 0.0}, "best_score = 0.0 must be above 0"),
         ({"url": "http://j", "temperature": -1.0}, "temperature = -1.0 must be at least 0"),
         ({"url": "http://j", "max_tokens": 0}, "max_tokens = 0 must be at least 1"),

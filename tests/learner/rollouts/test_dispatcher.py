@@ -229,7 +229,7 @@ def test_a_server_that_is_taken_out_and_does_not_finish_is_left(
         listed.write_text(other.endpoint)
         assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
     assert sorted(other.generated) == [f"{slot}.0" for slot in range(6)]
-    assert "still owes 3 groups after 0.2 s (learner.drain_timeout_s)" in caplog.text
+    assert "still has 3 pending groups after 0.2 s (learner.drain_timeout_s)" in caplog.text
 
 
 def drains(server: HandServer, request: Generate) -> list[Message]:
@@ -284,7 +284,7 @@ def test_a_server_that_says_that_it_ends_and_does_not_is_left(tmp_path: Path, ca
             one.is_draining = True
             assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
     assert sorted(other.generated) == [f"{slot}.0" for slot in range(6)]
-    assert "still owes 3 groups after 0.2 s (learner.drain_timeout_s)" in caplog.text
+    assert "still has 3 pending groups after 0.2 s (learner.drain_timeout_s)" in caplog.text
 
 
 def test_when_the_only_server_ends_one_line_says_that_another_is_waited_for(
@@ -302,7 +302,7 @@ def test_when_the_only_server_ends_one_line_says_that_another_is_waited_for(
         until(lambda: [member.state(0) for member in fleet.members] == ["joining"], "another is waited for")
         assert rollouts.take(0, 0.1) is None and len(rollouts._dispatcher.group_ids) == 6
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"the server at {one.endpoint} is draining and ends; no other is there")
+    assert line.startswith(f"the server at {one.endpoint} is shutting down and no other server is connected")
     assert "(learner.connect_timeout_s)" in line
 
 
@@ -330,7 +330,7 @@ def test_what_a_live_server_has_lost_is_asked_of_it_again_after_the_deadline_and
     (line,) = [record.getMessage() for record in caplog.records if "resending" in record.getMessage()]
     assert line == (
         f"resending 2 requests to the server at {server.endpoint}, such as 1.0 (no answer for 0.6 s, "
-        "learner.group_deadline_s; it has 0 of 2)"
+        "learner.group_deadline_s; the server has 0 of 2 groups)"
     )
     assert counts(tmp_path).dropped == 0
 

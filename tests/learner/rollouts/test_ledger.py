@@ -78,7 +78,7 @@ def test_a_duplicate_an_unknown_and_a_dropped_group_change_nothing(ledger):
 def test_a_group_is_consumed_once_and_a_refused_batch_leaves_no_trace(ledger):
     first, second = scored(ledger, 0), scored(ledger, 1)
     ledger.consume([(first, 1)], step=1)
-    with pytest.raises(LedgerError, match=r"group 0\.0 is consumed; wanted scored"):
+    with pytest.raises(LedgerError, match=r"group 0\.0 is consumed; expected scored"):
         ledger.consume([(second, 1), (first, 1)], step=2)
     assert [row.group_id for row in ledger.outstanding()] == [second]
     with pytest.raises(LedgerError, match=r"group 1\.0 is consumed"):
@@ -91,14 +91,14 @@ def test_a_group_is_consumed_once_and_a_refused_batch_leaves_no_trace(ledger):
     [
         (lambda ledger, group_id: ledger.score(group_id, "[]", None), "admitted"),
         (lambda ledger, group_id: ledger.consume([(group_id, 0)], 1), "admitted"),
-        (lambda ledger, group_id: ledger.score("9.9", "[]", None), "unknown to the ledger"),
-        (lambda ledger, group_id: ledger.drop("9.9", "stale"), "unknown to the ledger"),
-        (lambda ledger, group_id: ledger.payload(group_id), "admitted and holds no payload"),
+        (lambda ledger, group_id: ledger.score("9.9", "[]", None), "not in the ledger"),
+        (lambda ledger, group_id: ledger.drop("9.9", "stale"), "not in the ledger"),
+        (lambda ledger, group_id: ledger.payload(group_id), "admitted and has no payload"),
     ],
 )
 def test_an_illegal_move_names_group_state_and_what_was_wanted(ledger, move, state):
     group_id = admit(ledger, 0)
-    with pytest.raises(SlipstreamError, match=f"is {state}.*wanted"):
+    with pytest.raises(SlipstreamError, match=f"is {state}.*expected"):
         move(ledger, group_id)
     assert [row.state for row in ledger.outstanding()] == ["admitted"]
 
@@ -166,7 +166,7 @@ def test_forgotten_payloads_are_gone_and_a_rewind_that_needs_them_is_refused(led
     for slot in range(3):
         ledger.consume([(scored(ledger, slot), 1)], step=slot + 1)
     ledger.forget_payloads(2)
-    with pytest.raises(LedgerError, match=r"group 0\.0 is consumed and holds no payload"):
+    with pytest.raises(LedgerError, match=r"group 0\.0 is consumed and has no payload"):
         ledger.payload("0.0")
     assert num_files(tmp_path) == 1
     ledger.rewind(2)
@@ -301,7 +301,9 @@ def test_what_a_group_holds_is_written_once_and_not_by_sqlite(ledger, tmp_path):
 def test_a_payload_that_somebody_cut_short_is_an_error_that_names_the_file(ledger, tmp_path):
     scored(ledger, 0)
     os.truncate(tmp_path / "ledger.db-payloads" / "1", 3)
-    with pytest.raises(LedgerError, match=r"ledger\.db-payloads/1 ends within the payload at 0"):
+    with pytest.raises(
+        LedgerError, match=r"ledger\.db-payloads/1 is truncated: it ends within the payload at offset 0"
+    ):
         ledger.payload("0.0")
 
 
@@ -557,7 +559,7 @@ def test_another_schema_and_foreign_files_are_refused_with_a_remedy(tmp_path):
     (tmp_path / "text.db").write_text("this is no database at all, only a long enough line of text" * 20)
     with pytest.raises(LedgerError, match="not a database"):
         Ledger(tmp_path / "text.db")
-    with pytest.raises(LedgerError, match="no ledger there"):
+    with pytest.raises(LedgerError, match="the ledger does not exist"):
         Ledger(tmp_path / "absent.db", read_only=True)
     assert not (tmp_path / "absent.db").exists()
 
@@ -652,7 +654,7 @@ def test_a_slot_keeps_its_position_and_the_next_slot_asks_a_later_one(ledger):
     admit(ledger, 0)
     admit(ledger, 1, position=4)
     assert (ledger.next_position(), ledger.position_of(1)) == (5, 4)
-    with pytest.raises(LedgerError, match="slot 2 is unknown"):
+    with pytest.raises(LedgerError, match="slot 2 is not in the ledger"):
         ledger.position_of(2)
 
 

@@ -534,8 +534,8 @@ def test_a_step_that_has_replaced_too_many_takes_what_comes_and_says_why(
             groups = rollouts.take(0, TIMEOUT_S)
             assert groups is not None and rollouts.batch_metrics["batch/replaced_groups"] == 6
     assert len(server.generated) == 2 * (6 + 3)
-    assert "3 of 3 groups go into the batch without signal: this step has replaced 6 already" in caplog.text
-    assert "too hard or solved" in caplog.text
+    assert "training on 3 of 3 groups without signal: this step has already replaced 6 groups" in caplog.text
+    assert "too hard nor solved" in caplog.text
 
 
 def test_what_was_received_and_not_scored_before_a_resume_waits_for_the_server_before_it_is_replaced(

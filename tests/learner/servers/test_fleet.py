@@ -102,7 +102,7 @@ def test_a_wait_for_no_server_ends_with_the_remedy_and_one_that_is_called_off_at
         with pytest.raises(DeadlineExceeded, match=rf"at {NOWHERE} after 1 s.*raise learner\.connect_timeout_s"):
             fleet.wait(closing)
         closing.set()
-        with pytest.raises(ServerLost, match="no longer waited for"):
+        with pytest.raises(ServerLost, match="stopped waiting for"):
             fleet.wait(closing)
 
 
@@ -152,13 +152,13 @@ def test_a_run_waits_for_a_server_that_another_has_and_ends_with_who_has_it_and_
             pytest.raises(
                 DeadlineExceeded,
                 match=r"run other waited 1 s \(learner.connect_timeout_s\) .*busy with run one, whose learner learner of one has held it for \d+ s\. "
-                r"Wait for its end, stop it, or start another server\. Raise learner\.connect_timeout_s to wait longer",
+                r"Wait until that run is over, stop it, or start another server\. Raise learner\.connect_timeout_s to wait longer",
             ),
         ):
             waiting.wait()
         assert fleet.is_connected and tenancy_of(server)["run"] == "one"
     lines = [line for line in caplog.messages if "is not free: the server is busy with run one" in line]
-    assert len(lines) == 1 and "ends after 1 s without any server (learner.connect_timeout_s)" in lines[0]
+    assert len(lines) == 1 and "stops after 1 s without any server (learner.connect_timeout_s)" in lines[0]
 
 
 def test_one_of_several_servers_that_another_run_has_is_waited_for_while_the_others_work(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class Reloading(ModelEngine):
 
 def test_a_first_push_that_changes_logprobs_stops_the_run_before_it_begins(tmp_path: Path) -> None:
     with tiny_server(Reloading(resolve_model("tiny:digits"))) as server:
-        with pytest.raises(ParityError, match=r"the first push brought the weights.*max_identity_abs_logprob"):
+        with pytest.raises(ParityError, match=r"the first weight sync sent the weights.*max_identity_abs_logprob"):
             train(make_run(tmp_path / "first", server.endpoint), resume=False)
         # It has the weights of a run now, so another run's first push may change what it serves.
         run = make_run(tmp_path / "second", server.endpoint, steps=1)

@@ -29,7 +29,7 @@ def test_a_list_that_is_empty_wrong_or_gone_leaves_the_servers_of_before_and_is_
     membership = of(f"file:{file}")
     file.unlink() if content is None else file.write_text(content)
     assert membership.look() == membership.look() == (ONE,)
-    assert len(caplog.messages) == 1 and "the servers stay those of before" in caplog.text
+    assert len(caplog.messages) == 1 and "keeping the current servers" in caplog.text
     file.write_text(OTHER)
     assert membership.look() == (OTHER,)
 
@@ -41,9 +41,9 @@ def test_a_name_stands_for_each_of_its_addresses() -> None:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("servers.txt", "expected file:PATH .* or dns:NAME:PORT"),
+        ("servers.txt", "use file:PATH .* or dns:NAME:PORT"),
         ("file:/nowhere/servers.txt", "cannot be read"),
-        ("dns:localhost", "expected dns:NAME:PORT"),
+        ("dns:localhost", "use dns:NAME:PORT"),
         ("dns:no-such-host.invalid:6001", "has no address"),
     ],
 )

@@ -44,7 +44,7 @@ def test_a_worker_that_waits_for_an_epoch_that_was_given_up_is_told_so_at_once()
     waiting.start()
     epoch.close()
     until(lambda: not waiting.is_alive())
-    assert "called off" in said[0] and epoch.name in said[0]
+    assert "was canceled" in said[0] and epoch.name in said[0]
     meeting.close()
 
 
@@ -58,7 +58,7 @@ def test_a_worker_whose_transport_notices_nothing_is_told_that_the_learner_gave_
     assert waiting.is_waiting()
     give_up(epoch)
     assert waiting.ends_promptly(TIMEOUT_S / 2)
-    assert f"epoch {epoch.name} was called off: the learner gave up; the transfer ended" in waiting.error
+    assert f"epoch {epoch.name} was canceled: the learner abandoned the session; the transfer failed" in waiting.error
     meeting.close()
 
 

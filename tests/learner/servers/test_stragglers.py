@@ -96,8 +96,10 @@ def test_a_server_that_hangs_in_a_push_is_left_behind_and_comes_back(
         "a push that is late for one is not sent again to the other"
     )
     told = failures_of(caplog)
-    assert len(told) == 1 and "others had the version 0.5 s before (learner.push.patience_s)" in told[0]
-    assert any(told[0].startswith(f"push of version 3 to {one.endpoint} failed while {state} ") for state in states)
+    assert len(told) == 1 and "another server had the version 0.5 s earlier (learner.push.patience_s)" in told[0]
+    assert any(
+        told[0].startswith(f"weight sync of version 3 to {one.endpoint} failed while {state} ") for state in states
+    )
     assert hanging.versions[-1] == NUM_STEPS and metrics_of(run)[-1]["servers/ready"] == 2
 
 
@@ -121,7 +123,7 @@ def test_a_push_of_its_own_that_gets_no_further_is_given_up_and_tried_again(
     assert_each_prompt_once(run, 2 * NUM_STEPS)
     told = failures_of(caplog)
     assert len(told) == 2 and f" to {one.endpoint} failed while {state} " in told[1]
-    assert "it has got no further for 0.5 s" in told[1] and "(learner.push.patience_s)" in told[1]
+    assert "it has made no progress for 0.5 s" in told[1] and "(learner.push.patience_s)" in told[1]
     assert hanging.versions[-1] == 2 * NUM_STEPS, "the push after the pause of 2 s went through"
 
 
@@ -185,7 +187,7 @@ def test_nobody_is_late_while_nobody_has_the_version(monkeypatch: pytest.MonkeyP
     assert other.reasons == []
     clock.now_s += 0.2
     stragglers.look(pushes)
-    assert one.reasons == [] and "others had the version 5 s before" in other.reasons[0]
+    assert one.reasons == [] and "another server had the version 5 s earlier" in other.reasons[0]
 
 
 def test_a_push_of_its_own_may_take_long_but_not_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +202,7 @@ def test_a_push_of_its_own_may_take_long_but_not_stand_still(monkeypatch: pytest
     clock.now_s += 5.1
     stragglers.look(pushes)
     stragglers.look(pushes)
-    assert len(late.reasons) == 2 and "no further for 5 s" in late.reasons[0], (
+    assert len(late.reasons) == 2 and "no progress for 5 s" in late.reasons[0], (
         "said again, for it may wait elsewhere by now"
     )
 

@@ -46,11 +46,15 @@ def test_the_same_data_elsewhere_is_the_same(record: Path, tmp_path: Path) -> No
         (
             [*PROMPTS[:2], *PROMPTS[3:]],
             "9",
-            r"row 2 is the first that changed .*Restore the data.*learner\.data\.revision",
+            r"row 2 is the first changed row .*Restore the data.*learner\.data\.revision",
         ),
-        (PROMPTS, "8", "row 0 is the first that changed"),
-        (PROMPTS[:-1], "9", "1 of its 6 prompts are missing, from the end"),
-        ([*PROMPTS, "7777>"], "9", r"1 prompts came after the 6 .*Leave them out with learner\.data\.num_prompts = 6"),
+        (PROMPTS, "8", "row 0 is the first changed row"),
+        (PROMPTS[:-1], "9", "1 of its 6 prompts are missing at the end"),
+        (
+            [*PROMPTS, "7777>"],
+            "9",
+            r"1 prompts were added after the original 6, .*Exclude them with learner\.data\.num_prompts = 6",
+        ),
     ],
     ids=["one removed", "a column", "the last removed", "one added"],
 )
@@ -67,14 +71,14 @@ def test_what_was_added_at_the_end_can_be_left_out(record: Path, tmp_path: Path)
 
 
 def test_other_token_ids_are_other_data(record: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="row 0 is the first that changed"):
+    with pytest.raises(DataError, match="row 0 is the first changed row"):
         check_data(record, read(str(tmp_path / "a.jsonl"), max_prompt_tokens=4, too_long="truncate"))
 
 
 def test_another_limit_would_drop_others(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["1>", "22>", "333>", "4444>"])
     record_data(tmp_path / "data.digests", read(path, max_prompt_tokens=4, too_long="drop"))
-    with pytest.raises(DataError, match=r"1 prompts came after the 3"):
+    with pytest.raises(DataError, match=r"1 prompts were added after the original 3"):
         check_data(tmp_path / "data.digests", read(path, max_prompt_tokens=5, too_long="drop"))
 
 
@@ -87,7 +91,7 @@ def test_a_run_is_resumed_on_its_data_alone(tmp_path: Path, caplog: pytest.LogCa
 
         go_on(1, path, resume=False)
         write(tmp_path / "a.jsonl", [*PROMPTS[:2], *PROMPTS[3:]])
-        with pytest.raises(DataError, match=r"a\.jsonl is not what the run in .*run began with: row 2 is the first"):
+        with pytest.raises(DataError, match=r"a\.jsonl has changed since the run in .*run started: row 2 is the first"):
             go_on(2, path)
         write(tmp_path / "a.jsonl", [*PROMPTS, "7777>"])
         go_on(2, path, num_prompts=6)

@@ -148,7 +148,7 @@ def test_a_run_goes_on_from_any_of_the_newest_but_not_from_an_older_one(tmp_path
         for step in (6, 7):
             shutil.rmtree(checkpoints_of(whole) / f"step-00000{step}")
         with pytest.raises(
-            LedgerError, match=r"cannot go back to step 0: .*newest checkpoint, or begin a new run with"
+            LedgerError, match=r"cannot go back to step 0: .*newest checkpoint, or start a new run whose model"
         ):
             train(whole, resume=True)
 

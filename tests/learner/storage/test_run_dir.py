@@ -73,7 +73,7 @@ def test_a_run_with_a_key_that_changed_what_is_learned_and_is_gone_is_refused(tm
     old = old_config()
     old["learner"]["loss"]["z_loss_coef"] = 0.1
     (tmp_path / "config.toml").write_text(tomli_w.dumps(old))
-    with pytest.raises(ConfigError, match=r"another config: learner\.loss\.z_loss_coef was 0\.1, is no key any more"):
+    with pytest.raises(ConfigError, match=r"another config: learner\.loss\.z_loss_coef was 0\.1, is no longer a key"):
         open_run_dir(now(tmp_path), resume=True)
 
 
@@ -144,7 +144,7 @@ def test_a_run_on_a_network_file_system_is_warned_with_the_remedy(
     (tmp_path / "mountinfo").write_text("22 1 254:0 / / rw - nfs4 host:/export rw\n")
     monkeypatch.setattr("learner.storage.files.MOUNTS", tmp_path / "mountinfo")
     open_run_dir(now(tmp_path / "run"), resume=False).close()
-    assert "lies on a network file system (nfs4)" in caplog.text and "--run-dir" in caplog.text
+    assert "is on a network file system (nfs4)" in caplog.text and "--run-dir" in caplog.text
 
 
 def test_a_run_whose_config_has_the_estimator_of_its_time_resumes_without_naming_it(tmp_path: Path) -> None:

@@ -227,6 +227,6 @@ def test_another_policy_is_refused_by_the_name_of_a_parameter(accelerator: Accel
     accelerator.free_memory()
     adapted = make_trainer(RunInputs(make_plain_run(lora={"rank": 4})), accelerator, is_new=True)
     with pytest.raises(
-        ConfigError, match=r"holds another policy: it differs in transformer\.\S+ and \d+ more; resume with"
+        ConfigError, match=r"contains another policy: it differs in transformer\.\S+ and \d+ more; resume with"
     ):
         load_checkpoint(adapted, checkpoint)

@@ -55,10 +55,10 @@ def test_the_gradient_is_the_same_whatever_accelerate_finds_in_the_environment(
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("ACCELERATE_USE_DEEPSPEED", "true", "FSDP2 shares a policy"),
-        ("ACCELERATE_USE_MEGATRON_LM", "true", "FSDP2 shares a policy"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "tensor, context or sequence parallel"),
-        ("FSDP_IGNORED_MODULES", r".*\.mlp", "reduced over no ranks"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "a policy is sharded with FSDP2"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "a policy is sharded with FSDP2"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "tensor, context and sequence parallel"),
+        ("FSDP_IGNORED_MODULES", r".*\.mlp", "not reduced over the ranks"),
     ],
 )
 def test_what_would_train_something_else_is_refused(

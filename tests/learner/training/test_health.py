@@ -31,7 +31,7 @@ def test_a_healthy_step_and_one_without_tokens_show_nothing() -> None:
         ("policy/ess", 0.25, "25% of the tokens, below 30 %"),
         ("policy/behaviour_kl", 0.3, "0.30 nats per token"),
         ("loss/clipped_frac", 0.3, "30% of the tokens are clipped"),
-        ("loss/max_token_share", 0.3, "one token is 30% of an update's gradient, 3.5 times what"),
+        ("loss/max_token_share", 0.3, "one token makes up 30% of an update's gradient, 3.5 times its"),
         ("loss/kept_frac_length_q4", 0.4, "97%, 97%, 97%, 40%"),
     ],
 )

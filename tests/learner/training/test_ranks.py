@@ -158,7 +158,7 @@ def test_a_rank_waits_while_rank_0_says_that_it_waits_and_notices_when_that_hang
             for rank in ranks:
                 rank.kill()
                 rank.join(30)
-    assert "error: rank 0 of this learner has ended or hangs" in log.read_text()
+    assert "error: rank 0 of this learner has stopped or hangs" in log.read_text()
     assert "learner.rank_timeout_s" in log.read_text()
 
 

@@ -81,7 +81,7 @@ def test_a_checkpoint_of_another_kind_of_reference_is_refused(
 ) -> None:
     save(trainer_with(accelerator, tmp_path, before), tmp_path, 3)
     kinds = ["none" if settings is None else settings["kind"] for settings in (before, now)]
-    with pytest.raises(ConfigError, match=f'a reference of kind "{kinds[0]}", learner.reference.kind is "{kinds[1]}"'):
+    with pytest.raises(ConfigError, match=f'learner.reference.kind = "{kinds[1]}" is not "{kinds[0]}", the kind in'):
         load_checkpoint(trainer_with(accelerator, tmp_path, now), tmp_path / "step-000003")
 
 
@@ -94,7 +94,7 @@ def test_with_a_coefficient_of_0_a_run_is_one_without_reference_and_says_so_in_o
         with tiny_server() as server:
             runs.append(make_run(tmp_path / name, server.endpoint, **seeded(), **settings, steps=2))
             train(runs[-1], resume=False)
-    (line,) = (message for message in caplog.messages if "do nothing" in message)
+    (line,) = (message for message in caplog.messages if "have no effect" in message)
     assert "learner.reference.kind = 'adaptive' (needs kl.coef above 0)" in line
     at_zero, plain = map(metrics_of, runs)
     assert [step["loss/policy"] for step in at_zero] == [step["loss/policy"] for step in plain]
@@ -105,12 +105,12 @@ def test_with_a_coefficient_of_0_a_run_is_one_without_reference_and_says_so_in_o
 def test_a_checkpoint_whose_state_cannot_be_read_is_named(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "step-000003").mkdir()
     (tmp_path / "step-000003" / "state.json").write_text('{"step": 3, "version": 3}')
-    with pytest.raises(ConfigError, match=r"step-000003/state\.json is damaged or of another version .*`reference`"):
+    with pytest.raises(ConfigError, match=r"step-000003/state\.json is damaged or from another version .*`reference`"):
         load_checkpoint(trainer_with(accelerator, tmp_path, None), tmp_path / "step-000003")
 
 
 def test_a_reference_that_is_always_the_policy_itself_is_refused(tmp_path: Path) -> None:
     settings = {"reference": {"kind": "every", "every_steps": 1}, "kl": {"coef": 0.1}}
-    with pytest.raises(ValueError, match=r"every_steps = 1: where its KL is measured, .* is the policy itself"):
+    with pytest.raises(ValueError, match=r"every_steps = 1: the KL is measured .* equals the policy"):
         make_run(tmp_path, "tcp://127.0.0.1:1", **settings)
     assert make_run(tmp_path, "tcp://127.0.0.1:1", **settings, updates_per_batch=2).learner.updates_per_batch == 2

@@ -18,7 +18,7 @@ from tests.learner.training.fixed_groups import make_run
 def test_a_policy_sharded_by_fsdp1_is_refused() -> None:
     """It does not run on a CPU under accelerate, so only what the refusal looks at stands in for it."""
     fsdp1 = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)
-    with pytest.raises(ConfigError, match=r"shards the policy by FSDP1.*fsdp_version: 2"):
+    with pytest.raises(ConfigError, match=r"shards the policy with FSDP1.*fsdp_version: 2"):
         make_trainer(RunInputs(make_run()), fsdp1, is_new=True)
 
 
