@@ -28,8 +28,7 @@ from learner.rewards.scoring import Scorer
 from learner.rewards.workers import RewardWorkers
 from learner.rollouts.bottleneck import learner_s
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.pending_groups import PendingGroups
-from learner.rollouts.queue import GroupQueue
+from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.rollouts.rollout_group import RolloutGroup, texts_of
 from learner.rollouts.rollouts import Rollouts
 from learner.run_inputs import RunInputs
@@ -64,7 +63,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     run_inputs: RunInputs
     fleet: Fleet
-    queue: GroupQueue
+    buffer: RolloutBuffer
     rewards: RewardWorkers
     rollouts: Rollouts
     pusher: WeightSync
@@ -113,10 +112,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             cleanup.callback(fleet.close)
             cleanup.callback(fleet.loop.stop)
             cleanup.callback(fleet.leave)
-            queue = GroupQueue(run, run_inputs.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)
-            outstanding = PendingGroups(ledger, run_inputs.prompts, config.max_group_attempts)
+            buffer = RolloutBuffer(run, run_inputs.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)
             scorer = Scorer(config, run_inputs.tokenizer, workers)
-            rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
+            rollouts = Rollouts(run, fleet, buffer, scorer, ledger)
             cleanup.callback(rollouts.close)
             rollouts.start(version, open_agents(run, run_inputs.prompts, fleet.loop, cleanup) or player)
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup)
@@ -130,7 +128,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             yield cls(
                 run_inputs=run_inputs,
                 fleet=fleet,
-                queue=queue,
+                buffer=buffer,
                 rewards=workers,
                 rollouts=rollouts,
                 pusher=pusher,

@@ -78,7 +78,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         )
         lead = RankZero(controller, published)
         books = (
-            LearnerRecords(controller.ledger, controller.queue, controller.evaluations.scores) if controller else None
+            LearnerRecords(controller.ledger, controller.buffer, controller.evaluations.scores) if controller else None
         )
         checkpoints = cleanup.enter_context(Checkpoints(trainer, directory, books, version if checkpoint else None))
         lead(Controller.connect, version)

@@ -28,8 +28,7 @@ from learner.prompts.prompts import Prompt, Prompts
 from learner.rewards.scoring import Scorer
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.pending_groups import PendingGroups
-from learner.rollouts.queue import GroupQueue
+from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.rollouts import Rollouts
 from learner.servers.fleet import Fleet
@@ -229,8 +228,8 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
     hello = Hello(run="run", protocol_version=PROTOCOL_VERSION, model=setup.model, learner=new_learner_id())
     fleet = Fleet(run, hello, LoopThread("learner"))
     prompts = Prompts(config.data, words, run.seed)
-    queue, outstanding = GroupQueue(run, prompts, ledger), PendingGroups(ledger, prompts, config.max_group_attempts)
-    rollouts = Rollouts(run, fleet, queue, outstanding, Scorer(config, words, at_once), ledger)
+    buffer = RolloutBuffer(run, prompts, ledger)
+    rollouts = Rollouts(run, fleet, buffer, Scorer(config, words, at_once), ledger)
     rollouts.start(0)
     scripted = ScriptedWeights(setup.weights)
     pusher = WeightSync(fleet, scripted, config.push)

@@ -140,4 +140,6 @@ def test_the_only_server_is_told_to_end_and_the_next_one_goes_on(tmp_path: Path)
         servers.append(Server(first.endpoint, tmp_path / "second.log"))
         learner.wait_for_steps_with(first, 2)
         learner.interrupt()
-        assert sum("is shutting down and no other server is connected" in line for line in learner.log.splitlines()) == 1
+        assert (
+            sum("is shutting down and no other server is connected" in line for line in learner.log.splitlines()) == 1
+        )

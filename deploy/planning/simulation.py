@@ -1,7 +1,7 @@
 """A discrete-event simulation of a run of n servers and m ranks: idle time, staleness and samples/s.
 
     take ─▶ train ─▶ weight sync ─▶ take …   a finished sync publishes its version, which admits new groups
-    servers.py: groups ─▶ done ─▶ scored ─▶ ready, taken only in slot order, as in rollouts/slots.py
+    servers.py: groups ─▶ done ─▶ scored ─▶ ready, taken only in slot order, as in rollouts/slot_order.py
 
 The real run's own code decides how many groups to request (`num_places_allowed`, and `AutoStaleness` for "auto").
 If there are more than `most_servers`, fewer servers represent them, each with its share of the groups.
@@ -24,7 +24,7 @@ from deploy.planning.servers import Events, Failures, Fleet, Group
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
 from learner.rollouts.auto_staleness import AutoStaleness
-from learner.rollouts.slots import num_places_allowed
+from learner.rollouts.slot_order import num_places_allowed
 
 MOST_SERVERS = 256
 WARM_UP_SHARE = 0.25

@@ -34,7 +34,7 @@ class PassRates(msgspec.Struct, frozen=True, kw_only=True):
 class Curriculum:
     """Next position in the sequence of prompts, and the pass rates of the prompts.
 
-    queue.py holds its lock around every call.
+    rollout_buffer.py holds its lock around every call.
     """
 
     def __init__(self, config: CurriculumConfig, reward: str, prompts: Prompts, seed: int, next_position: int) -> None:

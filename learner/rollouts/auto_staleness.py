@@ -1,6 +1,6 @@
 """Choose how many policy versions ahead of the learner groups are requested.
 
-    takes of queue.py ─▶ AutoStaleness.note ─▶ max_staleness of the admission rule (slots.py)
+    takes of rollout_buffer.py ─▶ AutoStaleness.note ─▶ max_staleness of the admission rule (slot_order.py)
 
 If the learner is the bottleneck, groups become as stale as the rule allows. "auto" finds the smallest
 lookahead that keeps the learner fed. By Little's law, this is the smallest L with L · (seconds of a step) ≥
@@ -9,7 +9,7 @@ lookahead that keeps the learner fed. By Little's law, this is the smallest L wi
     the learner waits for a server with room for more sequences   one version more: only the rule blocks
     the batch after this one is also ready, ten times in a row    one version less: it would still be in time
 Invariant: least ≤ versions ≤ most, and each change takes effect before the next.
-Not thread-safe: queue.py holds its lock.
+Not thread-safe: rollout_buffer.py holds its lock.
 """
 
 import logging

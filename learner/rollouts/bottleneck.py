@@ -8,8 +8,8 @@
     (there is no connection)                 link
     nothing, and the server has no group     learner
 
-queue.py records the waits. They appear in the step metrics, the console line and the summary.
-Invariant: no second is counted twice. Not thread-safe: queue.py holds its lock.
+rollout_buffer.py records the waits. They appear in the step metrics, the console line and the summary.
+Invariant: no second is counted twice. Not thread-safe: rollout_buffer.py holds its lock.
 """
 
 from collections.abc import Mapping, Sequence

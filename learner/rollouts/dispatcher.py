@@ -33,7 +33,7 @@ class Dispatcher:
     def __init__(self, run: LearnerRun, fleet: Fleet) -> None:
         self.run, self.fleet = run, fleet
         self._pending: dict[str, PendingRequest] = {}
-        self.num_owed: Counter[str] = Counter()
+        self.num_pending: Counter[str] = Counter()
         """Number of pending requests by endpoint."""
         self._num_resent = 0
 
@@ -48,7 +48,7 @@ class Dispatcher:
     def get(self, group_id: str) -> PendingRequest | None:
         return self._pending.get(group_id)
 
-    def settle(self, group_id: str) -> PendingRequest | None:
+    def forget(self, group_id: str) -> PendingRequest | None:
         """Remove and return the request with this id, or None if it is not pending."""
         request = self._pending.get(group_id)
         if request is not None:
@@ -59,12 +59,12 @@ class Dispatcher:
     def forget_all(self) -> None:
         """Forget all pending requests, so that later answers are ignored."""
         for group_id in self.group_ids:
-            self.settle(group_id)
+            self.forget(group_id)
 
     async def withdraw(self, request: PendingRequest) -> None:
         """Forget a request and cancel it at its server."""
         endpoint = request.assigned_to
-        if self.settle(request.group_id) is None:
+        if self.forget(request.group_id) is None:
             return
         for member in self.fleet.connected():
             if member.endpoint == endpoint:
@@ -123,7 +123,7 @@ class Dispatcher:
             ids_by_member.setdefault(member, []).append(group.group_id)
         await asyncio.gather(*(member.link.acknowledge(group_ids) for member, group_ids in ids_by_member.items()))
 
-    def lost(self, member: Member) -> None:
+    def unassign_all(self, member: Member) -> None:
         """Unassign the pending requests of a lost server."""
         for request in self._pending_at(member):
             self._assign(request, None)
@@ -163,7 +163,7 @@ class Dispatcher:
         if self._pending.get(request.group_id) is not request:
             return
         if request.assigned_to is not None:
-            self.num_owed[request.assigned_to] -= 1
+            self.num_pending[request.assigned_to] -= 1
         request.assigned_to = endpoint
         if endpoint is not None:
-            self.num_owed[endpoint] += 1
+            self.num_pending[endpoint] += 1

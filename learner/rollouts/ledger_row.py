@@ -4,6 +4,7 @@ Invariant: a slot's prompt is decided once, at admission, and read from here aft
 prompt's index in the endless sequence of prompts. A curriculum lets it run ahead of the slot number.
 """
 
+import re
 import sqlite3
 from typing import NamedTuple
 
@@ -129,3 +130,9 @@ def group_id_of(slot: int, attempt: int) -> str:
     The id is the same after a resume, so duplicates are recognized.
     """
     return f"{slot}.{attempt}"
+
+
+def slot_of(group_id: str) -> int | None:
+    """Return the slot of a group, or None if the id is not a group's of any run."""
+    parts = re.fullmatch(r"([0-9]{1,18})\.[0-9]{1,18}", group_id)
+    return int(parts[1]) if parts else None

@@ -20,13 +20,13 @@ from learner.commit_queue import CommitQueue
 from learner.config import LearnerRun
 from learner.environments.episode import AnyGroup, episodes_of
 from learner.rewards.scoring import Scorer
+from learner.rewards.workers import GroupRewards
 from learner.rollouts.bottleneck import IN_WORDS
 from learner.rollouts.dispatcher import Dispatcher
 from learner.rollouts.group_requests import GroupRequest, survivors
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.pending_groups import PendingGroups
-from learner.rollouts.queue import GroupQueue, Scored
-from learner.rollouts.rollout_group import RolloutGroup, keep, recalled, received, scored_group
+from learner.rollouts.rollout_buffer import RolloutBuffer, Scored
+from learner.rollouts.rollout_group import RolloutGroup, keep, scored_group
 from learner.rollouts.turns import Plays, Turns
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
@@ -43,7 +43,7 @@ CHECK_INTERVAL_S = 0.2
 class Rollouts:
     """Rollout tasks of one run, in the fleet's event loop.
 
-    The main thread calls `start`, `publish`, `take` and `close`. State shared by both threads is in queue.py.
+    The main thread calls `start`, `publish`, `take` and `close`. State shared by both threads is in rollout_buffer.py.
     Slot order also keeps long completions from being overtaken.
     """
 
@@ -51,15 +51,14 @@ class Rollouts:
         self,
         run: LearnerRun,
         fleet: Fleet,
-        queue: GroupQueue,
-        outstanding: PendingGroups,
+        buffer: RolloutBuffer,
         scorer: Scorer,
         ledger: Ledger,
     ) -> None:
         self._config = run.learner
         self._fleet, self._loop = fleet, fleet.loop
-        self._queue, self._outstanding, self._scorer, self._ledger = queue, outstanding, scorer, ledger
-        self._asking = Dispatcher(run, fleet)
+        self._buffer, self._scorer, self._ledger = buffer, scorer, ledger
+        self._dispatcher = Dispatcher(run, fleet)
         self._turns: Turns | None = None
         self._version = 0
         self._wake = asyncio.Event()
@@ -75,10 +74,11 @@ class Rollouts:
         """
         self._version = version
         if player is not None:
-            self._turns = Turns(self._asking, player, lambda group: self._arrived.put((None, group)))
-        self._restore()
-        self._fleet.start(self._on_group, self._on_welcome, self._on_lost, self._asking.num_owed)
-        for work in (self._admit(), self._arrived.run(), self._scored.run(), self._asking.resend_lost()):
+            self._turns = Turns(self._dispatcher, player, lambda group: self._arrived.put((None, group)))
+        for request, group in self._buffer.restore(version):
+            self._loop.spawn(self._score(request, group))
+        self._fleet.start(self._on_group, self._on_welcome, self._on_lost, self._dispatcher.num_pending)
+        for work in (self._admit(), self._arrived.run(), self._scored.run(), self._dispatcher.resend_lost()):
             self._loop.spawn(work)
 
     def publish(self, version: int, *server_ids: str) -> None:
@@ -102,9 +102,9 @@ class Rollouts:
         while True:
             self._loop.raise_failure()
             remaining_s = deadline - time.monotonic()
-            groups = self._queue.take(
-                version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)),
-                is_connected=self._fleet.is_connected, on_stale=lambda group: self._too_old(group, version),
+            groups = self._buffer.take(
+                version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)), is_connected=self._fleet.is_connected,
+                on_stale=lambda retry: self._loop.spawn(self._begin_retry(retry)),
             )  # fmt: skip
             if groups is not None or remaining_s <= 0:
                 return groups
@@ -113,60 +113,44 @@ class Rollouts:
     def batch_metrics(self) -> dict[str, float]:
         """Metrics of the last batch, of resent requests and of lost episodes."""
         of_turns = self._turns.metrics if self._turns is not None else {}
-        return self._queue.batch_metrics | self._asking.metrics | of_turns
+        return self._buffer.batch_metrics | self._dispatcher.metrics | of_turns
 
     @property
     def waits_for(self) -> str:
         """Description of what the next batch waits for."""
-        part, num_scoring = self._queue.current_wait(is_connected=self._fleet.is_connected)
-        descriptions = {"link": self._fleet.in_words(), "server": f"{len(self._outstanding)} groups from the server"}
-        return {"reward": f"{num_scoring} groups to be scored", "push": IN_WORDS["push"], **descriptions}[part]
+        part = self._buffer.waits_for(is_connected=self._fleet.is_connected)
+        num_pending, num_scoring = self._buffer.num("admitted", "requested"), self._buffer.num("received")
+        in_words = {"link": self._fleet.in_words(), "server": f"{num_pending} groups from the server"}
+        return {"reward": f"{num_scoring} groups to be scored", "push": IN_WORDS["push"], **in_words}[part]
 
     def close(self) -> None:
         """Cancel all requests at the servers; the ledger keeps them for a resume."""
         for member in self._fleet.connected():
-            self._loop.call(member.link.cancel(self._asking.group_ids), CALL_TIMEOUT_S)
-        self._loop.call_soon(self._asking.forget_all)
-
-    def _restore(self) -> None:
-        for row in self._ledger.outstanding():
-            request = self._outstanding.request(row.slot, row.attempt, row.position)
-            if row.state == "admitted":
-                self._outstanding.hold(request)
-            elif row.state == "received":
-                self._loop.spawn(self._score(request, received(self._ledger, row)))
-            else:
-                self._queue.put_back(recalled(self._ledger, row, request.prompt))
-        for row in self._ledger.retries_due():
-            self._outstanding.hold(self._outstanding.ask(row.slot, row.attempt + 1, row.position, self._version))
-
-    def _too_old(self, group: RolloutGroup, version: int) -> None:
-        age = version - group.oldest_version
-        log.warning("requesting group %s again (stale: %d versions behind)", group.group_id, age)
-        self._loop.spawn(self._ask_again(group.group_id, group.slot, "stale"))
+            self._loop.call(member.link.cancel(self._dispatcher.group_ids), CALL_TIMEOUT_S)
+        self._loop.call_soon(self._dispatcher.forget_all)
 
     # --- called in the loop thread --------------------------------------------------------------------------
 
     def _on_welcome(self, member: Member) -> None:
         self._note_capacity()
         if self._fleet.is_ready(member):
-            self._loop.spawn(self._asking.resend_all(member))
-            self._loop.spawn(self._asking.send_unassigned())
+            self._loop.spawn(self._dispatcher.resend_all(member))
+            self._loop.spawn(self._dispatcher.send_unassigned())
 
     def _on_lost(self, member: Member) -> None:
         self._note_capacity()
-        self._asking.lost(member)
-        self._loop.spawn(self._asking.send_unassigned())
+        self._dispatcher.unassign_all(member)
+        self._loop.spawn(self._dispatcher.send_unassigned())
 
     def _published(self, version: int, server_ids: tuple[str, ...]) -> None:
         self._fleet.published(version, server_ids)
         self._note_capacity()
-        self._loop.spawn(self._asking.send_unassigned())
+        self._loop.spawn(self._dispatcher.send_unassigned())
         self._wake.set()
 
     def _note_capacity(self) -> None:
         if num_sequences := self._fleet.max_concurrent_sequences:
-            self._queue.note_capacity(num_sequences)
+            self._buffer.note_capacity(num_sequences)
 
     async def _admit(self) -> None:
         """Admit prompts when the staleness rule has room, after the first weight sync.
@@ -177,21 +161,21 @@ class Rollouts:
             await self._wake.wait()
             self._wake.clear()
             if self._fleet.version is not None:
-                await self._begin(self._queue.admit(self._outstanding, self._version))
+                await self._begin(self._buffer.admit(self._version))
 
     async def _begin(self, requests: list[GroupRequest]) -> None:
-        await (self._asking.begin(requests) if self._turns is None else self._turns.begin(requests))
+        await (self._dispatcher.begin(requests) if self._turns is None else self._turns.begin(requests))
 
     def _on_group(self, member: Member, message: Group | GroupFailed) -> None:
         if isinstance(message, GroupFailed) and message.code == "draining":
-            self._loop.spawn(self._asking.reassign(member, message.group_id))
+            self._loop.spawn(self._dispatcher.reassign(member, message.group_id))
             return
         if self._turns is not None and self._turns.answered(member, message):
             return
         if isinstance(message, Group):
             self._arrived.put((member, message))
             return
-        request = self._outstanding.get(message.group_id)
+        request = self._buffer.pending(message.group_id)
         match message:
             case GroupFailed(retryable=False) if request is not None:
                 raise DataError(
@@ -202,22 +186,19 @@ class Rollouts:
                 pass  # resent after the next weight sync
             case GroupFailed() if request is not None and request.assigned_to in (None, member.endpoint):
                 log.warning("group %s failed (%s): %s", message.group_id, message.code, message.message)
-                self._outstanding.pop(request.group_id)
-                self._asking.settle(request.group_id)
-                self._loop.spawn(self._failed(request, message.code))
+                self._dispatcher.forget(request.group_id)
+                self._retry(request, message.code)
 
-    async def _failed(self, request: GroupRequest, reason: str) -> None:
-        self._outstanding.count_failure(request.slot)
-        await self._ask_again(request.group_id, request.slot, reason)
+    def _retry(self, request: GroupRequest, reason: str, rewards: GroupRewards | None = None) -> None:
+        retry = self._buffer.retry(request.group_id, reason, self._version, rewards=rewards)
+        self._loop.spawn(self._begin_retry(retry))
 
-    async def _ask_again(self, group_id: str, slot: int, reason: str) -> None:
-        """Drop a group and request its prompt again, or give up the slot."""
-        request = self._outstanding.ask_again(group_id, slot, reason, self._version)
-        if request is not None:
-            await self._begin([request])
-            return
-        self._queue.fail(slot)
-        self._wake.set()
+    async def _begin_retry(self, retry: GroupRequest | None) -> None:
+        """Send a retry; without one, the slot is passed over, which makes room for another."""
+        if retry is not None:
+            await self._begin([retry])
+        else:
+            self._wake.set()
 
     async def _receive(self, arrived: list[tuple[Member | None, AnyGroup]]) -> None:
         """Commit groups, acknowledge them to their servers, then score them.
@@ -226,17 +207,17 @@ class Rollouts:
         """
         usable: list[tuple[GroupRequest, AnyGroup]] = []
         for member, group in arrived:
-            self._asking.settle(group.group_id)
-            request = self._outstanding.pop(group.group_id)
-            if request is not None and (kept := await self._usable(request, member, group)) is not None:
+            self._dispatcher.forget(group.group_id)
+            request = self._buffer.receive(group.group_id)
+            if request is not None and (kept := self._usable(request, member, group)) is not None:
                 usable.append((request, kept))
         if usable:
             await asyncio.to_thread(keep, self._ledger, [group for _, group in usable])
-        await self._asking.acknowledge((member, group) for member, group in arrived if member is not None)
+        await self._dispatcher.acknowledge((member, group) for member, group in arrived if member is not None)
         for request, group in usable:
             self._loop.spawn(self._score(request, group))
 
-    async def _usable(self, request: GroupRequest, member: Member | None, group: AnyGroup) -> AnyGroup | None:
+    def _usable(self, request: GroupRequest, member: Member | None, group: AnyGroup) -> AnyGroup | None:
         """Return the trainable part of a group.
 
         Returns None if too little is left, and requests the prompt again.
@@ -244,7 +225,7 @@ class Rollouts:
         if member is not None and isinstance(group, Group):
             request.answered_by = member.endpoint
             if request.sent_at is not None:
-                self._queue.note_arrival(time.monotonic() - request.sent_at, group.server_s)
+                self._buffer.note_arrival(time.monotonic() - request.sent_at, group.server_s)
         usable, reason = None, "too_few_survivors"
         try:
             usable = survivors(group, self._config.sampling, self._fleet.hello.model.vocab_size)
@@ -254,20 +235,18 @@ class Rollouts:
             reason = "malformed"
         if usable is None:
             log.warning("discarded group %s (%s)", group.group_id, reason)
-            await self._failed(request, reason)
+            self._retry(request, reason)
         return usable
 
     async def _score(self, request: GroupRequest, group: AnyGroup) -> None:
         slot, prompt = request.slot, request.prompt
-        self._queue.scoring(slot)
         rewards = await self._scorer.score(prompt, episodes_of(group), self._version)
         if rewards.is_unscorable:
-            self._queue.unscorable(slot, rewards)
-            await self._failed(request, "unscorable")
+            self._retry(request, "unscorable", rewards)
             return
         ready = scored_group(slot, prompt, group, rewards, request.answered_by)
         self._scored.put(Scored(ready, prompt.prompt_id, rewards))
 
     async def _book(self, scored: list[Scored]) -> None:
-        await asyncio.to_thread(self._queue.scored, scored)
+        await asyncio.to_thread(self._buffer.score, scored)
         self._wake.set()

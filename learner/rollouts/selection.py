@@ -1,9 +1,9 @@
-"""Select the scored groups that form a batch, and update the curriculum with them.
+"""Select the scored groups that form a batch, and compute the metrics of each batch.
 
 Dynamic sampling resamples a group without signal, until its step reaches the limit of resamples. The order of
 scoring decides which of several such groups exceeds the limit. With max_staleness > 0 it also decides where
 the later steps in flight start. None of these groups moves the policy.
-Not thread-safe: queue.py holds its lock.
+Not thread-safe: rollout_buffer.py holds its lock.
 """
 
 import logging
@@ -12,10 +12,8 @@ from collections import Counter
 
 from learner.algorithm.advantages import has_signal
 from learner.config import LearnerConfig
-from learner.prompts.curriculum import Curriculum
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.rollout_group import RolloutGroup
-from learner.rollouts.slots import Slots
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +21,8 @@ log = logging.getLogger(__name__)
 class Selection:
     """Selector of the scored groups that form batches."""
 
-    def __init__(self, config: LearnerConfig, slots: Slots, curriculum: Curriculum) -> None:
-        self._config, self._slots, self._curriculum = config, slots, curriculum
-        self.batch_metrics: dict[str, float] = {}
-        """Metrics of the last batch."""
+    def __init__(self, config: LearnerConfig) -> None:
+        self._config = config
         reward, name = config.reward, config.signal_reward
         self._signal_weights = {name: 1.0} if name else dict(zip(reward.names, reward.function_weights, strict=True))
         """Weights of the functions that define signal. An overlong penalty separates lengths, not answers."""
@@ -37,42 +33,29 @@ class Selection:
         """Count the outcomes of a group's reward calls, even if the group is not used."""
         self._num_calls.update(function.outcome for function in rewards.functions)
 
-    def admits(self, group: RolloutGroup) -> bool:
-        """Make a scored group ready, or skip its slot and return False."""
-        if self._is_to_replace(group):
-            self._slots.pass_over(group.slot, "no_signal")
-            return False
-        self._slots.ready[group.slot] = group
-        return True
+    def accepts(self, group: RolloutGroup, num_replaced: int) -> bool:
+        """Return whether a scored group is used, or else replaced by another prompt's group.
 
-    def take(self, slots: list[int]) -> list[RolloutGroup]:
-        """Return the groups of the next slots, and count them in the pass rates.
-
-        Skipped slots before the last of these slots count too.
+        `num_replaced`: number of groups that its step has replaced so far.
         """
-        num_replaced = self._slots.num_replaced_with(slots[-1], len(slots))
-        groups = self._slots.take(slots)
-        self._curriculum.count(self._slots.next_to_take)
+        config = self._config
+        is_full = num_replaced >= config.max_replacements * config.groups_per_step
+        return not config.active_sampling or is_full or self._has_signal(group)
+
+    def metrics_of(self, groups: list[RolloutGroup], num_replaced: int) -> dict[str, float]:
+        """Return the metrics of a batch, and begin to count for the next one."""
         num_lost = sum(self._config.sampling.num_completions - len(group.rewards_G) for group in groups)
-        self.batch_metrics = {"rollout/lost_completions": float(num_lost)}
-        self.batch_metrics |= {
+        metrics = {"rollout/lost_completions": float(num_lost)}
+        metrics |= {
             f"rollout/rewards_{outcome}": float(self._num_calls[outcome])
             for outcome in ("timed_out", "failed", "unreachable")
         }
         self._num_calls.clear()
-        self.batch_metrics |= _logged(groups)
-        self.batch_metrics |= self._curriculum.metrics(self._slots.next_to_admit)
+        metrics |= _logged(groups)
         if self._config.active_sampling:
-            self.batch_metrics["batch/replaced_groups"] = float(num_replaced)
+            metrics["batch/replaced_groups"] = float(num_replaced)
             self._warn_of_no_signal(groups, num_replaced)
-        return groups
-
-    def _is_to_replace(self, group: RolloutGroup) -> bool:
-        config = self._config
-        if not config.active_sampling or self._has_signal(group):
-            return False
-        num_replaced = self._slots.num_replaced_with(group.slot, config.groups_per_step)
-        return num_replaced < config.max_replacements * config.groups_per_step
+        return metrics
 
     def _has_signal(self, group: RolloutGroup) -> bool:
         return has_signal(group.rewards_G, group.rewards_by_function, self._signal_weights, self._config.advantage)

@@ -36,8 +36,8 @@ class Plays(Protocol):
 class Turns:
     """Dispatcher of one run's turns, used in its event loop."""
 
-    def __init__(self, asking: Dispatcher, player: Plays, on_played: Callable[[EpisodeGroup], None]) -> None:
-        self._run, self._fleet, self._asking, self._player = asking.run, asking.fleet, asking, player
+    def __init__(self, dispatcher: Dispatcher, player: Plays, on_played: Callable[[EpisodeGroup], None]) -> None:
+        self._run, self._fleet, self._dispatcher, self._player = dispatcher.run, dispatcher.fleet, dispatcher, player
         self._on_played = on_played
         self._life = uuid.uuid4().hex[:8]
         self._num_lost = 0
@@ -58,17 +58,17 @@ class Turns:
         Raises:
             DataError: The turn can never be completed.
         """
-        turn = self._asking.get(message.group_id)
+        turn = self._dispatcher.get(message.group_id)
         if not isinstance(turn, TurnRequest):
             return False
         if isinstance(message, Group):
-            self._fleet.loop.spawn(self._asking.acknowledge([(member, message)]))
+            self._fleet.loop.spawn(self._dispatcher.acknowledge([(member, message)]))
         elif not message.retryable:
             raise DataError(f"the server at {member.endpoint} cannot complete a turn: {message.message}")
         elif message.code == "not_ready" or turn.assigned_to not in (None, member.endpoint):
             return True  # resent after the next weight sync, or pending at another server
         turn.answered_by = member.endpoint
-        self._asking.settle(turn.group_id)
+        self._dispatcher.forget(turn.group_id)
         if not turn.answer.done():  # the player may have stopped waiting
             turn.answer.set_result(message)
         return True
@@ -100,10 +100,10 @@ class Turns:
             answer=asyncio.get_running_loop().create_future(),
         )  # fmt: skip
         try:
-            await self._asking.begin([turn])
+            await self._dispatcher.begin([turn])
             answer = await turn.answer
         except asyncio.CancelledError:
-            await self._asking.withdraw(turn)
+            await self._dispatcher.withdraw(turn)
             raise
         problem = answer.message if isinstance(answer, GroupFailed) else self._problem(answer, prompt)
         if isinstance(answer, Group) and problem is None:

@@ -62,7 +62,7 @@ class Fleet:
         self._on_group: OnGroup = _ignore
         self._on_welcome: OnMember = _ignore
         self._on_lost: OnMember = _ignore
-        self._num_owed: Mapping[str, int] = {}
+        self._num_pending: Mapping[str, int] = {}
         self._keys = learner_keys(run.keys) if run.keys is not None else None
         has_keys = self._keys is not None
         self._membership = (
@@ -73,16 +73,16 @@ class Fleet:
 
     def start(
         self, on_group: OnGroup, on_welcome: OnMember = _ignore, on_lost: OnMember = _ignore,
-        num_owed: Mapping[str, int] | None = None,
+        num_pending: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         """Start the handshakes with all servers. All callbacks run in the loop.
 
         Args:
             on_lost: Called when a server may never answer its pending requests.
-            num_owed: Number of groups pending at each endpoint, read again at each use.
+            num_pending: Number of groups pending at each endpoint, read again at each use.
         """
         self._on_group, self._on_welcome, self._on_lost = on_group, on_welcome, on_lost
-        self._num_owed = num_owed if num_owed is not None else {}
+        self._num_pending = num_pending if num_pending is not None else {}
         for member in self.members:
             self.loop.spawn(self._keep(member))
         if self._membership is not None:
@@ -200,7 +200,7 @@ class Fleet:
         `stays_at`: endpoint of the server that sampled the previous turn of the episode.
         """
         ready = [member for member in self.members if member not in without and self.is_ready(member)]
-        loads = [Load(self._num_owed.get(member.endpoint, 0), member.chosen_at) for member in ready]
+        loads = [Load(self._num_pending.get(member.endpoint, 0), member.chosen_at) for member in ready]
         endpoints = [member.endpoint for member in ready]
         index = least_loaded(loads, endpoints.index(stays_at) if stays_at in endpoints else None)
         if index is None:
@@ -279,15 +279,15 @@ class Fleet:
         """
         deadline = time.monotonic() + self._run.learner.drain_timeout_s
         while member.is_draining and member.link.connected:
-            num_owed = self._num_owed.get(member.endpoint, 0)
-            if not num_owed and not member.link.is_draining:
+            num_pending = self._num_pending.get(member.endpoint, 0)
+            if not num_pending and not member.link.is_draining:
                 break
             if time.monotonic() > deadline:
-                if num_owed:
+                if num_pending:
                     log.warning(
                         "the server at %s still has %d pending groups after %g s (learner.drain_timeout_s); "
                         "requesting them from other servers",
-                        member.endpoint, num_owed, self._run.learner.drain_timeout_s,
+                        member.endpoint, num_pending, self._run.learner.drain_timeout_s,
                     )  # fmt: skip
                 break
             await asyncio.sleep(CHECK_INTERVAL_S)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from learner.config.storage import EVALUATION
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.queue import GroupQueue
+from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.storage.checkpoint import (
     BestCheckpoint,
     RunProgress,
@@ -37,7 +37,7 @@ class LearnerRecords(NamedTuple):
     """Records of rank 0, the other half of a checkpoint."""
 
     ledger: Ledger
-    queue: GroupQueue
+    buffer: RolloutBuffer
     scores: Callable[[], Mapping[int, float | None]]
     """Evaluation scores by step; None for a score that is not known yet."""
 
@@ -73,7 +73,7 @@ class Checkpoints(CheckpointWriter):
         if step == self._newest_step:
             return
         reward_mean = statistics.fmean(self._rewards) if self._rewards else None
-        pass_rates = self._books.queue.pass_rates() if self._books is not None else None
+        pass_rates = self._books.buffer.pass_rates() if self._books is not None else None
         self.begin(step, RunProgress(reward_mean=reward_mean, pass_rates=pass_rates), self._newest_step, self._retain)
         self._newest_step = step
         self._rewards.clear()

@@ -88,7 +88,8 @@ def test_fresh_tokens_are_held_to_the_bound_of_the_server_that_they_come_from(
     with servers(Engine("bfloat16", BETWEEN), Engine(dtype, off, scores_too=False)) as (coarse, wrong):
         run = make_run(tmp_path, coarse.endpoint, wrong.endpoint, steps=8, max_staleness=0, loss=ALL_COUNT)
         with pytest.raises(
-            ParityError, match=rf"of fresh tokens is {off:g}.* for {words} \(.*Check that the server at {wrong.endpoint} has"
+            ParityError,
+            match=rf"of fresh tokens is {off:g}.* for {words} \(.*Check that the server at {wrong.endpoint} has",
         ):
             train(run, resume=False)
 

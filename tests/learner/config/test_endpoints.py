@@ -37,8 +37,14 @@ def test_the_learner_connects_to_all_endpoints_or_to_the_one(
 @pytest.mark.parametrize(
     ("endpoints", "expected"),
     [
-        (f'endpoint = "{ONE}"\nendpoints = ["{OTHER}"]', "are set, but each defines the servers of the run; keep one of them"),
-        (f'endpoints = ["{ONE}"]\nendpoints_from = "file:x"', "are set, but each defines the servers of the run; keep one of them"),
+        (
+            f'endpoint = "{ONE}"\nendpoints = ["{OTHER}"]',
+            "are set, but each defines the servers of the run; keep one of them",
+        ),
+        (
+            f'endpoints = ["{ONE}"]\nendpoints_from = "file:x"',
+            "are set, but each defines the servers of the run; keep one of them",
+        ),
         (f'endpoints = ["{ONE}", "{ONE}"]', "contains a server twice"),
         ('endpoints = ["127.0.0.1:6001"]', "expected tcp://HOST:PORT"),
     ],

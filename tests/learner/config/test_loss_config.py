@@ -71,7 +71,11 @@ COEFFICIENT = [
         r"horizon_steps = 0 must be at least 1",
         {"horizon_steps": 1},
     ),
-    ({"coef": 0.1, "estimator": "k1"}, r'estimator = "k1" with place = "loss": .* is zero', {"importance_weighted": True}),
+    (
+        {"coef": 0.1, "estimator": "k1"},
+        r'estimator = "k1" with place = "loss": .* is zero',
+        {"importance_weighted": True},
+    ),
     ({"coef": 0.1, "estimator": "k1"}, r'set importance_weighted = true, place = "reward"', {"place": "reward"}),
     (
         {"coef": 0.1, "estimator": "k2", "importance_weighted": True},
@@ -239,7 +243,10 @@ def test_what_contradicts_is_refused_and_the_remedy_is_taken(
         ({"loss": {"clip_low": 0.3}}, "learner.loss.clip_high = 0.28 must not be below clip_low"),
         ({"kl": {"coef": 0.1}}, "learner.kl.coef = 0.1 needs a reference"),
         ({"data": {"num_prompts": 0}}, "learner.data.num_prompts = 0 must be at least 1"),
-        ({"data": {"path": "a.jsonl"}}, "learner.data.task = 'reverse', path = 'a.jsonl' are set; expected exactly one"),
+        (
+            {"data": {"path": "a.jsonl"}},
+            "learner.data.task = 'reverse', path = 'a.jsonl' are set; expected exactly one",
+        ),
         ({"data": {"task": None}}, "learner.data.task, path and dataset are unset"),
         ({"reward": {"timeout_s": 0.0}}, "learner.reward.timeout_s = 0.0 must be above 0"),
     ],

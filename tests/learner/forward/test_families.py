@@ -213,5 +213,7 @@ def test_a_model_that_does_anything_else_to_its_logits_is_refused() -> None:
         return output
 
     model.forward = squared
-    with pytest.raises(ConfigError, match="Qwen2ForCausalLM changes its logits by something other than a scaling or a soft cap"):
+    with pytest.raises(
+        ConfigError, match="Qwen2ForCausalLM changes its logits by something other than a scaling or a soft cap"
+    ):
         logit_map_of(model)

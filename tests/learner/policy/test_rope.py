@@ -248,9 +248,7 @@ def test_a_server_that_takes_the_other_factors_is_refused_with_both_lengths_and_
     config = phi3()
     for same in (40, ORIGINAL):
         check_server_rope(config, None, same, endpoint="tcp://a:1")
-    expected = (
-        r"server.max_model_len: the server at tcp://a:1 has 200, the learner assumed 64; .* Set server.max_model_len = 200"
-    )
+    expected = r"server.max_model_len: the server at tcp://a:1 has 200, the learner assumed 64; .* Set server.max_model_len = 200"
     with pytest.raises(ConfigError, match=expected):
         check_server_rope(config, None, 200, endpoint="tcp://a:1")
     check_server_rope(config, 128, 200, endpoint="tcp://a:1")

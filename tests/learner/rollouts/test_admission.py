@@ -4,12 +4,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.config import CurriculumConfig, DataConfig, LearnerConfig, RewardConfig
+from learner.config import DataConfig, LearnerConfig, RewardConfig
 from learner.environments.token_sequence import TokenSequence
-from learner.prompts.curriculum import Curriculum
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.selection import Selection
-from learner.rollouts.slots import PassedOver, Slots, num_places_allowed
+from learner.rollouts.slot_order import PassedOver, SlotOrder, num_places_allowed
 
 
 def group(slot: int, version: int, *, signal: bool) -> RolloutGroup:
@@ -35,11 +34,11 @@ class Play:
         self.consumed: list[list[RolloutGroup]] = []
         self.staleness: list[int] = []
         self.replaced: list[float] = []
-        self.restart(Slots(0, 0, {}))
+        self.ready: dict[int, RolloutGroup] = {}
+        self.restart(SlotOrder(0, 0, {}))
 
-    def restart(self, slots: Slots) -> None:
-        curriculum = Curriculum(CurriculumConfig(), "f", prompts=None, seed=0, next_position=0)  # type: ignore[arg-type]
-        self.slots, self.selection = slots, Selection(self.config, slots, curriculum)
+    def restart(self, slots: SlotOrder) -> None:
+        self.slots, self.selection = slots, Selection(self.config)
 
     @property
     def num_allowed(self) -> int:
@@ -55,7 +54,7 @@ class Play:
         for _ in range(self.slots.num_new(self.num_allowed)):
             self.unsent.append(self.slots.next_to_admit)
             self.slots.next_to_admit += 1
-        for slot in [slot for slot in self.unsent if self.slots.place(slot) < self.num_allowed]:
+        for slot in [slot for slot in self.unsent if self.slots.consumption_index(slot) < self.num_allowed]:
             self.unsent.remove(slot)
             self.running.append(slot)
             self.sent_at[slot] = self.version
@@ -65,16 +64,24 @@ class Play:
         if outcome == "failed":
             self.slots.pass_over(slot, "failed")
             self.passed_over[slot] = "failed"
-        elif not self.selection.admits(group(slot, self.sent_at[slot], signal=outcome == "signal")):
+            return
+        scored = group(slot, self.sent_at[slot], signal=outcome == "signal")
+        if self.selection.accepts(scored, self.slots.num_replaced_with(slot, self.config.groups_per_step)):
+            self.ready[slot] = scored
+        else:
+            self.slots.pass_over(slot, "no_signal")
             self.passed_over[slot] = "no_signal"
 
     def step(self) -> bool:
-        head = self.slots.head(self.config.groups_per_step)
-        if head is None:
+        head = self.slots.next(self.config.groups_per_step)
+        if not self.ready.keys() >= set(head):
             return False
-        self.consumed.append(self.selection.take(head))
+        num_replaced = self.slots.num_replaced_with(head[-1], len(head))
+        self.slots.advance(head[-1] + 1)
+        self.consumed.append([self.ready.pop(slot) for slot in head])
+        metrics = self.selection.metrics_of(self.consumed[-1], num_replaced)
         self.staleness += [self.version - self.sent_at[slot] for slot in head]
-        self.replaced.append(self.selection.batch_metrics["batch/replaced_groups"])
+        self.replaced.append(metrics["batch/replaced_groups"])
         self.version += 1
         return True
 
@@ -84,20 +91,19 @@ class Play:
         del self.consumed[self.checkpoint :]
         self.version = self.checkpoint
         next_to_take = self.consumed[-1][-1].slot + 1 if self.consumed else 0
-        slots = Slots(self.slots.next_to_admit, next_to_take, self.passed_over)
-        slots.ready = self.slots.ready | {one.slot: one for one in back}
+        slots = SlotOrder(self.slots.next_to_admit, next_to_take, self.passed_over)
+        self.ready |= {one.slot: one for one in back}
         self.unsent = sorted(self.unsent + self.running)
         self.running = []
         self.restart(slots)
 
     def check(self) -> None:
         config = self.config
-        num_accepted = len(self.slots.ready) + sum(len(batch) for batch in self.consumed)
+        num_accepted = len(self.ready) + sum(len(batch) for batch in self.consumed)
         num_places = num_accepted + len(self.running) + len(self.unsent)
         assert num_places + len(self.passed_over) == self.slots.next_to_admit
-        assert self.slots.num_missing == len(self.running) + len(self.unsent)
         assert max(self.staleness, default=0) <= config.max_staleness
-        places = [self.slots.place(slot) for slot in self.running]
+        places = [self.slots.consumption_index(slot) for slot in self.running]
         assert all(place < self.num_allowed for place in places)
 
 
@@ -123,7 +129,7 @@ def test_the_bound_holds_and_nothing_stands_still_whatever_comes_when_and_whatev
     for event, choice in choices:
         play.admit()
         if not with_resumes:
-            places = len(play.running) + len(play.slots.ready) + sum(len(batch) for batch in play.consumed)
+            places = len(play.running) + len(play.ready) + sum(len(batch) for batch in play.consumed)
             assert places <= play.num_allowed, "running + accepted stays within the rule"
         if event < 4:
             play.step()
@@ -193,13 +199,13 @@ def test_the_rule_lets_the_server_run_ahead_exactly_as_far_as_allowed() -> None:
         return num_places_allowed(version=version, max_staleness=2, groups_per_step=4, total_groups=100)
 
     assert [allowed(version=0), allowed(version=3), allowed(version=50)] == [12, 24, 100]
-    slots = Slots(next_to_admit=12, next_to_take=0, passed_over={3: "failed", 7: "no_signal"})
+    slots = SlotOrder(next_to_admit=12, next_to_take=0, passed_over={3: "failed", 7: "no_signal"})
     assert slots.num_new(12) == 2
-    assert [slots.place(slot) for slot in (3, 4, 7, 8, 12)] == [3, 3, 6, 6, 10]
+    assert [slots.consumption_index(slot) for slot in (3, 4, 7, 8, 12)] == [3, 3, 6, 6, 10]
 
 
 def test_replaced_groups_are_counted_for_the_step_that_replaces_them() -> None:
-    slots = Slots(
+    slots = SlotOrder(
         next_to_admit=12, next_to_take=2, passed_over={2: "no_signal", 4: "failed", 5: "no_signal", 8: "no_signal"}
     )
     # Two groups a step: slots 3 and 6 make one, 7 and 9 the next.

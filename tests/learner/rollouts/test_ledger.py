@@ -301,7 +301,9 @@ def test_what_a_group_holds_is_written_once_and_not_by_sqlite(ledger, tmp_path):
 def test_a_payload_that_somebody_cut_short_is_an_error_that_names_the_file(ledger, tmp_path):
     scored(ledger, 0)
     os.truncate(tmp_path / "ledger.db-payloads" / "1", 3)
-    with pytest.raises(LedgerError, match=r"ledger\.db-payloads/1 is truncated: it ends within the payload at offset 0"):
+    with pytest.raises(
+        LedgerError, match=r"ledger\.db-payloads/1 is truncated: it ends within the payload at offset 0"
+    ):
         ledger.payload("0.0")
 
 

@@ -17,8 +17,7 @@ from learner.config import LearnerRun
 from learner.rewards.scoring import Scorer
 from learner.rewards.workers import RewardWorkers
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.pending_groups import PendingGroups
-from learner.rollouts.queue import GroupQueue
+from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.rollouts import Rollouts
 from learner.run_inputs import RunInputs
@@ -168,10 +167,9 @@ def rollouts_of(run: LearnerRun) -> Iterator[tuple[Fleet, Rollouts]]:
     ledger = Ledger(directory / "ledger.db")
     fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l"), LoopThread("test"))
     with RewardWorkers(run.learner.reward) as workers:
-        queue = GroupQueue(run, run_inputs.prompts, ledger)
-        outstanding = PendingGroups(ledger, run_inputs.prompts, run.learner.max_group_attempts)
+        buffer = RolloutBuffer(run, run_inputs.prompts, ledger)
         scorer = Scorer(run.learner, run_inputs.tokenizer, workers)
-        rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
+        rollouts = Rollouts(run, fleet, buffer, scorer, ledger)
         try:
             yield fleet, rollouts
         finally:
@@ -295,7 +293,7 @@ def test_groups_that_come_together_are_committed_together_beside_the_loop_and_on
         rollouts._ledger._db.set_trace_callback(lambda statement: statements.append(statement[:40]))
         rollouts.publish(0, server.server_id)
         deadline = time.monotonic() + TIMEOUT_S
-        while len(rollouts._outstanding) == 6 or len(rollouts._outstanding) > len(rollouts._arrived):
+        while not 6 > rollouts._buffer.num("admitted", "requested") <= len(rollouts._arrived):
             assert time.monotonic() < deadline, "the groups did not come"
             rollouts._loop.call(asyncio.sleep(0.01), TIMEOUT_S)
         rollouts._loop.call(rollouts._fleet.members[0].link.cancel(["a later message"]), TIMEOUT_S)

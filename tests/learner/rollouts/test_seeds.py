@@ -12,7 +12,7 @@ from learner.environments.player import Ask, TurnPrompt
 from learner.prompts.prompts import Prompt
 from learner.rollouts.group_requests import GroupRequest, seed_of
 from protocol.messages import Generate, GroupFailed, Message
-from tests.learner.rollouts.test_asking import until
+from tests.learner.rollouts.test_dispatcher import until
 from tests.learner.rollouts.test_rollouts import (
     TIMEOUT_S,
     HandServer,

@@ -5,33 +5,28 @@ from typing import Any
 
 import pytest
 
-from learner.prompts.curriculum import Curriculum
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.selection import Selection
-from learner.rollouts.slots import Slots
-from learner.run_inputs import RunInputs
 from tests.learner.test_train import make_run
 from tests.learner.training.test_batch import make_group
 
 
-def admitted(tmp_path: Path, rewards: dict[str, list[float]], **learner: Any) -> bool:
+def accepted(tmp_path: Path, rewards: dict[str, list[float]], **learner: Any) -> bool:
     """Whether a group with these rewards is ready, and not replaced, in a run with active sampling and an overlong penalty."""
     reward = {"functions": ["exact_match", "share_right"], "overlong_buffer_tokens": 2}
     run = make_run(tmp_path, "tcp://127.0.0.1:1", active_sampling=True, reward=reward, **learner)
     config = run.learner
-    curriculum = Curriculum(config.curriculum, "exact_match", RunInputs(run).prompts, run.seed, 0)
     totals = [sum(values) for values in zip(*rewards.values(), strict=True)]
     scored = GroupRewards(
         rewards=totals, functions=[FunctionRewards(name=name, rewards=values) for name, values in rewards.items()]
     )
     group = make_group()
-    slots = Slots(1, 0, {})
     ready = RolloutGroup(
         group_id="0.0", slot=0, prompt_token_ids=group.prompt_token_ids, completions=group.completions,
         rewards_G=scored.rewards, rewards_by_function=scored.by_function, entered_version=0,
     )  # fmt: skip
-    return Selection(config, slots, curriculum).admits(ready)
+    return Selection(config).accepts(ready, num_replaced=0)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +42,11 @@ def test_a_group_has_signal_by_the_sum_of_its_rewards_without_the_overlong_penal
     tmp_path: Path, exact: list[float], share: list[float], overlong: list[float], expected: bool
 ) -> None:
     rewards = {"exact_match": exact, "share_right": share, "overlong": overlong}
-    assert admitted(tmp_path, rewards) == expected
+    assert accepted(tmp_path, rewards) == expected
 
 
 def test_one_function_may_decide_alone(tmp_path: Path) -> None:
     rewards = {"exact_match": [1.0, 1.0], "share_right": [0.7, 0.1], "overlong": [0.0, 0.0]}
-    assert admitted(tmp_path, rewards)
-    assert not admitted(tmp_path, rewards, signal_reward="exact_match")
-    assert admitted(tmp_path, rewards, signal_reward="share_right")
+    assert accepted(tmp_path, rewards)
+    assert not accepted(tmp_path, rewards, signal_reward="exact_match")
+    assert accepted(tmp_path, rewards, signal_reward="share_right")

@@ -11,7 +11,7 @@ from learner.environments.player import Ask, TurnPrompt
 from learner.prompts.prompts import Prompt
 from learner.rollouts.rollouts import Rollouts
 from protocol.messages import Generate, Message
-from tests.learner.rollouts.test_asking import is_silent, until
+from tests.learner.rollouts.test_dispatcher import is_silent, until
 from tests.learner.rollouts.test_rollouts import HandServer, group_of, rollouts_of
 from tests.learner.test_train import make_run
 
@@ -61,8 +61,8 @@ def test_a_turn_that_nobody_waits_for_is_cancelled_at_its_server_and_owed_no_mor
         def check(rollouts: Rollouts, player: Impatient) -> None:
             until(lambda: len(server.cancelled) == player.num_played == 6, "each first turn is cancelled")
             assert turns(server.cancelled) == ["0.0.0"] * 6
-            until(lambda: rollouts._asking.num_owed.total() == 6, "the second turns are owed")
-            assert turns(rollouts._asking.group_ids) == ["0.1.0"] * 6
+            until(lambda: rollouts._dispatcher.num_pending.total() == 6, "the second turns are owed")
+            assert turns(rollouts._dispatcher.group_ids) == ["0.1.0"] * 6
 
         played(tmp_path, server, check)
     assert sorted(turns(server.cancelled)) == ["0.0.0"] * 6 + ["0.1.0"] * 6, "those of the second turns as the run ends"
@@ -85,6 +85,6 @@ def test_a_turn_that_a_live_server_has_lost_is_asked_for_again_under_its_name(tm
 
         def check(rollouts: Rollouts, player: Impatient) -> None:
             until(lambda: len(server.generated) >= 18, "the first turns are given up, the second are asked for twice")
-            assert sorted(server.generated[12:18]) == sorted(rollouts._asking.group_ids)
+            assert sorted(server.generated[12:18]) == sorted(rollouts._dispatcher.group_ids)
 
         played(tmp_path, server, check, group_deadline_s=0.6)

@@ -97,7 +97,9 @@ def test_a_server_that_hangs_in_a_push_is_left_behind_and_comes_back(
     )
     told = failures_of(caplog)
     assert len(told) == 1 and "another server had the version 0.5 s earlier (learner.push.patience_s)" in told[0]
-    assert any(told[0].startswith(f"weight sync of version 3 to {one.endpoint} failed while {state} ") for state in states)
+    assert any(
+        told[0].startswith(f"weight sync of version 3 to {one.endpoint} failed while {state} ") for state in states
+    )
     assert hanging.versions[-1] == NUM_STEPS and metrics_of(run)[-1]["servers/ready"] == 2
 
 

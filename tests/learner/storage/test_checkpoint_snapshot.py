@@ -15,7 +15,8 @@ from learner.config import LearnerRun
 from learner.policy.shards import ShardWriter
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.queue import GroupQueue, Scored
+from learner.rollouts.ledger_row import group_id_of
+from learner.rollouts.rollout_buffer import RolloutBuffer, Scored
 from learner.run_inputs import RunInputs
 from learner.storage.retention import Checkpoints, LearnerRecords
 from learner.training.metrics import StepTimer
@@ -48,8 +49,8 @@ class RunWithoutServer:
         self.version, self.books = VERSION, None
         if accelerator.is_main_process:
             self._ledger = Ledger(directory / "ledger.db")
-            self._queue = GroupQueue(run, run_inputs.prompts, self._ledger)
-            self.books = LearnerRecords(self._ledger, self._queue, dict)
+            self._buffer = RolloutBuffer(run, run_inputs.prompts, self._ledger)
+            self.books = LearnerRecords(self._ledger, self._buffer, dict)
 
     def train(self) -> None:
         """Take one step: weights, moments and their counts, reference, KL coefficient, pass rates."""
@@ -60,16 +61,18 @@ class RunWithoutServer:
         self.trainer.after_step(self.version, metrics)
 
     def _take_groups(self) -> None:
-        first = self._queue._slots.next_to_take
+        first = self._buffer._order.next_to_take
+        self._buffer.admit(self.version)
         for slot in range(first, first + len(self.groups)):
             group = self.groups[slot - first]
-            group_id = self._ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot % 3, version=0)
+            group_id = group_id_of(slot, attempt=0)
+            assert self._buffer.receive(group_id) is not None
             assert receive(self._ledger, group_id, b"payload", 0, 10)
             functions = [FunctionRewards(name="share_right", rewards=[slot % 5 / 4])]
             rewards = GroupRewards(rewards=[0.0], functions=functions)
             ready = msgspec.structs.replace(group, slot=slot, group_id=group_id)
-            self._queue.scored([Scored(ready, slot % 3, rewards)])
-        assert self._queue.take(VERSION, 0.0, is_connected=True, on_stale=print) is not None
+            self._buffer.score([Scored(ready, slot % 3, rewards)])
+        assert self._buffer.take(VERSION, 0.0, is_connected=True, on_stale=print) is not None
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -1,29 +1,26 @@
-"""Track which slots are ready, which are skipped and which are next.
+"""Order of consumption of the slots: which are next, which are passed over, and where a slot is consumed.
 
 A slot is filled by one group, and its number is the order of consumption. Only the number of skipped slots is
 kept below `next_to_take`. Slots above are found by bisection, so a long run costs no more.
-Invariant: every slot below `next_to_take` was taken or skipped. Slot order alone decides which groups are
+Invariant: every slot below `next_to_take` was taken or passed over. Slot order alone decides which groups are
 taken, not the order of arrivals.
-Not thread-safe: queue.py holds its lock.
+Not thread-safe: rollout_buffer.py holds its lock.
 """
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping
 from typing import Literal
 
-from learner.rollouts.rollout_group import RolloutGroup
-
 PassedOver = Literal["failed", "no_signal"]
 
 
-class Slots:
-    """Slots of a run, from the first unconsumed one to the last admitted one."""
+class SlotOrder:
+    """Order of a run's slots, from the first unconsumed one to the last admitted one."""
 
     def __init__(self, next_to_admit: int, next_to_take: int, passed_over: Mapping[int, PassedOver]) -> None:
         """Restore the state of a run; `passed_over` has all skipped slots so far."""
         self.next_to_admit = next_to_admit
         self.next_to_take = next_to_take
-        self.ready: dict[int, RolloutGroup] = {}
         self.num_passed_over = len(passed_over)
         """Number of slots skipped since the run started."""
         self._passed_over = sorted(slot for slot in passed_over if slot >= next_to_take)
@@ -36,7 +33,7 @@ class Slots:
         if reason == "no_signal":
             insort(self._no_signal, slot)
 
-    def place(self, slot: int) -> int:
+    def consumption_index(self, slot: int) -> int:
         """Return how many slots before this one are or will be consumed."""
         num_before = self.num_passed_over - len(self._passed_over)
         return slot - num_before - bisect_left(self._passed_over, slot)
@@ -44,11 +41,6 @@ class Slots:
     def num_new(self, num_places_allowed: int) -> int:
         """Return how many new slots fit into this many places."""
         return max(0, num_places_allowed - (self.next_to_admit - self.num_passed_over))
-
-    @property
-    def num_missing(self) -> int:
-        """Number of admitted slots that are neither skipped nor ready."""
-        return self.next_to_admit - self.next_to_take - len(self._passed_over) - len(self.ready)
 
     def next(self, num_groups: int) -> list[int]:
         """Return the next slots that are not skipped, even if they are not admitted yet."""
@@ -60,17 +52,11 @@ class Slots:
             slots += range(first, first + min(num_in_a_row, num_groups - len(slots)))
         return slots
 
-    def head(self, num_groups: int) -> list[int] | None:
-        """Return the next slots if all of them are ready, otherwise None."""
-        slots = self.next(num_groups)
-        return slots if all(slot in self.ready for slot in slots) else None
-
-    def take(self, slots: list[int]) -> list[RolloutGroup]:
-        """Remove and return the groups of the slots from `head`."""
-        self.next_to_take = slots[-1] + 1
+    def advance(self, next_to_take: int) -> None:
+        """Leave all slots below this one behind: they are taken, or passed over."""
+        self.next_to_take = next_to_take
         for passed in (self._passed_over, self._no_signal):
-            del passed[: bisect_left(passed, self.next_to_take)]
-        return [self.ready.pop(slot) for slot in slots]
+            del passed[: bisect_left(passed, next_to_take)]
 
     def num_replaced_with(self, slot: int, groups_per_step: int) -> int:
         """Return how many groups are resampled in the step of this slot.
@@ -95,7 +81,7 @@ def num_places_allowed(*, version: int, max_staleness: int, groups_per_step: int
 
     accepted + running ≤ (max_staleness + version + 1) · groups_per_step       (AReaL, arXiv 2505.24298 eq. 3)
 
-    A slot's place is its number minus the skipped slots before it (given up, or resampled without signal).
+    A slot's place (its consumption index) is its number minus the skipped slots before it (given up, or resampled without signal).
     Groups are consumed in slot order, so accepted + running is the number of places sent. The group at place
     k is consumed at version ⌊k / groups_per_step⌋. This is at most max_staleness above the version when it
     was sent. Skipping a slot later moves only the slots behind it to lower places, that is to earlier

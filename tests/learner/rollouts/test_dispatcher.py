@@ -123,8 +123,8 @@ def test_whoever_comes_back_first_answers_and_the_other_is_only_acknowledged(tmp
             wire.restore()
             until(lambda: len(late.acked) == 3, "it answers first")
             other._answer = answers
-            until(lambda: len(rollouts._outstanding) == 3, "three are still owed")
-            assert rollouts._asking.num_owed.total() == 3
+            until(lambda: rollouts._buffer.num("admitted", "requested") == 3, "three are still owed")
+            assert rollouts._dispatcher.num_pending.total() == 3
         wire.close()
 
 
@@ -151,7 +151,7 @@ def test_a_late_failure_of_what_another_server_owes_by_now_changes_nothing(tmp_p
             wire.restore()
             until(lambda: fleet.members[0].state(0) == "ready", "it is back")
             assert rollouts.take(0, 0.5) is None
-            assert sorted(rollouts._asking.group_ids) == [f"{slot}.0" for slot in range(6)]
+            assert sorted(rollouts._dispatcher.group_ids) == [f"{slot}.0" for slot in range(6)]
         wire.close()
 
 
@@ -185,11 +185,11 @@ def test_capacity_is_that_of_all_ready_servers(tmp_path: Path) -> None:
     one, other = HandServer(is_silent, max_concurrent_sequences=8), HandServer(is_silent, max_concurrent_sequences=24)
     with hand_servers(one, other), rollouts_on(tmp_path, one.endpoint, other.endpoint) as (_, rollouts):
         rollouts.publish(0, "server-1")
-        until(lambda: rollouts._queue._max_running == 24 / 4, "one is ready")
+        until(lambda: rollouts._buffer._max_running == 24 / 4, "one is ready")
         rollouts.publish(0, "server-0")
-        until(lambda: rollouts._queue._max_running == 32 / 4, "both are")
+        until(lambda: rollouts._buffer._max_running == 32 / 4, "both are")
         one.close()
-        until(lambda: rollouts._queue._max_running == 24 / 4, "one is gone")
+        until(lambda: rollouts._buffer._max_running == 24 / 4, "one is gone")
 
 
 def test_a_server_that_is_taken_out_finishes_what_it_owes_and_is_asked_for_nothing_more(
@@ -236,7 +236,7 @@ def drains(server: HandServer, request: Generate) -> list[Message]:
     return [GroupFailed(group_id=request.group_id, code="draining", message="scripted", retryable=True)]
 
 
-def test_a_server_that_says_that_it_ends_finishes_what_it_owes_and_is_followed_by_another_at_its_endpoint(
+def test_a_server_that_says_that_it_ends_finishes_what_it_owes_and_is_follpending_at_another_at_its_endpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "learner")
@@ -300,7 +300,7 @@ def test_when_the_only_server_ends_one_line_says_that_another_is_waited_for(
         until(lambda: not fleet.is_connected, "it has said so")
         one.close()
         until(lambda: [member.state(0) for member in fleet.members] == ["joining"], "another is waited for")
-        assert rollouts.take(0, 0.1) is None and len(rollouts._asking.group_ids) == 6
+        assert rollouts.take(0, 0.1) is None and len(rollouts._dispatcher.group_ids) == 6
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"the server at {one.endpoint} is shutting down and no other server is connected")
     assert "(learner.connect_timeout_s)" in line
