@@ -110,11 +110,12 @@ def total_memory_bytes() -> int | None:
 
 
 def _of_meminfo(field: str) -> int | None:
+    """Return a field in bytes, or None off Linux or if the kernel does not have the field."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
         return None
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), None)
 
 
 def _of_cgroup(name: str) -> int | None:
