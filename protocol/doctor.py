@@ -143,14 +143,16 @@ def of_memory(where: str, needed: int, free: int | None, remedy: str) -> Finding
     return ok("memory", text) if needed <= free else problem("memory", text, remedy)
 
 
-def of_disk(path: Path, what: str, needed: int) -> Finding:
-    """Report whether `path` is writable and has room. It need not exist yet."""
+def of_disk(path: Path, what: str, needed: int | None) -> Finding:
+    """Report whether `path` is writable and has room for `needed` bytes (None: unknown). It need not exist yet."""
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not os.access(place, os.W_OK):
         return problem(
             "disk", f"{place} cannot be written, where {what} goes", f"chown it, or choose another for {what}"
         )
     free = shutil.disk_usage(place).free
+    if needed is None:
+        return unknown("disk", f"the size of {what} is unknown; {_gib(free)} are free in {place}")
     text = f"{what} needs about {_gib(needed)} in {place}, {_gib(free)} are free"
     return ok("disk", text) if needed <= free else problem("disk", text, f"free some, or choose another for {what}")
 
