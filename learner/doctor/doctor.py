@@ -211,7 +211,7 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
             ranks_may_share_a_gpu="nccl" in offered and ranks_may_share_a_gpu(),
         )
     except (ConfigError, PushError) as error:
-        return problem_of("transport", error, 'set learner.push.transport = "auto"')
+        return problem_of("transport", error, 'set learner.push.transport = "gloo"')
     detour = why_over_cpus(
         own_device_name(device), vitals.devices, learner_transports=offered, server_transports=vitals.transports
     )

@@ -72,9 +72,10 @@ def choose_transport(
     )
     reason = obstacle(chosen, may_share=ranks_may_share_a_gpu)
     if reason:
-        raise ConfigError(
-            f'weights cannot travel by {chosen}: {reason}. {where}; see learner.push.transport ("auto" takes what fits)'
-        )
+        remedy = 'see learner.push.transport ("auto" takes what fits)'
+        if wanted == "auto":
+            remedy = "no transport fits both sides. Install the same slipstream-rl on both"
+        raise ConfigError(f"weights cannot travel by {chosen}: {reason}. {where}; {remedy}")
     if wanted == "auto" and chosen == "gloo":
         detour = why_over_cpus(
             learner_device, worker_devices, learner_transports=learner_transports, server_transports=server_transports
