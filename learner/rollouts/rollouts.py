@@ -104,7 +104,7 @@ class Rollouts:
             remaining_s = deadline - time.monotonic()
             groups = self._queue.take(
                 version, min(LOOK_EVERY_S, max(0.0, remaining_s)),
-                is_connected=self._fleet.is_connected, on_stale=lambda group: self._too_old(group, version),
+                is_connected=self._fleet.is_generating, on_stale=lambda group: self._too_old(group, version),
             )  # fmt: skip
             if groups is not None or remaining_s <= 0:
                 return groups
@@ -118,7 +118,7 @@ class Rollouts:
     @property
     def waits_for(self) -> str:
         """Description of what the next batch waits for."""
-        part, num_scoring = self._queue.lacks(is_connected=self._fleet.is_connected)
+        part, num_scoring = self._queue.lacks(is_connected=self._fleet.is_generating)
         in_words = {"link": self._fleet.in_words(), "server": f"{len(self._outstanding)} groups from the server"}
         return {"reward": f"{num_scoring} groups to be scored", "push": IN_WORDS["push"], **in_words}[part]
 
