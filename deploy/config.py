@@ -21,9 +21,10 @@ def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
         if not part:
             raise ValueError(f"{what}: an empty list gives a process nothing; list at least one, or remove the key")
         for place in part:
-            if place < 0 or place in taken:
-                problem = "is not a position" if place < 0 else "is assigned twice"
-                raise ValueError(f"{what}: {place} {problem}; each process needs its own")
+            if place < 0:
+                raise ValueError(f"{what}: {place} is not a position; expected 0 or more. Count from 0")
+            if place in taken:
+                raise ValueError(f"{what}: {place} is assigned twice; each process needs its own")
             taken.add(place)
 
 

@@ -161,7 +161,7 @@ def resources(run: ServerRun) -> Iterator[Finding]:
         return
     if path is None:
         yield unknown("model", f"{run.model} is not on this machine yet; the server will download it")
-        yield of_disk(cache_dir(), "the download, as far as is known,", 0)
+        yield of_disk(cache_dir(), "the download", None)
         return
     config = run.server
     try:

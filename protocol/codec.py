@@ -6,7 +6,7 @@ Invariant: nothing is used before the frames match the header.
 """
 
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -111,6 +111,14 @@ def unpack(packed: bytes, expected: type[M]) -> M:
     """Undo `pack`.
 
     Raises:
-        ProtocolError: If the frames are not a message of type `expected`.
+        ProtocolError: If the bytes are not the frames of a message of type `expected`.
     """
-    return decode(msgspec.msgpack.decode(packed, type=list[bytes]), expected)
+    try:
+        frames = msgspec.msgpack.decode(packed, type=list[bytes])
+    except msgspec.DecodeError as error:
+        names = " or ".join(kind.__name__ for kind in get_args(expected) or (expected,))
+        raise ProtocolError(
+            f"{len(packed)} stored bytes are not a message: {_in_one_line(error)}. Expected the frames of {names}. Resume with "
+            "the version of Slipstream that stored them, or restore the run directory from a copy"
+        ) from error
+    return decode(frames, expected)

@@ -110,11 +110,12 @@ def total_memory_bytes() -> int | None:
 
 
 def _of_meminfo(field: str) -> int | None:
+    """Return a field in bytes, or None off Linux or if the kernel does not have the field."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
         return None
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), None)
 
 
 def _of_cgroup(name: str) -> int | None:
@@ -142,8 +143,8 @@ def of_memory(where: str, needed: int, free: int | None, remedy: str) -> Finding
     return ok("memory", text) if needed <= free else problem("memory", text, remedy)
 
 
-def of_disk(path: Path, what: str, needed: int) -> Finding:
-    """Report whether `path` is writable and has room. It need not exist yet."""
+def of_disk(path: Path, what: str, needed: int | None) -> Finding:
+    """Report whether `path` is writable and has room for `needed` bytes (None: unknown). It need not exist yet."""
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not os.access(place, os.W_OK):
         return problem(
@@ -152,6 +153,8 @@ def of_disk(path: Path, what: str, needed: int) -> Finding:
             f"chown it, or choose another directory for {what}",
         )
     free = shutil.disk_usage(place).free
+    if needed is None:
+        return unknown("disk", f"the size of {what} is unknown; {_gib(free)} are free in {place}")
     text = f"{what} needs about {_gib(needed)} in {place}, {_gib(free)} are free"
     return (
         ok("disk", text)

@@ -10,7 +10,6 @@ The rates vary until the simulated seconds fit the real ones.
 Invariant: the metrics of both results cover the same steps, all but the first quarter.
 """
 
-import json
 import sqlite3
 import statistics
 from collections.abc import Callable, Generator, Sequence
@@ -25,6 +24,7 @@ import simpy
 
 from deploy.planning.rates import Lengths, Rates
 from deploy.planning.servers import Group, Server
+from deploy.planning.step_metrics import Lines, mean, pushed_lines, read_steps, values
 from inference_server.config import ServerConfig, ServerRun
 from learner.config import LearnerConfig, LearnerRun
 from protocol.config import load_config
@@ -51,7 +51,6 @@ ANY_ENDPOINT = "tcp://127.0.0.1:1"
 """Placeholder endpoint for loading the server section. No process connects to it."""
 SQL = """SELECT admitted_version, num_tokens, admitted_at, received_at, scored_at FROM groups
 WHERE scored_at IS NOT NULL AND received_at > admitted_at ORDER BY admitted_at, slot"""
-Lines = Sequence[dict[str, Any]]
 
 
 class LedgerGroup(NamedTuple):
@@ -206,21 +205,24 @@ def read_run(run_dir: Path) -> MeasuredRun:
     """Read a run directory.
 
     Raises:
-        ConfigError: If it is not a readable run directory, or has too few steps or groups.
+        ConfigError: If it is not a readable run directory, has too few steps, or has no scored group.
     """
     config_file = str(run_dir / "config.toml")
     learner, server = learner_section([config_file]), server_section([config_file])
     uri = f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro"
     try:
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        lines = read_steps(run_dir / "metrics.jsonl")
         with closing(sqlite3.connect(uri, uri=True)) as ledger:
             groups = [LedgerGroup(*row) for row in ledger.execute(SQL)]
     except (OSError, ValueError, sqlite3.Error) as error:
         raise ConfigError(f"{run_dir} cannot be read as a run directory: {error}") from error
-    if len(lines) < LEAST_STEPS or not groups:
+    if len(lines) < LEAST_STEPS:
         raise ConfigError(
-            f"{run_dir} has {len(lines)} steps and {len(groups)} groups; at least {LEAST_STEPS} steps and one group are "
-            "needed to estimate its rates"
+            f"{run_dir} has {len(lines)} steps; at least {LEAST_STEPS} steps are needed to estimate its rates"
+        )
+    if not groups:
+        raise ConfigError(
+            f"{run_dir} has no scored group in ledger.db; expected the groups of its {len(lines)} steps. Copy ledger.db-wal too"
         )
     num_servers = round(statistics.median(line.get("servers/ready", 1) for line in lines[_warm_up(lines) :]))
     return MeasuredRun(learner, server, num_servers, lines, groups)
@@ -233,34 +235,30 @@ def rates_of(run: MeasuredRun, *, num_ranks: int) -> tuple[Rates, float]:
         ConfigError: If a metric is missing, or the quantiles cannot have the mean completion length.
     """
     steady, server = run.lines[_warm_up(run.lines) :], run.server
-    try:
-        rates = Rates(
-            lengths=_lengths(steady),
-            decode_step_s=0.0,
-            decode_token_s=1.0,
-            score_s=statistics.median(group.scored_at - group.received_at for group in run.groups),
-            **_learner_rates(run, num_ranks),
-            **_push_rates(steady, server, run.num_servers),
-        )
-    except KeyError as error:
-        raise ConfigError(
-            f"metrics.jsonl is missing the metric {error.args[0]}, which the learner writes in every step"
-        ) from error
+    rates = Rates(
+        lengths=_lengths(steady),
+        decode_step_s=0.0,
+        decode_token_s=1.0,
+        score_s=statistics.median(group.scored_at - group.received_at for group in run.groups),
+        **_learner_rates(run, num_ranks),
+        **_push_rates(steady, server, run.num_servers),
+    )
     stall_s = rates.stall_seconds(run.num_servers, receive_overlap=server.receive_overlap)
     servers = Servers(num=run.num_servers, capacity=server.capacity, stall_s=stall_s)
     return fit_decoding(rates, run.groups, run.learner.sampling.num_completions, servers)
 
 
 def observed(run: MeasuredRun) -> Observed:
+    """Return the run's measured results. Raises ConfigError if a metric is missing."""
     lines, first = run.lines, _warm_up(run.lines)
     steady, step_s = lines[first:], _step_s(lines)
     return Observed(
         samples_per_s=run.learner.groups_per_step * run.learner.sampling.num_completions / step_s,
         step_s=step_s,
-        learner_idle_frac=_mean(steady, "time/wait_for_batch") / step_s,
+        learner_idle_frac=mean(steady, "time/wait_for_batch") / step_s,
         server_idle_frac=idle_frac(run.groups, lines[first - 1]["time"], lines[-1]["time"]),
-        staleness_mean=_mean(steady, "staleness/mean"),
-        staleness_max=round(max(line["staleness/max"] for line in steady)),
+        staleness_mean=mean(steady, "staleness/mean"),
+        staleness_max=round(max(values(steady, "staleness/max"))),
     )
 
 
@@ -282,10 +280,6 @@ def _warm_up(lines: Lines) -> int:
     return max(1, round(len(lines) * WARM_UP_SHARE))
 
 
-def _mean(lines: Lines, metric: str) -> float:
-    return statistics.fmean(line[metric] for line in lines)
-
-
 def _step_s(lines: Lines) -> float:
     """Return the mean seconds of a step from end to end, with logging and checkpoints."""
     first = _warm_up(lines)
@@ -295,40 +289,32 @@ def _step_s(lines: Lines) -> float:
 def _lengths(steady: Lines) -> Lengths:
     prefix = "rollout/completion_length_"
     return Lengths(
-        p10=_mean(steady, f"{prefix}p10"),
-        p50=_mean(steady, f"{prefix}p50"),
-        p90=_mean(steady, f"{prefix}p90"),
-        mean=_mean(steady, f"{prefix}mean"),
-        max=max(line[f"{prefix}max"] for line in steady),
-        truncated_frac=_mean(steady, "rollout/truncated_frac"),
+        p10=mean(steady, f"{prefix}p10"),
+        p50=mean(steady, f"{prefix}p50"),
+        p90=mean(steady, f"{prefix}p90"),
+        mean=mean(steady, f"{prefix}mean"),
+        max=max(values(steady, f"{prefix}max")),
+        truncated_frac=mean(steady, "rollout/truncated_frac"),
     )
 
 
 def _learner_rates(run: MeasuredRun, num_ranks: int) -> dict[str, float]:
     steady = run.lines[_warm_up(run.lines) :]
-    token_s = sum(_mean(steady, phase) for phase in TOKEN_PHASES if phase in steady[-1])
-    push_s = 0.0 if run.learner.push.overlap else _mean(_pushed(steady), "push/seconds")
-    rest_s = _step_s(run.lines) - _mean(steady, "time/wait_for_batch") - token_s - push_s
+    token_s = sum(mean(steady, phase) for phase in TOKEN_PHASES if phase in steady[-1])
+    push_s = 0.0 if run.learner.push.overlap else mean(pushed_lines(steady), "push/seconds")
+    rest_s = _step_s(run.lines) - mean(steady, "time/wait_for_batch") - token_s - push_s
     return {
         "learner_step_s": max(0.0, rest_s),
-        "learner_token_s": token_s * num_ranks / _mean(steady, "rollout/tokens"),
+        "learner_token_s": token_s * num_ranks / mean(steady, "rollout/tokens"),
     }
 
 
-def _pushed(lines: Lines) -> Lines:
-    """Return the lines with weight-sync metrics.
-
-    With overlap, a step may end before its weight sync.
-    """
-    return [line for line in lines if "push/seconds" in line]
-
-
 def _push_rates(steady: Lines, server: ServerConfig, num_servers: int) -> dict[str, float]:
-    pushed = _pushed(steady)
-    transfer_s = _mean(pushed, "push/transfer_seconds")
+    pushed = pushed_lines(steady)
+    transfer_s = mean(pushed, "push/transfer_seconds")
     stalled_by_it_s = 0.0 if server.receive_overlap else transfer_s
     return {
-        "push_s": max(0.0, _mean(pushed, "push/seconds") - transfer_s),
+        "push_s": max(0.0, mean(pushed, "push/seconds") - transfer_s),
         "push_feed_s": transfer_s / num_servers,
-        "push_stall_s": max(0.0, _mean(pushed, "push/stall_seconds") - stalled_by_it_s),
+        "push_stall_s": max(0.0, mean(pushed, "push/stall_seconds") - stalled_by_it_s),
     }

@@ -95,9 +95,10 @@ class Server:
         return lost
 
     def join(self, version: int) -> None:
-        """Return to service with weights."""
-        self.is_ready = True
-        self.resume(version)
+        """Return to service with weights, but stay paused during a weight sync."""
+        self.catch_up()
+        self.is_ready, self._version = True, version
+        self._advance()
 
     def catch_up(self) -> None:
         """Bring progress and accumulated seconds up to the present."""

@@ -3,7 +3,7 @@
     config ─▶ check_plug_ins: try each before waiting for a server ─▶ objective_of (loss.py)
                                                                    ─▶ advantages_of (training/step.py)
 
-Invariant: the shape of a plug-in's result is checked before use, and an advantage function gets a copy of the
+Invariant: the shape of a plug-in's result is checked before use, and a plug-in gets a copy of the tensors or
 rewards. An exception raised by a plug-in ends the run with its traceback.
 """
 
@@ -66,7 +66,8 @@ def objective_of(spec: str) -> Callable[[Tokens, LossConfig], Losses]:
     function = load_function(OBJECTIVE, spec)
 
     def checked(tokens: Tokens, config: LossConfig) -> Losses:
-        returned = function(tokens, config)
+        copies = (getattr(tokens, name).clone() for name in tokens.__struct_fields__)
+        returned = function(Tokens(*copies), config)
         log_ratio_BT = tokens.log_ratio_BT
         match returned:
             case (torch.Tensor() as loss_BT, torch.Tensor() as held_BT) if (

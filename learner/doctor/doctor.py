@@ -1,7 +1,7 @@
 """`learner doctor`: checks from the learner's side that a run can start. Each problem has a remedy.
 
-    names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport ─▶ Trial ─▶ bandwidth
-    evaluation, memory, disk
+    each server: names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport
+        ─▶ evaluation, memory, disk ─▶ each server that answered: Trial ─▶ bandwidth
 
 The doctor also works with a server that serves a run, and changes nothing.
 A server that cannot be reached gets no further checks.
@@ -55,22 +55,24 @@ REMEDY = "lower learner.micro_batch_tokens, set learner.gradient_checkpointing o
 
 
 def examine(run: LearnerRun) -> Iterator[Finding]:
-    """Yield the findings of all checks: servers, evaluation, dtype, memory and disk."""
+    """Yield the findings of all checks: servers, evaluation, dtype, memory and disk, and last the trials."""
     try:
         endpoints = servers_now(run)
     except ConfigError as error:
         endpoints = ()
         yield problem_of("servers", error, "set `endpoints_from` to a source that lists the servers")
     with asyncio.Runner() as runner:
-        for endpoint in endpoints:
-            findings = examine_server(run, endpoint)
-            while (finding := runner.run(_next(findings))) is not None:
-                is_one = len(endpoints) == 1
-                yield finding if is_one else msgspec.structs.replace(finding, text=f"{endpoint}: {finding.text}")
+        examined = [
+            ("" if len(endpoints) == 1 else f"{endpoint}: ", examine_server(run, endpoint)) for endpoint in endpoints
+        ]
+        for server, findings in examined:
+            yield from _until("transport", runner, server, findings)
         if run.learner.evaluation.every_steps:
             yield runner.run(evaluation(run.evaluation_url))
-    yield of_dtype(run.dtype)
-    yield from resources(run)
+        yield of_dtype(run.dtype)
+        yield from resources(run)
+        for server, findings in examined:  # a trial takes seconds
+            yield from _until("bandwidth", runner, server, findings)
 
 
 def servers_now(run: LearnerRun) -> tuple[str, ...]:
@@ -78,6 +80,14 @@ def servers_now(run: LearnerRun) -> tuple[str, ...]:
     if run.endpoints_from is None:
         return run.servers
     return Membership(run.endpoints_from, has_keys=run.keys is not None, insecure=run.insecure).endpoints
+
+
+def _until(last: str, runner: asyncio.Runner, server: str, findings: AsyncIterator[Finding]) -> Iterator[Finding]:
+    """Yield the findings about a server up to the one about `last`."""
+    while (finding := runner.run(_next(findings))) is not None:
+        yield msgspec.structs.replace(finding, text=f"{server}{finding.text}")
+        if finding.subject == last:
+            return
 
 
 async def _next(findings: AsyncIterator[Finding]) -> Finding | None:
@@ -201,7 +211,7 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
             ranks_may_share_a_gpu="nccl" in offered and ranks_may_share_a_gpu(),
         )
     except (ConfigError, PushError) as error:
-        return problem_of("transport", error, 'set learner.push.transport = "auto"')
+        return problem_of("transport", error, 'set learner.push.transport = "gloo"')
     detour = why_over_cpus(
         own_device_name(device), vitals.devices, learner_transports=offered, server_transports=vitals.transports
     )

@@ -32,6 +32,8 @@ from protocol.console import PROGRESS_EVERY_S, manner
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
+KEY_VARIABLES = ("EVALUATION_API_KEY", "OPENAI_API_KEY")
+"""Environment variables with the server's key. The first one that is set counts."""
 AGAIN_AFTER_S = 1.0
 GONE = {500, 502, 503, 504}
 """Statuses of a server whose engine died (500), or that starts, drains, or is missing behind its proxy."""
@@ -128,9 +130,8 @@ async def door_to(url: str, patience_s: float, *, of_run: str | None = None) -> 
 
     With `of_run`, a request that other weights answered is repeated until that run's learner has synced.
     """
-    key = (
-        os.environ.get("EVALUATION_API_KEY") or os.environ.get("OPENAI_API_KEY", "")
-    ).strip()  # a key from a file ends with a newline
+    variable = _key_variable()
+    key = os.environ[variable].strip() if variable else ""  # a key from a file ends with a newline
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience_s), headers=headers) as session:
         yield OpenAIClient(session, url.rstrip("/"), patience_s, of_run)
@@ -240,10 +241,19 @@ class OpenAIClient:
         return None if runs == self._of_run else f"the weights of {runs} instead of {self._of_run}"
 
 
+def _key_variable() -> str | None:
+    return next((name for name in KEY_VARIABLES if os.environ.get(name)), None)
+
+
 def _remedy(status: int) -> str:
     match status:
         case 401 | 403:
-            return "set the environment variable OPENAI_API_KEY to the server's key"
+            variable = _key_variable()
+            sent = f"the key in {variable} is not the server's" if variable else "no key was sent"
+            return (
+                f"{sent}. Set {variable or ' or '.join(KEY_VARIABLES)} to the server's key, which a Slipstream server reads from "
+                "server.api_key_file or VLLM_API_KEY"
+            )
         case 404:
             return 'end learner.evaluation.url with the API version, such as "http://127.0.0.1:8000/v1"'
     return "correct the setting that it names in [learner.evaluation] or [learner.sampling]"

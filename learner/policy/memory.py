@@ -119,7 +119,7 @@ def learner_memory(
 ) -> Memory:
     """Return the learner's memory: of each rank's GPU, and of a node with all ranks.
 
-    On a CPU, the first part is what would be on the GPU.
+    On a CPU, the first part is what would be on the GPU. Servers of `endpoints_from` count as one.
     """
     config, wire = run.learner, _bytes_of(run.dtype)
     trained, total = num_trained(shape, config), shape.num_parameters
@@ -129,6 +129,7 @@ def learner_memory(
     snapshots = (4 if config.reference.kind == "ema" else wire) * trained * _num_snapshots(config)
     is_on_host = config.reference.device == "cpu"
     copy = wire * total if config.push.overlap else 0
+    baselines = wire * total * len(run.servers) if config.push.wire == "delta" else 0
     device = {
         "weights": (4 * trained + wire * frozen) // share,
         "gradients": 4 * trained // share,
@@ -142,7 +143,7 @@ def learner_memory(
     host = {
         "weights while they are loaded": 4 * total * num_ranks,
         "reference": snapshots if is_on_host else 0,
-        "push": (wire * total if config.push.wire == "delta" else 0) + (copy if is_sharded else 0),
+        "push": baselines + (copy if is_sharded else 0),
         "checkpoint": 4 * trained + moments + snapshots + (wire * total if config.checkpoint.export_model else 0),
     }
     return Memory(device=device, host=host)

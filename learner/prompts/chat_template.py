@@ -4,6 +4,7 @@ Invariant: the same messages always give the same tokens, as a prompt or as the 
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,14 +68,17 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         return text
 
     def harmless(self, text: str) -> str:
-        """Break up special tokens in untrusted text with a zero-width space.
+        """Break up special tokens in untrusted text with a zero-width space, which replaces those of one character.
 
         The result contains no token that has a meaning in the template.
         """
         marks = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        marks |= set(self.tokenizer.convert_ids_to_tokens(sorted(self.turns.more_ends)))
-        for mark in marks:
-            text = text.replace(mark, f"{mark[0]}\u200b{mark[1:]}")
+        # None: an id that the model's config has and the tokenizer does not
+        marks |= {
+            mark for mark in self.tokenizer.convert_ids_to_tokens(sorted(self.turns.more_ends)) if mark is not None
+        }
+        for mark in sorted(filter(None, marks)):
+            text = _without(mark, text)
         return text
 
     def turn_end(self) -> int | None:
@@ -168,6 +172,13 @@ def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix of two token sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))
+
+
+def _without(mark: str, text: str) -> str:
+    if len(mark) == 1:
+        return text.replace(mark, "\u200b")
+    # The lookahead also finds occurrences that overlap.
+    return re.sub(f"{re.escape(mark[0])}(?={re.escape(mark[1:])})", lambda found: f"{found[0]}\u200b", text)
 
 
 def storable(value: T) -> T:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:  # the report needs no tokenizer
 from learner.environments.episode import EpisodeStats
 from learner.environments.token_sequence import TokenSequence
 from learner.prompts.reasoning import texts_of
+from learner.report.sample_view import MAX_COMPLETIONS
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.storage.files import DiskError, JsonLinesFile, ends_of, replace_file
 
 ANSWER = "answer"
 """Column that the built-in reward functions compare with."""
-MAX_COMPLETIONS = 4
 MAX_BYTES = 32 << 20
 log = logging.getLogger(__name__)
 SHOWN_BYTES = 16 << 10
@@ -58,6 +58,7 @@ class Samples:
         prompt = tokenizer.decode(group.prompt_token_ids.tolist())
         rewards = group.rewards_G[:MAX_COMPLETIONS]
         sample: dict[str, Any] = {"step": step, "prompt": prompt, "completions": texts, "rewards": rewards}
+        sample["group_size"] = len(group.branches_G)
         if (answer := row().get(ANSWER)) is not None:
             sample["answer"] = msgspec.to_builtins(answer, enc_hook=str)
         if len(group.rewards_by_function) > 1:

@@ -12,7 +12,8 @@ import msgspec
 from learner.report.summary import duration, number
 from learner.storage.files import last_line
 
-MAX_COMPLETIONS = 6
+MAX_COMPLETIONS = 4
+"""Maximum number of completions of a group that a run records and that a page shows."""
 MAX_CHARACTERS = 1200
 # Pictures (U+2400…) for the control characters that a browser would not show; tab and newline stay.
 VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
@@ -53,6 +54,7 @@ class Sample(msgspec.Struct, frozen=True):
     answer: str | None
     completions: list[Completion]
     more: int
+    """Number of completions of the group that are not shown."""
     versions: list[tuple[str, int]]
     """(CSS class of the color, version) of each version in the episodes."""
 
@@ -88,7 +90,7 @@ def shown(line: dict[str, Any], low: float, high: float) -> Sample:
         prompt=readable(line.get("prompt", "")),
         answer=None if answer is None else readable(answer),
         completions=completions,
-        more=max(0, len(texts) - MAX_COMPLETIONS),
+        more=max(line.get("group_size", 0), len(texts)) - len(completions),
         versions=[(colours[version], version) for version in versions],
     )
 

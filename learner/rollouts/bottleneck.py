@@ -5,7 +5,7 @@
                                              server reports (Group.server_s), the rest is the link's
     is not scored yet                        reward
     is not admitted yet                      push, because the staleness rule allows it with the next version
-    (there is no connection)                 link
+    (no server generates)                    link
     nothing, and the server has no group     learner
 
 rollout_buffer.py records the waits. They appear in the step metrics, the console line and the summary.

@@ -103,7 +103,7 @@ class Rollouts:
             self._loop.raise_failure()
             remaining_s = deadline - time.monotonic()
             groups = self._buffer.take(
-                version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)), is_connected=self._fleet.is_connected,
+                version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)), is_connected=self._fleet.is_generating,
                 on_stale=lambda retry: self._loop.spawn(self._begin_retry(retry)),
             )  # fmt: skip
             if groups is not None or remaining_s <= 0:
@@ -118,7 +118,7 @@ class Rollouts:
     @property
     def waits_for(self) -> str:
         """Description of what the next batch waits for."""
-        part = self._buffer.waits_for(is_connected=self._fleet.is_connected)
+        part = self._buffer.waits_for(is_connected=self._fleet.is_generating)
         num_pending, num_scoring = self._buffer.num("admitted", "requested"), self._buffer.num("received")
         in_words = {"link": self._fleet.in_words(), "server": f"{num_pending} groups from the server"}
         return {"reward": f"{num_scoring} groups to be scored", "push": IN_WORDS["push"], **in_words}[part]

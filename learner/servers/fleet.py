@@ -112,6 +112,14 @@ class Fleet:
     def is_connected(self) -> bool:
         return bool(self.connected())
 
+    @property
+    def is_generating(self) -> bool:
+        """True if a server is connected, or a draining one still has pending groups."""
+        return self.is_connected or any(
+            member.link.connected and not member.is_gone and self._num_pending.get(member.endpoint, 0) > 0
+            for member in self.members
+        )
+
     def wait(self, closing: threading.Event | None = None) -> list[Member]:
         """Block until a server has welcomed this run.
 

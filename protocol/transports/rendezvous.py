@@ -154,12 +154,12 @@ class RemoteBoard:
             with self._lock:
                 self._lines.write(msgspec.json.encode(question) + b"\n")
                 self._lines.flush()
-                line = self._lines.readline()
+                line = self._lines.readline(MAX_LINE_BYTES)
         except (OSError, ValueError) as error:  # ValueError: it was closed in the meantime
             raise self._unreachable(error) from error
         if not line:
             raise self._unreachable("it closed the connection")
-        return msgspec.json.decode(line, type=bytes | None)
+        return self._value_in(line)
 
     def open_lines(self, call: Call, check: Callable[[], None], timeout_s: float) -> list[Line]:
         check()
@@ -171,6 +171,16 @@ class RemoteBoard:
         with self._lock, contextlib.suppress(OSError):  # the rest could not be sent
             self._lines.close()
         self._socket.close()
+
+    def _value_in(self, line: bytes) -> bytes | None:
+        try:
+            return msgspec.json.decode(line, type=bytes | None)
+        except msgspec.DecodeError as error:
+            self.close()  # the rest of the line would be read as the next answer
+            raise PushError(
+                f"the rendezvous {self._address} answered {line[:80]!r} ({len(line)} bytes); expected a line of at most "
+                f"{MAX_LINE_BYTES} bytes with a value in JSON. Check that no other program answers there"
+            ) from error
 
     def _unreachable(self, reason: object) -> PushError:
         if isinstance(reason, TimeoutError):

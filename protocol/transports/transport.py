@@ -72,10 +72,10 @@ def choose_transport(
     )
     reason = obstacle(chosen, may_share=ranks_may_share_a_gpu)
     if reason:
-        raise ConfigError(
-            f"weights cannot be sent over {chosen}: {reason}. {where}; "
-            'set learner.push.transport = "auto" to use a transport that works'
-        )
+        remedy = 'set learner.push.transport = "auto" to use a transport that works'
+        if wanted == "auto":
+            remedy = "no transport fits both sides. Install the same slipstream-rl on both"
+        raise ConfigError(f"weights cannot be sent over {chosen}: {reason}. {where}; {remedy}")
     if wanted == "auto" and chosen == "gloo":
         detour = why_over_cpus(
             learner_device, worker_devices, learner_transports=learner_transports, server_transports=server_transports

@@ -135,6 +135,11 @@ def test_the_services_of_the_compose_file_meet_each_other() -> None:
     assert gpus == [["0"], ["1"]]
 
 
+def test_no_service_of_the_compose_file_is_started_again_for_ever() -> None:
+    policies = [service["restart"] for service in compose()["services"].values()]
+    assert all(re.fullmatch(r"on-failure:[1-9]", policy) for policy in policies), policies
+
+
 def test_a_renamed_flag_of_an_artefact_would_be_found() -> None:
     with pytest.raises(ConfigError, match=r"unknown flag --server\.http-prt; did you mean --server\.http-port"):
         check(shlex.split("inference-server /config/run.toml --server.http-prt 1"))

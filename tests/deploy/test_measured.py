@@ -1,6 +1,7 @@
 """Rates read from the directory of a run whose rates are known, because it was simulated."""
 
 import json
+import sqlite3
 from pathlib import Path
 
 import msgspec
@@ -78,9 +79,50 @@ def test_a_run_of_too_few_steps_or_of_other_metrics_is_refused(tmp_path: Path) -
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
     metrics.write_text("\n".join(lines[:5]))
-    with pytest.raises(ConfigError, match=r"has 5 steps and .* at least 8"):
+    with pytest.raises(ConfigError, match=r"has 5 steps; at least 8"):
         read_run(tmp_path / "run")
     without = [{key: value for key, value in json.loads(line).items() if key != "rollout/tokens"} for line in lines]
     metrics.write_text("\n".join(map(json.dumps, without)))
     with pytest.raises(ConfigError, match="is missing the metric rollout/tokens"):
         rates_of(read_run(tmp_path / "run"), num_ranks=1)
+
+
+def test_steps_that_a_resume_undid_count_once_and_without_their_seconds(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", setup(TRUE), steps=12)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    undisturbed = read_run(tmp_path / "run")
+    undone_s = lines[8]["elapsed_s"] - lines[5]["elapsed_s"]  # steps 7 to 9, from a checkpoint of step 6
+    again = [line | {"elapsed_s": line["elapsed_s"] + undone_s} for line in lines[6:]]
+    amended = again[-1] | {"push/seconds": 7.0}
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:9], *again, amended]))
+    resumed = read_run(tmp_path / "run")
+    assert [line["step"] for line in resumed.lines] == list(range(1, 13))
+    assert resumed.lines[-1]["push/seconds"] == 7.0
+    assert observed(resumed).step_s == pytest.approx(observed(undisturbed).step_s)
+
+
+def test_a_torn_last_line_is_left_out_and_any_other_is_an_error(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", setup(TRUE), steps=9)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    text = metrics.read_text()
+    metrics.write_text(text + text[:40])
+    assert len(read_run(tmp_path / "run").lines) == 9
+    for broken in (text[:40] + "\n" + text, "[1]\n" + text, '{"step": 1}\n' + text):
+        metrics.write_text(broken)
+        with pytest.raises(ConfigError, match=r"metrics.jsonl, line 1: expected a JSON object with step and elapsed_s"):
+            read_run(tmp_path / "run")
+
+
+def test_a_run_without_a_weight_sync_or_without_groups_is_refused_for_that(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", setup(TRUE), steps=9)
+    run = read_run(tmp_path / "run")
+    without = [{key: value for key, value in line.items() if not key.startswith("push/")} for line in run.lines]
+    with pytest.raises(ConfigError, match=r"has no weight sync \(push/seconds\) in its last 7 steps.* longer run"):
+        rates_of(run._replace(lines=without), num_ranks=1)
+    with pytest.raises(ConfigError, match="lacks the metric staleness/max"):
+        observed(run._replace(lines=[{k: v for k, v in line.items() if k != "staleness/max"} for line in run.lines]))
+    with sqlite3.connect(tmp_path / "run" / "ledger.db") as ledger:
+        ledger.execute("DELETE FROM groups")
+    with pytest.raises(ConfigError, match=r"has no scored group in ledger\.db; expected the groups of its 9 steps"):
+        read_run(tmp_path / "run")

@@ -84,7 +84,7 @@ def test_a_side_without_gpus_beside_one_with_some_sees_none() -> None:
         ({"learner_gpus": [2, 2]}, "deploy.learner_gpus: 2 is assigned twice"),
         ({"server_cores": [[0]], "learner_cores": [[1], [0]]}, "learner_cores: 0 is assigned twice"),
         ({"server_cores": [[]]}, "an empty list gives a process nothing"),
-        ({"server_gpus": [[-1]]}, "-1 is not a position"),
+        ({"server_gpus": [[-1]]}, "deploy.server_gpus: -1 is not a position; expected 0 or more. Count from 0"),
         ({"server_gpus": [[0]], "server_cores": [[0], [1]]}, "server_gpus has 1 entries, but server_cores has 2"),
         ({"learner_gpus": [0], "sharded": True}, "sharded = true needs two or more learner_gpus"),
         ({"max_restarts": 0}, "max_restarts = 0 must be at least 1"),

@@ -48,6 +48,17 @@ def test_a_pause_costs_its_seconds_and_nothing_else() -> None:
     assert ends(4, (5.0, asks(0, 1)), *pause) == {0: 11.0}
 
 
+def test_a_server_that_returns_during_a_weight_sync_stays_paused_until_its_end() -> None:
+    events = (
+        (1.0, lambda server: server.die()),
+        (2.0, lambda server: server.pause()),
+        (3.0, lambda server: server.join(1)),
+    )
+    resume = (9.0, lambda server: server.resume(2))
+    assert ends(4, *events, (4.0, asks(0, 10)), resume) == {0: 29.0}
+    assert ends(4, events[0], events[2], (4.0, asks(0, 10))) == {0: 24.0}
+
+
 def test_a_group_is_as_old_as_its_first_token() -> None:
     group, late = Group(0, [4.0, 4.0], 0.0), Group(1, [1.0], 0.0)
     ends(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from inference_server.config import ServerRun
-from inference_server.doctor import examine, nccl, vllm_names
+from inference_server.doctor import examine, nccl, resources, vllm_names
 from inference_server.engine.vllm_names import all_names, installed_at
 from protocol.channel.keys import make_keys
 from protocol.config import load_config
@@ -93,6 +93,15 @@ def test_a_model_that_is_none_and_one_that_does_not_fit(tmp_path: Path) -> None:
     found = problems(*flags, "--server.kv-cache-memory-mib", str(1 << 30))
     assert "server.kv_cache_memory_mib = 1073741824" in found["resources"]
     assert "server.block_size = 16" in problems(*flags, "--server.block-size", "16")["resources"]
+
+
+def test_a_model_that_is_not_here_yet_has_an_unknown_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.doctor.local_model", lambda model: None)
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
+    run = load_config(ServerRun, [str(ROOT / RECIPE), "--endpoint", free_endpoint(), *HTTP_OFF], "test")
+    (disk,) = [found for found in resources(run) if found.subject == "disk"]
+    assert disk.verdict == "unknown" and "0.0 GiB" not in disk.text
+    assert disk.text.startswith("the size of the download is unknown; ") and f"are free in {tmp_path}" in disk.text
 
 
 def test_replicas_need_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,25 @@ def test_what_is_no_question_costs_its_sender_the_connection(line: bytes) -> Non
         assert remote.ask(Question("e1", "key", b"value")) == b"value"
 
 
+@pytest.mark.parametrize(
+    "answer", [b"\xff\n", b"{}\n", b"[" * 1000 + b"\n", b"HTTP/1.1 400\r\n", b"1" * MAX_LINE_BYTES]
+)
+def test_an_answer_of_no_board_is_an_error_and_takes_no_more_memory_than_a_line(answer: bytes) -> None:
+    with (
+        socket.create_server((HOST, 0)) as listener,
+        closing(RemoteBoard(HOST, listener.getsockname()[1], 2.0)) as remote,
+    ):
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(answer)
+            with pytest.raises(
+                PushError, match=r"answered b.* expected a line of at most 65536 bytes.* Check that no other"
+            ):
+                remote.ask(Question("e1", "key"))
+            with pytest.raises(PushError, match="cannot reach the learner's rendezvous"):
+                remote.ask(Question("e1", "key"))
+
+
 def test_more_notes_than_there_is_room_for_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "MAX_KEYS", 3)
     with two_ranks() as (hosted, remote):

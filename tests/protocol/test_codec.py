@@ -53,6 +53,14 @@ def test_a_stored_message_is_the_sent_one() -> None:
     assert stored.prompt_token_ids.tolist() == [0, 1, 2, 3, 4] and stored.sampling == generate().sampling
 
 
+@pytest.mark.parametrize(
+    "packed", [b"", pack(generate())[:-1], pack(generate()) + b"x", msgspec.msgpack.encode("text"), b"\x91" * 100_000]
+)
+def test_stored_bytes_that_are_no_message_are_a_protocol_error(packed: bytes) -> None:
+    with pytest.raises(ProtocolError, match=r"Expected the frames of Generate or Group\. Resume with"):
+        unpack(packed, Generate | Group)  # type: ignore[arg-type]
+
+
 @given(st.lists(st.binary(max_size=50), max_size=4))
 def test_garbage_is_a_protocol_error_and_nothing_else(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):

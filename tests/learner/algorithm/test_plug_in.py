@@ -90,6 +90,23 @@ def test_a_function_that_changes_what_it_gets_changes_nothing_else(tmp_path: Pat
     assert rewards.rewards_P_G == [[1.0, None, 0.0]]
 
 
+def test_an_objective_that_changes_its_tokens_in_place_changes_nothing_else(tmp_path: Path) -> None:
+    body = """
+def f(tokens, config):
+    loss_BT = -tokens.log_ratio_BT.exp() * tokens.advantages_B1
+    for tensor in (tokens.log_ratio_BT, tokens.logprobs_BT, tokens.advantages_B1, tokens.mask_BT):
+        tensor.detach().zero_()
+    return loss_BT, tokens.mask_BT
+"""
+    logprobs_BT = (LOG_RATIO_BT - 1).requires_grad_()
+    tokens = Tokens(logprobs_BT + 1, logprobs_BT, TOKENS.advantages_B1.clone(), TOKENS.mask_BT.clone())
+    loss_BT, _ = objective_of(spec(tmp_path, body))(tokens, LossConfig())
+    assert logprobs_BT.requires_grad and loss_BT.requires_grad
+    assert all(torch.equal(getattr(tokens, name), getattr(TOKENS, name)) for name in ("advantages_B1", "mask_BT"))
+    assert torch.equal(tokens.logprobs_BT, LOG_RATIO_BT - 1)
+    assert torch.allclose(tokens.log_ratio_BT, LOG_RATIO_BT)
+
+
 def test_a_built_in_objective_written_once_more_gives_the_same(tmp_path: Path) -> None:
     mine = spec(tmp_path, "from learner.algorithm.objectives import grpo as f")
     bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}

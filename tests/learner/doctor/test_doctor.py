@@ -164,6 +164,13 @@ def test_each_of_several_servers_is_looked_at_and_named(tmp_path: Path) -> None:
     assert "servers    endpoints_from: the file /nowhere/servers.txt cannot be read" in the_problem(unread)
 
 
+def test_trials_come_after_all_cheaper_checks_of_every_server(tmp_path: Path) -> None:
+    with ServerThread(ScriptedEngine(), model=TINY) as one, ServerThread(ScriptedEngine(), model=TINY) as other:
+        run = msgspec.structs.replace(run_at(one.endpoint, tmp_path), endpoints=(one.endpoint, other.endpoint))
+        subjects = [finding.subject for finding in examine(run)]
+    assert subjects[-3:] == ["disk", "bandwidth", "bandwidth"] and subjects.count("bandwidth") == 2
+
+
 def test_a_closed_port(tmp_path: Path) -> None:
     port = free_port()
     line = the_problem(run_at(f"tcp://127.0.0.1:{port}", tmp_path))

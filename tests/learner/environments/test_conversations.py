@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -13,7 +14,7 @@ from learner.environments.answer import HERMES
 from learner.environments.episode import Episode, EpisodeGroup
 from learner.environments.player import TurnPrompt
 from learner.environments.process import tools_of
-from learner.prompts.chat_template import ChatTemplate
+from learner.prompts.chat_template import ChatTemplate, Turns
 from learner.rewards.builtin.text import exact_match
 from learner.rewards.call import Call, Log, _arguments
 from protocol.errors import ConfigError
@@ -125,6 +126,26 @@ def test_an_answer_that_the_prompt_has_begun_goes_on_in_the_same_message(
     assert len(episode.branches) == 1
     said = [(message["role"], message["content"]) for message in episode.messages]
     assert said == [("assistant", content), ("tool", "2"), ("assistant", "It is 2")]
+
+
+@pytest.mark.parametrize(
+    ("mark", "evil", "tamed"),
+    [
+        ("$", "7$ and $8", "7\u200b and \u200b8"),
+        ("aa", "aaa", "a\u200ba\u200ba"),
+        ("<+>", "1<+>2", "1<\u200b+>2"),
+        ("\\1", "\\1", "\\\u200b1"),
+    ],
+)
+def test_no_special_token_survives_in_a_tools_answer(mark: str, evil: str, tamed: str) -> None:
+    marked = template()
+    marked.tokenizer.add_special_tokens({"additional_special_tokens": [mark]})
+    assert marked.harmless(evil) == tamed and mark not in tamed
+
+
+def test_an_end_that_the_tokenizer_does_not_have_leaves_a_tools_answer_as_it_is() -> None:
+    foreign = msgspec.structs.replace(template(), turns=Turns(more_ends=frozenset({1_000_000})))
+    assert foreign.harmless("7 < 8") == "7 < 8"
 
 
 def test_what_a_tool_says_is_text_and_ends_no_turn(keeping: ChatTemplate) -> None:

@@ -158,6 +158,26 @@ def test_what_waiting_does_not_mend_ends_it_with_the_remedy(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ((), "no key was sent. Set EVALUATION_API_KEY or OPENAI_API_KEY to the server's key"),
+        (("OPENAI_API_KEY",), "the key in OPENAI_API_KEY is not the server's. Set OPENAI_API_KEY to"),
+        (("OPENAI_API_KEY", "EVALUATION_API_KEY"), "the key in EVALUATION_API_KEY is not the server's. Set EVALUATION_API_KEY to"),
+    ],
+)  # fmt: skip
+def test_a_refused_key_is_named_by_its_variable_and_by_where_a_server_has_its_own(
+    tmp_path: Path, server: OpenAIServer, monkeypatch: pytest.MonkeyPatch, variables: tuple[str, ...], told: str
+) -> None:
+    for name in ("EVALUATION_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in variables:
+        monkeypatch.setenv(name, "wrong")
+    server.failures = [401]
+    with pytest.raises(EvaluationError, match=rf"{told}.* from server\.api_key_file or VLLM_API_KEY$"):
+        evaluate(a_run(tmp_path, server))
+
+
 def test_a_server_that_never_comes_ends_it_at_its_deadline(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"could not be reached .*raise learner\.evaluation\.timeout_s"):
         evaluate(a_run(tmp_path, None, "--learner.evaluation.timeout-s", "1.5"))

@@ -96,13 +96,12 @@ def test_what_a_model_wrote_is_shown_and_never_run(tmp_path):
         "half a pair \ud83d",
         "\u202egnp",
     ]
-    row = {
-        "prompt": "<img src=x onerror=alert(1)>",
-        "completions": hostile,
-        "rewards": [None, -1.0, 0.0, 1.0, 2.0, 0.5],
-        "answer": ["<b>", 4],
-    }
-    write_lines(tmp_path / "samples.jsonl", [{"step": 1, **row}])
+    row = {"prompt": "<img src=x onerror=alert(1)>", "answer": ["<b>", 4]}
+    halves = (hostile[:3], [None, -1.0, 0.0]), (hostile[3:], [1.0, 2.0, 0.5])
+    lines = [
+        row | {"step": i, "completions": texts, "rewards": rewards} for i, (texts, rewards) in enumerate(halves, 1)
+    ]
+    write_lines(tmp_path / "samples.jsonl", lines)
     page = page_of(tmp_path)
     assert "script" not in page.tags and "img" not in page.tags and "b" in page.tags
     for shown in (

@@ -287,6 +287,19 @@ def test_a_server_that_says_that_it_ends_and_does_not_is_left(tmp_path: Path, ca
     assert "still has 3 pending groups after 0.2 s (learner.drain_timeout_s)" in caplog.text
 
 
+def test_a_draining_server_is_waited_for_as_the_server_until_it_has_ended(tmp_path: Path) -> None:
+    one = HandServer(is_silent)
+    with hand_servers(one), rollouts_on(tmp_path, one.endpoint) as (fleet, rollouts):
+        rollouts.publish(0, "server-0")
+        until(lambda: len(one.generated) == 6, "it owes all")
+        one.is_draining = True
+        until(lambda: not fleet.is_connected, "it has said so")
+        assert rollouts.waits_for == "6 groups from the server"
+        one.close()
+        until(lambda: [member.state(0) for member in fleet.members] == ["joining"], "another is waited for")
+        assert rollouts.waits_for == f"the inference server at {one.endpoint}"
+
+
 def test_when_the_only_server_ends_one_line_says_that_another_is_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
