@@ -29,7 +29,7 @@ def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -
     spec = importlib.util.spec_from_file_location("learner", PACKAGE / "__init__.py")
     assert spec is not None
     sys.modules["learner"] = importlib.util.module_from_spec(spec)
-    from learner.descendants import adopt_orphans, end_with_descendants
+    from learner.sandbox.descendants import adopt_orphans, end_with_descendants
 
     adopt_orphans()
     threading.Thread(target=end_with, args=(int(lifeline),), daemon=True).start()
@@ -43,7 +43,7 @@ def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -
 
 def end_with(lifeline: int) -> None:
     """End this process when the learner closes the other end of the lifeline."""
-    from learner.descendants import end_with_descendants
+    from learner.sandbox.descendants import end_with_descendants
 
     os.read(lifeline, 1)
     end_with_descendants()

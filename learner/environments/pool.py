@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from learner.config import EnvironmentConfig
 from learner.environments.host import Answer, Command
 from learner.environments.process import EnvironmentProcess, ProcessFailure
-from learner.memory_watch import MemoryWatch
+from learner.sandbox.memory_watch import MemoryWatch
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)

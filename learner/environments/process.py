@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from learner.children import limit_waits
 from learner.config import EnvironmentConfig
-from learner.descendants import kill_with_descendants
 from learner.environments.host import ANSWER, Answer, ClassError, Command, Describe, Described
 from learner.environments.start import start
+from learner.sandbox.child import limit_waits
+from learner.sandbox.descendants import kill_with_descendants
 from protocol.errors import ConfigError
 
 STARTUP_TIMEOUT_S = 120.0

@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from learner.children import ForkedProcess, end_with_the_learner, start_fork_server
 from learner.config import EnvironmentConfig
-from learner.descendants import end_with_descendants
 from learner.environments.host import serve
+from learner.sandbox.child import ForkedProcess, end_with_the_learner, start_fork_server
+from learner.sandbox.descendants import end_with_descendants
 from protocol.errors import ConfigError
 from protocol.installation import is_elsewhere
 

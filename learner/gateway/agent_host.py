@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 _BESIDE = importlib.util.spec_from_file_location(
-    "slipstream_descendants", os.path.join(os.path.dirname(os.path.dirname(__file__)), "descendants.py")
+    "slipstream_descendants", os.path.join(os.path.dirname(os.path.dirname(__file__)), "sandbox", "descendants.py")
 )
 assert _BESIDE is not None and _BESIDE.loader is not None
 descendants = importlib.util.module_from_spec(_BESIDE)

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from learner.config import EnvironmentConfig
-from learner.descendants import kill_with_descendants
 from learner.environments.process import EXIT_WAIT_S, STARTUP_TIMEOUT_S, ProcessFailure, too_large
+from learner.sandbox.descendants import kill_with_descendants
 
 HOST = Path(__file__).with_name("agent_host.py")
 MAX_ANSWER_BYTES = 16 << 20

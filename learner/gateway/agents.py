@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from learner.config import EnvironmentConfig
 from learner.environments.process import ProcessFailure
 from learner.gateway.agent_process import AgentProcess
-from learner.memory_watch import MemoryWatch
+from learner.sandbox.memory_watch import MemoryWatch
 from protocol.errors import ConfigError
 
 

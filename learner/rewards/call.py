@@ -15,7 +15,7 @@ from learner.config import RewardConfig
 from learner.environments.attributes import Remembered
 from learner.rewards.function import BUILT_IN, accepts, load_function, names
 from learner.rewards.reach import Unreached, is_unreachable
-from learner.user_code import describe, shorten
+from learner.sandbox.user_code import describe, shorten
 
 Extra = str | float | int | bool | None
 

@@ -26,7 +26,7 @@ from learner.rewards.builtin.text import (
     share_right,
     think_format,
 )
-from learner.user_code import NotLoaded, load_named
+from learner.sandbox.user_code import NotLoaded, load_named
 from protocol.errors import RewardError
 
 RewardFunction = Callable[..., Any]

@@ -22,13 +22,13 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from learner.children import end_with_the_learner, limit_waits, start_child
 from learner.config import RewardConfig
-from learner.descendants import all_processes, end_with_descendants, kill_with_descendants
-from learner.memory_watch import WATCH_S, resident_bytes
 from learner.rewards.call import Answer, Call, await_function, call_function
 from learner.rewards.function import Loaded, load_all
 from learner.rewards.reach import Unreached
+from learner.sandbox.child import end_with_the_learner, limit_waits, start_child
+from learner.sandbox.descendants import all_processes, end_with_descendants, kill_with_descendants
+from learner.sandbox.memory_watch import WATCH_S, resident_bytes
 from protocol.errors import RewardError
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from learner.rewards.lanes import Concurrent, Job, Serial
 from learner.rewards.latency import Latencies
 from learner.rewards.process import RewardProcess, WorkerFailure
 from learner.rewards.reach import Patience
-from learner.user_code import shorten
+from learner.sandbox.user_code import shorten
 from protocol.errors import RewardError
 
 if TYPE_CHECKING:

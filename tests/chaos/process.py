@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from learner.children import ForkedProcess
+from learner.sandbox.child import ForkedProcess
 from protocol.signals import TO_END
 
 ROOT = Path(__file__).parent.parent.parent

@@ -27,9 +27,9 @@ from typing import Any
 import msgspec
 
 from learner.config import RewardConfig
-from learner.descendants import kill_with_descendants
 from learner.rewards.builtin.answers import answer_of
-from learner.user_code import shorten
+from learner.sandbox.descendants import kill_with_descendants
+from learner.sandbox.user_code import shorten
 
 HOST = Path(__file__).with_name("program_host.py")
 MAX_MEMORY_MIB = 1024

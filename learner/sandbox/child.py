@@ -1,4 +1,4 @@
-"""Helpers for processes that run user code. Imports nothing of the learner except descendants.py."""
+"""Start processes that run user code, and make them end with the learner."""
 
 import io
 import multiprocessing
@@ -10,7 +10,7 @@ import threading
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 
-from learner.descendants import adopt_orphans, end_with_descendants
+from learner.sandbox.descendants import adopt_orphans, end_with_descendants
 from protocol.signals import held_from_children, leave_to_parent
 
 _LOOKING = threading.Lock()

@@ -8,7 +8,7 @@ from multiprocessing import connection, forkserver
 
 import pytest
 
-from learner.children import ForkedProcess
+from learner.sandbox.child import ForkedProcess
 
 CONTEXT = multiprocessing.get_context("forkserver")
 LOOK_S, TIMEOUT_S = 0.05, 60.0

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from learner.descendants import Process, all_processes, descendants_of
+from learner.sandbox.descendants import Process, all_processes, descendants_of
 
 WATCH_S = 0.1
 

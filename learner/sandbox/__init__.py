@@ -1,0 +1,1 @@
+"""Run user code in killable processes: rewards, environments, tools and agents."""
