@@ -2,7 +2,7 @@
 
 The interpreter needs msgspec and the environment's own packages.
 
-    own_interpreter.py PIPE LIFELINE FACTORY TAKES_TEXT TOOL…        start.py is the other end
+    own_interpreter.py PIPE LIFELINE FACTORY TAKES_TEXT TOOL…        process.py is the other end
 
 Invariant: only `learner` itself can be imported, not what is installed alongside it.
 """
@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -> None:
-    """Serve until the learner is gone. `start.py` made this process a group leader."""
+    """Serve until the learner is gone. sandbox/start.py made this process a group leader."""
     sys.path[0] = os.getcwd()  # not the folder of this file
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # the process may be killed at any moment

@@ -24,9 +24,9 @@ from learner.environments.conversation import ChatConversation, NextPrompt, Text
 from learner.environments.episode import REWARDED, EndState, Episode, EpisodeGroup, EpisodeStats, Recording
 from learner.environments.host import Call, Command, Rate, Reset, RewardResult, StepResult
 from learner.environments.pool import Environments, Lease
-from learner.environments.process import ProcessFailure
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
+from learner.sandbox.process import ProcessFailure
 from protocol.errors import DataError
 from protocol.messages import Group
 
@@ -105,17 +105,17 @@ class Player:
         )
 
     async def _episode(self, progress: "Progress", ask: Ask) -> "Progress":
-        async with self._environments.seat() as seat:
-            opening = await progress.call(seat, Reset({"prompt": progress.prompt.prompt, **progress.prompt.columns}))
+        async with self._environments.lease() as lease:
+            opening = await progress.call(lease, Reset({"prompt": progress.prompt.prompt, **progress.prompt.columns}))
             if isinstance(opening, StepResult):
-                await self._converse(progress, seat, opening, ask)
+                await self._converse(progress, lease, opening, ask)
             if progress.state in REWARDED:
-                rated = await progress.call(seat, self._rate)
+                rated = await progress.call(lease, self._rate)
                 if isinstance(rated, RewardResult):
                     progress.reward, progress.attributes = rated.reward, rated.attributes
         return progress
 
-    async def _converse(self, progress: "Progress", seat: Lease, opening: StepResult, ask: Ask) -> None:
+    async def _converse(self, progress: "Progress", lease: Lease, opening: StepResult, ask: Ask) -> None:
         """Play turn after turn, from the response to reset until the episode ends."""
         talk = progress.talk
         progress.give_up_at = time.monotonic() + self._config.environment.episode_deadline_s
@@ -138,7 +138,7 @@ class Player:
                 return progress.end("parse_error")
             if not orders:
                 return progress.end("finished")
-            answers = await progress.call_all(seat, orders)
+            answers = await progress.call_all(lease, orders)
             if answers is None:
                 return None
             try:
@@ -193,15 +193,15 @@ class Progress:
         self._num_calls = self._num_failed_calls = self._num_prompt_tokens = self._num_cached_tokens = 0
         self._environment_s = 0.0
 
-    async def call(self, seat: Lease, order: Command) -> StepResult | RewardResult | None:
+    async def call(self, lease: Lease, order: Command) -> StepResult | RewardResult | None:
         """Return the environment's answer, or set the end state and return None."""
         self._num_calls += isinstance(order, Call)
         started = time.monotonic()
-        answer = await seat.ask(order)
+        answer = await lease.ask(order)
         self._environment_s += time.monotonic() - started
         if isinstance(answer, ProcessFailure):
             log.warning(
-                "the environment of prompt %d: %s %s", self.prompt.prompt_id, type(order).__name__, answer.problem
+                "the environment of prompt %d: %s %s", self.prompt.prompt_id, type(order).__name__, answer.message
             )
             self.end("tool_timeout" if answer.outcome == "timed_out" else "env_error")
             return None
@@ -210,14 +210,14 @@ class Progress:
             self._num_failed_calls += answer.has_failed
         return answer
 
-    async def call_all(self, seat: Lease, orders: Sequence[Command]) -> list[StepResult] | None:
+    async def call_all(self, lease: Lease, orders: Sequence[Command]) -> list[StepResult] | None:
         """Return the responses to all commands, up to one that ends the episode.
 
         If a command fails, set the end state and return None.
         """
         said: list[StepResult] = []
         for order in orders:
-            answer = await self.call(seat, order)
+            answer = await self.call(lease, order)
             if not isinstance(answer, StepResult):
                 return None
             said.append(answer)

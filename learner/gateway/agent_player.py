@@ -14,13 +14,12 @@ from contextlib import ExitStack
 from learner.config import LearnerConfig
 from learner.environments.episode import REWARDED, EpisodeGroup
 from learner.environments.player import Ask
-from learner.environments.process import STARTUP_TIMEOUT_S, ProcessFailure
-from learner.gateway.agent_process import Order, Rewarded
-from learner.gateway.agents import Agents
+from learner.gateway.agent_process import Order, Rewarded, check_agent, open_agents
 from learner.gateway.gateway import Gateway
 from learner.gateway.session import Session
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
+from learner.sandbox.process import STARTUP_TIMEOUT_S, ProcessFailure
 from learner.servers.loop_thread import LoopThread
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class AgentPlayer:
 
     def __init__(self, config: LearnerConfig, template: ChatTemplate, model: str) -> None:
         self._config = config
-        self._agents = Agents(config.environment)
+        self._agents = open_agents(config.environment)
         self._gateway = Gateway(config, template, model)
 
     def start(self, loop: LoopThread, cleanup: ExitStack) -> None:
@@ -44,7 +43,7 @@ class AgentPlayer:
         """
         cleanup.callback(lambda: loop.call(self._close(), CLOSE_TIMEOUT_S))
         loop.call(self._gateway.start(), CLOSE_TIMEOUT_S)
-        loop.call(self._agents.check(), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
+        loop.call(check_agent(self._config.environment, self._agents), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
         log.info("agents find their endpoint at %s", self._gateway.base_url)
 
     async def play(
@@ -65,7 +64,7 @@ class AgentPlayer:
         )
 
     async def _episode(self, prompt: Prompt, number: int, ask: Ask, max_tokens: int) -> Session:
-        async with self._agents.seat() as agent:
+        async with self._agents.lease() as agent:
             session = Session(self._config, prompt, number, ask, max_tokens)
             with self._gateway.opened(session) as key:
                 order = Order({"prompt": prompt.prompt, **prompt.columns}, self._gateway.base_url, key)
@@ -74,7 +73,7 @@ class AgentPlayer:
                     raise asyncio.CancelledError  # the run is ending, and the episode with it
                 worth = _worth(outcome, session)
                 if isinstance(worth, ProcessFailure):
-                    log.warning("the agent of prompt %d %s", prompt.prompt_id, worth.problem)
+                    log.warning("the agent of prompt %d %s", prompt.prompt_id, worth.message)
                 session.end(worth)
         return session
 

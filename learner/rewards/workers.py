@@ -21,8 +21,10 @@ from learner.config import RewardConfig
 from learner.rewards.call import Answer, Call, Extra, Said, TrainerState
 from learner.rewards.lanes import Concurrent, Job, Serial
 from learner.rewards.latency import Latencies
-from learner.rewards.process import RewardProcess, WorkerFailure
+from learner.rewards.process import RewardProcess
 from learner.rewards.reach import Patience
+from learner.sandbox.pool import ProcessPool
+from learner.sandbox.process import ProcessFailure
 from learner.sandbox.user_code import shorten
 from protocol.errors import RewardError
 
@@ -120,26 +122,31 @@ class RewardWorkers:
         self.latencies, self._patience = Latencies(), Patience(config.unreachable_s)
         self._pending: set[Future[GroupRewards]] = set()
         self._lock, self._closed = threading.Lock(), False
-        processes = [RewardProcess(config) for _ in range(config.num_workers)]
+        self._pool = ProcessPool(partial(RewardProcess, config), config.max_memory_mib)
         try:
-            troubles = [process.load() for process in processes]  # a killed one is replaced at its first call
-            if None not in troubles and (killed := troubles[0]):
-                raise RewardError(f"every process for learner.reward.functions {killed.problem}; {killed.remedy}")
-            self._asynchronous = frozenset[str]().union(*(process.asynchronous for process in processes))
-            self.with_environments = frozenset[str]().union(*(process.with_environments for process in processes))
+            processes = self._load()
         except RewardError:
-            for process in processes:
-                process.kill()
+            self._pool.close()
             raise
+        self._asynchronous = frozenset[str]().union(*(process.asynchronous for process in processes))
+        self.with_environments = frozenset[str]().union(*(process.with_environments for process in processes))
         synchronous = set(config.functions) - self._asynchronous
         self._concurrent = self._serial = None
         if self._asynchronous:
-            self._concurrent = Concurrent(config, RewardProcess(config) if synchronous else processes.pop())
+            process = self._pool.start() if synchronous else processes.pop()
+            self._concurrent = Concurrent(config, self._pool, process)
+        for process in processes:
+            self._pool.release(process) if synchronous else self._pool.drop(process)
         if synchronous:
-            self._serial = Serial(config, processes)
-        else:
-            for process in processes:
-                process.kill()
+            self._serial = Serial(config, self._pool)
+
+    def _load(self) -> list[RewardProcess]:
+        """Start the processes together and load the functions. A killed process is replaced at its first call."""
+        processes = [self._pool.start() for _ in range(self._config.num_workers)]
+        failures = [process.load() for process in processes]
+        if None not in failures and (killed := failures[0]):
+            raise RewardError(f"every process for learner.reward.functions {killed.message}")
+        return processes
 
     def __enter__(self) -> "RewardWorkers":
         return self
@@ -199,9 +206,10 @@ class RewardWorkers:
         with self._lock:
             self._closed = True
             pending, self._pending = self._pending, set()
+        self._pool.close()
         for lane in (self._serial, self._concurrent):
             if lane is not None:
-                lane.close()
+                lane.stop()
         for future in pending:
             future.set_exception(RewardError("the reward workers were closed before the group was scored"))
 
@@ -215,8 +223,8 @@ class RewardWorkers:
         return lane
 
     def _note_latency(self, job: Job, _: "Future[Any]") -> None:
-        if job.begun_at is not None:
-            self.latencies.note(job.name, time.monotonic() - job.begun_at)
+        if job.started_at is not None:
+            self.latencies.note(job.name, time.monotonic() - job.started_at)
 
     def _done(self, group: "Future[GroupRewards]", jobs: list[Job], job: Job, _: "Future[Any]") -> None:
         """Finish the group if this was its last job and no retry is scheduled.
@@ -238,7 +246,7 @@ class RewardWorkers:
     def _call_again(self, group: "Future[GroupRewards]", jobs: list[Job], job: Job) -> bool:
         """Schedule a retry if the service was unreachable. Return whether there is one."""
         answer = None if job.future.exception() else job.future.result()
-        if not isinstance(answer, WorkerFailure) or answer.outcome != "unreachable":
+        if not isinstance(answer, ProcessFailure) or answer.outcome != "unreachable":
             if isinstance(answer, Answer):
                 self._patience.note_reached(job.name)
             return False

@@ -114,7 +114,7 @@ def test_one_that_stays_away_is_a_failure_in_the_end(tmp_path: Path, port: int, 
         began_at = time.monotonic()
         (function,) = workers.submit(prompt(), ["12"], [[1]]).result(DEADLINE_S).functions
     assert function.outcome == "unreachable" and time.monotonic() - began_at > 0.5
-    assert "start what it asks, or raise learner.reward.unreachable_s" in (function.message or "")
+    assert "start the service that it calls, or raise learner.reward.unreachable_s" in (function.message or "")
 
 
 def test_workers_that_are_closed_call_nobody_again(tmp_path: Path, port: int) -> None:
