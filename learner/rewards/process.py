@@ -53,7 +53,8 @@ class RewardProcess(PipeProcess):
         super().__init__(*spawn("reward process", serve, config), limits)
         self._config = config
         self._num_calls = 0
-        self._loaded: Loaded | None = None
+        self.loaded: Loaded | None = None
+        """Properties of the functions, once they are loaded."""
 
     @property
     def is_usable(self) -> bool:
@@ -61,23 +62,13 @@ class RewardProcess(PipeProcess):
         limit = self._config.calls_per_worker
         return super().is_usable and (limit is None or self._num_calls < limit)
 
-    @property
-    def asynchronous(self) -> frozenset[str]:
-        """Asynchronous functions, once the functions are loaded."""
-        return self._loaded.asynchronous if self._loaded else frozenset()
-
-    @property
-    def with_environments(self) -> frozenset[str]:
-        """Functions that ask for the environments' attributes, once they are loaded."""
-        return self._loaded.with_environments if self._loaded else frozenset()
-
     def load(self) -> ProcessFailure | None:
         """Wait for the imports. Return a ProcessFailure if the process was killed.
 
         Raises:
             RewardError: If a function cannot be imported.
         """
-        if self._loaded is not None:
+        if self.loaded is not None:
             return None
         loaded = self.answer(LOADED, STARTUP_TIMEOUT_S, STARTUP_REMEDY)
         if isinstance(loaded, ProcessFailure):
@@ -87,7 +78,7 @@ class RewardProcess(PipeProcess):
             raise RewardError(f"a process that imported learner.reward.functions ({functions}) {loaded.message}")
         if loaded.problem:
             raise RewardError(loaded.problem)
-        self._loaded = loaded
+        self.loaded = loaded
         return None
 
     def call(self, call: Call) -> Answer | ProcessFailure:

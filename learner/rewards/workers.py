@@ -128,8 +128,8 @@ class RewardWorkers:
         except RewardError:
             self._pool.close()
             raise
-        self._asynchronous = frozenset[str]().union(*(process.asynchronous for process in processes))
-        self.with_environments = frozenset[str]().union(*(process.with_environments for process in processes))
+        loaded = next(process.loaded for process in processes if process.loaded is not None)
+        self._asynchronous, self.with_environments = loaded.asynchronous, loaded.with_environments
         synchronous = set(config.functions) - self._asynchronous
         self._concurrent = self._serial = None
         if self._asynchronous:
@@ -171,26 +171,13 @@ class RewardWorkers:
         group.set_running_or_notify_cancel()
         ids = [list(one) for one in completion_ids]
         jobs = [
-            Job(
-                name,
-                Call(
-                    function,
-                    prompt.prompt,
-                    prompt.columns,
-                    list(completions),
-                    ids,
-                    state,
-                    environment_rewards,
-                    prompt.opens_reasoning and all(isinstance(one, str) for one in completions),
-                    prompt.begun,
-                    environments if function in self.with_environments else None,
-                    self._config.timeout_s,
-                    self._config,
-                ),
-                Future(),
-            )
+            Job(name, Call(
+                function, prompt.prompt, prompt.columns, list(completions), ids, state, environment_rewards,
+                prompt.opens_reasoning and all(isinstance(one, str) for one in completions), prompt.begun,
+                environments if function in self.with_environments else None, self._config.timeout_s, self._config,
+            ), Future())
             for name, function in zip(self._config.names, self._config.functions, strict=True)
-        ]
+        ]  # fmt: skip
         for job in jobs:
             self._follow(job, group, jobs)
         with self._lock:

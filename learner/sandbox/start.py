@@ -8,9 +8,11 @@ Invariant: the process leads its own group, ends with the learner, and inherits 
 sockets and tensors. Each function returns the learner's end of the process's pipe.
 """
 
+import io
 import multiprocessing
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +22,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from learner.sandbox.descendants import end_with_descendants
-from learner.sandbox.host import end_with_the_learner
+from learner.sandbox.descendants import adopt_orphans, end_with_descendants
 from protocol.errors import ConfigError
 from protocol.installation import is_elsewhere
-from protocol.signals import held_from_children
+from protocol.signals import held_from_children, leave_to_parent
 
 SPAWNED = multiprocessing.get_context("spawn")
 FORKED = multiprocessing.get_context("forkserver")
@@ -36,29 +37,11 @@ _POLLING = threading.Lock()
 poll an ended process of the fork server at once, one of them reads exit code 255, whatever it was."""
 
 
-class Child(Protocol):
-    """A started process that several threads may query."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def sentinel(self) -> int | None:
-        """File descriptor that is readable once the process has ended, if there is one."""
-
-    @property
-    def exitcode(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-    def join(self, timeout: float) -> None: ...
-
-
 class ForkedChild:
     """A process of multiprocessing, safe for use from several threads."""
 
     def __init__(self, process: BaseProcess) -> None:
-        """Start the process. It unblocks signals in end_with_the_learner."""
+        """Start the process. It unblocks signals in _end_with_the_learner."""
         self._process = process
         with _POLLING, held_from_children():
             process.start()
@@ -125,6 +108,9 @@ class ScriptChild:
             self._process.wait(timeout)
 
 
+Child = ForkedChild | ScriptChild
+
+
 def spawn(name: str, serve: Callable[..., None], *arguments: Any) -> tuple[Connection, Child]:
     """Run `serve(pipe, *arguments)` in a new interpreter."""
     return _start(SPAWNED, name, serve, arguments)
@@ -169,15 +155,38 @@ def _start(
         return pipe, ForkedChild(context.Process(target=_serve, args=started, name=name))  # type: ignore[attr-defined]
 
 
-def _serve(pipe: Connection, safe_path: str | None, serve: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    _set_safe_path(safe_path)  # what the user's code starts gets the user's own setting
-    end_with_the_learner()
-    serve(pipe, *arguments)
-    end_with_descendants()  # the learner is gone
-
-
 def _set_safe_path(value: str | None) -> None:
     if value is None:
         os.environ.pop(SAFE_PATH, None)
     else:
         os.environ[SAFE_PATH] = value
+
+
+# --- in the process -----------------------------------------------------------------------------------------
+def _serve(pipe: Connection, safe_path: str | None, serve: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    _set_safe_path(safe_path)  # what the user's code starts gets the user's own setting
+    _end_with_the_learner()
+    serve(pipe, *arguments)
+    end_with_descendants()  # the learner is gone
+
+
+def _end_with_the_learner() -> None:
+    """Make this process and its descendants end with the learner.
+
+    The process then leads its own session and leaves signals to the learner. It prints to stderr, because
+    stdout belongs to the learner's command (`--json`).
+    """
+    leave_to_parent()
+    os.setsid()
+    adopt_orphans()
+    os.dup2(2, 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # the process may be killed at any moment
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    connection.wait([sentinel])
+    end_with_descendants()
