@@ -136,13 +136,15 @@ def serve(pipe: Connection, config: RewardConfig) -> None:
                 answer = await await_function(call, reserved)
         reply(number, answer)
 
-    with suppress(EOFError, ConnectionError):
-        while True:
-            number, call = pipe.recv()
-            if call.function in loaded.asynchronous:
-                loop.spawn(answer_in_time(number, call))
-            else:
-                reply(number, call_function(call, reserved, lambda result: loop.submit(_result_of(result)).result()))
+    def wait_for(awaitable: Awaitable[Any]) -> Any:
+        return loop.submit(_result_of(awaitable)).result()
+
+    while True:
+        number, call = pipe.recv()
+        if call.function in loaded.asynchronous:
+            loop.spawn(answer_in_time(number, call))
+        else:
+            reply(number, call_function(call, reserved, wait_for))
 
 
 async def _result_of(awaitable: Awaitable[Any]) -> Any:

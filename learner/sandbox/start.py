@@ -166,8 +166,9 @@ def _set_safe_path(value: str | None) -> None:
 def _serve(pipe: Connection, safe_path: str | None, serve: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     _set_safe_path(safe_path)  # what the user's code starts gets the user's own setting
     _end_with_the_learner()
-    serve(pipe, *arguments)
-    end_with_descendants()  # the learner is gone
+    with suppress(EOFError, ConnectionError):  # the learner is gone
+        serve(pipe, *arguments)
+    end_with_descendants()
 
 
 def _end_with_the_learner() -> None:
