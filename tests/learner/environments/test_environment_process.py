@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -46,15 +45,10 @@ def environment(name: str, timeout_s: float = TIMEOUT_S, python: str | None = No
     return EnvironmentProcess(EnvironmentConfig(factory=factory, timeout_s=timeout_s, python=python), takes_text=True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_fork_server_of_others() -> None:
-    """That of another test file may have been started without holding signals back."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-
-
-@pytest.fixture(params=[None, sys.executable], ids=["forked", "in an interpreter of its own"])
-def treacherous(request: pytest.FixtureRequest) -> Iterator[EnvironmentProcess]:
-    process = environment("Treacherous", python=request.param)
+@pytest.fixture
+def treacherous() -> Iterator[EnvironmentProcess]:
+    """In an interpreter of its own. tests/learner/sandbox has the life of a forked process."""
+    process = environment("Treacherous", python=sys.executable)
     assert process.command(Reset({})) == StepResult("")
     yield process
     process.kill()
@@ -361,17 +355,6 @@ def test_signals_to_end_are_the_learners_and_an_environment_goes_on(
     assert treacherous.command(Reset({})) == StepResult("") and treacherous.is_usable
 
 
-@pytest.mark.parametrize("treacherous", [None], indirect=True, ids=["forked"])
-@pytest.mark.parametrize("number", TO_END)
-def test_signals_to_end_leave_the_process_that_forks_environments_alone(
-    treacherous: EnvironmentProcess, number: signal.Signals
-) -> None:
-    """With it the learner would lose sight of every environment, and take each for ended."""
-    os.kill(forkserver._forkserver._forkserver_pid, number)  # type: ignore[attr-defined]
-    time.sleep(0.2)
-    assert treacherous.is_usable and treacherous.command(Reset({})) == StepResult("")
-
-
 def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:
     environments = Environments(EnvironmentConfig(factory=f"{USER}:Treacherous", timeout_s=600), takes_text=True)
 
@@ -386,9 +369,8 @@ def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:
     assert isinstance(asyncio.run(run()), ProcessFailure)
 
 
-@pytest.mark.parametrize("python", [None, sys.executable], ids=["forked", "in an interpreter of its own"])
-def test_environments_end_with_the_learner(python: str | None) -> None:
-    config = f"EnvironmentConfig(factory={f'{USER}:Treacherous'!r}, python={python!r})"
+def test_an_environment_in_an_interpreter_of_its_own_ends_with_the_learner() -> None:
+    config = f"EnvironmentConfig(factory={f'{USER}:Treacherous'!r}, python={sys.executable!r})"
     code = (
         "import os, time\nfrom learner.config import EnvironmentConfig\nfrom learner.environments.process import EnvironmentProcess\n"
         "from learner.environments.host import Reset, Turn\n"

@@ -42,7 +42,11 @@ def answer(pipe: Connection, command: str) -> bytes:
             time.sleep(600)
             text = str(len(held))
         case "share":
-            text = str(subprocess.Popen([sys.executable, "-c", "import time; x = bytearray(b'x') * (300 << 20); time.sleep(600)"]).pid)
+            text = str(
+                subprocess.Popen(
+                    [sys.executable, "-c", "import time; x = bytearray(b'x') * (300 << 20); time.sleep(600)"]
+                ).pid
+            )
             time.sleep(600)
         case "start":
             text = str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
