@@ -44,7 +44,7 @@ class AgentPlayer:
         cleanup.callback(lambda: loop.call(self._close(), CLOSE_TIMEOUT_S))
         loop.call(self._gateway.start(), CLOSE_TIMEOUT_S)
         loop.call(check_agent(self._config.environment, self._agents), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
-        log.info("agents find their endpoint at %s", self._gateway.base_url)
+        log.info("gateway listening for agents at %s", self._gateway.base_url)
 
     async def play(
         self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
@@ -71,10 +71,10 @@ class AgentPlayer:
                 outcome = await agent.play(order, self._config.environment.episode_deadline_s)
                 if self._agents.is_closed:
                     raise asyncio.CancelledError  # the run is ending, and the episode with it
-                worth = _worth(outcome, session)
-                if isinstance(worth, ProcessFailure):
-                    log.warning("the agent of prompt %d %s", prompt.prompt_id, worth.message)
-                session.end(worth)
+                reward = _reward_of(outcome, session)
+                if isinstance(reward, ProcessFailure):
+                    log.warning("the agent of prompt %d %s", prompt.prompt_id, reward.message)
+                session.end(reward)
         return session
 
     async def _close(self) -> None:
@@ -82,7 +82,7 @@ class AgentPlayer:
         await self._gateway.close()
 
 
-def _worth(outcome: Rewarded | ProcessFailure, session: Session) -> float | ProcessFailure | None:
+def _reward_of(outcome: Rewarded | ProcessFailure, session: Session) -> float | ProcessFailure | None:
     """Return the reward of the episode, or a ProcessFailure for an unknown id.
 
     Rewards by completion are averaged, because the branches of an episode share an advantage.
@@ -95,6 +95,6 @@ def _worth(outcome: Rewarded | ProcessFailure, session: Session) -> float | Proc
     unknown = [name for name in by_id if name.rpartition("-")[2] not in session.turn_ids]
     if unknown:
         return ProcessFailure(
-            "failed", f"returned a reward for {unknown[0]!r}, which is no id of a completion that it was given"
+            "failed", f"returned a reward for {unknown[0]!r}, which is not the id of one of its completions"
         )
     return sum(by_id.values()) / len(by_id) if by_id else None

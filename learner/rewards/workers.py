@@ -3,7 +3,7 @@
     group ──▶ submit ──▶ a job per function ──▶ lanes.py ──▶ processes ──▶ GroupRewards ──▶ advantages
 
 Invariant: every submitted group gets a result within the functions' deadlines, except while a function whose
-service is unreachable is called again (`reach.py`). Wrong (a reward of 0), timed out and failed stay
+service is unreachable is retried (`reach.py`). Wrong (a reward of 0), timed out and failed stay
 distinct. A function that timed out or failed gives None for every completion. The call of a process that was
 killed from outside is repeated.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.call import Answer, Call, Extra, Said, TrainerState
+from learner.rewards.call import Answer, Call, CompletionContent, Extra, TrainerState
 from learner.rewards.lanes import Concurrent, Job, Serial
 from learner.rewards.latency import Latencies
 from learner.rewards.process import RewardProcess
@@ -157,7 +157,7 @@ class RewardWorkers:
     def submit(
         self,
         prompt: "Prompt",
-        completions: Sequence[Said],
+        completions: Sequence[CompletionContent],
         completion_ids: Sequence[Sequence[int]],
         state: TrainerState = TrainerState(),  # noqa: B008  frozen
         environment_rewards: list[float | None] | None = None,
@@ -182,7 +182,7 @@ class RewardWorkers:
             self._follow(job, group, jobs)
         with self._lock:
             if self._closed:
-                raise RewardError("the reward workers are closed; no group can be scored any more")
+                raise RewardError("the reward workers are closed and score no more groups")
             self._pending.add(group)
         for job in jobs:
             self._lane_of(job).put(job)

@@ -112,6 +112,6 @@ def test_an_episode_in_which_the_policy_said_nothing_is_left_out() -> None:
 
 def test_prompts_of_both_kinds_are_refused_with_the_remedy() -> None:
     with pytest.raises(
-        DataError, match=r"the prompts are texts, and that in row 0 is a conversation; .* Make them alike"
+        DataError, match=r"the prompts are texts, but the prompt in row 0 is a conversation; .* Make them alike"
     ):
         played(says("a"), prompt=[{"role": "user", "content": "hello"}])

@@ -153,7 +153,7 @@ def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
         ("leaves", "ended its process with exit code 7"),
         ("raises", "raised TimeoutError: 'the judge is asleep'"),
         ("logs_what_is_taken", "reward/mean is the run's own metric"),
-        ("logs_too_few", "log_extra('first', …) came with 0 values, expected 2"),
+        ("logs_too_few", "log_extra('first', …) has 0 values, expected 2"),
     ],
 )
 def test_a_function_that_breaks_its_contract_has_failed(name: str, came: str) -> None:

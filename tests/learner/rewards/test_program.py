@@ -93,7 +93,7 @@ def test_a_column_of_another_kind_is_refused_with_what_is_expected(column):
 @pytest.mark.parametrize(
     ("tests", "problem"),
     [
-        ("assert add(1", "is no Python"),
+        ("assert add(1", "is not valid Python"),
         ("X = {}\ndef check(f):\n    assert f(1)", "cannot fail"),
         ("[add(1, 2)]", "cannot fail"),
     ],

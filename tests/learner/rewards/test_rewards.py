@@ -307,10 +307,7 @@ def test_an_answer_that_takes_for_ever_to_judge_costs_its_own_completion_alone(c
     completions = ["\\boxed{5}", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{6}", "\\boxed{10/2}"]
     rewards = score(["math_equivalence"], completions, prompt(answer="5"), timeout_s=6.0)
     assert rewards.rewards == [1.0, 0.0, 0.0, 1.0] and rewards.functions[0].outcome == "ok"
-    assert (
-        "its 4 completions were rated one by one, and 1 that it was still too slow for have a reward of 0"
-        in caplog.text
-    )
+    assert "rated its 4 completions one by one, of which 1 timed out again and have a reward of 0" in caplog.text
 
 
 @pytest.mark.parametrize("gold", [None, "", [], [None]])
