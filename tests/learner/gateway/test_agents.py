@@ -267,7 +267,7 @@ def test_an_agent_may_live_in_an_interpreter_of_its_own_without_anything_install
 @pytest.mark.parametrize(
     ("environment", "problem"),
     [
-        ({"agent": f"{USER}:nobody"}, r"agent = .*nobody': holds nothing under the name 'nobody'"),
+        ({"agent": f"{USER}:nobody"}, r"agent = .*nobody': .* holds nothing under the name 'nobody'"),
         ({"agent": f"{USER}:not_a_function"}, "holds a value of type int under the name 'not_a_function'"),
         ({"agent": "no_such_module:run"}, "ModuleNotFoundError"),
         ({"agent": f"{USER}:two_turns", "python": "/no/such/python"}, r"learner.environment.python = '/no/such/python'"),
