@@ -31,16 +31,7 @@ ORDER = (  # of the learner's rooms and top files: each may import those before 
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Of each other: what is asked, whom, how to learn, what is trained."""
-ANYWHERE = {
-    "children",
-    "descendants",
-    "interrupt",
-    "memory_watch",
-    "rank_agreement",
-    "rank_watch",
-    "commit_queue",
-    "user_code",
-}
+ANYWHERE = {"sandbox", "interrupt", "rank_agreement", "rank_watch", "commit_queue"}
 """Import nothing of the learner, so anyone of it may import them."""
 MAX_FILES_OF_A_FOLDER = 15
 MAX_PARAMETERS = 6

@@ -21,7 +21,7 @@ import torch
 from learner.algorithm.advantages import StepRewards
 from learner.algorithm.objectives import OBJECTIVES, Losses, Tokens
 from learner.config import LearnerConfig, LossConfig
-from learner.user_code import NotLoaded, describe, load_named
+from learner.sandbox.user_code import NotLoaded, describe, load_named
 from protocol.errors import ConfigError
 
 OBJECTIVE, ADVANTAGE = "learner.loss.objective", "learner.advantage.function"

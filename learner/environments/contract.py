@@ -13,7 +13,7 @@ from typing import Any
 
 from learner.environments.calculator import Calculator
 from learner.environments.guess import Guess
-from learner.user_code import NotLoaded, load_named, shorten
+from learner.sandbox.user_code import NotLoaded, load_named, shorten
 
 RESERVED = ("reset", "get_reward")
 """Public methods that the policy does not call."""

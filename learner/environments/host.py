@@ -26,7 +26,7 @@ from learner.environments.contract import (
     methods_of,
     schemas_of,
 )
-from learner.user_code import NotLoaded, describe, shorten
+from learner.sandbox.user_code import NotLoaded, describe, shorten
 
 
 class Reset(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 The interpreter needs msgspec and the environment's own packages.
 
-    own_interpreter.py PIPE LIFELINE FACTORY TAKES_TEXT TOOL…        start.py is the other end
+    own_interpreter.py PIPE LIFELINE FACTORY TAKES_TEXT TOOL…        process.py is the other end
 
 Invariant: only `learner` itself can be imported, not what is installed alongside it.
 """
@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -> None:
-    """Serve until the learner is gone. `start.py` made this process a group leader."""
+    """Serve until the learner is gone. sandbox/start.py made this process a group leader."""
     sys.path[0] = os.getcwd()  # not the folder of this file
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # the process may be killed at any moment
@@ -29,7 +29,7 @@ def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -
     spec = importlib.util.spec_from_file_location("learner", PACKAGE / "__init__.py")
     assert spec is not None
     sys.modules["learner"] = importlib.util.module_from_spec(spec)
-    from learner.descendants import adopt_orphans, end_with_descendants
+    from learner.sandbox.descendants import adopt_orphans, end_with_descendants
 
     adopt_orphans()
     threading.Thread(target=end_with, args=(int(lifeline),), daemon=True).start()
@@ -43,7 +43,7 @@ def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -
 
 def end_with(lifeline: int) -> None:
     """End this process when the learner closes the other end of the lifeline."""
-    from learner.descendants import end_with_descendants
+    from learner.sandbox.descendants import end_with_descendants
 
     os.read(lifeline, 1)
     end_with_descendants()

@@ -24,9 +24,9 @@ from learner.environments.conversation import ChatConversation, NextPrompt, Text
 from learner.environments.episode import REWARDED, EndState, Episode, EpisodeGroup, EpisodeStats, Recording
 from learner.environments.host import Call, Command, Rate, Reset, RewardResult, StepResult
 from learner.environments.pool import Environments, Lease
-from learner.environments.process import ProcessFailure
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
+from learner.sandbox.process import ProcessFailure
 from protocol.errors import DataError
 from protocol.messages import Group
 
@@ -85,12 +85,12 @@ class Player:
         if isinstance(prompt.prompt, str) != self._environments.takes_text:
             kinds = ("conversations", "a text") if isinstance(prompt.prompt, str) else ("texts", "a conversation")
             raise DataError(
-                f"the prompts are {kinds[0]}, and that in row {prompt.prompt_id} is {kinds[1]}; with {self._config.environment.named} "
-                "all are of one kind, for texts go to one method and conversations have tools. Make them alike"
+                f"the prompts are {kinds[0]}, but the prompt in row {prompt.prompt_id} is {kinds[1]}; expected prompts of one kind with "
+                f"{self._config.environment.named}, because texts go to one method and conversations have tools. Make them alike"
             )
         played = await asyncio.gather(
             *(
-                self._episode(Progress(prompt, episode, max_tokens, self._talk(prompt)), ask)
+                self._episode(Progress(prompt, episode, max_tokens, self._conversation_of(prompt)), ask)
                 for episode in range(num_episodes)
             )
         )
@@ -105,23 +105,23 @@ class Player:
         )
 
     async def _episode(self, progress: "Progress", ask: Ask) -> "Progress":
-        async with self._environments.seat() as seat:
-            opening = await progress.call(seat, Reset({"prompt": progress.prompt.prompt, **progress.prompt.columns}))
+        async with self._environments.lease() as lease:
+            opening = await progress.call(lease, Reset({"prompt": progress.prompt.prompt, **progress.prompt.columns}))
             if isinstance(opening, StepResult):
-                await self._converse(progress, seat, opening, ask)
+                await self._converse(progress, lease, opening, ask)
             if progress.state in REWARDED:
-                rated = await progress.call(seat, self._rate)
+                rated = await progress.call(lease, self._rate)
                 if isinstance(rated, RewardResult):
                     progress.reward, progress.attributes = rated.reward, rated.attributes
         return progress
 
-    async def _converse(self, progress: "Progress", seat: Lease, opening: StepResult, ask: Ask) -> None:
+    async def _converse(self, progress: "Progress", lease: Lease, opening: StepResult, ask: Ask) -> None:
         """Play turn after turn, from the response to reset until the episode ends."""
-        talk = progress.talk
+        conversation = progress.conversation
         progress.give_up_at = time.monotonic() + self._config.environment.episode_deadline_s
-        heard, said = talk.begin(opening), [opening]
-        while not said[-1].is_done:
-            if not progress.hear(heard):
+        next_prompt, results = conversation.begin(opening), [opening]
+        while not results[-1].is_done:
+            if not progress.add_prompt(next_prompt):
                 return progress.end("length")
             before = progress.recording.token_ids.tolist()
             sampled = await self._turn(progress, ask)
@@ -129,28 +129,28 @@ class Player:
                 return None
             (completion,) = sampled.group.completions
             if completion.finish_reason == "length":
-                talk.cut_off(completion.token_ids.tolist())
+                conversation.cut_off(completion.token_ids.tolist())
                 return progress.end("length")
             try:
-                orders = talk.orders(before, completion.token_ids.tolist())
+                commands = conversation.orders(before, completion.token_ids.tolist())
             except Unreadable as error:
                 log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
                 return progress.end("parse_error")
-            if not orders:
+            if not commands:
                 return progress.end("finished")
-            answers = await progress.call_all(seat, orders)
+            answers = await progress.call_all(lease, commands)
             if answers is None:
                 return None
             try:
-                heard, said = talk.hear(answers), answers
+                next_prompt, results = conversation.hear(answers), answers
             except DataError as error:  # for example two calls, if the template allows one per turn
                 log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
                 return progress.end("parse_error")
         progress.end("finished")
-        progress.hear(heard)
+        progress.add_prompt(next_prompt)
         return None
 
-    def _talk(self, prompt: Prompt) -> TextConversation | ChatConversation:
+    def _conversation_of(self, prompt: Prompt) -> TextConversation | ChatConversation:
         return (
             TextConversation(self._template)
             if isinstance(prompt.prompt, str)
@@ -169,19 +169,21 @@ class Player:
         if progress.num_turns == self._config.environment.max_turns or room < 1:
             progress.end("max_turns" if room > 0 else "length")
             return None
-        sampled = await ask(progress.asked(token_ids, room))
+        sampled = await ask(progress.turn_prompt(token_ids, room))
         if sampled is None:
             progress.end("aborted")
             return None
-        progress.add(sampled)
+        progress.add_turn(sampled)
         return sampled
 
 
 class Progress:
     """One episode in progress."""
 
-    def __init__(self, prompt: Prompt, number: int, max_tokens: int, talk: TextConversation | ChatConversation) -> None:
-        self.prompt, self._number, self.max_tokens, self.talk = prompt, number, max_tokens, talk
+    def __init__(
+        self, prompt: Prompt, number: int, max_tokens: int, conversation: TextConversation | ChatConversation
+    ) -> None:
+        self.prompt, self._number, self.max_tokens, self.conversation = prompt, number, max_tokens, conversation
         self.recording = Recording(np.array(prompt.token_ids, np.int32))
         self.state: EndState = "max_turns"
         self.reward: float | None = None
@@ -193,15 +195,15 @@ class Progress:
         self._num_calls = self._num_failed_calls = self._num_prompt_tokens = self._num_cached_tokens = 0
         self._environment_s = 0.0
 
-    async def call(self, seat: Lease, order: Command) -> StepResult | RewardResult | None:
+    async def call(self, lease: Lease, command: Command) -> StepResult | RewardResult | None:
         """Return the environment's answer, or set the end state and return None."""
-        self._num_calls += isinstance(order, Call)
+        self._num_calls += isinstance(command, Call)
         started = time.monotonic()
-        answer = await seat.ask(order)
+        answer = await lease.ask(command)
         self._environment_s += time.monotonic() - started
         if isinstance(answer, ProcessFailure):
             log.warning(
-                "the environment of prompt %d: %s %s", self.prompt.prompt_id, type(order).__name__, answer.problem
+                "the environment of prompt %d: %s %s", self.prompt.prompt_id, type(command).__name__, answer.message
             )
             self.end("tool_timeout" if answer.outcome == "timed_out" else "env_error")
             return None
@@ -210,38 +212,38 @@ class Progress:
             self._num_failed_calls += answer.has_failed
         return answer
 
-    async def call_all(self, seat: Lease, orders: Sequence[Command]) -> list[StepResult] | None:
+    async def call_all(self, lease: Lease, commands: Sequence[Command]) -> list[StepResult] | None:
         """Return the responses to all commands, up to one that ends the episode.
 
         If a command fails, set the end state and return None.
         """
-        said: list[StepResult] = []
-        for order in orders:
-            answer = await self.call(seat, order)
+        results: list[StepResult] = []
+        for command in commands:
+            answer = await self.call(lease, command)
             if not isinstance(answer, StepResult):
                 return None
-            said.append(answer)
+            results.append(answer)
             if answer.is_done:
                 break
-        return said
+        return results
 
-    def hear(self, heard: NextPrompt) -> bool:
+    def add_prompt(self, next_prompt: NextPrompt) -> bool:
         """Record the tokens before the next turn, or return False if they do not fit."""
-        num_before = 0 if heard.begins_branch else len(self.recording.token_ids)
-        has_room = num_before + len(heard.token_ids) <= self.max_tokens
-        if has_room and heard.begins_branch:
-            self.recording.begin_branch(heard.token_ids)
+        num_before = 0 if next_prompt.begins_branch else len(self.recording.token_ids)
+        has_room = num_before + len(next_prompt.token_ids) <= self.max_tokens
+        if has_room and next_prompt.begins_branch:
+            self.recording.begin_branch(next_prompt.token_ids)
         elif has_room:
-            self.recording.add_said(heard.token_ids)
+            self.recording.add_said(next_prompt.token_ids)
         return has_room
 
-    def asked(self, token_ids: np.ndarray, max_tokens: int) -> TurnPrompt:
+    def turn_prompt(self, token_ids: np.ndarray, max_tokens: int) -> TurnPrompt:
         return TurnPrompt(
             episode=self._number, number=self.num_turns, token_ids=token_ids, max_tokens=max_tokens,
             salt=self._salt, stays_at=self._endpoint,
         )  # fmt: skip
 
-    def add(self, sampled: TurnResult) -> None:
+    def add_turn(self, sampled: TurnResult) -> None:
         """Add the turn that was requested last."""
         group = sampled.group
         (completion,) = group.completions
@@ -272,6 +274,6 @@ class Progress:
                 num_cached_tokens=self._num_cached_tokens,
             ),
             reward=self.reward,
-            messages=self.talk.messages,
+            messages=self.conversation.messages,
             attributes=self.attributes,
         )

@@ -1,24 +1,20 @@
-"""Pool of environment processes, one for each episode that is played.
-
-    seat ─▶ (wait for a free process) ─▶ ask, ask, … ─▶ free again, or replaced if ended or unanswered
+"""Environments of a run, each in a process, leased for one episode at a time.
 
 This sits between the player, in the event loop, and `process.py`.
-Invariant: an instance plays one episode at a time, and a process that has ended costs only its own episode.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 
 from learner.config import EnvironmentConfig
 from learner.environments.host import Answer, Command
-from learner.environments.process import EnvironmentProcess, ProcessFailure
-from learner.memory_watch import MemoryWatch
+from learner.environments.process import EnvironmentProcess
+from learner.sandbox.pool import ProcessPool
+from learner.sandbox.process import ProcessFailure
 from protocol.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 
 class Lease:
@@ -26,13 +22,11 @@ class Lease:
 
     def __init__(self, process: EnvironmentProcess, threads: ThreadPoolExecutor) -> None:
         self.process, self._threads = process, threads
-        self.owes_answer = False
-        """Whether an answer is pending, possibly because the caller stopped waiting."""
 
-    async def ask(self, order: Command) -> Answer | ProcessFailure:
-        self.owes_answer = True
-        answer = await asyncio.get_running_loop().run_in_executor(self._threads, self.process.ask, order)
-        self.owes_answer = False
+    async def ask(self, command: Command) -> Answer | ProcessFailure:
+        self.process.has_pending_answer = True
+        answer = await asyncio.get_running_loop().run_in_executor(self._threads, self.process.command, command)
+        self.process.has_pending_answer = False
         return answer
 
 
@@ -47,57 +41,24 @@ class Environments:
         Raises:
             ConfigError: If the process cannot load the environment.
         """
-        self._config, self.takes_text = config, takes_text
-        self._free: list[EnvironmentProcess] = []
-        self._all: set[EnvironmentProcess] = set()
-        self._room = asyncio.Semaphore(config.max_concurrent)
+        self.takes_text = takes_text
+        start = partial(EnvironmentProcess, config, takes_text=takes_text)
+        self._pool = ProcessPool(start, config.max_memory_mib, config.max_concurrent)
         self._threads = ThreadPoolExecutor(config.max_concurrent, "environment")
-        self._is_closed = False
-        self._watch = MemoryWatch(config.max_memory_mib, lambda: self._all)
-        first = self._start()
-        trouble = first.load()
-        if trouble is not None:
+        first = self._pool.start()
+        failure = first.load()
+        if failure is not None:
             self.close()
-            raise ConfigError(f"{config.named}: {trouble.problem}")
-        self._free.append(first)
+            raise ConfigError(f"{config.named}: {failure.message}")
+        self._pool.release(first)
 
     @asynccontextmanager
-    async def seat(self) -> AsyncIterator[Lease]:
+    async def lease(self) -> AsyncIterator[Lease]:
         """Lease a process for one episode, in order of arrival."""
-        async with self._room:
-            seat = Lease(self._take() or self._start(), self._threads)
-            try:
-                yield seat
-            finally:
-                if seat.process.is_usable and not seat.owes_answer:
-                    self._free.append(seat.process)
-                else:
-                    self._forget(seat.process)
+        async with self._pool.lease() as process:
+            yield Lease(process, self._threads)
 
     def close(self) -> None:
         """Kill all processes, even in the middle of a call. Pending calls return."""
-        self._is_closed = True
-        self._watch.close()
-        for process in list(self._all):
-            process.kill()
+        self._pool.close()
         self._threads.shutdown(wait=False)
-
-    def _take(self) -> EnvironmentProcess | None:
-        """Return a free process, if there is one. Drop those that were killed while free."""
-        while self._free:
-            process = self._free.pop()
-            if process.is_usable:
-                return process
-            self._forget(process)
-        return None
-
-    def _forget(self, process: EnvironmentProcess) -> None:
-        process.kill()
-        self._all.discard(process)
-
-    def _start(self) -> EnvironmentProcess:
-        if self._is_closed:
-            raise asyncio.CancelledError  # the run is ending, and the episode with it
-        process = EnvironmentProcess(self._config, takes_text=self.takes_text)
-        self._all.add(process)
-        return process

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import importlib.util
 import inspect
 import io
@@ -24,16 +23,23 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
+import types
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-_BESIDE = importlib.util.spec_from_file_location(
-    "slipstream_descendants", os.path.join(os.path.dirname(os.path.dirname(__file__)), "descendants.py")
-)
-assert _BESIDE is not None and _BESIDE.loader is not None
-descendants = importlib.util.module_from_spec(_BESIDE)
-_BESIDE.loader.exec_module(descendants)
+SANDBOX = os.path.join(os.path.dirname(os.path.dirname(__file__)), "sandbox")
+
+
+def load_sandbox(name: str) -> types.ModuleType:
+    """Load a file of the sandbox that imports only the standard library."""
+    spec = importlib.util.spec_from_file_location(f"slipstream_{name}", os.path.join(SANDBOX, f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+descendants, user_code = load_sandbox("descendants"), load_sandbox("user_code")
 
 
 def main(fd: str, kind: str, spec: str) -> None:
@@ -49,9 +55,9 @@ def main(fd: str, kind: str, spec: str) -> None:
     orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=read_orders, args=(channel, orders), daemon=True).start()
     try:
-        run = load(spec) if kind == "agent" else command_of(spec)
-    except (Exception, SystemExit) as error:
-        say(channel, problem=f"importing it failed with {describe(error)}")
+        run = user_code.load_named(spec) if kind == "agent" else command_of(spec)
+    except user_code.NotLoaded as error:
+        say(channel, problem=str(error))
         return
     say(channel, reward=None)
     while True:
@@ -70,32 +76,13 @@ def say(channel: socket.socket, **answer: Any) -> None:
     channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def load(spec: str) -> Callable[..., Any]:
-    """Return the function that `learner.environment.agent` names."""
-    module_name, _, name = spec.rpartition(":")
-    if module_name.endswith(".py"):
-        path = os.path.abspath(os.path.expanduser(module_name))
-        sys.path.append(os.path.dirname(path))  # for modules next to the file, as for a script
-        module_spec = importlib.util.spec_from_file_location("agent_of_the_run", path)
-        assert module_spec is not None and module_spec.loader is not None
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[module_spec.name] = module
-        module_spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(module_name)
-    run = getattr(module, name, None)
-    if not callable(run):
-        raise TypeError(f"{module_name} holds no function {name!r}; define it there")
-    return run
-
-
 def outcome(run: Callable[..., Any], order: dict[str, Any]) -> dict[str, Any]:
     try:
         return {
             "reward": checked(asyncio.run(play(run, order)) if is_asynchronous(run) else play_without_loop(run, order))
         }
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return {"problem": f"raised {describe(error)}"}
+        return {"problem": f"raised {user_code.describe(error)}"}
 
 
 def is_asynchronous(run: Callable[..., Any]) -> bool:
@@ -179,13 +166,6 @@ def last_line(printed: str) -> Any:
     except ValueError:
         return None
     return value if isinstance(value, (int, float, dict)) and not isinstance(value, bool) else None
-
-
-def describe(error: BaseException) -> str:
-    """Describe an error in one line, with the place where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:300]!r}{where}"
 
 
 if __name__ == "__main__":

@@ -14,13 +14,12 @@ from contextlib import ExitStack
 from learner.config import LearnerConfig
 from learner.environments.episode import REWARDED, EpisodeGroup
 from learner.environments.player import Ask
-from learner.environments.process import STARTUP_TIMEOUT_S, ProcessFailure
-from learner.gateway.agent_process import Order, Rewarded
-from learner.gateway.agents import Agents
+from learner.gateway.agent_process import Order, Rewarded, check_agent, open_agents
 from learner.gateway.gateway import Gateway
 from learner.gateway.session import Session
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
+from learner.sandbox.process import STARTUP_TIMEOUT_S, ProcessFailure
 from learner.servers.loop_thread import LoopThread
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class AgentPlayer:
 
     def __init__(self, config: LearnerConfig, template: ChatTemplate, model: str) -> None:
         self._config = config
-        self._agents = Agents(config.environment)
+        self._agents = open_agents(config.environment)
         self._gateway = Gateway(config, template, model)
 
     def start(self, loop: LoopThread, cleanup: ExitStack) -> None:
@@ -44,8 +43,8 @@ class AgentPlayer:
         """
         cleanup.callback(lambda: loop.call(self._close(), CLOSE_TIMEOUT_S))
         loop.call(self._gateway.start(), CLOSE_TIMEOUT_S)
-        loop.call(self._agents.check(), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
-        log.info("agents find their endpoint at %s", self._gateway.base_url)
+        loop.call(check_agent(self._config.environment, self._agents), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
+        log.info("gateway listening for agents at %s", self._gateway.base_url)
 
     async def play(
         self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
@@ -65,17 +64,17 @@ class AgentPlayer:
         )
 
     async def _episode(self, prompt: Prompt, number: int, ask: Ask, max_tokens: int) -> Session:
-        async with self._agents.seat() as agent:
+        async with self._agents.lease() as agent:
             session = Session(self._config, prompt, number, ask, max_tokens)
             with self._gateway.opened(session) as key:
                 order = Order({"prompt": prompt.prompt, **prompt.columns}, self._gateway.base_url, key)
                 outcome = await agent.play(order, self._config.environment.episode_deadline_s)
                 if self._agents.is_closed:
                     raise asyncio.CancelledError  # the run is ending, and the episode with it
-                worth = _worth(outcome, session)
-                if isinstance(worth, ProcessFailure):
-                    log.warning("the agent of prompt %d %s", prompt.prompt_id, worth.problem)
-                session.end(worth)
+                reward = _reward_of(outcome, session)
+                if isinstance(reward, ProcessFailure):
+                    log.warning("the agent of prompt %d %s", prompt.prompt_id, reward.message)
+                session.end(reward)
         return session
 
     async def _close(self) -> None:
@@ -83,7 +82,7 @@ class AgentPlayer:
         await self._gateway.close()
 
 
-def _worth(outcome: Rewarded | ProcessFailure, session: Session) -> float | ProcessFailure | None:
+def _reward_of(outcome: Rewarded | ProcessFailure, session: Session) -> float | ProcessFailure | None:
     """Return the reward of the episode, or a ProcessFailure for an unknown id.
 
     Rewards by completion are averaged, because the branches of an episode share an advantage.
@@ -96,6 +95,6 @@ def _worth(outcome: Rewarded | ProcessFailure, session: Session) -> float | Proc
     unknown = [name for name in by_id if name.rpartition("-")[2] not in session.turn_ids]
     if unknown:
         return ProcessFailure(
-            "failed", f"returned a reward for {unknown[0]!r}, which is no id of a completion that it was given"
+            "failed", f"returned a reward for {unknown[0]!r}, which is not the id of one of its completions"
         )
     return sum(by_id.values()) / len(by_id) if by_id else None

@@ -1,25 +1,24 @@
-"""The learner's end of an agent's process: start, play episodes, kill.
+"""The learner's end of an agent's process: start and play episodes.
 
 `agent_host.py` runs in the process, which shares only a socket with the learner. It can use any interpreter.
-Invariant: a call returns at its deadline, even if the process misbehaves or is killed. A process that has not
-answered by then is killed.
 """
 
 import asyncio
-import contextlib
 import os
-import signal
 import socket
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from learner.config import EnvironmentConfig
-from learner.descendants import kill_with_descendants
-from learner.environments.process import EXIT_WAIT_S, STARTUP_TIMEOUT_S, ProcessFailure, too_large
+from learner.environments.process import limits_of
+from learner.sandbox.pool import ProcessPool
+from learner.sandbox.process import STARTUP_REMEDY, STARTUP_TIMEOUT_S, ProcessFailure, SandboxProcess
+from learner.sandbox.start import ScriptChild
+from protocol.errors import ConfigError
 
 HOST = Path(__file__).with_name("agent_host.py")
 MAX_ANSWER_BYTES = 16 << 20
@@ -46,45 +45,36 @@ class Order(msgspec.Struct, frozen=True):
     api_key: str
 
 
-class AgentProcess:
+class AgentProcess(SandboxProcess):
     """A process for one agent, used in the learner's event loop."""
 
+    channel = "socket"
+
     def __init__(self, config: EnvironmentConfig) -> None:
-        """Start the process. Raises OSError if the interpreter does not exist."""
+        """Start the process.
+
+        Raises:
+            ConfigError: If its interpreter cannot be started.
+        """
         kind = "command" if config.command is not None else "agent"
         self._is_kept = kind == "agent"  # what a command leaves running ends with its process
-        self._is_killed = self._is_too_large = False
-        self._config = config
+        python, spec = config.python or sys.executable, config.command or config.agent or ""
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = subprocess.Popen(
-                    [config.python or sys.executable, str(HOST), str(theirs.fileno()), kind, config.command or config.agent or ""],
-                    pass_fds=[theirs.fileno()], start_new_session=True, env=without_proxy(config.gateway_host), stdin=subprocess.DEVNULL,
-                    stdout=2,  # the learner's stdout may carry a command's output (`--json`)
-                )  # fmt: skip
-            except OSError:
+                child = ScriptChild(python, HOST, [theirs.fileno()], [kind, spec], without_proxy(config.gateway_host))
+            except ConfigError:
                 self._socket.close()
                 raise
+        super().__init__(child, limits_of(config))
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    @property
-    def is_usable(self) -> bool:
-        """True if the process can play another episode."""
-        return not self._is_killed and self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     async def load(self) -> ProcessFailure | None:
         """Wait until the agent is loaded, and return the ProcessFailure if that fails."""
         if self._streams is not None:
             return None
         self._streams = await asyncio.open_connection(sock=self._socket, limit=MAX_ANSWER_BYTES)
-        answer = await self._answer(
-            STARTUP_TIMEOUT_S, "which importing it took; move slow work out of the module's top level"
-        )
+        answer = await self._answer(STARTUP_TIMEOUT_S, STARTUP_REMEDY)
         if isinstance(answer, ProcessFailure):
             self.kill()
             return answer
@@ -92,35 +82,12 @@ class AgentProcess:
 
     async def play(self, order: Order, deadline_s: float) -> Rewarded | ProcessFailure:
         """Play one episode and return the agent's reward."""
-        trouble = await self.load()
-        if trouble is not None:
-            return trouble
-        assert self._streams is not None
-        self._streams[1].write(msgspec.json.encode(order, enc_hook=_plain) + b"\n")
-        answer = await self._answer(deadline_s, "the most of an episode (learner.environment.episode_deadline_s)")
+        self.has_pending_answer = True
+        answer = await self.load() or await self._episode(order, deadline_s)
+        self.has_pending_answer = False
         if not self._is_kept:
             self.kill()
         return answer
-
-    def kill(self) -> None:
-        """Kill the process and everything that it has started."""
-        if self._is_killed:  # its pid may belong to another process by now
-            return
-        self._is_killed = True
-        self._kill_all()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_WAIT_S)
-
-    def end_as_too_large(self) -> None:
-        """Kill the process because it uses too much memory. Any thread may call this.
-
-        The event loop notices the end of the process.
-        """
-        self._is_too_large = True
-        self._kill_all()
-
-    def _kill_all(self) -> None:
-        kill_with_descendants(self.pid)
 
     def close(self) -> None:
         """Kill the process and close its socket. Call this in the event loop."""
@@ -130,39 +97,45 @@ class AgentProcess:
         else:
             self._streams[1].close()
 
-    async def _answer(self, timeout_s: float, limit: str) -> Rewarded | ProcessFailure:
+    async def _episode(self, order: Order, deadline_s: float) -> Rewarded | ProcessFailure:
+        assert self._streams is not None
+        self._streams[1].write(msgspec.json.encode(order, enc_hook=_plain) + b"\n")
+        return await self._answer(deadline_s, "make it faster or raise learner.environment.episode_deadline_s")
+
+    async def _answer(self, timeout_s: float, remedy: str) -> Rewarded | ProcessFailure:
         assert self._streams is not None
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._streams[0].readline()
-        except asyncio.CancelledError:
-            self.kill()  # otherwise the next episode would read this one's answer
-            raise
         except TimeoutError:
-            self.kill()
-            return ProcessFailure("timed_out", f"did not return within {timeout_s:g} s, {limit}")
+            return self.end_overdue(timeout_s, remedy)
         except (OSError, ValueError):  # a reset, or more than MAX_ANSWER_BYTES
             line = b""
         if not line:
-            return self._ended()
+            return self.end_closed()
         try:
             answer = msgspec.json.decode(line, type=Answer)
         except msgspec.DecodeError as error:
-            self.kill()
-            return ProcessFailure("failed", f"wrote into its process's socket what is no answer ({error})")
+            return self.end_invalid(error)
         return Rewarded(answer.reward) if answer.problem is None else ProcessFailure("failed", answer.problem)
 
-    def _ended(self) -> ProcessFailure:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_WAIT_S)
-        code = self._process.poll()
-        self.kill()
-        if self._is_too_large:
-            return too_large(self._config)
-        if code is not None and code < 0:
-            return ProcessFailure("killed", f"lost its process to signal {-code} ({signal.strsignal(-code)})")
-        how = "closed the socket of its process" if code is None else f"ended its process with exit code {code}"
-        return ProcessFailure("failed", how)
+
+def open_agents(config: EnvironmentConfig) -> ProcessPool[AgentProcess]:
+    """Return the pool of a run's agents, used in its event loop."""
+    return ProcessPool(partial(AgentProcess, config), config.max_memory_mib, config.max_concurrent)
+
+
+async def check_agent(config: EnvironmentConfig, agents: ProcessPool[AgentProcess]) -> None:
+    """Start one process to check that the agent works.
+
+    Raises:
+        ConfigError: If the process cannot load the agent.
+    """
+    process = agents.start()
+    failure = await process.load()
+    if failure is not None:
+        raise ConfigError(f"{config.named}: {failure.message}")
+    agents.release(process)
 
 
 def without_proxy(host: str) -> dict[str, str]:

@@ -17,12 +17,12 @@ import numpy as np
 from learner.config import LearnerConfig
 from learner.environments.episode import REWARDED, EndState, Episode, EpisodeStats, RecordedBranch
 from learner.environments.player import Ask, TurnPrompt, TurnResult
-from learner.environments.process import ProcessFailure
 from learner.gateway.messages import starts_with
 from learner.gateway.places import Places
 from learner.gateway.refusal import Refused, episode_over
 from learner.prompts.chat_template import Message
 from learner.prompts.prompts import Prompt
+from learner.sandbox.process import ProcessFailure
 from protocol.messages import Completion
 
 

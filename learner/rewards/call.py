@@ -15,7 +15,7 @@ from learner.config import RewardConfig
 from learner.environments.attributes import Remembered
 from learner.rewards.function import BUILT_IN, accepts, load_function, names
 from learner.rewards.reach import Unreached, is_unreachable
-from learner.user_code import describe, shorten
+from learner.sandbox.user_code import describe, shorten
 
 Extra = str | float | int | bool | None
 
@@ -29,7 +29,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     epoch: float | None = None
 
 
-Said = str | list[dict[str, Any]]
+CompletionContent = str | list[dict[str, Any]]
 """Everything after a prompt: a text, or the messages of a policy and its tools."""
 
 
@@ -39,7 +39,7 @@ class Call(msgspec.Struct, frozen=True):
     function: str
     prompt: Any
     columns: dict[str, Any]
-    completions: list[Said]
+    completions: list[CompletionContent]
     completion_ids: list[list[int]]
     state: TrainerState = TrainerState()
     environment_rewards: list[float | None] | None = None
@@ -102,9 +102,7 @@ class Log:
         """Log one value per completion, stored alongside the sampled completions."""
         items = [item if isinstance(item, Extra) else str(item) for item in values]
         if len(items) != self._num_completions:
-            raise ValueError(
-                f"log_extra({column!r}, …) came with {len(items)} values, expected {self._num_completions}"
-            )
+            raise ValueError(f"log_extra({column!r}, …) has {len(items)} values, expected {self._num_completions}")
         self.extra[str(column)] = items
 
 
@@ -149,20 +147,18 @@ def _arguments(call: Call, log: Log) -> dict[str, Any]:
         given["environments"] = [Remembered(attributes) for attributes in call.environments]
     return _repeated(call) | {
         "prompts": [call.prompt if call.begun is None else call.prompt[:-1]] * num_completions,
-        "completions": [_as_messages(said, call.begun or "") for said in completions]
-        if is_conversation
-        else completions,
+        "completions": [_as_messages(one, call.begun or "") for one in completions] if is_conversation else completions,
         "completion_ids": call.completion_ids,
         **{name: value for name, value in given.items() if accepts(call.function, name)},
     }
 
 
-def _as_messages(said: Said, begun: str) -> list[dict[str, Any]]:
+def _as_messages(completion: CompletionContent, begun: str) -> list[dict[str, Any]]:
     """Return a completion as messages.
 
     If the prompt began the answer, the function rates the whole answer, as in TRL.
     """
-    return [{"role": "assistant", "content": begun + said}] if isinstance(said, str) else said
+    return [{"role": "assistant", "content": begun + completion}] if isinstance(completion, str) else completion
 
 
 def _repeated(call: Call) -> dict[str, list[Any]]:

@@ -1,7 +1,7 @@
 """Load the reward functions that the config names.
 
 They have TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, and run
-unchanged. The processes of `process.py` import this file, `call.py`, `user_code.py` and the functions'
+unchanged. The processes of `process.py` import this file, `call.py`, `sandbox/` and the functions'
 modules, nothing heavier.
 """
 
@@ -26,7 +26,7 @@ from learner.rewards.builtin.text import (
     share_right,
     think_format,
 )
-from learner.user_code import NotLoaded, load_named
+from learner.sandbox.user_code import NotLoaded, load_named
 from protocol.errors import RewardError
 
 RewardFunction = Callable[..., Any]
@@ -103,9 +103,9 @@ def load_all(config: RewardConfig) -> Loaded:
             importlib.import_module("aiohttp")  # importing it takes as long as a verdict may
         if passes_tests.__name__ in functions and not config.unconfined_programs and (reason := why_not_confined()):
             raise RewardError(
-                f"passes_tests cannot confine the programs that the policy writes on this machine ({reason}). Allow an ordinary user namespaces "
-                "(docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0), or set "
-                "learner.reward.unconfined_programs = true where they may do whatever you can"
+                f"passes_tests cannot confine programs on this machine ({reason}). Allow unprivileged user namespaces (docker: --security-opt "
+                "seccomp=unconfined --security-opt apparmor=unconfined; Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0), or set "
+                "learner.reward.unconfined_programs = true to run programs with all of your permissions"
             )
         return Loaded(
             asynchronous=frozenset(spec for spec in functions if is_asynchronous(load_function(spec))),

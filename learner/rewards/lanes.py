@@ -3,12 +3,16 @@
     Serial       jobs ──▶ queue ──▶ threads with a process each    synchronous functions
     Concurrent   jobs ──▶ queue ──▶ one thread, one process        asynchronous, max_concurrent_calls at once
 
-Invariant: a job ends with an answer or a WorkerFailure within its function's deadline, once it has started. A
-process killed from outside is not the function's fault. Its call is repeated, until it has lost
+A lane differs from sandbox/pool.py, whose processes it takes: it queues calls, and it repeats those of a
+process that was killed from outside.
+
+Invariant: a job ends with an answer or a ProcessFailure within its function's deadline, once it has started. A
+process killed from outside is not the function's fault, so its call is repeated until it has lost
 MAX_KILLED_CALLS processes.
 """
 
 import logging
+import multiprocessing
 import queue
 import threading
 import time
@@ -20,8 +24,9 @@ import msgspec
 
 from learner.config import RewardConfig
 from learner.rewards.call import Answer, Call
-from learner.rewards.process import CONTEXT, RewardProcess, WorkerFailure, answer_of, too_late
-from protocol.errors import RewardError
+from learner.rewards.process import RewardProcess, answer_of
+from learner.sandbox.pool import ProcessPool
+from learner.sandbox.process import ProcessFailure
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +50,9 @@ class Job(msgspec.Struct, eq=False):
 
     name: str
     call: Call
-    future: "Future[Answer | WorkerFailure]"
+    future: "Future[Answer | ProcessFailure]"
     num_killed: int = 0
-    begun_at: float | None = None
+    started_at: float | None = None
     """Time when the call was sent to its process. None while it waits."""
     deadline: float = 0.0
     num_unreached: int = 0
@@ -55,28 +60,27 @@ class Job(msgspec.Struct, eq=False):
     unreached_since: float | None = None
     """Time when the first of these attempts ended."""
 
-    def is_to_repeat(self, trouble: WorkerFailure) -> bool:
+    def should_repeat(self, failure: ProcessFailure) -> bool:
         """Count a killed process and return whether to repeat the call.
 
-        Otherwise the job ends with the WorkerFailure.
+        Otherwise the job ends with the ProcessFailure.
         """
         self.num_killed += 1
         if self.num_killed >= MAX_KILLED_CALLS:
             return False
-        log.warning("reward function %s %s; it is called again", self.name, trouble.problem)
+        log.warning("reward function %s %s; repeating the call", self.name, failure.problem)
         return True
 
 
 class Serial:
-    """Threads with one process each."""
+    """Threads that each run one call at a time, in a process from the pool."""
 
-    def __init__(self, config: RewardConfig, processes: list[RewardProcess]) -> None:
-        self._config, self._processes = config, processes
+    def __init__(self, config: RewardConfig, pool: ProcessPool[RewardProcess]) -> None:
+        self._config, self._pool = config, pool
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._lock, self._closed = threading.Lock(), False
         self._threads = [
-            threading.Thread(target=self._work, args=(worker,), name=f"rewards {worker}", daemon=True)
-            for worker in range(len(processes))
+            threading.Thread(target=self._work, name=f"rewards {number}", daemon=True)
+            for number in range(config.num_workers)
         ]
         for thread in self._threads:
             thread.start()
@@ -84,36 +88,32 @@ class Serial:
     def put(self, job: Job) -> None:
         self._jobs.put(job)
 
-    def close(self) -> None:
-        """Kill the processes at once. Queued jobs get no result."""
-        with self._lock:
-            self._closed = True
-            for process in self._processes:
-                process.kill()
+    def stop(self) -> None:
+        """Stop the threads, after the pool has closed. Queued jobs get no result."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join(STOP_TIMEOUT_S)
 
-    def _work(self, worker: int) -> None:
-        while (job := self._jobs.get()) is not None and not self._closed:
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None and not self._pool.is_closed:
             try:
-                job.future.set_result(self._answer(worker, job))
+                job.future.set_result(self._answer(job))
             except Exception as error:  # raised where the group is awaited
                 job.future.set_exception(error)
 
-    def _answer(self, worker: int, job: Job) -> Answer | WorkerFailure:
-        job.begun_at = time.monotonic()
+    def _answer(self, job: Job) -> Answer | ProcessFailure:
+        job.started_at = time.monotonic()
         while True:
-            answer = self._process(worker).call(job.call)
-            if isinstance(answer, WorkerFailure) and answer.outcome == "timed_out" and job.call.is_by_completion:
-                return self._one_by_one(worker, job)
-            if not isinstance(answer, WorkerFailure) or answer.outcome != "killed":
+            answer = self._call(job.call)
+            if isinstance(answer, ProcessFailure) and answer.outcome == "timed_out" and job.call.is_by_completion:
+                return self._one_by_one(job)
+            if not isinstance(answer, ProcessFailure) or answer.outcome != "killed":
                 return answer
-            if self._closed or not job.is_to_repeat(answer):
+            if self._pool.is_closed or not job.should_repeat(answer):
                 return answer
 
-    def _one_by_one(self, worker: int, job: Job) -> Answer | WorkerFailure:
+    def _one_by_one(self, job: Job) -> Answer | ProcessFailure:
         """Rate each completion in a separate call, with a share of the time.
 
         A completion for which the function is still too slow has a reward of 0.
@@ -122,7 +122,7 @@ class Serial:
         timeout_s = self._config.timeout_s / min(len(call.completions), MOST_SHARES)
         rewards: list[float | None] = []
         for place in range(len(call.completions)):
-            answer = self._process(worker).call(call.only(place, timeout_s))
+            answer = self._call(call.only(place, timeout_s))
             if isinstance(answer, Answer):
                 rewards += answer.rewards
             elif answer.outcome == "timed_out":
@@ -131,27 +131,18 @@ class Serial:
             else:
                 return answer
         log.warning(
-            "reward function %s did not return within %g s: its %d completions were rated one by one, and %d that it was still too slow "
-            "for have a reward of 0 (learner.reward.timeout_s)",
+            "reward function %s did not return within %g s; rated its %d completions one by one, of which %d timed out again and "
+            "have a reward of 0 (learner.reward.timeout_s)",
             job.name, self._config.timeout_s, len(rewards), num_late,
         )  # fmt: skip
         return Answer(rewards)
 
-    def _process(self, worker: int) -> RewardProcess:
-        """Return the worker's process, or a new one if it is no longer usable.
-
-        Raises:
-            RewardError: If the workers are closed.
-        """
-        process = self._processes[worker]
-        if process.is_usable:
-            return process
-        process.kill()
-        with self._lock:
-            if self._closed:
-                raise RewardError("the reward workers are closed")
-            self._processes[worker] = RewardProcess(self._config)
-        return self._processes[worker]
+    def _call(self, call: Call) -> Answer | ProcessFailure:
+        process = self._pool.take()
+        try:
+            return process.call(call)
+        finally:
+            self._pool.release(process)
 
 
 class Concurrent:
@@ -161,14 +152,13 @@ class Concurrent:
     process is killed. The calls past their deadline have then timed out, and the others are repeated.
     """
 
-    def __init__(self, config: RewardConfig, process: RewardProcess) -> None:
-        self._config, self._process = config, process
+    def __init__(self, config: RewardConfig, pool: ProcessPool[RewardProcess], process: RewardProcess) -> None:
+        self._config, self._pool, self._process = config, pool, process
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._in_flight: dict[int, Job] = {}
         self._num_sent = 0
-        self._lock, self._closed = threading.Lock(), False
-        self._woken, self._wake = CONTEXT.Pipe(duplex=False)
+        self._woken, self._wake = multiprocessing.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._work, name="rewards, asynchronous", daemon=True)
         self._thread.start()
 
@@ -176,16 +166,13 @@ class Concurrent:
         self._jobs.put(job)
         self._wake.send_bytes(b"\0")
 
-    def close(self) -> None:
-        """Kill the process. Queued jobs get no result."""
-        with self._lock:
-            self._closed = True
-            self._process.kill()
+    def stop(self) -> None:
+        """Stop the thread, after the pool has closed. Queued jobs get no result."""
         self._wake.send_bytes(b"\0")
         self._thread.join(STOP_TIMEOUT_S)
 
     def _work(self) -> None:
-        while not self._closed:
+        while not self._pool.is_closed:
             try:
                 self._step()
             except Exception as error:  # raised where the groups are awaited
@@ -197,22 +184,22 @@ class Concurrent:
             self._woken.recv_bytes()
             if not self._jobs.empty():
                 self._waiting.append(self._jobs.get())
-        trouble = self._send_waiting()
-        if trouble is None and not self._in_flight:
+        failure = self._send_waiting()
+        if failure is None and not self._in_flight:
             self._woken.poll(None)
             return
-        received = trouble or self._process.receive(self._remaining_s(), self._woken)
-        if isinstance(received, WorkerFailure):
+        received = failure or self._process.next_reply(self._remaining_s(), self._woken)
+        if isinstance(received, ProcessFailure):
             self._lost(received)
         elif received is not None:
             job = self._in_flight.pop(received.number, None)
             if job is not None:
                 job.future.set_result(answer_of(received, self._config))
         elif self._remaining_s() == 0:
-            self._lost(self._process.killed_late())
+            self._lost(self._end_overdue())
 
-    def _send_waiting(self) -> WorkerFailure | None:
-        """Start waiting jobs up to the limit; return the WorkerFailure of a lost process.
+    def _send_waiting(self) -> ProcessFailure | None:
+        """Start waiting jobs up to the limit; return the ProcessFailure of a lost process.
 
         An unusable process without calls in flight is replaced first.
         """
@@ -222,24 +209,25 @@ class Concurrent:
                     return None
                 self._replace()
             job = self._waiting[0]
-            trouble = self._process.load()
-            if trouble is None:
+            failure = self._process.load()
+            if failure is None:
                 self._num_sent += 1
-                job.begun_at = time.monotonic()
-                job.deadline = job.begun_at + job.call.timeout_s
+                job.started_at = time.monotonic()
+                job.deadline = job.started_at + job.call.timeout_s
                 self._in_flight[self._num_sent] = self._waiting.popleft()
-                trouble = self._process.send(self._num_sent, job.call)
-            elif not job.is_to_repeat(trouble):
-                self._waiting.popleft().future.set_result(trouble)
-            if trouble is not None:
-                return trouble
+                failure = self._process.start_call(self._num_sent, job.call)
+            elif not job.should_repeat(failure):
+                self._waiting.popleft().future.set_result(failure)
+            if failure is not None:
+                return failure
         return None
 
     def _replace(self) -> None:
-        self._process.kill()
-        with self._lock:
-            if not self._closed:
-                self._process = RewardProcess(self._config)
+        self._pool.drop(self._process)
+        self._process = self._pool.start()
+
+    def _end_overdue(self) -> ProcessFailure:
+        return self._process.end_overdue(self._config.timeout_s, self._process.limits.slow_remedy)
 
     def _remaining_s(self) -> float | None:
         """Return the seconds until the first call in flight is overdue.
@@ -251,14 +239,14 @@ class Concurrent:
         first = min(job.deadline for job in self._in_flight.values())
         return max(0.0, first + CANCEL_WAIT_S - time.monotonic())
 
-    def _lost(self, trouble: WorkerFailure) -> None:
+    def _lost(self, failure: ProcessFailure) -> None:
         """Handle the end of the process: end or repeat all calls in flight."""
         jobs, self._in_flight = self._in_flight, {}
         for job in reversed(jobs.values()):
-            if trouble.outcome == "timed_out" and time.monotonic() > job.deadline:
-                job.future.set_result(too_late(self._config, "was killed"))
-            elif self._closed or not job.is_to_repeat(trouble):
-                job.future.set_result(trouble)
+            if failure.outcome == "timed_out" and time.monotonic() > job.deadline:
+                job.future.set_result(self._end_overdue())
+            elif self._pool.is_closed or not job.should_repeat(failure):
+                job.future.set_result(failure)
             else:
                 self._waiting.appendleft(job)
 

@@ -66,7 +66,7 @@ class Patience:
         self._waited_for: set[str] = set()
 
     def again_in_s(self, name: str, unreached_since: float, num_calls: int, problem: str) -> float | None:
-        """Return the seconds until a function is called again, or None if it has failed.
+        """Return the seconds until a retry, or None if the function has failed.
 
         `num_calls`: calls so far that did not reach its service.
         """
@@ -78,8 +78,8 @@ class Patience:
             self._waited_for.add(name)
         if is_new:
             log.warning(
-                "reward function %s cannot reach what it asks: it %s. It is called again until it can, for at most %g s "
-                "(learner.reward.unreachable_s); the run waits", name, problem, self._unreachable_s,
+                "reward function %s cannot reach its service: it %s; retrying for up to %g s while the run waits "
+                "(learner.reward.unreachable_s)", name, problem, self._unreachable_s,
             )  # fmt: skip
         return min(FIRST_S * 2 ** (num_calls - 1), LONGEST_S, left_s)
 
@@ -88,4 +88,4 @@ class Patience:
             was_waited_for = name in self._waited_for
             self._waited_for.discard(name)
         if was_waited_for:
-            log.info("reward function %s reaches what it asks again", name)
+            log.info("reward function %s reaches its service again", name)

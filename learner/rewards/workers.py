@@ -3,7 +3,7 @@
     group ──▶ submit ──▶ a job per function ──▶ lanes.py ──▶ processes ──▶ GroupRewards ──▶ advantages
 
 Invariant: every submitted group gets a result within the functions' deadlines, except while a function whose
-service is unreachable is called again (`reach.py`). Wrong (a reward of 0), timed out and failed stay
+service is unreachable is retried (`reach.py`). Wrong (a reward of 0), timed out and failed stay
 distinct. A function that timed out or failed gives None for every completion. The call of a process that was
 killed from outside is repeated.
 """
@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.call import Answer, Call, Extra, Said, TrainerState
+from learner.rewards.call import Answer, Call, CompletionContent, Extra, TrainerState
 from learner.rewards.lanes import Concurrent, Job, Serial
 from learner.rewards.latency import Latencies
-from learner.rewards.process import RewardProcess, WorkerFailure
+from learner.rewards.process import RewardProcess
 from learner.rewards.reach import Patience
-from learner.user_code import shorten
+from learner.sandbox.pool import ProcessPool
+from learner.sandbox.process import ProcessFailure
+from learner.sandbox.user_code import shorten
 from protocol.errors import RewardError
 
 if TYPE_CHECKING:
@@ -120,26 +122,31 @@ class RewardWorkers:
         self.latencies, self._patience = Latencies(), Patience(config.unreachable_s)
         self._pending: set[Future[GroupRewards]] = set()
         self._lock, self._closed = threading.Lock(), False
-        processes = [RewardProcess(config) for _ in range(config.num_workers)]
+        self._pool = ProcessPool(partial(RewardProcess, config), config.max_memory_mib)
         try:
-            troubles = [process.load() for process in processes]  # a killed one is replaced at its first call
-            if None not in troubles and (killed := troubles[0]):
-                raise RewardError(f"every process for learner.reward.functions {killed.problem}; {killed.remedy}")
-            self._asynchronous = frozenset[str]().union(*(process.asynchronous for process in processes))
-            self.with_environments = frozenset[str]().union(*(process.with_environments for process in processes))
+            processes = self._load()
         except RewardError:
-            for process in processes:
-                process.kill()
+            self._pool.close()
             raise
+        loaded = next(process.loaded for process in processes if process.loaded is not None)
+        self._asynchronous, self.with_environments = loaded.asynchronous, loaded.with_environments
         synchronous = set(config.functions) - self._asynchronous
         self._concurrent = self._serial = None
         if self._asynchronous:
-            self._concurrent = Concurrent(config, RewardProcess(config) if synchronous else processes.pop())
+            process = self._pool.start() if synchronous else processes.pop()
+            self._concurrent = Concurrent(config, self._pool, process)
+        for process in processes:
+            self._pool.release(process) if synchronous else self._pool.drop(process)
         if synchronous:
-            self._serial = Serial(config, processes)
-        else:
-            for process in processes:
-                process.kill()
+            self._serial = Serial(config, self._pool)
+
+    def _load(self) -> list[RewardProcess]:
+        """Start the processes together and load the functions. A killed process is replaced at its first call."""
+        processes = [self._pool.start() for _ in range(self._config.num_workers)]
+        failures = [process.load() for process in processes]
+        if None not in failures and (killed := failures[0]):
+            raise RewardError(f"every process for learner.reward.functions {killed.message}")
+        return processes
 
     def __enter__(self) -> "RewardWorkers":
         return self
@@ -150,7 +157,7 @@ class RewardWorkers:
     def submit(
         self,
         prompt: "Prompt",
-        completions: Sequence[Said],
+        completions: Sequence[CompletionContent],
         completion_ids: Sequence[Sequence[int]],
         state: TrainerState = TrainerState(),  # noqa: B008  frozen
         environment_rewards: list[float | None] | None = None,
@@ -164,31 +171,18 @@ class RewardWorkers:
         group.set_running_or_notify_cancel()
         ids = [list(one) for one in completion_ids]
         jobs = [
-            Job(
-                name,
-                Call(
-                    function,
-                    prompt.prompt,
-                    prompt.columns,
-                    list(completions),
-                    ids,
-                    state,
-                    environment_rewards,
-                    prompt.opens_reasoning and all(isinstance(one, str) for one in completions),
-                    prompt.begun,
-                    environments if function in self.with_environments else None,
-                    self._config.timeout_s,
-                    self._config,
-                ),
-                Future(),
-            )
+            Job(name, Call(
+                function, prompt.prompt, prompt.columns, list(completions), ids, state, environment_rewards,
+                prompt.opens_reasoning and all(isinstance(one, str) for one in completions), prompt.begun,
+                environments if function in self.with_environments else None, self._config.timeout_s, self._config,
+            ), Future())
             for name, function in zip(self._config.names, self._config.functions, strict=True)
-        ]
+        ]  # fmt: skip
         for job in jobs:
             self._follow(job, group, jobs)
         with self._lock:
             if self._closed:
-                raise RewardError("the reward workers are closed; no group can be scored any more")
+                raise RewardError("the reward workers are closed and score no more groups")
             self._pending.add(group)
         for job in jobs:
             self._lane_of(job).put(job)
@@ -199,9 +193,10 @@ class RewardWorkers:
         with self._lock:
             self._closed = True
             pending, self._pending = self._pending, set()
+        self._pool.close()
         for lane in (self._serial, self._concurrent):
             if lane is not None:
-                lane.close()
+                lane.stop()
         for future in pending:
             future.set_exception(RewardError("the reward workers were closed before the group was scored"))
 
@@ -215,8 +210,8 @@ class RewardWorkers:
         return lane
 
     def _note_latency(self, job: Job, _: "Future[Any]") -> None:
-        if job.begun_at is not None:
-            self.latencies.note(job.name, time.monotonic() - job.begun_at)
+        if job.started_at is not None:
+            self.latencies.note(job.name, time.monotonic() - job.started_at)
 
     def _done(self, group: "Future[GroupRewards]", jobs: list[Job], job: Job, _: "Future[Any]") -> None:
         """Finish the group if this was its last job and no retry is scheduled.
@@ -238,7 +233,7 @@ class RewardWorkers:
     def _call_again(self, group: "Future[GroupRewards]", jobs: list[Job], job: Job) -> bool:
         """Schedule a retry if the service was unreachable. Return whether there is one."""
         answer = None if job.future.exception() else job.future.result()
-        if not isinstance(answer, WorkerFailure) or answer.outcome != "unreachable":
+        if not isinstance(answer, ProcessFailure) or answer.outcome != "unreachable":
             if isinstance(answer, Answer):
                 self._patience.note_reached(job.name)
             return False

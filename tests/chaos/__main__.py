@@ -76,7 +76,7 @@ def campaign(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "schedule.json").write_bytes(msgspec.json.format(msgspec.json.encode(legs)))
     with ThreadPoolExecutor(NUM_AT_ONCE[engine]) as threads, ProcessPoolExecutor(1, FORKED) as auditor:
-        auditor.submit(int).result()  # its process, before anybody looks at others (learner.children)
+        auditor.submit(int).result()  # its process, before anybody looks at others (learner.sandbox.start)
         reports = list(threads.map(lambda leg: run_leg(leg, engine, directory / f"leg-{leg.number}", auditor), legs))
     (directory / "legs.json").write_bytes(msgspec.json.format(msgspec.json.encode(reports)))
     return make_report(seed, engine, reports, time.monotonic() - started)

@@ -209,12 +209,12 @@ def _tell_ends(traps: Traps) -> None:
         player._episode = telling_end(player._episode)  # type: ignore[method-assign]
     ask, order = Lease.ask, AgentProcess.play
 
-    async def ask_and_note(seat: Lease, *args: Any) -> Any:
-        pid.set(seat.process._process.pid or 0)
-        return await ask(seat, *args)
+    async def ask_and_note(lease: Lease, *args: Any) -> Any:
+        pid.set(lease.process.pid)
+        return await ask(lease, *args)
 
     async def order_and_note(process: AgentProcess, *args: Any) -> Any:
-        pid.set(process._process.pid)
+        pid.set(process.pid)
         return await order(process, *args)
 
     Lease.ask, AgentProcess.play = ask_and_note, order_and_note  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from learner.children import ForkedProcess
+from learner.sandbox.start import ForkedChild
 from protocol.signals import TO_END
 
 ROOT = Path(__file__).parent.parent.parent
@@ -72,7 +72,7 @@ class Process:
 
 
 def start_forked(module: str, chaos_dir: Path, log: Path, arguments: list[str]) -> Process:
-    return Process(lambda: ForkedProcess(FORKED.Process(target=_in_session, args=(module, chaos_dir, log, arguments))))
+    return Process(lambda: ForkedChild(FORKED.Process(target=_in_session, args=(module, chaos_dir, log, arguments))))
 
 
 def start_as_user(module: str, chaos_dir: Path, log: Path, arguments: list[str]) -> Process:

@@ -17,7 +17,7 @@ from typing import Any
 from learner.config import RewardConfig
 from learner.config.rewards import JudgeConfig
 from learner.rewards.builtin.answers import answer_of, completion_text, golds_of, last_number_in
-from learner.user_code import shorten
+from learner.sandbox.user_code import shorten
 
 IN_TIME = 0.9
 """Share of timeout_s within which verdicts must arrive. A later one leaves only its completion unrated."""

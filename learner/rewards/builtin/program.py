@@ -27,9 +27,9 @@ from typing import Any
 import msgspec
 
 from learner.config import RewardConfig
-from learner.descendants import kill_with_descendants
 from learner.rewards.builtin.answers import answer_of
-from learner.user_code import shorten
+from learner.sandbox.descendants import kill_with_descendants
+from learner.sandbox.user_code import shorten
 
 HOST = Path(__file__).with_name("program_host.py")
 MAX_MEMORY_MIB = 1024
@@ -163,10 +163,10 @@ def run(code: str, check: Check, timeout_s: float, *, unconfined: bool = False) 
         OSError: If the program cannot be confined.
     """
     token = secrets.token_hex(16)
-    ended = _hosted(code, check, token, timeout_s, unconfined=unconfined)
+    result = _run_check(code, check, token, timeout_s, unconfined=unconfined)
     if check.tests is not None:
-        return ended.reported.startswith(token)  # a program that forked may report the token twice
-    return ended.exit_code == 0 and _lines(ended.printed) == _lines(check.expected)
+        return result.reported.startswith(token)  # a program that forked may report the token twice
+    return result.exit_code == 0 and _lines(result.printed) == _lines(check.expected)
 
 
 def _lines(text: str) -> list[str]:
@@ -182,7 +182,7 @@ def why_not_confined() -> str | None:
     return None if has_run else "the program has no standard library"
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ProgramResult(msgspec.Struct, frozen=True):
     """Exit code, output and report of a finished process."""
 
     exit_code: int
@@ -190,7 +190,7 @@ class Ended(msgspec.Struct, frozen=True):
     reported: str
 
 
-def _hosted(code: str, check: Check, token: str, timeout_s: float, *, unconfined: bool = False) -> Ended:
+def _run_check(code: str, check: Check, token: str, timeout_s: float, *, unconfined: bool = False) -> ProgramResult:
     """Run a check in a host process.
 
     Raises:
@@ -221,10 +221,10 @@ def _hosted(code: str, check: Check, token: str, timeout_s: float, *, unconfined
             "timeout_s": timeout_s,
         }
         exit_code = _run_host(json.dumps(order).encode(), files, folder, timeout_s)
-        ended = Ended(exit_code, _content(printed), _content(reported))
-        if ended.reported.startswith(mark):
-            raise OSError(ended.reported.removeprefix(mark))
-        return ended
+        result = ProgramResult(exit_code, _content(printed), _content(reported))
+        if result.reported.startswith(mark):
+            raise OSError(result.reported.removeprefix(mark))
+        return result
 
 
 def _run_host(order: bytes, files: Sequence[int], folder: str, timeout_s: float) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from learner.rewards.builtin.answers import answer_of, as_number, chosen, completion_text, golds_of, last_number_in
-from learner.user_code import shorten
+from learner.sandbox.user_code import shorten
 
 _THINK_FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
 

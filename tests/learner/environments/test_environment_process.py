@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -20,7 +19,8 @@ from learner.environments.contract import BUILT_IN
 from learner.environments.guess import HIGHER, LOWER, NO_DIGIT, RIGHT
 from learner.environments.host import Rate, Reset, RewardResult, StepResult, Turn
 from learner.environments.pool import Environments
-from learner.environments.process import EnvironmentProcess, ProcessFailure, tools_of
+from learner.environments.process import EnvironmentProcess, tools_of
+from learner.sandbox.process import ProcessFailure
 from protocol.errors import ConfigError
 from protocol.signals import TO_END
 
@@ -45,28 +45,23 @@ def environment(name: str, timeout_s: float = TIMEOUT_S, python: str | None = No
     return EnvironmentProcess(EnvironmentConfig(factory=factory, timeout_s=timeout_s, python=python), takes_text=True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_fork_server_of_others() -> None:
-    """That of another test file may have been started without holding signals back."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-
-
-@pytest.fixture(params=[None, sys.executable], ids=["forked", "in an interpreter of its own"])
-def treacherous(request: pytest.FixtureRequest) -> Iterator[EnvironmentProcess]:
-    process = environment("Treacherous", python=request.param)
-    assert process.ask(Reset({})) == StepResult("")
+@pytest.fixture
+def treacherous() -> Iterator[EnvironmentProcess]:
+    """In an interpreter of its own. tests/learner/sandbox has the life of a forked process."""
+    process = environment("Treacherous", python=sys.executable)
+    assert process.command(Reset({})) == StepResult("")
     yield process
     process.kill()
 
 
 def test_one_instance_plays_one_episode_after_another() -> None:
     process = environment("Echo")
-    assert process.ask(Reset({"prompt": "p", "greeting": "hello"})) == StepResult("hello")
-    assert process.ask(Turn("a")) == StepResult("<a>")
-    assert process.ask(Turn("stop")) == StepResult("<stop>", is_done=True)
-    assert process.ask(Rate()) == RewardResult(2.0)
-    assert process.ask(Reset({})) == StepResult("")
-    assert process.ask(Rate()) == RewardResult(0.0)
+    assert process.command(Reset({"prompt": "p", "greeting": "hello"})) == StepResult("hello")
+    assert process.command(Turn("a")) == StepResult("<a>")
+    assert process.command(Turn("stop")) == StepResult("<stop>", is_done=True)
+    assert process.command(Rate()) == RewardResult(2.0)
+    assert process.command(Reset({})) == StepResult("")
+    assert process.command(Rate()) == RewardResult(0.0)
     assert process.is_usable
     process.kill()
     assert not process.is_usable
@@ -79,7 +74,7 @@ from learner.environments.host import Reset
 from learner.environments.process import EnvironmentProcess
 if __name__ == "__main__":
     process = EnvironmentProcess(EnvironmentConfig(factory="mine.py:Mine"), takes_text=True)
-    print(process.ask(Reset({})).text, os.environ.get("PYTHONSAFEPATH"))
+    print(process.command(Reset({})).text, os.environ.get("PYTHONSAFEPATH"))
     process.kill()
 """
 
@@ -106,12 +101,12 @@ def test_a_forked_process_finds_its_modules_imported() -> None:
 
 def test_guess_says_where_the_secret_is_and_rates_whether_it_was_found() -> None:
     process = environment("guess")
-    assert process.ask(Reset({"prompt": "=", "secret": 4})) == StepResult("")
+    assert process.command(Reset({"prompt": "=", "secret": 4})) == StepResult("")
     for text, said in (("7", LOWER), ("1", HIGHER), (" >", NO_DIGIT), ("", NO_DIGIT), ("=3", HIGHER)):
-        assert process.ask(Turn(text)) == StepResult(said)
-    assert process.ask(Rate()) == RewardResult(0.0)
-    assert process.ask(Turn("4")) == StepResult(RIGHT, is_done=True)
-    assert process.ask(Rate()) == RewardResult(1.0)
+        assert process.command(Turn(text)) == StepResult(said)
+    assert process.command(Rate()) == RewardResult(0.0)
+    assert process.command(Turn("4")) == StepResult(RIGHT, is_done=True)
+    assert process.command(Rate()) == RewardResult(1.0)
     process.kill()
 
 
@@ -133,9 +128,9 @@ def test_the_calculator_shows_a_sum_and_rates_the_call_and_the_answer_by_half(
     turns: tuple[str, ...], answers: tuple[str, ...], reward: float
 ) -> None:
     process = environment("calculator")
-    assert process.ask(Reset({"prompt": "37,45>", "call": "37+45=", "answer": "82"})) == StepResult("")
-    said = [process.ask(Turn(turn)) for turn in turns]
-    rated = process.ask(Rate())
+    assert process.command(Reset({"prompt": "37,45>", "call": "37+45=", "answer": "82"})) == StepResult("")
+    said = [process.command(Turn(turn)) for turn in turns]
+    rated = process.command(Rate())
     process.kill()  # before anything is found wrong: who is left alive is waited for at the end
     expected = zip(turns, answers, strict=True)
     assert said == [StepResult(answer, is_done=not turn.endswith("=")) for turn, answer in expected]
@@ -143,15 +138,15 @@ def test_the_calculator_shows_a_sum_and_rates_the_call_and_the_answer_by_half(
 
 
 def test_an_error_of_the_method_is_what_the_policy_reads(treacherous: EnvironmentProcess) -> None:
-    assert treacherous.ask(Turn("raise")) == StepResult("'no such word'", has_failed=True)
-    assert treacherous.ask(Turn("again")) == StepResult("<again>")
+    assert treacherous.command(Turn("raise")) == StepResult("'no such word'", has_failed=True)
+    assert treacherous.command(Turn("again")) == StepResult("<again>")
 
 
 @pytest.mark.parametrize(
     ("word", "outcome", "problem"),
     [
-        ("sleep", "timed_out", r"within 1 s \(learner.environment.timeout_s\)"),
-        ("stay", "timed_out", r"within 1 s \(learner.environment.timeout_s\)"),
+        ("sleep", "timed_out", "within 1 s and was killed; make it faster or raise learner.environment.timeout_s"),
+        ("stay", "timed_out", "within 1 s and was killed; make it faster or raise learner.environment.timeout_s"),
         ("exit", "failed", "exit code 3"),
         ("die", "killed", "signal 9"),
         ("number", "failed", "tell returned 7, expected a text"),
@@ -160,23 +155,23 @@ def test_an_error_of_the_method_is_what_the_policy_reads(treacherous: Environmen
 def test_whatever_the_environment_does_a_call_comes_back(
     treacherous: EnvironmentProcess, word: str, outcome: str, problem: str
 ) -> None:
-    trouble = treacherous.ask(Turn(word))
+    trouble = treacherous.command(Turn(word))
     assert isinstance(trouble, ProcessFailure) and trouble.outcome == outcome
-    assert re.search(problem, trouble.problem)
+    assert re.search(problem, trouble.message)
     assert not treacherous.is_usable
 
 
 def test_what_an_environment_prints_is_no_part_of_a_commands_answer(
     treacherous: EnvironmentProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert isinstance(treacherous.ask(Turn("print")), StepResult)
+    assert isinstance(treacherous.command(Turn("print")), StepResult)
     assert capfd.readouterr().out == ""
 
 
 def test_what_an_environment_has_started_ends_with_it_in_whatever_session(treacherous: EnvironmentProcess) -> None:
-    said = treacherous.ask(Turn("leave"))
+    said = treacherous.command(Turn("leave"))
     assert isinstance(said, StepResult)
-    assert isinstance(treacherous.ask(Turn("sleep")), ProcessFailure)
+    assert isinstance(treacherous.command(Turn("sleep")), ProcessFailure)
     wait_until_gone(int(said.text), "what the environment has started outlives it")
 
 
@@ -189,12 +184,12 @@ def wait_until_gone(pid: int, problem: str) -> None:
 
 def test_an_error_of_reset_or_of_the_rating_is_a_trouble_with_its_place() -> None:
     process = environment("Treacherous")
-    trouble = process.ask(Reset({"prompt": "raise"}))
+    trouble = process.command(Reset({"prompt": "raise"}))
     assert isinstance(trouble, ProcessFailure) and trouble.outcome == "failed"
     assert "ValueError: 'no such row'" in trouble.problem and "user_environments.py" in trouble.problem
     process = environment("Overrated")
-    process.ask(Reset({}))
-    trouble = process.ask(Rate())
+    process.command(Reset({}))
+    trouble = process.command(Rate())
     assert (
         isinstance(trouble, ProcessFailure)
         and "get_reward returned 'much', expected a finite number" in trouble.problem
@@ -203,7 +198,7 @@ def test_an_error_of_reset_or_of_the_rating_is_a_trouble_with_its_place() -> Non
 
 def test_an_environment_may_rate_nothing() -> None:
     process = environment("Unrated")
-    assert [process.ask(order) for order in (Reset({}), Turn("a"), Rate())] == [
+    assert [process.command(order) for order in (Reset({}), Turn("a"), Rate())] == [
         StepResult(""),
         StepResult(""),
         RewardResult(None),
@@ -234,10 +229,10 @@ def test_as_many_are_played_at_once_as_may_be_and_one_that_has_ended_is_replaced
 
     async def play(word: str) -> object:
         nonlocal most, now
-        async with environments.seat() as seat:
+        async with environments.lease() as lease:
             most, now = max(most, now + 1), now + 1
-            await seat.ask(Reset({}))
-            answer = await seat.ask(Turn(word))
+            await lease.ask(Reset({}))
+            answer = await lease.ask(Turn(word))
             now -= 1
             return answer
 
@@ -256,10 +251,10 @@ def test_an_episode_that_is_cancelled_leaves_no_answer_to_the_next() -> None:
     process_ids: list[int] = []
 
     async def play(word: str) -> object:
-        async with environments.seat() as seat:
-            process_ids.append(seat.process.pid)
-            await seat.ask(Reset({}))
-            return await seat.ask(Turn(word))
+        async with environments.lease() as lease:
+            process_ids.append(lease.process.pid)
+            await lease.ask(Reset({}))
+            return await lease.ask(Turn(word))
 
     async def one_after_the_other() -> list[object]:
         answers = []
@@ -279,7 +274,7 @@ def test_an_episode_that_is_cancelled_leaves_no_answer_to_the_next() -> None:
 
 def test_what_is_asynchronous_shares_one_loop_and_a_reward_may_be_numpys() -> None:
     environment = EnvironmentProcess(EnvironmentConfig(factory=f"{USER}:Asynchronous"), takes_text=True)
-    told = [environment.ask(order) for order in (Reset({}), Turn("a"), Turn("b"), Rate())]
+    told = [environment.command(order) for order in (Reset({}), Turn("a"), Turn("b"), Rate())]
     environment.kill()
     assert told == [
         StepResult("begun"),
@@ -296,7 +291,7 @@ def test_a_file_may_import_what_stands_beside_it(tmp_path: Path) -> None:
         "    def tell(self, text):\n        return text\n"
     )
     environment = EnvironmentProcess(EnvironmentConfig(factory=f"{tmp_path}/mine.py:Mine"), takes_text=True)
-    said = environment.ask(Reset({}))
+    said = environment.command(Reset({}))
     environment.kill()
     assert said == StepResult("hello")
 
@@ -334,8 +329,8 @@ def test_an_environment_may_live_in_an_interpreter_of_its_own_which_needs_msgspe
     (tmp_path / "alone.py").write_text(ALONE)
     config = EnvironmentConfig(factory=f"{tmp_path}/alone.py:Alone", python=interpreter(tmp_path, "msgspec"))
     process = EnvironmentProcess(config, takes_text=True)
-    assert process.ask(Reset({"prompt": "p"})) == StepResult("msgspec")
-    assert process.ask(Turn("hi")) == StepResult("HI") and process.ask(Rate()) == RewardResult(0.5)
+    assert process.command(Reset({"prompt": "p"})) == StepResult("msgspec")
+    assert process.command(Turn("hi")) == StepResult("HI") and process.command(Rate()) == RewardResult(0.5)
     process.kill()
 
 
@@ -357,27 +352,16 @@ def test_signals_to_end_are_the_learners_and_an_environment_goes_on(
 ) -> None:
     """The learner, told to end too, waits for what it plays to finish its step."""
     os.kill(treacherous.pid or 0, number)
-    assert treacherous.ask(Reset({})) == StepResult("") and treacherous.is_usable
-
-
-@pytest.mark.parametrize("treacherous", [None], indirect=True, ids=["forked"])
-@pytest.mark.parametrize("number", TO_END)
-def test_signals_to_end_leave_the_process_that_forks_environments_alone(
-    treacherous: EnvironmentProcess, number: signal.Signals
-) -> None:
-    """With it the learner would lose sight of every environment, and take each for ended."""
-    os.kill(forkserver._forkserver._forkserver_pid, number)  # type: ignore[attr-defined]
-    time.sleep(0.2)
-    assert treacherous.is_usable and treacherous.ask(Reset({})) == StepResult("")
+    assert treacherous.command(Reset({})) == StepResult("") and treacherous.is_usable
 
 
 def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:
     environments = Environments(EnvironmentConfig(factory=f"{USER}:Treacherous", timeout_s=600), takes_text=True)
 
     async def run() -> object:
-        async with environments.seat() as seat:
-            await seat.ask(Reset({}))
-            waiting = asyncio.create_task(seat.ask(Turn("sleep")))
+        async with environments.lease() as lease:
+            await lease.ask(Reset({}))
+            waiting = asyncio.create_task(lease.ask(Turn("sleep")))
             await asyncio.sleep(0.2)
             environments.close()
             return await asyncio.wait_for(waiting, 30)
@@ -385,15 +369,14 @@ def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:
     assert isinstance(asyncio.run(run()), ProcessFailure)
 
 
-@pytest.mark.parametrize("python", [None, sys.executable], ids=["forked", "in an interpreter of its own"])
-def test_environments_end_with_the_learner(python: str | None) -> None:
-    config = f"EnvironmentConfig(factory={f'{USER}:Treacherous'!r}, python={python!r})"
+def test_an_environment_in_an_interpreter_of_its_own_ends_with_the_learner() -> None:
+    config = f"EnvironmentConfig(factory={f'{USER}:Treacherous'!r}, python={sys.executable!r})"
     code = (
         "import os, time\nfrom learner.config import EnvironmentConfig\nfrom learner.environments.process import EnvironmentProcess\n"
         "from learner.environments.host import Reset, Turn\n"
         "if __name__ == '__main__':\n"
         f"    process = EnvironmentProcess({config}, takes_text=True)\n"
-        "    process.ask(Reset({}))\n    print(process._process.pid, process.ask(Turn('leave')).text, flush=True)\n    time.sleep(600)\n"
+        "    process.command(Reset({}))\n    print(process.pid, process.command(Turn('leave')).text, flush=True)\n    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as learner:
         assert learner.stdout is not None

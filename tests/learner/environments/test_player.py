@@ -101,7 +101,7 @@ def test_an_environment_that_holds_too_much_memory_with_what_it_has_started_is_k
     group, _ = played(says("a", "b"), "Hoarder", max_memory_mib=250, timeout_s=60.0)
     for episode in group.episodes:
         assert (episode.course.state, episode.reward, episode.course.num_turns) == ("env_error", None, 1)
-    told = "held more than 250 MiB of memory, with what it had started, and was killed (learner.environment.max_memory_mib)"
+    told = "used more than 250 MiB of memory and was killed; make it and what it starts use less or raise learner.environment.max_memory_mib"
     assert caplog.text.count(told) == 2
 
 
@@ -112,6 +112,6 @@ def test_an_episode_in_which_the_policy_said_nothing_is_left_out() -> None:
 
 def test_prompts_of_both_kinds_are_refused_with_the_remedy() -> None:
     with pytest.raises(
-        DataError, match=r"the prompts are texts, and that in row 0 is a conversation; .* Make them alike"
+        DataError, match=r"the prompts are texts, but the prompt in row 0 is a conversation; .* Make them alike"
     ):
         played(says("a"), prompt=[{"role": "user", "content": "hello"}])

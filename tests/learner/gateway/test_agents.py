@@ -11,8 +11,7 @@ import pytest
 
 from learner.config import EnvironmentConfig
 from learner.environments.episode import Episode, EpisodeGroup
-from learner.gateway.agent_process import Order, Rewarded
-from learner.gateway.agents import Agents
+from learner.gateway.agent_process import Order, Rewarded, open_agents
 from protocol.errors import ConfigError
 from tests.learner.gateway.asking import OnceOnly, config_of, played_by_agent
 
@@ -63,16 +62,16 @@ def test_an_episode_that_is_cancelled_leaves_no_reward_to_the_next(tmp_path: Pat
     begun = tmp_path / "begun"
 
     async def cancel_and_play() -> object:
-        agents = Agents(EnvironmentConfig(agent=f"{USER}:worth_after", max_concurrent=1))
+        agents = open_agents(EnvironmentConfig(agent=f"{USER}:worth_after", max_concurrent=1))
         try:
-            async with agents.seat() as agent:
+            async with agents.lease() as agent:
                 row = {"after_s": 600, "worth": 0.0, "begun": str(begun)}
                 playing = asyncio.create_task(agent.play(Order(row, "", ""), 600.0))
                 while not (begun.exists() if when == "as it plays" else agent._streams is not None):
                     await asyncio.sleep(0.01)
                 playing.cancel()
                 await asyncio.gather(playing, return_exceptions=True)
-            async with agents.seat() as agent:
+            async with agents.lease() as agent:
                 return await agent.play(Order({"after_s": 0, "worth": 1.0, "begun": str(begun)}, "", ""), 60.0)
         finally:
             agents.close()
@@ -115,7 +114,7 @@ def test_an_agent_or_command_that_holds_too_much_memory_is_killed_and_says_so(
     command = f"'{sys.executable}' '{tmp_path / 'agent.py'}'; echo 1"
     for episode in played(command=command, max_memory_mib=200).episodes:
         assert (episode.course.state, episode.reward, episode.course.num_turns) == ("env_error", None, 1)
-    told = "held more than 200 MiB of memory, with what it had started, and was killed (learner.environment.max_memory_mib)"
+    told = "used more than 200 MiB of memory and was killed; make it and what it starts use less or raise learner.environment.max_memory_mib"
     assert caplog.text.count(told) == 6
 
 
@@ -181,7 +180,7 @@ from tests.learner.gateway.asking import config_of
 async def main():
     process = AgentProcess(config_of(agent="{USER}:wait").environment)
     assert await process.load() is None
-    print(process._process.pid, flush=True)
+    print(process.pid, flush=True)
     await process.play(Order({{}}, "", ""), 3600)
 
 asyncio.run(main())
@@ -268,8 +267,8 @@ def test_an_agent_may_live_in_an_interpreter_of_its_own_without_anything_install
 @pytest.mark.parametrize(
     ("environment", "problem"),
     [
-        ({"agent": f"{USER}:nobody"}, r"agent = .*nobody': importing it failed with TypeError.*holds no function 'nobody'"),
-        ({"agent": f"{USER}:not_a_function"}, "holds no function 'not_a_function'"),
+        ({"agent": f"{USER}:nobody"}, r"agent = .*nobody': .* holds nothing under the name 'nobody'"),
+        ({"agent": f"{USER}:not_a_function"}, "holds a value of type int under the name 'not_a_function'"),
         ({"agent": "no_such_module:run"}, "ModuleNotFoundError"),
         ({"agent": f"{USER}:two_turns", "python": "/no/such/python"}, r"learner.environment.python = '/no/such/python'"),
         ({"agent": f"{USER}:two_turns", "gateway_host": "203.0.113.7"}, r"gateway_host = '203.0.113.7'.* set gateway_host to an address of this machine"),

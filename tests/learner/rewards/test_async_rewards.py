@@ -118,7 +118,7 @@ def test_a_call_that_is_too_late_is_cancelled_and_costs_no_other() -> None:
     seconds = [0.0, 1000.0, 0.0, 1000.0, 0.0]
     groups = score(["sleeps_if_told"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=2)
     assert outcomes(groups) == ["ok", "timed_out", "ok", "timed_out", "ok"]
-    assert "sleeps_if_told did not return within 3 s and was cancelled" in str(groups[1].functions[0].message)
+    assert "sleeps_if_told did not return within 3 s and was canceled" in str(groups[1].functions[0].message)
     assert len({groups[i].rewards[0] for i in (0, 2, 4)}) == 1  # one process all the time
 
 
@@ -153,7 +153,7 @@ def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
         ("leaves", "ended its process with exit code 7"),
         ("raises", "raised TimeoutError: 'the judge is asleep'"),
         ("logs_what_is_taken", "reward/mean is the run's own metric"),
-        ("logs_too_few", "log_extra('first', …) came with 0 values, expected 2"),
+        ("logs_too_few", "log_extra('first', …) has 0 values, expected 2"),
     ],
 )
 def test_a_function_that_breaks_its_contract_has_failed(name: str, came: str) -> None:

@@ -90,7 +90,7 @@ def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
     with RewardWorkers(RewardConfig(functions=functions, unreachable_s=60)) as workers:
         groups = [workers.submit(prompt(answer="12"), ["12", "1234"], [[1], [2]]) for _ in range(3)]
         give_up_at = time.monotonic() + DEADLINE_S
-        while "cannot reach what it asks" not in caplog.text:
+        while "cannot reach its service" not in caplog.text:
             assert time.monotonic() < give_up_at
             time.sleep(0.02)
         assert not any(group.done() for group in groups)
@@ -104,8 +104,8 @@ def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
             assert late.result(DEADLINE_S).rewards == [3.0]
     assert [result.rewards for result in results] == [[3.0, 4.0]] * 3
     assert all(function.outcome == "ok" for result in results for function in result.functions)
-    assert caplog.text.count(f"reward function {name} cannot reach what it asks: it raised") == 2, "once each time"
-    assert caplog.text.count(f"reward function {name} reaches what it asks again") == 2
+    assert caplog.text.count(f"reward function {name} cannot reach its service: it raised") == 2, "once each time"
+    assert caplog.text.count(f"reward function {name} reaches its service again") == 2
 
 
 @BOTH
@@ -114,7 +114,7 @@ def test_one_that_stays_away_is_a_failure_in_the_end(tmp_path: Path, port: int, 
         began_at = time.monotonic()
         (function,) = workers.submit(prompt(), ["12"], [[1]]).result(DEADLINE_S).functions
     assert function.outcome == "unreachable" and time.monotonic() - began_at > 0.5
-    assert "start what it asks, or raise learner.reward.unreachable_s" in (function.message or "")
+    assert "start the service that it calls, or raise learner.reward.unreachable_s" in (function.message or "")
 
 
 def test_workers_that_are_closed_call_nobody_again(tmp_path: Path, port: int) -> None:

@@ -4,8 +4,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from learner.rewards.builtin.text import exact_match, last_number, share_right, 
 from learner.rewards.call import Call, Log, _arguments
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.errors import RewardError
-from protocol.signals import TO_END
 from tests.learner.environments.template_families import chat_of
 
 USER = "tests.learner.rewards.user_rewards"
@@ -80,12 +77,6 @@ def test_an_answer_that_the_prompt_has_begun_is_rated_whole():
     assert seen["prompts"] == [begun[:1]] and seen["completions"] == [[{"role": "assistant", "content": "42"}]]
 
 
-def test_what_a_function_prints_is_no_part_of_a_commands_answer(capfd):
-    assert score([f"{USER}:prints"], ["a"]).rewards == [1.0]
-    printed = capfd.readouterr()
-    assert printed.out == "" and printed.err.count("said by a reward function") == 1
-
-
 def test_workers_import_nothing_heavy():
     assert score([f"{USER}:loads_torch"], ["a"]).rewards == [0.0]
 
@@ -125,7 +116,6 @@ def test_a_completion_that_no_weighted_function_scored_has_no_reward():
         ("returns_nothing", "returned None"),
         ("exits", "raised SystemExit"),
         ("dies", "ended its process with exit code 7"),
-        ("closes_its_pipe", "closed the pipe of its process"),
         ("is_always_killed", "lost its process to signal 9 (Killed)"),
         ("problem_reward", "raised TypeError: \"problem_reward() missing 1 required positional argument: 'answers'"),
     ],
@@ -173,28 +163,6 @@ def test_a_process_that_is_killed_from_outside_costs_nothing():
         assert workers.submit(prompt(seconds=0), ["a"], [[1]]).result(DEADLINE_S).rewards == [0.0]
 
 
-@pytest.mark.parametrize("number", TO_END)
-def test_signals_to_end_are_the_learners_and_its_reward_processes_go_on(number):
-    with RewardWorkers(RewardConfig(functions=(f"{USER}:slow_if_told",), num_workers=2)) as workers:
-        futures = [workers.submit(prompt(seconds=0.05), ["a"], [[1]]) for _ in range(10)]
-        began_with = processes()
-        for pid in began_with:
-            os.kill(pid, number)
-        assert [future.result(DEADLINE_S).rewards for future in futures] == [[0.0]] * 10
-        assert processes() == began_with
-
-
-def test_a_process_that_is_stopped_is_killed_in_time_however_large_the_group():
-    with RewardWorkers(RewardConfig(functions=("exact_match",), timeout_s=0.5)) as workers:
-        for text in ("1", "1" * 5_000_000):
-            (pid,) = processes()
-            os.kill(pid, signal.SIGSTOP)
-            assert (
-                workers.submit(prompt(answer="1"), [text], [[1]]).result(DEADLINE_S).functions[0].outcome == "timed_out"
-            )
-            assert workers.submit(prompt(answer="1"), ["1"], [[1]]).result(DEADLINE_S).rewards == [1.0]
-
-
 def test_a_function_that_takes_too_much_memory_is_killed_and_says_so_even_if_it_catches_everything():
     with RewardWorkers(RewardConfig(functions=(f"{USER}:takes_mib",), max_memory_mib=150)) as workers:
         futures = [workers.submit(prompt(mib=mib), ["a"], [[1]]) for mib in (10, 10_000, 10)]
@@ -218,12 +186,6 @@ def test_processes_are_replaced_after_so_many_calls(limit, num_processes):
     assert not processes()
 
 
-def test_what_a_function_started_ends_with_it(tmp_path):
-    result = score([f"{USER}:starts_a_program"], ["a"], prompt(pid_file=str(tmp_path / "pid")), timeout_s=1)
-    assert result.functions[0].outcome == "timed_out"
-    wait_until_gone([int((tmp_path / "pid").read_text())])
-
-
 def test_close_ends_what_is_waiting():
     workers = RewardWorkers(RewardConfig(functions=(f"{USER}:sleeps",), timeout_s=1000))
     futures = [workers.submit(prompt(), ["a"], [[1]]) for _ in range(2)]
@@ -235,44 +197,6 @@ def test_close_ends_what_is_waiting():
             future.result(DEADLINE_S)
     with pytest.raises(RewardError, match="closed"):
         workers.submit(prompt(), ["a"], [[1]])
-
-
-def test_workers_end_with_their_parent_in_the_midst_of_a_call(tmp_path):
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import multiprocessing, time\n"
-        "from learner.prompts.prompts import Prompt\n"
-        "from learner.config import RewardConfig\n"
-        "from learner.rewards.workers import RewardWorkers\n"
-        "if __name__ == '__main__':\n"
-        f"    workers = RewardWorkers(RewardConfig(functions=({f'{USER}:spins'!r},), timeout_s=1000))\n"
-        "    workers.submit(Prompt(prompt_id=0, prompt='a', token_ids=[1], columns={}), ['a'], [[1]])\n"
-        "    time.sleep(0.5)\n"
-        "    print(*[c.pid for c in multiprocessing.active_children()], flush=True)\n"
-        "    time.sleep(1000)\n"
-    )
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, cwd=root, env=environment) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        parent.kill()
-    assert pids
-    wait_until_gone(pids)
-
-
-def wait_until_gone(pids):
-    deadline = time.monotonic() + DEADLINE_S
-    while any(Path(f"/proc/{pid}").exists() and not is_zombie(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"{pids} outlived what started them"
-        time.sleep(0.05)
-
-
-def is_zombie(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 @pytest.mark.parametrize(
@@ -383,10 +307,7 @@ def test_an_answer_that_takes_for_ever_to_judge_costs_its_own_completion_alone(c
     completions = ["\\boxed{5}", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{6}", "\\boxed{10/2}"]
     rewards = score(["math_equivalence"], completions, prompt(answer="5"), timeout_s=6.0)
     assert rewards.rewards == [1.0, 0.0, 0.0, 1.0] and rewards.functions[0].outcome == "ok"
-    assert (
-        "its 4 completions were rated one by one, and 1 that it was still too slow for have a reward of 0"
-        in caplog.text
-    )
+    assert "rated its 4 completions one by one, of which 1 timed out again and have a reward of 0" in caplog.text
 
 
 @pytest.mark.parametrize("gold", [None, "", [], [None]])

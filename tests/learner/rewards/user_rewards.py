@@ -1,14 +1,10 @@
 """A user's file of reward functions: the four of the Hugging Face course's page on GRPO, and some that misbehave."""
 
-import gc
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 
 def reward_func(completions, **kwargs):
@@ -90,13 +86,6 @@ def dies(completions, **kwargs):
     os._exit(7)
 
 
-def closes_its_pipe(completions, **kwargs):
-    for found in gc.get_objects():
-        if isinstance(found, Connection):
-            found.close()
-    time.sleep(1000)
-
-
 def is_always_killed(completions, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -127,17 +116,6 @@ def takes_mib(completions, mib, **kwargs):
 
 def its_process(completions, **kwargs):
     return [float(os.getpid()) for _ in completions]
-
-
-def starts_a_program(completions, pid_file, **kwargs):
-    program = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    Path(pid_file[0]).write_text(str(program.pid))
-    return [float(program.wait())]
-
-
-def prints(completions, **kwargs):
-    print("said by a reward function")
-    return [1.0 for _ in completions]
 
 
 def loads_torch(completions, **kwargs):

@@ -10,8 +10,8 @@ import pytest
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from learner.prompts.sources import open_source
+from learner.sandbox.user_code import load_named
 from learner.starter.starter import write_starter
-from learner.user_code import load_named
 from protocol.config import load_config
 from protocol.errors import ConfigError
 

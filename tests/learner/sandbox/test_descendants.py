@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from learner.descendants import all_processes, descendants_of, kill_with_descendants
-from learner.memory_watch import resident_bytes
+from learner.sandbox.descendants import all_processes, descendants_of, kill_with_descendants
+from learner.sandbox.memory_watch import resident_bytes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 30.0
 STARTS = """
 import os, subprocess, sys, time
-from learner.descendants import adopt_orphans, end_with_descendants
+from learner.sandbox.descendants import adopt_orphans, end_with_descendants
 if "adopts" in sys.argv:
     adopt_orphans()
 leave = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"

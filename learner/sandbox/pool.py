@@ -1,0 +1,103 @@
+"""Pool of processes that run user code: start, lease, replace, close.
+
+    take ─▶ a free process, or a new one ─▶ release ─▶ free again, or killed if ended or unanswered
+
+Invariant: a process serves one caller at a time, and one that has ended costs only its own caller. No process
+outlives `close`.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+
+from learner.sandbox.memory_watch import MemoryWatch
+from learner.sandbox.process import SandboxProcess
+from protocol.errors import SlipstreamError
+
+P = TypeVar("P", bound=SandboxProcess)
+
+
+class PoolClosed(SlipstreamError):
+    """The pool starts no more processes, because the run is ending."""
+
+
+class ProcessPool(Generic[P]):
+    """Processes of one kind, used from any thread."""
+
+    def __init__(self, start: Callable[[], P], max_memory_mib: int | None, max_leases: int = 1) -> None:
+        """Watch the memory of the processes. `max_leases`: maximum number of concurrent leases."""
+        self._start = start
+        self._lock, self.is_closed = threading.Lock(), False
+        self._free: list[P] = []
+        self._all: set[P] = set()
+        self._leases = asyncio.Semaphore(max_leases)
+        self._watch = MemoryWatch(max_memory_mib, lambda: self._all)
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[P]:
+        """Lease a process in the event loop, in order of arrival. Canceled once the pool is closed."""
+        async with self._leases:
+            try:
+                process = self.take()
+            except PoolClosed as error:
+                raise asyncio.CancelledError from error
+            try:
+                yield process
+            finally:
+                self.release(process)
+
+    def take(self) -> P:
+        """Return a free process, or a new one. Drop those that were killed while free.
+
+        Raises:
+            PoolClosed: If the pool is closed.
+        """
+        while True:
+            with self._lock:
+                process = self._free.pop() if self._free else None
+            if process is None:
+                return self.start()
+            if process.is_usable:
+                return process
+            self.drop(process)
+
+    def start(self) -> P:
+        """Start another process.
+
+        Raises:
+            PoolClosed: If the pool is closed.
+        """
+        if self.is_closed:
+            raise PoolClosed("the pool of processes is closed")
+        process = self._start()
+        with self._lock:
+            self._all.add(process)
+        if self.is_closed:  # meanwhile
+            self.drop(process)
+            raise PoolClosed("the pool of processes is closed")
+        return process
+
+    def release(self, process: P) -> None:
+        """Make a process free again, or drop it if it is no longer usable."""
+        if process.is_usable:
+            with self._lock:
+                self._free.append(process)
+        else:
+            self.drop(process)
+
+    def drop(self, process: P) -> None:
+        """Kill a process that is not needed any more."""
+        process.close()
+        with self._lock:
+            self._all.discard(process)
+
+    def close(self) -> None:
+        """Kill all processes, even in the middle of a call. Pending calls return."""
+        with self._lock:
+            self.is_closed = True
+            processes = list(self._all)
+        self._watch.close()
+        for process in processes:
+            process.close()

@@ -1,0 +1,98 @@
+"""Processes in a pool: leased by one caller at a time, replaced when ended or unanswered, and gone after close."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from learner.sandbox.pool import PoolClosed, ProcessPool
+from learner.sandbox.process import PipeProcess, ProcessFailure
+from learner.sandbox.start import fork
+from tests.learner.sandbox.service import serve
+from tests.learner.sandbox.test_process import DEADLINE_S, LIMITS, TEXT, wait_until_gone
+
+
+@pytest.fixture
+def pool() -> Iterator[ProcessPool[PipeProcess]]:
+    pool = ProcessPool(lambda: PipeProcess(*fork("service", serve), LIMITS), None, max_leases=2)
+    yield pool
+    pool.close()
+
+
+def test_a_process_that_is_released_is_taken_again_by_the_next(pool: ProcessPool[PipeProcess]) -> None:
+    first = pool.take()
+    second = pool.take()
+    assert first is not second
+    pool.release(first)
+    assert pool.take() is first
+
+
+def test_a_process_that_ended_or_has_a_pending_answer_is_replaced(pool: ProcessPool[PipeProcess]) -> None:
+    unanswered = pool.take()
+    unanswered.has_pending_answer = True
+    pool.release(unanswered)
+    wait_until_gone(unanswered.pid)
+    idle = pool.take()
+    assert idle is not unanswered and idle.ask("hello", TEXT, DEADLINE_S, "") == "hello"
+    pool.release(idle)
+    os.kill(idle.pid, signal.SIGKILL)
+    wait_until_gone(idle.pid)
+    assert pool.take() is not idle
+
+
+def test_as_many_are_leased_at_once_as_may_be(pool: ProcessPool[PipeProcess]) -> None:
+    pids: list[int] = []
+    most = now = 0
+
+    async def lease() -> None:
+        nonlocal most, now
+        async with pool.lease() as process:
+            most, now = max(most, now + 1), now + 1
+            pids.append(process.pid)
+            await asyncio.sleep(0.02)
+            now -= 1
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(lease() for _ in range(5)))
+
+    asyncio.run(all_at_once())
+    assert most == 2 and len(pids) == 5 and len(set(pids)) == 2
+
+
+def test_close_kills_all_processes_and_ends_pending_calls(pool: ProcessPool[PipeProcess]) -> None:
+    busy, idle = pool.take(), pool.take()
+    pool.release(idle)
+    threading.Timer(0.2, pool.close).start()
+    assert isinstance(busy.ask("spin", TEXT, DEADLINE_S, ""), ProcessFailure)
+    for process in (busy, idle):
+        wait_until_gone(process.pid)
+    with pytest.raises(PoolClosed):
+        pool.take()
+
+
+def test_a_lease_of_a_closed_pool_is_canceled(pool: ProcessPool[PipeProcess]) -> None:
+    pool.close()
+
+    async def lease() -> None:
+        async with pool.lease():
+            raise AssertionError("there is no process")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(lease())
+
+
+def test_a_process_that_starts_while_the_pool_closes_does_not_outlive_it() -> None:
+    started: list[PipeProcess] = []
+
+    def start_and_close() -> PipeProcess:
+        started.append(PipeProcess(*fork("service", serve), LIMITS))
+        pool.close()
+        return started[0]
+
+    pool = ProcessPool(start_and_close, None)
+    with pytest.raises(PoolClosed):
+        pool.take()
+    wait_until_gone(started[0].pid)
