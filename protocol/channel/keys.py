@@ -5,7 +5,7 @@
     DIR/learner.key           a learner's secret key      goes to that learner
     DIR/allowed/learner.pub   an admitted public key      stays on the server, one file per learner
 
-`python -m protocol.channel.keys DIR` makes them. The server reads allowed/ at each handshake. Public keys
+`slipstream keys DIR` makes them. The server reads allowed/ at each handshake. Public keys
 follow from secret keys, so neither side needs a file of its own public key.
 Invariant: secrets, including the key of the OpenAI API, are read only from files that no other user can read.
 """
@@ -15,12 +15,14 @@ import logging
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from protocol.errors import ConfigError, SlipstreamError
+from protocol import console
+from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 KEY_CHARACTERS = 40
@@ -126,6 +128,8 @@ def make_keys(directory: Path) -> None:
         raise ConfigError(
             f"{directory} exists, and keys are never overwritten; use those in it or name another"
         ) from error
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error}; choose another directory") from error
     (directory / "allowed").mkdir(mode=0o700)
     server_public, server_secret = zmq.curve_keypair()
     learner_public, learner_secret = zmq.curve_keypair()
@@ -179,16 +183,12 @@ def _checked(text: str, path: Path) -> bytes:
     return key
 
 
-def main() -> None:
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        print("usage: python -m protocol.channel.keys DIR", file=sys.stderr)
-        sys.exit(2)
-    directory = Path(sys.argv[1])
-    try:
+def main(arguments: Sequence[str] | None = None) -> None:
+    with console.exit_on_user_error():
+        parser = console.ArgumentParser("slipstream keys", "Make the CURVE keys of a server and of one learner.")
+        parser.add_argument("directory", type=Path, metavar="DIR", help="new directory of the keys")
+        directory = parser.parse_args(console.take_switches(sys.argv[1:] if arguments is None else arguments)).directory
         make_keys(directory)
-    except (SlipstreamError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     print(
         f'keys made in {directory}; set keys = "{directory}" in the config of both sides\n'
         f"  the server keeps   {directory}/server.key and {directory}/allowed/\n"
