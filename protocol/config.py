@@ -72,7 +72,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tcp://[::1]:5757."""
     endpoints: MayChange[tuple[Text, ...]] = ()
     """Endpoints of several servers, in place of `endpoint`. Each server gets its own by flag:
-    `inference-server run.toml --endpoint …`."""
+    `slipstream serve run.toml --endpoint …`."""
     endpoints_from: MayChange[Text | None] = None
     """Source of the endpoints if servers join and leave, in place of `endpoint`: file:PATH (one endpoint per
     line) or dns:NAME:PORT. The learner reads it again every 5 s."""

@@ -1,4 +1,4 @@
-"""`learner doctor`: checks from the learner's side that a run can start. Each problem has a remedy.
+"""`slipstream doctor`: checks from the learner's side that a run can start. Each problem has a remedy.
 
     names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport ─▶ Trial ─▶ bandwidth
     evaluation, memory, disk
@@ -206,7 +206,7 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
         own_device_name(device), vitals.devices, learner_transports=offered, server_transports=vitals.transports
     )
     if chosen == "gloo" and run.learner.push.transport == "auto" and detour is not None:
-        remedy = why_not_installed() or "run `inference-server doctor` on the machine of the server"
+        remedy = why_not_installed() or "run `slipstream doctor --server` on the machine of the server"
         text = f"weights will travel by gloo, over the CPUs: {detour}"
         return problem("transport", text, f'{remedy}, or accept it: learner.push.transport = "gloo"')
     return ok("transport", f"weights will travel by {chosen} to {len(vitals.devices)} worker(s)")

@@ -145,7 +145,7 @@ class Fleet:
         keys = " and `keys` (what listens there ends every handshake)" if handshakes_fail else ""
         return DeadlineExceeded(
             f"no inference server answers at {self._places()} after {patience_s:.0f} s; start one "
-            f"with `inference-server run.toml`, check `endpoint{'s' * self.is_several}`{keys}, or raise learner.connect_timeout_s"
+            f"with `slipstream serve run.toml`, check `endpoint{'s' * self.is_several}`{keys}, or raise learner.connect_timeout_s"
         )
 
     def in_words(self) -> str:

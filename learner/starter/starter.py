@@ -1,4 +1,4 @@
-"""`learner new my-task`: create a directory with a recipe, prompts, a reward function and its test.
+"""`slipstream new my-task`: create a directory with a recipe, prompts, a reward function and its test.
 
     learner/starter/files/ ─▶ DIR, with its name filled into the recipe
 
@@ -35,9 +35,9 @@ def write_starter(directory: Path) -> str:
             recipe.read_text().replace(f"runs/{PLACE}", f"runs/{directory.name}").replace(PLACE, str(directory))
         )
     except FileExistsError:
-        raise ConfigError(f"{directory} exists; name a directory that does not, and `learner new` makes it") from None
+        raise ConfigError(f"{directory} exists; name a directory that does not, and `slipstream new` makes it") from None
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error}; choose another directory") from error
     return f"""wrote {directory}/: prompts.jsonl, reward.py, test_reward.py, run.toml. Next:
   python -m pytest {directory}                      # does the reward say what you mean?
-  python -m deploy.colocate {directory}/run.toml    # train: server and learner on this machine; runs/{directory.name}/report.html"""
+  slipstream colocate {directory}/run.toml          # train: server and learner on this machine; runs/{directory.name}/report.html"""
