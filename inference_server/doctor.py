@@ -129,12 +129,12 @@ def keys(directory: str | None) -> Finding:
     try:
         own = server_keys(directory)
     except ConfigError as error:
-        return problem_of("keys", error, "make keys with `make keys`")
+        return problem_of("keys", error, "make keys with `slipstream keys keys`")
     if (Path(directory) / "learner.key").exists():
         try:
             learner = learner_keys(directory)
         except ConfigError as error:
-            return problem_of("keys", error, "make keys with `make keys`")
+            return problem_of("keys", error, "make keys with `slipstream keys keys`")
         if learner.server != own.public:
             return problem(
                 "keys", f"{directory}/server.pub does not belong to {directory}/server.key",

@@ -77,7 +77,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Source of the endpoints if servers join and leave, in place of `endpoint`: file:PATH (one endpoint per
     line) or dns:NAME:PORT. The learner reads it again every 5 s."""
     keys: MayChange[Text | None] = None
-    """Directory of the CURVE keys that `make keys` made. Required if endpoint is not loopback."""
+    """Directory of the CURVE keys that `slipstream keys` made. Required if endpoint is not loopback."""
     insecure: MayChange[bool] = False
     """Whether to allow an endpoint beyond loopback without keys, and server.http_host without an API key. Set
     it only on a network that is yours alone."""

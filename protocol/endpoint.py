@@ -22,7 +22,7 @@ def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool) -> None:
     if not is_loopback(split_endpoint(endpoint)[0]) and not has_keys and not insecure:
         raise ConfigError(
             f"endpoint = {endpoint!r} leaves this machine, and without keys anyone there could act as the learner or the "
-            'server. Make keys with `make keys` and set keys = "keys" on both sides, or say insecure = true'
+            'server. Make keys with `slipstream keys keys` and set keys = "keys" on both sides, or say insecure = true'
         )
 
 

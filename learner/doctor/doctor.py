@@ -97,7 +97,7 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
     try:
         keys = learner_keys(run.keys) if run.keys is not None else None
     except ConfigError as error:
-        yield problem_of("keys", error, "make keys with `make keys`, or copy them here with `scp -p`")
+        yield problem_of("keys", error, "make keys with `slipstream keys keys`, or copy them here with `scp -p`")
         return
     with closing(LearnerChannel(endpoint, keys, insecure=run.insecure)) as channel:
         try:

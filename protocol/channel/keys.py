@@ -152,14 +152,14 @@ def _folder(directory: str) -> Path:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(
-            f"keys = {directory!r} cannot be read ({error.strerror}); expected the directory that `make keys` made, of "
+            f"keys = {directory!r} cannot be read ({error.strerror}); expected the directory that `slipstream keys` made, of "
             "this user"
         ) from error
     return Path(directory)
 
 
 def _read_pair(path: Path) -> tuple[bytes, bytes]:
-    secret = _checked(read_secret(path, "a secret key, as `make keys` writes it"), path)
+    secret = _checked(read_secret(path, "a secret key, as `slipstream keys` writes it"), path)
     return secret, zmq.curve_public(secret)
 
 
@@ -167,7 +167,7 @@ def _read_public(path: Path) -> bytes:
     try:
         return _checked(path.read_text().strip(), path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} (a public key, as `make keys` writes it) cannot be read: {error}") from error
+        raise ConfigError(f"{path} (a public key, as `slipstream keys` writes it) cannot be read: {error}") from error
 
 
 def _checked(text: str, path: Path) -> bytes:
@@ -178,7 +178,7 @@ def _checked(text: str, path: Path) -> bytes:
         zmq.curve_public(key)  # fails if the text is not Z85
     except (ValueError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"{path} holds no key: {error}; expected {KEY_CHARACTERS} characters of Z85, as `make keys` writes them"
+            f"{path} holds no key: {error}; expected {KEY_CHARACTERS} characters of Z85, as `slipstream keys` writes them"
         ) from error
     return key
 
