@@ -62,7 +62,9 @@ def self_test(run: LearnerRun) -> Measured:
         config = run.learner
         accelerator = make_accelerator()
         if accelerator.num_processes > 1:
-            raise ConfigError(f"{accelerator.num_processes} ranks came; the self-test runs on one: `slipstream self-test`")
+            raise ConfigError(
+                f"{accelerator.num_processes} ranks came; the self-test runs on one: `slipstream self-test`"
+            )
         set_seed(run.seed)
         run_dir = open_run_dir(run, resume=False)
         cleanup.callback(run_dir.close)

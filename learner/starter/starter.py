@@ -35,7 +35,9 @@ def write_starter(directory: Path) -> str:
             recipe.read_text().replace(f"runs/{PLACE}", f"runs/{directory.name}").replace(PLACE, str(directory))
         )
     except FileExistsError:
-        raise ConfigError(f"{directory} exists; name a directory that does not, and `slipstream new` makes it") from None
+        raise ConfigError(
+            f"{directory} exists; name a directory that does not, and `slipstream new` makes it"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error}; choose another directory") from error
     return f"""wrote {directory}/: prompts.jsonl, reward.py, test_reward.py, run.toml. Next:
