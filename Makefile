@@ -5,6 +5,7 @@ ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
+SLIPSTREAM := $(VENV)/bin/slipstream
 # The path is in the name because an environment that was moved with its checkout does not work.
 STAMP := $(VENV)/.installed-$(shell echo '$(CURDIR)' | cksum | cut -d ' ' -f 1)
 
@@ -24,11 +25,11 @@ install: $(STAMP)  ## install the CPU stack into .venv (PYTHON=python3.12 picks 
 
 demo: $(STAMP)  ## train a tiny model on the CPU with the whole system, ends with a report
 	@if [ -e runs/demo ]; then mv runs/demo "runs/demo-$$(date -r runs/demo +%Y%m%d-%H%M%S)"; fi
-	@$(PY) -m deploy.colocate deploy/recipes/reverse.toml $(ARGS)
+	@$(SLIPSTREAM) colocate deploy/recipes/reverse.toml $(ARGS)
 
 real: $(STAMP)  ## train a pretrained model, SmolLM2-135M-Instruct, on sums: 9 to 19 minutes on two cores with AMX or AVX-512 BF16
 	@if [ -e runs/smollm2 ]; then mv runs/smollm2 "runs/smollm2-$$(date -r runs/smollm2 +%Y%m%d-%H%M%S)"; fi
-	@$(PY) -m deploy.colocate deploy/recipes/smollm2.toml $(ARGS)
+	@$(SLIPSTREAM) colocate deploy/recipes/smollm2.toml $(ARGS)
 
 test: $(STAMP)  ## run the tests that need no GPU (ARGS="-k loss -x")
 	@$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
@@ -54,7 +55,7 @@ lock:  ## resolve deploy/cpu.lock anew
 	@$(PYTHON) deploy/cpu_environment.py lock
 
 keys: $(STAMP)  ## make CURVE keys for server and learner in keys/ (ARGS=DIR: elsewhere)
-	@$(PY) -m protocol.channel.keys $(or $(ARGS),keys)
+	@$(SLIPSTREAM) keys $(or $(ARGS),keys)
 
 clean:  ## remove .venv and all caches; runs/ stays, with its checkpoints: delete what you no longer need by hand
 	@rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

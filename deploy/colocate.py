@@ -1,4 +1,4 @@
-"""Servers and learner on one node: `python -m deploy.colocate run.toml [switches] [--key value ...]`.
+"""Servers and learner on one node: `slipstream colocate run.toml [switches] [--key value ...]`.
 
     switches: --resume, --dry-run, --quiet, --json-logs
     place by `[deploy]` ─▶ start all ─▶ prefix output ─▶ forward signals ─▶ when one exits: stop all, or restart it
@@ -10,6 +10,7 @@ All output is also written to RUN_DIR/logs/.
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,21 +24,27 @@ from learner.config import LearnerRun
 from protocol import console
 from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.cores import halves
-from protocol.errors import ConfigError, SlipstreamError
+from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
 from protocol.installation import module_command
 
-PROGRAM = "python -m deploy.colocate"
-SWITCHES = ("--resume", "--dry-run")
+PROGRAM = "slipstream colocate"
+SWITCHES = {
+    "--resume": "continue the run in run_dir",
+    "--dry-run": "print the config with all keys, and start nothing",
+}
 
 
-def main() -> None:
+PURPOSE = """Run servers and learner on this node until the learner is done, placed by [deploy].
+
+Keys of [server] and [learner] are flags too: `slipstream serve --help` and `slipstream train --help` list them.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run all processes until the learner is done, then exit with its code."""
-    try:
-        sys.exit(colocate(sys.argv[1:]))
-    except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with console.exit_on_user_error():
+        sys.exit(colocate(sys.argv[1:] if arguments is None else list(arguments)))
 
 
 def colocate(arguments: list[str]) -> int:
@@ -47,10 +54,7 @@ def colocate(arguments: list[str]) -> int:
         ConfigError: If the config or a flag is invalid.
     """
     if not arguments or {"-h", "--help"} & set(arguments):
-        print(
-            __doc__, "\nConfig keys: `inference-server --help`, `learner train --help`, and deploy/config.py.", sep=""
-        )
-        return 0
+        load_config(DeployRun, ["--help"], PROGRAM, SWITCHES | console.SWITCHES, PURPOSE)  # prints and exits
     switches = [argument for argument in arguments if argument in SWITCHES]
     manner = [argument for argument in arguments if argument in console.SWITCHES]
     arguments = [argument for argument in arguments if argument not in (*SWITCHES, *console.SWITCHES)]

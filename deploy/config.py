@@ -78,8 +78,9 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DeployRun(SharedConfig):
-    """Configuration of `python -m deploy.colocate`, which ignores the other sections."""
+    """Configuration of `slipstream colocate`, which ignores the other sections."""
 
+    COMMON = ("model", "run_dir", "deploy.sharded", "deploy.restart")
     deploy: DeployConfig = DeployConfig()
     """Part of the node that each process gets."""
     server: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)

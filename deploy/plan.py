@@ -1,4 +1,4 @@
-"""A planner for dividing GPUs: `python -m deploy.plan run.toml --gpus 8 64 --measured runs/demo`.
+"""A planner for dividing GPUs: `slipstream plan run.toml --gpus 8 64 --measured runs/demo`.
 
     run.toml ─▶ groups requested and taken ┐
     a run directory, or flags ─▶ rates     ├─▶ simulations of the splits that could be best ─▶ table, or JSON
@@ -25,8 +25,9 @@ from deploy.planning.rates import ASSUMPTIONS, Rates, decode_rate
 from deploy.planning.servers import Failures
 from deploy.planning.simulation import MOST_SERVERS, Setup, simulate
 from deploy.planning.split import Split, search, splits
+from protocol import console
 from protocol.config import until_its_reader_leaves
-from protocol.errors import ConfigError, SlipstreamError
+from protocol.errors import ConfigError
 
 HEAD = ("GPUs", "servers × ranks", "groups", "samples/s", "step s", "server idle", "stalled", "fill", "learner idle", "syncing",
         "staleness", "max")  # fmt: skip
@@ -112,22 +113,17 @@ def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def main() -> None:
-    options, flags = parse_options(sys.argv[1:])
-    try:
+def main(arguments: Sequence[str] | None = None) -> None:
+    with console.exit_on_user_error(lambda: "plan"):
+        options, flags = parse_options(console.take_switches(sys.argv[1:] if arguments is None else arguments))
         result = plan(options, flags)
-    except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     with until_its_reader_leaves():
         print(json.dumps(result) if options.json else format_plan(result))
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the planner's own options and the flags of the config."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = console.ArgumentParser(PROGRAM, __doc__)
     add = parser.add_argument
     add("config", help="config file of the run")
     add("--gpus", type=int, nargs="+", default=[], help="numbers of GPUs to divide")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `learner train` for what starts processes again by itself: goes on with the run if there is one, and tells whether it is over.
+# `slipstream train` for what starts processes again by itself: goes on with the run if there is one, and tells whether it is over.
 #
 #   train_or_resume.sh run.toml RUN_DIR [--key value ...]        RANKS=8: several ranks, by accelerate
 #
@@ -15,9 +15,9 @@ fi
 config=$1 run_dir=$2
 shift 2
 
-learner=(learner)
+learner=(slipstream)
 if [ "${RANKS:-1}" -gt 1 ]; then
-    learner=(accelerate launch --num-processes "$RANKS" -m learner)
+    learner=(accelerate launch --num-processes "$RANKS" --no_python slipstream)
 fi
 resume=()
 if [ -e "$run_dir/config.toml" ]; then

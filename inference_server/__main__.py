@@ -1,4 +1,4 @@
-"""Entry point of `inference-server run.toml` and `inference-server doctor run.toml`.
+"""`slipstream serve run.toml` and `slipstream doctor --server run.toml`, also by the name `inference-server`.
 
 The first reads the config, takes the ports, starts vLLM on its cores, and serves until a signal arrives and
 the drain ends. The second checks whether the first could start.
@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 import msgspec
@@ -24,13 +25,13 @@ from inference_server.shutdown import until_ended
 from protocol import console
 from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.cores import share_of_cores
-from protocol.errors import SlipstreamError
 from protocol.hardware import gpu_choice
-from protocol.installation import install_command, version_line
+from protocol.installation import version_line
 from protocol.signals import signals_to_end
 
 log = logging.getLogger("inference_server")
 
+DRY_RUN = "--dry-run"
 ENVIRONMENT = {
     # Keep the threads of the CPU backend on the cores that sched_setaffinity chose.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -48,36 +49,43 @@ ENVIRONMENT = {
 """Variables that vLLM and torch read on import. Values set by the user take precedence."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve, or run the server's doctor; a user error exits with code 2 and without a traceback."""
     for number in signals_to_end():
         signal.signal(number, _quit_while_starting)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    try:
-        words = console.take_switches(sys.argv[1:])
-        if words[:1] == ["doctor"]:
-            from inference_server.doctor import doctor_command
+    with console.exit_on_user_error(_extra):
+        match console.take_switches(sys.argv[1:] if arguments is None else arguments):
+            case ["doctor", *words]:
+                from inference_server.doctor import doctor_command
 
-            sys.exit(doctor_command(words[1:]))
-        if words == ["--version"]:
-            print(version_line("inference-server"))
-            return
-        arguments = [word for word in words if word != "--dry-run"]
-        run = load_config(ServerRun, arguments, "inference-server", switches=f"[--dry-run] {console.IN_USAGE}")
-        if "--dry-run" in words:
-            with until_its_reader_leaves():
-                print(to_toml(run))
-            return
-        _start_logging()
-        _set_environment(run)
-        asyncio.run(_serve(run))
-    except SlipstreamError as error:
-        console.say_error(error)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        extra = "server-gpu" if gpu_choice().has_gpu else "server-cpu"
-        console.say_error(f"{error.name} is not installed; install it with: {install_command(extra)}")
-        sys.exit(2)
+                sys.exit(doctor_command(words))
+            case ["--version"]:
+                print(version_line("inference-server"))
+            case words:
+                _serve_command(words)
+
+
+def _extra() -> str:
+    return "server-gpu" if gpu_choice().has_gpu else "server-cpu"
+
+
+def _serve_command(words: list[str]) -> None:
+    arguments = [word for word in words if word != DRY_RUN]
+    run = load_config(
+        ServerRun,
+        arguments,
+        "slipstream serve",
+        {DRY_RUN: "print the config with all keys, and start nothing"} | console.SWITCHES,
+    )
+    if DRY_RUN in words:
+        with until_its_reader_leaves():
+            print(to_toml(run))
+        return
+    _start_logging()
+    _set_environment(run)
+    asyncio.run(_serve(run))
 
 
 def _quit_while_starting(*_: object) -> NoReturn:

@@ -137,8 +137,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ServerRun(SharedConfig):
-    """Configuration of `inference-server`."""
+    """Run an inference server: `slipstream serve run.toml`."""
 
+    COMMON = (
+        "model", "run_dir", "endpoint", "dtype", "server.max_model_len", "server.max_concurrent_sequences",
+        "server.gpu_memory_utilization", "server.kv_cache_memory_mib", "server.tensor_parallel_size", "server.http_port",
+    )  # fmt: skip
     server: ServerConfig = ServerConfig()
     learner: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
     """The learner's section, not checked here."""

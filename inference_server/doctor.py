@@ -1,6 +1,6 @@
-"""`inference-server doctor`: checks whether a server can start here, with a one-line remedy for each problem.
+"""`slipstream doctor --server`: checks whether a server can start here, with a one-line remedy for each problem.
 
-The doctor binds ports briefly and loads no model. `learner doctor` checks what needs both sides while the
+The doctor binds ports briefly and loads no model. `slipstream doctor` checks what needs both sides while the
 server runs: connectivity, matching keys and versions, and clocks.
 """
 
@@ -16,6 +16,7 @@ from inference_server.engine.memory import gpu_memory_bytes
 from inference_server.engine.vllm_names import SUPPORTED, all_names, check_vllm, installed_version
 from inference_server.http_access import listen, read_api_key
 from inference_server.preparation import MIB, check_block_size, check_room, needed_bytes
+from protocol import console
 from protocol.builtin_models import cache_dir
 from protocol.channel.keys import learner_keys, server_keys
 from protocol.channel.sockets import ServerChannel
@@ -45,7 +46,7 @@ def doctor_command(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
     arguments = [argument for argument in arguments if argument != "--json"]
     run = load_config(
-        ServerRun, arguments, "inference-server doctor", "[--json]",
+        ServerRun, arguments, "slipstream doctor --server", {"--json": "print JSON"} | console.SWITCHES,
         "Check whether the server can start here, and print a remedy for each problem.",
     )  # fmt: skip
     return tell(examine(run), as_json=as_json)
@@ -59,7 +60,7 @@ def examine(run: ServerRun) -> Iterator[Finding]:
     yield http(run)
     yield keys(run.keys)
     yield ok("versions", f"slipstream-rl {package_version()}, protocol {PROTOCOL_VERSION}")
-    yield unknown("clock", "`learner doctor` compares it, like keys and bandwidth, while this server runs")
+    yield unknown("clock", "`slipstream doctor` compares it, like keys and bandwidth, while this server runs")
     yield of_dtype(run.computes_in)
     yield from resources(run)
     if (of_nccl := nccl(run)) is not None:
@@ -128,12 +129,12 @@ def keys(directory: str | None) -> Finding:
     try:
         own = server_keys(directory)
     except ConfigError as error:
-        return problem_of("keys", error, "create keys with `make keys`")
+        return problem_of("keys", error, "create keys with `slipstream keys keys`")
     if (Path(directory) / "learner.key").exists():
         try:
             learner = learner_keys(directory)
         except ConfigError as error:
-            return problem_of("keys", error, "create keys with `make keys`")
+            return problem_of("keys", error, "create keys with `slipstream keys keys`")
         if learner.server != own.public:
             return problem(
                 "keys", f"{directory}/server.pub does not belong to {directory}/server.key",

@@ -1,26 +1,18 @@
-"""Commands of the learner: new, check, train, evaluate, doctor, self-test, report, runs.
+"""The commands of the learner: `slipstream train`, `check`, `evaluate`, `doctor`, `self-test`, `report`, `runs`, `new`.
 
-    learner new DIR
-    learner check run.toml [--trial] [--json] [--key value ...]
-    learner train run.toml [--resume] [--key value ...]
-    learner evaluate run.toml [--json] [--key value ...]
-    learner doctor run.toml [--json] [--key value ...]
-    learner self-test run.toml [--json] [--key value ...]
-    learner report RUN_DIR [RUN_DIR ...] [--json]
-    learner runs [DIR] [--json]
-
-Multiple ranks: `accelerate launch -m learner train run.toml`. All commands take --quiet and --json-logs.
+`learner COMMAND` is another name of `slipstream COMMAND`. All commands take --quiet and --json-logs.
 """
 
 import logging
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol import console
-from protocol.errors import ConfigError, ParityError, SlipstreamError
-from protocol.installation import install_command, version_line
+from protocol.errors import ParityError, SlipstreamError
+from protocol.installation import version_line
 
 if TYPE_CHECKING:
     from learner.config import LearnerRun
@@ -35,67 +27,43 @@ ENVIRONMENT = {
 }
 """Environment variables that torch reads on import. Values set by the user take precedence."""
 
-USAGE = """usage: learner new DIR                                                    a task of your own to begin with
-       learner check run.toml [--trial] [--json] [--key value ...]      prompts, rewards and what the run would do; then the doctor;
-                                                                        --trial: its first steps, and how long all would take
-       learner train run.toml [--resume] [--dry-run] [--key value ...]   train; --help lists the keys
-       learner evaluate run.toml [--json] [--key value ...]             how good a server's policy is, with intervals
-       learner doctor run.toml [--json] [--key value ...]               what would keep the run from beginning, and remedies
-       learner self-test run.toml [--json] [--key value ...]            the noise between the server and this learner
-       learner report RUN_DIR [--json]                                  the report of a run
-       learner report RUN_DIR RUN_DIR ... [--json]                      several runs side by side, and in what their configs differ
-       learner runs [DIR] [--json]                                      the runs in a directory ("runs"): state, step, reward
-       learner --version
-with any of them: --quiet (only warnings and errors), --json-logs (one JSON object a line)"""
+USAGE = "usage: learner COMMAND ..., which is `slipstream COMMAND ...`\ncommands: {commands}\n`slipstream --help` explains them"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; a user error exits with code 2 and without a traceback."""
-    words = console.take_switches(sys.argv[1:])
+    words = console.take_switches(sys.argv[1:] if arguments is None else arguments)
     console.start_logging("%(asctime)s %(levelname)s %(message)s")
     for library in ("httpx", "accelerate", "datasets"):  # they log a line for every file
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
-        match words:
-            case ["train", *arguments]:
-                train_command(arguments)
-            case ["doctor", *arguments]:
-                sys.exit(doctor_command(arguments))
-            case ["check", *arguments]:
-                sys.exit(check_command(arguments))
-            case ["evaluate", *arguments]:
-                evaluate_command(arguments)
-            case ["self-test", *arguments]:
-                self_test_command(arguments)
-            case ["report", run_dir, *flags] if set(flags) <= {"--json"} and not run_dir.startswith("-"):
-                report_command(Path(run_dir), as_json="--json" in flags)
-            case ["report", *words] if len([w for w in words if not w.startswith("-")]) > 1:
-                compare_command(words)
-            case ["runs", *flags] if set(flags) <= {"--json"}:
-                runs_command(Path("runs"), as_json="--json" in flags)
-            case ["runs", directory, *flags] if set(flags) <= {"--json"} and not directory.startswith("-"):
-                runs_command(Path(directory), as_json="--json" in flags)
-            case ["new", directory] if not directory.startswith("-"):
-                new_command(Path(directory))
-            case ["--version"]:
-                print(version_line("learner"))
-            case ["-h" | "--help"] | [] | ["report" | "runs" | "new", "-h" | "--help"]:
-                print(USAGE)
-            case arguments:
-                raise ConfigError(f"unknown command {' '.join(arguments)!r}\n{USAGE}")
-    except SlipstreamError as error:
-        console.say_error(error)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        console.say_error(f"{error.name} is not installed; install it with: {install_command('learner')}")
-        sys.exit(2)
+        with console.exit_on_user_error():
+            if status := run_command(words):
+                sys.exit(status)
     except KeyboardInterrupt:
         sys.stdout.flush()
         # A normal exit would wait for the threads that write a pending checkpoint.
         os._exit(130)
 
 
-def new_command(directory: Path) -> None:
+def run_command(words: list[str]) -> int | None:
+    """Return the exit status of a command; None: 0."""
+    match words:
+        case [] | ["-h" | "--help"]:
+            print(USAGE.format(commands=", ".join(COMMANDS)))
+        case ["--version"]:
+            print(version_line("learner"))
+        case [name, *arguments] if name in COMMANDS:
+            return COMMANDS[name](arguments)
+        case [name, *_]:
+            raise console.unknown_command(name, COMMANDS)
+    return None
+
+
+def new_command(arguments: list[str]) -> None:
+    parser = console.ArgumentParser("slipstream new", "Write a task of your own to begin with.")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="new directory of the task")
+    directory = parser.parse_args(arguments).directory
     from learner.starter.starter import write_starter
 
     print(write_starter(directory))
@@ -105,9 +73,13 @@ def train_command(arguments: list[str]) -> None:
     from learner.config import LearnerRun
     from protocol.config import load_config, to_toml, until_its_reader_leaves
 
-    switches = {"--resume", "--dry-run"} & set(arguments)
+    flags = {
+        "--resume": "continue the run in run_dir",
+        "--dry-run": "print the config with all keys, and start nothing",
+    }
+    switches = flags.keys() & arguments
     arguments = [argument for argument in arguments if argument not in switches]
-    run = load_config(LearnerRun, arguments, "learner train", switches=f"[--resume] [--dry-run] {console.IN_USAGE}")
+    run = load_config(LearnerRun, arguments, "slipstream train", flags | console.SWITCHES)
     if "--dry-run" in switches:
         with until_its_reader_leaves():
             print(to_toml(run))
@@ -129,8 +101,9 @@ def train_command(arguments: list[str]) -> None:
 def doctor_command(arguments: list[str]) -> int:
     """Return the exit status: 1 if there is any problem."""
     run, as_json = _run_to_look_at(
-        arguments, "learner doctor", "Look for what would keep a run from beginning, and say what to do about it."
-    )
+        arguments, "slipstream doctor", "Look for what would keep a run from starting, and say what to do.",
+        {"--server": "examine the server's side, on its machine"},
+    )  # fmt: skip
     from learner.doctor.doctor import examine
     from protocol.doctor import tell
 
@@ -141,8 +114,8 @@ def check_command(arguments: list[str]) -> int:
     """Return the exit status: 1 if there is any problem."""
     rest = [argument for argument in arguments if argument != "--trial"]
     run, as_json = _run_to_look_at(
-        rest, "learner check", "Show the first prompts as the model gets them and what the rewards say; then do as the doctor does.",
-        switches="[--trial] ",
+        rest, "slipstream check", "Show the first prompts as the model gets them and what the rewards say; then do as the doctor does.",
+        {"--trial": "also run the first steps, and estimate how long the whole run would take"},
     )  # fmt: skip
     _prepare_to_compute(run)
     from learner.doctor.check import check
@@ -153,7 +126,7 @@ def check_command(arguments: list[str]) -> int:
 
 def evaluate_command(arguments: list[str]) -> None:
     run, as_json = _run_to_look_at(
-        arguments, "learner evaluate", "Ask a server the prompts of [learner.evaluation], rate its answers, and print means with intervals."
+        arguments, "slipstream evaluate", "Ask a server the prompts of [learner.evaluation], rate its answers, and print means with intervals."
     )  # fmt: skip
     import msgspec
 
@@ -164,13 +137,16 @@ def evaluate_command(arguments: list[str]) -> None:
         print(msgspec.json.encode(made).decode() if as_json else as_text(made))
 
 
-def _run_to_look_at(arguments: list[str], program: str, purpose: str, switches: str = "") -> "tuple[LearnerRun, bool]":
+def _run_to_look_at(
+    arguments: list[str], program: str, purpose: str, flags: Mapping[str, str] | None = None
+) -> "tuple[LearnerRun, bool]":
     """Return the run, and whether to answer in JSON."""
     from learner.config import LearnerRun
     from protocol.config import load_config
 
     rest = [argument for argument in arguments if argument != "--json"]
-    return load_config(LearnerRun, rest, program, f"{switches}[--json]", purpose), rest != arguments
+    flags = dict(flags or {}) | {"--json": "print JSON"} | console.SWITCHES
+    return load_config(LearnerRun, rest, program, flags, purpose), rest != arguments
 
 
 def _prepare_to_compute(run: "LearnerRun") -> None:
@@ -193,7 +169,7 @@ def _prepare_to_compute(run: "LearnerRun") -> None:
 
 def self_test_command(arguments: list[str]) -> None:
     run, as_json = _run_to_look_at(
-        arguments, "learner self-test", "Measure the noise between a running server and this learner, with nothing learned."
+        arguments, "slipstream self-test", "Measure the noise between a running server and this learner, with nothing learned."
     )  # fmt: skip
     _prepare_to_compute(run)
     import msgspec
@@ -210,7 +186,18 @@ def self_test_command(arguments: list[str]) -> None:
         print("server and learner agree, and nothing in this run acts on the noise that is left")
 
 
-def report_command(run_dir: Path, *, as_json: bool) -> None:
+def report_command(arguments: list[str]) -> None:
+    parser = console.ArgumentParser("slipstream report", "Write the report of a run, or compare several runs.")
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="one run, or several to compare")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and write nothing")
+    options = parser.parse_intermixed_args(arguments)
+    if len(options.run_dirs) == 1:
+        report(options.run_dirs[0], as_json=options.json)
+    else:
+        compare_runs(options.run_dirs, as_json=options.json)
+
+
+def report(run_dir: Path, *, as_json: bool) -> None:
     import msgspec
 
     from learner.report.page import write_report
@@ -229,36 +216,48 @@ def tell_end(run_dir: Path) -> None:
     from learner.report.summary import as_text, summarize
 
     if console.manner().has_bars:
-        report_command(run_dir, as_json=False)
+        report(run_dir, as_json=False)
     else:
         console.say(f"{as_text(summarize(run_dir))}\n\nreport: {write_report(run_dir)}")
 
 
-def compare_command(words: list[str]) -> None:
+def compare_runs(run_dirs: Sequence[Path], *, as_json: bool) -> None:
     import msgspec
 
     from learner.report.comparison import as_text, compare, write_comparison
 
-    flags = [word for word in words if word.startswith("-")]
-    if set(flags) - {"--json"}:
-        raise ConfigError(f"unknown flag {flags[0]!r} of learner report; expected --json or none\n{USAGE}")
-    comparison, metrics = compare([Path(word) for word in words if not word.startswith("-")])
-    if flags:
+    comparison, metrics = compare(run_dirs)
+    if as_json:
         print(msgspec.json.encode(comparison).decode())
     else:
         print(f"{as_text(comparison)}\n\ncomparison: {write_comparison(comparison, metrics)}")
 
 
-def runs_command(directory: Path, *, as_json: bool) -> None:
+def runs_command(arguments: list[str]) -> None:
+    parser = console.ArgumentParser("slipstream runs", "List the runs in a directory: state, step, reward.")
+    parser.add_argument("directory", nargs="?", type=Path, default="runs", metavar="DIR", help='default: "runs"')
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
+    options = parser.parse_args(arguments)
     import msgspec
 
     from learner.report.runs import as_table, list_runs
     from protocol.config import until_its_reader_leaves
 
-    runs = list_runs(directory)
+    runs = list_runs(options.directory)
     with until_its_reader_leaves():
-        print(msgspec.json.encode(runs).decode() if as_json else as_table(runs))
+        print(msgspec.json.encode(runs).decode() if options.json else as_table(runs))
 
+
+COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+    "train": train_command,
+    "evaluate": evaluate_command,
+    "report": report_command,
+    "runs": runs_command,
+    "new": new_command,
+    "check": check_command,
+    "doctor": doctor_command,
+    "self-test": self_test_command,
+}
 
 if __name__ == "__main__":
     main()

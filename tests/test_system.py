@@ -274,7 +274,7 @@ def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint_to_resume_from(server:
 
 
 def test_colocate_runs_both_and_ends_both(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deploy.colocate", RECIPE, "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "deploy.cli", "colocate", RECIPE, "--run-dir", str(tmp_path / "run")]
     command += ["--endpoint", f"tcp://127.0.0.1:{free_port()}", "--server.http-port", str(free_port())]
     command += ["--learner.steps", "3", "--learner.report.dashboard-port", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -19,4 +19,4 @@ RUN python deploy/cpu_environment.py install && rm -rf /root/.cache
 ENV PATH=/opt/slipstream/.venv/bin:$PATH HOME=/cache USER=slipstream
 RUN install -d -o 1000 /cache /runs
 USER 1000
-CMD ["python", "-m", "deploy.colocate", "deploy/recipes/reverse.toml", "--run-dir", "/runs/demo"]
+CMD ["slipstream", "colocate", "deploy/recipes/reverse.toml", "--run-dir", "/runs/demo"]

@@ -15,5 +15,5 @@ ENV HOME=/cache USER=slipstream
 RUN install -d -o 1000 /cache /runs
 USER 1000
 EXPOSE 5757 8000
-ENTRYPOINT ["inference-server"]
+ENTRYPOINT ["slipstream", "serve"]
 CMD ["/config/run.toml"]

@@ -46,7 +46,7 @@ WARM_UP_SHARE = 0.25
 LEAST_STEPS = 8
 TOKEN_PHASES = ("time/forward_backward", "time/reference", "time/policy_pass")
 """Phases of a step whose time is proportional to its tokens."""
-PROGRAM = "python -m deploy.plan"
+PROGRAM = "slipstream plan"
 ANY_ENDPOINT = "tcp://127.0.0.1:1"
 """Placeholder endpoint for loading the server section. No process connects to it."""
 SQL = """SELECT admitted_version, num_tokens, admitted_at, received_at, scored_at FROM groups

@@ -1,4 +1,4 @@
-"""Config of evaluations, by `learner evaluate run.toml` and during training."""
+"""Config of evaluations, by `slipstream evaluate run.toml` and during training."""
 
 import math
 import re
@@ -44,7 +44,7 @@ class EvaluationConfig(Section):
     """
 
     every_steps: MayChange[int] = 0
-    """Steps between evaluations during training. One also follows the last step. 0: only by `learner
+    """Steps between evaluations during training. One also follows the last step. 0: only by `slipstream
     evaluate`."""
     at_start: MayChange[bool] = False
     """Whether to also evaluate before the first step."""
@@ -52,7 +52,7 @@ class EvaluationConfig(Section):
     """Whether to hold the next step until the evaluation is complete, so that one policy version answers all
     prompts. Training waits meanwhile."""
     url: MayChange[str | None] = None
-    """OpenAI endpoint of a server: one of this run, or for `learner evaluate` also of `vllm serve`. Its key,
+    """OpenAI endpoint of a server: one of this run, or for `slipstream evaluate` also of `vllm serve`. Its key,
     if it requires one, is read from EVALUATION_API_KEY or OPENAI_API_KEY. Unset: server.http_host and
     server.http_port, by default port 8000 of this machine. If http_host is all addresses (0.0.0.0, ::), the
     host of the run's first server is used."""

@@ -161,8 +161,14 @@ class LearnerConfig(Section):
 
 
 class LearnerRun(SharedConfig):
-    """Train a model: `learner train run.toml`."""
+    """Train a model: `slipstream train run.toml`."""
 
+    COMMON = (
+        "model", "run_dir", "endpoint", "dtype", "learner.steps", "learner.groups_per_step", "learner.max_staleness",
+        "learner.data.path", "learner.data.dataset", "learner.sampling.num_completions", "learner.sampling.max_tokens",
+        "learner.reward.functions", "learner.optimizer.learning_rate", "learner.kl.coef",
+        "learner.checkpoint.every_steps", "learner.evaluation.every_steps",
+    )  # fmt: skip
     learner: LearnerConfig
     """Settings of the learner."""
     server: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)

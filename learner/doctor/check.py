@@ -1,4 +1,4 @@
-"""`learner check`: a preview of a run without training, from its prompts to the time it would take.
+"""`slipstream check`: a preview of a run without training, from its prompts to the time it would take.
 
     config ─▶ prompts (first rows, tokens) ─▶ rewards (of right answers and noise, in workers) ─▶ course
            ─▶ doctor.py: servers, memory, disk ─▶ trial
@@ -228,7 +228,7 @@ def first_steps(run: LearnerRun) -> Metrics:
         accelerator = make_accelerator()
         if accelerator.num_processes > 1:
             raise ConfigError(
-                f"{accelerator.num_processes} ranks run the trial; expected one. Start it with `learner check`"
+                f"{accelerator.num_processes} ranks run the trial; expected one. Start it with `slipstream check`"
             )
         set_seed(run.seed)
         run_dir = open_run_dir(run, resume=False)

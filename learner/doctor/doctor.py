@@ -1,4 +1,4 @@
-"""`learner doctor`: checks from the learner's side that a run can start. Each problem has a remedy.
+"""`slipstream doctor`: checks from the learner's side that a run can start. Each problem has a remedy.
 
     each server: names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport
         ─▶ evaluation, memory, disk ─▶ each server that answered: Trial ─▶ bandwidth
@@ -107,7 +107,7 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
     try:
         keys = learner_keys(run.keys) if run.keys is not None else None
     except ConfigError as error:
-        yield problem_of("keys", error, "make keys with `make keys`, or copy them here with `scp -p`")
+        yield problem_of("keys", error, "make keys with `slipstream keys keys`, or copy them here with `scp -p`")
         return
     with closing(LearnerChannel(endpoint, keys, insecure=run.insecure)) as channel:
         try:
@@ -216,7 +216,7 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
         own_device_name(device), vitals.devices, learner_transports=offered, server_transports=vitals.transports
     )
     if chosen == "gloo" and run.learner.push.transport == "auto" and detour is not None:
-        remedy = why_not_installed() or "run `inference-server doctor` on the server's machine"
+        remedy = why_not_installed() or "run `slipstream doctor --server` on the server's machine"
         text = f"weights are sent with gloo, over the CPUs: {detour}"
         return problem("transport", text, f'{remedy}, or accept it: learner.push.transport = "gloo"')
     return ok("transport", f"weights are sent with {chosen} to {len(vitals.devices)} worker(s)")

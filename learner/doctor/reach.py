@@ -61,7 +61,7 @@ def port(endpoint: str) -> Finding:
     except ConnectionRefusedError:
         return problem(
             "port", f"nothing listens at {where}",
-            "start `inference-server run.toml` there, or correct the port of `endpoint`; on another node, the server's "
+            "start `slipstream serve run.toml` there, or correct the port of `endpoint`; on another node, the server's "
             "`endpoint` must not be loopback",
         )  # fmt: skip
     except TimeoutError:

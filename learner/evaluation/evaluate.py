@@ -2,7 +2,7 @@
 
     Questions ─▶ openai_client.py, or episodes.py ─▶ rewards as in training, as answers arrive ─▶ Evaluation
 
-Called by `learner evaluate`, and during training by background.py. It uses the OpenAI API of a server, so
+Called by `slipstream evaluate`, and during training by background.py. It uses the OpenAI API of a server, so
 training continues, and `vllm serve` with a checkpoint works too.
 Invariant: every prompt is rated once, or an error explains why there is no evaluation.
 """

@@ -143,7 +143,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """Seconds since 1970."""
     step: int | None = None
-    """Step after which a run started the evaluation. None: `learner evaluate` did."""
+    """Step after which a run started the evaluation. None: `slipstream evaluate` did."""
     set_name: str | None = None
     """Name of the set in learner.evaluation.sets. None: the default set."""
     data: str

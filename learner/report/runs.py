@@ -1,8 +1,8 @@
-"""The list of runs below a directory, one line each: `learner runs [DIR]`.
+"""The list of runs below a directory, one line each: `slipstream runs [DIR]`.
 
     config.toml, the last line of metrics.jsonl, the kernel's list of locks ─▶ Run ─▶ a table, or JSON
 
-`learner runs` changes nothing and takes no lock, so it never blocks a learner that starts.
+`slipstream runs` changes nothing and takes no lock, so it never blocks a learner that starts.
 From metrics.jsonl, it reads only the last step.
 """
 
@@ -48,13 +48,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 def list_runs(directory: Path) -> list[Run]:
     """Return the runs, newest first. Raises RunDirectoryError if there are none."""
     if not directory.is_dir():
-        raise RunDirectoryError(f"{directory} is not a directory; use the directory of your runs: `learner runs DIR`")
+        raise RunDirectoryError(
+            f"{directory} is not a directory; use the directory of your runs: `slipstream runs DIR`"
+        )
     locked = locked_files()
     runs = [look_at(path, locked) for path in _run_dirs(directory, MAX_DEPTH)]
     if not runs:
         raise RunDirectoryError(
-            f"no run in {directory} or up to {MAX_DEPTH} directories below it; start one with `learner train`, or use "
-            "another directory: `learner runs DIR`"
+            f"no run in {directory} or up to {MAX_DEPTH} directories below it; start one with `slipstream train`, or use "
+            "another directory: `slipstream runs DIR`"
         )
     return sorted(runs, key=lambda run: run.newest_at or 0.0, reverse=True)
 

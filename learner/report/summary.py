@@ -1,6 +1,6 @@
 """The numbers of a run, read from its directory: `metrics.jsonl`, `samples.jsonl` and the ledger.
 
-`learner report`, the demo and the HTML report share these numbers. Reading changes nothing in the run
+`slipstream report`, the demo and the HTML report share these numbers. Reading changes nothing in the run
 directory, so the run may still be active.
 Invariant: steps undone by a resume are not counted, neither here nor in the ledger.
 """
@@ -25,7 +25,7 @@ class RunDirectoryError(SlipstreamError):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of `learner report --json`. None: the run has no such value."""
+    """Output of `slipstream report --json`. None: the run has no such value."""
 
     steps: int
     seconds: float
@@ -187,7 +187,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise RunDirectoryError(
-            f"{run_dir} is not a run directory: metrics.jsonl is missing; start a run with `learner train`, or use the "
+            f"{run_dir} is not a run directory: metrics.jsonl is missing; start a run with `slipstream train`, or use the "
             "directory that it printed at the start"
         )
     metrics = read_steps(path)

@@ -153,7 +153,7 @@ class Fleet:
         keys = " and `keys` (the peer there rejects every handshake)" if handshakes_fail else ""
         return DeadlineExceeded(
             f"no inference server answers at {self._places()} after {patience_s:.0f} s; start one with "
-            f"`inference-server run.toml`, check `endpoint{'s' * self.is_several}`{keys}, or raise "
+            f"`slipstream serve run.toml`, check `endpoint{'s' * self.is_several}`{keys}, or raise "
             "learner.connect_timeout_s"
         )
 

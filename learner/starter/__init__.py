@@ -1,1 +1,1 @@
-"""Template of `learner new`: a small task that runs as it is."""
+"""Template of `slipstream new`: a small task that runs as it is."""

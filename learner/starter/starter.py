@@ -1,4 +1,4 @@
-"""`learner new my-task`: create a directory with a recipe, prompts, a reward function and its test.
+"""`slipstream new my-task`: create a directory with a recipe, prompts, a reward function and its test.
 
     learner/starter/files/ ─▶ DIR, with its name filled into the recipe
 
@@ -38,10 +38,10 @@ def write_starter(directory: Path) -> str:
         )
     except FileExistsError:
         raise ConfigError(
-            f"{directory} exists; choose a directory that does not exist, and `learner new` creates it"
+            f"{directory} exists; choose a directory that does not exist, and `slipstream new` creates it"
         ) from None
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error}; choose another directory") from error
     return f"""wrote {directory}/: prompts.jsonl, reward.py, test_reward.py, run.toml. Next:
   python -m pytest {directory}                      # check that the reward matches your intent
-  python -m deploy.colocate {directory}/run.toml    # train: server and learner on this machine; runs/{directory.name}/report.html"""
+  slipstream colocate {directory}/run.toml          # train: server and learner on this machine; runs/{directory.name}/report.html"""

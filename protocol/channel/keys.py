@@ -5,7 +5,7 @@
     DIR/learner.key           a learner's secret key      goes to that learner
     DIR/allowed/learner.pub   an admitted public key      stays on the server, one file per learner
 
-`python -m protocol.channel.keys DIR` creates them. The server reads allowed/ at each handshake. Public keys
+`slipstream keys DIR` creates them. The server reads allowed/ at each handshake. Public keys
 follow from secret keys, so neither side needs a file of its own public key.
 Invariant: secrets, including the key of the OpenAI API, are read only from files that no other user can read.
 """
@@ -15,12 +15,14 @@ import logging
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from protocol.errors import ConfigError, SlipstreamError
+from protocol import console
+from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 KEY_CHARACTERS = 40
@@ -126,6 +128,8 @@ def make_keys(directory: Path) -> None:
         raise ConfigError(
             f"{directory} exists, and keys are never overwritten; use its keys or choose another directory"
         ) from error
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error}; choose another directory") from error
     (directory / "allowed").mkdir(mode=0o700)
     server_public, server_secret = zmq.curve_keypair()
     learner_public, learner_secret = zmq.curve_keypair()
@@ -148,14 +152,14 @@ def _folder(directory: str) -> Path:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(
-            f"keys = {directory!r} cannot be read ({error.strerror}); use a directory that `make keys` created and "
+            f"keys = {directory!r} cannot be read ({error.strerror}); use a directory that `slipstream keys keys` created and "
             "that this user can access"
         ) from error
     return Path(directory)
 
 
 def _read_pair(path: Path) -> tuple[bytes, bytes]:
-    secret = _checked(read_secret(path, "a secret key created by `make keys`"), path)
+    secret = _checked(read_secret(path, "a secret key created by `slipstream keys keys`"), path)
     return secret, zmq.curve_public(secret)
 
 
@@ -163,7 +167,7 @@ def _read_public(path: Path) -> bytes:
     try:
         return _checked(path.read_text().strip(), path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} (a public key created by `make keys`) cannot be read: {error}") from error
+        raise ConfigError(f"{path} (a public key created by `slipstream keys keys`) cannot be read: {error}") from error
 
 
 def _checked(text: str, path: Path) -> bytes:
@@ -174,21 +178,17 @@ def _checked(text: str, path: Path) -> bytes:
         zmq.curve_public(key)  # fails if the text is not Z85
     except (ValueError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"{path} is not a valid key: {error}; expected {KEY_CHARACTERS} Z85 characters, as `make keys` writes them"
+            f"{path} is not a valid key: {error}; expected {KEY_CHARACTERS} Z85 characters, as `slipstream keys keys` writes them"
         ) from error
     return key
 
 
-def main() -> None:
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        print("usage: python -m protocol.channel.keys DIR", file=sys.stderr)
-        sys.exit(2)
-    directory = Path(sys.argv[1])
-    try:
+def main(arguments: Sequence[str] | None = None) -> None:
+    with console.exit_on_user_error():
+        parser = console.ArgumentParser("slipstream keys", "Make the CURVE keys of a server and of one learner.")
+        parser.add_argument("directory", type=Path, metavar="DIR", help="new directory of the keys")
+        directory = parser.parse_args(console.take_switches(sys.argv[1:] if arguments is None else arguments)).directory
         make_keys(directory)
-    except (SlipstreamError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     print(
         f'created keys in {directory}; set keys = "{directory}" in the config of both sides\n'
         f"  the server keeps   {directory}/server.key and {directory}/allowed/\n"

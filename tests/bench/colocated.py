@@ -1,4 +1,4 @@
-"""A run of the whole system by the user's command, watched: `python -m deploy.colocate` on a config that is written here.
+"""A run of the whole system by the user's command, watched: `slipstream colocate` on a config that is written here.
 
     config ─▶ server and learner ─▶ RUN_DIR/metrics.jsonl, and what the server's /status said meanwhile
 
@@ -62,7 +62,7 @@ def run_colocated(
     config, console = Path(run.run_dir).with_suffix(".toml"), Path(run.run_dir).with_suffix(".log")
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(to_toml(run))
-    command = [sys.executable, "-m", "deploy.colocate", str(config), *(["--resume"] if resume else [])]
+    command = [sys.executable, "-m", "deploy.cli", "colocate", str(config), *(["--resume"] if resume else [])]
     seen = ServerSeen()
     with console.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)

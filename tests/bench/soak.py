@@ -56,7 +56,7 @@ def soak(directory: Path, duration_s: float) -> dict[str, Any]:
     run_dir = directory / time.strftime("run-%Y%m%d-%H%M%S")
     run_dir.mkdir(parents=True)
     command = [
-        sys.executable, "-m", "deploy.colocate", RECIPE, "--run-dir", str(run_dir),
+        sys.executable, "-m", "deploy.cli", "colocate", RECIPE, "--run-dir", str(run_dir),
         "--endpoint", f"tcp://127.0.0.1:{free_port()}", "--server.http-port", str(free_port()),
         "--learner.report.dashboard-port", str(free_port()), "--learner.steps", "10000000",
     ]  # fmt: skip

@@ -2,7 +2,6 @@
 fails the artefact that still has it.
 """
 
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -21,17 +20,16 @@ RECIPE = str(DEPLOY / "recipes/gsm8k.toml")
 def check(words: list[str]) -> ServerRun | LearnerRun | None:
     """Raise what the command would say of its arguments; its config file is taken for a recipe. Returns what it would run."""
     match words:
-        case [command, _, *flags] if command.endswith("inference-server"):
-            return load_config(ServerRun, [RECIPE, *flags], "inference-server")
+        case [command, "serve", _, *flags] if command.endswith("slipstream"):
+            return load_config(ServerRun, [RECIPE, *flags], "slipstream serve")
         case [command, _, run_dir, *flags] if command.endswith("train_or_resume.sh"):
-            return check(["learner", "train", RECIPE, "--run-dir", run_dir, *flags])
-        case ["learner", "train", _, *flags]:
-            return load_config(LearnerRun, [RECIPE, *(flag for flag in flags if flag != "--resume")], "learner train")
-        case [_, "-m", "deploy.colocate", recipe, *flags]:
-            return load_config(LearnerRun, [str(ROOT / recipe), *flags], "colocate")
-        case [_, "-m", module, *_]:
-            assert importlib.util.find_spec(module) is not None, f"there is no module {module}"
-            return None
+            return check(["slipstream", "train", RECIPE, "--run-dir", run_dir, *flags])
+        case ["slipstream", "train", _, *flags]:
+            return load_config(
+                LearnerRun, [RECIPE, *(flag for flag in flags if flag != "--resume")], "slipstream train"
+            )
+        case ["slipstream", "colocate", recipe, *flags]:
+            return load_config(LearnerRun, [str(ROOT / recipe), *flags], "slipstream colocate")
         case [_, "-c", program]:
             compile(program, "command", "exec")
             return None

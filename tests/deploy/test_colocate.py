@@ -100,7 +100,7 @@ def test_two_servers_and_two_ranks_of_which_one_each_is_killed_end_complete(tmp_
     config, out, metrics = tmp_path / "run.toml", tmp_path / "out", run_dir / "metrics.jsonl"
     config.write_bytes(msgspec.toml.encode(recipe))
     with out.open("w") as file:
-        command = [sys.executable, "-m", "deploy.colocate", str(config)]
+        command = [sys.executable, "-m", "deploy.cli", "colocate", str(config)]
         node = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
 
     def steps() -> list[int]:
@@ -136,7 +136,8 @@ def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_pat
     command = [
         sys.executable,
         "-m",
-        "deploy.colocate",
+        "deploy.cli",
+        "colocate",
         "deploy/recipes/reverse.toml",
         "--run-dir",
         str(tmp_path / "run"),

@@ -90,7 +90,7 @@ def test_the_servers_image_has_a_vllm_that_the_server_works_with() -> None:
 
 def test_the_demo_of_the_cpu_image_is_one_that_colocate_takes(capsys: pytest.CaptureFixture[str]) -> None:
     words = words_of(DEPLOY / "docker/cpu.Dockerfile")
-    assert colocate([str(ROOT / words[3]), *words[4:], "--dry-run"]) == 0
+    assert colocate([str(ROOT / words[2]), *words[3:], "--dry-run"]) == 0
     assert 'run_dir = "/runs/demo"' in capsys.readouterr().out
 
 
@@ -142,6 +142,6 @@ def test_no_service_of_the_compose_file_is_started_again_for_ever() -> None:
 
 def test_a_renamed_flag_of_an_artefact_would_be_found() -> None:
     with pytest.raises(ConfigError, match=r"unknown flag --server\.http-prt; did you mean --server\.http-port"):
-        check(shlex.split("inference-server /config/run.toml --server.http-prt 1"))
+        check(shlex.split("slipstream serve /config/run.toml --server.http-prt 1"))
     with pytest.raises(AssertionError, match="no known command"):
-        check(["inference-sever", "run.toml"])
+        check(["slipstream", "sever", "run.toml"])

@@ -1,4 +1,4 @@
-"""`python -m deploy.plan`: what it finds, what it prints, what it refuses."""
+"""`slipstream plan`: what it finds, what it prints, what it refuses."""
 
 import json
 import subprocess
@@ -161,7 +161,7 @@ def test_what_cannot_be_planned_is_refused_with_the_remedy(arguments: list[str],
 
 
 def test_the_command_prints_a_table_or_json_and_errors_in_a_line() -> None:
-    command = [sys.executable, "-m", "deploy.plan", RECIPE, "--split", "2x1", "--steps", "8"]
+    command = [sys.executable, "-m", "deploy.cli", "plan", RECIPE, "--split", "2x1", "--steps", "8"]
     table, as_json, error = (
         subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=60)
         for more in (RATES, [*RATES, "--json"], [])

@@ -25,7 +25,7 @@ def section(unit: Path, name: str) -> dict[str, str]:
 
 def complaints(units: dict[str, str], tmp_path: Path) -> str:
     """What systemd says of these units where everything is installed."""
-    for command in (".venv/bin/inference-server", "deploy/train_or_resume.sh"):
+    for command in (".venv/bin/slipstream", "deploy/train_or_resume.sh"):
         path = tmp_path / "installed" / command
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("#!/bin/sh\n")

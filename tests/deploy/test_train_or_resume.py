@@ -29,6 +29,7 @@ exit "$(cat "$STORY.{name}-ends")"
 WRITE_DOWN = '\nprintf "%s\\n" "{name}" "$@" >> "$STORY.words"; echo "" >> "$STORY.words"\n'
 KEY = '\necho "{name} key ${EVALUATION_API_KEY:-}" >> "$STORY.keys"\n'
 COMMANDS = {
+    "slipstream": '\nif [ "$1" = serve ]; then exec inference-server "$@"; else exec learner "$@"; fi\n',
     "learner": KEY + 'mkdir -p "$4" && touch "$4/config.toml"' + WRITE_DOWN + LIVE,
     "inference-server": KEY.replace("EVALUATION", "VLLM") + WRITE_DOWN + LIVE,
     "accelerate": WRITE_DOWN,
@@ -111,7 +112,7 @@ def test_the_first_start_begins_a_run_and_the_second_goes_on_with_it(stage: Stag
     assert first == ["learner", "train", "run.toml", "--run-dir", str(stage.run_dir), "--learner.steps", "3"]
     assert [word for word in second if word not in first] == ["--resume"]
     for words in (first, second):
-        run = check(words)
+        run = check(["slipstream", *words[1:]])
         assert isinstance(run, LearnerRun) and run.learner.steps == 3
 
 
@@ -153,7 +154,7 @@ def test_several_ranks_are_started_by_accelerate(stage: Stage) -> None:
     with stage.play(SCRIPT, RANKS="4") as script:
         assert script.wait(TIMEOUT_S) == 0
     (words,) = stage.words()
-    assert words[:7] == ["accelerate", "launch", "--num-processes", "4", "-m", "learner", "train"]
+    assert words[:7] == ["accelerate", "launch", "--num-processes", "4", "--no_python", "slipstream", "train"]
     check(words[5:])
 
 
@@ -169,7 +170,7 @@ def test_a_job_ends_its_server_once_the_learner_is_done(stage: Stage) -> None:
         stage.end("learner", 0)
         assert job.wait(TIMEOUT_S) == 0
     assert stage.story()[2:] == ["inference-server TERM"]
-    runs = {words[0]: check(words) for words in stage.words()}
+    runs = {name: check(["slipstream", *words]) for name, *words in stage.words()}
     assert runs["inference-server"].endpoint == "tcp://*:10014" and runs["learner"].endpoint == "tcp://node1:10014"
     assert runs["inference-server"].keys == runs["learner"].keys is not None
     http = runs["inference-server"].server

@@ -43,7 +43,7 @@ def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
         "learner train --help",
         f"learner train {RECIPE} --dry-run",
         f"inference_server {RECIPE} --dry-run",
-        f"deploy.colocate {RECIPE} --dry-run",
+        f"deploy.cli colocate {RECIPE} --dry-run",
     ],
 )
 def test_a_pipe_that_closes_early_is_no_error(command: str) -> None:
@@ -54,7 +54,7 @@ def test_a_pipe_that_closes_early_is_no_error(command: str) -> None:
 
 
 def test_help_of_the_report_names_its_arguments() -> None:
-    assert "learner report RUN_DIR [--json]" in run_learner("report", "--help").stdout
+    assert "slipstream report [-h] [--json] RUN_DIR [RUN_DIR ...]" in run_learner("report", "--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_help_of_the_report_names_its_arguments() -> None:
 )  # fmt: skip
 def test_help_of_a_command_says_what_it_does_above_its_keys(command: str, purpose: str) -> None:
     printed = run_learner(command, "--help").stdout
-    assert re.match(rf"usage: learner {command} run\.toml [^\n]*\n\n{purpose}", printed), printed[:300]
+    assert re.match(rf"usage: slipstream {command} run\.toml [^\n]*\n\n{purpose}", printed), printed[:300]
     assert "--learner.steps" in printed
 
 
@@ -89,7 +89,7 @@ def test_a_server_that_is_not_running(tmp_path: Path) -> None:
         "train", RECIPE, *flags, "--learner.connect-timeout-s", "1", "--learner.report.dashboard-port", "0"
     )
     assert_refused(
-        done, rf"no inference server answers at {endpoint} after 1 s; start one with `inference-server run\.toml`"
+        done, rf"no inference server answers at {endpoint} after 1 s; start one with `slipstream serve run\.toml`"
     )
 
 
@@ -120,12 +120,12 @@ def test_a_run_directory_that_belongs_to_another_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["train"], r"no config file was given; expected: learner train run\.toml"),
+        (["train"], r"no config file was given; expected: slipstream train run\.toml"),
         (["train", "nowhere.toml"], r"no config file nowhere\.toml"),
         (["report", "nowhere"], r"nowhere"),
-        (["self-test", "--json"], r"no config file was given; expected: learner self-test run\.toml"),
-        (["report", "--json"], "unknown command"),
-        (["trian", RECIPE], "unknown command 'trian"),
+        (["self-test", "--json"], r"no config file was given; expected: slipstream self-test run\.toml"),
+        (["report", "--json"], r"required: RUN_DIR; see slipstream report --help"),
+        (["trian", RECIPE], r"unknown command 'trian'; expected one of .*; did you mean train\?"),
     ],
 )
 def test_a_command_that_cannot_be_understood(arguments: list[str], expected: str) -> None:
@@ -138,6 +138,6 @@ def test_a_command_that_cannot_be_understood(arguments: list[str], expected: str
 def test_every_recipe_is_valid_for_both_sides(recipe: Path) -> None:
     done = run_learner("train", str(recipe), "--dry-run")
     assert done.returncode == 0 and "[learner.data]" in done.stdout, done.stderr
-    command = [sys.executable, "-m", "deploy.colocate", str(recipe), "--dry-run"]
+    command = [sys.executable, "-m", "deploy.cli", "colocate", str(recipe), "--dry-run"]
     both = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert both.returncode == 0 and "[server]" in both.stdout, both.stderr

@@ -43,7 +43,7 @@ def test_a_checkout_installs_an_extra_of_itself(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
     assert install_command("server-cpu") == f"make -C {ROOT} install"
     monkeypatch.setattr(sys, "prefix", "/an/environment/of/the/users")
-    assert install_command("server-cpu") == f"make -C {ROOT} install, and start {ROOT}/.venv/bin/inference-server"
+    assert install_command("server-cpu") == f"make -C {ROOT} install, and start {ROOT}/.venv/bin/slipstream serve"
 
 
 @pytest.mark.parametrize(
@@ -83,21 +83,9 @@ def test_no_message_names_a_package_that_no_index_has() -> None:
     assert [str(path) for path in files if "slipstream-rl[" in path.read_text()] == []
 
 
-@pytest.fixture
-def beside_user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of somebody who has modules of the same names."""
-    for package in ("deploy", "learner", "inference_server"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("raise SystemExit('the user\\'s own')")
-    (tmp_path / "protocol.py").write_text("raise SystemExit('the user\\'s own')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # so that the tests' own checkout is the one that is installed
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("module", "arguments"),
-    [("inference_server", ["--help"]), ("learner", ["--help"]), ("deploy.colocate", ["--help"])],
+    [("inference_server", ["--help"]), ("learner", ["--help"]), ("deploy.cli", ["--help"])],
 )
 @pytest.mark.usefixtures("beside_user_files")
 def test_a_module_is_started_whatever_lies_in_the_working_directory(module: str, arguments: list[str]) -> None:

@@ -25,7 +25,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 def test_the_command_makes_keys_that_fit_together_for_their_owner_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "protocol.channel.keys", str(tmp_path / "keys")]
+    command = [sys.executable, "-m", "deploy.cli", "keys", str(tmp_path / "keys")]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert made.returncode == 0 and "learner.key" in made.stdout
     for path in [tmp_path / "keys", *(tmp_path / "keys").rglob("*")]:
@@ -87,7 +87,7 @@ def test_a_server_that_would_let_nobody_in_does_not_start(keys: Path) -> None:
 def test_an_endpoint_beyond_loopback_needs_keys_or_a_word_for_going_without(tmp_path: Path, endpoint: str) -> None:
     config = tmp_path / "run.toml"
     config.write_text(f'model = "m"\nrun_dir = "r"\nendpoint = "{endpoint}"\n')
-    with pytest.raises(ConfigError, match=r"is open to other machines.*`make keys`.*insecure = true"):
+    with pytest.raises(ConfigError, match=r"is open to other machines.*`slipstream keys keys`.*insecure = true"):
         load_config(SharedConfig, [str(config)], "prog")
     assert load_config(SharedConfig, [str(config), "--insecure"], "prog").insecure
     assert load_config(SharedConfig, [str(config), "--keys", "keys"], "prog").keys == "keys"

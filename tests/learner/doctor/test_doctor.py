@@ -174,7 +174,7 @@ def test_trials_come_after_all_cheaper_checks_of_every_server(tmp_path: Path) ->
 def test_a_closed_port(tmp_path: Path) -> None:
     port = free_port()
     line = the_problem(run_at(f"tcp://127.0.0.1:{port}", tmp_path))
-    assert f"port       nothing listens at 127.0.0.1:{port}; start `inference-server run.toml` there" in line
+    assert f"port       nothing listens at 127.0.0.1:{port}; start `slipstream serve run.toml` there" in line
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_keys_on_one_side_only_and_keys_that_are_not_there(tmp_path: Path) -> No
         line = the_problem(run_at(server.endpoint, tmp_path, "--keys", str(tmp_path / "keys")))
         assert "has no keys, but this learner has; set the same `keys` on both sides" in line
         line = the_problem(run_at(server.endpoint, tmp_path, "--keys", str(tmp_path / "nowhere")))
-        assert "nowhere' cannot be read" in line and "cannot be read" in line and "make keys" in line
+        assert "nowhere' cannot be read" in line and "cannot be read" in line and "slipstream keys" in line
 
 
 @pytest.mark.parametrize(

@@ -87,4 +87,4 @@ def test_the_command_compares_what_it_is_given(runs: list[Path]) -> None:
     told = json.loads(run_learner("report", str(runs[0]), "--json", str(runs[1])).stdout)
     assert [run["summary"]["steps"] for run in told["runs"]] == [40, 60]
     refused = run_learner("report", *map(str, runs), "--bogus")
-    assert refused.returncode == 2 and "unknown flag '--bogus' of learner report" in refused.stderr
+    assert refused.returncode == 2 and "unrecognized arguments: --bogus; see slipstream report --help" in refused.stderr

@@ -109,4 +109,4 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     assert (found["state"], found["step"], found["reward"]) == ("stopped", 600, 60.0)
     refused = runs(str(tmp_path / "nowhere"))
     assert refused.returncode == 2 and refused.stderr.startswith("error: ") and refused.stdout == ""
-    assert "unknown command 'runs --all'" in runs("--all").stderr
+    assert "unrecognized arguments: --all; see slipstream runs --help" in runs("--all").stderr

@@ -172,7 +172,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, broken):
 
 
 def test_what_is_no_run_directory_is_refused_with_a_remedy(tmp_path):
-    with pytest.raises(SlipstreamError, match=r"not a run directory: metrics\.jsonl is missing.*learner train"):
+    with pytest.raises(SlipstreamError, match=r"not a run directory: metrics\.jsonl is missing.*slipstream train"):
         summarize(tmp_path / "nowhere")
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(RunDirectoryError, match="has no optimizer step yet"):

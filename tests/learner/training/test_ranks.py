@@ -25,7 +25,8 @@ from tests.learner.test_train import make_run, metrics_of, seeded
 ROOT = Path(__file__).parent.parent.parent.parent
 LAUNCH = ["accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--num_machines", "1",
           "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
-UNSHARDED = ["--multi_gpu", "-m", "learner"]
+UNSHARDED = ["--multi_gpu", "--no_python", sys.executable, "-m", "deploy.cli"]
+"""As `accelerate launch --no_python slipstream`, which need not be installed here."""
 SHARDED_BY_FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
                     "-m", "tests.learner.training.sharded_learner"]  # fmt: skip
 SHARDED = pytest.param(True, id="sharded", marks=pytest.mark.slow)

@@ -1,0 +1,138 @@
+"""`slipstream`: every command explains itself, loads only what it needs, and starts whatever lies in the working directory."""
+
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import COMMANDS, usage
+from deploy.config import DeployRun
+from inference_server.config import ServerRun
+from learner.__main__ import COMMANDS as OF_THE_LEARNER
+from learner.config import LearnerRun
+from protocol.config import SharedConfig, keys_of
+from protocol.help_text import summary
+from protocol.messages import PROTOCOL_VERSION
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPE = str(ROOT / "deploy/recipes/reverse.toml")
+SCRIPT = "import sys\nfrom deploy.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+"""What pip installs as the command."""
+RUNS: list[type[SharedConfig]] = [LearnerRun, ServerRun, DeployRun]
+WITH_KEYS = ("serve", "train", "colocate", "evaluate", "check", "doctor", "self-test")
+
+
+def slipstream(*arguments: str, where: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deploy.cli", *arguments]
+    return subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=120)
+
+
+def loaded_by(*arguments: str) -> set[str]:
+    """Return the top-level modules that a command has imported at its end."""
+    script = (
+        "import sys\nfrom deploy.cli import main\n"
+        f"try:\n    main({list(arguments)})\nexcept SystemExit:\n    pass\n"
+        "print('\\nmodules:', *{name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("modules:")[2].split())
+
+
+def test_the_help_has_a_line_for_each_command() -> None:
+    shown = slipstream("--help").stdout
+    assert shown == usage() + "\n" == slipstream().stdout
+    assert re.findall(r"^  ([\w-]+) +\w", shown, re.MULTILINE) == COMMANDS
+    assert set(COMMANDS) == {*OF_THE_LEARNER, "serve", "colocate", "plan", "keys"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_its_usage_then_flags_then_common_keys_then_all_by_section(command: str) -> None:
+    done = slipstream(command, "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: slipstream {command} "), done.stderr
+    heads = ["\nflags:\n  --", "\ncommon keys:\n  --model ", "\nall keys, by section:\n", " options ──", "--model STR"]
+    places = [done.stdout.find(head) for head in heads] if command in WITH_KEYS else [1]
+    assert places == sorted(places) and places[0] > 0, done.stdout[:3000]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_a_common_key_is_a_key_with_an_explanation(run: type[SharedConfig]) -> None:
+    assert run.COMMON and set(run.COMMON) <= set(keys_of(run))
+    assert all(summary(run, key) for key in run.COMMON)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["train", "--version"], ["serve", "--version"]], ids=" ".join)
+def test_the_version_is_that_of_the_program(arguments: list[str]) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert slipstream(*arguments).stdout.startswith(f"slipstream {version} (Slipstream, protocol {PROTOCOL_VERSION}, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian", RECIPE], r"unknown command 'trian'; expected one of colocate, serve, .*; did you mean train\?"),
+        (["xyz"], r"unknown command 'xyz'; expected one of .*; see `slipstream --help`"),
+        (["serve"], r"expected: slipstream serve run\.toml"),
+        (["doctor", "--server"], r"expected: slipstream doctor --server run\.toml"),
+        (["plan", RECIPE, "--gpus", "many"], r"argument --gpus: invalid int value: 'many'; see slipstream plan --help"),
+        (["keys"], r"required: DIR; see slipstream keys --help"),
+        (["--quiet", "report", "nowhere"], r"nowhere is not a run directory"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], expected: str) -> None:
+    done = slipstream(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(f"error: .*{expected}.*", line), line
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], ["report", "nowhere"], ["runs", "nowhere"], ["new", "--help"]], ids=" ".join
+)
+def test_what_only_looks_loads_no_torch(command: list[str]) -> None:
+    assert not loaded_by(*command) & {"torch", "vllm", "transformers", "inference_server"}
+
+
+def test_the_server_loads_nothing_of_the_learner_and_the_learner_nothing_of_the_server() -> None:
+    assert not loaded_by("serve", RECIPE, "--dry-run") & {"learner", "torch", "vllm"}
+    assert not loaded_by("train", RECIPE, "--dry-run") & {"inference_server", "torch", "vllm"}
+
+
+def test_each_side_has_its_doctor() -> None:
+    of_learner, of_server = slipstream("doctor", "--help").stdout, slipstream("doctor", "--server", "--help").stdout
+    assert "--learner.steps" in of_learner and "--server.http-port" not in of_learner
+    assert "--server.http-port" in of_server and "--learner.steps" not in of_server
+    found = slipstream("doctor", RECIPE, "--server", "--endpoint", "tcp://127.0.0.1:1", "--json").stdout
+    assert '"subject":"port"' in found and '"subject":"http"' in found
+
+
+@pytest.fixture
+def installed(beside_user_files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command as pip installs it, in a directory with modules of our packages' names."""
+    script = tmp_path_factory.mktemp("bin") / "slipstream"
+    script.write_text(SCRIPT)
+    return [sys.executable, str(script)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["colocate", "--help"], "usage: slipstream colocate"), (["check", RECIPE], "nothing listens at")],
+)
+def test_a_users_own_modules_do_not_disturb_a_command(
+    installed: list[str], arguments: list[str], expected: str
+) -> None:
+    done = subprocess.run([*installed, *arguments], capture_output=True, text=True, timeout=200)
+    assert expected in done.stdout and "the user's own" not in done.stdout + done.stderr, done.stderr
+
+
+def test_a_users_own_modules_do_not_disturb_what_colocate_starts(installed: list[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        flags = ["--run-dir", str(tmp_path / "run"), "--endpoint", endpoint, "--learner.report.dashboard-port", "0"]
+        done = subprocess.run([*installed, "colocate", RECIPE, *flags], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1 and "the user's own" not in done.stdout + done.stderr
+    assert re.search(rf"^ *server \| error: .*{endpoint}", done.stdout, re.MULTILINE), done.stdout
