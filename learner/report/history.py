@@ -48,11 +48,15 @@ class History:
             self._point_of = {kept: p for kept, p in self._point_of.items() if (kept - 1) % self._stride == 0}
         return self._newest_point
 
-    def event(self) -> bytes:
+    def points(self) -> bytes:
+        """Return the steps as a JSON array."""
         points = list(self._point_of.values())
         if self.newest_step and self.newest_step not in self._point_of:
             points.append(self._newest_point)
-        return b"event: history\ndata: [" + b",".join(points) + b"]\n\n"
+        return b"[" + b",".join(points) + b"]"
+
+    def event(self) -> bytes:
+        return b"event: history\ndata: " + self.points() + b"\n\n"
 
 
 def encoded(step: int, metrics: Metrics) -> bytes:
