@@ -50,17 +50,17 @@ const drawCharts = (() => {
 
   // ---- scales and axes
   function limits(chart, u, layers) {  // of what is in view
-    const [from, to] = [u.scales.x.min, u.scales.x.max], xs = u.data[0];
-    const inView = (i) => finite(u.data[i + 1].filter((_, j) => xs[j] >= from && xs[j] <= to));
-    const all = layers.flatMap((_, i) => inView(i)).sort((a, b) => a - b);
+    const [from, to] = u.series[0].idxs;
+    const valuesOf = (chosen) => layers.flatMap((layer, i) => chosen(layer) ? finite(u.data[i + 1].slice(from, to + 1)) : []).sort((a, b) => a - b);
+    const all = valuesOf(() => true), recorded = valuesOf((layer) => layer.dot || layer.own);
     if (!all.length) return [chart.log ? 0.1 : 0, 1];
     const low = all[0], high = all[all.length - 1];
     if (chart.log) return [10 ** Math.floor(Math.log10(low)), 10 ** Math.max(Math.ceil(Math.log10(high)), Math.floor(Math.log10(low)) + 1)];
-    const bottom = low >= 0 ? 0 : low - 0.06 * (high - low), top = usual(all);
+    const bottom = low >= 0 ? 0 : low - 0.06 * (high - low), top = usual(recorded, high);
     return top > bottom ? [bottom, top + 0.06 * (top - bottom)] : [bottom, bottom + 1];
   }
-  function usual(sorted) {  // a lone outlier, such as the first weight sync, leaves the view rather than flatten the rest
-    const high = sorted[sorted.length - 1], most = sorted[Math.floor(0.99 * (sorted.length - 1))];
+  function usual(sorted, high) {  // a lone outlier, such as the first weight sync, leaves the view rather than flatten the rest
+    const most = sorted[Math.floor(0.99 * (sorted.length - 1))];
     return most > 0 && high > 4 * most ? 1.2 * most : high;
   }
   function decades(low, high) {
@@ -101,7 +101,7 @@ const drawCharts = (() => {
       const at = place === null ? last : series.x.indexOf(u.data[0][place]);
       const values = layer.own || (index === null && series.mean) || series.y;
       const interval = series.low ? ` (${format(series.low[at])} to ${format(series.high[at])})` : "";
-      parts.push([series, chart.series.some((s) => s.kind === "bars") && index === null ? "" : format(values[at]) + interval]);
+      parts.push([series, index === null && series.rest !== undefined ? series.rest : format(values[at]) + interval]);
     }
     card.legend.replaceChildren();
     for (const [series, value] of parts) {

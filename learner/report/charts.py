@@ -244,11 +244,12 @@ def staleness_chart(histogram: dict[int, int]) -> Chart | Absent:
     ages = list(range(min(0, *histogram), max(histogram) + 1))
     counts, total = [float(histogram.get(age, 0)) for age in ages], sum(histogram.values())
     shares = [f"{age}: {count / total:.1%}" for age, count in zip(ages, counts, strict=True)]
+    bars = Series(name="groups", color="blue", kind="bars", x=[float(age) for age in ages], y=counts, rest=f"{total:,}")
     return Chart(
         title=title,
         caption="Groups by staleness when the learner trained on them. Synchronous training would have only 0.",
         x="policy versions behind",
-        series=[Series(name="groups", color="blue", kind="bars", x=[float(age) for age in ages], y=counts)],
+        series=[bars],
         notes=shares if len(ages) <= 12 else [],
     )
 
@@ -285,13 +286,12 @@ def time_chart(metrics: Metrics) -> Chart | Absent:
     steps = np.array([float(line["step"]) for line in metrics])
     seconds = [np.nan_to_num([float(line.get(curve.metric) or 0.0) for line in metrics]) for curve in present]
     total = sum(float(values.mean()) for values in seconds) or 1.0
-    return Chart(
-        title=title,
-        caption="Seconds of the learner per step, moving mean.",
-        unit="seconds",
-        series=[make_series(curve, steps, values) for curve, values in zip(present, seconds, strict=True)],
-        notes=[f"{curve.name}: {values.mean() / total:.0%}" for curve, values in zip(present, seconds, strict=True)],
-    )
+    areas = [
+        msgspec.structs.replace(make_series(curve, steps, values), rest=f"{values.mean() / total:.0%}")
+        for curve, values in zip(present, seconds, strict=True)
+    ]
+    caption = "Seconds of the learner per step, moving mean. Legend: shares of the whole run."
+    return Chart(title=title, caption=caption, unit="seconds", series=areas)
 
 
 def _rest(line: Mapping[str, float]) -> float:

@@ -44,6 +44,8 @@ class Series(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     low: list[float] | None = None
     """Lower end of the interval at each x, with `high`."""
     high: list[float] | None = None
+    rest: str | None = None
+    """Text of the legend at rest. None: the newest value, or its moving mean."""
 
 
 def series(metrics: Metrics, name: str, against: str) -> tuple[np.ndarray, np.ndarray]:

@@ -26,18 +26,18 @@ POLICY = (
 
 
 @functools.cache
-def script() -> str:
-    """Return uPlot with its license, and the scripts of the pages."""
+def script(*more: str) -> str:
+    """Return uPlot with its license, the scripts of all pages, and more files of this folder."""
     license_text = (FOLDER / "uplot/LICENSE").read_text("utf-8")
-    names = ("uplot/uPlot.iife.min.js", "charts.js", "completions.js")
+    names = ("uplot/uPlot.iife.min.js", "charts.js", "completions.js", *more)
     parts = [f"/*! uPlot\n{license_text}\n*/", *((FOLDER / name).read_text("utf-8") for name in names)]
     return "\n".join(parts)
 
 
-def render_page(name: str, charts: Sequence[Chart], **values: Any) -> str:
+def render_page(template_name: str, charts: Sequence[Chart], **values: Any) -> str:
     """Render a page that needs no other file and runs no script but ours."""
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
-    return template(name).render(charts=charts, policy=POLICY.format(digest=digest), **values)
+    return template(template_name).render(charts=charts, policy=POLICY.format(digest=digest), **values)
 
 
 def template(name: str) -> jinja2.Template:
@@ -49,7 +49,7 @@ def template(name: str) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"script": lambda: Markup(script()), "json_of": json_of}
+    environment.globals |= {"script": lambda *more: Markup(script(*more)), "json_of": json_of}
     return environment.get_template(name)
 
 
