@@ -2,8 +2,7 @@
 
     run log ─▶ publish: each step's metrics ─▶ Dashboard, in the learner's event-loop thread ─▶ clients
 
-Threads read the history (history.py) and make the charts, for all clients together and at most once per
-CHARTS_EVERY_S. A slow client is dropped. A free port replaces a port in use.
+Threads read the history and make the charts (history.py). A slow client is dropped. A free port replaces a port in use.
 Invariant: no client can slow the run or make its memory grow.
 """
 
@@ -25,11 +24,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from learner.config import ReportConfig
-from learner.report.charts import Chart, evaluations_of_metrics, run_charts
-from learner.report.history import History, Metrics, read_history
+from learner.report.history import History, LiveCharts, Metrics, read_history
 from learner.report.sample_view import newest_table
 from learner.report.summary import RunDirectoryError
-from learner.report.templates import json_of, template
+from learner.report.templates import template
 from learner.servers.loop_thread import LoopThread
 from protocol.endpoint import is_loopback, join_address
 from protocol.errors import DeadlineExceeded
@@ -43,7 +41,6 @@ SHUTDOWN_TIMEOUT_S = 1.0
 START_TIMEOUT_S = 10.0
 HISTORY_TIMEOUT_S = 30.0
 """Time limit for loading the steps before a resume. The page then does without them."""
-CHARTS_EVERY_S = 1.0
 HEARTBEAT = b": still here\n\n"
 POLICY = (
     "default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; "
@@ -224,29 +221,6 @@ async def next_event(queue: asyncio.Queue[bytes | None]) -> bytes | None:
             return await queue.get()
     except TimeoutError:
         return HEARTBEAT
-
-
-class LiveCharts:
-    """The charts of the history as JSON, made again only after a new step."""
-
-    def __init__(self, history: Callable[[], History]) -> None:
-        self._history, self._lock = history, asyncio.Lock()
-        self._points, self._charts, self._made_at = b"", b"", -CHARTS_EVERY_S
-
-    async def newest(self) -> bytes:
-        async with self._lock:
-            if self._history().points() != self._points:
-                await asyncio.sleep(self._made_at + CHARTS_EVERY_S - time.monotonic())
-                self._points = self._history().points()
-                self._charts = await asyncio.to_thread(encoded_charts, self._points)
-                self._made_at = time.monotonic()
-            return self._charts
-
-
-def encoded_charts(points: bytes) -> bytes:
-    metrics = msgspec.json.decode(points)
-    charts = run_charts(metrics, evaluations_of_metrics(metrics)) if metrics else []
-    return json_of([chart for chart in charts if isinstance(chart, Chart)]).encode()
 
 
 class NewestStep(Collector):
