@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from learner.report.charts import Absent, Chart, run_charts
+from learner.report.charts import Chart, run_charts
 from learner.report.page import write_report
 from learner.report.sample_view import MAX_COMPLETIONS
 from learner.report.series import MAX_POINTS, extremes, moving_mean
