@@ -93,24 +93,25 @@ const drawCharts = (() => {
     if (left < 0) return right < xs.length ? right : null;
     return right < xs.length && xs[right] - xs[index] < xs[index] - xs[left] ? right : left;
   }
-  function legend(card, index) {
-    const { chart, u, layers, format } = card, parts = [];
-    for (const [i, layer] of layers.entries()) {
-      if (!layer.dot && !layer.own) continue;
-      const { series } = layer, last = series.x.length - 1, place = index === null ? null : nearest(u, i + 1, index);
-      const at = place === null ? last : series.x.indexOf(u.data[0][place]);
+  function readings(card, index) {  // [series, text] at an index of the data, or at rest
+    const { u, layers, format } = card;
+    return layers.filter((layer) => layer.dot || layer.own).map((layer) => {
+      const { series } = layer, place = index === null ? null : nearest(u, layers.indexOf(layer) + 1, index);
+      const at = place === null ? series.x.length - 1 : series.x.indexOf(u.data[0][place]);
       const values = layer.own || (index === null && series.mean) || series.y;
       const interval = series.low ? ` (${format(series.low[at])} to ${format(series.high[at])})` : "";
-      parts.push([series, index === null && series.rest !== undefined ? series.rest : format(values[at]) + interval]);
-    }
+      return [series, index === null && series.rest !== undefined ? series.rest : format(values[at]) + interval];
+    });
+  }
+  function legend(card, index) {
+    const { chart, u } = card;
     card.legend.replaceChildren();
-    for (const [series, value] of parts) {
+    for (const [series, value] of readings(card, index)) {
       const key = make(card.legend, "span", "key", series.name);
       key.style.setProperty("--key", `var(--${series.color})`);
       make(key, "b", "", value);
     }
     make(card.legend, "span", "at", index === null ? chart.x : `${chart.x} ${u.data[0][index].toLocaleString("en")}`);
-    if (index === null) card.plot.setAttribute("aria-label", `${chart.title}: ${parts.map(([series, value]) => `${series.name} ${value}`).join(", ")}`);
   }
   function marks(chart, u) {
     const { ctx, bbox } = u;
@@ -161,6 +162,8 @@ const drawCharts = (() => {
     }
     card.notes.textContent = (chart.notes || []).join(" · ");
     legend(card, card.u.cursor.idx ?? null);
+    const summary = readings(card, null).map(([series, value]) => `${series.name} ${value}`).join(", ");
+    card.plot.setAttribute("aria-label", `${chart.title}: ${summary}`);
   }
   function makeCard(chart) {
     const root = document.createElement("div"), card = { root };
