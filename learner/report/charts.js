@@ -100,7 +100,8 @@ const drawCharts = (() => {
       const at = place === null ? series.x.length - 1 : series.x.indexOf(u.data[0][place]);
       const values = layer.own || (index === null && series.mean) || series.y;
       const interval = series.low ? ` (${format(series.low[at])} to ${format(series.high[at])})` : "";
-      return [series, index === null && series.rest !== undefined ? series.rest : format(values[at]) + interval];
+      const elsewhere = place !== null && place !== index && series.kind === "points" ? ` at ${series.x[at].toLocaleString("en")}` : "";
+      return [series, index === null && series.rest !== undefined ? series.rest : format(values[at]) + interval + elsewhere];
     });
   }
   function legend(card, index) {

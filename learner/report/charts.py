@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
+from learner.evaluation.results import Evaluation
 from learner.report.plans import COLORS, PLANS, REST, TIME_PARTS, Plan, Unit
 from learner.report.series import Curve, Metrics, Series, extremes, make_series, rounded, series
 
@@ -116,6 +117,40 @@ def evaluations_of_metrics(metrics: Metrics) -> Chart | None:
 
 def evaluation_chart(curves: list[Series], prompts: str) -> Chart:
     return Chart(title="Evaluations", caption=f"Reward on {prompts}, with 95 % intervals.", x="step", series=curves)
+
+
+def evaluations_of_run(evaluations: Sequence[Evaluation]) -> Chart | None:
+    """Return the chart of evaluations.jsonl, or None without any.
+
+    It has one curve for each set of prompts, because only equal prompts can be compared.
+    """
+    if not evaluations:
+        return None
+    by_prompts: dict[str, list[Evaluation]] = {}
+    for evaluation in evaluations:
+        by_prompts.setdefault(evaluation.asked, []).append(evaluation)
+    sets = list(by_prompts.values())[-len(COLORS) :]
+    curves = [_evaluated_curve(made, color) for made, color in zip(sets, COLORS, strict=False)]
+    prompts = ", ".join(_prompts_of(made[-1]) for made in sets if made[-1].set_name or made is sets[-1])
+    return evaluation_chart(curves, prompts)
+
+
+def _evaluated_curve(made: Sequence[Evaluation], color: str) -> Series:
+    rewards = [(one.step, one.reward) for one in made if one.step is not None and one.reward is not None]
+    return Series(
+        name=made[-1].set_name or "reward",
+        color=color,
+        kind="points",
+        x=[float(step) for step, _ in rewards],
+        y=rounded(reward.mean for _, reward in rewards),
+        low=rounded(reward.mean if reward.low is None else reward.low for _, reward in rewards),
+        high=rounded(reward.mean if reward.high is None else reward.high for _, reward in rewards),
+    )
+
+
+def _prompts_of(evaluation: Evaluation) -> str:
+    of_set = f"{evaluation.set_name}: " if evaluation.set_name else ""
+    return f"{of_set}{evaluation.num_prompts:,} prompts of {evaluation.data}"
 
 
 def rewards_of_sets(metrics: Iterable[Mapping[str, float]]) -> dict[str, str]:

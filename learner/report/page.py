@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from learner.evaluation.results import Estimate
-from learner.report.charts import Absent, Chart, run_charts
-from learner.report.evaluations import evaluations_of_run
+from learner.report.charts import Absent, Chart, evaluations_of_run, run_charts
 from learner.report.records import read_events
 from learner.report.sample_view import readable, table_of_run
 from learner.report.summary import (
