@@ -23,7 +23,7 @@ from learner.report.templates import json_of
 MAX_POINTS = 500
 LOOK_UP_EVERY = 1000
 """Number of lines between two checks whether to give up."""
-CHARTS_EVERY_S = 1.0
+CHARTS_EVERY_S = 2.0
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 Metrics = Mapping[str, float]
