@@ -28,6 +28,8 @@ class Page:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self.errors: list[str] = []
         """What the page complained of: exceptions, refused loads, `console.error`."""
+        self.requests: list[str] = []
+        """Addresses that the page asked for, its own among them."""
 
     async def listen(self) -> None:
         async for raw in self._socket:
@@ -38,6 +40,8 @@ class Page:
                 self.errors.append(str(said["params"]["exceptionDetails"]))
             elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
                 self.errors.append(str(said["params"]["entry"]))
+            elif said["method"] == "Network.requestWillBeSent":
+                self.requests.append(said["params"]["request"]["url"])
 
     async def tell(self, method: str, **parameters: Any) -> Any:
         number = next(self._numbers)
@@ -69,6 +73,11 @@ class Page:
             while not await self.value(expression):
                 await asyncio.sleep(0.05)
 
+    async def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
+        """`kind`: Moved, Pressed or Released. The left button is the one that is held between the last two."""
+        button = "none" if kind == "Moved" else "left"
+        await self.tell("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button=button, clickCount=clicks)
+
     async def screenshot(self, path: Path) -> None:
         said = await self.tell("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(said["data"]))
@@ -91,7 +100,7 @@ async def a_page() -> AsyncIterator[Page]:
                 async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                     page = Page(socket)
                     listening = asyncio.create_task(page.listen())
-                    for part in ("Page", "Runtime", "Log"):
+                    for part in ("Page", "Runtime", "Log", "Network"):
                         await page.tell(f"{part}.enable")
                     yield page
                     listening.cancel()

@@ -70,7 +70,7 @@ def assert_the_story_is_told(run: LearnerRun, endpoints: Sequence[str]) -> None:
         f"the server at {second}: draining → gone",
     ]
     told = [event.what for event in read_events(Path(run.run_dir) / "timeline.jsonl")]
-    page = (Path(run.run_dir) / "report.html").read_text().partition("What happened")[2]
+    page = (Path(run.run_dir) / "report.html").read_text().partition("<h2>Events</h2>")[2]
     told_in_turn, place = iter(told), 0
     for what in story:
         assert what in told_in_turn, f"{what}: not in its place in {told}"

@@ -3,7 +3,7 @@
     run directories ─▶ summary.py, config.toml ─▶ Comparison ─▶ comparison.html next to the first run
                                                              └▶ console table, or JSON
 
-Like the report, the page needs neither network nor script, and nothing in a run changes.
+Like the report, the page needs no network and no other file, and nothing in a run changes.
 """
 
 import tomllib
@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from markupsafe import Markup
 
-from learner.report.charts import PLAIN, Absent, Axes, Chart, drawn
-from learner.report.drawing import COLOURS, Curve, percent, series
-from learner.report.evaluations import rewards_of_sets
-from learner.report.page import template
+from learner.report.charts import COLORS, PLANS, Absent, Chart, Plan, chart_of, rewards_of_sets
+from learner.report.series import Curve, Metrics
 from learner.report.summary import (
     RunDirectoryError,
     Summary,
@@ -28,18 +25,12 @@ from learner.report.summary import (
     read_metrics,
     summary_of,
 )
+from learner.report.templates import render_page
 from learner.storage.files import replace_file
 
-EVALUATIONS = "Evaluations"
-CHARTS = (
-    ("Reward per step", "Moving means; pale: each step.", "reward/mean", PLAIN),
-    ("Reward over time", "The same against the clock.", "reward/mean", Axes(over_time=True)),
-    (EVALUATIONS, "Reward on the prompts of learner.evaluation.", "evaluation/reward", PLAIN),
-    ("Entropy of the policy", "Near 0 it no longer explores.", "policy/entropy", PLAIN),
-    ("Length of completions", "Mean number of tokens.", "rollout/completion_length_mean", PLAIN),
-    ("Tokens held by the clip", "Share whose ratio left the trusted range.", "loss/clipped_frac", Axes(percent)),
-    ("Speed", "Completion tokens per second.", "perf/completion_tokens_per_s", PLAIN),
-)
+TITLES = ("Reward per step", "Reward over time", "Entropy", "Completion length", "Clipped tokens", "Throughput")
+"""Charts of one metric, the first of each plan. The evaluations follow the rewards."""
+EVALUATIONS_PLACE = 2
 ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("steps", lambda s: f"{s.steps:,}"),
     ("time", lambda s: duration(s.seconds)),
@@ -79,8 +70,8 @@ class Comparison(msgspec.Struct, frozen=True):
 
 def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, float]]]]:
     """Return the comparison and the metrics of each run. Raises RunDirectoryError."""
-    if len(run_dirs) > len(COLOURS):
-        raise RunDirectoryError(f"{len(run_dirs)} runs cannot be compared in one report; select at most {len(COLOURS)}")
+    if len(run_dirs) > len(COLORS):
+        raise RunDirectoryError(f"{len(run_dirs)} runs cannot be compared in one report; select at most {len(COLORS)}")
     if twice := {str(path) for path in run_dirs if run_dirs.count(path) > 1}:
         raise RunDirectoryError(f"{', '.join(sorted(twice))} is given more than once; give each run once")
     metrics = [read_metrics(path) for path in run_dirs]
@@ -94,15 +85,15 @@ def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, f
     return Comparison(runs, differences), metrics
 
 
-def write_comparison(comparison: Comparison, metrics: Sequence[Sequence[dict[str, float]]]) -> Path:
+def write_comparison(comparison: Comparison, metrics: Sequence[Metrics]) -> Path:
     """Write comparison.html next to the first run's directory and return its path."""
-    charts = [_chart(comparison, metrics, *chart) for chart in _charts(metrics)]
-    page = template("comparison.html.jinja").render(
+    charts = [_chart(comparison, metrics, plan) for plan in _plans(metrics)]
+    page = render_page(
+        "comparison.html.jinja",
+        [chart for chart in charts if isinstance(chart, Chart)],
         names=[run.name for run in comparison.runs],
-        charts=[chart for chart in charts if isinstance(chart, Chart)],
         rows=[(label, [told(run.summary) for run in comparison.runs]) for label, told in ROWS],
         differences=[(key, list(map(_in_words, values))) for key, values in comparison.differences.items()],
-        markup=Markup,
     )
     path = Path(comparison.runs[0].path).resolve().parent / "comparison.html"
     replace_file(path, page.encode("utf-8", "replace"))
@@ -122,31 +113,24 @@ def as_text(comparison: Comparison) -> str:
     )
 
 
-def _charts(metrics: Sequence[Sequence[dict[str, float]]]) -> list[tuple[str, str, str, Axes]]:
+def _plans(metrics: Sequence[Metrics]) -> list[Plan]:
     """Return the charts, with one more for each evaluation set if there are several."""
+    caption = "Reward on the prompts of learner.evaluation."
     of_sets = rewards_of_sets(line for lines in metrics for line in lines)
-    charts = []
-    for chart in CHARTS:
-        charts.append(chart)
-        if chart[0] == EVALUATIONS:
-            charts += [(f"{EVALUATIONS}: {name}", "Its reward.", metric, PLAIN) for name, metric in of_sets.items()]
-    return charts
-
-
-def _chart(
-    comparison: Comparison,
-    metrics: Sequence[Sequence[dict[str, float]]],
-    title: str,
-    told: str,
-    metric: str,
-    axes_are: Axes,
-) -> Chart | Absent:
-    against = "elapsed_s" if axes_are.over_time else "step"
-    found = [
-        (Curve(metric, run.name[:18], colour, dots=metric.startswith("evaluation/")), *series(lines, metric, against))
-        for run, lines, colour in zip(comparison.runs, metrics, COLOURS, strict=False)
+    titles = {"Evaluations": "evaluation/reward"} | {f"Evaluations: {name}": of_sets[name] for name in of_sets}
+    evaluations = [
+        Plan(title, caption, [Curve(metric, "reward", "blue", "points")]) for title, metric in titles.items()
     ]
-    return drawn(title, told, found, axes_are)
+    plans = [PLANS[title] for title in TITLES]
+    return plans[:EVALUATIONS_PLACE] + evaluations + plans[EVALUATIONS_PLACE:]
+
+
+def _chart(comparison: Comparison, metrics: Sequence[Metrics], plan: Plan) -> Chart | Absent:
+    first = plan.curves[0]
+    curves = [
+        Curve(first.metric, run.name, color, first.kind) for run, color in zip(comparison.runs, COLORS, strict=False)
+    ]
+    return chart_of(plan, list(zip(curves, metrics, strict=True)))
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:

@@ -1,8 +1,8 @@
-"""The live dashboard of a run: a page, server-sent events, the newest sample, Prometheus text, /health.
+"""The live dashboard of a run: a page, server-sent events, charts, completions, Prometheus text, /health.
 
     run log ─▶ publish: each step's metrics ─▶ Dashboard, in the learner's event-loop thread ─▶ clients
 
-A thread reads the history (history.py). A slow client is dropped. A free port replaces a port in use.
+Threads read the history and make the charts (history.py). A slow client is dropped. A free port replaces a port in use.
 Invariant: no client can slow the run or make its memory grow.
 """
 
@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -25,9 +24,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from learner.config import ReportConfig
-from learner.report.history import History, Metrics, read_history
-from learner.report.sample_view import newest_sample
+from learner.report.history import History, LiveCharts, Metrics, read_history
+from learner.report.sample_view import newest_table
 from learner.report.summary import RunDirectoryError
+from learner.report.templates import template
 from learner.servers.loop_thread import LoopThread
 from protocol.endpoint import is_loopback, join_address
 from protocol.errors import DeadlineExceeded
@@ -75,14 +75,13 @@ class Dashboard:
         self._prometheus.register(NewestStep(lambda: self._history))
         self._name, self._num_steps = run_dir.resolve().name, planned_steps(run_dir)
         self._samples = run_dir / "samples.jsonl"
-        templates = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-        )
-        self._page = templates.get_template("dashboard.html.jinja")
+        self._charts = LiveCharts(lambda: self._history)
+        self._page, self._completions = template("dashboard.html.jinja"), template("completions.html.jinja")
         app = web.Application()
         app.router.add_get("/", self._serve_page)
         app.router.add_get("/events", self._serve_events)
-        app.router.add_get("/sample", self._serve_sample)
+        app.router.add_get("/charts", self._serve_charts)
+        app.router.add_get("/completions", self._serve_completions)
         app.router.add_get("/metrics", self._serve_metrics)
         app.router.add_get("/health", self._serve_health)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
@@ -191,16 +190,23 @@ class Dashboard:
             self._clients.discard(client)
         return response
 
-    async def _serve_sample(self, request: web.Request) -> web.Response:
-        """Return the newest sample as the report shows it, or status 204 without any."""
+    async def _serve_charts(self, request: web.Request) -> web.Response:
+        await self._is_loaded.wait()
+        response = web.Response(body=await self._charts.newest(), content_type="application/json")
+        response.enable_compression()
+        return response
+
+    async def _serve_completions(self, request: web.Request) -> web.Response:
+        """Return the table of the newest completions, or status 204 without any."""
         try:
-            sample = await asyncio.to_thread(newest_sample, self._samples)
-        except (OSError, ValueError) as error:
-            log.debug("the dashboard cannot show a sample: %s", error)
-            sample = None
-        if sample is None:
+            table = await asyncio.to_thread(newest_table, self._samples)
+        except (RunDirectoryError, OSError) as error:
+            log.debug("the dashboard cannot show completions: %s", error)
             return web.Response(status=204)
-        return web.json_response(body=msgspec.json.encode(sample))
+        if not table.samples:
+            return web.Response(status=204)
+        page = self._completions.render(table=table).encode("utf-8", "replace")
+        return web.Response(body=page, content_type="text/html", charset="utf-8")
 
     async def _serve_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._prometheus), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,23 +1,29 @@
 """The metrics of a run as the live dashboard keeps them: encoded, and thinned to a maximum size.
 
     metrics.jsonl ─▶ read_history, in a thread ─▶ History ◀─ add: each new step
+                                                     └▶ LiveCharts, in a thread ─▶ JSON for charts.js
 
 Invariant: the size does not grow with the run, and only the kept steps of a long file are decoded.
 """
 
+import asyncio
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
+from learner.report.charts import Chart, evaluations_of_metrics, run_charts
 from learner.report.summary import RunDirectoryError
+from learner.report.templates import json_of
 
 MAX_POINTS = 500
 LOOK_UP_EVERY = 1000
 """Number of lines between two checks whether to give up."""
+CHARTS_EVERY_S = 2.0
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 Metrics = Mapping[str, float]
@@ -48,11 +54,41 @@ class History:
             self._point_of = {kept: p for kept, p in self._point_of.items() if (kept - 1) % self._stride == 0}
         return self._newest_point
 
-    def event(self) -> bytes:
+    def points(self) -> bytes:
+        """Return the steps as a JSON array."""
         points = list(self._point_of.values())
         if self.newest_step and self.newest_step not in self._point_of:
             points.append(self._newest_point)
-        return b"event: history\ndata: [" + b",".join(points) + b"]\n\n"
+        return b"[" + b",".join(points) + b"]"
+
+    def event(self) -> bytes:
+        return b"event: history\ndata: " + self.points() + b"\n\n"
+
+
+class LiveCharts:
+    """The charts of the history as JSON.
+
+    They are made for all clients together, only after a new step and at most once per CHARTS_EVERY_S.
+    """
+
+    def __init__(self, history: Callable[[], History]) -> None:
+        self._history, self._lock = history, asyncio.Lock()
+        self._points, self._charts, self._made_at = b"", b"", -CHARTS_EVERY_S
+
+    async def newest(self) -> bytes:
+        async with self._lock:
+            if self._history().points() != self._points:
+                await asyncio.sleep(self._made_at + CHARTS_EVERY_S - time.monotonic())
+                self._points = self._history().points()
+                self._charts = await asyncio.to_thread(encoded_charts, self._points)
+                self._made_at = time.monotonic()
+            return self._charts
+
+
+def encoded_charts(points: bytes) -> bytes:
+    metrics = msgspec.json.decode(points)
+    charts = run_charts(metrics, evaluations_of_metrics(metrics)) if metrics else []
+    return json_of([chart for chart in charts if isinstance(chart, Chart)]).encode()
 
 
 def encoded(step: int, metrics: Metrics) -> bytes:

@@ -1,21 +1,18 @@
-"""The report of a run: one HTML file that needs no network, no script and no other file.
+"""The report of a run: one HTML file that needs no network and no other file.
 
 The report reads only the run directory, through `summary`. Prompts and completions are untrusted text, so the
-template escapes everything, and the page's policy forbids scripts and loads.
+template escapes everything, and the page's policy forbids loads and all scripts but our own.
 """
 
 import datetime
 from pathlib import Path
 
-import jinja2
 import msgspec
-from markupsafe import Markup
 
 from learner.evaluation.results import Estimate
-from learner.report.charts import Absent, Chart, draw_charts
-from learner.report.evaluations import evaluation_chart
+from learner.report.charts import Absent, Chart, evaluations_of_run, run_charts
 from learner.report.records import read_events
-from learner.report.sample_view import readable, reward_range, shown
+from learner.report.sample_view import readable, table_of_run
 from learner.report.summary import (
     Summary,
     duration,
@@ -24,14 +21,10 @@ from learner.report.summary import (
     read_evaluations,
     read_ledger,
     read_metrics,
-    steps_in,
     summary_of,
 )
-from learner.storage.files import ends_of, replace_file
-
-SAMPLED_STEPS = 2  # at each end of the run
-EVALUATIONS_PLACE = 1  # after the reward
-SAMPLED_BYTES = 4 << 20  # of samples.jsonl, read at each end
+from learner.report.templates import render_page
+from learner.storage.files import replace_file
 
 
 class Tile(msgspec.Struct, frozen=True):
@@ -53,43 +46,22 @@ def render(run_dir: Path) -> str:
     metrics, ledger = read_metrics(run_dir), read_ledger(run_dir)
     evaluations = read_evaluations(run_dir)
     summary = summary_of(metrics, ledger, evaluations)
-    charts = draw_charts(metrics, ledger.staleness_histogram)
-    if evaluated := evaluation_chart(evaluations):
-        charts.insert(EVALUATIONS_PLACE, evaluated)
-    samples_path, config_path = run_dir / "samples.jsonl", run_dir / "config.toml"
-    samples = steps_in(ends_of(samples_path, SAMPLED_BYTES), samples_path) if samples_path.is_file() else []
-    low, high = reward_range(samples)
-    early = samples[:SAMPLED_STEPS]
-    late = samples[len(early) :][-SAMPLED_STEPS:]
-    return template("report.html.jinja").render(
+    charts = run_charts(metrics, evaluations_of_run(evaluations), ledger.staleness_histogram)
+    config_path = run_dir / "config.toml"
+    return render_page(
+        "report.html.jinja",
+        [chart for chart in charts if isinstance(chart, Chart)],
         name=run_dir.resolve().name,
         ended=ended_at(metrics),
         summary=summary,
         tiles=tiles_of(summary),
         counts=ledger.counts,
-        charts=[chart for chart in charts if isinstance(chart, Chart)],
         absent=[chart for chart in charts if isinstance(chart, Absent)],
         events=[(clock(event.time), readable(event.what)) for event in read_events(run_dir / "timeline.jsonl")],
-        markup=Markup,
         duration=duration,
-        ends=[
-            ("At the start", [shown(line, low, high) for line in early]),
-            ("At the end", [shown(line, low, high) for line in late]),
-        ],
+        table=table_of_run(run_dir / "samples.jsonl"),
         config=config_path.read_text("utf-8", "replace") if config_path.is_file() else None,
     )
-
-
-def template(name: str) -> jinja2.Template:
-    """Load a template that escapes all values."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(name)
 
 
 def tiles_of(s: Summary) -> list[Tile]:

@@ -1,7 +1,7 @@
 """The records of a run apart from its metrics: samples of completions, and events.
 
     the groups of a step ─▶ Samples ─▶ samples.jsonl ─▶ the report, the dashboard
-    controller.py, the fleet's changes of state ─▶ Timeline ─▶ timeline.jsonl ─▶ "What happened" in the report
+    controller.py, the fleet's changes of state ─▶ Timeline ─▶ timeline.jsonl ─▶ "Events" in the report
 
 A sample is a few completions of one group, once every few steps. Episodes have every branch, with the
 version that sampled each text.

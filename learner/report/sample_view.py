@@ -1,23 +1,30 @@
-"""Samples as the report shows them: readable text, with the speaker and policy version of each piece.
+"""The table of completions: readable text, with the speaker and policy version of each piece.
 
-a line of samples.jsonl ─▶ Sample ─▶ report.html.jinja, or as JSON dashboard.html.jinja
+samples.jsonl ─▶ Sample ─▶ Table ─▶ completions.html.jinja, in the report and the dashboard
 """
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from learner.report.summary import duration, number
-from learner.storage.files import last_line
+from learner.report.summary import duration, number, steps_in
+from learner.storage.files import ends_of
 
 MAX_COMPLETIONS = 4
 """Maximum number of completions of a group that a run records and that a page shows."""
 MAX_CHARACTERS = 1200
+MAX_SAMPLES = 25
+"""Number of samples at each end of a run that the report shows."""
+NEWEST_SAMPLES = 10
+"""Number of samples that the dashboard shows."""
+NEWEST_BYTES = 256 << 10
+SAMPLED_BYTES = 4 << 20
+"""Bytes of samples.jsonl that the report reads at each end."""
 # Pictures (U+2400…) for the control characters that a browser would not show; tab and newline stay.
 VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
-NUM_COLOURS = 3
+NUM_COLORS = 3
 """Number of colors for versions. Episodes rarely have more versions, and the legend names each."""
 
 
@@ -40,11 +47,11 @@ class Passage(msgspec.Struct, frozen=True):
 class Completion(msgspec.Struct, frozen=True):
     passages: list[Passage]
     reward: str
-    percent: int | None
-    """Position of the reward in `reward_range` in percent, or None without a reward."""
+    tenths: int | None
+    """Position of the reward in `reward_range` in tenths, or None without a reward."""
     course: str | None = None
     """Description of the episode."""
-    functions: str | None = None
+    functions: dict[str, str] = {}
     """Reward of each reward function, if there are several."""
 
 
@@ -59,27 +66,49 @@ class Sample(msgspec.Struct, frozen=True):
     """(CSS class of the color, version) of each version in the episodes."""
 
 
-def newest_sample(path: Path) -> Sample | None:
-    """Return the last sample, or None without any. Raises OSError and ValueError."""
-    line = last_line(path) if path.is_file() else b""
-    if not line:
-        return None
-    sample = json.loads(line)
-    return shown(sample, *reward_range([sample]))
+class Table(msgspec.Struct, frozen=True):
+    samples: list[Sample]
+    functions: list[str]
+    """Names of the reward functions, one column each."""
+    note: str
+
+
+def table_of_run(path: Path) -> Table:
+    """Return the first and the last samples of a run, for the report. Raises RunDirectoryError."""
+    lines = steps_in(ends_of(path, SAMPLED_BYTES), path) if path.is_file() else []
+    kept = lines if len(lines) <= 2 * MAX_SAMPLES else lines[:MAX_SAMPLES] + lines[-MAX_SAMPLES:]
+    return table_of(kept, "" if kept == lines else f"The first and the last {MAX_SAMPLES} groups of samples.jsonl.")
+
+
+def newest_table(path: Path) -> Table:
+    """Return the newest samples, the newest first, for the dashboard.
+
+    Raises:
+        OSError: If the file cannot be read.
+        RunDirectoryError: If a line is not a sample.
+    """
+    lines = steps_in(ends_of(path, NEWEST_BYTES), path) if path.is_file() else []
+    return table_of(lines[: -NEWEST_SAMPLES - 1 : -1], f"The newest {NEWEST_SAMPLES} groups of samples.jsonl.")
+
+
+def table_of(lines: Sequence[dict[str, Any]], note: str) -> Table:
+    low, high = reward_range(lines)
+    functions = sorted({name for line in lines for name in line.get("functions", {})})
+    return Table([shown(line, low, high) for line in lines], functions, note)
 
 
 def shown(line: dict[str, Any], low: float, high: float) -> Sample:
     texts, rewards, episodes = line.get("completions", []), line.get("rewards", []), line.get("episodes", [])
     functions = line.get("functions", {})
     versions = sorted({run[0] for one in episodes for branch in one["branches"] for run in branch["runs"]} - {None})
-    colours = {version: f"v{place % NUM_COLOURS}" for place, version in enumerate(versions)}
+    colors = {version: f"v{place % NUM_COLORS}" for place, version in enumerate(versions)}
     completions = []
     for i, text in enumerate(texts[:MAX_COMPLETIONS]):
         reward = rewards[i] if i < len(rewards) else None
-        place = None if reward is None else round(100 * (reward - low) / (high - low))
-        parts = " · ".join(f"{name} {number(by[i])}" for name, by in functions.items() if i < len(by)) or None
+        place = None if reward is None else round(10 * (reward - low) / (high - low))
+        parts = {name: number(by[i]) for name, by in functions.items() if i < len(by)}
         if i < len(episodes):
-            passages = [_passage(branch, colours) for branch in episodes[i]["branches"]]
+            passages = [_passage(branch, colors) for branch in episodes[i]["branches"]]
             completions.append(Completion(passages, number(reward), place, _course(episodes[i]), parts))
         else:
             passages = [Passage(None, [Piece(readable(text), "")])]
@@ -91,15 +120,13 @@ def shown(line: dict[str, Any], low: float, high: float) -> Sample:
         answer=None if answer is None else readable(answer),
         completions=completions,
         more=max(line.get("group_size", 0), len(texts)) - len(completions),
-        versions=[(colours[version], version) for version in versions],
+        versions=[(colors[version], version) for version in versions],
     )
 
 
-def _passage(branch: dict[str, Any], colours: dict[int, str]) -> Passage:
+def _passage(branch: dict[str, Any], colors: dict[int, str]) -> Passage:
     prompt = branch["prompt"]
-    pieces = [
-        Piece(readable(text), "said" if version is None else colours[version]) for version, text in branch["runs"]
-    ]
+    pieces = [Piece(readable(text), "said" if version is None else colors[version]) for version, text in branch["runs"]]
     return Passage(None if prompt is None else readable(prompt), pieces)
 
 
@@ -129,7 +156,7 @@ def readable(value: Any) -> str:
     return text.translate(VISIBLE)
 
 
-def reward_range(samples: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the rewards at 0 % and 100 %: 0 and 1, or the extremes beyond them."""
+def reward_range(samples: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Return the rewards at both ends of the color scale: 0 and 1, or the extremes beyond them."""
     rewards = [reward for line in samples for reward in line.get("rewards", []) if reward is not None]
     return min([0.0, *rewards]), max([1.0, *rewards])

@@ -9,6 +9,7 @@ import tracemalloc
 from itertools import pairwise
 
 import aiohttp
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from learner.report.dashboard import CLIENT_BACKLOG, Dashboard
@@ -78,7 +79,7 @@ def test_a_page_gets_what_was_written_last_with_who_said_what(tmp_path):
 
     async def look(dashboard, session):
         path.unlink()
-        async with session.get("/sample") as response:
+        async with session.get("/completions") as response:
             assert response.status == 204
         first = {"step": 1, "prompt": "1>", "completions": ["1"], "rewards": [1.0]}
         last = {
@@ -87,28 +88,67 @@ def test_a_page_gets_what_was_written_last_with_who_said_what(tmp_path):
             "completions": ["…", "…"],
             "rewards": [1.0, None],
             "episodes": [EPISODE] * 2,
+            "answer": "<b>82</b>",
         }
         write_lines(path, [first, last])
         with path.open("a") as file:
             file.write('{"step": 21, "prompt": "cut o')
-        async with session.get("/sample") as response:
-            assert response.content_type == "application/json"
-            return await response.json()
+        async with session.get("/completions") as response:
+            assert response.content_type == "text/html"
+            return await response.text()
 
-    sample = observed(tmp_path / "run", look)
-    assert (sample["step"], sample["prompt"], sample["versions"]) == (11, "37,45>", [["v0", 3], ["v1", 4]])
-    one, other = sample["completions"]
-    assert one["passages"][0]["pieces"] == [
-        {"text": "37+45=", "speaker": "v0"}, {"text": "82>", "speaker": "said"}, {"text": "82", "speaker": "v1"},
-    ]  # fmt: skip
-    assert one["course"] == "finished · 2 turns · 1 tool call · 0.1 s in the environment"
-    assert (one["reward"], other["reward"], other["percent"]) == ("1.00", "–", None)
+    table = observed(tmp_path / "run", look)
+    assert table.index(">11</td>") < table.index(">1</td>"), "the newest first"
+    assert table.count('<tr class="completion">') == 3
+    assert '<span class="v0">37+45=</span><span class="said">82&gt;</span><span class="v1">82</span>' in table
+    assert "finished · 2 turns · 1 tool call · 0.1 s in the environment" in table
+    assert '<span class="reward t10">1.00</span>' in table and '<span class="reward none">–</span>' in table
+    assert "&lt;b&gt;82&lt;/b&gt;" in table and "<b>" not in table
+    assert "style=" not in table, "the page's policy would refuse it"
+
+
+def test_the_charts_have_the_values_of_the_metrics_and_follow_each_step(tmp_path):
+    lines = write_run(tmp_path / "run", steps=7)
+
+    async def look(dashboard, session):
+        told = []
+        for step in (8, 9):
+            async with session.get("/charts") as response:
+                assert response.content_type == "application/json"
+                told.append({chart["title"]: chart["series"][0] for chart in await response.json()})
+            dashboard.publish(step, {**lines[0], "policy/entropy": float(step)})
+            await asyncio.sleep(0.05)
+        return told
+
+    for count, charts in enumerate(observed(tmp_path / "run", look), start=7):
+        recorded = [line["policy/entropy"] for line in lines] + [8.0] * (count - 7)
+        assert charts["Entropy"]["x"] == list(range(1, count + 1))
+        assert charts["Entropy"]["y"] == pytest.approx(recorded, rel=1e-5)
+
+
+def test_many_clients_cost_one_making_of_the_charts_per_step(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", steps=3)
+    made = []
+    monkeypatch.setattr("learner.report.history.encoded_charts", lambda points: made.append(points) or b"[]")
+
+    async def look(dashboard, session):
+        async def ask():
+            async with session.get("/charts") as response:
+                assert await response.json() == []
+
+        await asyncio.gather(*(ask() for _ in range(20)))
+        dashboard.publish(4, LINE)
+        await asyncio.sleep(0.05)
+        await asyncio.gather(*(ask() for _ in range(20)))
+
+    observed(tmp_path / "run", look)
+    assert len(made) == 2
 
 
 def test_a_line_that_is_no_sample_costs_the_page_its_panel_alone(tmp_path):
     async def look(dashboard, session):
         (tmp_path / "samples.jsonl").write_text("nonsense\n")
-        async with session.get("/sample") as response:
+        async with session.get("/completions") as response:
             return response.status
 
     assert observed(tmp_path, look) == 204
@@ -240,7 +280,7 @@ def test_the_page_loads_nothing_and_its_policy_allows_only_its_own_script(tmp_pa
     page, policy = observed(run_dir, look)
     addresses = re.findall(r"""(?:src|href|action|srcset)\s*=\s*["']?([^"'\s>]*)""", page)
     assert addresses == ["/metrics"]
-    assert set(re.findall(r"https?://[^\"'\s]*", page)) == {"http://www.w3.org/2000/svg"}, "a namespace, never loaded"
+    assert set(re.findall(r"https?://[^\"'\s]*", page)) == {"https://github.com/leeoniya/uPlot"}, "a comment"
     assert "@import" not in page and "url(" not in page
     nonce = re.search(r"'nonce-([^']+)'", policy).group(1)
     assert re.findall(r"<script[^>]*>", page) == [f'<script nonce="{nonce}">']

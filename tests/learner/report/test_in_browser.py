@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,14 +19,15 @@ from tests.learner.report.synthetic_run import write_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
-SCREENS = {"phone": (390, 844), "desktop": (1360, 900)}
+SCREENS = {"phone": (360, 780), "desktop": (1360, 900)}
 LOOKS = [(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")]
 TILES = """Object.fromEntries([...document.querySelectorAll('.tile')].map((tile) =>
     [tile.querySelector('.label').textContent, tile.querySelector('.value').textContent]))"""
-SUNKEN = """[...document.querySelectorAll('h1, h2, p, .value, .label, .note, th, td, svg text')].filter((part) => {
+SUNKEN = """[...document.querySelectorAll('h1, h2, h3, p, .value, .label, .note, .key, .at, canvas, input, th, td')].filter((part) => {
     const box = part.getBoundingClientRect();
     return box.width && part.closest('.card, header, main') && !part.closest('.wide, pre, details') && (box.right > innerWidth + 1 || box.left < -1);
   }).map((part) => part.textContent.slice(0, 40))"""
+CARD = "[...document.querySelectorAll('.chart')].find((card) => card.querySelector('h3').textContent === '{}')"
 
 
 async def looked_at(page: Page, screen: str, scheme: str, address: str) -> None:
@@ -45,8 +47,32 @@ async def assert_readable(page: Page, scheme: str) -> None:
         for part in re.findall(r"\d+", await page.value("getComputedStyle(document.body).backgroundColor"))[:3]
     )
     assert (red + green + blue > 384) == (scheme == "light")
-    assert await page.value("[...document.querySelectorAll('svg')].every((svg) => svg.getAttribute('aria-label'))")
+    labels = await page.value("[...document.querySelectorAll('.plot')].map((plot) => plot.getAttribute('aria-label'))")
+    assert labels and all(re.search(r": .*\d", label) for label in labels), "each has its numbers as text"
     assert page.errors == []
+
+
+async def drawn(page: Page) -> None:
+    await page.until("document.querySelectorAll('.chart canvas').length > 4")
+    await page.value("document.querySelector('.chart').scrollIntoView({block: 'center'})")
+
+
+async def place_in(page: Page, title: str, across: float) -> tuple[float, float]:
+    """A point of the screen within a chart: 0 is its left end, 1 its right."""
+    left, top, width, height = await page.value(
+        f"(() => {{ const box = {CARD.format(title)}.querySelector('.u-over').getBoundingClientRect();"
+        "return [box.left, box.top, box.width, box.height]; })()"
+    )
+    return left + across * (width - 1), top + height / 2
+
+
+async def told_by(page: Page, title: str) -> tuple[str, dict[str, str]]:
+    """Where the cursor of a chart is, and the value of each of its series there."""
+    return await page.value(
+        f"(() => {{ const legend = {CARD.format(title)}.querySelector('.legend');"
+        "return [legend.querySelector('.at').textContent, Object.fromEntries([...legend.querySelectorAll('.key')].map("
+        "(key) => [key.firstChild.textContent, key.querySelector('b').textContent]))]; })()"
+    )
 
 
 @pytest.mark.parametrize(("screen", "scheme"), LOOKS)
@@ -64,7 +90,8 @@ def test_the_dashboard_shows_the_numbers_of_the_run(tmp_path: Path, screen: str,
                 assert tiles["Step"].startswith("60")
                 assert tiles["Reward"] == f"{fmean(line['reward/mean'] for line in lines[-10:]):.3f}"
                 assert tiles["Staleness"] == f"{fmean(line['staleness/mean'] for line in lines[-10:]):.2f}"
-                assert await page.value("document.querySelectorAll('.chart:not([hidden]) path').length") > 8
+                await drawn(page)
+                assert {address.rpartition("/")[0] for address in page.requests} == {dashboard.address}
                 await assert_readable(page, scheme)
         finally:
             await dashboard.close()
@@ -88,10 +115,12 @@ def test_each_of_several_evaluated_sets_has_a_curve(tmp_path: Path) -> None:
         try:
             async with a_page() as page:
                 await looked_at(page, "desktop", "dark", dashboard.address)
-                card = "[...document.querySelectorAll('.chart')].find((card) => card.textContent.startsWith('Evaluations'))"
-                await page.until(f"!{card}.hidden")
-                assert await page.value(f"{card}.querySelector('.legend').textContent") == "easy0.75hard0.25"
-                assert await page.value(f"{card}.querySelectorAll('circle').length") == 4, "two sets, evaluated twice"
+                await page.until(f"!!{CARD.format('Evaluations')}?.querySelector('canvas')")
+                await page.value(f"{CARD.format('Evaluations')}.scrollIntoView({{block: 'center'}})")
+                assert await told_by(page, "Evaluations") == ["step", {"easy": "0.75", "hard": "0.25"}]
+                for across, step in ((0.0, 0), (1.0, 10)):  # two sets, evaluated twice
+                    await page.mouse("Moved", *await place_in(page, "Evaluations", across))
+                    assert (await told_by(page, "Evaluations"))[0] == f"step {step}"
         finally:
             await dashboard.close()
 
@@ -137,12 +166,152 @@ def test_the_report_and_the_comparison_can_be_read(tmp_path: Path, screen: str, 
     async def scene() -> None:
         async with a_page() as page:
             await looked_at(page, screen, scheme, report.as_uri())
+            await drawn(page)
             tiles: dict[str, Any] = await page.value(TILES)
             ends = [fmean(line["reward/mean"] for line in part) for part in (lines[:6], lines[-6:])]
             assert tiles["Reward"] == f"{ends[0]:.2f} → {ends[1]:.2f}"
             await assert_readable(page, scheme)
             await looked_at(page, screen, scheme, comparison.as_uri())
-            assert await page.value("document.querySelectorAll('svg').length") == 5
+            assert await page.value("document.querySelectorAll('canvas').length") == 5
             await assert_readable(page, scheme)
+            assert page.requests == [report.as_uri(), comparison.as_uri()], "one file each, nothing from elsewhere"
+
+    asyncio.run(scene())
+
+
+def in_a_report(tmp_path: Path, look: Callable[[Page], Awaitable[None]]) -> None:
+    write_run(tmp_path / "run", steps=60)
+    report = write_report(tmp_path / "run")
+
+    async def scene() -> None:
+        async with a_page() as page:
+            await looked_at(page, "desktop", "light", report.as_uri())
+            await drawn(page)
+            await look(page)
+            assert page.errors == []
+
+    asyncio.run(scene())
+
+
+def test_hover_reads_all_series_of_all_charts_at_one_step(tmp_path: Path) -> None:
+    async def look(page: Page) -> None:
+        lines = {line["step"]: line for line in read_metrics(tmp_path / "run")}
+        at_rest = await told_by(page, "Reward per step")
+        await page.mouse("Moved", *await place_in(page, "Reward per step", 0.5))
+        where, values = await told_by(page, "Reward per step")
+        step = int(where.removeprefix("step "))
+        assert 29 <= step <= 32
+        for name, metric in (("mean", "reward/mean"), ("exact match", "reward/exact_match")):
+            assert float(values[name]) == pytest.approx(lines[step][metric], rel=5e-3)
+        where, values = await told_by(page, "Entropy")
+        assert where == f"step {step}" and float(values["entropy"]) == pytest.approx(
+            lines[step]["policy/entropy"], rel=5e-3
+        )
+        assert (await told_by(page, "Reward over time"))[0] == "seconds", "its x is another"
+        await page.mouse("Moved", 2, 2)
+        assert await told_by(page, "Reward per step") == at_rest
+
+    in_a_report(tmp_path, look)
+
+
+def test_a_drag_zooms_all_charts_of_the_same_x_and_a_double_click_resets(tmp_path: Path) -> None:
+    async def steps_at_the_ends(page: Page, title: str) -> list[int]:
+        found = []
+        for across in (0.0, 1.0):
+            await page.mouse("Moved", *await place_in(page, title, across))
+            found.append(int((await told_by(page, title))[0].removeprefix("step ")))
+        return found
+
+    async def look(page: Page) -> None:
+        assert await steps_at_the_ends(page, "Reward per step") == [1, 60]
+        x, y = await place_in(page, "Reward per step", 0.25)
+        await page.mouse("Moved", x, y)
+        await page.mouse("Pressed", x, y)
+        x, y = await place_in(page, "Reward per step", 0.5)
+        await page.mouse("Moved", x, y)
+        await page.mouse("Released", x, y)
+        for title in ("Reward per step", "Staleness per step"):
+            first, last = await steps_at_the_ends(page, title)
+            assert 15 <= first <= 18 and 29 <= last <= 32, title
+        await page.mouse("Moved", x, y)
+        for clicks in (1, 2):
+            await page.mouse("Pressed", x, y, clicks)
+            await page.mouse("Released", x, y, clicks)
+        for title in ("Reward per step", "Staleness per step"):
+            assert await steps_at_the_ends(page, title) == [1, 60], title
+
+    in_a_report(tmp_path, look)
+
+
+def test_a_zoomed_dashboard_stays_zoomed_while_steps_come(tmp_path: Path) -> None:
+    lines = write_run(tmp_path / "run", steps=60)
+
+    async def scene() -> None:
+        dashboard = await Dashboard.start(tmp_path / "run", 0)
+        try:
+            async with a_page() as page:
+                await looked_at(page, "desktop", "light", dashboard.address)
+                await drawn(page)
+                x, y = await place_in(page, "Reward per step", 0.25)
+                await page.mouse("Moved", x, y)
+                await page.mouse("Pressed", x, y)
+                x, y = await place_in(page, "Reward per step", 0.5)
+                await page.mouse("Moved", x, y)
+                await page.mouse("Released", x, y)
+                dashboard.publish(61, {**lines[0], "optim/lr": 0.75})
+                await page.until(f"!!{CARD.format('Learning rate')}.querySelector('[aria-label*=\"0.376\"]')")
+                await page.mouse("Moved", *await place_in(page, "Reward per step", 1.0))
+                assert 29 <= int((await told_by(page, "Reward per step"))[0].removeprefix("step ")) <= 32
+        finally:
+            await dashboard.close()
+
+    asyncio.run(scene())
+
+
+def test_the_search_keeps_the_rows_that_have_the_text(tmp_path: Path) -> None:
+    async def look(page: Page) -> None:
+        rows = "[...document.querySelectorAll('tr.completion')].filter((row) => row.checkVisibility())"
+        samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+        shown = [*samples[:25], *samples[-25:]]
+        whole = await page.value(f"{rows}.length")
+        assert whole == sum(len(sample["completions"]) for sample in shown)
+        wanted = shown[30]["answer"]
+        fill = "(() => {{ const box = document.querySelector('.search'); box.value = {};box.dispatchEvent(new Event('input', {{ bubbles: true }})); }})()"
+        await page.value(fill.format(json.dumps(wanted)))
+        left = await page.value(f"{rows}.map((row) => row.cells[0].textContent)")
+        texts = [
+            (str(sample["step"]), [sample["prompt"], text, sample["answer"]])
+            for sample in shown
+            for text in sample["completions"]
+        ]
+        assert left == [step for step, parts in texts if any(wanted in part for part in parts)]
+        assert await page.value("document.querySelector('output').textContent") == f"{len(left)} of {whole}"
+        await page.value(fill.format("''"))
+        assert await page.value(f"{rows}.length") == whole
+
+    in_a_report(tmp_path, look)
+
+
+def test_what_a_model_wrote_runs_in_no_page(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=3)
+    hostile = "</script><script>document.title = 'ran'</script><img src=x onerror=\"document.title = 'ran'\">"
+    sample = {"step": 1, "prompt": hostile, "completions": [hostile], "rewards": [1.0], "answer": hostile}
+    (tmp_path / "run/samples.jsonl").write_text(json.dumps(sample) + "\n")
+    lines = [{**line, f"reward/{hostile}": 0.5, "reward/other": 0.5} for line in read_metrics(tmp_path / "run")]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = write_report(tmp_path / "run")
+
+    async def scene() -> None:
+        dashboard = await Dashboard.start(tmp_path / "run", 0)
+        try:
+            async with a_page() as page:
+                for address in (report.as_uri(), dashboard.address):
+                    await page.open(address)
+                    await page.until(f"!!{CARD.format('Each reward function')}?.querySelector('canvas')")
+                    await page.until("document.querySelectorAll('tr.completion').length === 1")
+                    assert "ran" not in await page.value("document.title") and page.errors == []
+                    assert await page.value("document.querySelectorAll('img').length") == 0
+        finally:
+            await dashboard.close()
 
     asyncio.run(scene())

@@ -16,7 +16,7 @@ from learner.policy.model import load_tokenizer
 from learner.report.page import render
 from learner.report.records import Samples
 from learner.report.run_log import RunLog
-from learner.report.sample_view import newest_sample
+from learner.report.sample_view import newest_table
 from learner.report.summary import steps_in
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.storage.files import ends_of
@@ -57,9 +57,10 @@ def test_a_sample_says_the_answer_and_what_every_function_gave(tmp_path: Path) -
     samples.close()
     line = json.loads(path.read_text())
     assert (line["answer"], line["functions"]) == (["42", 42], {"right": [1.0, None, 1.0, None], "short": [0.5] * 4})
-    shown = newest_sample(path)
-    assert shown is not None and shown.answer == "['42', 42]"
-    assert [one.functions for one in shown.completions[:2]] == ["right 1.00 · short 0.50", "right – · short 0.50"]
+    table = newest_table(path)
+    (shown,) = table.samples
+    assert shown.answer == "['42', 42]" and table.functions == ["right", "short"]
+    assert [[*one.functions.values()] for one in shown.completions[:2]] == [["1.00", "0.50"], ["–", "0.50"]]
 
 
 def test_a_page_names_the_number_of_completions_that_a_run_did_not_record(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ def test_a_report_shows_both_ends_of_a_file_that_it_does_not_read_whole(
     content = bytearray(path.read_bytes())
     content[len(content) // 2 : len(content) // 2 + 10] = b"not read!!"
     path.write_bytes(content)
-    monkeypatch.setattr("learner.report.page.SAMPLED_BYTES", 4000)
+    monkeypatch.setattr("learner.report.sample_view.SAMPLED_BYTES", 4000)
     steps = [line["step"] for line in steps_in(ends_of(path, 4000), path)]
     assert steps[:2] == [1, 2] and steps[-2:] == [298, 299]
     page = render(tmp_path)
@@ -159,9 +160,9 @@ def test_the_report_shows_who_said_what_under_which_version(tmp_path: Path) -> N
         '<span class="v0">1</span><span class="v1">2</span><span class="said">89</span><span class="v1">3</span>',
         "finished · 2 turns · 1 tool call · 1 answered with an error · 0.5 s in the environment",
         "tool_timeout · 1 turn · 0.0 s in the environment",
-        '<div class="mono">77</div>',
-        '<span class="v0">policy version 4</span><span class="v1">policy version 5</span><span class="v2">policy version 7</span>',
-        '<span class="said">the environment</span>',
+        '<span class="mono">77</span>',
+        '<span class="key v0">policy version 4</span><span class="key v1">policy version 5</span>'
+        '<span class="key v2">policy version 7</span><span class="key said">the environment</span>',
     )
     for part in told:
         assert part in page, part

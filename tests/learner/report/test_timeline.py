@@ -13,14 +13,14 @@ from tests.learner.report.synthetic_run import write_run
 
 def test_the_report_tells_what_happened_and_a_run_without_a_story_has_no_such_part(tmp_path: Path) -> None:
     write_run(tmp_path, steps=5)
-    assert "What happened" not in write_report(tmp_path).read_text()
+    assert "<h2>Events</h2>" not in write_report(tmp_path).read_text()
     told = Timeline(tmp_path / "timeline.jsonl")
     told.note("the run started")
     told.note("the server at tcp://<b>:1: ready → joining")
     told.close()
     html = write_report(tmp_path).read_text()
     assert (
-        html.index("What happened") < html.index("the run started") < html.index("tcp://&lt;b&gt;:1: ready → joining")
+        html.index("<h2>Events</h2>") < html.index("the run started") < html.index("tcp://&lt;b&gt;:1: ready → joining")
     )
     assert "<b>:1" not in html
 

@@ -1,0 +1,80 @@
+// The live page: tiles from the event stream at each step; charts and completions from the server, less often.
+"use strict";
+const MAX_POINTS = 1000, PAUSE_MS = 2000;
+const byId = (id) => document.getElementById(id), numSteps = Number(document.body.dataset.steps);
+const digits = (v) => v === 0 ? "0" : Math.abs(v) >= 1e3 ? `${+(v / 1e3).toPrecision(3)}k` : Math.abs(v) < 1e-3 ? v.toExponential(1).replace("e-", "e−") : String(+v.toPrecision(3));
+const seconds = (v) => v === 0 ? "0" : v < 1 ? `${+(1e3 * v).toPrecision(v < 0.1 ? 2 : 3)} ms` : `${+v.toPrecision(3)} s`;
+const long = (v) => v < 60 ? `${Math.round(v)} s` : v < 3600 ? `${Math.floor(v / 60)} min ${Math.round(v % 60)} s` : `${Math.floor(v / 3600)} h ${Math.floor(v % 3600 / 60)} min`;
+let points = [], loading = false, wanted = false;
+
+function make(parent, tag, attributes = {}, text = "") {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.textContent = text;
+  return parent.appendChild(made);
+}
+const mean = (values) => values.length ? values.reduce((sum, v) => sum + v, 0) / values.length : null;
+const recent = (name, count = 10) => points.slice(-count).map((p) => p[name]).filter(Number.isFinite);
+function drawTiles() {
+  const newest = points[points.length - 1], or = (v, format) => v === null ? "–" : format(v), of = (name) => mean(recent(name));
+  const left = numSteps - newest.step, exact = of("reward/exact_match"), kl = of("reference/kl"), mismatch = mean(recent("policy/mismatch_abs_logprob", MAX_POINTS)) ?? mean(recent("parity/abs_logprob", MAX_POINTS));
+  const tiles = [
+    ["Step", newest.step.toLocaleString("en"), !numSteps ? "" : left > 0 ? `about ${long(left * (of("time/step") || 0))} left` : "all steps done", numSteps ? ` / ${numSteps.toLocaleString("en")}` : ""],
+    ["Reward", or(of("reward/mean"), (v) => v.toFixed(3)), exact === null ? "mean of ten steps" : `exact match ${exact.toFixed(3)}`],
+    ["Staleness", or(of("staleness/mean"), (v) => v.toFixed(2)), `policy versions, at most ${or(mean([Math.max(...recent("staleness/max"), 0)]), digits)}`],
+    ["Speed", or(of("perf/completion_tokens_per_s"), (v) => Math.round(v).toLocaleString("en")), "tokens per second"],
+    ["Push stall", or(of("push/stall_seconds"), seconds), "without generation"],
+    kl === null ? ["Mismatch", or(mismatch, (v) => v.toExponential(1).replace("e-", "e−")), "mean |Δ logprob|"] : ["KL", digits(kl), "to the reference"],
+  ];
+  byId("tiles").replaceChildren();
+  for (const [label, value, note, more] of tiles) {
+    const tile = make(byId("tiles"), "div", { class: "card tile" });
+    make(tile, "div", { class: "label" }, label);
+    const shown = make(tile, "div", { class: "value" }, value);
+    if (more) make(shown, "small", {}, more);
+    make(tile, "div", { class: "note" }, note);
+  }
+  byId("done").style.width = `${numSteps ? Math.min(100, 100 * newest.step / numSteps) : 0}%`;
+  byId("told").textContent = Number.isFinite(newest.elapsed_s) ? `Slipstream run · ${long(newest.elapsed_s)} so far` : "Slipstream run";
+}
+async function load(path, show) {
+  const answer = await fetch(path).catch(() => null);  // null: no connection
+  if (answer !== null && answer.status === 200) show(await answer.text());
+}
+function showCompletions(html) {  // a table that someone reads or searches stays as it is
+  const section = byId("completions"), search = section.querySelector(".search");
+  if (search?.value || section.querySelector("details[open]")) return;
+  section.hidden = false;
+  section.innerHTML = html;
+}
+async function refresh() {  // a slow connection and a hidden tab ask less often
+  wanted = true;
+  if (loading || document.hidden) return;
+  loading = true;
+  wanted = false;
+  const started = performance.now();
+  await load("/charts", (text) => drawCharts(byId("charts"), JSON.parse(text)));
+  await load("/completions", showCompletions);
+  setTimeout(() => { loading = false; if (wanted) refresh(); }, Math.max(PAUSE_MS, 10 * (performance.now() - started)));
+}
+function show() {
+  byId("empty").hidden = points.length > 0;
+  if (finished()) state("done", "finished");
+  if (points.length) drawTiles();
+  refresh();
+}
+function state(kind, text) { byId("state").className = `state ${kind}`; byId("state").textContent = text; }
+const finished = () => numSteps > 0 && points.length > 0 && points[points.length - 1].step >= numSteps;
+
+const events = new EventSource("/events");
+events.onopen = () => state("live", "live");
+events.onerror = () => finished() ? (state("done", "finished"), events.close()) : state("lost", "no connection to the learner");
+events.addEventListener("history", (event) => { points = JSON.parse(event.data); show(); });
+events.onmessage = (event) => {
+  const point = JSON.parse(event.data);
+  if (points.length && point.step <= points[points.length - 1].step) points = points.filter((p) => p.step < point.step);
+  points.push(point);
+  if (points.length > MAX_POINTS) points = points.filter((_, i) => i % 2 === 0 || i === points.length - 1);
+  show();
+};
+document.addEventListener("visibilitychange", () => { if (wanted) refresh(); });
