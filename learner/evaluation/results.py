@@ -3,7 +3,7 @@
     answers, rewards (evaluate.py) ─▶ Estimate ─▶ Evaluation ─▶ RUN_DIR/evaluations.jsonl ─▶ console, report
 
 Samples of one problem are correlated, so the interval is that of the problem means.
-Invariant: two evaluations are compared only if they asked the same prompts in the same way. An evaluation
+Invariant: two evaluations are compared only if they used the same prompts and sampling. An evaluation
 whose weights a resume has discarded is never compared.
 
 Suffixes: P problems, K samples of each. NaN marks a missing value.
@@ -148,7 +148,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the set in learner.evaluation.sets. None: the default set."""
     data: str
     asked: str
-    """Digest of the prompts and the way they were asked. Evaluations with equal digests are comparable."""
+    """Digest of the prompts and the sampling. Evaluations with equal digests are comparable."""
     url: str
     model: str
     versions: tuple[int, int] | None
@@ -238,9 +238,9 @@ def take_back(path: Path, step: int) -> None:
         ConfigError: The file has other content.
         DiskError: The file cannot be written.
     """
-    noted = earlier(path)
-    left = [one for one in noted if one.step is None or one.step <= step]
-    if len(left) < len(noted):
+    recorded = earlier(path)
+    left = [one for one in recorded if one.step is None or one.step <= step]
+    if len(left) < len(recorded):
         replace_file(path, b"".join(msgspec.json.encode(one) + b"\n" for one in left))
 
 
