@@ -337,7 +337,8 @@ def test_one_death_too_many_ends_the_server_with_its_reason_and_the_knob(max_res
             await until(lambda num=num_deaths: running.server.status()["engine_restarts"] == num)  # type: ignore[misc]
         engine.fail_with = DEAD
         with pytest.raises(
-            EngineDead, match=rf"it is gone.* death {max_restarts + 1} of the engine within.*server\.max_engine_restarts"
+            EngineDead,
+            match=rf"it is gone.* death {max_restarts + 1} of the engine within.*server\.max_engine_restarts",
         ):
             await running.task
 

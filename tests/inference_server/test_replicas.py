@@ -173,7 +173,8 @@ def test_receiving_beside_generation_is_refused_for_several_replicas_by_both_key
 def test_a_model_with_experts_has_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.config.ModelConfig.is_moe", True)
     with pytest.raises(
-        ConfigError, match=r"server\.data_parallel_size = 2 is not supported with model = 'tiny:digits': .*mixture-of-experts.*`endpoints`"
+        ConfigError,
+        match=r"server\.data_parallel_size = 2 is not supported with model = 'tiny:digits': .*mixture-of-experts.*`endpoints`",
     ):
         start_llm(run_of(data_parallel_size=2), resolve_model("tiny:digits"))
 
