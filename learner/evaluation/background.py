@@ -26,7 +26,7 @@ from learner.evaluation.episodes import open_players
 from learner.evaluation.eval_sets import digest_of, sets_of
 from learner.evaluation.evaluate import ask_and_rate_all
 from learner.evaluation.openai_client import Answered
-from learner.evaluation.results import Evaluation, in_words, metrics_of, versions_in_words
+from learner.evaluation.results import Evaluation, describe_versions, metrics_of, summarize
 from learner.rewards.workers import RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.servers.loop_thread import LoopThread
@@ -208,12 +208,12 @@ class Evaluations:
             slowdown = statistics.median(self._concurrent_s) / statistics.median(self._alone_s)
             self._metrics["evaluation/training_slowdown"] = slowdown
             slowdown_text = f"; a step took {slowdown:.2f} times as long while it ran"
-        log.info("%s%s", "; ".join(map(in_words, made)), slowdown_text)
+        log.info("%s%s", "; ".join(map(summarize, made)), slowdown_text)
         for one in made:
             if self._config.pin and one.versions is not None and one.versions[0] != one.versions[1]:
                 log.warning(
                     "learner.evaluation.pin = true, but %s answered; check that no other learner syncs weights to the server at %s",
-                    versions_in_words(one.versions, ""), one.url,
+                    describe_versions(one.versions, ""), one.url,
                 )  # fmt: skip
 
     def _record(self, running: "RunningEvaluation") -> list[Evaluation]:
