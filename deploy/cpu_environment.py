@@ -184,7 +184,7 @@ def pip_command(venv: Path, arguments: "list[str]") -> "list[str]":
 def install_packages(venv: Path, what: str, arguments: "list[str]", num_packages: int = 0) -> None:
     """Install packages with uv, or with pip if uv is missing or fails.
 
-    The output is shown only if pip fails too, which ends the program.
+    The output is shown only if pip fails too, and the program then exits.
     """
     before = num_installed(venv)
     uv = venv / "bin" / "uv"

@@ -1,10 +1,10 @@
 """The supervisor of the servers and ranks of one node, from start to end.
 
-    start servers and learner ─▶ wait for one to end ─┬▶ restart it, if the config and its limit allow it
-                                                      └▶ end the learner, then the servers
-    a signal ─▶ every rank, which finishes its step and writes a checkpoint ─▶ the learner ends ─▶ the servers
+    start servers and learner ─▶ wait for one to exit ─┬▶ restart it, if the config and its limit allow it
+                                                       └▶ stop the learner, then the servers
+    a signal ─▶ every rank, which finishes its step and writes a checkpoint ─▶ the learner exits ─▶ stop the servers
 
-All ranks of a learner start and end together. A `Process` gets a SIGTERM before it is killed.
+All ranks of a learner start and exit together. A `Process` gets a SIGTERM before it is killed.
 Invariants: `run` leaves no process behind. If colocate dies, the kernel sends each process a SIGTERM.
 """
 
@@ -45,7 +45,7 @@ class Process:
         self.name = name
         self._popen = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, start_new_session=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment, preexec_fn=_end_with_parent,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment, preexec_fn=_stop_with_parent,
         )  # fmt: skip
         assert self._popen.stdout is not None
         self._copier = threading.Thread(target=self._copy, args=(self._popen.stdout, log_file), daemon=True)
@@ -76,7 +76,7 @@ class Process:
         self._copier.join(GRACE_S)
 
 
-def end(processes: Sequence[Process], grace_s: float = GRACE_S) -> None:
+def stop(processes: Sequence[Process], grace_s: float = GRACE_S) -> None:
     """Send SIGTERM to all processes, wait, then kill the remaining ones."""
     for process in processes:
         process.signal(signal.SIGTERM)
@@ -84,13 +84,13 @@ def end(processes: Sequence[Process], grace_s: float = GRACE_S) -> None:
 
 
 def wait_for(processes: Sequence[Process], timeout_s: float) -> None:
-    """Wait for all processes to end, and kill those still running after `timeout_s`."""
+    """Wait for all processes to exit, and kill those still running after `timeout_s`."""
     give_up_at = time.monotonic() + timeout_s
     for process in processes:
         process.wait(give_up_at)
 
 
-def _end_with_parent() -> None:
+def _stop_with_parent() -> None:
     """Ask the kernel, in the child process, for a SIGTERM when colocate dies."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -128,13 +128,13 @@ class Supervisor:
                 time.sleep(POLL_S)
             return code
         finally:
-            end(self._ranks)
-            end(list(self._servers.values()))
+            stop(self._ranks)
+            stop(list(self._servers.values()))
 
     def _pass_on(self, number: int) -> None:
         """Forward a signal to the ranks, or keep it until they start.
 
-        A learner that shuts down cleanly ends the whole run.
+        When the learner shuts down cleanly, the whole run is over.
         """
         self._is_stopping = True
         if all(rank.returncode is not None for rank in self._ranks):

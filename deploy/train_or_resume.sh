@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# `slipstream train` for what starts processes again by itself: goes on with the run if there is one, and tells whether it is over.
+# `slipstream train` for schedulers that restart processes automatically: resumes the run in RUN_DIR if one exists.
 #
-#   train_or_resume.sh run.toml RUN_DIR [--key value ...]        RANKS=8: several ranks, by accelerate
+#   train_or_resume.sh run.toml RUN_DIR [--key value ...]        RANKS=8: several ranks, with accelerate
 #
-# Exit status: the learner's, but 75 (try again) for one that a signal has ended early: usually its last step and a checkpoint are
-# written, and the same command goes on. Without that, a run that was evicted would look like one that is done, or like one that failed
-# where the learner could not end in order. 2 stays 2: an error that a person has to solve.
+# Exit status: that of the learner, but 75 (try again) if a signal stopped the learner early. Usually, the last step and
+# a checkpoint are then written, and the same command resumes. Without 75, an evicted run would be taken for a finished
+# run, or for a failed run if the learner could not shut down cleanly. 2 stays 2: an error that a person has to fix.
 set -u
 
 if [ $# -lt 2 ]; then
@@ -28,10 +28,11 @@ pid='' interrupted=no hung_up=no
 for name in TERM INT USR1; do
     trap 'interrupted=yes; [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null' "$name"
 done
-# A terminal that closes says so more than once, which is no second signal.
+# A closing terminal sends SIGHUP more than once; the repetition does not count as a second signal.
 trap '[ "$hung_up" = yes ] || { hung_up=yes interrupted=yes; [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null; }' HUP
 
-# In a session of its own: a signal to the whole process group would come twice, and the second one ends a learner at once.
+# In its own session: otherwise, a signal to the process group would arrive twice, and the second one stops the learner
+# at once.
 setsid "${learner[@]}" train "$config" --run-dir "$run_dir" "${resume[@]}" "$@" &
 pid=$!
 if [ "$interrupted" = yes ]; then
@@ -40,7 +41,7 @@ fi
 
 status=0
 wait "$pid" || status=$?
-while kill -0 "$pid" 2>/dev/null; do # a signal has ended the wait, not the learner
+while kill -0 "$pid" 2>/dev/null; do # a signal interrupted the wait, but the learner still runs
     status=0
     wait "$pid" || status=$?
 done

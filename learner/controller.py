@@ -194,7 +194,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                     self.pusher.wait()  # with overlap, its tokens may be here before its check was requested
                     self.sync_check.check()
                 self.sync_check.begin(version, texts_of(groups, **CHECKED_TOKENS))
-                if not self.pusher.is_pushing:  # otherwise `push` asks, once the servers have this version
+                if not self.pusher.is_pushing:  # otherwise `push` requests it, once the servers have this version
                     self.sync_check.ask_before(self.pusher.holders(version))
                 return groups
             if time.monotonic() - last_note > WAITING_NOTE_S:
@@ -332,7 +332,7 @@ def check_fits(run_inputs: RunInputs, member: Member) -> None:
     """Raise an error unless the server fits the run.
 
     Raises:
-        ConfigError: The config asks for something that the server does not have.
+        ConfigError: The config requires something that the server does not have.
         DataError: The longest prompt does not fit the server's context.
         ServerLost: The server is not connected.
     """

@@ -77,10 +77,10 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
             cleanup.enter_context(Controller.open(run_inputs, run_dir, published, checkpoint)) if run_dir else None
         )
         lead = RankZero(controller, published)
-        books = (
+        records = (
             LearnerRecords(controller.ledger, controller.buffer, controller.evaluations.scores) if controller else None
         )
-        checkpoints = cleanup.enter_context(Checkpoints(trainer, directory, books, version if checkpoint else None))
+        checkpoints = cleanup.enter_context(Checkpoints(trainer, directory, records, version if checkpoint else None))
         lead(Controller.connect, version)
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)

@@ -37,7 +37,7 @@ def is_impatient(number: int) -> bool:
 def held_from_children() -> Iterator[None]:
     """Shield processes started in the block, and their children, from these signals.
 
-    This process must end them, by SIGKILL or a message. Only this thread blocks the signals. A slow start
+    This process must stop them, by SIGKILL or a message. Only this thread blocks the signals. A slow start
     belongs in another thread, so that the main thread receives the signals.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])

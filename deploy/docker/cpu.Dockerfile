@@ -1,9 +1,9 @@
-# Both processes on CPUs, with every version pinned: to try things, and for CI. Without arguments it is the demo.
+# Both processes on CPUs, with all versions pinned: for first runs and CI. Without arguments, it runs the demo.
 #   docker build -f deploy/docker/cpu.Dockerfile -t slipstream-cpu . && docker run --rm slipstream-cpu
 FROM python:3.11-slim-bookworm
 
-# libnuma: vLLM's; gcc, g++: torch compiles kernels when it runs
-# hadolint ignore=DL3008  # Debian keeps only the newest of each
+# libnuma: for vLLM; gcc, g++: torch compiles kernels at runtime
+# hadolint ignore=DL3008  # Debian keeps only the newest version of each
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ gcc libnuma1 \
     && rm -rf /var/lib/apt/lists/*

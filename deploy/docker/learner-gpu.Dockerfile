@@ -1,9 +1,9 @@
-# The learner on GPUs. Torch brings its CUDA libraries; the machine gives the driver.
+# The learner on GPUs. Torch includes the CUDA libraries; the host provides the driver.
 #   docker build -f deploy/docker/learner-gpu.Dockerfile -t slipstream-learner .
 FROM python:3.12-slim-bookworm
 
-# gcc: triton compiles kernels when it runs
-# hadolint ignore=DL3008  # Debian keeps only the newest of each
+# gcc: triton compiles kernels at runtime
+# hadolint ignore=DL3008  # Debian keeps only the newest version of each
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
@@ -14,7 +14,7 @@ COPY protocol protocol
 COPY inference_server inference_server
 COPY learner learner
 COPY deploy deploy
-# hadolint ignore=DL3013  # the versions are in pyproject.toml
+# hadolint ignore=DL3013  # pyproject.toml sets the versions
 RUN pip install --no-cache-dir '.[learner,nccl]'
 
 ENV HOME=/cache USER=slipstream

@@ -1,4 +1,4 @@
-# The inference server on GPUs: vLLM's own image, whose torch, CUDA and kernels fit together, and Slipstream in it.
+# The inference server on GPUs: Slipstream in vLLM's own image, whose torch, CUDA and kernels fit together.
 #   docker build -f deploy/docker/server-gpu.Dockerfile -t slipstream-server .
 FROM vllm/vllm-openai:v0.32.0
 
@@ -8,7 +8,7 @@ COPY protocol protocol
 COPY inference_server inference_server
 COPY learner learner
 COPY deploy deploy
-# server-gpu is satisfied by the image; were it not, this would fail rather than replace its torch.
+# The image already satisfies server-gpu. If it did not, this step would fail instead of replacing torch.
 RUN uv pip install --system --no-cache '.[server-gpu,nccl]' --constraint deploy/docker/vllm.constraints
 
 ENV HOME=/cache USER=slipstream

@@ -1,6 +1,6 @@
 """`slipstream check`: a preview of a run without training, from its prompts to the time it would take.
 
-    config ─▶ prompts (first rows, tokens) ─▶ rewards (of right answers and noise, in workers) ─▶ course
+    config ─▶ prompts (first rows, tokens) ─▶ rewards (of right answers and noise, in workers) ─▶ workload
            ─▶ doctor.py: servers, memory, disk ─▶ trial
 
 The checks do not change the run. With --trial, the first steps run in a temporary directory.
@@ -60,7 +60,7 @@ def check(run: LearnerRun, *, with_trial: bool = False) -> Iterator[Finding]:
     Checks that need a server are last. A trial changes the server's weights.
     """
     has_problem = False
-    for finding in look(run):
+    for finding in preview(run):
         has_problem |= finding.verdict == "problem"
         yield finding
     if not with_trial:
@@ -71,7 +71,7 @@ def check(run: LearnerRun, *, with_trial: bool = False) -> Iterator[Finding]:
         yield from trial(run.in_effect())
 
 
-def look(run: LearnerRun) -> Iterator[Finding]:
+def preview(run: LearnerRun) -> Iterator[Finding]:
     """Yield the findings of all checks that change nothing."""
     note = run.note_on_idle_keys()
     yield ok("config", note or "no conflicting and no unused keys")
@@ -96,7 +96,7 @@ def look(run: LearnerRun) -> Iterator[Finding]:
             yield from of_rewards(
                 run_inputs, [prompts.prompt_at(place) for place in range(min(NUM_RATED, len(prompts)))]
             )
-        yield course(run, len(prompts))
+        yield workload(run, len(prompts))
     if run.learner.evaluation.every_steps:
         yield from of_evaluation(run_inputs)
     yield from examine(run)
@@ -158,7 +158,7 @@ def of_rewards(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Fin
         )
 
 
-def course(run: LearnerRun, num_prompts: int) -> Finding:
+def workload(run: LearnerRun, num_prompts: int) -> Finding:
     """Return the amount of work in the run."""
     config = run.learner
     num_groups, num_completions = config.steps * config.groups_per_step, config.sampling.num_completions

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from learner.config import LearnerRun, PushConfig
 from learner.doctor.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
-from learner.evaluation.openai_client import EvaluationError, door_to
+from learner.evaluation.openai_client import EvaluationError, open_client
 from learner.policy.memory import Memory, learner_memory, shape_of
 from learner.servers.membership import Membership
 from learner.servers.parity import DTYPES, coarser
@@ -133,8 +133,8 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
 async def evaluation(url: str) -> Finding:
     """Check that an HTTP server answers for the run's evaluations."""
     try:
-        async with door_to(url, EVALUATION_TIMEOUT_S) as door:
-            return ok("evaluation", f"{url} serves {(await door.model_served()).name}")
+        async with open_client(url, EVALUATION_TIMEOUT_S) as client:
+            return ok("evaluation", f"{url} serves {(await client.model_served()).name}")
     except EvaluationError as error:
         return problem_of(
             "evaluation", error, "start the server with server.http_port, or correct learner.evaluation.url"

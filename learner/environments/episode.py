@@ -58,7 +58,7 @@ class Episode(Part, frozen=True):
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     """Messages of the policy and its tools after the prompt, if the prompt is a conversation."""
     attributes: dict[str, Any] | None = None
-    """Final attributes of the environment's instance, if a reward function asks for them."""
+    """Final attributes of the environment's instance, if a reward function requests them."""
 
 
 class EpisodeGroup(Message, frozen=True, tag="PlayedGroup"):

@@ -1,12 +1,12 @@
 """Evaluations during training: started after a step, run in a thread, reported with a later step.
 
     after_step ─▶ (every_steps) ─▶ evaluate.py (thread) ─▶ evaluations.jsonl ─▶ take_metrics at a later step
-                                   PartialResults: each answer on disk ─▶ resume asks each prompt only once
+                                   PartialResults: each answer on disk ─▶ a resume requests only the others
                                    pin: holds until all is answered ─▶ the next step starts
 
 Each evaluation covers all sets.
 Invariant: one evaluation runs at a time. A failed evaluation never stops the run, and a log line gives the
-reason. The file of answers has complete answers to one set of questions, asked after one step.
+reason. The file of answers has complete answers to one set of questions, evaluated after one step.
 """
 
 import logging
@@ -26,7 +26,7 @@ from learner.evaluation.episodes import open_players
 from learner.evaluation.eval_sets import digest_of, sets_of
 from learner.evaluation.evaluate import ask_and_rate_all
 from learner.evaluation.openai_client import Answered
-from learner.evaluation.results import Evaluation, in_words, metrics_of, versions_in_words
+from learner.evaluation.results import Evaluation, describe_versions, metrics_of, summarize
 from learner.rewards.workers import RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.servers.loop_thread import LoopThread
@@ -61,9 +61,9 @@ class Evaluations:
         self._kept = PartialResults(run_dir)
         self._cleanup = ExitStack()
         self._thread: LoopThread | None = None
-        self._asked: RunningEvaluation | None = None
+        self._running: RunningEvaluation | None = None
         self._alone_s: deque[float] = deque(maxlen=ALONE_STEPS)
-        self._beside_s: list[float] = []
+        self._concurrent_s: list[float] = []
         self._score_of: dict[int, float | None] = {}
         self._newest: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
@@ -82,8 +82,8 @@ class Evaluations:
 
     def close(self) -> None:
         """Stop, and leave a running evaluation for a resume."""
-        if self._asked is not None:
-            self._asked.result.cancel()
+        if self._running is not None:
+            self._running.result.cancel()
         self._cleanup.close()
         self._kept.close()
 
@@ -98,12 +98,12 @@ class Evaluations:
         results.take_back(self._path, version)
         if not self._sets:
             return
-        noted = [one for one in results.earlier(self._path) if one.step is not None]
-        for one in noted:
+        recorded = [one for one in results.earlier(self._path) if one.step is not None]
+        for one in recorded:
             self._judge(one)
-            self._tell(one)
+            self._update_newest(one)
         of_step: dict[int | None, set[str | None]] = {}
-        for one in noted:
+        for one in recorded:
             of_step.setdefault(one.step, set()).add(one.set_name)
         wanted = {questions.set_name for questions in self._sets}
         ended = {step for step, names in of_step.items() if step is not None and names >= wanted}
@@ -111,17 +111,17 @@ class Evaluations:
         left = self._kept.left()
         if left is None:
             return
-        begun, answers = left
+        header, answers = left
         # Weights of a later step are gone, and the step will run again.
-        if begun.asked == self._digest and begun.step <= version and begun.step not in ended:
+        if header.asked == self._digest and header.step <= version and header.step not in ended:
             total = sum(len(questions.prompts) for questions in self._sets)
             log.info(
                 "resuming the evaluation after step %d (%d of %d answers received)",
-                begun.step,
+                header.step,
                 len(answers),
                 total,
             )
-            self._ask(begun.step, answers, {one.set_name: one for one in noted if one.step == begun.step})
+            self._ask(header.step, answers, {one.set_name: one for one in recorded if one.step == header.step})
         else:
             self._kept.forget()
 
@@ -131,21 +131,21 @@ class Evaluations:
 
         A server that reconnects meanwhile must get the weights that are evaluated.
         """
-        return self._config.pin and self._asked is not None and not self._asked.result.done()
+        return self._config.pin and self._running is not None and not self._running.result.done()
 
     def after_step(self, step: int, seconds: float) -> None:
         """Start an evaluation if one is due. `is_over` starts that of the last step."""
-        (self._alone_s if self._asked is None else self._beside_s).append(seconds)
+        (self._alone_s if self._running is None else self._concurrent_s).append(seconds)
         self._newest_step = step
         self._take()
         if not self._sets or step % self._config.every_steps or step == self._num_steps:
             return
-        if self._asked is None:
+        if self._running is None:
             self._begin(step)
         else:
             log.warning(
                 "skipping the evaluation after step %d (that of step %d still running); raise learner.evaluation.every_steps (%d)",
-                step, self._asked.step, self._config.every_steps,
+                step, self._running.step, self._config.every_steps,
             )  # fmt: skip
             self._metrics["evaluation/left_out"] = 1.0
 
@@ -169,57 +169,57 @@ class Evaluations:
         """
         self._take()
         is_last_owed = self._newest_step >= self._num_steps and self._ended_step != self._newest_step
-        if self._sets and self._asked is None and is_last_owed:
+        if self._sets and self._running is None and is_last_owed:
             self._begin(self._newest_step)
-        return self._asked is None
+        return self._running is None
 
     def _begin(self, step: int) -> None:
         try:
-            self._kept.begin(Begun(step, self._digest))
+            self._kept.begin(PartialHeader(step, self._digest))
         except SlipstreamError as error:
             self._give_up(step, error)
         else:
             self._ask(step, {}, {})
 
-    def _ask(self, step: int, known: Mapping[int, Answered], noted: Mapping[str | None, Evaluation]) -> None:
+    def _ask(self, step: int, known: Mapping[int, Answered], recorded: Mapping[str | None, Evaluation]) -> None:
         assert self._thread is not None
-        self._beside_s.clear()
+        self._concurrent_s.clear()
         self._score_of.setdefault(step, None)
         work = ask_and_rate_all(self._sets, self._workers, known, self._kept.add, of_run=self._run_id)
-        self._asked = RunningEvaluation(step, self._thread.submit(work), noted)
+        self._running = RunningEvaluation(step, self._thread.submit(work), recorded)
 
     def _take(self) -> None:
         """Collect the running evaluation if it has ended."""
-        if self._asked is None or not self._asked.result.done():
+        if self._running is None or not self._running.result.done():
             return
-        asked, self._asked = self._asked, None
-        self._ended_step = asked.step
+        running, self._running = self._running, None
+        self._ended_step = running.step
         try:
-            made = self._note(asked)
+            made = self._record(running)
             self._kept.forget()
         except SlipstreamError as error:
-            self._give_up(asked.step, error)
+            self._give_up(running.step, error)
             return
         for one in made:
             self._judge(one)
-            self._metrics |= self._tell(one)
-        beside = ""
-        if self._alone_s and self._beside_s:
-            slowdown = statistics.median(self._beside_s) / statistics.median(self._alone_s)
+            self._metrics |= self._update_newest(one)
+        slowdown_text = ""
+        if self._alone_s and self._concurrent_s:
+            slowdown = statistics.median(self._concurrent_s) / statistics.median(self._alone_s)
             self._metrics["evaluation/training_slowdown"] = slowdown
-            beside = f"; a step took {slowdown:.2f} times as long while it ran"
-        log.info("%s%s", "; ".join(map(in_words, made)), beside)
+            slowdown_text = f"; a step took {slowdown:.2f} times as long while it ran"
+        log.info("%s%s", "; ".join(map(summarize, made)), slowdown_text)
         for one in made:
             if self._config.pin and one.versions is not None and one.versions[0] != one.versions[1]:
                 log.warning(
                     "learner.evaluation.pin = true, but %s answered; check that no other learner syncs weights to the server at %s",
-                    versions_in_words(one.versions, ""), one.url,
+                    describe_versions(one.versions, ""), one.url,
                 )  # fmt: skip
 
-    def _note(self, asked: "RunningEvaluation") -> list[Evaluation]:
+    def _record(self, running: "RunningEvaluation") -> list[Evaluation]:
         """Record the results. Raises SlipstreamError if the evaluation failed."""
-        made = [msgspec.structs.replace(one, step=asked.step) for one in asked.result.result()]
-        return [asked.noted.get(one.set_name) or results.note(self._path, one) for one in made]
+        made = [msgspec.structs.replace(one, step=running.step) for one in running.result.result()]
+        return [running.recorded.get(one.set_name) or results.note(self._path, one) for one in made]
 
     def _judge(self, made: Evaluation) -> None:
         """Set or remove the score of a step in one operation.
@@ -234,7 +234,7 @@ class Evaluations:
         else:
             self._score_of.pop(made.step, None)
 
-    def _tell(self, made: Evaluation) -> dict[str, float]:
+    def _update_newest(self, made: Evaluation) -> dict[str, float]:
         metrics, start = metrics_of(made), "/".join(filter(None, ("evaluation", made.set_name)))
         self._newest |= {name: metrics[name] for end in IN_EVERY_STEP if (name := start + end) in metrics}
         return metrics
@@ -250,7 +250,7 @@ class RunningEvaluation(msgspec.Struct, frozen=True):
 
     step: int
     result: Future[list[Evaluation]]
-    noted: Mapping[str | None, Evaluation]
+    recorded: Mapping[str | None, Evaluation]
     """Results by set that an earlier process recorded before it was killed."""
 
 
@@ -259,11 +259,11 @@ def is_owed(run: LearnerRun, step: int) -> bool:
     config, run_dir = run.learner.evaluation, Path(run.run_dir)
     if not config.every_steps:
         return False
-    noted = {one.set_name for one in results.earlier(run_dir / results.FILE) if one.step == step}
-    return not noted.issuperset(config.set_names()) or PartialResults(run_dir).left() is not None
+    recorded = {one.set_name for one in results.earlier(run_dir / results.FILE) if one.step == step}
+    return not recorded.issuperset(config.set_names()) or PartialResults(run_dir).left() is not None
 
 
-class Begun(msgspec.Struct, frozen=True):
+class PartialHeader(msgspec.Struct, frozen=True):
     """First line of the file."""
 
     step: int
@@ -271,7 +271,7 @@ class Begun(msgspec.Struct, frozen=True):
     """Digest of the questions."""
 
 
-class Line(msgspec.Struct, frozen=True):
+class PartialLine(msgspec.Struct, frozen=True):
     """Later line of the file: the answer to one prompt."""
 
     place: int
@@ -285,16 +285,16 @@ class PartialResults:
         self._path = run_dir / FILE
         self._lines: JsonLinesFile | None = None
 
-    def begin(self, begun: Begun) -> None:
+    def begin(self, header: PartialHeader) -> None:
         """Start a new file. Raises DiskError."""
         self.forget()
-        self._append(begun)
+        self._append(header)
 
     def add(self, place: int, answered: Answered) -> None:
         """Append an answer. Raises DiskError."""
-        self._append(Line(place, answered))
+        self._append(PartialLine(place, answered))
 
-    def left(self) -> tuple[Begun, dict[int, Answered]] | None:
+    def left(self) -> tuple[PartialHeader, dict[int, Answered]] | None:
         """Return the first line and the answers by prompt index that are in the file.
 
         None if there is no file or it cannot be read.
@@ -303,11 +303,11 @@ class PartialResults:
             return None
         try:
             first, *lines = self._path.read_bytes()[: whole_lines(self._path)].splitlines()
-            begun = msgspec.json.decode(first, type=Begun)
-            found = [msgspec.json.decode(line, type=Line) for line in lines]
+            header = msgspec.json.decode(first, type=PartialHeader)
+            found = [msgspec.json.decode(line, type=PartialLine) for line in lines]
         except (ValueError, msgspec.DecodeError):  # from another version of Slipstream, or no complete line
             return None
-        return begun, {line.place: line.answered for line in found}
+        return header, {line.place: line.answered for line in found}
 
     def forget(self) -> None:
         """Delete the file. Raises DiskError."""

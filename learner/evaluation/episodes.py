@@ -32,7 +32,7 @@ from protocol.messages import Completion, Group
 T = TypeVar("T")
 AT_A_LIMIT = ("length", "max_turns")
 SILENT = "silent"
-"""End state of an episode without tokens: the policy was never asked, or never answered."""
+"""End state of an episode without tokens: no turn was requested, or none was answered."""
 
 
 def open_players(sets: Sequence[Questions], workers: RewardWorkers, loop: LoopThread, cleanup: ExitStack) -> None:
@@ -63,7 +63,7 @@ def max_tokens_of(questions: Questions) -> int:
     return questions.config.max_tokens or questions.run.learner.sampling.max_tokens
 
 
-async def episodes_of(questions: Questions, door: OpenAIClient, served: Served, prompt: Prompt) -> Answered:
+async def episodes_of(questions: Questions, client: OpenAIClient, served: Served, prompt: Prompt) -> Answered:
     """Play all episodes of one prompt. Raises EvaluationError."""
     assert questions.player is not None
     most = questions.run.learner.environment.max_episode_tokens or served.max_model_len
@@ -72,7 +72,7 @@ async def episodes_of(questions: Questions, door: OpenAIClient, served: Served, 
             f"{questions.url}/models does not report the maximum sequence length (max_model_len, as vLLM does); set "
             "learner.environment.max_episode_tokens"
         )
-    turns = Turns(questions, door, served, prompt)
+    turns = Turns(questions, client, served, prompt)
     num_samples = questions.config.num_samples
     group = await questions.player.play(
         f"of prompt {prompt.prompt_id}", prompt, turns.ask, num_episodes=num_samples, max_tokens=most
@@ -92,18 +92,18 @@ async def episodes_of(questions: Questions, door: OpenAIClient, served: Served, 
 class Turns:
     """Turns in the episodes of one prompt, sampled by the server."""
 
-    def __init__(self, questions: Questions, door: OpenAIClient, served: Served, prompt: Prompt) -> None:
-        self._questions, self._door, self._served, self._prompt = questions, door, served, prompt
+    def __init__(self, questions: Questions, client: OpenAIClient, served: Served, prompt: Prompt) -> None:
+        self._questions, self._client, self._served, self._prompt = questions, client, served, prompt
         self.versions: tuple[int, int] | None = None
         self.failure: EvaluationError | None = None
         """Reason why the evaluation cannot continue, raised after the episodes have ended."""
 
-    async def ask(self, asked: TurnPrompt) -> TurnResult | None:
+    async def ask(self, turn: TurnPrompt) -> TurnResult | None:
         if self.failure is not None:
             return None
         try:
-            said = await answer_of(self._questions, self._door, self._request(asked))
-            if said.token_ids_K is None:
+            answer = await answer_of(self._questions, self._client, self._request(turn))
+            if answer.token_ids_K is None:
                 raise EvaluationError(
                     f"the server at {self._questions.url} does not return the token ids of its answers (return_token_ids), "
                     "which episodes need; set learner.evaluation.url to a Slipstream or vLLM server"
@@ -111,22 +111,22 @@ class Turns:
         except EvaluationError as error:
             self.failure = error
             return None
-        if said.versions is not None:
-            low, high = self.versions or said.versions
-            self.versions = (min(low, said.versions[0]), max(high, said.versions[1]))
-        (token_ids,), (is_finished,) = said.token_ids_K, said.is_finished_K
+        if answer.versions is not None:
+            low, high = self.versions or answer.versions
+            self.versions = (min(low, answer.versions[0]), max(high, answer.versions[1]))
+        (token_ids,), (is_finished,) = answer.token_ids_K, answer.is_finished_K
         return self._sampled(token_ids, is_finished=is_finished) if token_ids else None
 
-    def _request(self, asked: TurnPrompt) -> dict[str, Any]:
+    def _request(self, turn: TurnPrompt) -> dict[str, Any]:
         config, environment = self._questions.config, self._questions.run.learner.environment
-        prompt = msgspec.structs.replace(self._prompt, token_ids=asked.token_ids.tolist())
+        prompt = msgspec.structs.replace(self._prompt, token_ids=turn.token_ids.tolist())
         request = request_of(self._questions, self._served.name, prompt)
-        episode = self._prompt.prompt_id * config.num_samples + asked.episode
+        episode = self._prompt.prompt_id * config.num_samples + turn.episode
         return request | {
             "n": 1,
-            "max_tokens": asked.max_tokens,
-            "seed": (episode * environment.max_turns + asked.number) % 2**31,
-            "stop": [*request["stop"], *asked.stop],
+            "max_tokens": turn.max_tokens,
+            "seed": (episode * environment.max_turns + turn.number) % 2**31,
+            "stop": [*request["stop"], *turn.stop],
         }
 
     def _sampled(self, token_ids: list[int], *, is_finished: bool) -> TurnResult:

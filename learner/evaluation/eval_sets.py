@@ -2,7 +2,7 @@
 
     [learner.evaluation] ─▶ prompts ─▶ Questions ─▶ evaluate.py
 
-Invariant: two evaluations with equal digests asked the same prompts in the same way.
+Invariant: two evaluations with equal digests used the same prompts and sampled in the same way.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def digest_of(sets: Sequence[Questions]) -> str:
 def evaluated_data(config: EvaluationConfig, data: DataConfig) -> DataConfig:
     """Return the data config of a set, or the run's own if the set names no data.
 
-    Not shuffled, because each prompt is asked once. A set may name another part of the run's dataset or task,
+    Not shuffled, because each prompt is used once. A set may name another part of the run's dataset or task,
     which is read in the same way.
     """
     if config.task is None and config.path is None and config.dataset is None:

@@ -37,7 +37,7 @@ SCORING_S = 60.0
 
 
 def evaluate(run: LearnerRun) -> list[Evaluation]:
-    """Ask, rate, compare and record each set. Raises SlipstreamError."""
+    """Sample, rate, compare and record each set. Raises SlipstreamError."""
     sets = sets_of(RunInputs(run))
     # Load the reward functions first: if one is broken, the server must not work for nothing.
     with RewardWorkers(run.learner.reward) as workers, ExitStack() as cleanup:
@@ -101,8 +101,8 @@ async def ask_and_rate(
 
     missing = [place for place in range(len(questions.prompts)) if place not in known]
     answer_to = completions_of if questions.player is None else episodes_of
-    model, asked = await ask_all(questions, missing, answer_to, take, of_run=of_run)
-    answers = dict(known) | asked
+    model, new = await ask_all(questions, missing, answer_to, take, of_run=of_run)
+    answers = dict(known) | new
     rewards = [await _rated(questions, ratings[place]) for place in range(len(questions.prompts))]
     made = summed_up(questions, model, [answers[place] for place in range(len(answers))], rewards)
     return msgspec.structs.replace(made, seconds=time.monotonic() - started)

@@ -68,7 +68,7 @@ async def ask_all(
     *,
     of_run: str | None,
 ) -> tuple[str, dict[int, Answered]]:
-    """Ask the prompts at these indices; return the model's name and the answers.
+    """Request answers to these prompts; return the model's name and the answers.
 
     Args:
         answer_to: Answers one prompt.
@@ -80,8 +80,8 @@ async def ask_all(
     config, prompts = questions.config, questions.prompts
     room = asyncio.Semaphore(config.max_concurrent)
     answers: dict[int, Answered] = {}
-    async with door_to(questions.url, config.timeout_s, of_run=of_run) as door:
-        served = await door.model_served()
+    async with open_client(questions.url, config.timeout_s, of_run=of_run) as client:
+        served = await client.model_served()
         bar = tqdm(
             total=len(places),
             desc=f"evaluating {questions.set_name or ''}".strip(),
@@ -93,7 +93,7 @@ async def ask_all(
 
         async def ask(place: int) -> None:
             async with room:
-                answers[place] = await answer_to(questions, door, served, prompts[place])
+                answers[place] = await answer_to(questions, client, served, prompts[place])
             when_answered(place, answers[place])
             bar.update()
 
@@ -108,24 +108,24 @@ async def ask_all(
     return served.name, answers
 
 
-async def completions_of(questions: Questions, door: "OpenAIClient", served: "Served", prompt: Prompt) -> Answered:
+async def completions_of(questions: Questions, client: "OpenAIClient", served: "Served", prompt: Prompt) -> Answered:
     """Request all samples of a prompt at once. Raises EvaluationError."""
-    return await answer_of(questions, door, request_of(questions, served.name, prompt))
+    return await answer_of(questions, client, request_of(questions, served.name, prompt))
 
 
-async def answer_of(questions: Questions, door: "OpenAIClient", request: dict[str, Any]) -> Answered:
+async def answer_of(questions: Questions, client: "OpenAIClient", request: dict[str, Any]) -> Answered:
     """Request completions with any number of stop strings. Raises EvaluationError."""
     stops = request["stop"]
-    if len(stops) <= NUM_TOLD:
-        return answered(*await door.say("POST", "completions", request), request["n"])
+    if len(stops) <= MAX_STOPS:
+        return answered(*await client.send("POST", "completions", request), request["n"])
     cut = partial(
         cut_choice, stops=stops, tokenizer=questions.tokenizer, skip_special_tokens=request["skip_special_tokens"]
     )
-    return answered(*await door.say("POST", "completions", request | {"stop": stops[:NUM_TOLD]}), request["n"], cut)
+    return answered(*await client.send("POST", "completions", request | {"stop": stops[:MAX_STOPS]}), request["n"], cut)
 
 
 @asynccontextmanager
-async def door_to(url: str, patience_s: float, *, of_run: str | None = None) -> AsyncIterator["OpenAIClient"]:
+async def open_client(url: str, timeout_s: float, *, of_run: str | None = None) -> AsyncIterator["OpenAIClient"]:
     """Open a client of the server at this URL.
 
     With `of_run`, a request that other weights answered is repeated until that run's learner has synced.
@@ -133,8 +133,8 @@ async def door_to(url: str, patience_s: float, *, of_run: str | None = None) -> 
     variable = _key_variable()
     key = os.environ[variable].strip() if variable else ""  # a key from a file ends with a newline
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience_s), headers=headers) as session:
-        yield OpenAIClient(session, url.rstrip("/"), patience_s, of_run)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session:
+        yield OpenAIClient(session, url.rstrip("/"), timeout_s, of_run)
 
 
 def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, Any]:
@@ -169,49 +169,49 @@ class Served(msgspec.Struct, frozen=True):
 class OpenAIClient:
     """Client of one server. Requests wait while the server is unavailable."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float, of_run: str | None) -> None:
-        self._session, self._url, self._patience_s, self._of_run = session, url, patience_s, of_run
-        self._is_waited_for = False
+    def __init__(self, session: aiohttp.ClientSession, url: str, timeout_s: float, of_run: str | None) -> None:
+        self._session, self._url, self._timeout_s, self._of_run = session, url, timeout_s, of_run
+        self._has_warned = False
 
     async def model_served(self) -> Served:
         """Return the model of the server. Raises EvaluationError."""
-        models, _ = await self.say("GET", "models", None)
+        models, _ = await self.send("GET", "models", None)
         return _served(models, self._url)
 
-    async def say(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[Any, Mapping[str, str]]:
+    async def send(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[Any, Mapping[str, str]]:
         """Send a request and return the answer and its case-insensitive headers.
 
         Raises:
             EvaluationError: The server refused the request, or did not answer in time.
         """
-        give_up_at = time.monotonic() + self._patience_s
+        give_up_at = time.monotonic() + self._timeout_s
         while True:
-            stranger = None
+            other_weights = None
             try:
                 async with self._session.request(method, f"{self._url}/{path}", json=body) as response:
                     if response.status != 200:
-                        trouble = f"returned status {response.status}: {(await response.text())[:500]}"
+                        problem = f"returned status {response.status}: {(await response.text())[:500]}"
                         if response.status not in GONE:
-                            raise EvaluationError(f"{self._url}/{path} {trouble}; {_remedy(response.status)}")
-                    elif body is not None and (stranger := self._stranger(response.headers)) is not None:
-                        trouble = f"was answered by {stranger}"
+                            raise EvaluationError(f"{self._url}/{path} {problem}; {_remedy(response.status)}")
+                    elif body is not None and (other_weights := self._other_weights(response.headers)) is not None:
+                        problem = f"was answered by {other_weights}"
                     else:
-                        self._is_waited_for = False
+                        self._has_warned = False
                         return await response.json(), response.headers
             except TimeoutError:
-                trouble = f"did not answer within {self._patience_s:g} s"
+                problem = f"did not answer within {self._timeout_s:g} s"
             except (aiohttp.ClientError, OSError) as error:
-                trouble = f"could not be reached ({type(error).__name__}: {error})"
+                problem = f"could not be reached ({type(error).__name__}: {error})"
             if time.monotonic() + AGAIN_AFTER_S >= give_up_at:
                 raise EvaluationError(
-                    f"{self._url}/{path} {trouble}; start the server, correct learner.evaluation.url, or raise "
+                    f"{self._url}/{path} {problem}; start the server, correct learner.evaluation.url, or raise "
                     "learner.evaluation.timeout_s"
                 )
-            if not self._is_waited_for:  # log once for all requests
-                log.warning("%s/%s %s; retrying for up to %g s", self._url, path, trouble, self._patience_s)
-                self._is_waited_for = True
+            if not self._has_warned:  # log once for all requests
+                log.warning("%s/%s %s; retrying for up to %g s", self._url, path, problem, self._timeout_s)
+                self._has_warned = True
             await asyncio.sleep(AGAIN_AFTER_S)
-            while stranger is not None and time.monotonic() < give_up_at and not await self._serves_the_run():
+            while other_weights is not None and time.monotonic() < give_up_at and not await self._serves_the_run():
                 await asyncio.sleep(AGAIN_AFTER_S)
 
     async def _serves_the_run(self) -> bool:
@@ -219,10 +219,10 @@ class OpenAIClient:
 
         The list costs the server less than an answer.
         """
-        models, _ = await self.say("GET", "models", None)
+        models, _ = await self.send("GET", "models", None)
         return not isinstance(models, dict) or (models.get("data") or [{}])[0].get("run", self._of_run) == self._of_run
 
-    def _stranger(self, headers: Mapping[str, str]) -> str | None:
+    def _other_weights(self, headers: Mapping[str, str]) -> str | None:
         """Describe the weights that answered; None if they are the run's.
 
         Raises:
@@ -280,7 +280,7 @@ def answered(
         num_cut = sum(len(choice.get("token_ids") or ()) for choice in whole) - sum(
             len(choice.get("token_ids") or ()) for choice in choices
         )
-        said = Answered(
+        found = Answered(
             texts_K=[choice["text"] for choice in choices],
             token_ids_K=[choice["token_ids"] for choice in choices] if choices[0].get("token_ids") else None,
             num_tokens=int(answer["usage"]["completion_tokens"]) - num_cut,
@@ -297,7 +297,7 @@ def answered(
             f"the server returned {len(choices)} completions instead of learner.evaluation.num_samples = {num_samples}; "
             "lower it"
         )
-    return said
+    return found
 
 
 AnswerTo = Callable[[Questions, OpenAIClient, Served, Prompt], Awaitable[Answered]]
@@ -306,7 +306,7 @@ AnswerTo = Callable[[Questions, OpenAIClient, Served, Prompt], Awaitable[Answere
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NUM_TOLD = 4
+MAX_STOPS = 4
 
 
 def end_of(text: str, stops: Sequence[str]) -> int | None:

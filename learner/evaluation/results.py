@@ -3,7 +3,7 @@
     answers, rewards (evaluate.py) ─▶ Estimate ─▶ Evaluation ─▶ RUN_DIR/evaluations.jsonl ─▶ console, report
 
 Samples of one problem are correlated, so the interval is that of the problem means.
-Invariant: two evaluations are compared only if they asked the same prompts in the same way. An evaluation
+Invariant: two evaluations are compared only if they used the same prompts and sampling. An evaluation
 whose weights a resume has discarded is never compared.
 
 Suffixes: P problems, K samples of each. NaN marks a missing value.
@@ -148,7 +148,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the set in learner.evaluation.sets. None: the default set."""
     data: str
     asked: str
-    """Digest of the prompts and the way they were asked. Evaluations with equal digests are comparable."""
+    """Digest of the prompts and the sampling. Evaluations with equal digests are comparable."""
     url: str
     model: str
     versions: tuple[int, int] | None
@@ -238,9 +238,9 @@ def take_back(path: Path, step: int) -> None:
         ConfigError: The file has other content.
         DiskError: The file cannot be written.
     """
-    noted = earlier(path)
-    left = [one for one in noted if one.step is None or one.step <= step]
-    if len(left) < len(noted):
+    recorded = earlier(path)
+    left = [one for one in recorded if one.step is None or one.step <= step]
+    if len(left) < len(recorded):
         replace_file(path, b"".join(msgspec.json.encode(one) + b"\n" for one in left))
 
 
@@ -257,7 +257,7 @@ def as_text(made: Evaluation) -> str:
     set_name = f"{made.set_name}: " if made.set_name else ""
     lines = [
         f"{set_name}{made.num_prompts:,} prompts of {made.data}, {sampled}, by "
-        f"{versions_in_words(made.versions, made.model)}, {made.seconds:.1f} s"
+        f"{describe_versions(made.versions, made.model)}, {made.seconds:.1f} s"
     ]
     lines += [f"  {name:{width}}  {'–' if value is None else value}" for name, value in rows]
     lines.append(f"  {made.truncated_frac:.1%} truncated, {made.length_mean:,.0f} tokens on average; 95 % intervals")
@@ -265,20 +265,20 @@ def as_text(made: Evaluation) -> str:
         ends = ", ".join(f"{count:,} {state}" for state, count in made.ends.items())
         lines.append(f"  episodes ended: {ends}; {made.turns_mean:.1f} turns on average")
     if made.difference is not None:
-        before = versions_in_words(made.before, "the previous evaluation")
+        before = describe_versions(made.before, "the previous evaluation")
         lines.append(f"  difference to {before}: {made.difference} (paired by prompt)")
     if made.difference_to_first is not None:
         lines.append(f"  difference to the first evaluation: {made.difference_to_first} (paired by prompt)")
     return "\n".join(lines)
 
 
-def in_words(made: Evaluation) -> str:
+def summarize(made: Evaluation) -> str:
     """Format an evaluation as one log line."""
     of_set = f" of {made.set_name}" if made.set_name else ""
     parts = [f"evaluation{of_set} after step {made.step}: reward {'–' if made.reward is None else made.reward}"]
     if made.difference is not None:
         parts.append(f"difference to the previous one {made.difference}")
-    who = versions_in_words(made.versions, made.model)
+    who = describe_versions(made.versions, made.model)
     return "; ".join([*parts, f"{made.num_prompts:,} prompts by {who} in {made.seconds:.1f} s"])
 
 
@@ -317,7 +317,7 @@ def metrics_of(made: Evaluation) -> dict[str, float]:
     return {f"evaluation/{made.set_name}/{metric.removeprefix('evaluation/')}": metrics[metric] for metric in metrics}
 
 
-def versions_in_words(versions: tuple[int, int] | None, otherwise: str) -> str:
+def describe_versions(versions: tuple[int, int] | None, otherwise: str) -> str:
     if versions is None:
         return otherwise
     low, high = versions

@@ -81,7 +81,7 @@ def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig, *, 
     `overrides`: the run's sampling replaces the agent's.
 
     Raises:
-        Refused: If the body is malformed or asks for what the run does not support.
+        Refused: If the body is malformed or requests what the run does not support.
     """
     try:
         raw = msgspec.json.decode(content, type=dict[str, Any])

@@ -56,7 +56,7 @@ class Session:
         self.turn_ids: set[str] = set()
         self.num_calls = 0
         self.state: EndState | None = None
-        """End state. None: the episode goes on."""
+        """End state. None: the episode is in progress."""
         self.reward: float | None = None
         self.entered_version: int | None = None
         self._branches: list[RecordedBranch] = []

@@ -47,7 +47,7 @@ class RunLog:
             "time": time.time(),
             "elapsed_s": self._elapsed_before + time.monotonic() - self._started,
         } | metrics
-        self._tell(step, line, metrics)
+        self._record(step, line, metrics)
         self._health.watch(step, metrics)
         self._newest = line
         say(console_line(step, self._num_steps, metrics), line)
@@ -55,13 +55,13 @@ class RunLog:
     def amend(self, metrics: dict[str, float]) -> None:
         """Replace the newest step by a line with more metrics. Raises DiskError."""
         if metrics and self._newest:
-            self._tell(int(self._newest["step"]), self._newest | metrics, metrics)
+            self._record(int(self._newest["step"]), self._newest | metrics, metrics)
 
-    def _tell(self, step: int, line: dict[str, float], new: dict[str, float]) -> None:
+    def _record(self, step: int, line: dict[str, float], new: dict[str, float]) -> None:
         self._metrics.append(line)
         if self._dashboard is not None:
             self._dashboard.publish(step, line)
-        self._trackers.tell(step, new)
+        self._trackers.log_metrics(step, new)
 
     def sample(
         self, step: int, group: RolloutGroup, tokenizer: PreTrainedTokenizerBase, row: Callable[[], Mapping[str, Any]]
@@ -71,7 +71,7 @@ class RunLog:
         `row` returns the columns of the group's prompt.
         """
         if (sample := self._samples.keep(step, group, tokenizer, row)) is not None:
-            self._trackers.tell_completions(step, sample)
+            self._trackers.log_completions(step, sample)
 
     def close(self) -> None:
         self._metrics.close()

@@ -52,7 +52,7 @@ def list_runs(directory: Path) -> list[Run]:
             f"{directory} is not a directory; use the directory of your runs: `slipstream runs DIR`"
         )
     locked = locked_files()
-    runs = [look_at(path, locked) for path in _run_dirs(directory, MAX_DEPTH)]
+    runs = [read_run(path, locked) for path in _run_dirs(directory, MAX_DEPTH)]
     if not runs:
         raise RunDirectoryError(
             f"no run in {directory} or up to {MAX_DEPTH} directories below it; start one with `slipstream train`, or use "
@@ -61,7 +61,7 @@ def list_runs(directory: Path) -> list[Run]:
     return sorted(runs, key=lambda run: run.newest_at or 0.0, reverse=True)
 
 
-def look_at(path: Path, locked: set[tuple[int, int]]) -> Run:
+def read_run(path: Path, locked: set[tuple[int, int]]) -> Run:
     """Read one run. `locked` has the device and inode of each locked file."""
     try:
         config = tomllib.loads((path / "config.toml").read_text())

@@ -49,7 +49,7 @@ class Trackers:
                 else:
                     tracker.store_init_configuration(_settings(run_dir.run))
 
-    def tell(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step to every tracker. Raises DiskError."""
         # Some trackers silently skip values that are neither int nor float, such as NumPy's float32.
         values = {name: float(value) for name, value in metrics.items()}
@@ -57,7 +57,7 @@ class Trackers:
             with self._at_the_cost_of(name):
                 self._open[name].log(values, step=step)
 
-    def tell_completions(self, step: int, sample: Mapping[str, Any]) -> None:
+    def log_completions(self, step: int, sample: Mapping[str, Any]) -> None:
         """Log a line of samples.jsonl as a table, to the trackers that have tables."""
         functions = sample.get("functions", {})
         columns = ["step", "prompt", "answer", "completion", "reward", *functions]

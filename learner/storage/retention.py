@@ -46,11 +46,11 @@ class Checkpoints(CheckpointWriter):
     """Checkpoints of one run, on every rank. Only rank 0 has the records and prunes."""
 
     def __init__(
-        self, trainer: PolicyTrainer, directory: Path, books: LearnerRecords | None, newest_step: int | None
+        self, trainer: PolicyTrainer, directory: Path, records: LearnerRecords | None, newest_step: int | None
     ) -> None:
         """Start with `newest_step`, the step of the checkpoint that the run resumed from."""
         super().__init__(trainer, directory)
-        self._books, self._newest_step = books, newest_step
+        self._records, self._newest_step = records, newest_step
         self._rewards: list[float] = []
         """Mean reward of each step since the newest checkpoint."""
 
@@ -73,7 +73,7 @@ class Checkpoints(CheckpointWriter):
         if step == self._newest_step:
             return
         reward_mean = statistics.fmean(self._rewards) if self._rewards else None
-        pass_rates = self._books.buffer.pass_rates() if self._books is not None else None
+        pass_rates = self._records.buffer.pass_rates() if self._records is not None else None
         self.begin(step, RunProgress(reward_mean=reward_mean, pass_rates=pass_rates), self._newest_step, self._retain)
         self._newest_step = step
         self._rewards.clear()
@@ -83,12 +83,12 @@ class Checkpoints(CheckpointWriter):
 
         Nothing is removed before the newest checkpoint is complete.
         """
-        assert self._books is not None
+        assert self._records is not None
         config = self._trainer.config.checkpoint
         with writing(self._directory):
-            scores = self._books.scores() if config.is_by_evaluation else None
+            scores = self._records.scores() if config.is_by_evaluation else None
             oldest_step = prune(self._directory, config.keep_last, config.keep_best, scores, config.best_by)
-        self._books.ledger.forget_payloads(oldest_step)
+        self._records.ledger.forget_payloads(oldest_step)
 
 
 def prune(

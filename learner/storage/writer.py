@@ -54,7 +54,7 @@ class PendingCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     """Final path of the checkpoint."""
     state: CheckpointState
-    course: RunProgress
+    progress: RunProgress
     export: Export | None
     shards: list[Future[Any]]
 
@@ -71,8 +71,8 @@ class PendingCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
                     written(saving)
                 if self.export is not None:
                     self.export.write(aside)
-                if self.course.pass_rates is not None:
-                    (aside / CURRICULUM_FILE).write_bytes(msgspec.json.encode(self.course.pass_rates))
+                if self.progress.pass_rates is not None:
+                    (aside / CURRICULUM_FILE).write_bytes(msgspec.json.encode(self.progress.pass_rates))
                 (aside / STATE_FILE).write_bytes(msgspec.json.encode(self.state))
                 num_bytes = make_durable(aside)
                 remove_checkpoint(self.path)
@@ -95,8 +95,8 @@ class CheckpointWriter:
     def __init__(self, trainer: PolicyTrainer, directory: Path) -> None:
         self._trainer, self._directory = trainer, directory
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._under_way: Future[dict[str, float]] | None = None
-        self._path, self._begun_s = directory, 0.0
+        self._pending: Future[dict[str, float]] | None = None
+        self._path, self._started_s = directory, 0.0
         """Path and start time of the newest checkpoint."""
         self._metrics: dict[str, float] = {}
         self._groups: list[dist.ProcessGroup | None] = [None, None]
@@ -105,7 +105,7 @@ class CheckpointWriter:
             self._groups = [dist.new_group(backend="gloo", timeout=patience) for _ in self._groups]
 
     def begin(
-        self, step: int, course: RunProgress, earlier_step: int | None, when_complete: Callable[[], None]
+        self, step: int, progress: RunProgress, earlier_step: int | None, when_complete: Callable[[], None]
     ) -> None:
         """Copy the state of `step` and start writing its checkpoint.
 
@@ -116,7 +116,7 @@ class CheckpointWriter:
             DiskError: The checkpoint, or the previous one, could not be written.
             DeadlineExceeded: The previous checkpoint took too long.
         """
-        begun_s = time.monotonic()
+        started_s = time.monotonic()
         self.wait()
         trainer, path = self._trainer, checkpoint_of(self._directory, step)
         aside, is_main = path.with_suffix(ASIDE), trainer.accelerator.is_main_process
@@ -136,14 +136,14 @@ class CheckpointWriter:
             version=step,
             reference=None if trainer.reference is None else trainer.reference.state,
             kl_coef=trainer.kl_coef,
-            reward_mean=course.reward_mean,
+            reward_mean=progress.reward_mean,
             model_digest=trainer.model_digest,
         )
-        draft = PendingCheckpoint(path=path, state=state, course=course, export=export, shards=shards)
-        self._path, self._begun_s = path, begun_s
-        stall_s = time.monotonic() - begun_s
-        work = (_complete, draft, begun_s, stall_s, when_complete) if is_main else (_accompany, shards)
-        self._under_way = self._thread.submit(*work)
+        pending = PendingCheckpoint(path=path, state=state, progress=progress, export=export, shards=shards)
+        self._path, self._started_s = path, started_s
+        stall_s = time.monotonic() - started_s
+        work = (_complete, pending, started_s, stall_s, when_complete) if is_main else (_accompany, shards)
+        self._pending = self._thread.submit(*work)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of a checkpoint completed since the last call.
@@ -151,7 +151,7 @@ class CheckpointWriter:
         An error that stopped the checkpoint is raised on every rank.
         """
         with self._trainer.published.led():
-            if self._under_way is not None and self._under_way.done() and self._trainer.accelerator.is_main_process:
+            if self._pending is not None and self._pending.done() and self._trainer.accelerator.is_main_process:
                 self._await()
         taken, self._metrics = self._metrics, {}
         return taken
@@ -184,17 +184,17 @@ class CheckpointWriter:
         self._thread.shutdown(wait=False)
 
     def _await(self) -> None:
-        if self._under_way is None:
+        if self._pending is None:
             return
         timeout_s = self._trainer.config.checkpoint.timeout_s
-        while not wait([self._under_way], WAIT_SLICE_S).done:
+        while not wait([self._pending], WAIT_SLICE_S).done:
             self._trainer.published.still_waiting()
-            if time.monotonic() - self._begun_s > timeout_s:
+            if time.monotonic() - self._started_s > timeout_s:
                 raise DeadlineExceeded(
                     f"{self._path} was not written within {timeout_s:g} s; write to a faster disk, save less often "
                     "(learner.checkpoint.every_steps), or raise learner.checkpoint.timeout_s"
                 )
-        finished, self._under_way = self._under_way, None
+        finished, self._pending = self._pending, None
         self._metrics |= finished.result()
 
     def _make_room(self, aside: Path) -> None:
@@ -236,22 +236,22 @@ class CheckpointWriter:
         if not (accelerator.is_fsdp2 or accelerator.is_main_process):
             return []
         policy, is_sharded = accelerator.unwrap_model(trainer.policy), accelerator.is_fsdp2
-        rooms = {TRAINED: trained(policy, trainer.optimizer)}
+        parts = {TRAINED: trained(policy, trainer.optimizer)}
         if trainer.reference is not None and with_reference:
-            rooms[REFERENCE] = trainer.reference.tensors(policy)
+            parts[REFERENCE] = trainer.reference.tensors(policy)
         return [
-            begin_writing(tensors, aside / room, group, is_sharded=is_sharded)
-            for (room, tensors), group in zip(rooms.items(), self._groups, strict=False)
+            begin_writing(tensors, aside / name, group, is_sharded=is_sharded)
+            for (name, tensors), group in zip(parts.items(), self._groups, strict=False)
         ]
 
 
 def _complete(
-    draft: PendingCheckpoint, begun_s: float, stall_s: float, when_complete: Callable[[], None]
+    pending: PendingCheckpoint, started_s: float, stall_s: float, when_complete: Callable[[], None]
 ) -> dict[str, float]:
-    num_bytes = draft.write()
+    num_bytes = pending.write()
     when_complete()
     return {
-        "checkpoint/seconds": time.monotonic() - begun_s,
+        "checkpoint/seconds": time.monotonic() - started_s,
         "checkpoint/stall_seconds": stall_s,
         "checkpoint/bytes": num_bytes,
     }

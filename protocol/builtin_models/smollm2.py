@@ -209,7 +209,7 @@ def _convert(gguf: Path, path: Path) -> None:
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.tie_word_embeddings, config.dtype = True, torch.bfloat16
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # otherwise vLLM takes the weights for quantized ones
+        del config.quantization_config  # otherwise vLLM treats the weights as quantized
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     # The GGUF's tokenizer names <|im_start|> as the end of a sequence. Turns of the chat template end with

@@ -3,7 +3,7 @@
 ZeroMQ delivers whole messages, and keeps all frames of a message until the last one arrives. The kernel's
 count of received bytes reveals a message that never ends.
 
-For ZeroMQ, a peer is alive once a whole frame has arrived, so a long frame on a slow link looks like silence.
+For ZeroMQ, a peer is alive once a whole frame has arrived, so a long frame on a slow link appears as silence.
 Any other message also cancels its wait for a ping (libzmq 4.3.5: heartbeat_ttl), so a peer that stops after
 it counts as alive forever. The kernel also knows when a connection last received a byte.
 
@@ -71,10 +71,10 @@ class Connections:
     """
 
     def __init__(
-        self, is_one: Callable[[socket.socket], bool], dead_after_ms: int, max_unfinished_bytes: float
+        self, is_ours: Callable[[socket.socket], bool], dead_after_ms: int, max_unfinished_bytes: float
     ) -> None:
-        """Create a watchdog. `is_one` checks a socket, whose descriptor may be reused."""
-        self._is_one, self._dead_after_ms, self._max_unfinished_bytes = is_one, dead_after_ms, max_unfinished_bytes
+        """Create a watchdog. `is_ours` checks a socket, because its descriptor may be reused."""
+        self._is_ours, self._dead_after_ms, self._max_unfinished_bytes = is_ours, dead_after_ms, max_unfinished_bytes
         self._finished: set[int] = set()
         """Descriptors that have received a whole message since the last check."""
         self._counters_of: dict[int, _Counters] = {}
@@ -82,7 +82,7 @@ class Connections:
     def finished_message(self, descriptor: int) -> None:
         self._finished.add(descriptor)
 
-    def look(self, descriptors: Iterable[int]) -> int:
+    def check(self, descriptors: Iterable[int]) -> int:
         """Close the connections of silent peers, and those with an endless message.
 
         Return the bytes that arrived since the last check over the busiest connection.
@@ -101,18 +101,18 @@ class Connections:
             counters[descriptor] = now
             most = max(most, num_bytes - before.num_bytes)
             if num_bytes - now.mark > self._max_unfinished_bytes:
-                self.end(descriptor, f"received {(num_bytes - now.mark) >> 20} MiB of an unfinished message")
+                self.disconnect(descriptor, f"received {(num_bytes - now.mark) >> 20} MiB of an unfinished message")
             elif silence_ms > self._dead_after_ms and now.num_silent_checks >= MIN_SILENT_CHECKS:
-                self.end(descriptor, f"received nothing for {silence_ms / 1000:.1f} s")
+                self.disconnect(descriptor, f"received nothing for {silence_ms / 1000:.1f} s")
         self._counters_of = counters
         self._finished.clear()
         return most
 
-    def end(self, descriptor: int, reason: str) -> None:
+    def disconnect(self, descriptor: int, reason: str) -> None:
         """Shut the TCP socket down, if it is still such a connection."""
         try:
             with _socket_of(descriptor) as connection:
-                if self._is_one(connection):
+                if self._is_ours(connection):
                     log.warning("disconnecting the peer at %s: %s", connection.getpeername()[0], reason)
                     # Makes ZeroMQ's close send a reset. After a mere FIN, a peer that keeps sending would
                     # hang for a minute.
@@ -126,7 +126,7 @@ class Connections:
         for descriptor in descriptors:
             try:
                 with _socket_of(descriptor) as connection:
-                    if self._is_one(connection):
+                    if self._is_ours(connection):
                         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_SIZE)
                         (num_bytes,) = struct.unpack_from("=Q", info, TCPI_BYTES_RECEIVED)
                         (silence_ms,) = struct.unpack_from("=I", info, TCPI_LAST_DATA_RECV_MS)
@@ -164,7 +164,7 @@ class Monitor:
         self._events.connect(address)
         self._failures: list[Failure] = []
         self.num_broken = 0
-        """Number of connections that were up and have ended, as of the last `read`."""
+        """Number of connections that were up and are now closed, as of the last `read`."""
         self.descriptors: set[int] = set()
         """Descriptors of the connections that are up, as of the last `read`. ZeroMQ may have closed one
         since."""
@@ -190,7 +190,7 @@ class Monitor:
     def close(self) -> None:
         """Close the monitor, after the watched socket.
 
-        Closing that socket ends the monitoring. Before that, libzmq would wait on an event without a reader.
+        Closing that socket stops the monitoring. Before that, libzmq would wait on an event without a reader.
         """
         self._events.close(linger=0)
 

@@ -1,6 +1,6 @@
 """ZeroMQ socket for asyncio, without a thread or a loop iteration per message.
 
-pyzmq has an asyncio socket too. It makes a future per message, and uses an enum per frame to ask or set
+pyzmq has an asyncio socket too. It makes a future per message, and uses an enum per frame to read or set
 whether more frames follow. That takes longer than moving the frame: a small group of 17 frames costs two to
 three times as much.
 

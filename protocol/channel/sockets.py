@@ -88,7 +88,7 @@ class Strangers:
 
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
     opened = context.socket(kind)
-    # Not for every endpoint: ZeroMQ would look for IPv6 addresses only, and reach IPv4 addresses in mapped
+    # Not for every endpoint: ZeroMQ would search for IPv6 addresses only, and reach IPv4 addresses in mapped
     # form.
     opened.setsockopt(zmq.IPV6, needs_ipv6(split_endpoint(endpoint)[0]))
     opened.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
@@ -200,7 +200,7 @@ class ServerChannel:
         if self._strangers.allow(peer, sum(len(frame) for frame in frames)):
             return False
         self._strangers.cut_off(peer)
-        self._connections.end(descriptor, "it exceeded the limits for a peer whose Hello is not accepted")
+        self._connections.disconnect(descriptor, "it exceeded the limits for a peer whose Hello is not accepted")
         return True
 
     def look_at_connections(self) -> None:
@@ -209,7 +209,7 @@ class ServerChannel:
         Call it twice a second.
         """
         self._monitor.read()
-        self._connections.look(self._monitor.descriptors)
+        self._connections.check(self._monitor.descriptors)
 
     def take_failed_handshakes(self) -> Counter[Failure]:
         """Return the number of failed handshakes since the last call, by reason."""
@@ -295,12 +295,12 @@ class LearnerChannel:
         """Send a message over a live connection.
 
         Raises:
-            DeadlineExceeded: If the channel is closed, or no connection takes the message within `timeout_s`.
+            DeadlineExceeded: If the channel is closed, or no connection accepts the message within `timeout_s`.
         """
         if self._socket.closed:
             raise DeadlineExceeded(f"{type(message).__name__} was not sent: the channel to {self.endpoint} is closed")
         try:
-            # Not wait_for, which in Python 3.11 swallows a cancellation that arrives as the send ends.
+            # Not wait_for, which in Python 3.11 swallows a cancellation that arrives as the send completes.
             async with asyncio.timeout(timeout_s):
                 await self._messages.send(encode(message))
         except TimeoutError as error:
@@ -323,7 +323,7 @@ class LearnerChannel:
         Return whether part of a long message has arrived since the last check.
         """
         self._monitor.read()
-        return self._connections.look(self._monitor.descriptors) > MAX_PONG_BYTES
+        return self._connections.check(self._monitor.descriptors) > MAX_PONG_BYTES
 
     def check_handshake(self) -> bool:
         """Return whether a handshake has failed since the last call, but may yet succeed.

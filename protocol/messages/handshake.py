@@ -46,7 +46,7 @@ class Welcome(Message):
 
     server_id: str
     """Id of the weights of a run on the server. It changes when the server or its engine starts, and when a
-    run takes the free server. The weights and the running groups are then lost."""
+    run gets the free server. The weights and the running groups are then lost."""
     policy_version: Version | None
     """Version of the weights. None before the first weight sync."""
     num_workers: int

@@ -79,7 +79,7 @@ class GlooCollective:
                 while not self._work(number).is_completed():
                     if was_aborted:
                         raise RuntimeError("it was aborted")
-                    was_aborted = self._is_aborted  # gives gloo one more interval to end it with a reason
+                    was_aborted = self._is_aborted  # gives gloo one more interval to fail with a reason
                     with contextlib.suppress(RuntimeError):
                         self._work(number).wait(ABORT_CHECK_INTERVAL)
                 self._work(number).wait()
@@ -109,7 +109,7 @@ class GlooCollective:
     def abort(self) -> None:
         self._is_aborted = True
         # ProcessGroupGloo.abort() wakes no operation. But an operation that times out closes all connections
-        # of its group, which ends every other operation at once, here and at the peers. The receive below
+        # of its group, which fails every other operation at once, here and at the peers. The receive below
         # times out after a millisecond. It is tried with each peer, because it does not time out with a peer
         # that has left.
         for peer in self._peers:
@@ -123,7 +123,7 @@ class GlooCollective:
         self._under_way.clear()
         only_reference, self._group = [self._group], None
         # The group's destructor frees the sockets and the threads. It waits for all sends. If a connection
-        # breaks as a send starts, gloo forgets that send, which then ends only at its deadline.
+        # breaks as a send starts, gloo loses that send, which then fails only at its deadline.
         leaving = threading.Thread(target=only_reference.clear, name="leave", daemon=True)
         leaving.start()
         leaving.join(LEAVE_TIMEOUT_S)

@@ -50,7 +50,7 @@ CHECK_INTERVAL_S = 0.05
 JOIN_SLACK_S = 1.0
 """Additional time of a join over its parts, so that the part that knows what is missing fails first."""
 MAX_STUCK_JOINS = 64
-"""Maximum number of abandoned joins. A join that hangs in NCCL cannot be ended, and keeps a thread until its
+"""Maximum number of abandoned joins. A join that hangs in NCCL cannot be canceled, and keeps a thread until its
 process exits. One outage may leave one join per server of a fleet."""
 INTERVAL_S = 1.0
 """Interval between two queries, in seconds. A shorter weight sync is not watched."""
@@ -80,7 +80,7 @@ class Collective(Protocol):
         rank starts them, and waits for them, in the same order.
 
         On a GPU, a broadcast follows all work that the calling thread's stream has queued. That work may
-        fill, read or free the memory. Until the wait has ended, the memory may not be touched.
+        fill, read or free the memory. Until the wait is over, the memory may not be touched.
 
         Raises:
             PushError: At the deadline, if a peer is gone, or after `abort`. The returned function raises it
@@ -89,7 +89,7 @@ class Collective(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Start a broadcast and wait for its end."""
+        """Start a broadcast and wait until it is done."""
         ...
 
     def abort(self) -> None:
@@ -133,7 +133,7 @@ class Meeting:
         self._board = HostedBoard(host, ports)
 
     def rendezvous(self, num_workers: int, transport: Transport) -> Rendezvous:
-        """Return where and how the ranks of one new session meet.
+        """Return where and how the ranks of a new session connect.
 
         Raises:
             PushError: If the transport is not installed.
@@ -252,7 +252,7 @@ def _form_while(check: Callable[[], None], form: Callable[[], Collective]) -> Co
 
 
 _abandoned: set[threading.Thread] = set()
-"""Threads of abandoned joins. Most end soon, but those in NCCL may never end."""
+"""Threads of abandoned joins. Most exit soon, but those in NCCL may never exit."""
 
 
 def _check_few_are_stuck() -> None:
@@ -280,7 +280,7 @@ def watched(collective: Collective, rendezvous: Rendezvous, epoch: str) -> Itera
             raise PushError(f"{watch.reason}; the transfer failed: {effect}") from effect
         raise
     finally:
-        watch.end()
+        watch.stop()
 
 
 class _Watch(threading.Thread):
@@ -289,14 +289,14 @@ class _Watch(threading.Thread):
         self._collective, self._address, self._epoch = collective, address, epoch
         self._is_over = threading.Event()
         self._lock = threading.Lock()
-        """Lock around the end and the abort. After the end, the collective belongs to another transfer."""
+        """Lock around `stop` and the abort. After `stop`, the collective belongs to another transfer."""
         self.reason: str | None = None
         """Reason why the collective was aborted."""
 
     def run(self) -> None:
         try:
             while not self._is_over.wait(INTERVAL_S):
-                # The store ended the connection during a query. The next attempt shows whether the store is
+                # The store closed the connection during a query. The next attempt shows whether the store is
                 # still there.
                 with suppress(ConnectionResetError, BrokenPipeError):
                     self._query_store()
@@ -338,7 +338,7 @@ class _Watch(threading.Thread):
                 self._is_over.wait(INTERVAL_S)
 
     def _answer(self, connection: socket.socket) -> bytes | None:
-        """Return one line, or None if the transfer or the connection ends first."""
+        """Return one line, or None if the transfer or the connection is over first."""
         events = select.poll()
         events.register(connection, select.POLLIN)
         line = b""
@@ -352,6 +352,6 @@ class _Watch(threading.Thread):
                 line += part
         return line
 
-    def end(self) -> None:
+    def stop(self) -> None:
         with self._lock:
             self._is_over.set()

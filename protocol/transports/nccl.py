@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.0005
 MAX_QUEUED = 64
 """Maximum number of queued broadcasts. A CUDA stream takes about a thousand entries. Adding more blocks in C,
-where nothing can end it."""
+where nothing can interrupt it."""
 INTERFACE, FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 SHARED_GPU_SINCE = (2, 30, 3)
 CUDA_VERSIONS = (11, 12, 13)
@@ -275,7 +275,7 @@ class NcclCollective:
 
     def _is_done(self, done: Any) -> bool:
         was_done: bool = done.query()
-        with self._lock:  # an abort also ends queued work
+        with self._lock:  # an abort also cancels queued work
             self._open_communicator().check_async_error()
         return was_done
 

@@ -244,7 +244,7 @@ class TcpCollective:
             except CancelledError as error:
                 raise PushError(f"the collective of epoch {self._epoch} is closed") from error
             except OSError as error:
-                wait(under_way)  # all connections are shut, but the others read the tensor until they end
+                wait(under_way)  # all connections are shut, but the others read the tensor until they fail
                 raise PushError(
                     f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
                     f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"

@@ -2,7 +2,7 @@
 
     send_trial (a doctor, rank 0) ═▶ gloo, tcp ═▶ receive_trial (the server, rank 1)
 
-It takes the path of a weight sync between the same hosts: first to the learner's rendezvous store. Then gloo
+It uses the path of a weight sync between the same hosts: first to the learner's rendezvous store. Then gloo
 connects free ports, and tcp connects to the store's own port.
 Invariant: it takes one chunk of memory, whatever the number of bytes.
 """

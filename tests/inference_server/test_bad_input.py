@@ -205,7 +205,7 @@ def means_something(run: ServerRun) -> bool:
         (["--seed", "4294967296"], "seed = 4294967296: Expected `int` <= 4294967295"),
         (["--server.orphan-timeout-s", "nan"], "server.orphan_timeout_s"),
         (["--server.drain-timeout-s", "inf"], "server.drain_timeout_s = inf: Expected `float` <= 100000000.0"),
-        (["--endpoint", "tcp://127.0.0.1:²"], "endpoint is 'tcp://127.0.0.1:²'; expected tcp://HOST:PORT"),
+        (["--endpoint", "tcp://127.0.0.1:²"], "endpoint = 'tcp://127.0.0.1:²' is not valid; expected tcp://HOST:PORT"),
         (["--server.http-host", ""], "server.http_host = '': Expected `str` of length >= 1"),
         (["--run-dir", "a\udcffb"], "run_dir = 'a\\udcffb' has a character that no name or path may have"),
     ],

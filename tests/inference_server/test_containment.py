@@ -337,7 +337,7 @@ def test_a_look_at_groups_and_engine_that_raises_costs_that_look(monkeypatch: py
             raise Boom
 
         async with serving(engine) as running:
-            monkeypatch.setattr(running.server._groups, "look", look)
+            monkeypatch.setattr(running.server._groups, "time_out_stalled", look)
             learner = ScriptedLearner(running.endpoint)
             await learner.join()
             while num_looks < 3:

@@ -536,7 +536,7 @@ def test_episodes_longer_than_the_server_allows_are_refused_with_the_numbers(tmp
     server: Any = SimpleNamespace(endpoint="tcp://a:1", welcome=welcome)
     for max_episode_tokens, refused in (
         (64, nullcontext()),
-        (65, pytest.raises(ConfigError, match=r"= 65 .* the 64 of")),
+        (65, pytest.raises(ConfigError, match=r"= 65 .* max_model_len = 64 of")),
     ):
         environment = {"factory": "guess", "max_turns": 4, "max_episode_tokens": max_episode_tokens}
         run = make_run(tmp_path, server.endpoint, environment=environment)

@@ -130,7 +130,7 @@ def test_a_text_that_begins_the_sequence_twice_begins_it_once(tmp_path: Path, mo
     twice = tokenizer.bos_token * 2
     monkeypatch.setattr("learner.run_inputs.load_tokenizer", lambda path: tokenizer)
     found = told(a_run(tmp_path, rows=[{"prompt": f"{twice}1>", "answer": "1"}]), "prompts")
-    assert "of 3 tokens" in found[0][1]
+    assert "has 3 tokens" in found[0][1]
 
 
 def test_the_command_goes_on_to_the_doctor_and_ends_with_1(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_trial_measures_with_a_server_and_leaves_nothing_behind(
         wait_until_free(server)
         train(make_run(tmp_path, server.endpoint, steps=2), resume=False)
     assert len(read_metrics(tmp_path / "run")) == 2, "the server is there for the run"
-    assert parity.verdict == "ok" and float(re.findall(r"\| of (\S+) at most", parity.text)[0]) < 1e-3
+    assert parity.verdict == "ok" and float(re.findall(r"\| of at most (\S+)", parity.text)[0]) < 1e-3
     assert time.verdict == "ok" and time.text.startswith("300 steps of ")
     assert "the server idle for" in time.text and "(median of 5 steps)" in time.text
 

@@ -12,7 +12,7 @@ import pytest
 
 from learner.config import LearnerRun
 from learner.evaluation import results
-from learner.evaluation.background import Begun, Evaluations, PartialResults
+from learner.evaluation.background import Evaluations, PartialHeader, PartialResults
 from learner.evaluation.openai_client import Answered
 from learner.evaluation.results import FILE, Evaluation, earlier
 from learner.report.summary import read_metrics
@@ -207,7 +207,7 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_that_is_finished(
     noted, under_way = Path(run.run_dir) / FILE, PartialResults(Path(run.run_dir))
     first, second, last = noted.read_text().splitlines(keepends=True)
     noted.write_text(first + second)
-    under_way.begin(Begun(STEPS, json.loads(last)["asked"]))
+    under_way.begin(PartialHeader(STEPS, json.loads(last)["asked"]))
     for place in (1, 4, 6):
         under_way.add(place, Answered([""], [[0]], 1, [True], (STEPS, STEPS)))
     under_way.close()

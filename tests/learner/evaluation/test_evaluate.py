@@ -153,7 +153,7 @@ def test_what_waiting_does_not_mend_ends_it_with_the_remedy(
     tmp_path: Path, server: OpenAIServer, status: int, told: str
 ) -> None:
     server.failures = [status]
-    with pytest.raises(EvaluationError, match=f"answered {status}: no; .*{told}"):
+    with pytest.raises(EvaluationError, match=f"returned status {status}: no; .*{told}"):
         evaluate(a_run(tmp_path, server))
     assert not (tmp_path / "run").exists()
 

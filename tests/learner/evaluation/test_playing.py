@@ -10,7 +10,7 @@ import pytest
 
 from learner.config import LearnerRun
 from learner.environments.guess import HIGHER, LOWER
-from learner.evaluation.background import Begun, PartialResults
+from learner.evaluation.background import PartialHeader, PartialResults
 from learner.evaluation.evaluate import evaluate
 from learner.evaluation.openai_client import EvaluationError
 from learner.evaluation.results import FILE, as_text, earlier
@@ -156,6 +156,6 @@ def forget_the_last(path: Path, asked: str) -> None:
     first, last = noted.read_text().splitlines(keepends=True)
     noted.write_text(first)
     under_way = PartialResults(path)
-    under_way.begin(Begun(4, asked))
+    under_way.begin(PartialHeader(4, asked))
     under_way.close()
     assert msgspec.json.decode(last)["step"] == 4

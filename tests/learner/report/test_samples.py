@@ -65,8 +65,8 @@ def test_a_sample_says_the_answer_and_what_every_function_gave(tmp_path: Path) -
 
 def test_a_page_names_the_number_of_completions_that_a_run_did_not_record(tmp_path: Path) -> None:
     write(tmp_path / "samples.jsonl", range(1, 2), 1)
-    shown = newest_sample(tmp_path / "samples.jsonl")
-    assert shown is not None and (len(shown.completions), shown.more) == (4, 2)
+    (shown,) = newest_table(tmp_path / "samples.jsonl").samples
+    assert (len(shown.completions), shown.more) == (4, 2)
 
 
 def test_a_run_keeps_those_of_every_tenth_step_if_nothing_else_is_said(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
 )
 def test_a_number_of_any_type_arrives(run_dir: RunDir, value: float) -> None:
     trackers = Trackers(["tensorboard"], "p", run_dir)
-    trackers.tell(7, {"reward/mean": value})
+    trackers.log_metrics(7, {"reward/mean": value})
     trackers.close()
     assert read_back(run_dir.tensorboard) == {"reward/mean": {7: float(value)}}
 
@@ -100,9 +100,9 @@ def test_one_that_fails_costs_itself_alone(
         "functions": {"right": [1.0, 0.0]},
     }
     for step in range(1, 5):
-        trackers.tell(step, {"reward/mean": np.float32(step)})
+        trackers.log_metrics(step, {"reward/mean": np.float32(step)})
         if step == 1:
-            trackers.tell_completions(step, sample)
+            trackers.log_completions(step, sample)
     trackers.close()
     wandb = sys.modules.pop("wandb")
     named, *told = wandb.told
