@@ -136,9 +136,9 @@ def test_sets_are_asked_by_the_command_too_and_their_keys_are_flags(tmp_path: Pa
     ("evaluation", "told"),
     [
         ({"sets": {"hard": {"num_samples": 4}}}, r"sets\.hard\.num_samples = 4 with temperature = 0: all samples"),
-        ({"sets": {"hard": {"task": "sort", "path": "a"}}}, r"sets\.hard\.task = 'sort' and path = 'a' came"),
+        ({"sets": {"hard": {"task": "sort", "path": "a"}}}, r"sets\.hard\.task = 'sort' and path = 'a' are set"),
         ({"sets": {"Hard one": {}}}, r"sets\.Hard one is not a valid name of a set; use a-z"),
-        ({"sets": {"function": {}}}, r"sets\.function came"),
+        ({"sets": {"function": {}}}, r"sets\.function is not a valid name of a set"),
     ],
 )
 def test_a_set_that_cannot_be_is_named(tmp_path: Path, evaluation: dict[str, Any], told: str) -> None:
