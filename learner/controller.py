@@ -353,7 +353,7 @@ def check_fits(run_inputs: RunInputs, member: Member) -> None:
     max_tokens = run.learner.sampling.max_tokens
     if num_tokens + max_tokens > welcome.max_model_len:
         raise DataError(
-            f"the prompt in row {row} has {num_tokens} tokens; with learner.sampling.max_tokens = {max_tokens}, this is more "
-            f"than max_model_len = {welcome.max_model_len} of the server at {member.endpoint}. Raise server.max_model_len, "
-            "lower learner.sampling.max_tokens, or filter the data"
+            f"the prompt in row {row} has {num_tokens} tokens; with learner.sampling.max_tokens = {max_tokens}, this "
+            f"is more than max_model_len = {welcome.max_model_len} of the server at {member.endpoint}. Raise "
+            "server.max_model_len, lower learner.sampling.max_tokens, or filter the data"
         )

@@ -72,8 +72,9 @@ class Lost(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} of this learner ({self.process}) has died, so all its ranks stop. If it logged no error, it was "
-            "killed, maybe because memory ran out (see dmesg on that node). Continue from the last checkpoint with --resume"
+            f"rank {self.rank} of this learner ({self.process}) has died, so all its ranks stop. If it logged no "
+            "error, it was killed, maybe because memory ran out (see dmesg on that node). Continue from the last "
+            "checkpoint with --resume"
         )
 
 
@@ -164,7 +165,8 @@ class RankWatch:
             connection = socket.create_connection((host, port), MEET_S)
         except OSError as error:
             log.warning(
-                "rank %d cannot reach rank 0 at %s, port %d (%s): if one of the two dies, the other detects it only after "
+                "rank %d cannot reach rank 0 at %s, port %d (%s): if one of the two dies, the other detects it only "
+                "after "
                 "learner.rank_timeout_s", self._rank, host, port, error,
             )  # fmt: skip
             return

@@ -45,7 +45,9 @@ def values(lines: Lines, metric: str) -> list[float]:
     try:
         return [line[metric] for line in lines]
     except KeyError as error:
-        raise ConfigError(f"metrics.jsonl lacks the metric {metric}, which a learner writes in every step") from error
+        raise ConfigError(
+            f"metrics.jsonl is missing the metric {metric}, which the learner writes in every step"
+        ) from error
 
 
 def pushed_lines(lines: Lines) -> Lines:

@@ -153,8 +153,8 @@ def of_rewards(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Fin
     if right and wrong and fmean(right) <= fmean(wrong):
         yield unknown(
             "rewards",
-            f"right answers score no higher than noise ({fmean(right):.3g} and {fmean(wrong):.3g} in total); check that "
-            "this is intended",
+            f"right answers score no higher than noise ({fmean(right):.3g} and {fmean(wrong):.3g} in total); check "
+            "that this is intended",
         )
 
 
@@ -167,8 +167,8 @@ def workload(run: LearnerRun, num_prompts: int) -> Finding:
     return ok(
         "course",
         f"{config.steps:,} steps of {config.groups_per_step:,} groups of {num_completions:,} completions: each prompt "
-        f"{num_groups / num_prompts:,.3g} times, {num_groups * num_completions:,} completions, at most {tokens:,} sampled "
-        f"tokens, at most {config.staleness_bound} versions behind",
+        f"{num_groups / num_prompts:,.3g} times, {num_groups * num_completions:,} completions, at most {tokens:,} "
+        f"sampled tokens, at most {config.staleness_bound} versions behind",
     )
 
 

@@ -51,7 +51,10 @@ MAX_CLOCK_OFFSET_S = 5.0
 EVALUATION_TIMEOUT_S = 3.0
 TRIAL_BYTES = 64 << 20
 MIB = 1 << 20
-REMEDY = "lower learner.micro_batch_tokens, set learner.gradient_checkpointing or learner.lora.rank, or shard over several ranks"
+REMEDY = (
+    "lower learner.micro_batch_tokens, set learner.gradient_checkpointing or learner.lora.rank, or shard the policy over "
+    "several ranks"
+)
 
 
 def examine(run: LearnerRun) -> Iterator[Finding]:
@@ -234,8 +237,8 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
     remedy = f"allow TCP between {own_host} and the server in the firewalls, on all ports and in both directions"
     if by == "tcp":
         remedy = (
-            f"allow connections from the server's machine to {called} on port {push.ports or 'any'} (learner.push.ports, "
-            "learner.push.advertise) in the firewalls"
+            f"allow connections from the server's machine to {called} on port {push.ports or 'any'} "
+            "(learner.push.ports, learner.push.advertise) in the firewalls"
         )
     try:
         meeting = Meeting(own_host, timeout_s, ports=push.port_range(), advertise=push.advertise)

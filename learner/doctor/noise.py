@@ -180,21 +180,21 @@ def problems(measured: Measured) -> list[str]:
     found = _disagreements(measured)
     if measured.num_not_finite:
         found.append(
-            f"{measured.num_not_finite} tokens have a NaN or inf logprob on one of the two sides, and the loss would exclude "
-            'them; check the weights for NaN and inf, or set dtype = "float32"'
+            f"{measured.num_not_finite} tokens have a NaN or inf logprob on one of the two sides, and the loss would "
+            'exclude them; check the weights for NaN and inf, or set dtype = "float32"'
         )
     for name, tokens in measured.columns.items():
         if tokens.clipped_frac > 0:
             found.append(
-                f"{tokens.clipped_frac:.2%} of the tokens ({name}) are clipped by {measured.objective} although the weights "
-                'are the same; widen the bounds in learner.loss, or set dtype = "float32" on both sides'
+                f"{tokens.clipped_frac:.2%} of the tokens ({name}) are clipped by {measured.objective} although the "
+                'weights are the same; widen the bounds in learner.loss, or set dtype = "float32" on both sides'
             )
     for bound in measured.bounds:
         if bound.distance < SMALLEST_MARGIN * bound.noise:
             found.append(
-                f"learner.{bound.key} = {bound.value:g} is only {bound.distance / bound.noise:.1f} times the noise (mean "
-                f"{NOISE_OF[bound.level]}: {bound.noise:.1e}), so it acts on noise; widen it to {SMALLEST_MARGIN:.0f} times "
-                'the noise, or set dtype = "float32" on both sides'
+                f"learner.{bound.key} = {bound.value:g} is only {bound.distance / bound.noise:.1f} times the noise "
+                f"(mean {NOISE_OF[bound.level]}: {bound.noise:.1e}), so it acts on noise; widen it to "
+                f'{SMALLEST_MARGIN:.0f} times the noise, or set dtype = "float32" on both sides'
             )
     return found
 
@@ -207,9 +207,10 @@ def _disagreements(measured: Measured) -> list[str]:
     if untempered is not None and measured.is_close(untempered):
         worst = max(tokens.abs_logprob_mean for tokens in disagreeing.values())
         return [
-            f"the server's logprobs are those of temperature 1 (mean |Δ logprob| {untempered.abs_logprob_mean:.1e}, but "
-            f"{worst:.2g} at temperature {measured.temperature:g}): it does not apply learner.sampling.temperature = "
-            f"{measured.temperature:g}; install the same slipstream-rl on both sides, or set it to 1"
+            f"the server's logprobs are those of temperature 1 (mean |Δ logprob| {untempered.abs_logprob_mean:.1e}, "
+            f"but {worst:.2g} at temperature {measured.temperature:g}): it does not apply "
+            f"learner.sampling.temperature = {measured.temperature:g}; install the same slipstream-rl on both sides, "
+            "or set it to 1"
         ]
     values = ", ".join(f"{tokens.abs_logprob_mean:.2g} ({name})" for name, tokens in disagreeing.items())
     problem = (
@@ -220,8 +221,8 @@ def _disagreements(measured: Measured) -> list[str]:
         advice = "only a sync of equal weights lies between, so the engine kept stale state: change server.kv_on_push"
     else:
         advice = (
-            "the fixed sequences agreed at the start, so the cause is in sampling: check temperature, top_p, top_k and how "
-            "the server processes logits before sampling"
+            "the fixed sequences agreed at the start, so the cause is in sampling: check temperature, top_p, top_k "
+            "and how the server processes logits before sampling"
         )
     return [f"{problem}; {advice}"]
 

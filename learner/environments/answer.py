@@ -142,8 +142,8 @@ def renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Any:
         return create_renderer(tokenizer, config)
     except (AssertionError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{key} does not fit the tokenizer of {tokenizer.name_or_path!r}: {error}; set it to the format of this model, or "
-            "remove the key"
+            f"{key} does not fit the tokenizer of {tokenizer.name_or_path!r}: {error}; set it to the format of this "
+            "model, or remove the key"
         ) from error
 
 
@@ -187,21 +187,22 @@ def check_calls(template: ChatTemplate) -> None:
         prompt, turn = _written(template, call)
     except DataError as error:
         raise ConfigError(
-            f"the policy cannot call tools: the chat template of {_name(template)} cannot render a message with a call: "
-            f"{error}. Use a model whose template supports tools"
+            f"the policy cannot call tools: the chat template of {_name(template)} cannot render a message with a "
+            f"call: {error}. Use a model whose template supports tools"
         ) from error
     text = template.tokenizer.decode(turn)
     if call.name not in text:
         log.warning(
-            "the chat template of %s does not render calls: one of %s is %r. The policy learns of its tools only from the "
+            "the chat template of %s does not render calls: one of %s is %r. The policy learns of its tools only "
+            "from the "
             "prompt, and its calls may be unreadable", _name(template), call.name, text,
         )  # fmt: skip
         return
     problem = _problem(template, prompt, turn, call)
     if problem is not None:
         raise ConfigError(
-            f"tool calls would be unreadable: the chat template of {_name(template)} writes a call of {call.name} as {text!r}, "
-            f"but with learner.environment.renderer = {template.renderer!r} {problem}; "
+            f"tool calls would be unreadable: the chat template of {_name(template)} writes a call of {call.name} as "
+            f"{text!r}, but with learner.environment.renderer = {template.renderer!r} {problem}; "
             f"{_remedy(template, prompt, turn, call)}"
         )
 
@@ -215,8 +216,8 @@ def _remedy(template: ChatTemplate, prompt: list[int], turn: list[int], call: Ca
     if fitting:
         return f"set that key to {' or '.join(map(repr, fitting))}"
     return (
-        f"none of the tested formats reads it (not tested: {', '.join(NOT_TRIED)}); set that key to another format, use "
-        "another model, or use an agent (learner.environment.agent), which reads calls itself"
+        f"none of the tested formats reads it (not tested: {', '.join(NOT_TRIED)}); set that key to another format, "
+        "use another model, or use an agent (learner.environment.agent), which reads calls itself"
     )
 
 

@@ -25,10 +25,10 @@ class Remembered:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"the environment has no {name!r} here: the instance lives in another process. Only its public attributes that "
-            f"are plain data (numbers, texts, lists, dicts, None), up to {MAX_BYTES >> 20} MiB, are available, and no methods; "
-            f"for this instance: {', '.join(vars(self)) or 'none'}. Keep what the reward needs in such an attribute, or return "
-            "it from get_reward"
+            f"the environment has no {name!r} here: the instance lives in another process. Only its public attributes "
+            f"that are plain data (numbers, texts, lists, dicts, None), up to {MAX_BYTES >> 20} MiB, are available, "
+            f"and no methods; for this instance: {', '.join(vars(self)) or 'none'}. Keep what the reward needs in "
+            "such an attribute, or return it from get_reward"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -44,8 +44,8 @@ class TokenSequence(Part, frozen=True):
         covered = sum(count for _, count in self.versions)
         if not len(self.token_ids) == len(self.behaviour_logprobs) == covered:
             raise ValueError(
-                f"{len(self.token_ids)} token ids, {len(self.behaviour_logprobs)} behavior logprobs and versions of {covered} "
-                "tokens; expected the same number of each"
+                f"{len(self.token_ids)} token ids, {len(self.behaviour_logprobs)} behavior logprobs and versions of "
+                f"{covered} tokens; expected the same number of each"
             )
 
     @classmethod

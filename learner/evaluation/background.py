@@ -144,7 +144,8 @@ class Evaluations:
             self._begin(step)
         else:
             log.warning(
-                "skipping the evaluation after step %d (that of step %d still running); raise learner.evaluation.every_steps (%d)",
+                "skipping the evaluation after step %d (that of step %d still running); raise "
+                "learner.evaluation.every_steps (%d)",
                 step, self._running.step, self._config.every_steps,
             )  # fmt: skip
             self._metrics["evaluation/left_out"] = 1.0
@@ -212,7 +213,8 @@ class Evaluations:
         for one in made:
             if self._config.pin and one.versions is not None and one.versions[0] != one.versions[1]:
                 log.warning(
-                    "learner.evaluation.pin = true, but %s answered; check that no other learner syncs weights to the server at %s",
+                    "learner.evaluation.pin = true, but %s answered; check that no other learner syncs weights to "
+                    "the server at %s",
                     describe_versions(one.versions, ""), one.url,
                 )  # fmt: skip
 

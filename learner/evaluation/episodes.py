@@ -105,8 +105,9 @@ class Turns:
             answer = await answer_of(self._questions, self._client, self._request(turn))
             if answer.token_ids_K is None:
                 raise EvaluationError(
-                    f"the server at {self._questions.url} does not return the token ids of its answers (return_token_ids), "
-                    "which episodes need; set learner.evaluation.url to a Slipstream or vLLM server"
+                    f"the server at {self._questions.url} does not return the token ids of its answers "
+                    "(return_token_ids), which episodes need; set learner.evaluation.url to a Slipstream or vLLM "
+                    "server"
                 )
         except EvaluationError as error:
             self.failure = error

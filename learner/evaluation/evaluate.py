@@ -132,8 +132,8 @@ async def _rated(questions: Questions, rating: "Rating") -> GroupRewards:
             group = await (asyncio.wrap_future(rating) if isinstance(rating, Future) else rating)
     except TimeoutError as error:
         raise RewardError(
-            f"answers were not rated within {limit_s:g} s; lower learner.reward.timeout_s ({config.timeout_s:g}), or raise "
-            "learner.reward.num_workers"
+            f"answers were not rated within {limit_s:g} s; lower learner.reward.timeout_s ({config.timeout_s:g}), or "
+            "raise learner.reward.num_workers"
         ) from error
     for function in group.functions:
         if function.outcome in ("failed", "unreachable"):

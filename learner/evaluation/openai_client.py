@@ -289,13 +289,13 @@ def answered(
         )
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise EvaluationError(
-            f"the server's answer is not an OpenAI completion ({type(error).__name__}: {error}): {str(answer)[:300]}; set "
-            "learner.evaluation.url to an OpenAI-compatible server"
+            f"the server's answer is not an OpenAI completion ({type(error).__name__}: {error}): {str(answer)[:300]}; "
+            "set learner.evaluation.url to an OpenAI-compatible server"
         ) from error
     if len(choices) != num_samples:
         raise EvaluationError(
-            f"the server returned {len(choices)} completions instead of learner.evaluation.num_samples = {num_samples}; "
-            "lower it"
+            f"the server returned {len(choices)} completions instead of learner.evaluation.num_samples = "
+            f"{num_samples}; lower it"
         )
     return found
 

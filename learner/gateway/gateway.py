@@ -57,8 +57,8 @@ class Gateway:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
             raise ConfigError(
-                f"learner.environment.gateway_host = {host!r}, gateway_port = {port}: {error}; set gateway_host to an address "
-                "of this machine, and gateway_port to a free port or 0"
+                f"learner.environment.gateway_host = {host!r}, gateway_port = {port}: {error}; set gateway_host to an "
+                "address of this machine, and gateway_port to a free port or 0"
             ) from error
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{self._runner.addresses[0][1]}/v1"
 
@@ -143,7 +143,8 @@ class Gateway:
         size = len(self._template.tokenizer)
         if not all(isinstance(token, int) and 0 <= token < size for token in prompt):
             raise Refused(
-                f"prompt is neither one text nor one list of token ids from 0 to {size - 1}; send one prompt per request",
+                f"prompt is neither one text nor one list of token ids from 0 to {size - 1}; send one prompt per "
+                "request",
                 parameter="prompt",
             )
         return prompt, None

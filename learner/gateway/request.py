@@ -121,8 +121,8 @@ def stops_of(body: Body, sampling: SamplingConfig) -> tuple[str, ...]:
     more = tuple(dict.fromkeys(text for text in wanted if text not in sampling.stop))
     if len(more) + len(sampling.stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in more):
         raise Refused(
-            f"stop = {wanted} is not supported; with the {len(sampling.stop)} of the run (learner.sampling.stop), send at most "
-            f"{MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters",
+            f"stop = {wanted} is not supported; with the {len(sampling.stop)} of the run (learner.sampling.stop), "
+            f"send at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters",
             parameter="stop",
         )
     return more
@@ -141,15 +141,15 @@ def _refuse_other_sampling(raw: dict[str, Any], sampling: SamplingConfig) -> Non
             continue
         remedy = f"set learner.sampling.{name}, or {OMIT}" if name in of_run else OMIT
         raise Refused(
-            f"{name} = {value!r} is not supported, expected {expected!r}: the learner trains on the distribution from which "
-            f"the run samples; {remedy}",
+            f"{name} = {value!r} is not supported, expected {expected!r}: the learner trains on the distribution from "
+            f"which the run samples; {remedy}",
             code="fixed_by_the_run",
             parameter=name,
         )
     if raw.get("seed") is not None:
         raise Refused(
-            f"seed = {raw['seed']!r} is not supported, because all episodes of a group would be the same; omit it, or set "
-            "learner.sampling.seeded for reproducible runs",
+            f"seed = {raw['seed']!r} is not supported, because all episodes of a group would be the same; omit it, or "
+            "set learner.sampling.seeded for reproducible runs",
             code="fixed_by_the_run",
             parameter="seed",
         )
@@ -170,14 +170,14 @@ def _refuse_forced_forms(body: ChatBody) -> None:
     """
     if body.tool_choice not in (None, "auto", "none"):
         raise Refused(
-            f"tool_choice = {body.tool_choice!r} is not supported, expected 'auto' or 'none': the policy learns to call tools "
-            f"and is not forced to; {OMIT}",
+            f"tool_choice = {body.tool_choice!r} is not supported, expected 'auto' or 'none': the policy learns to "
+            f"call tools and is not forced to; {OMIT}",
             parameter="tool_choice",
         )
     form = (body.response_format or {}).get("type", "text")
     if form != "text":
         raise Refused(
-            f"response_format of type {form!r} is not supported, expected 'text': the policy learns formats and is not forced "
-            f"into one; {OMIT}",
+            f"response_format of type {form!r} is not supported, expected 'text': the policy learns formats and is "
+            f"not forced into one; {OMIT}",
             parameter="response_format",
         )

@@ -154,9 +154,9 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
     def _apply(self, messages: Sequence[Message], opens_turn: bool, *, tokenize: bool, goes_on: bool = False) -> Any:
         if self.tokenizer.chat_template is None:
             raise DataError(
-                f"the prompt is a conversation (or learner.data.system_prompt is set), but the tokenizer of "
-                f"{self.tokenizer.name_or_path!r} has no chat template; use an instruct model, add a chat_template to its "
-                "tokenizer, or use plain prompts without a system prompt"
+                "the prompt is a conversation (or learner.data.system_prompt is set), but the tokenizer of "
+                f"{self.tokenizer.name_or_path!r} has no chat template; use an instruct model, add a chat_template to "
+                "its tokenizer, or use plain prompts without a system prompt"
             )
         more = ({"tools": self.tools} if self.tools else {}) | self.arguments
         try:

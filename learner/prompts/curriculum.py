@@ -79,9 +79,9 @@ class Curriculum:
             num_dropped_in_a_row = num_dropped_in_a_row + 1 if weight == 0 else 0
         easy, hard = self._num_easy(), self._num_hard()
         raise DataError(
-            f"the curriculum skipped a whole data epoch: of {len(self._prompts)} prompts, {easy} are too easy and {hard} too "
-            "hard to be sampled again; add prompts, raise learner.curriculum.easy_weight or hard_weight above 0, or change "
-            "drop_above and drop_below"
+            f"the curriculum skipped a whole data epoch: of {len(self._prompts)} prompts, {easy} are too easy and "
+            f"{hard} too hard to be sampled again; add prompts, raise learner.curriculum.easy_weight or hard_weight "
+            "above 0, or change drop_above and drop_below"
         )
 
     def note(self, slot: int, prompt_id: int, rewards_by_function: Mapping[str, Sequence[float | None]]) -> None:
@@ -95,9 +95,9 @@ class Curriculum:
         pass_rate = math.fsum(rewards) / len(rewards)
         if not 0 <= pass_rate <= 1:
             raise RewardError(
-                f"reward function {self._reward} has a mean of {pass_rate:g} over the group of slot {slot}, but the curriculum "
-                "needs pass rates from 0 to 1; set learner.curriculum.reward to a function with such rewards (with weight 0, "
-                "it does not affect training)"
+                f"reward function {self._reward} has a mean of {pass_rate:g} over the group of slot {slot}, but the "
+                "curriculum needs pass rates from 0 to 1; set learner.curriculum.reward to a function with such "
+                "rewards (with weight 0, it does not affect training)"
             )
         self._noted[slot] = (prompt_id, pass_rate)
 

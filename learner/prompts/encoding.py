@@ -75,8 +75,8 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         if not prompt or not (isinstance(prompt, str) or is_conversation):
             raise DataError(
                 f"row {number} of {self.source_name} has {str(prompt)[:80]!r} ({type(prompt).__name__}) in column "
-                f"{self.config.prompt_column!r}; expected a non-empty text or a non-empty list of messages with role and "
-                "content"
+                f"{self.config.prompt_column!r}; expected a non-empty text or a non-empty list of messages with role "
+                "and content"
             )
         return with_system_prompt(prompt, self.config)
 
@@ -92,8 +92,8 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
             found = None
         if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
             raise DataError(
-                f"row {number} of {self.source_name} has {str(tools)[:80]!r} in column {TOOLS!r}; expected a list of JSON "
-                "schemas of functions, or its JSON text. Rename the column if it contains something else"
+                f"row {number} of {self.source_name} has {str(tools)[:80]!r} in column {TOOLS!r}; expected a list of "
+                "JSON schemas of functions, or its JSON text. Rename the column if it contains something else"
             )
         return msgspec.structs.replace(self.template, tools=without_nulls(found))
 
@@ -119,7 +119,8 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         for number, ids in zip(numbers, token_ids, strict=True):
             if not ids:
                 raise DataError(
-                    f"the prompt in row {number} of {self.source_name} has no tokens; expected at least one. Remove the row"
+                    f"the prompt in row {number} of {self.source_name} has no tokens; expected at least one. Remove "
+                    "the row"
                 )
         return token_ids
 
@@ -138,8 +139,9 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
                 checked.add(message["role"])
                 if not template.shows(prompt, place):
                     raise DataError(
-                        f"row {number} of {self.source_name}: the chat template omits messages of role {message['role']!r} "
-                        f"({str(message['content'])[:60]!r}); use a role that it renders, such as 'system', or another model"
+                        f"row {number} of {self.source_name}: the chat template omits messages of role "
+                        f"{message['role']!r} ({str(message['content'])[:60]!r}); use a role that it renders, such as "
+                        "'system', or another model"
                     )
 
     def _with_one_begin(self, token_ids: list[int]) -> list[int]:

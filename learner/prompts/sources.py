@@ -173,9 +173,9 @@ def _dataset(config: DataConfig) -> Source:
             rows = datasets.load_dataset(local, config.dataset_config, split=config.split, revision=config.revision)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
-            f"learner.data.dataset = {name!r} (dataset_config {config.dataset_config!r}, split {config.split!r}, revision "
-            f"{config.revision!r}) cannot be loaded: {error}. Expected a hub name, or a local path written by save_to_disk or "
-            "with data files"
+            f"learner.data.dataset = {name!r} (dataset_config {config.dataset_config!r}, split {config.split!r}, "
+            f"revision {config.revision!r}) cannot be loaded: {error}. Expected a hub name, or a local path written "
+            "by save_to_disk or with data files"
         ) from error
     _check_column(rows.column_names, config.prompt_column, f"dataset {name!r}")
     return Source(

@@ -158,7 +158,8 @@ def _pairs(
     pairs = [(a, b) for a in numbers for b in numbers if ((a - b) % 5 == 0) == is_held_out]
     if num_prompts > len(pairs):
         raise DataError(
-            f"learner.data.num_prompts = {num_prompts} is more than the {len(pairs)} distinct prompts of task {task}; lower it"
+            f"learner.data.num_prompts = {num_prompts} is more than the {len(pairs)} distinct prompts of task {task}; "
+            "lower it"
         )
     return random.Random(seed).sample(pairs, num_prompts)
 
@@ -183,6 +184,6 @@ def _check_size(task: str, num_prompts: int, num_digits: int, most: int, num_dis
         raise DataError(f"learner.data.num_digits = {num_digits} is more than the {most} of task {task}; lower it")
     if num_digits < 1 or num_prompts > num_distinct:
         raise DataError(
-            f"learner.data.num_prompts = {num_prompts} is more than the {num_distinct} distinct prompts of task {task} with "
-            f"num_digits = {num_digits}; raise learner.data.num_digits or lower learner.data.num_prompts"
+            f"learner.data.num_prompts = {num_prompts} is more than the {num_distinct} distinct prompts of task "
+            f"{task} with num_digits = {num_digits}; raise learner.data.num_digits or lower learner.data.num_prompts"
         )

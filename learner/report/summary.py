@@ -200,8 +200,8 @@ def read_ledger(run_dir: Path) -> LedgerFacts:
     path = run_dir / "ledger.db"
     if not path.is_file():
         raise RunDirectoryError(
-            f"{run_dir} is not a complete run directory: ledger.db, which records lost groups, is missing; copy the run "
-            "directory with all its files (including ledger.db-wal while the run is active)"
+            f"{run_dir} is not a complete run directory: ledger.db, which records lost groups, is missing; copy the "
+            "run directory with all its files (including ledger.db-wal while the run is active)"
         )
     ledger = Ledger(path, read_only=True)
     try:

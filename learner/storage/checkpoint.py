@@ -136,14 +136,14 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: Path) -> CheckpointState
     now = "none" if trainer.reference is None else trainer.reference.state.kind
     if before != now:
         raise ConfigError(
-            f'learner.reference.kind = "{now}" is not "{before}", the kind in {checkpoint}; set it to "{before}" to resume, '
-            "or choose another run_dir"
+            f'learner.reference.kind = "{now}" is not "{before}", the kind in {checkpoint}; set it to "{before}" to '
+            "resume, or choose another run_dir"
         )
     require_same_model(trainer, checkpoint, state)
     if not (checkpoint / TRAINED).is_dir():
         raise ConfigError(
-            f"{checkpoint} was written in the unsharded format of an earlier version of Slipstream; finish the run with that "
-            f"version, or start a new run from its model: --model {checkpoint / 'model'}"
+            f"{checkpoint} was written in the unsharded format of an earlier version of Slipstream; finish the run "
+            f"with that version, or start a new run from its model: --model {checkpoint / 'model'}"
         )
     policy = accelerator.unwrap_model(trainer.policy)
     try:
@@ -180,8 +180,8 @@ def require_same_model(trainer: PolicyTrainer, checkpoint: Path, state: Checkpoi
         return
     raise ConfigError(
         f"model: {trainer.model_path} has changed since the run started: its digest was {state.model_digest} and is "
-        f"{trainer.model_digest}. {checkpoint} does not contain the {len(frozen)} frozen tensors ({frozen[0]}, …). Restore "
-        "the files of that model, or start a new run in another run_dir"
+        f"{trainer.model_digest}. {checkpoint} does not contain the {len(frozen)} frozen tensors ({frozen[0]}, …). "
+        "Restore the files of that model, or start a new run in another run_dir"
     )
 
 

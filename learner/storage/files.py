@@ -41,8 +41,8 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         num_free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free / MIB
         raise DiskError(
-            f"{path} could not be written ({error}); {num_free:,.1f} MiB are free on its disk. The run stops, and everything "
-            "committed before is kept: free some space, then continue with --resume"
+            f"{path} could not be written ({error}); {num_free:,.1f} MiB are free on its disk. The run stops, and "
+            "everything committed before is kept: free some space, then continue with --resume"
         ) from error
 
 

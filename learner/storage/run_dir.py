@@ -62,9 +62,9 @@ class RunDir:
             raise ConfigError(f"run_dir = {path} cannot be written: {error}; choose another with --run-dir") from error
         if kind := network_file_system(path):
             log.warning(
-                "run_dir = %s is on a network file system (%s), which slows down every group and may damage the ledger, a "
-                "SQLite file with a write-ahead log, when this machine or its network fails. Put run_dir on a local disk "
-                "(--run-dir) and copy checkpoints/ from there",
+                "run_dir = %s is on a network file system (%s), which slows down every group and may damage the "
+                "ledger, a SQLite file with a write-ahead log, when this machine or its network fails. Put run_dir "
+                "on a local disk (--run-dir) and copy checkpoints/ from there",
                 path, kind,
             )  # fmt: skip
         try:
@@ -149,8 +149,8 @@ def _compare(path: Path, run: LearnerRun) -> None:
             refused.append(f"{key} was {was!r}, is {value!r}" if known else f"{key} was {was!r}, is no longer a key")
     if refused:
         raise ConfigError(
-            f"{path.parent} contains a run with another config: {'; '.join(refused)}. Restore these values to resume it, or "
-            "choose another run_dir"
+            f"{path.parent} contains a run with another config: {'; '.join(refused)}. Restore these values to resume "
+            "it, or choose another run_dir"
         )
 
 
@@ -218,14 +218,14 @@ def check_data(path: Path, prompts: Prompts) -> None:
         remedy = "Restore the data, the chat template and the tokenizer (learner.data.revision pins a hub dataset)"
     elif len(now) > len(before):
         change = (
-            f"{len(now) - len(before)} prompts were added after the original {len(before)}, which would change the order of "
-            "all prompts"
+            f"{len(now) - len(before)} prompts were added after the original {len(before)}, which would change the "
+            "order of all prompts"
         )
         remedy = f"Exclude them with learner.data.num_prompts = {prompts.row(len(before) - 1) + 1}"
     else:
         change = f"{len(before) - len(now)} of its {len(before)} prompts are missing at the end"
         remedy = "Restore the data"
     raise DataError(
-        f"{prompts.name} has changed since the run in {path.parent} started: {change}. {remedy}, or start a new run with "
-        "--run-dir"
+        f"{prompts.name} has changed since the run in {path.parent} started: {change}. {remedy}, or start a new run "
+        "with --run-dir"
     )

@@ -44,16 +44,16 @@ def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
     share, multiplier = metrics.get("loss/max_token_share", 0.0), metrics.get("loss/max_token_multiplier", 1.0)
     if share > 0.1 and multiplier > 3:  # the share alone may be large where few completions have an advantage
         signs["loss/max_token_share"] = (
-            f"one token makes up {share:.0%} of an update's gradient, {multiplier:.3g} times its share by advantage alone; "
-            'lower learner.loss.dual_clip, or set learner.correction.weight = "mask"'
+            f"one token makes up {share:.0%} of an update's gradient, {multiplier:.3g} times its share by advantage "
+            'alone; lower learner.loss.dual_clip, or set learner.correction.weight = "mask"'
         )
     kept = metrics.get("loss/kept_frac", 1.0)
     by_length = {f"q{q}": metrics.get(f"loss/kept_frac_length_q{q}", kept) for q in range(1, 5)}
     if kept > 0 and min(by_length.values()) < kept / 2:
         shares = ", ".join(f"{share:.0%}" for share in by_length.values())
         signs["loss/kept_frac"] = (
-            f"the objective excludes completions by length: it keeps {shares} of the tokens of completions up to a quarter, "
-            "a half, three quarters and all of max_tokens; check the masks of learner.correction (try level = "
+            f"the objective excludes completions by length: it keeps {shares} of the tokens of completions up to a "
+            "quarter, a half, three quarters and all of max_tokens; check the masks of learner.correction (try level = "
             '"geometric") and top_entropy_frac'
         )
     return signs

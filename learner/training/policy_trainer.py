@@ -246,15 +246,15 @@ def _refuse_other_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
         return
     if run.learner.compile is True:
         raise ConfigError(
-            "learner.compile = true is not supported with FSDP2: compiled code over sharded weights has not been tested; "
-            "set learner.compile to false, or start the learner without FSDP"
+            "learner.compile = true is not supported with FSDP2: compiled code over sharded weights has not been "
+            "tested; set learner.compile to false, or start the learner without FSDP"
         )
     plugin = accelerator.state.fsdp_plugin
     if run.learner.optimizer.kind == "adamw_8bit":
         raise ConfigError(
             'learner.optimizer.kind = "adamw_8bit" is not supported with FSDP2: bitsandbytes cannot update sharded '
-            'parameters. Set learner.optimizer.kind to "adamw", whose moments are sharded, or start the learner without '
-            "FSDP"
+            'parameters. Set learner.optimizer.kind to "adamw", whose moments are sharded, or start the learner '
+            "without FSDP"
         )
     if plugin.activation_checkpointing:
         raise ConfigError(

@@ -165,12 +165,14 @@ def optimizer_step(trainer: PolicyTrainer, version: int) -> dict[str, float]:
 def _skip(trainer: PolicyTrainer, version: int, grad_norm: float) -> None:
     trainer.num_skipped_in_a_row += 1
     limit = trainer.config.optimizer.max_skipped_updates
-    reason = f"the gradient norm is {grad_norm}: the loss or its gradient overflowed, or the policy returned NaN or inf logprobs"
+    reason = (
+        f"the gradient norm is {grad_norm}: the loss or gradient overflowed, or the policy returned NaN or inf logprobs"
+    )
     if trainer.num_skipped_in_a_row >= limit:
         raise NotFiniteError(
-            f"step {version + 1}: {reason}, {limit} times in a row (learner.optimizer.max_skipped_updates). All these updates "
-            "were skipped, and the checkpoints are intact. Lower learner.optimizer.learning_rate, set learner.correction if "
-            'policy/ratio_max grew before, or try dtype = "float32"; then continue with --resume'
+            f"step {version + 1}: {reason}, {limit} times in a row (learner.optimizer.max_skipped_updates). All these "
+            "updates were skipped, and the checkpoints are intact. Lower learner.optimizer.learning_rate, set "
+            'learner.correction if policy/ratio_max grew before, or try dtype = "float32"; then continue with --resume'
         )
     if trainer.accelerator.is_main_process:
         log.warning(

@@ -47,8 +47,8 @@ def warm_start(run_inputs: RunInputs, accelerator: Accelerator, policy: nn.Modul
     end = prompts.template.turn_end() if prompts.are_conversations else tokenizer.eos_token_id
     if end is None:
         raise DataError(
-            f"learner.warm_start.steps = {settings.steps} needs a tokenizer with an end-of-sequence token, but this model's "
-            "has none; set learner.warm_start.steps to 0, or set `model` to another one"
+            f"learner.warm_start.steps = {settings.steps} needs a tokenizer with an end-of-sequence token, but this "
+            "model's has none; set learner.warm_start.steps to 0, or set `model` to another one"
         )
     optimizer = make_optimizer(policy, config.optimizer, settings.learning_rate)
     loss = 0.0
@@ -111,15 +111,15 @@ def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Lear
     column, max_tokens = config.warm_start.answer_column, config.sampling.max_tokens
     if prompt.columns.get(column) in (None, ""):
         raise DataError(
-            f"learner.warm_start.steps = {config.warm_start.steps} needs answers, but row {prompt.prompt_id} of the data has "
-            f"none in column {column!r}; its other columns are: {', '.join(prompt.columns) or 'none'}. Set "
+            f"learner.warm_start.steps = {config.warm_start.steps} needs answers, but row {prompt.prompt_id} of the "
+            f"data has none in column {column!r}; its other columns are: {', '.join(prompt.columns) or 'none'}. Set "
             "learner.warm_start.answer_column to the column with the answers, or learner.warm_start.steps to 0"
         )
     token_ids = tokenizer(str(prompt.columns[column]), add_special_tokens=False)["input_ids"]
     if len(token_ids) >= max_tokens:
         raise DataError(
-            f"the answer in row {prompt.prompt_id} of the data has {len(token_ids)} tokens plus an end token, more than "
-            f"learner.sampling.max_tokens = {max_tokens}; raise it, or remove such rows from the data"
+            f"the answer in row {prompt.prompt_id} of the data has {len(token_ids)} tokens plus an end token, more "
+            f"than learner.sampling.max_tokens = {max_tokens}; raise it, or remove such rows from the data"
         )
     return np.array([*token_ids, end], np.int32)
 

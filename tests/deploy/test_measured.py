@@ -120,7 +120,7 @@ def test_a_run_without_a_weight_sync_or_without_groups_is_refused_for_that(tmp_p
     without = [{key: value for key, value in line.items() if not key.startswith("push/")} for line in run.lines]
     with pytest.raises(ConfigError, match=r"has no weight sync \(push/seconds\) in its last 7 steps.* longer run"):
         rates_of(run._replace(lines=without), num_ranks=1)
-    with pytest.raises(ConfigError, match="lacks the metric staleness/max"):
+    with pytest.raises(ConfigError, match="is missing the metric staleness/max"):
         observed(run._replace(lines=[{k: v for k, v in line.items() if k != "staleness/max"} for line in run.lines]))
     with sqlite3.connect(tmp_path / "run" / "ledger.db") as ledger:
         ledger.execute("DELETE FROM groups")

@@ -136,7 +136,8 @@ def _checked(tests: str) -> str:
         for one in statements
     ):
         raise ValueError(
-            f"column tests contains {shorten(tests)}, which asserts and calls nothing, so it cannot fail; expected {EXPECTED}"
+            f"column tests contains {shorten(tests)}, which asserts and calls nothing, so it cannot fail; expected "
+            f"{EXPECTED}"
         )
     return tests
 

@@ -237,7 +237,10 @@ def test_another_split_of_the_runs_own_dataset_is_read_as_the_run_reads_it() -> 
     [
         (["--learner.evaluation.num-samples", "4"], "temperature = 0: all samples of a prompt would be equal"),
         (["--learner.evaluation.url", "localhost:8000"], "is not a URL of an OpenAI server"),
-        (["--learner.evaluation.path", "a", "--learner.evaluation.task", "sort"], "task = 'sort' and path = 'a' are set"),
+        (
+            ["--learner.evaluation.path", "a", "--learner.evaluation.task", "sort"],
+            "task = 'sort' and path = 'a' are set",
+        ),
         (["--learner.evaluation.timeout-s", "0"], "timeout_s = 0.0 must be above 0"),
     ],
 )

@@ -274,7 +274,7 @@ def test_the_search_keeps_the_rows_that_have_the_text(tmp_path: Path) -> None:
         samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
         shown = [*samples[:25], *samples[-25:]]
         whole = await page.value(f"{rows}.length")
-        assert whole == sum(len(sample["completions"]) for sample in shown)
+        assert whole == sum(min(4, len(sample["completions"])) for sample in shown)
         wanted = shown[30]["answer"]
         fill = "(() => {{ const box = document.querySelector('.search'); box.value = {};box.dispatchEvent(new Event('input', {{ bubbles: true }})); }})()"
         await page.value(fill.format(json.dumps(wanted)))
