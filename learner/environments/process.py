@@ -28,7 +28,7 @@ class EnvironmentProcess(PipeProcess):
             ConfigError: If its interpreter cannot be started.
         """
         if config.python is None:
-            started = fork("environment", serve, config.factory, config.tools, takes_text)
+            started = fork("environment", __name__, serve, config.factory, config.tools, takes_text)
         else:
             arguments = (config.factory or "", str(takes_text), *config.tools)
             started = run_script(config.python, OWN_INTERPRETER, *arguments)
