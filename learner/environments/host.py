@@ -76,7 +76,7 @@ class RewardResult(msgspec.Struct, frozen=True, tag=True):
     """Attributes of the instance, if requested."""
 
 
-class Described(msgspec.Struct, frozen=True, tag=True):
+class ToolSchemas(msgspec.Struct, frozen=True, tag=True):
     """A JSON schema for each tool."""
 
     schemas: list[dict[str, Any]]
@@ -88,7 +88,7 @@ class ClassError(msgspec.Struct, frozen=True, tag=True):
     problem: str
 
 
-Answer = StepResult | RewardResult | Described | ClassError
+Answer = StepResult | RewardResult | ToolSchemas | ClassError
 Command = Reset | Turn | Call | Rate | Describe
 ANSWER = msgspec.msgpack.Decoder(Answer)
 
@@ -135,7 +135,7 @@ class Host:
                     return self._rated(asks_attributes)
                 case Describe():
                     self._make_instance()
-                    return Described(schemas_of(self._tools))
+                    return ToolSchemas(schemas_of(self._tools))
         except NotLoaded as error:
             return ClassError(str(error))
         except (Exception, SystemExit) as error:

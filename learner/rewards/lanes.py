@@ -23,7 +23,7 @@ from concurrent.futures import Future
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.call import Answer, Call
+from learner.rewards.call import RewardAnswer, RewardCall
 from learner.rewards.process import RewardProcess, answer_of
 from learner.sandbox.pool import ProcessPool
 from learner.sandbox.process import ProcessFailure
@@ -49,8 +49,8 @@ class Job(msgspec.Struct, eq=False):
     """A call and the future that gets its result."""
 
     name: str
-    call: Call
-    future: "Future[Answer | ProcessFailure]"
+    call: RewardCall
+    future: "Future[RewardAnswer | ProcessFailure]"
     num_killed: int = 0
     started_at: float | None = None
     """Time when the call was sent to its process. None while it waits."""
@@ -102,7 +102,7 @@ class Serial:
             except Exception as error:  # raised where the group is awaited
                 job.future.set_exception(error)
 
-    def _answer(self, job: Job) -> Answer | ProcessFailure:
+    def _answer(self, job: Job) -> RewardAnswer | ProcessFailure:
         job.started_at = time.monotonic()
         while True:
             answer = self._call(job.call)
@@ -113,7 +113,7 @@ class Serial:
             if self._pool.is_closed or not job.should_repeat(answer):
                 return answer
 
-    def _one_by_one(self, job: Job) -> Answer | ProcessFailure:
+    def _one_by_one(self, job: Job) -> RewardAnswer | ProcessFailure:
         """Rate each completion in a separate call, with a share of the time.
 
         A completion for which the function is still too slow has a reward of 0.
@@ -123,7 +123,7 @@ class Serial:
         rewards: list[float | None] = []
         for place in range(len(call.completions)):
             answer = self._call(call.only(place, timeout_s))
-            if isinstance(answer, Answer):
+            if isinstance(answer, RewardAnswer):
                 rewards += answer.rewards
             elif answer.outcome == "timed_out":
                 rewards.append(0.0)
@@ -135,9 +135,9 @@ class Serial:
             "have a reward of 0 (learner.reward.timeout_s)",
             job.name, self._config.timeout_s, len(rewards), num_late,
         )  # fmt: skip
-        return Answer(rewards)
+        return RewardAnswer(rewards)
 
-    def _call(self, call: Call) -> Answer | ProcessFailure:
+    def _call(self, call: RewardCall) -> RewardAnswer | ProcessFailure:
         process = self._pool.take()
         try:
             return process.call(call)

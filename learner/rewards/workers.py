@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.call import Answer, Call, CompletionContent, Extra, TrainerState
+from learner.rewards.call import CompletionContent, Extra, RewardAnswer, RewardCall, TrainerState
 from learner.rewards.lanes import Concurrent, Job, Serial
 from learner.rewards.latency import Latencies
 from learner.rewards.process import RewardProcess
@@ -171,7 +171,7 @@ class RewardWorkers:
         group.set_running_or_notify_cancel()
         ids = [list(one) for one in completion_ids]
         jobs = [
-            Job(name, Call(
+            Job(name, RewardCall(
                 function, prompt.prompt, prompt.columns, list(completions), ids, state, environment_rewards,
                 prompt.opens_reasoning and all(isinstance(one, str) for one in completions), prompt.begun,
                 environments if function in self.with_environments else None, self._config.timeout_s, self._config,
@@ -234,7 +234,7 @@ class RewardWorkers:
         """Schedule a retry if the service was unreachable. Return whether there is one."""
         answer = None if job.future.exception() else job.future.result()
         if not isinstance(answer, ProcessFailure) or answer.outcome != "unreachable":
-            if isinstance(answer, Answer):
+            if isinstance(answer, RewardAnswer):
                 self._patience.note_reached(job.name)
             return False
         since, num_calls = job.unreached_since or time.monotonic(), job.num_unreached + 1
@@ -269,7 +269,7 @@ class RewardWorkers:
 
 def _function_rewards(job: Job) -> FunctionRewards:
     answer, call = job.future.result(), job.call
-    if isinstance(answer, Answer):
+    if isinstance(answer, RewardAnswer):
         return FunctionRewards(name=job.name, rewards=answer.rewards, metrics=answer.metrics, extra=answer.extra)
     message = (
         f"reward function {job.name} {answer.problem}, for {len(call.completions)} completions of prompt "
