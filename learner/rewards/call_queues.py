@@ -1,9 +1,9 @@
 """Run calls in processes: one at a time in each, or many at once in one.
 
-    Serial       jobs ──▶ queue ──▶ threads with a process each    synchronous functions
-    Concurrent   jobs ──▶ queue ──▶ one thread, one process        asynchronous, max_concurrent_calls at once
+    SerialCalls      jobs ──▶ queue ──▶ threads with a process each    synchronous functions
+    ConcurrentCalls  jobs ──▶ queue ──▶ one thread, one process        asynchronous, max_concurrent_calls at once
 
-A lane differs from sandbox/pool.py, whose processes it takes: it queues calls, and it repeats those of a
+A queue differs from sandbox/pool.py, whose processes it takes: calls wait in it, and it repeats those of a
 process that was killed from outside.
 
 Invariant: a job ends with an answer or a ProcessFailure within its function's deadline, once it has started. A
@@ -72,7 +72,7 @@ class Job(msgspec.Struct, eq=False):
         return True
 
 
-class Serial:
+class SerialCalls:
     """Threads that each run one call at a time, in a process from the pool."""
 
     def __init__(self, config: RewardConfig, pool: ProcessPool[RewardProcess]) -> None:
@@ -145,7 +145,7 @@ class Serial:
             self._pool.release(process)
 
 
-class Concurrent:
+class ConcurrentCalls:
     """One process whose event loop runs many calls concurrently.
 
     The process cancels a call at its deadline. If that does not help, the event loop is blocked and the
