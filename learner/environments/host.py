@@ -76,7 +76,7 @@ class RewardResult(msgspec.Struct, frozen=True, tag=True):
     """Attributes of the instance, if requested."""
 
 
-class Described(msgspec.Struct, frozen=True, tag=True):
+class ToolSchemas(msgspec.Struct, frozen=True, tag=True):
     """A JSON schema for each tool."""
 
     schemas: list[dict[str, Any]]
@@ -88,7 +88,7 @@ class ClassError(msgspec.Struct, frozen=True, tag=True):
     problem: str
 
 
-Answer = StepResult | RewardResult | Described | ClassError
+Answer = StepResult | RewardResult | ToolSchemas | ClassError
 Command = Reset | Turn | Call | Rate | Describe
 ANSWER = msgspec.msgpack.Decoder(Answer)
 
@@ -122,9 +122,9 @@ class Host:
         self._loop = asyncio.Runner()
         """One event loop for all coroutines, because a client's connections belong to their loop."""
 
-    def answer(self, order: Command) -> Answer:
+    def answer(self, command: Command) -> Answer:
         try:
-            match order:
+            match command:
                 case Reset(row):
                     return self._reset(row)
                 case Turn(text):
@@ -132,10 +132,10 @@ class Host:
                 case Call(name, arguments):
                     return self._call(name, arguments)
                 case Rate(asks_attributes):
-                    return self._rated(asks_attributes)
+                    return self._reward_result(asks_attributes)
                 case Describe():
                     self._make_instance()
-                    return Described(schemas_of(self._tools))
+                    return ToolSchemas(schemas_of(self._tools))
         except NotLoaded as error:
             return ClassError(str(error))
         except (Exception, SystemExit) as error:
@@ -154,39 +154,39 @@ class Host:
         return (
             StepResult("")
             if self._instance is None
-            else self._said(self._awaited(self._instance.reset(**row)), "reset")
+            else self._step_result(self._result_of(self._instance.reset(**row)), "reset")
         )
 
     def _turn(self, text: str) -> StepResult | ClassError:
         assert self._factory is not None
         method = method_of_turns(self._factory)
         try:
-            said = self._awaited(getattr(self._instance, method)(text))
+            returned = self._result_of(getattr(self._instance, method)(text))
         except (Exception, SystemExit) as error:  # as in TRL: the policy reads the error, and may do better
             return StepResult(str(error) or type(error).__name__, self._is_done, has_failed=True)
-        return self._said(said, method)
+        return self._step_result(returned, method)
 
     def _call(self, name: str, arguments: dict[str, Any]) -> StepResult:
         """Call a tool. The error texts are TRL's."""
         try:
             if name not in self._tools:
                 raise ValueError(f"Tool {name} not found.")
-            said = self._awaited(self._tools[name](**arguments))
+            returned = self._result_of(self._tools[name](**arguments))
         except (Exception, SystemExit) as error:
             return StepResult(str({"error": str(error) or type(error).__name__}), self._is_done, has_failed=True)
-        return StepResult(str(said), self._is_done)
+        return StepResult(str(returned), self._is_done)
 
-    def _awaited(self, result: Any) -> Any:
+    def _result_of(self, result: Any) -> Any:
         return self._loop.run(result) if inspect.iscoroutine(result) else result
 
-    def _said(self, said: Any, method: str) -> StepResult | ClassError:
-        if said is not None and not isinstance(said, str):
-            return ClassError(f"{method} returned {shorten(said)}, expected a text or None")
-        return StepResult(said or "", self._is_done)
+    def _step_result(self, returned: Any, method: str) -> StepResult | ClassError:
+        if returned is not None and not isinstance(returned, str):
+            return ClassError(f"{method} returned {shorten(returned)}, expected a text or None")
+        return StepResult(returned or "", self._is_done)
 
-    def _rated(self, asks_attributes: bool) -> RewardResult | ClassError:
+    def _reward_result(self, asks_attributes: bool) -> RewardResult | ClassError:
         rate = getattr(self._instance, "get_reward", None)
-        reward = None if rate is None else self._awaited(rate())
+        reward = None if rate is None else self._result_of(rate())
         if reward is not None and not (isinstance(reward, SupportsFloat) and math.isfinite(float(reward))):
             return ClassError(f"get_reward returned {shorten(reward)}, expected a finite number or None")
         return RewardResult(

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.config import EnvironmentConfig
-from learner.environments.host import ANSWER, Answer, ClassError, Command, Describe, Described, serve
+from learner.environments.host import ANSWER, Answer, ClassError, Command, Describe, ToolSchemas, serve
 from learner.sandbox.process import (
     STARTUP_REMEDY,
     STARTUP_TIMEOUT_S,
@@ -28,7 +28,7 @@ class EnvironmentProcess(PipeProcess):
             ConfigError: If its interpreter cannot be started.
         """
         if config.python is None:
-            started = fork("environment", serve, config.factory, config.tools, takes_text)
+            started = fork("environment", __name__, serve, config.factory, config.tools, takes_text)
         else:
             arguments = (config.factory or "", str(takes_text), *config.tools)
             started = run_script(config.python, OWN_INTERPRETER, *arguments)
@@ -83,5 +83,5 @@ def tools_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
         process.kill()  # frees what describing has imported
     if isinstance(answer, ProcessFailure):
         raise ConfigError(f"{config.named}: {answer.message}")
-    assert isinstance(answer, Described)
+    assert isinstance(answer, ToolSchemas)
     return answer.schemas

@@ -1,6 +1,6 @@
 """The process of an agent, whose interpreter may know nothing of Slipstream.
 
-    agent_host.py FD agent|command SPEC    an order, a JSON line on socket FD ─▶ an episode ─▶ reward or error
+    agent_host.py FD agent|command SPEC    a request, a JSON line on socket FD ─▶ an episode ─▶ reward or error
 
 It imports only the standard library. `agent_process.py` is the other end.
 Invariant: the process ends with the learner, even during an episode, and with it everything it has started.
@@ -52,34 +52,36 @@ def main(fd: str, kind: str, spec: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # only the learner acts on signals sent to all, as by systemd
     descendants.adopt_orphans()
-    orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=read_orders, args=(channel, orders), daemon=True).start()
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=read_requests, args=(channel, requests), daemon=True).start()
     try:
         run = user_code.load_named(spec) if kind == "agent" else command_of(spec)
     except user_code.NotLoaded as error:
-        say(channel, problem=str(error))
+        send(channel, problem=str(error))
         return
-    say(channel, reward=None)
+    send(channel, reward=None)
     while True:
-        say(channel, **outcome(run, orders.get()))
+        send(channel, **outcome(run, requests.get()))
 
 
-def read_orders(channel: socket.socket, orders: queue.SimpleQueue[Any]) -> None:
+def read_requests(channel: socket.socket, requests: queue.SimpleQueue[Any]) -> None:
     try:
         for line in channel.makefile("rb"):
-            orders.put(json.loads(line))
+            requests.put(json.loads(line))
     finally:  # the learner is gone. If killed, it leaves half a line or resets the connection
         descendants.end_with_descendants()
 
 
-def say(channel: socket.socket, **answer: Any) -> None:
+def send(channel: socket.socket, **answer: Any) -> None:
     channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def outcome(run: Callable[..., Any], order: dict[str, Any]) -> dict[str, Any]:
+def outcome(run: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {
-            "reward": checked(asyncio.run(play(run, order)) if is_asynchronous(run) else play_without_loop(run, order))
+            "reward": checked(
+                asyncio.run(play(run, request)) if is_asynchronous(run) else play_without_loop(run, request)
+            )
         }
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return {"problem": f"raised {user_code.describe(error)}"}
@@ -89,15 +91,15 @@ def is_asynchronous(run: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(run) or inspect.iscoroutinefunction(type(run).__call__)
 
 
-async def play(run: Callable[..., Any], order: dict[str, Any]) -> Any:
+async def play(run: Callable[..., Any], request: dict[str, Any]) -> Any:
     async with http_client() as client:
-        return await run(order["row"], base_url=order["base_url"], api_key=order["api_key"], http_client=client)
+        return await run(request["row"], base_url=request["base_url"], api_key=request["api_key"], http_client=client)
 
 
-def play_without_loop(run: Callable[..., Any], order: dict[str, Any]) -> Any:
+def play_without_loop(run: Callable[..., Any], request: dict[str, Any]) -> Any:
     """Call a synchronous agent, which may start its own event loop."""
     with http_client(is_asynchronous=False) as client:
-        reward = run(order["row"], base_url=order["base_url"], api_key=order["api_key"], http_client=client)
+        reward = run(request["row"], base_url=request["base_url"], api_key=request["api_key"], http_client=client)
     return asyncio.run(awaited(reward)) if inspect.isawaitable(reward) else reward
 
 

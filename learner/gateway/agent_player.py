@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from learner.config import LearnerConfig
 from learner.environments.episode import REWARDED, EpisodeGroup
 from learner.environments.player import Ask
-from learner.gateway.agent_process import Order, Rewarded, check_agent, open_agents
+from learner.gateway.agent_process import AgentReward, EpisodeRequest, check_agent, open_agents
 from learner.gateway.gateway import Gateway
 from learner.gateway.session import Session
 from learner.prompts.chat_template import ChatTemplate
@@ -67,8 +67,8 @@ class AgentPlayer:
         async with self._agents.lease() as agent:
             session = Session(self._config, prompt, number, ask, max_tokens)
             with self._gateway.opened(session) as key:
-                order = Order({"prompt": prompt.prompt, **prompt.columns}, self._gateway.base_url, key)
-                outcome = await agent.play(order, self._config.environment.episode_deadline_s)
+                request = EpisodeRequest({"prompt": prompt.prompt, **prompt.columns}, self._gateway.base_url, key)
+                outcome = await agent.play(request, self._config.environment.episode_deadline_s)
                 if self._agents.is_closed:
                     raise asyncio.CancelledError  # the run is ending, and the episode with it
                 reward = _reward_of(outcome, session)
@@ -82,7 +82,7 @@ class AgentPlayer:
         await self._gateway.close()
 
 
-def _reward_of(outcome: Rewarded | ProcessFailure, session: Session) -> float | ProcessFailure | None:
+def _reward_of(outcome: AgentReward | ProcessFailure, session: Session) -> float | ProcessFailure | None:
     """Return the reward of the episode, or a ProcessFailure for an unknown id.
 
     Rewards by completion are averaged, because the branches of an episode share an advantage.

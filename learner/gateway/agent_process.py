@@ -24,21 +24,21 @@ HOST = Path(__file__).with_name("agent_host.py")
 MAX_ANSWER_BYTES = 16 << 20
 
 
-class Rewarded(msgspec.Struct, frozen=True):
+class AgentReward(msgspec.Struct, frozen=True):
     """Reward that an agent returned, possibly by completion id, or None."""
 
     reward: float | dict[str, float] | None
 
 
-class Answer(msgspec.Struct, frozen=True):
+class AgentAnswer(msgspec.Struct, frozen=True):
     """Answer in the format of agent_host.py."""
 
     reward: float | dict[str, float] | None = None
     problem: str | None = None
 
 
-class Order(msgspec.Struct, frozen=True):
-    """Order to play an episode."""
+class EpisodeRequest(msgspec.Struct, frozen=True):
+    """EpisodeRequest to play an episode."""
 
     row: dict[str, Any]
     base_url: str
@@ -80,10 +80,10 @@ class AgentProcess(SandboxProcess):
             return answer
         return None
 
-    async def play(self, order: Order, deadline_s: float) -> Rewarded | ProcessFailure:
+    async def play(self, request: EpisodeRequest, deadline_s: float) -> AgentReward | ProcessFailure:
         """Play one episode and return the agent's reward."""
         self.has_pending_answer = True
-        answer = await self.load() or await self._episode(order, deadline_s)
+        answer = await self.load() or await self._episode(request, deadline_s)
         self.has_pending_answer = False
         if not self._is_kept:
             self.kill()
@@ -97,12 +97,12 @@ class AgentProcess(SandboxProcess):
         else:
             self._streams[1].close()
 
-    async def _episode(self, order: Order, deadline_s: float) -> Rewarded | ProcessFailure:
+    async def _episode(self, request: EpisodeRequest, deadline_s: float) -> AgentReward | ProcessFailure:
         assert self._streams is not None
-        self._streams[1].write(msgspec.json.encode(order, enc_hook=_plain) + b"\n")
+        self._streams[1].write(msgspec.json.encode(request, enc_hook=_plain) + b"\n")
         return await self._answer(deadline_s, "make it faster or raise learner.environment.episode_deadline_s")
 
-    async def _answer(self, timeout_s: float, remedy: str) -> Rewarded | ProcessFailure:
+    async def _answer(self, timeout_s: float, remedy: str) -> AgentReward | ProcessFailure:
         assert self._streams is not None
         try:
             async with asyncio.timeout(timeout_s):
@@ -114,10 +114,10 @@ class AgentProcess(SandboxProcess):
         if not line:
             return self.end_closed()
         try:
-            answer = msgspec.json.decode(line, type=Answer)
+            answer = msgspec.json.decode(line, type=AgentAnswer)
         except msgspec.DecodeError as error:
             return self.end_invalid(error)
-        return Rewarded(answer.reward) if answer.problem is None else ProcessFailure("failed", answer.problem)
+        return AgentReward(answer.reward) if answer.problem is None else ProcessFailure("failed", answer.problem)
 
 
 def open_agents(config: EnvironmentConfig) -> ProcessPool[AgentProcess]:

@@ -14,7 +14,7 @@ import msgspec
 from learner.config import RewardConfig
 from learner.environments.attributes import Remembered
 from learner.rewards.function import BUILT_IN, accepts, load_function, names
-from learner.rewards.reach import Unreached, is_unreachable
+from learner.rewards.reach import UnreachableService, is_unreachable
 from learner.sandbox.user_code import describe, shorten
 
 Extra = str | float | int | bool | None
@@ -33,7 +33,7 @@ CompletionContent = str | list[dict[str, Any]]
 """Everything after a prompt: a text, or the messages of a policy and its tools."""
 
 
-class Call(msgspec.Struct, frozen=True):
+class RewardCall(msgspec.Struct, frozen=True):
     """One call of a function on one group."""
 
     function: str
@@ -63,7 +63,7 @@ class Call(msgspec.Struct, frozen=True):
         """
         return self.function in BUILT_IN and len(self.completions) > 1
 
-    def only(self, place: int, timeout_s: float) -> "Call":
+    def only(self, place: int, timeout_s: float) -> "RewardCall":
         """Return the same call for one completion, with another deadline."""
         here = slice(place, place + 1)
         return msgspec.structs.replace(
@@ -76,7 +76,7 @@ class Call(msgspec.Struct, frozen=True):
         )
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class RewardAnswer(msgspec.Struct, frozen=True, tag=True):
     """Rewards that a function returned, and the values that it logged."""
 
     rewards: list[float | None]
@@ -107,8 +107,8 @@ class Log:
 
 
 def call_function(
-    call: Call, reserved: frozenset[str], wait: Callable[[Awaitable[Any]], Any]
-) -> Answer | Unreached | str:
+    call: RewardCall, reserved: frozenset[str], wait: Callable[[Awaitable[Any]], Any]
+) -> RewardAnswer | UnreachableService | str:
     """Return the rewards, or a description of the error.
 
     `wait` returns the result of a coroutine, if the function returns one.
@@ -123,7 +123,7 @@ def call_function(
     return _checked(returned, log, len(call.completions))
 
 
-async def await_function(call: Call, reserved: frozenset[str]) -> Answer | Unreached | str:
+async def await_function(call: RewardCall, reserved: frozenset[str]) -> RewardAnswer | UnreachableService | str:
     """Await an asynchronous function, alongside others in one event loop."""
     log = Log(len(call.completions), reserved)
     try:
@@ -133,7 +133,7 @@ async def await_function(call: Call, reserved: frozenset[str]) -> Answer | Unrea
     return _checked(returned, log, len(call.completions))
 
 
-def _arguments(call: Call, log: Log) -> dict[str, Any]:
+def _arguments(call: RewardCall, log: Log) -> dict[str, Any]:
     num_completions, completions = len(call.completions), call.completions
     is_conversation = not isinstance(call.prompt, str)
     given: dict[str, Any] = {"trainer_state": call.state, "log_extra": log.columns, "log_metric": log.metric}
@@ -161,17 +161,17 @@ def _as_messages(completion: CompletionContent, begun: str) -> list[dict[str, An
     return [{"role": "assistant", "content": begun + completion}] if isinstance(completion, str) else completion
 
 
-def _repeated(call: Call) -> dict[str, list[Any]]:
+def _repeated(call: RewardCall) -> dict[str, list[Any]]:
     own = ("prompt", "completion", "prompts", "completions", "completion_ids")
     return {name: [value] * len(call.completions) for name, value in call.columns.items() if name not in own}
 
 
-def _raised(error: BaseException, call: Call) -> Unreached | str:
+def _raised(error: BaseException, call: RewardCall) -> UnreachableService | str:
     problem = f"raised {describe(error)} (columns: {', '.join(_repeated(call)) or 'none'})"
-    return Unreached(problem) if is_unreachable(error) else problem
+    return UnreachableService(problem) if is_unreachable(error) else problem
 
 
-def _checked(returned: Any, log: Log, num_completions: int) -> Answer | str:
+def _checked(returned: Any, log: Log, num_completions: int) -> RewardAnswer | str:
     expected = f"expected a list of {num_completions} finite numbers or None"
     if isinstance(returned, (str, bytes, dict)):
         return f"returned {shorten(returned)}, {expected}"
@@ -182,7 +182,7 @@ def _checked(returned: Any, log: Log, num_completions: int) -> Answer | str:
         return f"returned {shorten(returned)} ({error}), {expected}"
     if len(rewards) != num_completions:
         return f"returned {len(rewards)} rewards, {shorten(items)}, {expected}"
-    return Answer(rewards, log.metrics, log.extra)
+    return RewardAnswer(rewards, log.metrics, log.extra)
 
 
 def _number(item: Any) -> float:

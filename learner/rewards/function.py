@@ -84,7 +84,7 @@ def _check_signature(function: RewardFunction, spec: str) -> None:
         )
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class LoadedFunctions(msgspec.Struct, frozen=True):
     """Result of loading functions: the first error, or the functions' properties."""
 
     problem: str | None = None
@@ -93,7 +93,7 @@ class Loaded(msgspec.Struct, frozen=True):
     """Functions that ask for the environments' attributes."""
 
 
-def load_all(config: RewardConfig) -> Loaded:
+def load_all(config: RewardConfig) -> LoadedFunctions:
     """Load all functions, including what they import slowly."""
     functions = config.functions
     try:
@@ -107,12 +107,12 @@ def load_all(config: RewardConfig) -> Loaded:
                 "seccomp=unconfined --security-opt apparmor=unconfined; Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0), or set "
                 "learner.reward.unconfined_programs = true to run programs with all of your permissions"
             )
-        return Loaded(
+        return LoadedFunctions(
             asynchronous=frozenset(spec for spec in functions if is_asynchronous(load_function(spec))),
             with_environments=frozenset(spec for spec in functions if names(spec, "environments")),
         )
     except RewardError as error:
-        return Loaded(problem=str(error))
+        return LoadedFunctions(problem=str(error))
 
 
 def is_asynchronous(function: RewardFunction) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.call import Answer, Call, await_function, call_function
-from learner.rewards.function import Loaded, load_all
-from learner.rewards.reach import Unreached
+from learner.rewards.call import RewardAnswer, RewardCall, await_function, call_function
+from learner.rewards.function import LoadedFunctions, load_all
+from learner.rewards.reach import UnreachableService
 from learner.sandbox.process import (
     STARTUP_REMEDY,
     STARTUP_TIMEOUT_S,
@@ -33,11 +33,11 @@ class Reply(msgspec.Struct, frozen=True):
     """Result of a call: an answer, an error, or None if canceled at its deadline."""
 
     number: int
-    answer: Answer | Unreached | str | None
+    answer: RewardAnswer | UnreachableService | str | None
 
 
 REPLY = msgspec.msgpack.Decoder(Reply)
-LOADED = msgspec.msgpack.Decoder(Loaded)
+LOADED = msgspec.msgpack.Decoder(LoadedFunctions)
 
 
 class RewardProcess(PipeProcess):
@@ -53,7 +53,7 @@ class RewardProcess(PipeProcess):
         super().__init__(*spawn("reward process", serve, config), limits)
         self._config = config
         self._num_calls = 0
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedFunctions | None = None
         """Properties of the functions, once they are loaded."""
 
     @property
@@ -81,7 +81,7 @@ class RewardProcess(PipeProcess):
         self.loaded = loaded
         return None
 
-    def call(self, call: Call) -> Answer | ProcessFailure:
+    def call(self, call: RewardCall) -> RewardAnswer | ProcessFailure:
         """Run a call that has the process to itself, and return its answer.
 
         The process has ended after a ProcessFailure, unless the function itself reported the error.
@@ -92,7 +92,7 @@ class RewardProcess(PipeProcess):
         reply = self.answer(REPLY, call.timeout_s, self.limits.slow_remedy)
         return reply if isinstance(reply, ProcessFailure) else answer_of(reply, self._config)
 
-    def start_call(self, number: int, call: Call) -> ProcessFailure | None:
+    def start_call(self, number: int, call: RewardCall) -> ProcessFailure | None:
         """Send a call without waiting for its reply."""
         self._num_calls += 1
         return self.send((number, call))
@@ -102,12 +102,12 @@ class RewardProcess(PipeProcess):
         return self.receive(REPLY, timeout_s, *wakers)
 
 
-def answer_of(reply: Reply, config: RewardConfig) -> Answer | ProcessFailure:
+def answer_of(reply: Reply, config: RewardConfig) -> RewardAnswer | ProcessFailure:
     """Return the rewards of a reply, or the function's error as a ProcessFailure."""
     match reply.answer:
-        case Answer() as answer:
+        case RewardAnswer() as answer:
             return answer
-        case Unreached(problem):
+        case UnreachableService(problem):
             remedy = "start the service that it calls, or raise learner.reward.unreachable_s"
             return ProcessFailure("unreachable", problem, remedy)
         case None:
@@ -125,12 +125,12 @@ def serve(pipe: Connection, config: RewardConfig) -> None:
     # As in TRL, one event loop for the life of the process. A client made in one call works in the next.
     loop, sending, reserved = LoopThread("reward loop"), threading.Lock(), config.own_metrics
 
-    def reply(number: int, answer: Answer | Unreached | str | None) -> None:
+    def reply(number: int, answer: RewardAnswer | UnreachableService | str | None) -> None:
         with sending:
             pipe.send_bytes(msgspec.msgpack.encode(Reply(number, answer)))
 
-    async def answer_in_time(number: int, call: Call) -> None:
-        answer: Answer | Unreached | str | None = None
+    async def answer_in_time(number: int, call: RewardCall) -> None:
+        answer: RewardAnswer | UnreachableService | str | None = None
         with suppress(TimeoutError):
             async with asyncio.timeout(call.timeout_s):
                 answer = await await_function(call, reserved)

@@ -1,6 +1,6 @@
 """Detect that a reward function cannot reach a service, and schedule its retries.
 
-    an exception of a function (call.py) ─▶ is_unreachable ─▶ Unreached ─▶ workers.py: Patience ─▶ a retry
+    an exception of a function (call.py) ─▶ is_unreachable ─▶ UnreachableService ─▶ workers.py: Patience ─▶ a retry
 
 Invariant: a service that is down for a while costs time but no group. One that stays down is a failure after
 learner.reward.unreachable_s, and a warning precedes it.
@@ -27,7 +27,7 @@ FIRST_S, LONGEST_S = 1.0, 30.0
 MAX_CAUSES = 8
 
 
-class Unreached(msgspec.Struct, frozen=True, tag=True):
+class UnreachableService(msgspec.Struct, frozen=True, tag=True):
     """Error of a function whose service could not be reached."""
 
     problem: str

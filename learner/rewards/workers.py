@@ -1,6 +1,6 @@
 """Score the completions of a group with reward functions in killable processes.
 
-    group ──▶ submit ──▶ a job per function ──▶ lanes.py ──▶ processes ──▶ GroupRewards ──▶ advantages
+    group ──▶ submit ──▶ a job per function ──▶ call_queues.py ──▶ processes ──▶ GroupRewards ──▶ advantages
 
 Invariant: every submitted group gets a result within the functions' deadlines, except while a function whose
 service is unreachable is retried (`reach.py`). Wrong (a reward of 0), timed out and failed stay
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.call import Answer, Call, CompletionContent, Extra, TrainerState
-from learner.rewards.lanes import Concurrent, Job, Serial
+from learner.rewards.call import CompletionContent, Extra, RewardAnswer, RewardCall, TrainerState
+from learner.rewards.call_queues import ConcurrentCalls, Job, SerialCalls
 from learner.rewards.latency import Latencies
 from learner.rewards.process import RewardProcess
 from learner.rewards.reach import Patience
@@ -134,11 +134,11 @@ class RewardWorkers:
         self._concurrent = self._serial = None
         if self._asynchronous:
             process = self._pool.start() if synchronous else processes.pop()
-            self._concurrent = Concurrent(config, self._pool, process)
+            self._concurrent = ConcurrentCalls(config, self._pool, process)
         for process in processes:
             self._pool.release(process) if synchronous else self._pool.drop(process)
         if synchronous:
-            self._serial = Serial(config, self._pool)
+            self._serial = SerialCalls(config, self._pool)
 
     def _load(self) -> list[RewardProcess]:
         """Start the processes together and load the functions. A killed process is replaced at its first call."""
@@ -171,7 +171,7 @@ class RewardWorkers:
         group.set_running_or_notify_cancel()
         ids = [list(one) for one in completion_ids]
         jobs = [
-            Job(name, Call(
+            Job(name, RewardCall(
                 function, prompt.prompt, prompt.columns, list(completions), ids, state, environment_rewards,
                 prompt.opens_reasoning and all(isinstance(one, str) for one in completions), prompt.begun,
                 environments if function in self.with_environments else None, self._config.timeout_s, self._config,
@@ -185,7 +185,7 @@ class RewardWorkers:
                 raise RewardError("the reward workers are closed and score no more groups")
             self._pending.add(group)
         for job in jobs:
-            self._lane_of(job).put(job)
+            self._queue_of(job).put(job)
         return group
 
     def close(self) -> None:
@@ -194,9 +194,9 @@ class RewardWorkers:
             self._closed = True
             pending, self._pending = self._pending, set()
         self._pool.close()
-        for lane in (self._serial, self._concurrent):
-            if lane is not None:
-                lane.stop()
+        for queue in (self._serial, self._concurrent):
+            if queue is not None:
+                queue.stop()
         for future in pending:
             future.set_exception(RewardError("the reward workers were closed before the group was scored"))
 
@@ -204,10 +204,10 @@ class RewardWorkers:
         job.future.add_done_callback(partial(self._note_latency, job))
         job.future.add_done_callback(partial(self._done, group, jobs, job))
 
-    def _lane_of(self, job: Job) -> Serial | Concurrent:
-        lane = self._concurrent if job.call.function in self._asynchronous else self._serial
-        assert lane is not None
-        return lane
+    def _queue_of(self, job: Job) -> SerialCalls | ConcurrentCalls:
+        queue = self._concurrent if job.call.function in self._asynchronous else self._serial
+        assert queue is not None
+        return queue
 
     def _note_latency(self, job: Job, _: "Future[Any]") -> None:
         if job.started_at is not None:
@@ -234,7 +234,7 @@ class RewardWorkers:
         """Schedule a retry if the service was unreachable. Return whether there is one."""
         answer = None if job.future.exception() else job.future.result()
         if not isinstance(answer, ProcessFailure) or answer.outcome != "unreachable":
-            if isinstance(answer, Answer):
+            if isinstance(answer, RewardAnswer):
                 self._patience.note_reached(job.name)
             return False
         since, num_calls = job.unreached_since or time.monotonic(), job.num_unreached + 1
@@ -256,7 +256,7 @@ class RewardWorkers:
         with self._lock:
             if self._closed:
                 return
-        self._lane_of(job).put(job)
+        self._queue_of(job).put(job)
 
     def _rewards_of(self, jobs: list[Job]) -> GroupRewards:
         results = [_function_rewards(job) for job in jobs]
@@ -269,7 +269,7 @@ class RewardWorkers:
 
 def _function_rewards(job: Job) -> FunctionRewards:
     answer, call = job.future.result(), job.call
-    if isinstance(answer, Answer):
+    if isinstance(answer, RewardAnswer):
         return FunctionRewards(name=job.name, rewards=answer.rewards, metrics=answer.metrics, extra=answer.extra)
     message = (
         f"reward function {job.name} {answer.problem}, for {len(call.completions)} completions of prompt "

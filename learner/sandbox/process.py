@@ -124,7 +124,9 @@ class SandboxProcess:
             return ProcessFailure("failed", problem, remedy)
         if code is not None and code < 0:
             problem = f"lost its process to signal {-code} ({signal.strsignal(-code)})"
-            remedy = f"is the machine out of memory? See {limits.section}.max_memory_mib and {limits.processes_key}"
+            remedy = (
+                f"check the memory of the machine, and see {limits.section}.max_memory_mib and {limits.processes_key}"
+            )
             return ProcessFailure("killed", problem, remedy)
         problem = (
             f"closed the {self.channel} of its process" if code is None else f"ended its process with exit code {code}"

@@ -116,9 +116,12 @@ def spawn(name: str, serve: Callable[..., None], *arguments: Any) -> tuple[Conne
     return _start(SPAWNED, name, serve, arguments)
 
 
-def fork(name: str, serve: Callable[..., None], *arguments: Any) -> tuple[Connection, Child]:
-    """Run `serve(pipe, *arguments)` in a fork of a process that has imported only the module of `serve`."""
-    FORKED.set_forkserver_preload([__name__, serve.__module__])  # affects this whole process, so only when needed
+def fork(name: str, preloaded: str, serve: Callable[..., None], *arguments: Any) -> tuple[Connection, Child]:
+    """Run `serve(pipe, *arguments)` in a fork of a process that has imported only the module `preloaded`.
+
+    That module imports `serve`, and what the learner's main module imports, which every fork imports again.
+    """
+    FORKED.set_forkserver_preload([preloaded])  # affects this whole process, so only when needed
     safe_path = os.environ.get(SAFE_PATH)
     if is_elsewhere():  # only the environment variable reaches multiprocessing's `python -c`
         os.environ[SAFE_PATH] = "1"

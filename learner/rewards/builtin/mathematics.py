@@ -34,7 +34,7 @@ def math_equivalence(
     An empty column gives None. Only the text after `####` of a GSM8K gold counts. Ask in the prompt for
     answers in `\\boxed{}` or `$…$`: without delimiters math-verify finds at most a number. The tests'
     math_pairs.tsv marks its other misjudgments. math-verify's timeouts are off, because they need signals. A
-    completion such as `\\boxed{9^{9^{9}}}` times out alone (`lanes.py`).
+    completion such as `\\boxed{9^{9^{9}}}` times out alone (`call_queues.py`).
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every disabled timeout
     rewards: list[float | None] = []

@@ -16,7 +16,7 @@ from learner.environments.player import TurnPrompt
 from learner.environments.process import tools_of
 from learner.prompts.chat_template import ChatTemplate, Turns
 from learner.rewards.builtin.text import exact_match
-from learner.rewards.call import Call, Log, _arguments
+from learner.rewards.call import Log, RewardCall, _arguments
 from protocol.errors import ConfigError
 from protocol.messages import Completion
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
@@ -252,7 +252,9 @@ def test_a_turn_that_is_cut_off_is_told_as_text_and_nothing_in_it_is_called(keep
 
 def test_reward_functions_get_the_messages_of_an_episode_as_trl_gives_them(keeping: ChatTemplate) -> None:
     episode, _ = conversed(keeping, *TURNS)
-    seen = _arguments(Call("exact_match", QUESTION, {}, [episode.messages, "plain"], [[1], [2]]), Log(2, frozenset()))
+    seen = _arguments(
+        RewardCall("exact_match", QUESTION, {}, [episode.messages, "plain"], [[1], [2]]), Log(2, frozenset())
+    )
     assert [message["role"] for message in seen["completions"][0]] == ["assistant", "tool"] * 2 + ["assistant"]
     assert seen["completions"][1] == [{"role": "assistant", "content": "plain"}]
     assert exact_match(answer=["It is 5", "plain"], **seen) == [1.0, 1.0]

@@ -31,13 +31,14 @@ CPU_TIMES = """
 import sys, psutil
 from learner.config import EnvironmentConfig
 from learner.environments.process import EnvironmentProcess
-for python in (None, sys.executable):
-    process = EnvironmentProcess(EnvironmentConfig(factory="guess", python=python), takes_text=True)
-    assert process.load() is None
-    print(sum(psutil.Process(process.pid).cpu_times()[:2]))
-    process.kill()
+if __name__ == "__main__":
+    for python in (None, sys.executable):
+        process = EnvironmentProcess(EnvironmentConfig(factory="guess", python=python), takes_text=True)
+        assert process.load() is None
+        print(sum(psutil.Process(process.pid).cpu_times()[:2]))
+        process.kill()
 """
-"""Of a forked process and of an interpreter of its own, until the class is there. Not within pytest, whose script the former would import."""
+"""Of a forked process, which imports this script, and of an interpreter of its own, until the class is there."""
 
 
 def environment(name: str, timeout_s: float = TIMEOUT_S, python: str | None = None) -> EnvironmentProcess:
@@ -93,8 +94,12 @@ def test_a_users_own_protocol_beside_the_run_is_not_imported_in_place_of_ours(tm
     assert (done.stdout.strip(), done.returncode) == ("None None", 0), done.stderr
 
 
-def test_a_forked_process_finds_its_modules_imported() -> None:
-    measured = subprocess.run([sys.executable, "-c", CPU_TIMES], capture_output=True, text=True, check=True)
+def test_a_forked_process_finds_its_modules_imported_and_those_of_the_main_module(tmp_path: Path) -> None:
+    (tmp_path / "cpu_times.py").write_text(CPU_TIMES)
+    measured = subprocess.run(
+        [sys.executable, str(tmp_path / "cpu_times.py")], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
     forked_s, own_s = map(float, measured.stdout.split())
     assert forked_s < own_s / 2
 

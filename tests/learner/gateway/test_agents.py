@@ -11,7 +11,7 @@ import pytest
 
 from learner.config import EnvironmentConfig
 from learner.environments.episode import Episode, EpisodeGroup
-from learner.gateway.agent_process import Order, Rewarded, open_agents
+from learner.gateway.agent_process import AgentReward, EpisodeRequest, open_agents
 from protocol.errors import ConfigError
 from tests.learner.gateway.asking import OnceOnly, config_of, played_by_agent
 
@@ -66,17 +66,17 @@ def test_an_episode_that_is_cancelled_leaves_no_reward_to_the_next(tmp_path: Pat
         try:
             async with agents.lease() as agent:
                 row = {"after_s": 600, "worth": 0.0, "begun": str(begun)}
-                playing = asyncio.create_task(agent.play(Order(row, "", ""), 600.0))
+                playing = asyncio.create_task(agent.play(EpisodeRequest(row, "", ""), 600.0))
                 while not (begun.exists() if when == "as it plays" else agent._streams is not None):
                     await asyncio.sleep(0.01)
                 playing.cancel()
                 await asyncio.gather(playing, return_exceptions=True)
             async with agents.lease() as agent:
-                return await agent.play(Order({"after_s": 0, "worth": 1.0, "begun": str(begun)}, "", ""), 60.0)
+                return await agent.play(EpisodeRequest({"after_s": 0, "worth": 1.0, "begun": str(begun)}, "", ""), 60.0)
         finally:
             agents.close()
 
-    assert asyncio.run(cancel_and_play()) == Rewarded(1.0)
+    assert asyncio.run(cancel_and_play()) == AgentReward(1.0)
 
 
 def test_rewards_by_completion_are_averaged() -> None:
@@ -174,14 +174,14 @@ def test_no_proxy_stands_between_an_agent_and_its_endpoint(monkeypatch: pytest.M
 
 LEARNER = f"""
 import asyncio, sys
-from learner.gateway.agent_process import AgentProcess, Order
+from learner.gateway.agent_process import AgentProcess, EpisodeRequest
 from tests.learner.gateway.asking import config_of
 
 async def main():
     process = AgentProcess(config_of(agent="{USER}:wait").environment)
     assert await process.load() is None
     print(process.pid, flush=True)
-    await process.play(Order({{}}, "", ""), 3600)
+    await process.play(EpisodeRequest({{}}, "", ""), 3600)
 
 asyncio.run(main())
 """

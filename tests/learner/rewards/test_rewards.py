@@ -15,7 +15,7 @@ from learner.prompts.prompts import Prompt
 from learner.prompts.reasoning import texts_of
 from learner.rewards.builtin.mathematics import math_equivalence
 from learner.rewards.builtin.text import exact_match, last_number, share_right, think_format
-from learner.rewards.call import Call, Log, _arguments
+from learner.rewards.call import Log, RewardCall, _arguments
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.errors import RewardError
 from tests.learner.environments.template_families import chat_of
@@ -73,7 +73,7 @@ def test_an_answer_that_the_prompt_has_begun_is_rated_whole():
     assert score(
         ["exact_match"], ["2", "42"], msgspec.structs.replace(prompt(begun, answer="42"), begun="4")
     ).rewards == [1.0, 0.0]
-    seen = _arguments(Call("exact_match", begun, {}, ["2"], [[1]], begun="4"), Log(1, frozenset()))
+    seen = _arguments(RewardCall("exact_match", begun, {}, ["2"], [[1]], begun="4"), Log(1, frozenset()))
     assert seen["prompts"] == [begun[:1]] and seen["completions"] == [[{"role": "assistant", "content": "42"}]]
 
 

@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
+from learner.sandbox.start import Child, fork, spawn
+
 LARGE = 5_000_000
 """Bytes that fit into no pipe."""
 
@@ -57,3 +59,11 @@ def answer(pipe: Connection, command: str) -> bytes:
         case "environ":
             text = str(os.environ.get("PYTHONSAFEPATH"))
     return msgspec.msgpack.encode(text)
+
+
+def spawned() -> tuple[Connection, Child]:
+    return spawn("service", serve)
+
+
+def forked() -> tuple[Connection, Child]:
+    return fork("service", __name__, serve)

@@ -10,14 +10,13 @@ import pytest
 
 from learner.sandbox.pool import PoolClosed, ProcessPool
 from learner.sandbox.process import PipeProcess, ProcessFailure
-from learner.sandbox.start import fork
-from tests.learner.sandbox.service import serve
+from tests.learner.sandbox.service import forked
 from tests.learner.sandbox.test_process import DEADLINE_S, LIMITS, TEXT, wait_until_gone
 
 
 @pytest.fixture
 def pool() -> Iterator[ProcessPool[PipeProcess]]:
-    pool = ProcessPool(lambda: PipeProcess(*fork("service", serve), LIMITS), None, max_leases=2)
+    pool = ProcessPool(lambda: PipeProcess(*forked(), LIMITS), None, max_leases=2)
     yield pool
     pool.close()
 
@@ -88,7 +87,7 @@ def test_a_process_that_starts_while_the_pool_closes_does_not_outlive_it() -> No
     started: list[PipeProcess] = []
 
     def start_and_close() -> PipeProcess:
-        started.append(PipeProcess(*fork("service", serve), LIMITS))
+        started.append(PipeProcess(*forked(), LIMITS))
         pool.close()
         return started[0]
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -16,15 +16,14 @@ import pytest
 
 from learner.sandbox.memory_watch import MemoryWatch
 from learner.sandbox.process import PipeProcess, ProcessFailure, SandboxLimits
-from learner.sandbox.start import fork, spawn
 from protocol.signals import TO_END
-from tests.learner.sandbox.service import LARGE, serve
+from tests.learner.sandbox.service import LARGE, forked, spawned
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S, SHORT_S = 60.0, 0.5
 TEXT = msgspec.msgpack.Decoder(str)
 LIMITS = SandboxLimits(section="learner.test", processes_key="num_tests", timeout_s=SHORT_S, max_memory_mib=200)
-WAYS = {"spawned": spawn, "forked": fork}
+WAYS = {"spawned": spawned, "forked": forked}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,7 +34,7 @@ def no_fork_server_of_others() -> None:
 
 @pytest.fixture(params=WAYS)
 def process(request: pytest.FixtureRequest) -> Iterator[PipeProcess]:
-    process = PipeProcess(*WAYS[request.param]("service", serve), LIMITS)
+    process = PipeProcess(*WAYS[request.param](), LIMITS)
     assert process.ask("hello", TEXT, DEADLINE_S, "") == "hello"
     yield process
     process.kill()
@@ -53,7 +52,7 @@ def failure_of(process: PipeProcess, command: str, timeout_s: float = DEADLINE_S
         ("exit", "failed", "ended its process with exit code 3; correct its code"),
         ("close", "failed", "closed the pipe of its process; correct its code"),
         ("nonsense", "failed", "wrote an invalid answer into the pipe of its process (MessagePack data is malformed"),
-        ("die", "killed", "lost its process to signal 9 (Killed); is the machine out of memory? See learner.test.max_memory_mib and num_tests"),
+        ("die", "killed", "lost its process to signal 9 (Killed); check the memory of the machine, and see learner.test.max_memory_mib and num_tests"),
     ],
 )  # fmt: skip
 def test_a_process_that_ends_or_writes_nonsense_is_a_failure_with_the_reason(
@@ -153,23 +152,21 @@ def test_what_a_process_prints_is_no_part_of_a_commands_answer(
 LEARNER = """
 import time
 from learner.sandbox.process import PipeProcess
-from learner.sandbox.start import fork, spawn
-from tests.learner.sandbox.service import serve
-from tests.learner.sandbox.test_process import LIMITS, TEXT
+from tests.learner.sandbox.test_process import LIMITS, TEXT, WAYS
 if __name__ == "__main__":
-    process = PipeProcess(*{start}("service", serve), LIMITS)
+    process = PipeProcess(*WAYS["{way}"](), LIMITS)
     print(process.pid, process.ask("start", TEXT, 60.0, ""), flush=True)
     process.send("spin")
     time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("start", [spawn, fork], ids=WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_process_and_what_it_has_started_end_with_the_learner_in_the_middle_of_a_call(
-    tmp_path: Path, start: Callable[..., object]
+    tmp_path: Path, way: str
 ) -> None:
     script = tmp_path / "learner_of_test.py"
-    script.write_text(LEARNER.format(start=start.__name__))
+    script.write_text(LEARNER.format(way=way))
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environ, cwd=ROOT) as learner:
         assert learner.stdout is not None

@@ -1,9 +1,9 @@
 """Run calls in processes: one at a time in each, or many at once in one.
 
-    Serial       jobs ──▶ queue ──▶ threads with a process each    synchronous functions
-    Concurrent   jobs ──▶ queue ──▶ one thread, one process        asynchronous, max_concurrent_calls at once
+    SerialCalls      jobs ──▶ queue ──▶ threads with a process each    synchronous functions
+    ConcurrentCalls  jobs ──▶ queue ──▶ one thread, one process        asynchronous, max_concurrent_calls at once
 
-A lane differs from sandbox/pool.py, whose processes it takes: it queues calls, and it repeats those of a
+A queue differs from sandbox/pool.py, whose processes it takes: calls wait in it, and it repeats those of a
 process that was killed from outside.
 
 Invariant: a job ends with an answer or a ProcessFailure within its function's deadline, once it has started. A
@@ -23,7 +23,7 @@ from concurrent.futures import Future
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.call import Answer, Call
+from learner.rewards.call import RewardAnswer, RewardCall
 from learner.rewards.process import RewardProcess, answer_of
 from learner.sandbox.pool import ProcessPool
 from learner.sandbox.process import ProcessFailure
@@ -49,8 +49,8 @@ class Job(msgspec.Struct, eq=False):
     """A call and the future that gets its result."""
 
     name: str
-    call: Call
-    future: "Future[Answer | ProcessFailure]"
+    call: RewardCall
+    future: "Future[RewardAnswer | ProcessFailure]"
     num_killed: int = 0
     started_at: float | None = None
     """Time when the call was sent to its process. None while it waits."""
@@ -72,7 +72,7 @@ class Job(msgspec.Struct, eq=False):
         return True
 
 
-class Serial:
+class SerialCalls:
     """Threads that each run one call at a time, in a process from the pool."""
 
     def __init__(self, config: RewardConfig, pool: ProcessPool[RewardProcess]) -> None:
@@ -102,7 +102,7 @@ class Serial:
             except Exception as error:  # raised where the group is awaited
                 job.future.set_exception(error)
 
-    def _answer(self, job: Job) -> Answer | ProcessFailure:
+    def _answer(self, job: Job) -> RewardAnswer | ProcessFailure:
         job.started_at = time.monotonic()
         while True:
             answer = self._call(job.call)
@@ -113,7 +113,7 @@ class Serial:
             if self._pool.is_closed or not job.should_repeat(answer):
                 return answer
 
-    def _one_by_one(self, job: Job) -> Answer | ProcessFailure:
+    def _one_by_one(self, job: Job) -> RewardAnswer | ProcessFailure:
         """Rate each completion in a separate call, with a share of the time.
 
         A completion for which the function is still too slow has a reward of 0.
@@ -123,7 +123,7 @@ class Serial:
         rewards: list[float | None] = []
         for place in range(len(call.completions)):
             answer = self._call(call.only(place, timeout_s))
-            if isinstance(answer, Answer):
+            if isinstance(answer, RewardAnswer):
                 rewards += answer.rewards
             elif answer.outcome == "timed_out":
                 rewards.append(0.0)
@@ -135,9 +135,9 @@ class Serial:
             "have a reward of 0 (learner.reward.timeout_s)",
             job.name, self._config.timeout_s, len(rewards), num_late,
         )  # fmt: skip
-        return Answer(rewards)
+        return RewardAnswer(rewards)
 
-    def _call(self, call: Call) -> Answer | ProcessFailure:
+    def _call(self, call: RewardCall) -> RewardAnswer | ProcessFailure:
         process = self._pool.take()
         try:
             return process.call(call)
@@ -145,7 +145,7 @@ class Serial:
             self._pool.release(process)
 
 
-class Concurrent:
+class ConcurrentCalls:
     """One process whose event loop runs many calls concurrently.
 
     The process cancels a call at its deadline. If that does not help, the event loop is blocked and the
