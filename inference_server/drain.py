@@ -89,4 +89,4 @@ class Drain:
         if self._unreached_s() < UNREACHED_S:
             counts |= {"calls into the engine": self._life.num_working, "groups to be acked": self._groups.num_unacked}
             counts |= {"learner that has not heard of it": int(not self._is_heard)}
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        return ", ".join(f"{what}: {count}" for what, count in counts.items() if count)

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from inference_server.engine.containment import Fail, log_unexpected, record_unexpected, run_contained
 from inference_server.engine.interface import Engine, EngineDead, WorkerPlace
+from protocol.console import counted
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
@@ -226,6 +227,6 @@ class StallDetector:
             elif now - moved_at > self._timeout_s:
                 who = "" if len(steps) == 1 else f", replica {replica} has requests"
                 raise EngineDead(
-                    f"the engine has {num_groups} groups to work on{who} and gave no token for {self._timeout_s:g} s "
+                    f"the engine has {counted(num_groups, 'group')} to work on{who} and gave no token for {self._timeout_s:g} s "
                     "(server.stall_timeout_s)"
                 )

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from learner.evaluation.eval_sets import Questions
 from learner.prompts.prompts import Prompt
 from protocol.answer_headers import END, NO_VERSION, RUN, START
-from protocol.console import PROGRESS_EVERY_S, manner
+from protocol.console import PROGRESS_EVERY_S, counted, manner
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ def answered(
         ) from error
     if len(choices) != num_samples:
         raise EvaluationError(
-            f"the server gave {len(choices)} completions where learner.evaluation.num_samples = {num_samples} were asked for; "
+            f"the server gave {counted(len(choices), 'completion')} where learner.evaluation.num_samples = {num_samples} were asked for; "
             "ask for fewer"
         )
     return said

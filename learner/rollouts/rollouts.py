@@ -30,6 +30,7 @@ from learner.rollouts.rollout_group import RolloutGroup, keep, recalled, receive
 from learner.rollouts.turns import Plays, Turns
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
+from protocol.console import counted
 from protocol.errors import DataError, ProtocolError
 from protocol.messages import Group, GroupFailed
 
@@ -119,8 +120,11 @@ class Rollouts:
     def waits_for(self) -> str:
         """Description of what the next batch waits for."""
         part, num_scoring = self._queue.lacks(is_connected=self._fleet.is_generating)
-        in_words = {"link": self._fleet.in_words(), "server": f"{len(self._outstanding)} groups from the server"}
-        return {"reward": f"{num_scoring} groups to be scored", "push": IN_WORDS["push"], **in_words}[part]
+        in_words = {
+            "link": self._fleet.in_words(),
+            "server": f"{counted(len(self._outstanding), 'group')} from the server",
+        }
+        return {"reward": f"{counted(num_scoring, 'group')} to be scored", "push": IN_WORDS["push"], **in_words}[part]
 
     def close(self) -> None:
         """Cancel all requests at the servers; the ledger keeps them for a resume."""

@@ -22,6 +22,7 @@ from learner.config.algorithm import is_plug_in
 from learner.prompts.prompts import Prompts
 from learner.storage.files import network_file_system, replace_file
 from protocol.config import keys_of, may_change, to_toml
+from protocol.console import counted
 from protocol.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ def check_data(path: Path, prompts: Prompts) -> None:
         )
         remedy = "Restore the data, the chat template and the tokenizer (learner.data.revision pins a hub dataset)"
     elif len(now) > len(before):
-        what = f"{len(now) - len(before)} prompts came after the {len(before)} it began with, which would change the order of all"
+        what = f"{counted(len(now) - len(before), 'prompt')} came after the {len(before)} it began with, which would change the order of all"
         remedy = f"Leave them out with learner.data.num_prompts = {prompts.row(len(before) - 1) + 1}"
     else:
         what = f"{len(before) - len(now)} of its {len(before)} prompts are missing, from the end"

@@ -229,7 +229,7 @@ def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_one_tha
         engine.release_restart.clear()
         await until(lambda: running.server.status()["unavailable"] is not None)
         reason = running.server.status()["unavailable"]
-        assert "has 1 groups to work on and gave no token for 1.5 s (server.stall_timeout_s)" in reason
+        assert "has 1 group to work on and gave no token for 1.5 s (server.stall_timeout_s)" in reason
         engine.release_restart.set()
         await new_server_id(learner, first_id)
         assert engine.cancelled == 1

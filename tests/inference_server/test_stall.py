@@ -27,7 +27,7 @@ def test_one_replica_that_has_requests_and_does_nothing_is_a_stall_though_the_ot
     watched = Watched(0, 0)
     watched.look(0, 1, 5)
     watched.look(9, 2, 5)
-    with pytest.raises(EngineDead, match=r"1 groups to work on, replica 1 has requests and gave no token for 10 s"):
+    with pytest.raises(EngineDead, match=r"1 group to work on, replica 1 has requests and gave no token for 10 s"):
         watched.look(2, 3, 5)
 
 
@@ -47,6 +47,6 @@ def test_without_groups_nothing_stalls() -> None:
         watched.look(60, 0, num_groups=0)
     watched.look(9, 0)
     with pytest.raises(
-        EngineDead, match=r"has 1 groups to work on and gave no token for 10 s \(server.stall_timeout_s\)"
+        EngineDead, match=r"has 1 group to work on and gave no token for 10 s \(server.stall_timeout_s\)"
     ):
         watched.look(2, 0)

@@ -50,7 +50,7 @@ def test_the_same_data_elsewhere_is_the_same(record: Path, tmp_path: Path) -> No
         ),
         (PROMPTS, "8", "row 0 is the first that changed"),
         (PROMPTS[:-1], "9", "1 of its 6 prompts are missing, from the end"),
-        ([*PROMPTS, "7777>"], "9", r"1 prompts came after the 6 .*Leave them out with learner\.data\.num_prompts = 6"),
+        ([*PROMPTS, "7777>"], "9", r"1 prompt came after the 6 .*Leave them out with learner\.data\.num_prompts = 6"),
     ],
     ids=["one removed", "a column", "the last removed", "one added"],
 )
@@ -74,7 +74,7 @@ def test_other_token_ids_are_other_data(record: Path, tmp_path: Path) -> None:
 def test_another_limit_would_drop_others(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["1>", "22>", "333>", "4444>"])
     record_data(tmp_path / "data.digests", read(path, max_prompt_tokens=4, too_long="drop"))
-    with pytest.raises(DataError, match=r"1 prompts came after the 3"):
+    with pytest.raises(DataError, match=r"1 prompt came after the 3"):
         check_data(tmp_path / "data.digests", read(path, max_prompt_tokens=5, too_long="drop"))
 
 
