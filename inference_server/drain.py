@@ -88,5 +88,5 @@ class Drain:
         counts = {"/v1 requests": self.num_requests()}
         if self._unreached_s() < UNREACHED_S:
             counts |= {"engine calls": self._life.num_working, "groups without an Ack": self._groups.num_unacked}
-            counts |= {"learner without a Farewell": int(not self._has_farewell)}
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+            counts |= {"learners without a Farewell": int(not self._has_farewell)}
+        return ", ".join(f"{what}: {count}" for what, count in counts.items() if count)

@@ -49,6 +49,11 @@ def manner() -> Manner:
     return _manner
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun. Example: counted(1, "group") == "1 group", counted(0, "group") == "0 groups"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def take_switches(arguments: Sequence[str]) -> list[str]:
     """Set the output mode from the switches, and return the other arguments."""
     global _manner

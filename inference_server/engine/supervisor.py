@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from inference_server.engine.containment import Fail, log_unexpected, record_unexpected, run_contained
 from inference_server.engine.interface import Engine, EngineDead, WorkerPlace
+from protocol.console import counted
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
@@ -226,6 +227,6 @@ class StallDetector:
             elif now - moved_at > self._timeout_s:
                 who = "the engine" if len(steps) == 1 else f"replica {replica}, which has requests,"
                 raise EngineDead(
-                    f"{who} sampled no token for {self._timeout_s:g} s (server.stall_timeout_s) while {num_groups} groups "
-                    "were running"
+                    f"{who} sampled no token for {self._timeout_s:g} s (server.stall_timeout_s) with "
+                    f"{counted(num_groups, 'group')} running"
                 )

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from learner.evaluation.eval_sets import Questions
 from learner.prompts.prompts import Prompt
 from protocol.answer_headers import END, NO_VERSION, RUN, START
-from protocol.console import PROGRESS_EVERY_S, manner
+from protocol.console import PROGRESS_EVERY_S, counted, manner
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ def answered(
         ) from error
     if len(choices) != num_samples:
         raise EvaluationError(
-            f"the server returned {len(choices)} completions instead of learner.evaluation.num_samples = "
+            f"the server returned {counted(len(choices), 'completion')} instead of learner.evaluation.num_samples = "
             f"{num_samples}; lower it"
         )
     return found

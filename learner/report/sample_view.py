@@ -11,6 +11,7 @@ import msgspec
 
 from learner.report.summary import duration, number, steps_in
 from learner.storage.files import ends_of
+from protocol.console import counted
 
 MAX_COMPLETIONS = 4
 """Maximum number of completions of a group that a run records and that a page shows."""
@@ -131,16 +132,12 @@ def _passage(branch: dict[str, Any], colors: dict[int, str]) -> Passage:
 
 
 def _course(episode: dict[str, Any]) -> str:
-    parts = [episode["state"], _counted(episode["turns"], "turn")]
+    parts = [episode["state"], counted(episode["turns"], "turn")]
     if episode["calls"]:
-        parts.append(_counted(episode["calls"], "tool call"))
+        parts.append(counted(episode["calls"], "tool call"))
     if episode["failed_calls"]:
         parts.append(f"{episode['failed_calls']} answered with an error")
     return " · ".join([*parts, f"{duration(episode['environment_s'])} in the environment"])
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def readable(value: Any) -> str:

@@ -16,6 +16,7 @@ from learner.environments.attributes import Remembered
 from learner.rewards.function import BUILT_IN, accepts, load_function, names
 from learner.rewards.reach import UnreachableService, is_unreachable
 from learner.sandbox.user_code import describe, shorten
+from protocol.console import counted
 
 Extra = str | float | int | bool | None
 
@@ -181,7 +182,7 @@ def _checked(returned: Any, log: Log, num_completions: int) -> RewardAnswer | st
     except (TypeError, ValueError) as error:
         return f"returned {shorten(returned)} ({error}), {expected}"
     if len(rewards) != num_completions:
-        return f"returned {len(rewards)} rewards, {shorten(items)}, {expected}"
+        return f"returned {counted(len(rewards), 'reward')}, {shorten(items)}, {expected}"
     return RewardAnswer(rewards, log.metrics, log.extra)
 
 

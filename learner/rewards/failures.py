@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 
 from learner.config import RewardConfig
 from learner.rewards.workers import FunctionRewards, GroupRewards
+from protocol.console import counted
 from protocol.errors import RewardError
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class RewardFailures:
         num_timed_out = sum(call.outcome == "timed_out" for call in broken)
         examples = "".join(f"\n  {call.message}" for call in broken[-NUM_EXAMPLES:])
         return RewardError(
-            f"reward function {broken[0].name} timed out {num_timed_out} times and failed {len(broken) - num_timed_out} times in "
-            f"its last {num_calls} calls, more than learner.reward.max_failed_share = {self._max_share:g} allows (of the last "
+            f"reward function {broken[0].name} timed out {counted(num_timed_out, 'time')} and failed {counted(len(broken) - num_timed_out, 'time')} in "
+            f"its last {counted(num_calls, 'call')}, more than learner.reward.max_failed_share = {self._max_share:g} allows (of the last "
             f"{WINDOW_CALLS}, at first of {MIN_CALLS}):{examples}"
         )

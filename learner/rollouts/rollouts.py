@@ -30,6 +30,7 @@ from learner.rollouts.rollout_group import RolloutGroup, keep, scored_group
 from learner.rollouts.turns import Plays, Turns
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
+from protocol.console import counted
 from protocol.errors import DataError, ProtocolError
 from protocol.messages import Group, GroupFailed
 
@@ -120,8 +121,8 @@ class Rollouts:
         """Description of what the next batch waits for."""
         part = self._buffer.waits_for(is_connected=self._fleet.is_generating)
         num_pending, num_scoring = self._buffer.num("admitted", "requested"), self._buffer.num("received")
-        in_words = {"link": self._fleet.in_words(), "server": f"{num_pending} groups from the server"}
-        return {"reward": f"{num_scoring} groups to be scored", "push": IN_WORDS["push"], **in_words}[part]
+        in_words = {"link": self._fleet.in_words(), "server": f"{counted(num_pending, 'group')} from the server"}
+        return {"reward": f"{counted(num_scoring, 'group')} to be scored", "push": IN_WORDS["push"], **in_words}[part]
 
     def close(self) -> None:
         """Cancel all requests at the servers; the ledger keeps them for a resume."""

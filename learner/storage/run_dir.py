@@ -22,6 +22,7 @@ from learner.config.algorithm import is_plug_in
 from learner.prompts.prompts import Prompts
 from learner.storage.files import network_file_system, replace_file
 from protocol.config import keys_of, may_change, to_toml
+from protocol.console import counted
 from protocol.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -218,7 +219,7 @@ def check_data(path: Path, prompts: Prompts) -> None:
         remedy = "Restore the data, the chat template and the tokenizer (learner.data.revision pins a hub dataset)"
     elif len(now) > len(before):
         change = (
-            f"{len(now) - len(before)} prompts were added after the original {len(before)}, which would change the "
+            f"{counted(len(now) - len(before), 'new prompt')} after the original {len(before)}, which would change the "
             "order of all prompts"
         )
         remedy = f"Exclude them with learner.data.num_prompts = {prompts.row(len(before) - 1) + 1}"

@@ -208,5 +208,5 @@ def test_a_server_that_is_not_drained_in_time_ends_all_the_same_and_says_with_wh
         await asyncio.wait_for(running.server.drain.run(), 20.0)
 
     run_with_server(test, ServerConfig(drain_timeout_s=0.3))
-    left = "1 engine calls, 1 learner without a Farewell"
+    left = "engine calls: 1, learners without a Farewell: 1"
     assert f"not drained after 0.3 s (server.drain_timeout_s): {left}" in caplog.text

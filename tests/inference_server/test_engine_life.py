@@ -229,7 +229,7 @@ def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_one_tha
         engine.release_restart.clear()
         await until(lambda: running.server.status()["unavailable"] is not None)
         reason = running.server.status()["unavailable"]
-        assert "the engine sampled no token for 1.5 s (server.stall_timeout_s) while 1 groups" in reason
+        assert "the engine sampled no token for 1.5 s (server.stall_timeout_s) with 1 group running" in reason
         engine.release_restart.set()
         await new_server_id(learner, first_id)
         assert engine.cancelled == 1

@@ -27,7 +27,9 @@ def test_one_replica_that_has_requests_and_does_nothing_is_a_stall_though_the_ot
     watched = Watched(0, 0)
     watched.look(0, 1, 5)
     watched.look(9, 2, 5)
-    with pytest.raises(EngineDead, match=r"replica 1, which has requests, sampled no token for 10 s .* while 1 groups"):
+    with pytest.raises(
+        EngineDead, match=r"replica 1, which has requests, sampled no token for 10 s .* with 1 group running"
+    ):
         watched.look(2, 3, 5)
 
 
@@ -47,6 +49,6 @@ def test_without_groups_nothing_stalls() -> None:
         watched.look(60, 0, num_groups=0)
     watched.look(9, 0)
     with pytest.raises(
-        EngineDead, match=r"the engine sampled no token for 10 s \(server.stall_timeout_s\) while 1 groups"
+        EngineDead, match=r"the engine sampled no token for 10 s \(server.stall_timeout_s\) with 1 group running"
     ):
         watched.look(2, 0)

@@ -91,3 +91,12 @@ def test_colours_are_for_terminals_whose_users_have_not_declined_them(
     record = logging.LogRecord("learner", logging.WARNING, "", 0, "look out", None, None)
     assert console.ForPeople("%(message)s", True).format(record) == "\033[33mlook out\033[0m"
     assert console.ForPeople("%(message)s", False).format(record) == "look out"
+
+
+def test_a_count_of_one_has_a_noun_without_an_s() -> None:
+    assert [console.counted(count, "group") for count in (0, 1, 2, 1000)] == [
+        "0 groups",
+        "1 group",
+        "2 groups",
+        "1,000 groups",
+    ]

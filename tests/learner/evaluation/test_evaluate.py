@@ -186,7 +186,7 @@ def test_a_server_that_never_comes_ends_it_at_its_deadline(tmp_path: Path) -> No
 def test_an_answer_with_too_few_completions_is_no_answer(tmp_path: Path, server: OpenAIServer) -> None:
     server.num_lost = 1
     flags = ["--learner.evaluation.num-samples", "2", "--learner.evaluation.temperature", "1.0"]
-    with pytest.raises(EvaluationError, match=r"returned 1 completions instead of .*num_samples = 2"):
+    with pytest.raises(EvaluationError, match=r"returned 1 completion instead of .*num_samples = 2"):
         evaluate(a_run(tmp_path, server, *flags))
 
 

@@ -61,7 +61,7 @@ def test_each_function_is_judged_by_itself_and_the_error_shows_what_it_was_calle
     with pytest.raises(RewardError) as error:
         failures.note(group(2))
     assert str(error.value) == (
-        "reward function g timed out 1 times and failed 2 times in its last 3 calls, more than "
+        "reward function g timed out 1 time and failed 2 times in its last 3 calls, more than "
         "learner.reward.max_failed_share = 0.2 allows (of the last 100, at first of 10):\n  call 0\n  call 1\n  call 2"
     )
 

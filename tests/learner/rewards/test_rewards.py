@@ -110,7 +110,7 @@ def test_a_completion_that_no_weighted_function_scored_has_no_reward():
     ("name", "came"),
     [
         ("raises", "raised ZeroDivisionError: 'division by zero'"),
-        ("returns_one", "returned 1 rewards, [1.0], expected a list of 3"),
+        ("returns_one", "returned 1 reward, [1.0], expected a list of 3"),
         ("returns_text", "returned ['good', 'good', 'good'] ('good' is not a number)"),
         ("returns_nan", "returned [nan, nan, nan] (nan is not finite)"),
         ("returns_nothing", "returned None"),

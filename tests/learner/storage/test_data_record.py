@@ -53,7 +53,7 @@ def test_the_same_data_elsewhere_is_the_same(record: Path, tmp_path: Path) -> No
         (
             [*PROMPTS, "7777>"],
             "9",
-            r"1 prompts were added after the original 6, .*Exclude them with learner\.data\.num_prompts = 6",
+            r"1 new prompt after the original 6, .*Exclude them with learner\.data\.num_prompts = 6",
         ),
     ],
     ids=["one removed", "a column", "the last removed", "one added"],
@@ -78,7 +78,7 @@ def test_other_token_ids_are_other_data(record: Path, tmp_path: Path) -> None:
 def test_another_limit_would_drop_others(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["1>", "22>", "333>", "4444>"])
     record_data(tmp_path / "data.digests", read(path, max_prompt_tokens=4, too_long="drop"))
-    with pytest.raises(DataError, match=r"1 prompts were added after the original 3"):
+    with pytest.raises(DataError, match=r"1 new prompt after the original 3"):
         check_data(tmp_path / "data.digests", read(path, max_prompt_tokens=5, too_long="drop"))
 
 
