@@ -59,7 +59,7 @@ def test_a_coarser_server_is_used_beside_an_exact_one_and_its_bound_is_told(
         train(run, resume=False)
     assert min(len(exact.engine.prompts), len(coarse.engine.prompts)) >= 8
     assert (
-        f"the server at {coarse.endpoint} computes in bfloat16, this run in float32: a mean |Δ logprob| of up to 0.3"
+        f"the server at {coarse.endpoint} computes in bfloat16 and this run in float32; allowing a mean |Δ logprob| of up to 0.3"
         in caplog.text
     )
     assert f"the server at {exact.endpoint} computes in" not in caplog.text

@@ -122,7 +122,7 @@ def test_a_server_that_refuses_a_turn_ends_the_evaluation_not_its_episodes(
         return [bisected(prompt)]
 
     server.answer = fails_at_the_second
-    with pytest.raises(EvaluationError, match="answered 400"):
+    with pytest.raises(EvaluationError, match="returned status 400"):
         evaluate(evaluated(tmp_path, server.url, {"max_concurrent": 1}, **environment))
     assert not (tmp_path / "run" / FILE).exists()
 
