@@ -1,46 +1,49 @@
 // Draws the charts that charts.py describes: hover reads values, drag zooms, double click resets.
 // Charts with the same unit of x share one cursor and one zoom.
 "use strict";
+const minus = (text) => text.replace("-", "−");
+const FORMATS = {
+  number: (v) => minus(v === 0 ? "0" : Math.abs(v) >= 1e4 ? `${+(v / 1e3).toPrecision(3)}k`
+    : Math.abs(v) < 1e-3 ? v.toExponential(1) : String(+v.toPrecision(3))),
+  percent: (v) => minus(Math.abs(v) < 5e-5 ? "0 %" : `${+(100 * v).toPrecision(Math.abs(v) < 0.1 ? 2 : 3)} %`),
+  seconds: (v) => minus(v === 0 ? "0 s" : Math.abs(v) < 1 ? `${+(1e3 * v).toPrecision(3)} ms` : `${+v.toPrecision(3)} s`),
+};
 const drawCharts = (() => {
   const HEIGHT = 190, MAX_DOTS = 40, LEFT = 54;
   const cards = new Map();
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-  const minus = (text) => text.replace("-", "−");
-  const number = (v) => v === 0 ? "0" : Math.abs(v) >= 1e4 ? `${+(v / 1e3).toPrecision(3)}k` : Math.abs(v) < 1e-3 ? v.toExponential(1) : String(+v.toPrecision(3));
-  const FORMATS = {
-    number: (v) => minus(number(v)),
-    percent: (v) => minus(Math.abs(v) < 5e-5 ? "0 %" : `${+(100 * v).toPrecision(Math.abs(v) < 0.1 ? 2 : 3)} %`),
-    seconds: (v) => minus(v === 0 ? "0 s" : Math.abs(v) < 1 ? `${+(1e3 * v).toPrecision(3)} ms` : `${+v.toPrecision(3)} s`),
-  };
   const make = (parent, tag, name, text = "") => {
     const made = parent.appendChild(document.createElement(tag));
     made.className = name;
     made.textContent = text;
     return made;
   };
+  const widthOf = (card) => Math.max(card.plot.clientWidth, 100);
   const finite = (values) => values.filter((v) => v !== null && v !== undefined);
 
   // ---- one series becomes one or more layers of uPlot, each with its column of data
   function layersOf(series) {
     const { kind, x, y, mean, low, high } = series, shown = { series, x, dot: true };
     const stroke = () => css(series.color), none = { show: false };
-    if (kind === "bars") return [{ ...shown, y, style: { stroke, fill: stroke, paths: uPlot.paths.bars({ size: [0.7, 70] }), points: none } }];
+    const bars = { stroke, fill: stroke, paths: uPlot.paths.bars({ size: [0.7, 70] }), points: none };
+    if (kind === "bars") return [{ ...shown, y, style: bars }];
     if (kind === "area") return [{ ...shown, dot: false, y, style: { stroke, width: 0, points: none } }];
     const dots = { show: true, size: 5, stroke, fill: stroke };
     if (kind === "points") {
       const end = { series, x, style: { width: 0, points: none } };
-      const interval = low ? [{ ...end, y: high }, { ...end, y: low, bandTo: -1 }] : [];
+      const interval = low ? [{ ...end, y: high }, { ...end, y: low, hasBand: true }] : [];
       return [...interval, { ...shown, y, style: { stroke, width: 1.2, points: dots } }];
     }
-    const few = y.length <= MAX_DOTS;
-    const raw = { ...shown, y, style: { stroke, alpha: few ? 0.75 : 0.35, width: few ? 0 : 1, points: few ? { ...dots, size: 4 } : none } };
-    return [raw, { series, x, y: mean, style: { stroke, width: 2, points: none } }];
+    const pale = { stroke, alpha: 0.35, width: 1, points: none };
+    const few = { stroke, alpha: 0.75, width: 0, points: { ...dots, size: 4 } };
+    return [{ ...shown, y, style: y.length <= MAX_DOTS ? few : pale }, { series, x, y: mean, style: { stroke, width: 2, points: none } }];
   }
   function stack(series) {  // from the bottom; each layer is filled down to the one below it
     const sum = new Map();
     return series.flatMap((part, i) => {
       const top = part.x.map((x, j) => { sum.set(x, (sum.get(x) || 0) + part.mean[j]); return sum.get(x); });
-      return layersOf(part).map((layer) => ({ ...layer, y: top, bandTo: i ? -1 : undefined, own: part.mean, filled: true }));
+      const band = { own: part.mean, filled: true, hasBand: i > 0 };
+      return layersOf(part).map((layer) => ({ ...layer, ...band, y: top }));
     });
   }
   function plan(chart) {
@@ -51,20 +54,23 @@ const drawCharts = (() => {
   // ---- scales and axes
   function limits(chart, u, layers) {  // of what is in view
     const [from, to] = u.series[0].idxs;
-    const valuesOf = (chosen) => layers.flatMap((layer, i) => chosen(layer) ? finite(u.data[i + 1].slice(from, to + 1)) : []).sort((a, b) => a - b);
+    const inView = (i) => finite(u.data[i + 1].slice(from, to + 1));
+    const valuesOf = (has) => layers.flatMap((layer, i) => has(layer) ? inView(i) : []).sort((a, b) => a - b);
     const all = valuesOf(() => true), recorded = valuesOf((layer) => layer.dot || layer.own);
     if (!all.length) return [chart.log ? 0.1 : 0, 1];
     const low = all[0], high = all[all.length - 1];
-    if (chart.log) return [10 ** Math.floor(Math.log10(low)), 10 ** Math.max(Math.ceil(Math.log10(high)), Math.floor(Math.log10(low)) + 1)];
+    const first = Math.floor(Math.log10(low));
+    if (chart.log) return [10 ** first, 10 ** Math.max(Math.ceil(Math.log10(high)), first + 1)];
     const bottom = low >= 0 ? 0 : low - 0.06 * (high - low), top = usual(recorded, high);
     return top > bottom ? [bottom, top + 0.06 * (top - bottom)] : [bottom, bottom + 1];
   }
-  function usual(sorted, high) {  // a lone outlier, such as the first weight sync, leaves the view rather than flatten the rest
+  function usual(sorted, high) {  // a lone outlier, such as the first weight sync, must not flatten the rest
     const most = sorted[Math.floor(0.99 * (sorted.length - 1))];
     return most > 0 && high > 4 * most ? 1.2 * most : high;
   }
   function decades(low, high) {
-    const first = Math.round(Math.log10(low)), count = Math.round(Math.log10(high)) - first, by = Math.ceil(count / 4) || 1;
+    const first = Math.round(Math.log10(low)), count = Math.round(Math.log10(high)) - first;
+    const by = Math.ceil(count / 4) || 1;
     return Array.from({ length: Math.floor(count / by) + 1 }, (_, i) => 10 ** (first + i * by));
   }
   function axesOf(chart, format) {
@@ -72,7 +78,8 @@ const drawCharts = (() => {
     const base = { font, stroke: () => css("muted"), ticks: { show: false } };
     const isWhole = chart.x === "step" || chart.series.some((s) => s.kind === "bars");
     return [
-      { ...base, grid: { show: false }, size: 26, gap: 4, space: 52, values: (_, xs) => xs.map((x) => Number.isInteger(x) || !isWhole ? x.toLocaleString("en") : "") },
+      { ...base, grid: { show: false }, size: 26, gap: 4, space: 52,
+        values: (_, xs) => xs.map((x) => Number.isInteger(x) || !isWhole ? x.toLocaleString("en") : "") },
       { ...base, grid: { stroke: () => css("grid"), width: 1 }, size: LEFT, gap: 6, space: 36,
         splits: chart.log ? (u, _, low, high) => decades(low, high) : undefined, filter: (_, splits) => splits,
         values: (_, ys) => ys.map((y) => chart.log ? minus(`1e${Math.round(Math.log10(y))}`) : format(y)) },
@@ -100,8 +107,9 @@ const drawCharts = (() => {
       const at = place === null ? series.x.length - 1 : series.x.indexOf(u.data[0][place]);
       const values = layer.own || (index === null && series.mean) || series.y;
       const interval = series.low ? ` (${format(series.low[at])} to ${format(series.high[at])})` : "";
-      const elsewhere = place !== null && place !== index && series.kind === "points" ? ` at ${series.x[at].toLocaleString("en")}` : "";
-      return [series, index === null && series.rest !== undefined ? series.rest : format(values[at]) + interval + elsewhere];
+      const isElsewhere = place !== null && place !== index && series.kind === "points";
+      const where = isElsewhere ? ` at ${series.x[at].toLocaleString("en")}` : "";
+      return [series, index === null && series.rest !== undefined ? series.rest : format(values[at]) + interval + where];
     });
   }
   function legend(card, index) {
@@ -132,16 +140,18 @@ const drawCharts = (() => {
   // ---- cards
   function build(card) {
     const { chart, layers, data } = card, opacity = chart.series.some((s) => s.kind === "area") ? "d1" : "2a";
-    const style = (layer, i) => ({ ...layer.style, fill: layer.filled && !i ? () => css(layer.series.color) + opacity : layer.style.fill });
+    const fillOf = (layer) => () => css(layer.series.color) + opacity;
+    const style = (layer, i) => ({ ...layer.style, fill: layer.filled && !i ? fillOf(layer) : layer.style.fill });
+    const band = (layer, i) => ({ series: layer.filled ? [i + 1, i] : [i, i + 1], fill: fillOf(layer) });
     const options = {
-      width: Math.max(card.plot.clientWidth, 100), height: HEIGHT, legend: { show: false }, padding: [8, 10, 0, 0],
+      width: widthOf(card), height: HEIGHT, legend: { show: false }, padding: [8, 10, 0, 0],
       scales: { x: { time: false, range: (u, low, high) => range(card.chart, u, low, high) },
         y: { distr: chart.log ? 3 : 1, range: (u) => limits(card.chart, u, card.layers) } },
       series: [{}, ...layers.map(style)],
-      bands: layers.flatMap((layer, i) => layer.bandTo ? [layer.filled ? { series: [i + 1, i], fill: () => css(layer.series.color) + opacity }
-        : { series: [i, i + 1], fill: () => css(layer.series.color) + opacity }] : []),
+      bands: layers.flatMap((layer, i) => layer.hasBand ? [band(layer, i)] : []),
       axes: axesOf(chart, card.format),
-      cursor: { sync: { key: chart.x, setSeries: false, scales: ["x", null] }, y: false, dataIdx: (u, column, index) => column && index !== null ? nearest(u, column, index) : index,
+      cursor: { sync: { key: chart.x, setSeries: false, scales: ["x", null] }, y: false,
+        dataIdx: (u, column, index) => column && index !== null ? nearest(u, column, index) : index,
         points: { show: (u, column) => layers[column - 1].dot && document.createElement("div"), size: 7 } },
       hooks: { setCursor: [(u) => legend(card, u.cursor.idx ?? null)], draw: [(u) => marks(card.chart, u)] },
     };
@@ -151,9 +161,10 @@ const drawCharts = (() => {
     });
   }
   function update(card, chart) {
-    const names = (c) => JSON.stringify([c?.x, c?.series.map((s) => [s.name, s.kind, s.y.length <= MAX_DOTS, !s.low])]), same = names(card.chart) === names(chart);
+    const looks = (c) => JSON.stringify([c?.x, c?.series.map((s) => [s.name, s.kind, s.y.length <= MAX_DOTS, !s.low])]);
+    const isSame = looks(card.chart) === looks(chart);
     Object.assign(card, { chart, ...plan(chart), format: FORMATS[chart.unit || "number"] });
-    if (!same) {
+    if (!isSame) {
       card.u?.destroy();
       build(card);
     } else {
@@ -175,7 +186,7 @@ const drawCharts = (() => {
     card.plot.setAttribute("role", "img");
     card.legend = make(root, "div", "legend");
     card.notes = make(root, "div", "notes");
-    new ResizeObserver(() => card.u?.setSize({ width: Math.max(card.plot.clientWidth, 100), height: HEIGHT })).observe(card.plot);
+    new ResizeObserver(() => card.u?.setSize({ width: widthOf(card), height: HEIGHT })).observe(card.plot);
     cards.set(chart.title, card);
     return card;
   }

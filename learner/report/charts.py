@@ -116,7 +116,7 @@ def evaluations_of_metrics(metrics: Metrics) -> Chart | None:
 
 
 def evaluation_chart(curves: list[Series], prompts: str) -> Chart:
-    return Chart(title="Evaluations", caption=f"Reward on {prompts}, with 95 % intervals.", x="step", series=curves)
+    return Chart(title="Evaluations", caption=f"Reward on {prompts}, with 95% intervals.", x="step", series=curves)
 
 
 def evaluations_of_run(evaluations: Sequence[Evaluation]) -> Chart | None:

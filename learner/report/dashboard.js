@@ -2,9 +2,8 @@
 "use strict";
 const MAX_POINTS = 1000, PAUSE_MS = 2000;
 const byId = (id) => document.getElementById(id), numSteps = Number(document.body.dataset.steps);
-const digits = (v) => v === 0 ? "0" : Math.abs(v) >= 1e3 ? `${+(v / 1e3).toPrecision(3)}k` : Math.abs(v) < 1e-3 ? v.toExponential(1).replace("e-", "e−") : String(+v.toPrecision(3));
-const seconds = (v) => v === 0 ? "0" : v < 1 ? `${+(1e3 * v).toPrecision(v < 0.1 ? 2 : 3)} ms` : `${+v.toPrecision(3)} s`;
-const long = (v) => v < 60 ? `${Math.round(v)} s` : v < 3600 ? `${Math.floor(v / 60)} min ${Math.round(v % 60)} s` : `${Math.floor(v / 3600)} h ${Math.floor(v % 3600 / 60)} min`;
+const long = (v) => v < 60 ? `${Math.round(v)} s` : v < 3600 ? `${Math.floor(v / 60)} min ${Math.round(v % 60)} s`
+  : `${Math.floor(v / 3600)} h ${Math.floor(v % 3600 / 60)} min`;
 let points = [], loading = false, wanted = false;
 
 function make(parent, tag, attributes = {}, text = "") {
@@ -16,15 +15,22 @@ function make(parent, tag, attributes = {}, text = "") {
 const mean = (values) => values.length ? values.reduce((sum, v) => sum + v, 0) / values.length : null;
 const recent = (name, count = 10) => points.slice(-count).map((p) => p[name]).filter(Number.isFinite);
 function drawTiles() {
-  const newest = points[points.length - 1], or = (v, format) => v === null ? "–" : format(v), of = (name) => mean(recent(name));
-  const left = numSteps - newest.step, exact = of("reward/exact_match"), kl = of("reference/kl"), mismatch = mean(recent("policy/mismatch_abs_logprob", MAX_POINTS)) ?? mean(recent("parity/abs_logprob", MAX_POINTS));
+  const newest = points[points.length - 1], left = numSteps - newest.step;
+  const or = (v, format) => v === null ? "–" : format(v);
+  const of = (name) => mean(recent(name)), all = (name) => mean(recent(name, MAX_POINTS));
+  const exact = of("reward/exact_match"), kl = of("reference/kl"), { number, seconds } = FORMATS;
+  const mismatch = all("policy/mismatch_abs_logprob") ?? all("parity/abs_logprob");
+  const oldest = Math.max(...recent("staleness/max"), 0);
+  const remaining = !numSteps ? "" : left > 0 ? `about ${long(left * (of("time/step") || 0))} left` : "all steps done";
   const tiles = [
-    ["Step", newest.step.toLocaleString("en"), !numSteps ? "" : left > 0 ? `about ${long(left * (of("time/step") || 0))} left` : "all steps done", numSteps ? ` / ${numSteps.toLocaleString("en")}` : ""],
-    ["Reward", or(of("reward/mean"), (v) => v.toFixed(3)), exact === null ? "mean of ten steps" : `exact match ${exact.toFixed(3)}`],
-    ["Staleness", or(of("staleness/mean"), (v) => v.toFixed(2)), `policy versions, at most ${or(mean([Math.max(...recent("staleness/max"), 0)]), digits)}`],
+    ["Step", newest.step.toLocaleString("en"), remaining, numSteps ? ` / ${numSteps.toLocaleString("en")}` : ""],
+    ["Reward", or(of("reward/mean"), (v) => v.toFixed(3)),
+      exact === null ? "mean of ten steps" : `exact match ${exact.toFixed(3)}`],
+    ["Staleness", or(of("staleness/mean"), (v) => v.toFixed(2)), `policy versions, at most ${number(oldest)}`],
     ["Speed", or(of("perf/completion_tokens_per_s"), (v) => Math.round(v).toLocaleString("en")), "tokens per second"],
     ["Push stall", or(of("push/stall_seconds"), seconds), "without generation"],
-    kl === null ? ["Mismatch", or(mismatch, (v) => v.toExponential(1).replace("e-", "e−")), "mean |Δ logprob|"] : ["KL", digits(kl), "to the reference"],
+    kl === null ? ["Mismatch", or(mismatch, (v) => minus(v.toExponential(1))), "mean |Δ logprob|"]
+      : ["KL", number(kl), "to the reference"],
   ];
   byId("tiles").replaceChildren();
   for (const [label, value, note, more] of tiles) {
@@ -35,7 +41,8 @@ function drawTiles() {
     make(tile, "div", { class: "note" }, note);
   }
   byId("done").style.width = `${numSteps ? Math.min(100, 100 * newest.step / numSteps) : 0}%`;
-  byId("told").textContent = Number.isFinite(newest.elapsed_s) ? `Slipstream run · ${long(newest.elapsed_s)} so far` : "Slipstream run";
+  const elapsed = Number.isFinite(newest.elapsed_s) ? ` · ${long(newest.elapsed_s)} so far` : "";
+  byId("told").textContent = `Slipstream run${elapsed}`;
 }
 async function load(path, show) {
   const answer = await fetch(path).catch(() => null);  // null: no connection
@@ -68,7 +75,11 @@ const finished = () => numSteps > 0 && points.length > 0 && points[points.length
 
 const events = new EventSource("/events");
 events.onopen = () => state("live", "live");
-events.onerror = () => finished() ? (state("done", "finished"), events.close()) : state("lost", "no connection to the learner");
+events.onerror = () => {
+  if (!finished()) return state("lost", "no connection to the learner");
+  state("done", "finished");
+  events.close();
+};
 events.addEventListener("history", (event) => { points = JSON.parse(event.data); show(); });
 events.onmessage = (event) => {
   const point = JSON.parse(event.data);
