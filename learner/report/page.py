@@ -83,7 +83,7 @@ def tiles_of(s: Summary) -> list[Tile]:
             number(s.staleness_mean),
             f"policy versions, at most {number(s.staleness_max, '.0f')}",
         ),
-        Tile("Push", "–" if stall is None else f"{1000 * stall:,.0f} ms", "without generation, median"),
+        Tile("Weight sync", "–" if stall is None else f"{1000 * stall:,.0f} ms", "without generation, median"),
         Tile(
             "Mismatch",
             number(s.mismatch_mean_abs_logprob, ".1e"),
