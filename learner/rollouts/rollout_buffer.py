@@ -8,8 +8,8 @@
     main thread    take: the next groups in slot order, or what the batch waits for
 
 The ledger mirrors the states, except `requested`, which a restart forgets: there, the row is still `admitted`.
-Invariant: every other change of a state is in the ledger in the same critical section. A group that is handed
-out is therefore `scored` in the ledger.
+Invariant: a change of state is in the ledger in the same critical section, and `received` before its group is
+acknowledged or scored. A group that is handed out is therefore `scored` in the ledger.
 """
 
 import heapq
@@ -113,10 +113,11 @@ class RolloutBuffer:
                     unscored.append((request, received(self._ledger, row)))
                 else:
                     slot.group = recalled(self._ledger, row, request.prompt)
-            for row in self._ledger.retries_due():
-                self._admit(row.slot, row.attempt + 1, row.position, version)
-                self._slots[row.slot].num_failures = num_failures.get(row.slot, 0)
-                heapq.heappush(self._waiting, row.slot)
+            with self._ledger.batch():
+                for row in self._ledger.retries_due():
+                    slot = self._admit(row.slot, row.attempt + 1, row.position, version)
+                    slot.num_failures = num_failures.get(row.slot, 0)
+                    heapq.heappush(self._waiting, row.slot)
         return unscored
 
     def admit(self, version: int) -> list[GroupRequest]:
@@ -217,12 +218,18 @@ class RolloutBuffer:
     # --- called in the main thread --------------------------------------------------------------------------
 
     def take(
-        self, version: int, timeout_s: float, *, is_connected: bool, on_stale: Callable[[GroupRequest | None], Any]
+        self,
+        version: int,
+        timeout_s: float,
+        *,
+        is_connected: bool,
+        published: int,
+        on_stale: Callable[[GroupRequest | None], Any],
     ) -> list[RolloutGroup] | None:
         """Return the next step's groups in slot order, or None after `timeout_s`.
 
         After a failed weight sync or a resume, groups may be too old for `version`. Their slots wait for new
-        ones, whose requests go to `on_stale`.
+        ones, whose requests, admitted at the `published` version, go to `on_stale`.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -231,8 +238,8 @@ class RolloutBuffer:
                 stale = [slot for slot in slots or () if self._is_stale(slot, version)]
                 if slots is not None and not stale:
                     return self._consume(slots)
-                for slot in stale:
-                    on_stale(self._retry_stale(slot, version))
+                for retry in self._retry_stale(stale, version, published):
+                    on_stale(retry)
                 part, now = self._part(is_connected), time.monotonic()
                 has_changed = self._changed.wait(max(0.0, deadline - now))
                 self._waits.add(part, time.monotonic() - now)
@@ -298,12 +305,14 @@ class RolloutBuffer:
         self._changed.notify_all()
         return retried.request
 
-    def _retry_stale(self, number: int, version: int) -> GroupRequest | None:
-        slot = self._slots[number]
-        assert slot.group is not None
-        age = version - slot.group.oldest_version
-        log.warning("requesting group %s again (stale: %d versions behind)", slot.group.group_id, age)
-        return self._retry(slot, "stale", version)
+    def _retry_stale(self, stale: list[int], version: int, published: int) -> list[GroupRequest | None]:
+        retries = []
+        with self._ledger.batch():
+            for slot in map(self._slots.__getitem__, stale):
+                age = version - cast(RolloutGroup, slot.group).oldest_version
+                log.warning("requesting group %s again (stale: %d versions behind)", slot.request.group_id, age)
+                retries.append(self._retry(slot, "stale", published))
+        return retries
 
     def _next_if_scored(self) -> list[int] | None:
         """Return the next step's slots if all of them are scored."""
