@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from learner.report.charts import COLORS, PLANS, Absent, Chart, Plan, chart_of, rewards_of_sets
+from learner.report.charts import COLORS, PLANS, Absent, Chart, chart_of, rewards_of_sets
+from learner.report.plans import Plan
 from learner.report.series import Curve, Metrics
 from learner.report.summary import (
     RunDirectoryError,
