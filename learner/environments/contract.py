@@ -69,9 +69,9 @@ def method_of_turns(factory: type) -> str:
     names = methods_of(factory)
     if len(names) != 1:
         raise NotLoaded(
-            f"the class has {len(names)} public methods beside reset and get_reward ({', '.join(names) or 'none'}); expected one, "
-            "which gets the text of each turn, for the prompts are plain texts. Let the names of the others begin with _, or give "
-            "prompts that are conversations, in which methods are tools"
+            f"the class has {len(names)} public methods besides reset and get_reward ({', '.join(names) or 'none'}); "
+            "expected one, which gets the text of each turn, because the prompts are plain texts. Prefix the names of the "
+            "other methods with _, or use prompts that are conversations, in which methods are tools"
         )
     return names[0]
 
@@ -89,7 +89,7 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
         from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
     except ImportError as error:
         raise NotLoaded(
-            f"transformers, which tells the policy of tools, is not in {sys.executable} ({error}); install it there"
+            f"transformers, which describes tools to the policy, is missing in {sys.executable} ({error}); install it there"
         ) from error
 
     schemas = []
@@ -98,7 +98,7 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
             schemas.append(get_json_schema(tool))
         except (DocstringParsingException, TypeHintParsingException) as error:
             raise NotLoaded(
-                f"the tool {name} cannot be told to the policy: {error} Expected type hints for all arguments and a docstring "
-                "in Google's style that says what it does, and each argument under Args"
+                f"the tool {name} cannot be described to the policy: {error} Expected type hints for all arguments and a "
+                "docstring in Google style that describes the tool, and each argument under Args"
             ) from error
     return schemas

@@ -266,7 +266,7 @@ def start_dashboard(loop: LoopThread, run_dir: Path, config: ReportConfig, clean
     log.info("live dashboard: %s", dashboard.address)
     if not is_loopback(host):
         log.warning(
-            "whoever reaches %s reads the run's metrics, prompts and completions (learner.report.dashboard_host)",
+            "anyone who reaches %s can read the run's metrics, prompts and completions (learner.report.dashboard_host)",
             dashboard.address,
         )
     return dashboard

@@ -73,7 +73,7 @@ def tiles_of(s: Summary) -> list[Tile]:
             Tile(label.capitalize(), number(reward.mean), evaluation_note(reward, s.evaluation_step))
             for label, reward in evaluation_by_label(s).items()
         ),
-        Tile("Slowdown", f"{s.training_slowdown:.2f} ×", "a step beside an evaluation")
+        Tile("Slowdown", f"{s.training_slowdown:.2f} ×", "of a step during an evaluation")
         if s.training_slowdown
         else None,
         Tile("Steps", f"{s.steps:,}", f"in {duration(s.seconds)}"),

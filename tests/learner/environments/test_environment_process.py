@@ -218,7 +218,7 @@ def test_an_environment_may_rate_nothing() -> None:
         (f"{USER}:Nobody", "holds nothing under the name 'Nobody'"),
         ("no.such.module:Class", "importing no.such.module failed with ModuleNotFoundError"),
         (f"{USER}:not_a_class", "expected a class"),
-        (f"{USER}:TwoMethods", r"has 2 public methods beside reset and get_reward \(tell, whisper\); expected one"),
+        (f"{USER}:TwoMethods", r"has 2 public methods besides reset and get_reward \(tell, whisper\); expected one"),
         (f"{USER}:WithoutReset", "no method reset"),
     ],
 )
@@ -345,7 +345,7 @@ def test_what_an_interpreter_of_its_own_lacks_is_told(tmp_path: Path, capfd: pyt
     with pytest.raises(ConfigError, match="ended its process with exit code 1"):
         Environments(EnvironmentConfig(factory=factory, python=python), takes_text=True)
     assert f"learner.environment.python: {sys.executable} has no msgspec; install it there" in capfd.readouterr().err
-    with pytest.raises(ConfigError, match="transformers, which tells the policy of tools, is not in"):
+    with pytest.raises(ConfigError, match="transformers, which describes tools to the policy, is missing in"):
         tools_of(EnvironmentConfig(factory=factory, python=interpreter(tmp_path, "msgspec")))
     with pytest.raises(ConfigError, match=r"learner.environment.python = '/no/python' cannot be started"):
         Environments(EnvironmentConfig(factory=factory, python="/no/python"), takes_text=True)
