@@ -340,7 +340,7 @@ def test_functions_are_tools_beside_a_class_and_without_one() -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"factory": f"{USER}:WithoutDocstring"}, r"factory = .*: the tool tell cannot be described .* docstring in Google's style"),
+        ({"factory": f"{USER}:WithoutDocstring"}, r"factory = .*: the tool tell cannot be described .* docstring in Google style"),
         ({"tools": (f"{USER}:multiply", f"{USER}:multiply")}, "second tool with the name multiply"),
         ({"tools": (f"{USER}:nothing",)}, "holds nothing under the name 'nothing'"),
         ({"tools": (f"{USER}:Echo",)}, "expected a function"),
