@@ -33,7 +33,7 @@ USAGE = "usage: learner COMMAND ..., which is `slipstream COMMAND ...`\ncommands
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; a user error exits with code 2 and without a traceback."""
     words = console.take_switches(sys.argv[1:] if arguments is None else arguments)
-    console.start_logging("%(asctime)s %(levelname)s %(message)s")
+    console.start_logging()
     for library in ("httpx", "accelerate", "datasets"):  # they log a line for every file
         logging.getLogger(library).setLevel(logging.ERROR)
     try:

@@ -22,6 +22,8 @@ import msgspec
 from protocol.errors import ConfigError, SlipstreamError
 from protocol.installation import install_command
 
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
+"""Format of a log record for people."""
 QUIET, JSON_LOGS = "--quiet", "--json-logs"
 SWITCHES = {QUIET: "print only warnings and errors", JSON_LOGS: "print one JSON object per line"}
 COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
@@ -61,7 +63,7 @@ def take_switches(arguments: Sequence[str]) -> list[str]:
     return [argument for argument in arguments if argument not in SWITCHES]
 
 
-def start_logging(format_for_people: str, level: int = logging.INFO) -> None:
+def start_logging(format_for_people: str = FORMAT, level: int = logging.INFO) -> None:
     """Configure logging for the whole process.
 
     `level` is the level of the root logger. With --quiet, everything below warnings is dropped regardless.

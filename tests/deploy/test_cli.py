@@ -1,5 +1,6 @@
 """`slipstream`: every command explains itself, loads only what it needs, and starts whatever lies in the working directory."""
 
+import json
 import re
 import socket
 import subprocess
@@ -22,6 +23,20 @@ ROOT = Path(__file__).parent.parent.parent
 RECIPE = str(ROOT / "deploy/recipes/reverse.toml")
 SCRIPT = "import sys\nfrom deploy.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 """What pip installs as the command."""
+WITH_A_WARNING = """
+import logging
+import protocol.config
+from protocol.errors import ConfigError
+
+def warn_and_fail(*_):
+    logging.getLogger("protocol.config").warning("old key")
+    raise ConfigError("new key")
+
+protocol.config.load_config = warn_and_fail
+from deploy.cli import main
+main()
+"""
+"""A command whose config has a key to warn about, and then an error."""
 RUNS: list[type[SharedConfig]] = [LearnerRun, ServerRun, DeployRun]
 WITH_KEYS = ("serve", "train", "colocate", "evaluate", "check", "doctor", "self-test")
 
@@ -100,6 +115,26 @@ def test_what_only_looks_loads_no_torch(command: list[str]) -> None:
 def test_the_server_loads_nothing_of_the_learner_and_the_learner_nothing_of_the_server() -> None:
     assert not loaded_by("serve", RECIPE, "--dry-run") & {"learner", "torch", "vllm"}
     assert not loaded_by("train", RECIPE, "--dry-run") & {"inference_server", "torch", "vllm"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", RECIPE],
+        ["train", RECIPE],
+        ["doctor", RECIPE, "--server"],
+        ["colocate", RECIPE],
+        ["plan", RECIPE, "--gpus", "2", "--lengths", *"12324", "--decode", "1:9", "8:50", "--train-tokens-per-s", "9"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_warning_about_the_config_is_json_too(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_A_WARNING, *command, "--json-logs"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    told = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [(one["level"], one["message"]) for one in told] == [("WARNING", "old key"), ("ERROR", "new key")]
 
 
 def test_each_side_has_its_doctor() -> None:
