@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol import console
-from protocol.errors import ParityError, SlipstreamError
+from protocol.errors import ConfigError, ParityError, SlipstreamError
 from protocol.installation import version_line
 
 if TYPE_CHECKING:
@@ -100,9 +100,12 @@ def train_command(arguments: list[str]) -> None:
 
 def doctor_command(arguments: list[str]) -> int:
     """Return the exit status: 1 if there is any problem."""
+    if "--server" in arguments:
+        raise ConfigError("--server is not a flag of the learner's doctor; use `slipstream doctor --server run.toml`")
     run, as_json = _run_to_look_at(
-        arguments, "slipstream doctor", "Look for what would keep a run from starting, and say what to do.",
-        {"--server": "examine the server's side, on its machine"},
+        arguments, "slipstream doctor",
+        "Look for what would keep a run from starting, and say what to do. `slipstream doctor --server` examines the "
+        "server's side, on its machine.",
     )  # fmt: skip
     from learner.doctor.doctor import examine
     from protocol.doctor import tell

@@ -121,6 +121,10 @@ def test_a_run_directory_that_belongs_to_another_config(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["train"], r"no config file was given; expected: slipstream train run\.toml"),
+        (
+            ["doctor", RECIPE, "--server"],
+            r"not a flag of the learner's doctor; use `slipstream doctor --server run\.toml`",
+        ),
         (["train", "nowhere.toml"], r"config file nowhere\.toml does not exist"),
         (["report", "nowhere"], r"nowhere"),
         (["self-test", "--json"], r"no config file was given; expected: slipstream self-test run\.toml"),
