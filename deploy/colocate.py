@@ -65,7 +65,7 @@ def colocate(arguments: list[str]) -> int:
     manner = [argument for argument in arguments if argument in console.SWITCHES]
     arguments = [argument for argument in arguments if argument not in (*SWITCHES, *console.SWITCHES)]
     config_file, flags_of = arguments[:1], flags_by_section(arguments[1:])
-    config = load_config(DeployRun, config_file + flags_of["deploy"], PROGRAM).deploy
+    config = load_config(DeployRun, config_file + flags_of["deploy"], PROGRAM, SWITCHES | console.SWITCHES).deploy
     learner_run = load_config(LearnerRun, config_file + flags_of["learner"], PROGRAM)
     first_endpoint = ["--endpoint", learner_run.servers[0]]  # every server gets its own later
     server_run = load_config(ServerRun, config_file + flags_of["server"] + first_endpoint, PROGRAM)

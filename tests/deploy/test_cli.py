@@ -94,6 +94,7 @@ def test_the_version_is_that_of_the_program(arguments: list[str]) -> None:
         (["serve"], r"expected: slipstream serve run\.toml"),
         (["doctor", "--server"], r"expected: slipstream doctor --server run\.toml"),
         (["plan", RECIPE, "--gpus", "many"], r"argument --gpus: invalid int value: 'many'; see slipstream plan --help"),
+        (["colocate", RECIPE, "--resum"], r"unknown flag --resum; did you mean --resume\?"),
         (["keys"], r"required: DIR; see slipstream keys --help"),
         (["--quiet", "report", "nowhere"], r"nowhere is not a run directory"),
     ],
@@ -139,6 +140,7 @@ def test_a_warning_about_the_config_is_json_too(command: list[str]) -> None:
 
 def test_each_side_has_its_doctor() -> None:
     of_learner, of_server = slipstream("doctor", "--help").stdout, slipstream("doctor", "--server", "--help").stdout
+    assert "[--server]" not in of_learner and "`slipstream doctor --server` examines" in of_learner
     assert "--learner.steps" in of_learner and "--server.http-port" not in of_learner
     assert "--server.http-port" in of_server and "--learner.steps" not in of_server
     found = slipstream("doctor", RECIPE, "--server", "--endpoint", "tcp://127.0.0.1:1", "--json").stdout
