@@ -47,13 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name, rest = (words[0], words[1:]) if words else (HELP[0], [])
     with console.exit_on_user_error(lambda: "plan" if name == "plan" else "learner"):
         if name in HELP:
-            print(usage())
-        elif name == VERSION or VERSION in rest:
-            print(version_line("slipstream"))
-        elif name not in COMMANDS:
+            show(usage())
+        elif name not in (*COMMANDS, VERSION):
             raise console.unknown_command(name, COMMANDS)
+        elif VERSION in words:
+            show(version_line("slipstream"))
         else:
             start(name, [*rest, *switches])
+
+
+def show(text: str) -> None:
+    from protocol.config import until_its_reader_leaves  # slow to import, so only when needed
+
+    with until_its_reader_leaves():
+        print(text)
 
 
 def usage() -> str:

@@ -53,6 +53,8 @@ def run_command(words: list[str]) -> int | None:
             print(USAGE.format(commands=", ".join(COMMANDS)))
         case ["--version"]:
             print(version_line("learner"))
+        case [name, *arguments] if name in COMMANDS and "--version" in arguments:
+            print(version_line("learner"))
         case [name, *arguments] if name in COMMANDS:
             return COMMANDS[name](arguments)
         case [name, *_]:

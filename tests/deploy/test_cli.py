@@ -91,6 +91,7 @@ def test_the_version_is_that_of_the_program(arguments: list[str]) -> None:
     [
         (["trian", RECIPE], r"unknown command 'trian'; expected one of colocate, serve, .*; did you mean train\?"),
         (["xyz"], r"unknown command 'xyz'; expected one of .*; see `slipstream --help`"),
+        (["xyz", "--version"], r"unknown command 'xyz'; expected one of .*"),
         (["serve"], r"expected: slipstream serve run\.toml"),
         (["doctor", "--server"], r"expected: slipstream doctor --server run\.toml"),
         (["plan", RECIPE, "--gpus", "many"], r"argument --gpus: invalid int value: 'many'; see slipstream plan --help"),
