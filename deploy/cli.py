@@ -67,9 +67,8 @@ def usage() -> str:
     lines = ["usage: slipstream COMMAND ..."]
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:", *(f"  {name:<10} {summary}" for name, summary in commands.items())]
-    return "\n".join(
-        [*lines, "", "`slipstream COMMAND --help` explains a command; `slipstream --version` prints the version."]
-    )
+    explanation = "`slipstream COMMAND --help` explains a command; `slipstream --version` prints the version."
+    return "\n".join([*lines, "", console.SWITCHES_HELP, explanation])
 
 
 def start(name: str, words: list[str]) -> None:

@@ -61,6 +61,7 @@ def loaded_by(*arguments: str) -> set[str]:
 def test_the_help_has_a_line_for_each_command() -> None:
     shown = slipstream("--help").stdout
     assert shown == usage() + "\n" == slipstream().stdout
+    assert "--quiet" in shown and "--json-logs" in shown
     assert re.findall(r"^  ([\w-]+) +\w", shown, re.MULTILINE) == COMMANDS
     assert set(COMMANDS) == {*OF_THE_LEARNER, "serve", "colocate", "plan", "keys"}
 
@@ -72,6 +73,7 @@ def test_the_help_of_a_command_has_its_usage_then_flags_then_common_keys_then_al
     heads = ["\nflags:\n  --", "\ncommon keys:\n  --model ", "\nall keys, by section:\n", " options ──", "--model STR"]
     places = [done.stdout.find(head) for head in heads] if command in WITH_KEYS else [1]
     assert places == sorted(places) and places[0] > 0, done.stdout[:3000]
+    assert "--quiet" in done.stdout and "--json-logs" in done.stdout
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
