@@ -47,22 +47,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name, rest = (words[0], words[1:]) if words else (HELP[0], [])
     with console.exit_on_user_error(lambda: "plan" if name == "plan" else "learner"):
         if name in HELP:
-            print(usage())
-        elif name == VERSION or VERSION in rest:
-            print(version_line("slipstream"))
-        elif name not in COMMANDS:
+            show(usage())
+        elif name not in (*COMMANDS, VERSION):
             raise console.unknown_command(name, COMMANDS)
+        elif VERSION in words:
+            show(version_line("slipstream"))
         else:
             start(name, [*rest, *switches])
+
+
+def show(text: str) -> None:
+    from protocol.config import until_its_reader_leaves  # slow to import, so only when needed
+
+    with until_its_reader_leaves():
+        print(text)
 
 
 def usage() -> str:
     lines = ["usage: slipstream COMMAND ..."]
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:", *(f"  {name:<10} {summary}" for name, summary in commands.items())]
-    return "\n".join(
-        [*lines, "", "`slipstream COMMAND --help` explains a command; `slipstream --version` prints the version."]
-    )
+    explanation = "`slipstream COMMAND --help` explains a command; `slipstream --version` prints the version."
+    return "\n".join([*lines, "", console.SWITCHES_HELP, explanation])
 
 
 def start(name: str, words: list[str]) -> None:

@@ -7,6 +7,7 @@ If there is no GPU and the config names no cores, each side gets half of the cor
 All output is also written to RUN_DIR/logs/.
 """
 
+import logging
 import os
 import socket
 import sys
@@ -28,6 +29,8 @@ from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
 from protocol.installation import module_command
 
+log = logging.getLogger(__name__)
+
 PROGRAM = "slipstream colocate"
 SWITCHES = {
     "--resume": "continue the run in run_dir",
@@ -43,8 +46,11 @@ Keys of [server] and [learner] are flags too: `slipstream serve --help` and `sli
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all processes until the learner is done, then exit with its code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    console.take_switches(arguments)  # they stay in the arguments, because `colocate` passes them on
+    console.start_logging()
     with console.exit_on_user_error():
-        sys.exit(colocate(sys.argv[1:] if arguments is None else list(arguments)))
+        sys.exit(colocate(arguments))
 
 
 def colocate(arguments: list[str]) -> int:
@@ -59,7 +65,7 @@ def colocate(arguments: list[str]) -> int:
     manner = [argument for argument in arguments if argument in console.SWITCHES]
     arguments = [argument for argument in arguments if argument not in (*SWITCHES, *console.SWITCHES)]
     config_file, flags_of = arguments[:1], flags_by_section(arguments[1:])
-    config = load_config(DeployRun, config_file + flags_of["deploy"], PROGRAM).deploy
+    config = load_config(DeployRun, config_file + flags_of["deploy"], PROGRAM, SWITCHES | console.SWITCHES).deploy
     learner_run = load_config(LearnerRun, config_file + flags_of["learner"], PROGRAM)
     first_endpoint = ["--endpoint", learner_run.servers[0]]  # every server gets its own later
     server_run = load_config(ServerRun, config_file + flags_of["server"] + first_endpoint, PROGRAM)
@@ -69,7 +75,7 @@ def colocate(arguments: list[str]) -> int:
             own = {"learner": msgspec.to_builtins(learner_run.learner), "deploy": msgspec.to_builtins(config)}
             print(to_toml(msgspec.structs.replace(server_run, **own)))
         if note := learner_run.note_on_idle_keys():
-            print(note, file=sys.stderr)
+            log.warning(note)
         return 0
     config = with_cores(config, server_run, learner_run)
     node = Node(

@@ -114,8 +114,10 @@ def _short(value: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    words = console.take_switches(sys.argv[1:] if arguments is None else arguments)
+    console.start_logging()
     with console.exit_on_user_error(lambda: "plan"):
-        options, flags = parse_options(console.take_switches(sys.argv[1:] if arguments is None else arguments))
+        options, flags = parse_options(words)
         result = plan(options, flags)
     with until_its_reader_leaves():
         print(json.dumps(result) if options.json else format_plan(result))

@@ -56,14 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with console.exit_on_user_error(_extra):
-        match console.take_switches(sys.argv[1:] if arguments is None else arguments):
+        words = console.take_switches(sys.argv[1:] if arguments is None else arguments)
+        _start_logging()
+        match words:
             case ["doctor", *words]:
                 from inference_server.doctor import doctor_command
 
                 sys.exit(doctor_command(words))
             case ["--version"]:
                 print(version_line("inference-server"))
-            case words:
+            case _:
                 _serve_command(words)
 
 
@@ -83,7 +85,6 @@ def _serve_command(words: list[str]) -> None:
         with until_its_reader_leaves():
             print(to_toml(run))
         return
-    _start_logging()
     _set_environment(run)
     asyncio.run(_serve(run))
 

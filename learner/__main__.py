@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol import console
-from protocol.errors import ParityError, SlipstreamError
+from protocol.errors import ConfigError, ParityError, SlipstreamError
 from protocol.installation import version_line
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ USAGE = "usage: learner COMMAND ..., which is `slipstream COMMAND ...`\ncommands
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; a user error exits with code 2 and without a traceback."""
     words = console.take_switches(sys.argv[1:] if arguments is None else arguments)
-    console.start_logging("%(asctime)s %(levelname)s %(message)s")
+    console.start_logging()
     for library in ("httpx", "accelerate", "datasets"):  # they log a line for every file
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
@@ -52,6 +52,8 @@ def run_command(words: list[str]) -> int | None:
         case [] | ["-h" | "--help"]:
             print(USAGE.format(commands=", ".join(COMMANDS)))
         case ["--version"]:
+            print(version_line("learner"))
+        case [name, *arguments] if name in COMMANDS and "--version" in arguments:
             print(version_line("learner"))
         case [name, *arguments] if name in COMMANDS:
             return COMMANDS[name](arguments)
@@ -100,9 +102,12 @@ def train_command(arguments: list[str]) -> None:
 
 def doctor_command(arguments: list[str]) -> int:
     """Return the exit status: 1 if there is any problem."""
+    if "--server" in arguments:
+        raise ConfigError("--server is not a flag of the learner's doctor; use `slipstream doctor --server run.toml`")
     run, as_json = _run_to_look_at(
-        arguments, "slipstream doctor", "Look for what would keep a run from starting, and say what to do.",
-        {"--server": "examine the server's side, on its machine"},
+        arguments, "slipstream doctor",
+        "Look for what would keep a run from starting, and say what to do. `slipstream doctor --server` examines the "
+        "server's side, on its machine.",
     )  # fmt: skip
     from learner.doctor.doctor import examine
     from protocol.doctor import tell

@@ -14,7 +14,7 @@ import re
 import sys
 import tomllib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -128,7 +128,8 @@ def load_config(
     path, flags = _split(argv, program)
     base = _from_file(config_type, path) if path else None
     usage = " ".join([program, "run.toml", *(f"[{switch}]" for switch in switches)])
-    config = _with_flags(config_type, base, flags, usage, partial(_description, config_type, switches, purpose))
+    describe = partial(_description, config_type, switches, purpose)
+    config = _with_flags(config_type, base, flags, usage, switches, describe)
     _refuse_unusable(msgspec.to_builtins(config))
     config.check()
     if config.dtype == "float32" and config.head_dtype == "bfloat16":
@@ -304,11 +305,18 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _with_flags(config_type: type[C], base: C | None, flags: list[str], usage: str, describe: Callable[[], str]) -> C:
+def _with_flags(
+    config_type: type[C],
+    base: C | None,
+    flags: list[str],
+    usage: str,
+    switches: Iterable[str],
+    describe: Callable[[], str],
+) -> C:
     if base is not None and not flags:
         return base
     flags, passed_on = _split_passed_on(config_type, flags)
-    _refuse_unknown_flags(config_type, flags)
+    _refuse_unknown_flags(config_type, flags, switches)
     flags = _spell_out_booleans(config_type, flags)
     complaint = io.StringIO()
     try:
@@ -401,12 +409,12 @@ def _set(raw: dict[str, Any], path: list[str], value: Any) -> None:
     raw[name] = value
 
 
-def _refuse_unknown_flags(config_type: type[msgspec.Struct], flags: list[str]) -> None:
+def _refuse_unknown_flags(config_type: type[msgspec.Struct], flags: list[str], switches: Iterable[str]) -> None:
     keys = [key for key, field in keys_of(config_type).items() if not is_passed_on(field)]
     known = {"--help", "-h", *(f"--{key.replace('_', '-')}" for key in keys)}
     for flag in flags:
         if flag.startswith("--") and flag.partition("=")[0] not in known:
-            near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(flag, [*known, *switches], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "see --help for all flags"
             raise ConfigError(f"unknown flag {flag}; {hint}")
 

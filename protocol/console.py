@@ -22,8 +22,11 @@ import msgspec
 from protocol.errors import ConfigError, SlipstreamError
 from protocol.installation import install_command
 
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
+"""Format of a log record for people."""
 QUIET, JSON_LOGS = "--quiet", "--json-logs"
 SWITCHES = {QUIET: "print only warnings and errors", JSON_LOGS: "print one JSON object per line"}
+SWITCHES_HELP = "All commands take " + " and ".join(f"{name} ({what})" for name, what in SWITCHES.items()) + "."
 COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 NO_COLOUR = "\033[0m"
 PROGRESS_EVERY_S = 1.0 if sys.stderr.isatty() else 10.0
@@ -61,7 +64,7 @@ def take_switches(arguments: Sequence[str]) -> list[str]:
     return [argument for argument in arguments if argument not in SWITCHES]
 
 
-def start_logging(format_for_people: str, level: int = logging.INFO) -> None:
+def start_logging(format_for_people: str = FORMAT, level: int = logging.INFO) -> None:
     """Configure logging for the whole process.
 
     `level` is the level of the root logger. With --quiet, everything below warnings is dropped regardless.
@@ -127,8 +130,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str | None) -> None:
         super().__init__(
-            prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+            prog, description=description, epilog=SWITCHES_HELP,
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        )  # fmt: skip
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")

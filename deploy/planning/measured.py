@@ -224,7 +224,8 @@ def read_run(run_dir: Path) -> MeasuredRun:
         raise ConfigError(
             f"{run_dir} has no scored group in ledger.db; expected the groups of its {len(lines)} steps. Copy ledger.db-wal too"
         )
-    num_servers = round(statistics.median(line.get("servers/ready", 1) for line in lines[_warm_up(lines) :]))
+    with_servers = [{"servers/ready": 1} | line for line in lines[_warm_up(lines) :]]
+    num_servers = round(statistics.median(values(with_servers, "servers/ready")))
     return MeasuredRun(learner, server, num_servers, lines, groups)
 
 
@@ -251,12 +252,12 @@ def rates_of(run: MeasuredRun, *, num_ranks: int) -> tuple[Rates, float]:
 def observed(run: MeasuredRun) -> Observed:
     """Return the run's measured results. Raises ConfigError if a metric is missing."""
     lines, first = run.lines, _warm_up(run.lines)
-    steady, step_s = lines[first:], _step_s(lines)
+    steady, step_s, times = lines[first:], _step_s(lines), values(lines[first - 1 :], "time")
     return Observed(
         samples_per_s=run.learner.groups_per_step * run.learner.sampling.num_completions / step_s,
         step_s=step_s,
         learner_idle_frac=mean(steady, "time/wait_for_batch") / step_s,
-        server_idle_frac=idle_frac(run.groups, lines[first - 1]["time"], lines[-1]["time"]),
+        server_idle_frac=idle_frac(run.groups, times[0], times[-1]),
         staleness_mean=mean(steady, "staleness/mean"),
         staleness_max=round(max(values(steady, "staleness/max"))),
     )

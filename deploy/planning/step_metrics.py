@@ -41,13 +41,19 @@ def mean(lines: Lines, metric: str) -> float:
 
 
 def values(lines: Lines, metric: str) -> list[float]:
-    """Return the values of a metric. Raises ConfigError if a line does not have the metric."""
+    """Return the values of a metric. Raises ConfigError if a line does not have the metric, or has null."""
     try:
-        return [line[metric] for line in lines]
+        found = [line[metric] for line in lines]
     except KeyError as error:
         raise ConfigError(
             f"metrics.jsonl is missing the metric {metric}, which the learner writes in every step"
         ) from error
+    if None in found:
+        raise ConfigError(
+            f"{metric} = null (NaN or inf) in step {lines[found.index(None)]['step']} of metrics.jsonl; expected a number. "
+            "Measure another run"
+        )
+    return found
 
 
 def pushed_lines(lines: Lines) -> Lines:
@@ -69,11 +75,13 @@ def _parsed(path: Path) -> list[dict[str, Any]]:
     raw_lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     parsed = []
     for number, raw in enumerate(raw_lines, start=1):
+        if not raw.strip():
+            continue
         try:
             line = json.loads(raw)
             parsed.append(line | {"step": int(line["step"]), "elapsed_s": float(line["elapsed_s"])})
         except (ValueError, TypeError, LookupError) as error:
-            if number == len(raw_lines):  # torn by a kill or a full disk, or the file is empty
+            if number == len(raw_lines):  # torn by a kill or a full disk
                 break
             raise ConfigError(
                 f"{path}, line {number}: expected a JSON object with step and elapsed_s, found {raw[:60]!r}. "

@@ -117,7 +117,7 @@ class HostedBoard:
 
     def _serve(self, connection: socket.socket) -> None:
         with (
-            contextlib.suppress(OSError, msgspec.MsgspecError, PushError),
+            contextlib.suppress(OSError, ValueError, PushError),  # ValueError: no JSON, no request, or no UTF-8
             connection,
             connection.makefile("rwb") as lines,
         ):

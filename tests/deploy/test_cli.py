@@ -1,5 +1,6 @@
 """`slipstream`: every command explains itself, loads only what it needs, and starts whatever lies in the working directory."""
 
+import json
 import re
 import socket
 import subprocess
@@ -22,6 +23,20 @@ ROOT = Path(__file__).parent.parent.parent
 RECIPE = str(ROOT / "deploy/recipes/reverse.toml")
 SCRIPT = "import sys\nfrom deploy.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 """What pip installs as the command."""
+WITH_A_WARNING = """
+import logging
+import protocol.config
+from protocol.errors import ConfigError
+
+def warn_and_fail(*_):
+    logging.getLogger("protocol.config").warning("old key")
+    raise ConfigError("new key")
+
+protocol.config.load_config = warn_and_fail
+from deploy.cli import main
+main()
+"""
+"""A command whose config has a key to warn about, and then an error."""
 RUNS: list[type[SharedConfig]] = [LearnerRun, ServerRun, DeployRun]
 WITH_KEYS = ("serve", "train", "colocate", "evaluate", "check", "doctor", "self-test")
 
@@ -46,6 +61,7 @@ def loaded_by(*arguments: str) -> set[str]:
 def test_the_help_has_a_line_for_each_command() -> None:
     shown = slipstream("--help").stdout
     assert shown == usage() + "\n" == slipstream().stdout
+    assert "--quiet" in shown and "--json-logs" in shown
     assert re.findall(r"^  ([\w-]+) +\w", shown, re.MULTILINE) == COMMANDS
     assert set(COMMANDS) == {*OF_THE_LEARNER, "serve", "colocate", "plan", "keys"}
 
@@ -57,6 +73,7 @@ def test_the_help_of_a_command_has_its_usage_then_flags_then_common_keys_then_al
     heads = ["\nflags:\n  --", "\ncommon keys:\n  --model ", "\nall keys, by section:\n", " options ──", "--model STR"]
     places = [done.stdout.find(head) for head in heads] if command in WITH_KEYS else [1]
     assert places == sorted(places) and places[0] > 0, done.stdout[:3000]
+    assert "--quiet" in done.stdout and "--json-logs" in done.stdout
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
@@ -76,9 +93,11 @@ def test_the_version_is_that_of_the_program(arguments: list[str]) -> None:
     [
         (["trian", RECIPE], r"unknown command 'trian'; expected one of colocate, serve, .*; did you mean train\?"),
         (["xyz"], r"unknown command 'xyz'; expected one of .*; see `slipstream --help`"),
+        (["xyz", "--version"], r"unknown command 'xyz'; expected one of .*"),
         (["serve"], r"expected: slipstream serve run\.toml"),
         (["doctor", "--server"], r"expected: slipstream doctor --server run\.toml"),
         (["plan", RECIPE, "--gpus", "many"], r"argument --gpus: invalid int value: 'many'; see slipstream plan --help"),
+        (["colocate", RECIPE, "--resum"], r"unknown flag --resum; did you mean --resume\?"),
         (["keys"], r"required: DIR; see slipstream keys --help"),
         (["--quiet", "report", "nowhere"], r"nowhere is not a run directory"),
     ],
@@ -102,8 +121,29 @@ def test_the_server_loads_nothing_of_the_learner_and_the_learner_nothing_of_the_
     assert not loaded_by("train", RECIPE, "--dry-run") & {"inference_server", "torch", "vllm"}
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", RECIPE],
+        ["train", RECIPE],
+        ["doctor", RECIPE, "--server"],
+        ["colocate", RECIPE],
+        ["plan", RECIPE, "--gpus", "2", "--lengths", *"12324", "--decode", "1:9", "8:50", "--train-tokens-per-s", "9"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_warning_about_the_config_is_json_too(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_A_WARNING, *command, "--json-logs"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    told = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [(one["level"], one["message"]) for one in told] == [("WARNING", "old key"), ("ERROR", "new key")]
+
+
 def test_each_side_has_its_doctor() -> None:
     of_learner, of_server = slipstream("doctor", "--help").stdout, slipstream("doctor", "--server", "--help").stdout
+    assert "[--server]" not in of_learner and "`slipstream doctor --server` examines" in of_learner
     assert "--learner.steps" in of_learner and "--server.http-port" not in of_learner
     assert "--server.http-port" in of_server and "--learner.steps" not in of_server
     found = slipstream("doctor", RECIPE, "--server", "--endpoint", "tcp://127.0.0.1:1", "--json").stdout

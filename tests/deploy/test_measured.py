@@ -3,6 +3,7 @@
 import json
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -85,6 +86,30 @@ def test_a_run_of_too_few_steps_or_of_other_metrics_is_refused(tmp_path: Path) -
     metrics.write_text("\n".join(map(json.dumps, without)))
     with pytest.raises(ConfigError, match="is missing the metric rollout/tokens"):
         rates_of(read_run(tmp_path / "run"), num_ranks=1)
+
+
+def test_a_metric_that_is_null_is_refused_with_its_step(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", setup(TRUE), steps=9)
+    run = read_run(tmp_path / "run")
+
+    def with_null(metric: str) -> list[dict[str, Any]]:
+        return [line | ({metric: None} if line["step"] == 9 else {}) for line in run.lines]
+
+    with pytest.raises(ConfigError, match=r"^rollout/tokens = null .* in step 9 .*; expected a number"):
+        rates_of(run._replace(lines=with_null("rollout/tokens")), num_ranks=1)
+    for metric in ("staleness/max", "time"):
+        with pytest.raises(ConfigError, match=f"^{metric} = null"):
+            observed(run._replace(lines=with_null(metric)))
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, with_null("servers/ready"))))
+    with pytest.raises(ConfigError, match=r"^servers/ready = null"):
+        read_run(tmp_path / "run")
+
+
+def test_blank_lines_of_the_metrics_are_skipped(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", setup(TRUE), steps=9)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("\n" + metrics.read_text().replace("\n", "\n \n\n"))
+    assert [line["step"] for line in read_run(tmp_path / "run").lines] == list(range(1, 10))
 
 
 def test_steps_that_a_resume_undid_count_once_and_without_their_seconds(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
+        "deploy.cli --help",
+        "deploy.cli --version",
         "learner train --help",
         f"learner train {RECIPE} --dry-run",
         f"inference_server {RECIPE} --dry-run",
@@ -51,6 +53,10 @@ def test_a_pipe_that_closes_early_is_no_error(command: str) -> None:
     pipe = f"{sys.executable} -m {command} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", pipe], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_version_of_a_command_is_that_of_the_program() -> None:
+    assert run_learner("train", "--version").stdout == run_learner("--version").stdout != ""
 
 
 def test_help_of_the_report_names_its_arguments() -> None:
@@ -121,6 +127,10 @@ def test_a_run_directory_that_belongs_to_another_config(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["train"], r"no config file was given; expected: slipstream train run\.toml"),
+        (
+            ["doctor", RECIPE, "--server"],
+            r"not a flag of the learner's doctor; use `slipstream doctor --server run\.toml`",
+        ),
         (["train", "nowhere.toml"], r"config file nowhere\.toml does not exist"),
         (["report", "nowhere"], r"nowhere"),
         (["self-test", "--json"], r"no config file was given; expected: slipstream self-test run\.toml"),

@@ -68,7 +68,15 @@ def test_a_board_that_is_closed_is_an_error_for_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"\xff\n", b"{}\n", b'{"epoch": 1, "key": "a"}\n', b"x" * (MAX_LINE_BYTES + 1), b"GET / HTTP/1.1\r\n"]
+    "line",
+    [
+        b"\xff\n",
+        b"{}\n",
+        b'{"epoch": 1, "key": "a"}\n',
+        b'{"type": "question", "epoch": "\xff", "key": "a"}\n',
+        b"x" * (MAX_LINE_BYTES + 1),
+        b"GET / HTTP/1.1\r\n",
+    ],
 )
 def test_what_is_no_question_costs_its_sender_the_connection(line: bytes) -> None:
     with two_ranks() as (hosted, remote):

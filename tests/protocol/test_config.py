@@ -163,6 +163,16 @@ def test_a_wrong_flag_beside_a_librarys_is_still_refused(tmp_path: Path, flags: 
         load(tmp_path, TOML, *flags)
 
 
+@pytest.mark.parametrize(
+    ("flag", "expected"), [("--resum", "--resume"), ("--json", "--json-logs"), ("--sede", "--seed")]
+)
+def test_a_flag_like_one_of_the_command_is_explained_by_it(tmp_path: Path, flag: str, expected: str) -> None:
+    (tmp_path / "run.toml").write_text(TOML)
+    switches = {"--resume": "continue", "--json-logs": "print JSON"}
+    with pytest.raises(ConfigError, match=rf"unknown flag {flag}; did you mean {expected}\?"):
+        load_config(Run, [str(tmp_path / "run.toml"), flag], "learner train", switches)
+
+
 def test_a_missing_file_and_a_missing_argument_are_named() -> None:
     with pytest.raises(ConfigError, match=r"config file nope\.toml does not exist.*deploy/recipes"):
         load_config(Run, ["nope.toml"], "learner train")
