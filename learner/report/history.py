@@ -94,9 +94,8 @@ def encoded_charts(points: bytes) -> bytes:
 def encoded(step: int, metrics: Metrics) -> bytes:
     """Encode a step as JSON with six digits, and null for NaN or inf."""
     digits = {
-        name: float(value)
-        if float(value).is_integer()
-        else float(f"{value:.6g}")  # steps of evaluations need all digits
+        # All digits of whole numbers: some are steps of evaluations.
+        name: float(value) if float(value).is_integer() else float(f"{value:.6g}")
         for name, value in metrics.items()
         if isinstance(value, int | float) and name != "time"  # a Unix timestamp needs more digits
     }

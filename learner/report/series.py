@@ -77,8 +77,8 @@ def make_series(curve: Curve, x: np.ndarray, y: np.ndarray, log: bool = False, b
         parts = np.split(y, np.searchsorted(x, breaks))
         mean = np.concatenate([moving_mean(part, log) for part in parts])
     kept = evenly(len(x), MAX_AREA_POINTS) if kind == "area" else extremes(y)
-    is_finite = np.isfinite([y] if mean is None else [y, mean]).all(axis=0)
-    kept = kept[is_finite[kept]]  # JSON has no NaN and no inf
+    for values in (y, mean):
+        kept = kept if values is None else kept[np.isfinite(values[kept])]  # JSON has no NaN and no inf
     return Series(
         name=curve.name,
         color=curve.color,

@@ -41,6 +41,7 @@ TITLES = [
 ]
 
 
+INF = float("inf")
 LATE = [1_000_001.0, 1_000_002.0, 1_000_003.0]
 
 
@@ -250,6 +251,10 @@ def test_a_spike_changes_the_moving_mean_only_near_itself(num_values):
 
 
 def test_what_is_not_finite_never_reaches_a_page():
+    rng = random.Random(0)
+    lines = [{**metrics_of(step, 60, rng), "time/optimizer": INF if step in (30, 31) else 1.0} for step in range(1, 61)]
+    (chart,) = (one for one in run_charts(lines, None) if one.title == "Time per step")
+    assert "Infinity" not in json_of(chart) and all(len(curve.x) == 60 for curve in chart.series)
     with pytest.raises(ValueError, match="not JSON compliant"):
         json_of([float("nan")])
 
