@@ -9,7 +9,7 @@ const FORMATS = {
   seconds: (v) => minus(v === 0 ? "0 s" : Math.abs(v) < 1 ? `${+(1e3 * v).toPrecision(3)} ms` : `${+v.toPrecision(3)} s`),
 };
 const drawCharts = (() => {
-  const HEIGHT = 190, MAX_DOTS = 40, LEFT = 54;
+  const HEIGHT = 190, MAX_DOTS = 40, MIN_TO_CUT = 200, LEFT = 54;
   const cards = new Map();
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const make = (parent, tag, name, text = "") => {
@@ -27,6 +27,7 @@ const drawCharts = (() => {
     const stroke = () => css(series.color), none = { show: false };
     const bars = { stroke, fill: stroke, paths: uPlot.paths.bars({ size: [0.7, 70] }), points: none };
     if (kind === "bars") return [{ ...shown, y, style: bars }];
+    if (kind === "area" && x.length === 1) return [{ ...shown, y, style: bars }];  // an area of one step has no width
     if (kind === "area") return [{ ...shown, dot: false, y, style: { stroke, width: 0, points: none } }];
     const dots = { show: true, size: 5, stroke, fill: stroke };
     if (kind === "points") {
@@ -56,16 +57,20 @@ const drawCharts = (() => {
     const [from, to] = u.series[0].idxs;
     const inView = (i) => finite(u.data[i + 1].slice(from, to + 1));
     const valuesOf = (has) => layers.flatMap((layer, i) => has(layer) ? inView(i) : []).sort((a, b) => a - b);
-    const all = valuesOf(() => true), recorded = valuesOf((layer) => layer.dot || layer.own);
+    const all = valuesOf(() => true);
     if (!all.length) return [chart.log ? 0.1 : 0, 1];
     const low = all[0], high = all[all.length - 1];
+    const tops = [...new Set(layers.map((layer) => layer.series))].map((series) => usual(series.kind,
+      valuesOf((layer) => layer.series === series && (layer.dot || layer.own)), valuesOf((layer) => layer.series === series)));
     const first = Math.floor(Math.log10(low));
     if (chart.log) return [10 ** first, 10 ** Math.max(Math.ceil(Math.log10(high)), first + 1)];
-    const bottom = low >= 0 ? 0 : low - 0.06 * (high - low), top = usual(recorded, high);
+    const bottom = low >= 0 ? 0 : low - 0.06 * (high - low), top = Math.max(...tops);
     return top > bottom ? [bottom, top + 0.06 * (top - bottom)] : [bottom, bottom + 1];
   }
-  function usual(sorted, high) {  // a lone outlier, such as the first weight sync, must not flatten the rest
-    const most = sorted[Math.floor(0.99 * (sorted.length - 1))];
+  function usual(kind, recorded, all) {  // lone outliers, such as the first weight sync, must not flatten the rest
+    const high = all.length ? all[all.length - 1] : -Infinity;
+    if (kind === "bars" || kind === "points" || recorded.length < MIN_TO_CUT) return high;
+    const most = recorded[Math.ceil(0.99 * recorded.length) - 1];  // at most 1 % of the values are higher
     return most > 0 && high > 4 * most ? 1.2 * most : high;
   }
   function decades(low, high) {
@@ -161,7 +166,7 @@ const drawCharts = (() => {
     });
   }
   function update(card, chart) {
-    const looks = (c) => JSON.stringify([c?.x, c?.series.map((s) => [s.name, s.kind, s.y.length <= MAX_DOTS, !s.low])]);
+    const looks = (c) => JSON.stringify([c?.x, c?.series.map((s) => [s.name, s.kind, s.y.length > 1, s.y.length <= MAX_DOTS, !s.low])]);
     const isSame = looks(card.chart) === looks(chart);
     Object.assign(card, { chart, ...plan(chart), format: FORMATS[chart.unit || "number"] });
     if (!isSame) {

@@ -76,11 +76,14 @@ def chart_of(plan: Plan, curves: Sequence[tuple[Curve, Metrics]]) -> Chart | Abs
     if not found:
         names = sorted({curve.metric for curve, _ in curves})
         return Absent(plan.title, f"the run recorded no {' and no '.join(names)}")
-    unit, scale = _time_unit(max(x[-1] for _, x, _ in found)) if plan.over_time else ("step", 1.0)
+    unit = "step"
+    if plan.over_time:
+        unit, scale = _time_unit(max(x[-1] for _, x, _ in found))
+        found = [(curve, np.array(rounded(x / scale)), y) for curve, x, y in found]
     return Chart(
         title=plan.title,
         caption=plan.caption,
-        series=[make_series(curve, x / scale, y, plan.log) for curve, x, y in found],
+        series=[make_series(curve, x, y, plan.log) for curve, x, y in found],
         x=unit,
         unit=plan.unit,
         log=plan.log,
@@ -131,8 +134,9 @@ def evaluations_of_run(evaluations: Sequence[Evaluation]) -> Chart | None:
         by_prompts.setdefault(evaluation.asked, []).append(evaluation)
     sets = list(by_prompts.values())[-len(COLORS) :]
     curves = [_evaluated_curve(made, color) for made, color in zip(sets, COLORS, strict=False)]
+    curves = [curve for curve in curves if curve.x]
     prompts = ", ".join(_prompts_of(made[-1]) for made in sets if made[-1].set_name or made is sets[-1])
-    return evaluation_chart(curves, prompts)
+    return evaluation_chart(curves, prompts) if curves else None
 
 
 def _evaluated_curve(made: Sequence[Evaluation], color: str) -> Series:
@@ -207,7 +211,8 @@ def time_chart(metrics: Metrics) -> Chart | Absent:
     if not present:
         return Absent(title, "the run recorded no time/…")
     steps = np.array([float(line["step"]) for line in metrics])
-    seconds = [np.nan_to_num([float(line.get(curve.metric) or 0.0) for line in metrics]) for curve in present]
+    recorded = [[float(line.get(curve.metric) or 0.0) for line in metrics] for curve in present]
+    seconds = [np.nan_to_num(values, posinf=0.0, neginf=0.0) for values in recorded]
     total = sum(float(values.mean()) for values in seconds) or 1.0
     areas = [
         msgspec.structs.replace(make_series(curve, steps, values), rest=f"{values.mean() / total:.0%}")

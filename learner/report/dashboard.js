@@ -60,9 +60,14 @@ async function refresh() {  // a slow connection and a hidden tab ask less often
   loading = true;
   wanted = false;
   const started = performance.now();
-  await load("/charts", (text) => drawCharts(byId("charts"), JSON.parse(text)));
-  await load("/completions", showCompletions);
-  setTimeout(() => { loading = false; if (wanted) refresh(); }, Math.max(PAUSE_MS, 10 * (performance.now() - started)));
+  try {
+    await load("/charts", (text) => drawCharts(byId("charts"), JSON.parse(text)));
+    await load("/completions", showCompletions);
+  } catch (error) {  // such as a connection that ended within an answer; the next step asks again
+    console.warn(error);
+  } finally {
+    setTimeout(() => { loading = false; if (wanted) refresh(); }, Math.max(PAUSE_MS, 10 * (performance.now() - started)));
+  }
 }
 function show() {
   byId("empty").hidden = points.length > 0;

@@ -79,9 +79,9 @@ class LiveCharts:
         async with self._lock:
             if self._history().points() != self._points:
                 await asyncio.sleep(self._made_at + CHARTS_EVERY_S - time.monotonic())
-                self._points = self._history().points()
-                self._charts = await asyncio.to_thread(encoded_charts, self._points)
-                self._made_at = time.monotonic()
+                points = self._history().points()
+                charts = await asyncio.to_thread(encoded_charts, points)
+                self._points, self._charts, self._made_at = points, charts, time.monotonic()
             return self._charts
 
 
@@ -94,7 +94,8 @@ def encoded_charts(points: bytes) -> bytes:
 def encoded(step: int, metrics: Metrics) -> bytes:
     """Encode a step as JSON with six digits, and null for NaN or inf."""
     digits = {
-        name: float(f"{value:.6g}")
+        # All digits of whole numbers: some are steps of evaluations.
+        name: float(value) if float(value).is_integer() else float(f"{value:.6g}")
         for name, value in metrics.items()
         if isinstance(value, int | float) and name != "time"  # a Unix timestamp needs more digits
     }

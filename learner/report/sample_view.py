@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from learner.report.summary import duration, number, steps_in
-from learner.storage.files import ends_of
+from learner.storage.files import ends_of, last_lines
 from protocol.console import counted
 
 MAX_COMPLETIONS = 4
@@ -20,7 +20,8 @@ MAX_SAMPLES = 25
 """Number of samples at each end of a run that the report shows."""
 NEWEST_SAMPLES = 10
 """Number of samples that the dashboard shows."""
-NEWEST_BYTES = 256 << 10
+NEWEST_BYTES = 8 << 20
+"""Bytes at the end of samples.jsonl that the dashboard reads if NEWEST_SAMPLES lines are that long."""
 SAMPLED_BYTES = 4 << 20
 """Bytes of samples.jsonl that the report reads at each end."""
 # Pictures (U+2400…) for the control characters that a browser would not show; tab and newline stay.
@@ -76,8 +77,11 @@ class Table(msgspec.Struct, frozen=True):
 
 def table_of_run(path: Path) -> Table:
     """Return the first and the last samples of a run, for the report. Raises RunDirectoryError."""
+    is_cut = path.is_file() and path.stat().st_size > 2 * SAMPLED_BYTES
     lines = steps_in(ends_of(path, SAMPLED_BYTES), path) if path.is_file() else []
     kept = lines if len(lines) <= 2 * MAX_SAMPLES else lines[:MAX_SAMPLES] + lines[-MAX_SAMPLES:]
+    if is_cut:
+        return table_of(kept, "Groups from both ends of samples.jsonl. The groups in between are left out.")
     return table_of(kept, "" if kept == lines else f"The first and the last {MAX_SAMPLES} groups of samples.jsonl.")
 
 
@@ -88,7 +92,15 @@ def newest_table(path: Path) -> Table:
         OSError: If the file cannot be read.
         RunDirectoryError: If a line is not a sample.
     """
-    lines = steps_in(ends_of(path, NEWEST_BYTES), path) if path.is_file() else []
+    if not path.is_file():
+        return table_of([], "")
+    count = NEWEST_SAMPLES
+    while True:
+        raw_lines = last_lines(path, count, NEWEST_BYTES)
+        lines = steps_in([*raw_lines, b""], path)  # b"": the last line is complete, so a broken one is an error
+        if len(lines) >= NEWEST_SAMPLES or len(raw_lines) < count:
+            break
+        count *= 2  # a resume repeated some of the steps
     return table_of(lines[: -NEWEST_SAMPLES - 1 : -1], f"The newest {NEWEST_SAMPLES} groups of samples.jsonl.")
 
 

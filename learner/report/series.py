@@ -77,11 +77,13 @@ def make_series(curve: Curve, x: np.ndarray, y: np.ndarray, log: bool = False, b
         parts = np.split(y, np.searchsorted(x, breaks))
         mean = np.concatenate([moving_mean(part, log) for part in parts])
     kept = evenly(len(x), MAX_AREA_POINTS) if kind == "area" else extremes(y)
+    for values in (y, mean):
+        kept = kept if values is None else kept[np.isfinite(values[kept])]  # JSON has no NaN and no inf
     return Series(
         name=curve.name,
         color=curve.color,
         kind=kind,
-        x=rounded(x[kept]),
+        x=x[kept].tolist(),
         y=rounded(y[kept]),
         mean=None if mean is None else rounded(mean[kept]),
     )
@@ -95,10 +97,15 @@ def moving_mean(values: np.ndarray, log: bool) -> np.ndarray:
     window = min(len(values), max(1, len(values) // 20)) | 1
     half = window // 2
     heights = np.log(values) if log else values
-    sums = np.concatenate([[0.0], np.cumsum(heights)])
-    first = np.maximum(np.arange(len(values)) - half, 0)
-    last = np.minimum(np.arange(len(values)) + half + 1, len(values))
-    means = (sums[last] - sums[first]) / (last - first)
+    # A window is the end of one block and the start of the next. A difference of two sums would cancel: after a
+    # spike of 1e18, values of 1.0 would be lost.
+    padded = np.pad(heights / window, (half, half + -(len(values) + 2 * half) % window)).reshape(-1, window)
+    from_start = np.cumsum(padded, axis=1).ravel()
+    to_end = np.cumsum(padded[:, ::-1], axis=1)[:, ::-1].ravel()
+    first = np.arange(len(values))
+    sums = from_start[first + window - 1] + np.where(first % window == 0, 0.0, to_end[first])
+    counts = np.minimum(first + half + 1, len(values)) - np.maximum(first - half, 0)
+    means = sums * (window / counts)
     return np.exp(means) if log else means
 
 

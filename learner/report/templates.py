@@ -55,5 +55,6 @@ def template(name: str) -> jinja2.Template:
 
 def json_of(value: Any) -> Markup:
     """Encode a value for a script element: no text in it can end the element."""
-    text = json.dumps(msgspec.to_builtins(value), separators=(",", ":"))  # ASCII, so half a surrogate pair is valid too
+    # ASCII, so half a surrogate pair is valid too. JSON.parse refuses NaN and Infinity.
+    text = json.dumps(msgspec.to_builtins(value), separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c"))

@@ -133,15 +133,25 @@ def whole_lines(path: Path) -> int:
 
 def last_line(path: Path) -> bytes:
     """Return the last complete line, or b"" if there is none."""
+    return last_lines(path, 1, BLOCK_BYTES)[-1]
+
+
+def last_lines(path: Path, count: int, max_bytes: int) -> list[bytes]:
+    """Return the last complete lines: `count`, or fewer if these exceed `max_bytes`, but at least one.
+
+    An empty file has one empty line.
+    """
     end = whole_lines(path)
     num_bytes = BLOCK_BYTES
     with path.open("rb") as file:
         while True:
             start = max(0, end - num_bytes)
             file.seek(start)
-            *before, line = file.read(end - start).removesuffix(b"\n").split(b"\n")
-            if before or start == 0:
-                return line
+            lines = file.read(end - start).removesuffix(b"\n").split(b"\n")
+            if start > 0:
+                del lines[0]  # its start may be missing
+            if start == 0 or len(lines) >= count or (lines and num_bytes >= max_bytes):
+                return lines[-count:]
             num_bytes *= 2
 
 

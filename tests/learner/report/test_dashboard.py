@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from learner.report.dashboard import CLIENT_BACKLOG, Dashboard
-from learner.report.history import MAX_POINTS, History
+from learner.report.history import MAX_POINTS, History, LiveCharts
 from learner.servers.loop_thread import LoopThread
 from tests.learner.report.synthetic_run import write_lines, write_run
 
@@ -143,6 +143,27 @@ def test_many_clients_cost_one_making_of_the_charts_per_step(tmp_path, monkeypat
 
     observed(tmp_path / "run", look)
     assert len(made) == 2
+
+
+def test_charts_that_could_not_be_made_are_made_at_the_next_request(monkeypatch):
+    history, made = History(), []
+    history.add(1, LINE)
+
+    def broken_once(points):
+        made.append(points)
+        if len(made) == 1:
+            raise RuntimeError("broken")
+        return b"[]"
+
+    monkeypatch.setattr("learner.report.history.encoded_charts", broken_once)
+
+    async def scene():
+        charts = LiveCharts(lambda: history)
+        with pytest.raises(RuntimeError, match="broken"):
+            await charts.newest()
+        return await charts.newest()
+
+    assert asyncio.run(scene()) == b"[]" and len(made) == 2
 
 
 def test_a_line_that_is_no_sample_costs_the_page_its_panel_alone(tmp_path):

@@ -7,15 +7,17 @@ import random
 import re
 from html.parser import HTMLParser
 
+import msgspec
 import numpy as np
 import pytest
 
-from learner.report.charts import Chart, run_charts
+from learner.report.charts import Chart, evaluations_of_metrics, run_charts
+from learner.report.history import encoded
 from learner.report.page import write_report
 from learner.report.sample_view import MAX_COMPLETIONS
 from learner.report.series import MAX_POINTS, extremes, moving_mean
 from learner.report.summary import RunDirectoryError, read_metrics
-from learner.report.templates import script
+from learner.report.templates import json_of, script
 from tests.learner.report.synthetic_run import metrics_of, write_ledger, write_lines, write_run
 
 TITLES = [
@@ -37,6 +39,10 @@ TITLES = [
     "Weight sync time",
     "Mismatch of server and learner",
 ]
+
+
+INF = float("inf")
+LATE = [1_000_001.0, 1_000_002.0, 1_000_003.0]
 
 
 class Page(HTMLParser):
@@ -189,7 +195,7 @@ def test_a_bare_run_of_one_step_gets_a_page_that_says_what_is_left_out(tmp_path)
     assert "None" not in shown and "NaN" not in shown and "nan" not in shown
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 30])
+@pytest.mark.parametrize("steps", [1, 2, 3, 30, 60])
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-12, 1e12, float("nan"), float("inf")])
 def test_constant_tiny_huge_and_broken_values_can_be_drawn(steps, value):
     rng = random.Random(0)
@@ -200,6 +206,7 @@ def test_constant_tiny_huge_and_broken_values_can_be_drawn(steps, value):
     charts = run_charts(metrics, None, {})
     drawn = [chart for chart in charts if isinstance(chart, Chart)]
     assert all(np.isfinite([*curve.x, *curve.y, *(curve.mean or [])]).all() for one in drawn for curve in one.series)
+    assert "Infinity" not in json_of(drawn) and "NaN" not in json_of(drawn)
     if not np.isfinite(value):
         assert [chart.title for chart in drawn] in ([], ["Time per step"])
 
@@ -231,6 +238,33 @@ def test_the_moving_mean_is_the_mean_of_the_neighbours_there_are():
     np.testing.assert_allclose(moving_mean(values, log=False), window_means, atol=1e-12)
     positive = np.exp(values)
     np.testing.assert_allclose(moving_mean(positive, log=True), np.exp(window_means), rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_values", [0, 1, 2, 19, 20, 59, 60, 99, 100, 400, 401])
+def test_a_spike_changes_the_moving_mean_only_near_itself(num_values):
+    half = max(1, num_values // 20) // 2
+    values = np.ones(num_values)
+    if num_values:
+        values[num_values // 3] = 1e18
+    window_means = [values[max(0, i - half) : i + half + 1].mean() for i in range(num_values)]
+    np.testing.assert_allclose(moving_mean(values, log=False), window_means, rtol=1e-12)
+
+
+def test_what_is_not_finite_never_reaches_a_page():
+    rng = random.Random(0)
+    lines = [{**metrics_of(step, 60, rng), "time/optimizer": INF if step in (30, 31) else 1.0} for step in range(1, 61)]
+    (chart,) = (one for one in run_charts(lines, None) if one.title == "Time per step")
+    assert "Infinity" not in json_of(chart) and all(len(curve.x) == 60 for curve in chart.series)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_of([float("nan")])
+
+
+def test_steps_beyond_a_million_keep_all_their_digits():
+    metrics = [{"step": step, "reward/mean": 0.5, "evaluation/reward": 0.5, "evaluation/step": step} for step in LATE]
+    metrics = msgspec.json.decode(b"[" + b",".join(encoded(line["step"], line) for line in metrics) + b"]")
+    charts = run_charts(metrics, evaluations_of_metrics(metrics))
+    drawn = {chart.title: chart.series[0].x for chart in charts if isinstance(chart, Chart)}
+    assert drawn == {"Reward per step": LATE, "Evaluations": LATE}
 
 
 def test_a_reduction_keeps_order_ends_and_spikes():

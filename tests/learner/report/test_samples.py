@@ -1,6 +1,7 @@
 """samples.jsonl stays small and is read at its ends."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from learner.policy.model import load_tokenizer
 from learner.report.page import render
 from learner.report.records import Samples
 from learner.report.run_log import RunLog
-from learner.report.sample_view import newest_table
+from learner.report.sample_view import newest_table, table_of_run
 from learner.report.summary import steps_in
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.storage.files import ends_of
@@ -108,6 +109,42 @@ def test_a_report_shows_both_ends_of_a_file_that_it_does_not_read_whole(
     page = render(tmp_path)
     assert whole[0]["prompt"] in page and whole[297]["prompt"] in page and "again&gt;" in page
     assert whole[299]["prompt"] not in page, "a resume has taken it back"
+
+
+def test_a_report_says_that_samples_are_left_out_even_if_few_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, steps=40)
+    assert table_of_run(tmp_path / "samples.jsonl").note == ""
+    monkeypatch.setattr("learner.report.sample_view.SAMPLED_BYTES", 2000)
+    table = table_of_run(tmp_path / "samples.jsonl")
+    assert 0 < len(table.samples) < 40 and "in between are left out" in table.note
+
+
+def sample_lines(steps: Iterable[int], num_bytes: int) -> str:
+    return "".join(json.dumps({"step": step, "prompt": "x" * num_bytes}) + "\n" for step in steps)
+
+
+@pytest.mark.parametrize("num_bytes", [10, 300_000])
+def test_the_dashboard_shows_the_newest_samples_of_any_length(tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text(sample_lines([*range(1, 18), *range(11, 16)], num_bytes) + '{"step": 16, "torn')
+    assert [one.step for one in newest_table(path).samples] == list(range(15, 5, -1)), "a resume repeated some"
+    path.write_text(sample_lines(range(1, 4), num_bytes))
+    assert [one.step for one in newest_table(path).samples] == [3, 2, 1]
+    path.write_text("")
+    assert newest_table(path).samples == []
+
+
+def test_the_dashboard_reads_a_bounded_part_of_very_long_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text(sample_lines(range(1, 21), 100_000))
+    monkeypatch.setattr("learner.report.sample_view.NEWEST_BYTES", 1 << 18)
+    assert [one.step for one in newest_table(path).samples] == [20, 19]
+    monkeypatch.setattr("learner.report.sample_view.NEWEST_BYTES", 1000)
+    assert [one.step for one in newest_table(path).samples] == [20], "at least the last one"
 
 
 def test_a_negative_distance_between_samples_is_refused() -> None:
