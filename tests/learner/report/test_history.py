@@ -113,7 +113,7 @@ def test_a_dashboard_that_others_reach_says_what_they_read(
             loop, tmp_path, ReportConfig(dashboard_host=host, dashboard_port=free_port()), cleanup
         )
         assert dashboard is not None and dashboard.address.startswith(f"http://{host}:")
-    assert ("reads the run's metrics, prompts and completions" in caplog.text) is is_told
+    assert ("can read the run's metrics, prompts and completions" in caplog.text) is is_told
 
 
 @pytest.mark.parametrize("num_bytes", [0, 10, 1 << 16, 200_000])
