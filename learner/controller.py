@@ -86,7 +86,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """
         run, config = run_inputs.run, run_inputs.run.learner
         version = read_state(checkpoint).version if checkpoint else 0
-        if run_dir.has_begun:
+        if run_dir.has_started:
             check_data(run_dir.data_digests, run_inputs.prompts)
         # Read the prompts before threads start, because this may fork.
         num_prompts = min(NUM_SEQUENCES, len(run_inputs.prompts))
@@ -95,7 +95,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         with ExitStack() as cleanup:
             timeline = Timeline(run_dir.timeline)
             cleanup.callback(timeline.close)
-            timeline.note(f"the learner resumed after step {version}" if run_dir.has_begun else "the run started")
+            timeline.note(f"the learner resumed after step {version}" if run_dir.has_started else "the run started")
             ledger = Ledger(run_dir.ledger)
             cleanup.callback(ledger.close)
             ledger.rewind(version)
@@ -106,7 +106,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
             fleet = Fleet(run, hello, LoopThread("learner"))
             fleet.on_wait, fleet.on_change = published.still_waiting, timeline.note
-            fleet.is_over = not run_dir.has_begun  # until then, no server holds anything to resume
+            fleet.is_over = not run_dir.has_started  # until then, no server holds anything to resume
             for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
                 log.warning(note)
             cleanup.callback(fleet.close)
@@ -148,7 +148,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         while (mismatch := self._sync(self.fleet.wait(), version)) is None:
             pass
         record_data(self.run_dir.data_digests, self.run_inputs.prompts)
-        if self.run_dir.has_begun:
+        if self.run_dir.has_started:
             self.evaluations.resume(version)
         else:
             self.evaluations.begin_run()

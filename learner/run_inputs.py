@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from learner.config import DataConfig, LearnerRun
 from learner.environments.answer import check_calls, renderer_of
 from learner.environments.process import tools_of
-from learner.policy.memory import ModelShape, kv_bytes_per_token, learner_memory, server_memory, shape_of, told
+from learner.policy.memory import ModelShape, describe, kv_bytes_per_token, learner_memory, server_memory, shape_of
 from learner.policy.model import load_config, load_tokenizer
 from learner.policy.model_digest import digest_model
 from learner.prompts.chat_template import Turns
@@ -103,5 +103,5 @@ class RunInputs:
         log.info(of_dtype(run.dtype).text)
         log.info(
             "%s parameters; the learner needs about %s; a server with one worker %s, and %.0f KiB per token in flight",
-            f"{shape.num_parameters:,}", told(memory), told(server_memory(shape, run)), kv_bytes_per_token(shape, run) / 1024,
+            f"{shape.num_parameters:,}", describe(memory), describe(server_memory(shape, run)), kv_bytes_per_token(shape, run) / 1024,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
 from learner.controller import Controller, RankZero
-from learner.evaluation.background import is_owed
+from learner.evaluation.background import is_due
 from learner.interrupt import Interrupt
 from learner.rank_agreement import decide_on_rank_0
 from learner.run_inputs import RunInputs
@@ -65,7 +65,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         trainer = make_trainer(run_inputs, accelerator, is_new=checkpoint is None)
         version = load_checkpoint(trainer, checkpoint).version if checkpoint else 0
         trainer.set_kl_coef(version, None)
-        if version >= config.steps and not decide_on_rank_0(accelerator, lambda: is_owed(run, version), bool):
+        if version >= config.steps and not decide_on_rank_0(accelerator, lambda: is_due(run, version), bool):
             log.warning(
                 "nothing to do: the run is at step %d, learner.steps = %d; raise it to train further",
                 version,

@@ -49,7 +49,7 @@ class PushIncomplete(PushError):
     """
 
     @classmethod
-    def lacking(cls, names: list[str]) -> "PushIncomplete":
+    def missing(cls, names: list[str]) -> "PushIncomplete":
         """Return an error that names the first of the missing parameters."""
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return cls(

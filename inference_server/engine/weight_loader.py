@@ -110,7 +110,7 @@ class NextWeights:
         started = time.monotonic()
         self._missing |= {name for name, matrix in self._matrices().items() if not hasattr(matrix, PACKED)}
         if self._missing:
-            raise PushIncomplete.lacking(sorted(self._missing))
+            raise PushIncomplete.missing(sorted(self._missing))
         pack_heads(self._copy)
         self.load_s += time.monotonic() - started
 
@@ -196,7 +196,7 @@ class Reload:
         """
         self._start()
         if missing := self._missing():
-            raise PushIncomplete.lacking(missing)
+            raise PushIncomplete.missing(missing)
         put_back(self._model, self._config)
         if self._device.type == "cpu":
             pack_heads(self._model)

@@ -73,7 +73,7 @@ class LossConfig(Section):
     top_entropy_frac: float = 1.0
     """Share of the step's tokens to train on, those with the highest entropy (arXiv 2506.01939)."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         if is_plug_in(self.objective):
             return {}
         users = {bound: [key for key, used in OBJECTIVE_DEFAULTS.items() if bound in used] for bound in BOUNDS}
@@ -168,17 +168,17 @@ class CorrectionConfig(Section):
     stale_token_weight: MayChange[float] = 0.0
     """Weight of tokens above max_token_staleness. 0: they are excluded; below 1: they count less."""
 
-    def lacking(self) -> dict[str, str]:
-        lacking = {}
+    def unmet_needs(self) -> dict[str, str]:
+        unmet_needs = {}
         if self.anchor == "behaviour":
-            lacking["proximal"] = 'anchor = "proximal"'
+            unmet_needs["proximal"] = 'anchor = "proximal"'
         if self.weight == "none":
-            lacking |= dict.fromkeys(("level", "max_weight"), 'weight = "truncate" or "mask"')
+            unmet_needs |= dict.fromkeys(("level", "max_weight"), 'weight = "truncate" or "mask"')
         if self.weight != "mask":
-            lacking["min_weight"] = 'weight = "mask"'
+            unmet_needs["min_weight"] = 'weight = "mask"'
         if self.max_token_staleness is None:
-            lacking["stale_token_weight"] = "max_token_staleness"
-        return lacking
+            unmet_needs["stale_token_weight"] = "max_token_staleness"
+        return unmet_needs
 
     def check(self) -> None:
         require(
@@ -235,22 +235,22 @@ class KlConfig(Section):
     """Whether to multiply each token's k1 or k3 by policy / behavior. The gradient is then that of the KL,
     also off-policy (DeepSeek-V3.2, arXiv 2512.02556)."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         if not self._is_defined:
             return {}
         if not self.is_on:
             others = ("estimator", "place", "schedule", "final_coef", "target", "horizon_steps", "importance_weighted")
             return dict.fromkeys(others, "coef above 0")
-        lacking = {}
+        unmet_needs = {}
         if self.schedule != "linear":
-            lacking["final_coef"] = 'schedule = "linear"'
+            unmet_needs["final_coef"] = 'schedule = "linear"'
         elif self.final_coef == self.coef:
-            lacking |= dict.fromkeys(("schedule", "final_coef"), "a final_coef other than coef")
+            unmet_needs |= dict.fromkeys(("schedule", "final_coef"), "a final_coef other than coef")
         if self.schedule != "target":
-            lacking |= dict.fromkeys(("target", "horizon_steps"), 'schedule = "target"')
+            unmet_needs |= dict.fromkeys(("target", "horizon_steps"), 'schedule = "target"')
         if self.place == "reward":  # the reward has no gradient
-            lacking["importance_weighted"] = 'place = "loss"'
-        return lacking
+            unmet_needs["importance_weighted"] = 'place = "loss"'
+        return unmet_needs
 
     def check(self) -> None:
         require(self.coef >= 0, f"coef = {self.coef} must not be negative")
@@ -311,7 +311,7 @@ class AdvantageConfig(Section):
     """Your own function in place of baseline, scale and combine: path/to/file.py:name or module:name
     (docs/custom-losses.md)."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         return (
             {} if self.function is None else dict.fromkeys(("baseline", "scale", "combine"), "advantage.function unset")
         )

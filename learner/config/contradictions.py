@@ -12,29 +12,29 @@ if TYPE_CHECKING:
 def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
     """Return what each key needs from another section to have an effect."""
     correction = config.correction
-    lacking: dict[str, str] = {}
+    unmet_needs: dict[str, str] = {}
     if not config.active_sampling:
-        lacking |= dict.fromkeys(("max_replacements", "signal_reward"), "active_sampling = true")
+        unmet_needs |= dict.fromkeys(("max_replacements", "signal_reward"), "active_sampling = true")
     if config.max_staleness != "auto":
-        lacking["max_auto_staleness"] = 'max_staleness = "auto"'
+        unmet_needs["max_auto_staleness"] = 'max_staleness = "auto"'
     if config.max_staleness == 0:  # the next step needs groups of the new version
-        lacking["push.overlap"] = "max_staleness above 0"
+        unmet_needs["push.overlap"] = "max_staleness above 0"
     if sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
-        lacking["advantage.combine"] = "two reward functions of nonzero weight"
+        unmet_needs["advantage.combine"] = "two reward functions of nonzero weight"
     if not config.kl.is_on:
-        lacking["reference.kind"] = "kl.coef above 0"
+        unmet_needs["reference.kind"] = "kl.coef above 0"
     if correction.max_token_staleness is not None and correction.max_token_staleness >= config.staleness_bound:
-        lacking["correction.max_token_staleness"] = f"max_staleness above {correction.max_token_staleness}"
+        unmet_needs["correction.max_token_staleness"] = f"max_staleness above {correction.max_token_staleness}"
     if correction.anchor == "proximal":
         if config.loss.objective == "reinforce":
-            lacking["correction.anchor"] = "an objective with a ratio"
+            unmet_needs["correction.anchor"] = "an objective with a ratio"
         elif correction.proximal == "log_linear" and config.max_staleness == 0:  # equals the behavior policy
-            lacking |= dict.fromkeys(("correction.anchor", "correction.weight"), "max_staleness above 0")
+            unmet_needs |= dict.fromkeys(("correction.anchor", "correction.weight"), "max_staleness above 0")
         elif is_plug_in(config.loss.objective):  # its use of the bounds is unknown
             pass
         elif correction.proximal == "exact" and config.updates_per_batch == 1:  # the ratio is always 1
-            lacking |= {f"loss.{bound}": "updates_per_batch above 1" for bound in BOUNDS}
-    return lacking
+            unmet_needs |= {f"loss.{bound}": "updates_per_batch above 1" for bound in BOUNDS}
+    return unmet_needs
 
 
 def check_contradictions(config: "LearnerConfig") -> None:

@@ -74,16 +74,16 @@ class EnvironmentConfig(Section):
         keys = {"factory": self.factory, "tools": list(self.tools), "agent": self.agent, "command": self.command}
         return ", ".join(f"learner.environment.{key} = {value!r}" for key, value in keys.items() if value)
 
-    def lacking(self) -> dict[str, str]:
-        lacking = {} if self.agent or self.factory or self.tools else {"python": "factory, tools or agent"}
+    def unmet_needs(self) -> dict[str, str]:
+        unmet_needs = {} if self.agent or self.factory or self.tools else {"python": "factory, tools or agent"}
         if not self.has_agent:
-            lacking |= dict.fromkeys(("gateway_host", "gateway_port", "override_sampling"), "agent or command")
+            unmet_needs |= dict.fromkeys(("gateway_host", "gateway_port", "override_sampling"), "agent or command")
         if not self.is_used:
             limits = ("max_turns", "max_episode_tokens", "episode_deadline_s", "max_concurrent", "max_memory_mib")
-            lacking |= dict.fromkeys(("renderer", *limits), "factory, tools, agent or command")
+            unmet_needs |= dict.fromkeys(("renderer", *limits), "factory, tools, agent or command")
         if not self.is_used or self.has_agent:
-            lacking["timeout_s"] = "factory or tools"
-        return lacking
+            unmet_needs["timeout_s"] = "factory or tools"
+        return unmet_needs
 
     def check(self) -> None:
         for name in ("max_turns", "max_episode_tokens", "max_concurrent", "max_memory_mib"):

@@ -100,7 +100,7 @@ class EvaluationConfig(Section):
         other_source = dict.fromkeys(SOURCES) if own_keys.keys() & {*SOURCES} else {}
         return msgspec.structs.replace(self, sets={}, **(other_source | own_keys))
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         idle = {} if self.dataset else {"split": "dataset"}
         return idle if self.every_steps else idle | {"at_start": "every_steps", "pin": "every_steps"}
 

@@ -107,7 +107,7 @@ class LearnerConfig(Section):
     threads. Unset, without a GPU and with a server at a loopback endpoint: the cores that the server's
     section leaves, or the second half."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         return unmet_requirements(self)
 
     def check(self) -> None:

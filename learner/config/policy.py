@@ -74,16 +74,16 @@ class ReferenceConfig(Section):
     cpu: host memory, pinned if there is CUDA; or a GPU such as cuda:1. This frees memory only between passes:
     each pass runs on the policy's device, with one copy of the weights moved to it."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         users = {
             key: [kind for kind in NEEDS if key in NEEDS[kind] + MAY_HAVE[kind]]
             for key in self.__struct_fields__
             if key != "kind"
         }
         of_other_kinds = {key: any_of("kind", kinds) for key, kinds in users.items() if self.kind not in kinds}
-        return self._lacking_in_the_interval() | of_other_kinds
+        return self._unmet_in_the_interval() | of_other_kinds
 
-    def _lacking_in_the_interval(self) -> dict[str, str]:
+    def _unmet_in_the_interval(self) -> dict[str, str]:
         name, first = self._first_interval
         if self.min_every_steps is not None:
             longest = self.max_every_steps or (self.min_every_steps if self.growth is None else math.inf)
@@ -163,7 +163,7 @@ class LoraConfig(Section):
     """Linear layers to adapt, by the end of their names, as in `q_proj v_proj`. all-linear: all except the LM
     head."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         return dict.fromkeys(("alpha", "target_modules"), "rank above 0") if self.rank == 0 else {}
 
     def check(self) -> None:

@@ -37,7 +37,7 @@ class CurriculumConfig(Section):
     """Decay of a prompt's pass rate: decay · old rate + (1 - decay) · rate of its newest group. 0: the newest
     group alone."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         if self.kind == "none":
             return {key: 'kind = "pass_rate"' for key in self.__struct_fields__ if key != "kind"}
         if (self.easy_weight, self.hard_weight, self.drop_above, self.drop_below) == (1, 1, None, None):
@@ -128,11 +128,11 @@ class DataConfig(Section):
     shuffle: bool = True
     """Whether to use a new order of the prompts in every data epoch."""
 
-    def lacking(self) -> dict[str, str]:
-        lacking = {} if self.task else {"num_digits": "task"}
+    def unmet_needs(self) -> dict[str, str]:
+        unmet_needs = {} if self.task else {"num_digits": "task"}
         if not self.dataset:
-            lacking |= dict.fromkeys(("dataset_config", "split", "revision"), "dataset")
-        return lacking if self.path or self.dataset else lacking | {"num_workers": "path or dataset"}
+            unmet_needs |= dict.fromkeys(("dataset_config", "split", "revision"), "dataset")
+        return unmet_needs if self.path or self.dataset else unmet_needs | {"num_workers": "path or dataset"}
 
     def check(self) -> None:
         sources = {key: value for key in ("task", "path", "dataset") if (value := getattr(self, key)) is not None}

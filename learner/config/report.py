@@ -23,7 +23,7 @@ class ReportConfig(Section):
     """Steps between samples of a few completions in samples.jsonl. The file keeps its first and its newest
     samples, at most 32 MiB. 0: never."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         return {} if self.dashboard_port else {"dashboard_host": "dashboard_port"}
 
     def check(self) -> None:

@@ -114,15 +114,15 @@ class RewardConfig(Section):
     have all of your permissions."""
     judge: JudgeConfig = JudgeConfig()
 
-    def lacking(self) -> dict[str, str]:
-        lacking = {} if self.overlong_buffer_tokens else {"overlong_penalty": "overlong_buffer_tokens"}
+    def unmet_needs(self) -> dict[str, str]:
+        unmet_needs = {} if self.overlong_buffer_tokens else {"overlong_penalty": "overlong_buffer_tokens"}
         if JUDGE not in self.functions:
-            lacking |= dict.fromkeys(
+            unmet_needs |= dict.fromkeys(
                 (f"judge.{key}" for key in JudgeConfig.__struct_fields__), f'functions with "{JUDGE}"'
             )
         if PASSES_TESTS not in self.functions:
-            lacking["unconfined_programs"] = f'functions with "{PASSES_TESTS}"'
-        return lacking
+            unmet_needs["unconfined_programs"] = f'functions with "{PASSES_TESTS}"'
+        return unmet_needs
 
     def check(self) -> None:
         require(

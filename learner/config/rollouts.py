@@ -26,7 +26,7 @@ class SamplingConfig(Section):
     seeded: bool = False
     """Whether to sample every completion with its own seed, which makes runs reproducible. Slower on GPUs."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         return {} if self._is_partial else {"allow_partial_support": "top_p below 1 or top_k above 0"}
 
     def check(self) -> None:

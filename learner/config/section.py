@@ -22,7 +22,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def check(self) -> None:
         """Raise ValueError, through `require`, for an invalid or contradictory value."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         """Return what each key without effect requires, whatever the key's own value."""
         return {}
 
@@ -31,7 +31,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
         Keys of inner sections are named as in `loss.clip_low`.
         """
-        idle = {key: need for key, need in self.lacking().items() if value_at(self, key) != _default(type(self), key)}
+        idle = {
+            key: need for key, need in self.unmet_needs().items() if value_at(self, key) != _default(type(self), key)
+        }
         for name in self.__struct_fields__:
             if isinstance(section := getattr(self, name), Section):
                 idle |= {f"{name}.{key}": need for key, need in section.idle_keys().items()}

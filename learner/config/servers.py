@@ -64,7 +64,7 @@ class PushConfig(Section):
         """Effective patience_s, shorter than the deadlines of the peers that wait."""
         return min(self.patience_s, self.timeout_s / 2)
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         return {} if self.transport == "tcp" else dict.fromkeys(("ports", "advertise"), any_of("transport", ["tcp"]))
 
     def port_range(self) -> Sequence[int]:
@@ -117,7 +117,7 @@ class ParityConfig(Section):
             f"max_identity_abs_logprob = {self.max_identity_abs_logprob} must be above 0",
         )
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         return {} if self.every_steps else {"max_time_share": "every_steps"}
 
     def identity_bound(self, dtype: str) -> float:

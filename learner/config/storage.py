@@ -29,7 +29,7 @@ class CheckpointConfig(Section):
     """Maximum total time of a checkpoint. It is written concurrently with training, but the next one and the
     end of the run wait for it."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         idle = {} if self.keep_best else {"best_by": "keep_best above 0"}
         return idle if self.export_model else idle | {"keep_best": "export_model = true"}
 

@@ -22,7 +22,7 @@ class WarmStartConfig(Section):
     answer_column: str = "answer"
     """Column with the text to learn. The end-of-sequence token is appended."""
 
-    def lacking(self) -> dict[str, str]:
+    def unmet_needs(self) -> dict[str, str]:
         others = ("learning_rate", "rows_per_step", "answer_column")
         return dict.fromkeys(others, "steps above 0") if self.steps == 0 else {}
 

@@ -84,8 +84,8 @@ def _read_by_transformers(template: ChatTemplate, prompt: list[int], token_ids: 
     """Parse a turn with transformers. Raises ValueError if that fails."""
     tokenizer = template.tokenizer
     if getattr(tokenizer, "response_template", None) is None:
-        begun = _decoded(tokenizer, prompt[-8:]).rstrip()
-        prefix = OPENS_REASONING if begun.endswith(OPENS_REASONING) else ""
+        prompt_end = _decoded(tokenizer, prompt[-8:]).rstrip()
+        prefix = OPENS_REASONING if prompt_end.endswith(OPENS_REASONING) else ""
         form = HERMES
         token_ids = template.without_end(token_ids)
     else:

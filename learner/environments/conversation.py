@@ -93,11 +93,11 @@ class ChatConversation:
 
     def _say(self, message: Message) -> None:
         """Add a message. The first turn is merged into an answer that the prompt began."""
-        if len(self._messages) == self._num_before and (begun := self._template.begun(self._messages)) is not None:
+        if len(self._messages) == self._num_before and (prefill := self._template.prefill(self._messages)) is not None:
             del self._messages[-1]
             self._num_before -= 1
-            begun = begun.rstrip().removesuffix(OPENS_REASONING) if message.get("reasoning_content") else begun
-            message = message | {"content": _joined(begun, message.get("content") or "")}
+            prefill = prefill.rstrip().removesuffix(OPENS_REASONING) if message.get("reasoning_content") else prefill
+            message = message | {"content": _joined(prefill, message.get("content") or "")}
         self._messages.append(message)
 
     def _name_calls(self, message: Message) -> None:

@@ -98,7 +98,7 @@ class Recording:
         """Add the tokens that the policy sampled."""
         self._branches[-1].add(completion.token_ids, completion.behaviour_logprobs, completion.versions)
 
-    def add_said(self, token_ids: Sequence[int]) -> None:
+    def add_observation(self, token_ids: Sequence[int]) -> None:
         """Add the tokens of the environment."""
         if token_ids:
             count = len(token_ids)

@@ -234,7 +234,7 @@ class Progress:
         if has_room and next_prompt.begins_branch:
             self.recording.begin_branch(next_prompt.token_ids)
         elif has_room:
-            self.recording.add_said(next_prompt.token_ids)
+            self.recording.add_observation(next_prompt.token_ids)
         return has_room
 
     def turn_prompt(self, token_ids: np.ndarray, max_tokens: int) -> TurnPrompt:

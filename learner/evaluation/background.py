@@ -169,8 +169,8 @@ class Evaluations:
         has a deadline (learner.evaluation.timeout_s).
         """
         self._take()
-        is_last_owed = self._newest_step >= self._num_steps and self._ended_step != self._newest_step
-        if self._sets and self._running is None and is_last_owed:
+        is_last_due = self._newest_step >= self._num_steps and self._ended_step != self._newest_step
+        if self._sets and self._running is None and is_last_due:
             self._begin(self._newest_step)
         return self._running is None
 
@@ -256,7 +256,7 @@ class RunningEvaluation(msgspec.Struct, frozen=True):
     """Results by set that an earlier process recorded before it was killed."""
 
 
-def is_owed(run: LearnerRun, step: int) -> bool:
+def is_due(run: LearnerRun, step: int) -> bool:
     """Return whether the evaluation after `step`, the last one, is incomplete."""
     config, run_dir = run.learner.evaluation, Path(run.run_dir)
     if not config.every_steps:

@@ -64,7 +64,7 @@ class Session:
         self._limit: EndState | None = None
         """End state that the last refused request implies."""
         self._is_cut_off = False
-        self._num_asked = 0
+        self._num_turns = 0
         self._under_way: set[asyncio.Future[TurnResult | None]] = set()
         self._salt = self._endpoint = ""
         self._num_prompt_tokens = self._num_cached_tokens = 0
@@ -73,12 +73,12 @@ class Session:
     async def turn(self, token_ids: list[int], max_tokens: int, stop: tuple[str, ...]) -> Turn:
         """Sample a turn of the policy. Raises Refused if there is none."""
         room = min(max_tokens, self._room_behind(token_ids))
-        asked = TurnPrompt(
-            episode=self._number, number=self._num_asked, token_ids=np.array(token_ids, np.int32), max_tokens=room,
+        prompt = TurnPrompt(
+            episode=self._number, number=self._num_turns, token_ids=np.array(token_ids, np.int32), max_tokens=room,
             salt=self._salt, stays_at=self._endpoint, stop=stop,
         )  # fmt: skip
-        self._num_asked += 1
-        sampled = await self._answer_to(asked)
+        self._num_turns += 1
+        sampled = await self._answer_to(prompt)
         if self.state is not None:
             raise episode_over(self.state)
         if sampled is None:
@@ -93,7 +93,7 @@ class Session:
             self.entered_version = group.entered_version
         return Turn(uuid.uuid4().hex, token_ids, completion, group.num_cached_tokens)
 
-    async def _answer_to(self, asked: TurnPrompt) -> TurnResult | None:
+    async def _answer_to(self, prompt: TurnPrompt) -> TurnResult | None:
         """Return the servers' answer.
 
         Canceling this call cancels the request at the servers.
@@ -101,17 +101,17 @@ class Session:
         Raises:
             Refused: If the episode ends first.
         """
-        asking = asyncio.ensure_future(self._ask(asked))
-        self._under_way.add(asking)
+        task = asyncio.ensure_future(self._ask(prompt))
+        self._under_way.add(task)
         try:
             with self._clock:
-                return await asking
+                return await task
         except asyncio.CancelledError:
             if self.state is None:  # the agent no longer waits
                 raise
             raise episode_over(self.state) from None
         finally:
-            self._under_way.discard(asking)
+            self._under_way.discard(task)
 
     def record(self, turn: Turn) -> None:
         """Record a turn that the agent receives, in the longest branch it extends."""
@@ -138,8 +138,8 @@ class Session:
     def leave(self) -> EndState:
         """Close the session, cancel pending requests, and return the end state."""
         self.state = self.state or "aborted"
-        for asking in self._under_way:
-            asking.cancel()
+        for task in self._under_way:
+            task.cancel()
         return self.state
 
     def end(self, outcome: float | ProcessFailure | None) -> None:
@@ -181,7 +181,7 @@ class Session:
         if self.state is not None:
             raise episode_over(self.state)
         max_turns = self._config.environment.max_turns
-        if self._num_asked >= max_turns:
+        if self._num_turns >= max_turns:
             self._limit = "max_turns"
             raise Refused(
                 f"the episode has had its {max_turns} turns (learner.environment.max_turns); return, or raise that key",

@@ -192,7 +192,7 @@ def kv_bytes_per_token(shape: ModelShape, run: LearnerRun, *, num_workers: int =
     return 2 * shape.num_layers * shape.kv_size * _bytes_of(run.dtype) // num_workers
 
 
-def told(memory: Memory) -> str:
+def describe(memory: Memory) -> str:
     """Format as `12.3 GiB per GPU (weights 1.8, …) and 4.1 GiB of host memory`.
 
     Parts below 0.05 GiB are left out.

@@ -65,7 +65,7 @@ class PublishedPolicy:
         self._accelerator, self._is_sharded = accelerator, accelerator.is_fsdp2
         self._leading_thread: int | None = None
         """Thread of rank 0 while other ranks follow it."""
-        self._heard_at = time.monotonic()
+        self._notified_at = time.monotonic()
         reshard(self.model)
         of_model = weights(self.model)
         of_adapter = trainable(self.model) if has_adapter(self.model) else {}
@@ -104,7 +104,7 @@ class PublishedPolicy:
 
         A caller that waits long calls this repeatedly.
         """
-        if self._leading_thread == threading.get_ident() and time.monotonic() - self._heard_at > STILL_WAITING_S:
+        if self._leading_thread == threading.get_ident() and time.monotonic() - self._notified_at > STILL_WAITING_S:
             self._broadcast(WAIT)
 
     def tensors(self) -> NamedTensors:
@@ -160,7 +160,7 @@ class PublishedPolicy:
                 f"{who} of this learner has stopped or hangs; see its log. If it was only slow, raise "
                 f"learner.rank_timeout_s ({reason})"
             ) from error
-        self._heard_at = time.monotonic()
+        self._notified_at = time.monotonic()
         return order
 
     @torch.no_grad()

@@ -120,16 +120,16 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
 
         The text opens the policy's turn, or ends with a partial answer for the policy to continue.
         """
-        begun = self.begun(messages)
-        if begun is None:
+        prefill = self.prefill(messages)
+        if prefill is None:
             return self.text(messages)
         text: str = self._apply(messages, False, tokenize=False, goes_on=True)
-        return text if text.endswith(begun) else text + begun[len(begun.rstrip()) :]  # some templates trim
+        return text if text.endswith(prefill) else text + prefill[len(prefill.rstrip()) :]  # some templates trim
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Render a prompt as token ids. Raises DataError if the template fails."""
         if not self.has_texts:
-            goes_on = self.begun(messages) is not None
+            goes_on = self.prefill(messages) is not None
             return list(self._apply(messages, not goes_on, tokenize=True, goes_on=goes_on))
         return list(self.tokenizer.encode(self.prompt_text(messages), add_special_tokens=False))
 
@@ -140,7 +140,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         one, other = (render([*before, messages[place] | {"content": text}, *after]) for text in "AB")
         return bool(one != other)
 
-    def begun(self, messages: Sequence[Message]) -> str | None:
+    def prefill(self, messages: Sequence[Message]) -> str | None:
         """Return the partial answer (prefill) that a prompt ends with, or None.
 
         The policy continues this text of the last message, which is the assistant's.

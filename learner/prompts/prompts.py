@@ -45,7 +45,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     columns: dict[str, Any]
     """All other columns of the row, for the reward functions."""
-    begun: str | None = None
+    prefill: str | None = None
     """Partial answer that the prompt ends with and the policy continues, if any."""
     opens_reasoning: bool = False
     """Whether the template ends the prompt with `<think>`, so that the completion starts as reasoning."""
@@ -136,10 +136,10 @@ class Prompts:
         prompt = with_system_prompt(columns.pop(self._config.prompt_column), self._config)
         token_ids = self._encoded.prompt_ids(row)
         (end,) = self.template.tokenizer.batch_decode([token_ids[-END_TOKENS:]], skip_special_tokens=False)
-        begun = None if isinstance(prompt, str) else self.template.begun(prompt)
+        prefill = None if isinstance(prompt, str) else self.template.prefill(prompt)
         return Prompt(
-            prompt_id=row, prompt=prompt, token_ids=token_ids, columns=columns, begun=begun,
-            opens_reasoning=begun is None and end.rstrip().endswith(OPENS_REASONING),
+            prompt_id=row, prompt=prompt, token_ids=token_ids, columns=columns, prefill=prefill,
+            opens_reasoning=prefill is None and end.rstrip().endswith(OPENS_REASONING),
         )  # fmt: skip
 
     def _find_too_long(self) -> np.ndarray:

@@ -82,7 +82,7 @@ def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, f
     ]
     keys = sorted({key for run in runs for key in run.config} - IN_ANY_CASE)
     values = {key: [run.config.get(key) for run in runs] for key in keys}
-    differences = {key: told for key, told in values.items() if any(one != told[0] for one in told)}
+    differences = {key: shown for key, shown in values.items() if any(one != shown[0] for one in shown)}
     return Comparison(runs, differences), metrics
 
 
@@ -93,7 +93,7 @@ def write_comparison(comparison: Comparison, metrics: Sequence[Metrics]) -> Path
         "comparison.html.jinja",
         [chart for chart in charts if isinstance(chart, Chart)],
         names=[run.name for run in comparison.runs],
-        rows=[(label, [told(run.summary) for run in comparison.runs]) for label, told in ROWS],
+        rows=[(label, [describe(run.summary) for run in comparison.runs]) for label, describe in ROWS],
         differences=[(key, list(map(_in_words, values))) for key, values in comparison.differences.items()],
     )
     path = Path(comparison.runs[0].path).resolve().parent / "comparison.html"
@@ -104,7 +104,7 @@ def write_comparison(comparison: Comparison, metrics: Sequence[Metrics]) -> Path
 def as_text(comparison: Comparison) -> str:
     """Format a table of the results and the keys that differ."""
     rows = [("", *(run.name for run in comparison.runs))]
-    rows += [(label, *(told(run.summary) for run in comparison.runs)) for label, told in ROWS]
+    rows += [(label, *(describe(run.summary) for run in comparison.runs)) for label, describe in ROWS]
     if comparison.differences:
         rows += [("",) * len(rows[0])]
         rows += [(key, *map(_in_words, values)) for key, values in comparison.differences.items()]

@@ -47,7 +47,7 @@ class RewardCall(msgspec.Struct, frozen=True):
     """Per completion, the environment's reward of its episode. None: there is no environment."""
     opens_reasoning: bool = False
     """Whether the completions start inside reasoning that the prompt has opened."""
-    begun: str | None = None
+    prefill: str | None = None
     """Beginning of an answer in the prompt, which the completions continue. None: there is none."""
     environments: list[dict[str, Any]] | None = None
     """Per completion, the final attributes of the environment, if the function asks for them."""
@@ -147,19 +147,21 @@ def _arguments(call: RewardCall, log: Log) -> dict[str, Any]:
     if call.environments is not None:
         given["environments"] = [Remembered(attributes) for attributes in call.environments]
     return _repeated(call) | {
-        "prompts": [call.prompt if call.begun is None else call.prompt[:-1]] * num_completions,
-        "completions": [_as_messages(one, call.begun or "") for one in completions] if is_conversation else completions,
+        "prompts": [call.prompt if call.prefill is None else call.prompt[:-1]] * num_completions,
+        "completions": [_as_messages(one, call.prefill or "") for one in completions]
+        if is_conversation
+        else completions,
         "completion_ids": call.completion_ids,
         **{name: value for name, value in given.items() if accepts(call.function, name)},
     }
 
 
-def _as_messages(completion: CompletionContent, begun: str) -> list[dict[str, Any]]:
+def _as_messages(completion: CompletionContent, prefill: str) -> list[dict[str, Any]]:
     """Return a completion as messages.
 
     If the prompt began the answer, the function rates the whole answer, as in TRL.
     """
-    return [{"role": "assistant", "content": begun + completion}] if isinstance(completion, str) else completion
+    return [{"role": "assistant", "content": prefill + completion}] if isinstance(completion, str) else completion
 
 
 def _repeated(call: RewardCall) -> dict[str, list[Any]]:

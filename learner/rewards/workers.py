@@ -173,7 +173,7 @@ class RewardWorkers:
         jobs = [
             Job(name, RewardCall(
                 function, prompt.prompt, prompt.columns, list(completions), ids, state, environment_rewards,
-                prompt.opens_reasoning and all(isinstance(one, str) for one in completions), prompt.begun,
+                prompt.opens_reasoning and all(isinstance(one, str) for one in completions), prompt.prefill,
                 environments if function in self.with_environments else None, self._config.timeout_s, self._config,
             ), Future())
             for name, function in zip(self._config.names, self._config.functions, strict=True)

@@ -94,7 +94,7 @@ class ServerLink:
         self.num_refused = 0
         """Number of malformed or unexpected messages. They are no sign of life."""
         self._refused_noted_at = -REFUSED_NOTE_S
-        self._last_heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         self._last_pulse: tuple[Pulse, float] | None = None
         self._connected = False
         self.on_lost: Callable[[], None] = _ignore
@@ -164,8 +164,8 @@ class ServerLink:
         while True:
             self._note_failed_handshakes()
             if self._channel.look_at_connection():
-                self._last_heard_s = time.monotonic()  # heartbeats queue behind a long message on a slow link
-            silent_s = time.monotonic() - self._last_heard_s
+                self._last_message_s = time.monotonic()  # heartbeats queue behind a long message on a slow link
+            silent_s = time.monotonic() - self._last_message_s
             if self._connected and (silent_s > DEAD_AFTER_S or self._channel.num_broken > self._num_broken):
                 why = f"no message for {silent_s:.1f} s" if silent_s > DEAD_AFTER_S else "the connection broke"
                 if not self.is_draining:
@@ -202,7 +202,7 @@ class ServerLink:
             except ProtocolError as error:
                 self.refuse(str(error))
                 continue
-            self._last_heard_s = time.monotonic()
+            self._last_message_s = time.monotonic()
             match message:
                 case Welcome():
                     self._welcomed(message)

@@ -81,7 +81,7 @@ class RunDir:
         replace_file(self.config, to_toml(_with_dual_clip(self.run)).encode())
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """True if the directory holds a run. Before `begin`, this means a resume."""
         return self.config.exists()
 
@@ -158,7 +158,7 @@ def _compare(path: Path, run: LearnerRun) -> None:
 def _with_dual_clip(run: LearnerRun) -> LearnerRun:
     """Return the run with dual_clip spelled out, if its objective uses that bound."""
     loss = run.learner.loss
-    if "dual_clip" in loss.lacking() or is_plug_in(loss.objective):
+    if "dual_clip" in loss.unmet_needs() or is_plug_in(loss.objective):
         return run
     loss = replace(loss, dual_clip=loss.value("dual_clip"))
     return replace(run, learner=replace(run.learner, loss=loss))

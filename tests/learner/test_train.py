@@ -306,7 +306,7 @@ def test_a_push_that_fails_is_tried_again_in_a_new_epoch(tmp_path: Path) -> None
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_push_that_would_fail_again_ends_the_run_at_once(tmp_path: Path, overlap: bool) -> None:
     engine = ModelEngine(resolve_model("tiny:digits"))
-    error = str(PushIncomplete.lacking(["model.norm.weight"]))
+    error = str(PushIncomplete.missing(["model.norm.weight"]))
     engine.reports_from_version[1] = [
         report(ok=False, state="loading", weights_intact=False, retryable=False, error=error)
     ]

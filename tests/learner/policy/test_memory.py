@@ -28,13 +28,13 @@ from learner.policy.lora import add_adapter
 from learner.policy.memory import (
     GIB,
     activation_bytes,
+    describe,
     head_bytes,
     kv_bytes_per_token,
     learner_memory,
     num_trained,
     server_memory,
     shape_of,
-    told,
 )
 from learner.policy.model import compute_in
 from learner.policy.published import copy_for_export
@@ -254,7 +254,7 @@ def test_smaller_micro_batches_are_the_remedy_that_the_page_names() -> None:
     run = run_of(settings | {"micro_batch_tokens": 4096}, "bfloat16")
     memory = learner_memory(shape_of(QWEN_7B), run, num_ranks=8, is_sharded=True)
     assert f"eight GPUs need {memory.device_gib:.0f} GiB each" in " ".join(PAGE.read_text().split())
-    assert f"{memory.device_gib:.1f} GiB per GPU (weights 3.5, gradients 3.5," in told(memory)
+    assert f"{memory.device_gib:.1f} GiB per GPU (weights 3.5, gradients 3.5," in describe(memory)
 
 
 def test_the_learner_keeps_a_baseline_of_deltas_for_each_server() -> None:

@@ -177,14 +177,14 @@ def test_an_answer_that_a_prompt_begins_keeps_the_space_that_a_template_trims(
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
     prompt = Prompts(DataConfig(path=path), tokenizer, 0).prompt_at(0)
     assert tokenizer.decode(prompt.token_ids) == shown.replace("+ >", "+>")
-    assert prompt.begun == (content if content.strip() else None)
+    assert prompt.prefill == (content if content.strip() else None)
 
 
 def test_agents_open_a_turn_of_their_own_behind_an_answer_that_is_begun(tokenizer, tmp_path):
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2+"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
     prompt = Prompts(DataConfig(path=path), tokenizer, 0, turns=Turns(goes_on=False)).prompt_at(0)
-    assert tokenizer.decode(prompt.token_ids) == "+1+1+2+>" and prompt.begun is None
+    assert tokenizer.decode(prompt.token_ids) == "+1+1+2+>" and prompt.prefill is None
 
 
 def test_a_template_that_hides_the_answer_that_a_prompt_begins_is_an_error(tokenizer, tmp_path, monkeypatch):

@@ -71,9 +71,9 @@ def test_a_conversation_comes_as_trl_passes_it():
 def test_an_answer_that_the_prompt_has_begun_is_rated_whole():
     begun = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     assert score(
-        ["exact_match"], ["2", "42"], msgspec.structs.replace(prompt(begun, answer="42"), begun="4")
+        ["exact_match"], ["2", "42"], msgspec.structs.replace(prompt(begun, answer="42"), prefill="4")
     ).rewards == [1.0, 0.0]
-    seen = _arguments(RewardCall("exact_match", begun, {}, ["2"], [[1]], begun="4"), Log(1, frozenset()))
+    seen = _arguments(RewardCall("exact_match", begun, {}, ["2"], [[1]], prefill="4"), Log(1, frozenset()))
     assert seen["prompts"] == [begun[:1]] and seen["completions"] == [[{"role": "assistant", "content": "42"}]]
 
 
