@@ -19,7 +19,7 @@ import msgspec
 
 from deploy.config import DeployConfig, DeployRun
 from deploy.placement import ProcessSpec, rank_places, server_places
-from deploy.supervisor import Process, Supervisor
+from deploy.supervisor import SupervisedProcess, Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol import console
@@ -117,10 +117,12 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """Command of each kind of process, without the flags of its ProcessSpec."""
     resume: bool
 
-    def start(self, command: tuple[str, ...], place: ProcessSpec) -> Process:
-        return Process(place.name, (*command, *place.flags), place.environment, self.logs / f"{place.name}.log")
+    def start(self, command: tuple[str, ...], place: ProcessSpec) -> SupervisedProcess:
+        return SupervisedProcess(
+            place.name, (*command, *place.flags), place.environment, self.logs / f"{place.name}.log"
+        )
 
-    def start_learner(self, *, again: bool) -> list[Process]:
+    def start_learner(self, *, again: bool) -> list[SupervisedProcess]:
         """Start all ranks, with a port for their rendezvous that is free now."""
         has_started = (Path(self.learner_run.run_dir) / "config.toml").exists()
         switch = ("--resume",) if self.resume or (again and has_started) else ()

@@ -4,7 +4,7 @@
                                                        └▶ stop the learner, then the servers
     a signal ─▶ every rank, which finishes its step and writes a checkpoint ─▶ the learner exits ─▶ stop the servers
 
-All ranks of a learner start and exit together. A `Process` gets a SIGTERM before it is killed.
+All ranks of a learner start and exit together. A `SupervisedProcess` gets a SIGTERM before it is killed.
 Invariants: `run` leaves no process behind. If colocate dies, the kernel sends each process a SIGTERM.
 """
 
@@ -38,7 +38,7 @@ WINDOW_S = 3600.0
 """Length of the window in which restarts are counted."""
 
 
-class Process:
+class SupervisedProcess:
     """A child process whose output is copied to the console, prefixed, and to a file."""
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], log_file: Path) -> None:
@@ -76,14 +76,14 @@ class Process:
         self._copier.join(GRACE_S)
 
 
-def stop(processes: Sequence[Process], grace_s: float = GRACE_S) -> None:
+def stop(processes: Sequence[SupervisedProcess], grace_s: float = GRACE_S) -> None:
     """Send SIGTERM to all processes, wait, then kill the remaining ones."""
     for process in processes:
         process.signal(signal.SIGTERM)
     wait_for(processes, grace_s)
 
 
-def wait_for(processes: Sequence[Process], timeout_s: float) -> None:
+def wait_for(processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
     """Wait for all processes to exit, and kill those still running after `timeout_s`."""
     give_up_at = time.monotonic() + timeout_s
     for process in processes:
@@ -98,18 +98,21 @@ def _stop_with_parent() -> None:
 class StartLearner(Protocol):
     """A function that starts all ranks. `again`: earlier ranks of this run failed."""
 
-    def __call__(self, *, again: bool) -> list[Process]: ...
+    def __call__(self, *, again: bool) -> list[SupervisedProcess]: ...
 
 
 class Supervisor:
     """The supervisor of one run of colocate."""
 
     def __init__(
-        self, start_server: Mapping[str, Callable[[], Process]], start_learner: StartLearner, config: DeployConfig
+        self,
+        start_server: Mapping[str, Callable[[], SupervisedProcess]],
+        start_learner: StartLearner,
+        config: DeployConfig,
     ) -> None:
         self._start_server, self._start_learner, self._config = start_server, start_learner, config
-        self._servers: dict[str, Process] = {}
-        self._ranks: list[Process] = []
+        self._servers: dict[str, SupervisedProcess] = {}
+        self._ranks: list[SupervisedProcess] = []
         self._restarts: dict[str, deque[float]] = defaultdict(deque)
         self._is_stopping = False
         self._missed: int | None = None

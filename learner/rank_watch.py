@@ -60,7 +60,7 @@ class Greeting(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Process and host, as in `process 4711 on node3`."""
 
 
-class Farewell(msgspec.Struct, tag=True, frozen=True):
+class RankFarewell(msgspec.Struct, tag=True, frozen=True):
     """Last line of a rank that ends in order, or that reports its own error."""
 
 
@@ -78,7 +78,7 @@ class Lost(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         )
 
 
-Line = Greeting | Farewell | Lost
+Line = Greeting | RankFarewell | Lost
 
 
 class RankWatch:
@@ -123,7 +123,7 @@ class RankWatch:
         self._is_over.set()
         with self._lock:
             for connection in self._connections:
-                _send(connection, Farewell())
+                _send(connection, RankFarewell())
 
     def close(self) -> None:
         """Stop watching; if another rank has died, this rank still ends by force."""

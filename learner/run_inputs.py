@@ -17,7 +17,7 @@ from learner.environments.process import tools_of
 from learner.policy.memory import ModelShape, describe, kv_bytes_per_token, learner_memory, server_memory, shape_of
 from learner.policy.model import load_config, load_tokenizer
 from learner.policy.model_digest import digest_model
-from learner.prompts.chat_template import Turns
+from learner.prompts.chat_template import TurnFormat
 from learner.prompts.prompts import Prompts
 from protocol.doctor import of_dtype
 from protocol.model_files import end_token_ids, resolve_model
@@ -71,7 +71,7 @@ class RunInputs:
         if renderer is not None:
             renderer_of(self.tokenizer, renderer)  # fails early if the format does not fit
         is_for_agents = self.run.learner.environment.has_agent  # agents send their own messages
-        turns = Turns(renderer, frozenset(end_token_ids(self.model_path)), goes_on=not is_for_agents)
+        turns = TurnFormat(renderer, frozenset(end_token_ids(self.model_path)), goes_on=not is_for_agents)
         prompts = Prompts(data, self.tokenizer, self.run.seed, self.tools, turns)
         check_calls(prompts.template)  # fails early too
         return prompts

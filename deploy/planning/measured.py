@@ -23,7 +23,7 @@ import numpy as np
 import simpy
 
 from deploy.planning.rates import Lengths, Rates
-from deploy.planning.servers import Group, Server
+from deploy.planning.servers import SimulatedGroup, SimulatedServer
 from deploy.planning.step_metrics import Lines, mean, pushed_lines, read_steps, values
 from inference_server.config import ServerConfig, ServerRun
 from learner.config import LearnerConfig, LearnerRun
@@ -140,10 +140,10 @@ def replay(rates: Rates, groups: Sequence[LedgerGroup], lengths: list[list[float
     env = simpy.Environment(groups[0].admitted_at)
     done_at = np.zeros(len(groups))
 
-    def done(group: Group) -> None:
+    def done(group: SimulatedGroup) -> None:
         done_at[group.slot] = env.now
 
-    fleet = [Server(env, rates, servers.capacity, done) for _ in range(servers.num)]
+    fleet = [SimulatedServer(env, rates, servers.capacity, done) for _ in range(servers.num)]
 
     def until(time: float) -> simpy.Event:
         return env.timeout(max(0.0, time - env.now))
@@ -161,7 +161,7 @@ def replay(rates: Rates, groups: Sequence[LedgerGroup], lengths: list[list[float
                     server.resume(version)
             yield until(group.admitted_at)
             least = min(fleet, key=lambda server: len(server.groups))
-            least.submit([Group(i, lengths[i], env.now)])
+            least.submit([SimulatedGroup(i, lengths[i], env.now)])
 
     env.process(request_groups())
     env.run()

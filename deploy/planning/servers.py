@@ -29,7 +29,7 @@ NOTICED_S = 3.0
 """Time until the learner notices that a server is dead."""
 
 
-class Group:
+class SimulatedGroup:
     """A group on its way from its slot to its batch."""
 
     __slots__ = ("lengths", "num_left", "oldest_version", "requested_at", "slot")
@@ -43,11 +43,13 @@ class Group:
         self.num_left, self.oldest_version = len(self.lengths), -1
 
 
-class Server:
+class SimulatedServer:
     """A simulated inference server."""
 
-    def __init__(self, env: simpy.Environment, rates: Rates, capacity: int, on_done: Callable[[Group], None]) -> None:
-        self.groups: dict[int, Group] = {}
+    def __init__(
+        self, env: simpy.Environment, rates: Rates, capacity: int, on_done: Callable[[SimulatedGroup], None]
+    ) -> None:
+        self.groups: dict[int, SimulatedGroup] = {}
         """Running and waiting groups, by slot."""
         self.is_ready = True
         """True while the server is up and has weights, so that it may receive groups."""
@@ -56,14 +58,14 @@ class Server:
         self._env, self._rates, self._capacity, self._on_done = env, rates, capacity, on_done
         self._version = 0
         self._progress, self._at = 0.0, env.now
-        self._running: list[tuple[float, int, Group]] = []
+        self._running: list[tuple[float, int, SimulatedGroup]] = []
         """Heap of (progress at which the sequence ends, slot, group)."""
-        self._waiting: deque[tuple[float, Group]] = deque()
+        self._waiting: deque[tuple[float, SimulatedGroup]] = deque()
         self._is_paused = False
         self._alarm = 0
         """Number of the only valid alarm; earlier alarms are out of date."""
 
-    def submit(self, groups: Iterable[Group]) -> None:
+    def submit(self, groups: Iterable[SimulatedGroup]) -> None:
         self.catch_up()
         for group in groups:
             self.groups[group.slot] = group
@@ -81,7 +83,7 @@ class Server:
         self._is_paused, self._version = False, version
         self._advance()
 
-    def die(self) -> list[Group]:
+    def die(self) -> list[SimulatedGroup]:
         """Stop and return the unfinished groups, which restart elsewhere."""
         self.catch_up()
         lost = list(self.groups.values())
@@ -154,17 +156,22 @@ class Failures(msgspec.Struct, frozen=True, kw_only=True):
     """Time until a failed server is up again, without weights."""
 
 
-class Fleet:
+class SimulatedFleet:
     """A fleet of identical servers."""
 
     def __init__(
-        self, env: simpy.Environment, rates: Rates, num_servers: int, capacity: int, on_done: Callable[[Group], None]
+        self,
+        env: simpy.Environment,
+        rates: Rates,
+        num_servers: int,
+        capacity: int,
+        on_done: Callable[[SimulatedGroup], None],
     ) -> None:
         self._env, self._rates = env, rates
-        self._servers = [Server(env, rates, capacity, on_done) for _ in range(num_servers)]
+        self._servers = [SimulatedServer(env, rates, capacity, on_done) for _ in range(num_servers)]
         self._chosen_at = [0] * num_servers
         self._choices = itertools.count(1)
-        self._held: list[Group] = []
+        self._held: list[SimulatedGroup] = []
         """Groups requested while no server was up."""
         self._version = 0
         self.num_places = num_servers * capacity
@@ -174,7 +181,7 @@ class Fleet:
         """Number of groups requested and not done."""
         return len(self._held) + sum(len(server.groups) for server in self._servers)
 
-    def send(self, groups: Sequence[Group]) -> None:
+    def send(self, groups: Sequence[SimulatedGroup]) -> None:
         """Send each group to the server with the fewest groups.
 
         A tie goes to the least recently chosen server.
@@ -186,7 +193,7 @@ class Fleet:
             self._held += groups
             return
         heapq.heapify(ready)
-        by_server: dict[int, list[Group]] = {}
+        by_server: dict[int, list[SimulatedGroup]] = {}
         for group in groups:
             num_groups, _, i = ready[0]
             self._chosen_at[i] = next(self._choices)
@@ -216,7 +223,7 @@ class Fleet:
         for name in ("idle_s", "stalled_s", "sequence_s", "group_s"):
             setattr(sums, name, sum(getattr(server, name) for server in self._servers))
 
-    def _fail(self, server: Server, failures: Failures, rng: np.random.Generator) -> Events:
+    def _fail(self, server: SimulatedServer, failures: Failures, rng: np.random.Generator) -> Events:
         while True:
             yield self._env.timeout(rng.exponential(failures.every_s))
             lost = server.die()

@@ -20,7 +20,7 @@ import simpy
 
 from deploy.planning.outcome import Outcome, Sums
 from deploy.planning.rates import Rates
-from deploy.planning.servers import Events, Failures, Fleet, Group
+from deploy.planning.servers import Events, Failures, SimulatedFleet, SimulatedGroup
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
 from learner.rollouts.auto_staleness import AutoStaleness
@@ -72,12 +72,12 @@ class Simulation:
         self._lengths = setup.rates.lengths.sampler()
         self._rng = np.random.default_rng(seed)
         capacity = setup.server.capacity
-        self._fleet = Fleet(self._env, setup.rates, self._num_servers, capacity, self._done)
+        self._fleet = SimulatedFleet(self._env, setup.rates, self._num_servers, capacity, self._done)
         if setup.failures is not None:
             self._fleet.start_failures(setup.failures, self._rng.spawn(1)[0])
         self._lookahead = AutoStaleness(config)
         self._next_to_admit = self._next_to_take = 0
-        self._ready: dict[int, Group] = {}
+        self._ready: dict[int, SimulatedGroup] = {}
         self._num_missing = 0
         """Number of groups still missing from the batch that the learner waits for."""
         self._complete = self._env.event()
@@ -134,7 +134,7 @@ class Simulation:
         sums.groups += len(groups)
         sums.steps += 1
 
-    def _take(self, version: int) -> Generator[simpy.Event, Any, list[Group]]:
+    def _take(self, version: int) -> Generator[simpy.Event, Any, list[SimulatedGroup]]:
         """Wait for the groups of the next slots and return them."""
         began = self._env.now
         slots = range(self._next_to_take, self._next_to_take + self._groups_per_step)
@@ -187,7 +187,10 @@ class Simulation:
         if version == 0:
             lengths = self._out_of_step(lengths)
         self._fleet.send(
-            [Group(slot, of_slot, self._env.now) for slot, of_slot in zip(slots, lengths.tolist(), strict=True)]
+            [
+                SimulatedGroup(slot, of_slot, self._env.now)
+                for slot, of_slot in zip(slots, lengths.tolist(), strict=True)
+            ]
         )
 
     def _out_of_step(self, lengths: np.ndarray) -> np.ndarray:
@@ -202,13 +205,13 @@ class Simulation:
         left = np.minimum(1.0, (1 + np.arange(len(lengths))) / num_at_once)
         return np.maximum(1.0, np.rint(lengths * left[:, None]))
 
-    def _done(self, group: Group) -> None:
+    def _done(self, group: SimulatedGroup) -> None:
         self._sums.groups_done += 1
         self._sums.latency_s += self._env.now - group.requested_at
         scored = self._env.timeout(self._rates.score_s, group)
         scored.callbacks.append(lambda event: self._scored(event.value))
 
-    def _scored(self, group: Group) -> None:
+    def _scored(self, group: SimulatedGroup) -> None:
         self._ready[group.slot] = group
         if self._num_missing and group.slot < self._next_to_take + self._groups_per_step:
             self._num_missing -= 1

@@ -44,8 +44,8 @@ class Successor(Protocol):
         ...
 
 
-class Membership(msgspec.Struct, frozen=True, eq=False):
-    """Membership of one rank in one session."""
+class SessionMembership(msgspec.Struct, frozen=True, eq=False):
+    """SessionMembership of one rank in one session."""
 
     epoch: str
     rendezvous: Rendezvous
@@ -60,7 +60,7 @@ class Receiver:
 
     def __init__(self, rank: int, device: torch.device, new_baseline: NewBaseline = lambda *_: Baseline()) -> None:
         self._rank, self._device, self._new_baseline = rank, device, new_baseline
-        self._member: Membership | None = None
+        self._member: SessionMembership | None = None
         self._staging: _Staging | None = None
         self._lock = threading.Lock()
         """Held while the membership changes: an abandoned join must not take effect."""
@@ -138,7 +138,9 @@ class Receiver:
                 if order.manifest.wire == "delta":
                     baseline = self._new_baseline(order.rendezvous.world_size - 1, order.epoch, order.manifest)
                 memory = BucketMemory(order.manifest, collective.device)
-                self._member = Membership(order.epoch, order.rendezvous, collective, order.manifest, baseline, memory)
+                self._member = SessionMembership(
+                    order.epoch, order.rendezvous, collective, order.manifest, baseline, memory
+                )
         self.join_s = time.monotonic() - started
 
     def receive(self) -> Iterator[Arrived]:

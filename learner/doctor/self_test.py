@@ -38,7 +38,7 @@ from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
 from learner.servers.parity import coarser
 from learner.storage.run_dir import open_run_dir
-from learner.training.batch import Row, step_rows
+from learner.training.batch import BatchRow, step_rows
 from learner.training.distributed import make_accelerator, my_batches
 from learner.training.metrics import num_nonfinite
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
@@ -135,7 +135,7 @@ def sample_across_pushes(controller: Controller) -> list[list[RolloutGroup]]:
     return batches
 
 
-def rows_of(groups: list[RolloutGroup], config: LearnerConfig) -> list[Row]:
+def rows_of(groups: list[RolloutGroup], config: LearnerConfig) -> list[BatchRow]:
     """Return every completion of the step, including those of groups without signal."""
     return [row for rows_G in step_rows(groups, advantages(groups, config), config) for row in rows_G]
 

@@ -72,7 +72,7 @@ async def episodes_of(questions: Questions, client: OpenAIClient, served: Served
             f"{questions.url}/models does not report the maximum sequence length (max_model_len, as vLLM does); set "
             "learner.environment.max_episode_tokens"
         )
-    turns = Turns(questions, client, served, prompt)
+    turns = EpisodeTurns(questions, client, served, prompt)
     num_samples = questions.config.num_samples
     group = await questions.player.play(
         f"of prompt {prompt.prompt_id}", prompt, turns.ask, num_episodes=num_samples, max_tokens=most
@@ -89,8 +89,8 @@ async def episodes_of(questions: Questions, client: OpenAIClient, served: Served
     )
 
 
-class Turns:
-    """Turns in the episodes of one prompt, sampled by the server."""
+class EpisodeTurns:
+    """EpisodeTurns in the episodes of one prompt, sampled by the server."""
 
     def __init__(self, questions: Questions, client: OpenAIClient, served: Served, prompt: Prompt) -> None:
         self._questions, self._client, self._served, self._prompt = questions, client, served, prompt

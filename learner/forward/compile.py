@@ -48,7 +48,7 @@ A policy compiled on some ranks only would round in two ways.
 """
 
 
-class Before(NamedTuple):
+class BeforeCompile(NamedTuple):
     """Logprobs of a pack before fusing, with original and with rounded embeddings."""
 
     pack: Pack
@@ -87,7 +87,7 @@ def describe_fused(model: Any) -> str:
 
 
 def _try_compiling(
-    model: Any, layers: list[nn.Module], before: list[Before], dtype: torch.dtype, of_ranks: FirstProblem
+    model: Any, layers: list[nn.Module], before: list[BeforeCompile], dtype: torch.dtype, of_ranks: FirstProblem
 ) -> str | None:
     """Compile `layers` whole and the pieces of other layers.
 
@@ -146,7 +146,7 @@ def _rotary_functions(model: nn.Module) -> dict[str, Any]:
     return {home: getattr(sys.modules[home], ROTARY) for home in sorted(homes) if hasattr(sys.modules[home], ROTARY)}
 
 
-def _problem(model: Any, before: list[Before], dtype: torch.dtype) -> str | None:
+def _problem(model: Any, before: list[BeforeCompile], dtype: torch.dtype) -> str | None:
     try:
         if model in tiles_of and (problem := tiles_problem(tiles_of[model], model.device, dtype)):
             return problem
@@ -167,7 +167,7 @@ def _first_line(text: str) -> str:
     return next(iter(text.strip().splitlines()), "")
 
 
-def _record_logprobs(model: Any, dtype: torch.dtype) -> list[Before]:
+def _record_logprobs(model: Any, dtype: torch.dtype) -> list[BeforeCompile]:
     """Record the logprobs of packs of two lengths.
 
     Two lengths make torch compile for any length before the first step.
@@ -175,7 +175,9 @@ def _record_logprobs(model: Any, dtype: torch.dtype) -> list[Before]:
     packs = [probe_of(model, longer=longer) for longer in (0, 3)]
     logprobs = [_logprobs(model, pack) for pack in packs]
     with rounded(model, torch.finfo(dtype).eps):
-        return [Before(pack, right_M, _logprobs(model, pack)) for pack, right_M in zip(packs, logprobs, strict=True)]
+        return [
+            BeforeCompile(pack, right_M, _logprobs(model, pack)) for pack, right_M in zip(packs, logprobs, strict=True)
+        ]
 
 
 def _logprobs(model: Any, pack: Pack) -> torch.Tensor:

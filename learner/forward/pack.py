@@ -22,7 +22,7 @@ MIN_SHARED = 32
 """Minimum length of a shared run. Recomputing fewer tokens costs less than another block of keys."""
 
 
-class Run(msgspec.Struct, frozen=True, eq=False):
+class TokenRun(msgspec.Struct, frozen=True, eq=False):
     """A node of the tree of prompts: tokens `start` to `end` of each prompt below it."""
 
     start: int
@@ -31,7 +31,7 @@ class Run(msgspec.Struct, frozen=True, eq=False):
     """Index of one of these prompts."""
     ends: list[int]
     """Indices of the prompts that end with this run."""
-    goes_on: list["Run"]
+    goes_on: list["TokenRun"]
 
 
 class Segment(NamedTuple):
@@ -138,7 +138,7 @@ def pack_trees(trees: Sequence[Sequence[Group]], device: torch.device) -> Pack:
     )
 
 
-def runs_of(prompts: Sequence[np.ndarray]) -> list[Run]:
+def runs_of(prompts: Sequence[np.ndarray]) -> list[TokenRun]:
     """Return the root runs of prompts, which are identified by index."""
     return _runs(prompts, range(len(prompts)), 0, 0)
 
@@ -152,7 +152,7 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def _runs(prompts: Sequence[np.ndarray], members: Sequence[int], start: int, alike_until: int) -> list[Run]:
+def _runs(prompts: Sequence[np.ndarray], members: Sequence[int], start: int, alike_until: int) -> list[TokenRun]:
     """Return the runs, from `start` on, of prompts that agree up to `alike_until`."""
     by_next: dict[int, list[int]] = {}
     for member in members:
@@ -160,14 +160,14 @@ def _runs(prompts: Sequence[np.ndarray], members: Sequence[int], start: int, ali
     return [run for alike in by_next.values() for run in _shared_runs(prompts, alike, start)]
 
 
-def _shared_runs(prompts: Sequence[np.ndarray], members: list[int], start: int) -> list[Run]:
+def _shared_runs(prompts: Sequence[np.ndarray], members: list[int], start: int) -> list[TokenRun]:
     first = members[0]
     end = min(common_length(prompts[first], prompts[member]) for member in members)
     ends = [member for member in members if len(prompts[member]) == end]
     longer = [member for member in members if len(prompts[member]) > end]
     if end - start >= MIN_SHARED or not longer:
-        return [Run(start, end, first, ends, _runs(prompts, longer, end, end))]
-    alone = [Run(start, end, ends[0], ends, [])] if ends else []
+        return [TokenRun(start, end, first, ends, _runs(prompts, longer, end, end))]
+    alone = [TokenRun(start, end, ends[0], ends, [])] if ends else []
     return alone + _runs(prompts, longer, start, end)
 
 
@@ -189,7 +189,9 @@ class _Laying:
             start = self._lay(run, start, (), paths)
         self.paths_B += [paths[place] for place in range(len(sequences))]
 
-    def _lay(self, run: Run, start: int, before: tuple[Segment, ...], paths: dict[int, tuple[Segment, ...]]) -> int:
+    def _lay(
+        self, run: TokenRun, start: int, before: tuple[Segment, ...], paths: dict[int, tuple[Segment, ...]]
+    ) -> int:
         """Lay out a run and everything that continues it; return the next free row."""
         segment = Segment(start, run.end - run.start, run.start, start + self._num_rows(run))
         path = (*before, segment)
@@ -209,7 +211,7 @@ class _Laying:
         self.segments.append(segment)
         self.inputs.append(ids)
 
-    def _num_rows(self, run: Run) -> int:
+    def _num_rows(self, run: TokenRun) -> int:
         """Return the number of rows of a run and everything that continues it."""
         of_ends = sum(len(self._inputs[place]) for place in run.ends)
         return run.end - run.start + of_ends + sum(map(self._num_rows, run.goes_on))

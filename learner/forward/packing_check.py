@@ -61,7 +61,7 @@ STATES = ("conv", "linear", "mamba", "recurrent", "ssm")
 """Parts of the names of layer types that pass state between tokens by other means than attention."""
 
 
-class Expected(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+class ExpectedLogprobs(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Float32 logprobs of eager attention, one row at a time.
 
     The quiet ones have the model's own scores, the loud ones have larger scores.
@@ -136,7 +136,7 @@ def _try(model: Any, candidates: list[str], device: torch.device, dtype: torch.d
     return tried
 
 
-def _expect_or_refuse(model: Any, batch: Pack) -> Expected | None:
+def _expect_or_refuse(model: Any, batch: Pack) -> ExpectedLogprobs | None:
     try:
         expected = _expect(model, batch)
     except OUT_OF_MEMORY as error:
@@ -154,7 +154,7 @@ def _expect_or_refuse(model: Any, batch: Pack) -> Expected | None:
     )
 
 
-def _expect(model: Any, batch: Pack) -> Expected:
+def _expect(model: Any, batch: Pack) -> ExpectedLogprobs:
     model.set_attn_implementation(EAGER)
     with sampling(model):
         with listening() as largest:
@@ -163,7 +163,7 @@ def _expect(model: Any, batch: Pack) -> Expected:
             loud_M = eager_logprobs(model, batch)
         with rounded(model):
             rounding_M = eager_logprobs(model, batch) - quiet_M
-    return Expected(
+    return ExpectedLogprobs(
         quiet_M=quiet_M,
         loud_M=loud_M,
         largest=largest,
@@ -172,7 +172,7 @@ def _expect(model: Any, batch: Pack) -> Expected:
     )
 
 
-def _problem(model: Any, expected: Expected, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def _problem(model: Any, expected: ExpectedLogprobs, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why a model must not train with this attention, or None."""
     try:
         if name == NAME and (problem := _state_problem(model)):
@@ -198,7 +198,7 @@ def _problem(model: Any, expected: Expected, name: str, device: torch.device, dt
         return f"{reads_mask}{type(error).__name__}: {error}"
 
 
-def _wide_problem(model: Any, batch: Pack, expected: Expected) -> str | None:
+def _wide_problem(model: Any, batch: Pack, expected: ExpectedLogprobs) -> str | None:
     """Return a problem in float32, where rounding is small."""
     if leak := find_leak(model, batch) or find_influence(model, batch, max(FEW_ULP, expected.rounding)):
         return leak
@@ -212,7 +212,9 @@ def _wide_problem(model: Any, batch: Pack, expected: Expected) -> str | None:
     return None
 
 
-def _narrow_problem(model: Any, batch: Pack, expected: Expected, name: str, *, is_other_kernel: bool) -> str | None:
+def _narrow_problem(
+    model: Any, batch: Pack, expected: ExpectedLogprobs, name: str, *, is_other_kernel: bool
+) -> str | None:
     """Return a problem in the dtype and on the device of training.
 
     The error of eager attention there is allowed. Loud scores are tried too if the kernel is another one

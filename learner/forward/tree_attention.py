@@ -62,7 +62,7 @@ class Band(NamedTuple):
     window: int
 
 
-class Part(NamedTuple):
+class TreePart(NamedTuple):
     """A stack of blocks of one shape.
 
     A shorter block repeats its last row as a query, without effect. Stacking wins because a call costs more
@@ -115,15 +115,15 @@ class Chunk:
     A call for each part would cost as much as the few rows that it gathers.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[TreePart]) -> None:
         self.parts = parts
         self.queries, self.keys = Rows([part.queries_nQ for part in parts]), Rows([part.keys_nK for part in parts])
 
 
-class Plan:
+class TreePlan:
     """All parts of a pack, whose M queries are concatenated."""
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[TreePart]) -> None:
         self.chunks = [Chunk(few) for few in _few(parts)]
         self.rows_M = torch.cat([chunk.queries.at_R for chunk in self.chunks])
         is_repeated_M = np.concatenate([part.is_repeated_nQ.flatten() for part in self.parts])
@@ -131,11 +131,11 @@ class Plan:
         """Indices of the repeated queries among the M."""
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TreePart]:
         return [part for chunk in self.chunks for part in chunk.parts]
 
 
-def plan_of(pack: Pack, window: int | None, *, predicting_only: bool = False) -> Plan:
+def plan_of(pack: Pack, window: int | None, *, predicting_only: bool = False) -> TreePlan:
     """Return the plan of a pack and a window, which is computed once.
 
     With `predicting_only`, queries that do not predict may be left out.
@@ -144,15 +144,15 @@ def plan_of(pack: Pack, window: int | None, *, predicting_only: bool = False) ->
     if key not in pack.plans:
         longest = max(sum(segment.length for segment in path) for path in pack.paths_B)
         if window is not None and longest > window:
-            parts: Iterable[Part] = _bands(pack, window)
+            parts: Iterable[TreePart] = _bands(pack, window)
         else:
             parts = _stacked(_predicting(pack) if predicting_only else _blocks(pack.segments))
-        pack.plans[key] = Plan(parts)
-    return cast(Plan, pack.plans[key])
+        pack.plans[key] = TreePlan(parts)
+    return cast(TreePlan, pack.plans[key])
 
 
-def _few(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    few: list[Part] = []
+def _few(parts: Iterable[TreePart]) -> Iterator[list[TreePart]]:
+    few: list[TreePart] = []
     num_rows = 0
     for part in parts:
         more = part.queries_nQ.size + part.keys_nK.size
@@ -218,7 +218,7 @@ def _square(rows: np.ndarray, num_repeated: int = 0) -> Iterator[Block]:
         yield Block(rows, None, num_repeated)
 
 
-def _bands(pack: Pack, window: int) -> Iterator[Part]:
+def _bands(pack: Pack, window: int) -> Iterator[TreePart]:
     seen: set[Segment] = set()
     for path in pack.paths_B:
         for depth, segment in enumerate(path):
@@ -230,7 +230,7 @@ def _bands(pack: Pack, window: int) -> Iterator[Part]:
                 yield from _band(queries, segment.position + first - segment.start, path[: depth + 1], window)
 
 
-def _band(queries: np.ndarray, position: int, path: Sequence[Segment], window: int) -> Iterator[Part]:
+def _band(queries: np.ndarray, position: int, path: Sequence[Segment], window: int) -> Iterator[TreePart]:
     """Yield the parts of a block of queries at `position`.
 
     Its keys lie in its own segment, the last of `path`, and in the segments before.
@@ -243,10 +243,10 @@ def _band(queries: np.ndarray, position: int, path: Sequence[Segment], window: i
         if oldest < end and len(seeing):
             rows = keys.start - keys.position + np.arange(oldest, end)
             band = Band(first_query=position, first_key=oldest, window=window)
-            yield Part(seeing[None], rows[None], np.zeros((1, len(seeing)), bool), band=band)
+            yield TreePart(seeing[None], rows[None], np.zeros((1, len(seeing)), bool), band=band)
 
 
-def _stacked(blocks: Iterable[Block]) -> Iterator[Part]:
+def _stacked(blocks: Iterable[Block]) -> Iterator[TreePart]:
     """Stack blocks with equally many keys and similarly many queries.
 
     Numbers of queries in a stack differ by at most an eighth.
@@ -259,7 +259,7 @@ def _stacked(blocks: Iterable[Block]) -> Iterator[Part]:
         yield from (_stack(members[i : i + count]) for i in range(0, len(members), count))
 
 
-def _stack(blocks: Sequence[Block]) -> Part:
+def _stack(blocks: Sequence[Block]) -> TreePart:
     queries_nQ = np.empty((len(blocks), max(len(block.queries) for block in blocks)), np.int64)
     is_repeated_nQ = np.ones(queries_nQ.shape, bool)
     for i, block in enumerate(blocks):
@@ -268,7 +268,7 @@ def _stack(blocks: Sequence[Block]) -> Part:
         queries_nQ[i, length:] = block.queries[-1]
         is_repeated_nQ[i, block.num_repeated : length] = False
     keys = [block.keys for block in blocks if block.keys is not None]
-    return Part(queries_nQ, np.stack(keys) if keys else queries_nQ, is_repeated_nQ, is_causal=not keys)
+    return TreePart(queries_nQ, np.stack(keys) if keys else queries_nQ, is_repeated_nQ, is_causal=not keys)
 
 
 def _bucket(length: int) -> int:
@@ -277,9 +277,9 @@ def _bucket(length: int) -> int:
 
 
 class Tree(NamedTuple):
-    """Plan of which keys each query sees, and the scale of the scores."""
+    """TreePlan of which keys each query sees, and the scale of the scores."""
 
-    plan: Plan
+    plan: TreePlan
     scale: float
 
 

@@ -20,10 +20,10 @@ from aiohttp.typedefs import Handler
 from learner.config import LearnerConfig
 from learner.environments.answer import Unreadable, calls_of, read_answer
 from learner.gateway.messages import REASONING, read_messages, spoken
-from learner.gateway.refusal import NO_RETRY, Refused, episode_over, unknown_key
+from learner.gateway.refusal import NO_RETRY, RefusedRequest, episode_over, unknown_key
 from learner.gateway.reply import Reply, chat_reply, events, text_reply
 from learner.gateway.request import AnyBody, Body, ChatBody, TextBody, cut_at, max_tokens_of, read_body, stops_of
-from learner.gateway.session import Session, Turn
+from learner.gateway.session import Session, SessionTurn
 from learner.prompts.chat_template import ChatTemplate, Message
 from protocol.errors import ConfigError, DataError
 
@@ -142,14 +142,14 @@ class Gateway:
             return session.places.of_text(self._template, prompt), prompt
         size = len(self._template.tokenizer)
         if not all(isinstance(token, int) and 0 <= token < size for token in prompt):
-            raise Refused(
+            raise RefusedRequest(
                 f"prompt is neither one text nor one list of token ids from 0 to {size - 1}; send one prompt per "
                 "request",
                 parameter="prompt",
             )
         return prompt, None
 
-    def _read(self, template: ChatTemplate, turn: Turn, stops: tuple[str, ...]) -> Message:
+    def _read(self, template: ChatTemplate, turn: SessionTurn, stops: tuple[str, ...]) -> Message:
         """Return a turn as a message.
 
         A turn that is cut off, unreadable or calls tools although there are none becomes plain text.
@@ -171,12 +171,12 @@ async def refusals(request: web.Request, handler: Handler) -> web.StreamResponse
     try:
         return await handler(request)
     except DataError as error:
-        refused = Refused(str(error))
+        refused = RefusedRequest(str(error))
     except web.HTTPException as error:
-        refused = Refused(
+        refused = RefusedRequest(
             error.reason, code="not_found" if error.status == 404 else "not_possible", status=error.status
         )
-    except Refused as error:
+    except RefusedRequest as error:
         refused = error
     return web.json_response(refused.body, status=refused.status, headers=NO_RETRY)
 
@@ -187,7 +187,7 @@ def check_connected(request: web.Request) -> None:
     The agent would otherwise act on another answer than the recorded one.
     """
     if request.transport is None or request.transport.is_closing():
-        raise Refused("the client has disconnected", code="gone", status=499)
+        raise RefusedRequest("the client has disconnected", code="gone", status=499)
 
 
 async def answered(request: web.Request, reply: Reply, body: Body) -> web.StreamResponse:

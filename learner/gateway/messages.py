@@ -13,16 +13,16 @@ from contextlib import suppress
 from typing import Any
 
 from learner.environments.host import Call
-from learner.gateway.refusal import Refused
+from learner.gateway.refusal import RefusedRequest
 from learner.prompts.chat_template import Message, storable
 
 REASONING = "reasoning_content"
 
 
 def read_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """Convert the messages of a request. Raises Refused if one is invalid."""
+    """Convert the messages of a request. Raises RefusedRequest if one is invalid."""
     if not messages:
-        raise Refused("messages is empty; expected at least one", parameter="messages")
+        raise RefusedRequest("messages is empty; expected at least one", parameter="messages")
     read = [_read(message, f"messages[{number}]") for number, message in enumerate(messages)]
     names = {call["id"]: call["function"]["name"] for one in read for call in one.get("tool_calls", ()) if "id" in call}
     for message in read:
@@ -71,7 +71,7 @@ def _essence(message: Message) -> Message:
 
 def _read(message: dict[str, Any], where: str) -> Message:
     if not isinstance(message.get("role"), str):
-        raise Refused(f"{where} has no role; expected one such as 'user'", parameter="messages")
+        raise RefusedRequest(f"{where} has no role; expected one such as 'user'", parameter="messages")
     role = (
         "system" if message["role"] == "developer" else message["role"]
     )  # OpenAI's newer role, which few templates know
@@ -85,19 +85,21 @@ def _read(message: dict[str, Any], where: str) -> Message:
 
 
 def _text(content: Any, where: str) -> str:
-    """Join text parts. Raises Refused for other parts, which the policy cannot see."""
+    """Join text parts. Raises RefusedRequest for other parts, which the policy cannot see."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise Refused(f"the content of {where} has parts that are not text; send text parts only", parameter="messages")
+        raise RefusedRequest(
+            f"the content of {where} has parts that are not text; send text parts only", parameter="messages"
+        )
     return "".join(part["text"] for part in parts)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(f"{where} has a tool call without a function name; add one", parameter="messages")
+        raise RefusedRequest(f"{where} has a tool call without a function name; add one", parameter="messages")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         # The policy sees its own malformed JSON unchanged.
@@ -107,7 +109,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     try:
         storable(read)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise Refused(
+        raise RefusedRequest(
             f"{where} has a tool call that cannot be stored ({error}); send its arguments as JSON text",
             parameter="messages",
         ) from error

@@ -11,7 +11,7 @@ NO_RETRY = {"x-should-retry": "false"}
 """Header that OpenAI's clients respect."""
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """Error response to a request."""
 
     def __init__(
@@ -26,16 +26,16 @@ class Refused(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self._parameter, "code": self._code}}
 
 
-def unknown_key() -> Refused:
-    return Refused(
+def unknown_key() -> RefusedRequest:
+    return RefusedRequest(
         "the API key belongs to no episode; use the agent's key unchanged (api_key, or OPENAI_API_KEY)",
         code="invalid_api_key",
         status=401,
     )
 
 
-def episode_over(state: str) -> Refused:
-    return Refused(
+def episode_over(state: str) -> RefusedRequest:
+    return RefusedRequest(
         f"the episode is over ({state}); send no more requests for it",
         code="episode_over",
         status=410,

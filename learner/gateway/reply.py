@@ -14,14 +14,14 @@ import msgspec
 
 from learner.gateway.messages import REASONING
 from learner.gateway.request import Body
-from learner.gateway.session import Turn
+from learner.gateway.session import SessionTurn
 from learner.prompts.chat_template import ChatTemplate, Message
 
 Reply = dict[str, Any]
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 
-def chat_reply(turn: Turn, message: Message, body: Body, model: str, template: ChatTemplate) -> Reply:
+def chat_reply(turn: SessionTurn, message: Message, body: Body, model: str, template: ChatTemplate) -> Reply:
     calls = message.get("tool_calls")
     sent: Message = {"role": "assistant", "content": message["content"] or (None if calls else "")}
     if REASONING in message:
@@ -39,7 +39,7 @@ def chat_reply(turn: Turn, message: Message, body: Body, model: str, template: C
     return _reply("chat.completion", "chatcmpl", turn, choice, body, model)
 
 
-def text_reply(turn: Turn, text: str, body: Body, model: str) -> Reply:
+def text_reply(turn: SessionTurn, text: str, body: Body, model: str) -> Reply:
     choice = {"index": 0, "text": text, "finish_reason": turn.completion.finish_reason, "logprobs": None}
     return _reply("text_completion", "cmpl", turn, choice, body, model)
 
@@ -65,7 +65,7 @@ def events(reply: Reply, *, tells_usage: bool) -> Iterator[bytes]:
     yield END_OF_STREAM
 
 
-def _reply(kind: str, prefix: str, turn: Turn, choice: dict[str, Any], body: Body, model: str) -> Reply:
+def _reply(kind: str, prefix: str, turn: SessionTurn, choice: dict[str, Any], body: Body, model: str) -> Reply:
     num_prompt, num_sampled = len(turn.prompt), len(turn.completion.token_ids)
     usage = {
         "prompt_tokens": num_prompt,
@@ -93,7 +93,7 @@ def _deltas(message: Message) -> Iterator[dict[str, Any]]:
         yield {"tool_calls": [{"index": number, **call}]}
 
 
-def _logprobs(turn: Turn, template: ChatTemplate) -> list[dict[str, Any]]:
+def _logprobs(turn: SessionTurn, template: ChatTemplate) -> list[dict[str, Any]]:
     texts = template.tokenizer.batch_decode([[token] for token in turn.token_ids], skip_special_tokens=False)
     logprobs = turn.completion.behaviour_logprobs.tolist()
     return [

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from learner.config import SamplingConfig
-from learner.gateway.refusal import Refused
+from learner.gateway.refusal import RefusedRequest
 from protocol.messages import MAX_STOP_LENGTH, MAX_STOPS
 
 
@@ -93,13 +93,13 @@ def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig, *, 
         _refuse_other_sampling(raw, sampling)
         body = msgspec.convert(raw, kind)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise Refused(
+        raise RefusedRequest(
             f"the body is not a valid request for {kind.__name__.removesuffix('Body').lower()} completions: {error}"
         ) from error
     if isinstance(body, ChatBody):
         _refuse_forced_forms(body)
     elif body.logprobs not in (None, False):
-        raise Refused("text completions do not return logprobs; use chat completions", parameter="logprobs")
+        raise RefusedRequest("text completions do not return logprobs; use chat completions", parameter="logprobs")
     return body
 
 
@@ -107,7 +107,7 @@ def max_tokens_of(body: Body, sampling: SamplingConfig) -> int:
     """Return the token limit of one turn. Raises Refused if the agent's is below 1."""
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if wanted is not None and wanted < 1:
-        raise Refused(f"max_tokens = {wanted} must be at least 1", parameter="max_tokens")
+        raise RefusedRequest(f"max_tokens = {wanted} must be at least 1", parameter="max_tokens")
     return min(sampling.max_tokens, math.inf if wanted is None else wanted)  # type: ignore[return-value]
 
 
@@ -120,7 +120,7 @@ def stops_of(body: Body, sampling: SamplingConfig) -> tuple[str, ...]:
     wanted = [body.stop] if isinstance(body.stop, str) else body.stop or []
     more = tuple(dict.fromkeys(text for text in wanted if text not in sampling.stop))
     if len(more) + len(sampling.stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in more):
-        raise Refused(
+        raise RefusedRequest(
             f"stop = {wanted} is not supported; with the {len(sampling.stop)} of the run (learner.sampling.stop), "
             f"send at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters",
             parameter="stop",
@@ -140,14 +140,14 @@ def _refuse_other_sampling(raw: dict[str, Any], sampling: SamplingConfig) -> Non
         if value is None or value == expected or (name == "top_k" and expected == 0 and value == -1):
             continue
         remedy = f"set learner.sampling.{name}, or {OMIT}" if name in of_run else OMIT
-        raise Refused(
+        raise RefusedRequest(
             f"{name} = {value!r} is not supported, expected {expected!r}: the learner trains on the distribution from "
             f"which the run samples; {remedy}",
             code="fixed_by_the_run",
             parameter=name,
         )
     if raw.get("seed") is not None:
-        raise Refused(
+        raise RefusedRequest(
             f"seed = {raw['seed']!r} is not supported, because all episodes of a group would be the same; omit it, or "
             "set learner.sampling.seeded for reproducible runs",
             code="fixed_by_the_run",
@@ -158,7 +158,7 @@ def _refuse_other_sampling(raw: dict[str, Any], sampling: SamplingConfig) -> Non
 def _refuse_other_prompts(raw: dict[str, Any]) -> None:
     for name, (expected, remedy) in OTHERWISE.items():
         if (value := raw.get(name)) is not None and value != expected:
-            raise Refused(
+            raise RefusedRequest(
                 f"{name} = {str(value)[:200]} is not supported, expected {expected!r}; {remedy}", parameter=name
             )
 
@@ -169,14 +169,14 @@ def _refuse_forced_forms(body: ChatBody) -> None:
     A grammar would exclude tokens that the learner counts as possible.
     """
     if body.tool_choice not in (None, "auto", "none"):
-        raise Refused(
+        raise RefusedRequest(
             f"tool_choice = {body.tool_choice!r} is not supported, expected 'auto' or 'none': the policy learns to "
             f"call tools and is not forced to; {OMIT}",
             parameter="tool_choice",
         )
     form = (body.response_format or {}).get("type", "text")
     if form != "text":
-        raise Refused(
+        raise RefusedRequest(
             f"response_format of type {form!r} is not supported, expected 'text': the policy learns formats and is "
             f"not forced into one; {OMIT}",
             parameter="response_format",

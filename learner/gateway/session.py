@@ -19,14 +19,14 @@ from learner.environments.episode import REWARDED, EndState, Episode, EpisodeSta
 from learner.environments.player import Ask, TurnPrompt, TurnResult
 from learner.gateway.messages import starts_with
 from learner.gateway.places import Places
-from learner.gateway.refusal import Refused, episode_over
+from learner.gateway.refusal import RefusedRequest, episode_over
 from learner.prompts.chat_template import Message
 from learner.prompts.prompts import Prompt
 from learner.sandbox.process import ProcessFailure
 from protocol.messages import Completion
 
 
-class Turn(msgspec.Struct, frozen=True, eq=False):
+class SessionTurn(msgspec.Struct, frozen=True, eq=False):
     """A sampled turn."""
 
     turn_id: str
@@ -70,8 +70,8 @@ class Session:
         self._num_prompt_tokens = self._num_cached_tokens = 0
         self._clock = Clock()
 
-    async def turn(self, token_ids: list[int], max_tokens: int, stop: tuple[str, ...]) -> Turn:
-        """Sample a turn of the policy. Raises Refused if there is none."""
+    async def turn(self, token_ids: list[int], max_tokens: int, stop: tuple[str, ...]) -> SessionTurn:
+        """Sample a turn of the policy. Raises RefusedRequest if there is none."""
         room = min(max_tokens, self._room_behind(token_ids))
         prompt = TurnPrompt(
             episode=self._number, number=self._num_turns, token_ids=np.array(token_ids, np.int32), max_tokens=room,
@@ -83,7 +83,7 @@ class Session:
             raise episode_over(self.state)
         if sampled is None:
             self._limit = "aborted"
-            raise Refused(
+            raise RefusedRequest(
                 "no server could answer, so the episode ends; see the learner's log", code="aborted", status=503
             )
         group = sampled.group
@@ -91,7 +91,7 @@ class Session:
         self._endpoint, self._salt = sampled.endpoint, self._salt or group.salt
         if self.entered_version is None or group.entered_version < self.entered_version:
             self.entered_version = group.entered_version
-        return Turn(uuid.uuid4().hex, token_ids, completion, group.num_cached_tokens)
+        return SessionTurn(uuid.uuid4().hex, token_ids, completion, group.num_cached_tokens)
 
     async def _answer_to(self, prompt: TurnPrompt) -> TurnResult | None:
         """Return the servers' answer.
@@ -113,7 +113,7 @@ class Session:
         finally:
             self._under_way.discard(task)
 
-    def record(self, turn: Turn) -> None:
+    def record(self, turn: SessionTurn) -> None:
         """Record a turn that the agent receives, in the longest branch it extends."""
         if self.turn_ids:
             self._num_prompt_tokens += len(turn.prompt)
@@ -183,17 +183,17 @@ class Session:
         max_turns = self._config.environment.max_turns
         if self._num_turns >= max_turns:
             self._limit = "max_turns"
-            raise Refused(
+            raise RefusedRequest(
                 f"the episode has had its {max_turns} turns (learner.environment.max_turns); return, or raise that key",
                 code="max_turns",
                 status=410,
             )
         if not token_ids:
-            raise Refused("the prompt has no tokens; expected at least one")
+            raise RefusedRequest("the prompt has no tokens; expected at least one")
         room = self._max_tokens - len(token_ids)
         if room < 1:
             self._limit = "length"
-            raise Refused(
+            raise RefusedRequest(
                 f"the prompt has {len(token_ids)} tokens, but an episode has at most {self._max_tokens} "
                 "(learner.environment.max_episode_tokens, or the server's max_model_len); send fewer tokens, or return",
                 code="context_length_exceeded",

@@ -39,7 +39,7 @@ Tensors = dict[str, torch.Tensor]
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # issued in every single-process run
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class ShardPart(msgspec.Struct, frozen=True, kw_only=True):
     """A box of a tensor, `sizes` from `offsets` on, and the bytes that hold it."""
 
     offsets: tuple[int, ...]
@@ -59,7 +59,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
     dtype: str
     size: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ShardPart, ...]
 
     def empty(self, like: torch.Tensor | None) -> torch.Tensor:
         """Return an uninitialized tensor to load into.
@@ -88,7 +88,7 @@ class ShardWriter(dcp.FileSystemWriter):
                 dtype=str(tensor.properties.dtype).removeprefix("torch."),
                 size=tuple(tensor.size),
                 parts=tuple(
-                    Part(
+                    ShardPart(
                         offsets=tuple(chunk.offsets),
                         sizes=tuple(chunk.sizes),
                         relative_path=place.relative_path,

@@ -21,7 +21,7 @@ Message = dict[str, Any]
 T = TypeVar("T")
 
 
-class Turns(msgspec.Struct, frozen=True):
+class TurnFormat(msgspec.Struct, frozen=True):
     """Rules of the model and the config for the end and the continuation of turns."""
 
     renderer: str | None = None
@@ -40,7 +40,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
     """Value of learner.data.chat_template_kwargs."""
     tools: list[dict[str, Any]]
     """JSON schemas of the tools that the policy can call."""
-    turns: Turns = Turns()
+    turns: TurnFormat = TurnFormat()
 
     @property
     def renderer(self) -> str | None:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from learner.config import DataConfig
-from learner.prompts.chat_template import ChatTemplate, Turns
+from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from learner.prompts.encoding import encode_source, with_system_prompt
 from learner.prompts.reasoning import OPENS_REASONING
 from learner.prompts.sources import open_source
@@ -60,7 +60,7 @@ class Prompts:
         tokenizer: "PreTrainedTokenizerBase",
         seed: int,
         tools: Callable[[], list[dict[str, Any]]] = list,
-        turns: Turns = Turns(),  # noqa: B008  (frozen)
+        turns: TurnFormat = TurnFormat(),  # noqa: B008  (frozen)
     ) -> None:
         """Load, encode and check all prompts.
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from learner.evaluation.results import Evaluation
-from learner.report.plans import COLORS, PLANS, REST, TIME_PARTS, Plan, Unit
+from learner.report.plans import COLORS, PLANS, REST, TIME_PARTS, ChartPlan, Unit
 from learner.report.series import Curve, Metrics, Series, extremes, make_series, rounded, series
 
 MAX_MARKS = 60  # with more refreshes than this, only their number is shown
@@ -62,11 +62,11 @@ def run_charts(
     ]
 
 
-def plan_chart(plan: Plan, metrics: Metrics) -> Chart | Absent:
+def plan_chart(plan: ChartPlan, metrics: Metrics) -> Chart | Absent:
     return chart_of(plan, [(curve, metrics) for curve in plan.curves])
 
 
-def chart_of(plan: Plan, curves: Sequence[tuple[Curve, Metrics]]) -> Chart | Absent:
+def chart_of(plan: ChartPlan, curves: Sequence[tuple[Curve, Metrics]]) -> Chart | Absent:
     """Return a chart of curves, each from the metrics of its run."""
     against = "elapsed_s" if plan.over_time else "step"
     found = [(curve, *series(metrics, curve.metric, against)) for curve, metrics in curves]
@@ -99,7 +99,7 @@ def reward_function_charts(metrics: Metrics) -> list[Chart | Absent]:
         return []
     curves = [Curve(name, name.removeprefix("reward/"), color) for name, color in zip(names, COLORS, strict=False)]
     more = f" The first {len(curves)} of {len(names)}." if len(names) > len(curves) else ""
-    return [plan_chart(Plan("Each reward function", f"Mean per step, before weighting.{more}", curves), metrics)]
+    return [plan_chart(ChartPlan("Each reward function", f"Mean per step, before weighting.{more}", curves), metrics)]
 
 
 def evaluations_of_metrics(metrics: Metrics) -> Chart | None:
@@ -226,7 +226,7 @@ def _rest(line: Mapping[str, float]) -> float:
     return max(0.0, line["time/step"] - sum(line.get(curve.metric) or 0.0 for curve in TIME_PARTS))
 
 
-def _applies(plan: Plan, metrics: Metrics) -> bool:
+def _applies(plan: ChartPlan, metrics: Metrics) -> bool:
     return not plan.only_if or any(plan.only_if in line for line in metrics)
 
 

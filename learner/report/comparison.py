@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from learner.report.charts import COLORS, PLANS, Absent, Chart, chart_of, rewards_of_sets
-from learner.report.plans import Plan
+from learner.report.plans import ChartPlan
 from learner.report.series import Curve, Metrics
 from learner.report.summary import (
     RunDirectoryError,
@@ -114,19 +114,19 @@ def as_text(comparison: Comparison) -> str:
     )
 
 
-def _plans(metrics: Sequence[Metrics]) -> list[Plan]:
+def _plans(metrics: Sequence[Metrics]) -> list[ChartPlan]:
     """Return the charts, with one more for each evaluation set if there are several."""
     caption = "Reward on the prompts of learner.evaluation."
     of_sets = rewards_of_sets(line for lines in metrics for line in lines)
     titles = {"Evaluations": "evaluation/reward"} | {f"Evaluations: {name}": of_sets[name] for name in of_sets}
     evaluations = [
-        Plan(title, caption, [Curve(metric, "reward", "blue", "points")]) for title, metric in titles.items()
+        ChartPlan(title, caption, [Curve(metric, "reward", "blue", "points")]) for title, metric in titles.items()
     ]
     plans = [PLANS[title] for title in TITLES]
     return plans[:EVALUATIONS_PLACE] + evaluations + plans[EVALUATIONS_PLACE:]
 
 
-def _chart(comparison: Comparison, metrics: Sequence[Metrics], plan: Plan) -> Chart | Absent:
+def _chart(comparison: Comparison, metrics: Sequence[Metrics], plan: ChartPlan) -> Chart | Absent:
     first = plan.curves[0]
     curves = [
         Curve(first.metric, run.name, color, first.kind) for run, color in zip(comparison.runs, COLORS, strict=False)

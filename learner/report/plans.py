@@ -14,7 +14,7 @@ COLORS = (
 Unit = Literal["number", "percent", "seconds"]
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ChartPlan(msgspec.Struct, frozen=True):
     """A chart of metrics, for any run."""
 
     title: str
@@ -33,22 +33,22 @@ EPISODES = "episode/turns_mean"
 PLANS = {
     plan.title: plan
     for plan in (
-        Plan("Reward per step", "Mean over the groups of a step.", REWARD),
-        Plan("Reward over time", "Mean over the groups of a step, against the clock.", REWARD, over_time=True),
-        Plan(
+        ChartPlan("Reward per step", "Mean over the groups of a step.", REWARD),
+        ChartPlan("Reward over time", "Mean over the groups of a step, against the clock.", REWARD, over_time=True),
+        ChartPlan(
             "Staleness per step",
             "Policy versions between sampling and training.",
             [Curve("staleness/mean", "mean", "blue"), Curve("staleness/max", "max", "grey")],
         ),
-        Plan("Entropy", "Near 0 the policy no longer explores.", [Curve("policy/entropy", "entropy", "blue")]),
-        Plan(
+        ChartPlan("Entropy", "Near 0 the policy no longer explores.", [Curve("policy/entropy", "entropy", "blue")]),
+        ChartPlan(
             "Clipped tokens",
             "Share of tokens whose ratio left the trusted range.",
             [Curve("loss/clipped_frac", "clipped", "blue")],
             "percent",
         ),
-        Plan("Gradient norm", "Before clipping.", [Curve("optim/grad_norm", "norm", "blue")]),
-        Plan(
+        ChartPlan("Gradient norm", "Before clipping.", [Curve("optim/grad_norm", "norm", "blue")]),
+        ChartPlan(
             "Completion length",
             "Tokens per completion.",
             [
@@ -56,33 +56,33 @@ PLANS = {
                 Curve("rollout/completion_length_max", "longest", "grey"),
             ],
         ),
-        Plan(
+        ChartPlan(
             "Truncated completions",
             "Share of completions that ended at learner.sampling.max_tokens.",
             [Curve("rollout/truncated_frac", "truncated", "blue")],
             "percent",
         ),
-        Plan("Reward deviation", "Standard deviation within a step.", [Curve("reward/std", "deviation", "blue")]),
-        Plan("Loss", "Loss that the optimizer minimizes.", [Curve("loss/policy", "loss", "blue")]),
-        Plan("Learning rate", "Learning rate of each step.", [Curve("optim/lr", "rate", "blue")]),
-        Plan(
+        ChartPlan("Reward deviation", "Standard deviation within a step.", [Curve("reward/std", "deviation", "blue")]),
+        ChartPlan("Loss", "Loss that the optimizer minimizes.", [Curve("loss/policy", "loss", "blue")]),
+        ChartPlan("Learning rate", "Learning rate of each step.", [Curve("optim/lr", "rate", "blue")]),
+        ChartPlan(
             "Throughput",
             "Completion tokens trained on per second.",
             [Curve("perf/completion_tokens_per_s", "tokens per second", "blue")],
         ),
-        Plan(
+        ChartPlan(
             "Idle time",
             "Share of the time in which each side had nothing to do.",
             [Curve("perf/learner_idle_frac", "learner", "blue"), Curve("perf/server_idle_frac", "server", "amber")],
             "percent",
         ),
-        Plan(
+        ChartPlan(
             "Weight sync time",
             "The whole transfer, and how long it stopped generation.",
             [Curve("push/stall_seconds", "stall", "blue"), Curve("push/seconds", "transfer", "grey")],
             "seconds",
         ),
-        Plan(
+        ChartPlan(
             "Mismatch of server and learner",
             "Mean |Δ logprob| under the same weights, in training and in parity probes.",
             [
@@ -91,19 +91,19 @@ PLANS = {
             ],
             log=True,
         ),
-        Plan(
+        ChartPlan(
             "Turns per episode",
             "Mean over the episodes of a step.",
             [Curve(EPISODES, "turns", "blue"), Curve("episode/branches_mean", "branches", "grey")],
             only_if=EPISODES,
         ),
-        Plan(
+        ChartPlan(
             "Tokens by speaker",
             "Tokens of a step, from the policy and from the environment.",
             [Curve("rollout/tokens", "policy", "blue"), Curve("episode/environment_tokens", "environment", "amber")],
             only_if=EPISODES,
         ),
-        Plan(
+        ChartPlan(
             "Tool calls",
             "Calls in a step. A failed call was answered with an error.",
             [Curve("episode/tool_calls", "calls", "blue"), Curve("episode/failed_calls", "failed", "rose")],

@@ -26,7 +26,7 @@ LOCKS = Path("/proc/locks")
 State = Literal["running", "finished", "stopped", "unreadable"]
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a run that need no full read of its files."""
 
     path: str
@@ -45,7 +45,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Reason for the state "unreadable"."""
 
 
-def list_runs(directory: Path) -> list[Run]:
+def list_runs(directory: Path) -> list[ListedRun]:
     """Return the runs, newest first. Raises RunDirectoryError if there are none."""
     if not directory.is_dir():
         raise RunDirectoryError(
@@ -61,7 +61,7 @@ def list_runs(directory: Path) -> list[Run]:
     return sorted(runs, key=lambda run: run.newest_at or 0.0, reverse=True)
 
 
-def read_run(path: Path, locked: set[tuple[int, int]]) -> Run:
+def read_run(path: Path, locked: set[tuple[int, int]]) -> ListedRun:
     """Read one run. `locked` has the device and inode of each locked file."""
     try:
         config = tomllib.loads((path / "config.toml").read_text())
@@ -72,8 +72,8 @@ def read_run(path: Path, locked: set[tuple[int, int]]) -> Run:
         step, lock = int(newest.get("step", 0)), path / ".lock"
         is_open = lock.exists() and (lock.stat().st_dev, lock.stat().st_ino) in locked
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Run(path=str(path), state="unreadable", problem=f"{type(error).__name__}: {error}")
-    return Run(
+        return ListedRun(path=str(path), state="unreadable", problem=f"{type(error).__name__}: {error}")
+    return ListedRun(
         path=str(path),
         state="running" if is_open else "finished" if step >= steps else "stopped",
         step=step,
@@ -109,7 +109,7 @@ def _run_dirs(directory: Path, depth: int) -> Iterator[Path]:
                 yield from _run_dirs(entry, depth - 1)
 
 
-def as_table(runs: list[Run]) -> str:
+def as_table(runs: list[ListedRun]) -> str:
     rows = [("run", "state", "step", "reward", "trained for", "last step", "model"), *map(_row, runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -117,7 +117,7 @@ def as_table(runs: list[Run]) -> str:
     )
 
 
-def _row(run: Run) -> tuple[str, ...]:
+def _row(run: ListedRun) -> tuple[str, ...]:
     if run.state == "unreadable":
         return (run.path, run.state, run.problem, "", "", "", "")
     ago = "–" if run.newest_at is None else f"{duration(max(0.0, time.time() - run.newest_at))} ago"

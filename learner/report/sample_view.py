@@ -46,7 +46,7 @@ class Passage(msgspec.Struct, frozen=True):
     pieces: list[Piece]
 
 
-class Completion(msgspec.Struct, frozen=True):
+class ShownCompletion(msgspec.Struct, frozen=True):
     passages: list[Passage]
     reward: str
     tenths: int | None
@@ -61,7 +61,7 @@ class Sample(msgspec.Struct, frozen=True):
     step: int
     prompt: str
     answer: str | None
-    completions: list[Completion]
+    completions: list[ShownCompletion]
     more: int
     """Number of completions of the group that are not shown."""
     versions: list[tuple[str, int]]
@@ -122,10 +122,10 @@ def shown(line: dict[str, Any], low: float, high: float) -> Sample:
         parts = {name: number(by[i]) for name, by in functions.items() if i < len(by)}
         if i < len(episodes):
             passages = [_passage(branch, colors) for branch in episodes[i]["branches"]]
-            completions.append(Completion(passages, number(reward), place, _course(episodes[i]), parts))
+            completions.append(ShownCompletion(passages, number(reward), place, _course(episodes[i]), parts))
         else:
             passages = [Passage(None, [Piece(readable(text), "")])]
-            completions.append(Completion(passages, number(reward), place, functions=parts))
+            completions.append(ShownCompletion(passages, number(reward), place, functions=parts))
     answer = line.get("answer")
     return Sample(
         step=line["step"],

@@ -26,7 +26,7 @@ MAX_PASSES = 20
 """Maximum number of passes over all processes, in case one starts others faster than they are killed."""
 
 
-class Process(NamedTuple):
+class ProcessEntry(NamedTuple):
     parent: int
     group: int
     resident_bytes: int
@@ -40,7 +40,7 @@ def adopt_orphans() -> None:
             ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def all_processes() -> dict[int, Process]:
+def all_processes() -> dict[int, ProcessEntry]:
     """Return the processes of this machine by PID, including zombies."""
     found = {}
     for path in glob("/proc/[0-9]*/stat"):
@@ -48,11 +48,11 @@ def all_processes() -> dict[int, Process]:
             # Fields after the name, which may contain anything: state, parent, group, …; the 22nd is the
             # number of resident pages.
             fields = file.read().rpartition(b")")[2].split()
-            found[int(path.split("/")[2])] = Process(int(fields[1]), int(fields[2]), int(fields[21]) * PAGE_BYTES)
+            found[int(path.split("/")[2])] = ProcessEntry(int(fields[1]), int(fields[2]), int(fields[21]) * PAGE_BYTES)
     return found
 
 
-def descendants_of(pid: int, processes: Mapping[int, Process]) -> set[int]:
+def descendants_of(pid: int, processes: Mapping[int, ProcessEntry]) -> set[int]:
     """Return the PIDs of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for one, process in processes.items():

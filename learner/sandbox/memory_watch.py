@@ -9,7 +9,7 @@ Invariant: the error for a process killed here names the limit, not a signal.
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
-from learner.sandbox.descendants import Process, all_processes, descendants_of
+from learner.sandbox.descendants import ProcessEntry, all_processes, descendants_of
 from learner.sandbox.process import SandboxProcess
 
 WATCH_S = 0.1
@@ -34,7 +34,7 @@ class MemoryWatch:
                     process.end_as_too_large()
 
 
-def resident_bytes(pid: int, processes: Mapping[int, Process]) -> int:
+def resident_bytes(pid: int, processes: Mapping[int, ProcessEntry]) -> int:
     """Return the resident memory of a process and all its descendants."""
     counted = {pid} | descendants_of(pid, processes)
     return sum(processes[one].resident_bytes for one in counted if one in processes)

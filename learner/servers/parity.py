@@ -36,7 +36,7 @@ NOISE_FACTOR = 3.0
 """Factor for the measured noise: another pair of scorings may differ more."""
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class ParityComparison(msgspec.Struct, frozen=True):
     """Dtypes of both sides, and the bound on the difference of their logprobs.
 
     A bfloat16 server in a float32 run samples from the learner's policy up to rounding, and returns the
@@ -53,8 +53,8 @@ class Comparison(msgspec.Struct, frozen=True):
         return self.ours if self.ours == self.theirs else f"{self.ours} on the learner and {self.theirs} on the server"
 
 
-def comparison(run: LearnerRun, welcome: Welcome) -> Comparison:
-    return Comparison(run.dtype, welcome.dtype, run.learner.parity.bound(coarser(run.dtype, welcome.dtype)))
+def comparison(run: LearnerRun, welcome: Welcome) -> ParityComparison:
+    return ParityComparison(run.dtype, welcome.dtype, run.learner.parity.bound(coarser(run.dtype, welcome.dtype)))
 
 
 def coarser(*dtypes: str) -> str:
@@ -83,7 +83,7 @@ class ParityProbe:
         self.logprobs, self.fleet = logprobs, fleet
         self.timeout_s, self.patience_s = run.learner.push.timeout_s, run.learner.push.patience_in_effect_s
         self._run = run
-        self._comparisons: dict[str, Comparison] = {}
+        self._comparisons: dict[str, ParityComparison] = {}
         """Comparison of each endpoint, also of former servers, whose tokens may still be in a batch."""
         self._metrics: dict[str, float] = {}
 
@@ -150,7 +150,7 @@ class ParityProbe:
         taken, self._metrics = self._metrics, {}
         return taken
 
-    def _comparison(self, endpoint: str) -> Comparison:
+    def _comparison(self, endpoint: str) -> ParityComparison:
         """Return the comparison of a server; the one with the largest bound if unknown.
 
         After a restart the server of an earlier group is unknown.

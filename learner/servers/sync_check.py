@@ -50,7 +50,7 @@ Place = tuple[Member, int]
 Answers = dict[Place, list[Future[Scores]]]
 
 
-class Before(msgspec.Struct, frozen=True, eq=False):
+class BeforeSync(msgspec.Struct, frozen=True, eq=False):
     """Texts of a step, and the logprobs of both sides before its weight sync.
 
     Suffix: T, the tokens after the first of each sequence.
@@ -68,7 +68,7 @@ class Expected(msgspec.Struct, frozen=True, eq=False):
 
     version: int
     logprobs_T: torch.Tensor
-    before: Before
+    before: BeforeSync
 
 
 class SyncCheck:
@@ -85,7 +85,7 @@ class SyncCheck:
         `changed_frac` returns the share of weights that a version changed in a dtype.
         """
         self._probe, self._config, self._changed_frac = probe, config, changed_frac
-        self._before: Before | None = None
+        self._before: BeforeSync | None = None
         self._lock = threading.Lock()
         """Held while `ask_before` sends its requests."""
         self._pending_answers: Answers = {}
@@ -106,7 +106,7 @@ class SyncCheck:
         if every_steps > 0 and (version + 1) % every_steps == 0 and started_at >= self._next_at:
             longest = longest_scored(self._probe.fleet.max_model_len)
             sequences = [sequence[-longest:] for sequence in sequences]
-            self._before = Before(version, sequences, self._probe.logprobs(sequences), {})
+            self._before = BeforeSync(version, sequences, self._probe.logprobs(sequences), {})
             self._spent_s = time.monotonic() - started_at
 
     def ask_before(self, members: Collection[Member]) -> None:
@@ -229,7 +229,7 @@ class SyncCheck:
         }
 
 
-def _answer_before(before: Before, place: Place) -> torch.Tensor | None:
+def _answer_before(before: BeforeSync, place: Place) -> torch.Tensor | None:
     """Return the logprobs that a server gave before the sync.
 
     None if no request was sent, or if the answer was too late or had another version.

@@ -19,7 +19,7 @@ from learner.forward.pack import Pack, pack_trees
 from learner.rollouts.rollout_group import RolloutGroup
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class BatchRow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One branch with its prompt."""
 
     prompt_token_ids: np.ndarray
@@ -56,7 +56,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Mask from precompute_logprobs, like the two fields above; each is set only if the loss needs it."""
 
 
-def step_rows(groups: list[RolloutGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[list[Row]]:
+def step_rows(
+    groups: list[RolloutGroup], advantages_P_G: list[list[float]], config: LearnerConfig
+) -> list[list[BatchRow]]:
     """Return every branch of the step, by group.
 
     The branches of an episode share its advantage. Weights derive from counts over the whole step, before
@@ -72,7 +74,7 @@ def step_rows(groups: list[RolloutGroup], advantages_P_G: list[list[float]], con
     num_tokens = sum(branch.num_sampled for branches in kept for branch in branches)
     num_episodes = sum(bool(branches) for branches in kept)
     places = count()
-    rows_P_G: list[list[Row]] = []
+    rows_P_G: list[list[BatchRow]] = []
     for number, (group, advantages_G) in enumerate(zip(groups, advantages_P_G, strict=True)):
         rows_P_G.append([])
         for branches, advantage in zip(group.branches_G, advantages_G, strict=True):
@@ -85,7 +87,7 @@ def step_rows(groups: list[RolloutGroup], advantages_P_G: list[list[float]], con
                 max_tokens=config.sampling.max_tokens,
             )
             for branch in branches:
-                row = Row(
+                row = BatchRow(
                     prompt_token_ids=group.prompt_of(branch),
                     branch=branch,
                     group=number,
@@ -98,7 +100,9 @@ def step_rows(groups: list[RolloutGroup], advantages_P_G: list[list[float]], con
     return rows_P_G
 
 
-def trained_rows(groups: list[RolloutGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[Row]:
+def trained_rows(
+    groups: list[RolloutGroup], advantages_P_G: list[list[float]], config: LearnerConfig
+) -> list[BatchRow]:
     """Return the branches that carry the loss.
 
     These are the branches of groups with signal. With a KL or an entropy term in the loss, which needs no
@@ -119,7 +123,7 @@ def is_masked(branch: TokenSequence, config: LearnerConfig) -> bool:
     return config.loss.mask_truncated and branch.finish_reason == "length"
 
 
-def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
+def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
     """Pack rows into a micro-batch; without rows, return one masked token.
 
     Adjacent rows of one group share the computation of their common prompt prefix.
@@ -155,11 +159,11 @@ def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
     )
 
 
-def _masked_row() -> Row:
+def _masked_row() -> BatchRow:
     branch = TokenSequence(
         token_ids=np.zeros(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(0, 1)], finish_reason="stop"
     )  # fmt: skip
-    return Row(
+    return BatchRow(
         prompt_token_ids=np.zeros(1, np.int32),
         branch=branch,
         group=0,

@@ -24,7 +24,7 @@ from learner.forward.compile import describe_fused
 from learner.rank_agreement import broadcast_bytes, require_agreement
 from learner.rank_watch import RankWatch
 from learner.rollouts.rollout_group import RolloutGroup
-from learner.training.batch import MicroBatch, Row, micro_batch
+from learner.training.batch import BatchRow, MicroBatch, micro_batch
 from learner.training.packing import Layout, cut, share_out
 from protocol.codec import pack, unpack
 from protocol.errors import ConfigError
@@ -146,7 +146,7 @@ def share_groups(accelerator: Accelerator, groups: list[RolloutGroup] | None) ->
 
 
 def my_batches(
-    accelerator: Accelerator, policy: nn.Module, rows: list[Row], config: LearnerConfig, step: str
+    accelerator: Accelerator, policy: nn.Module, rows: list[BatchRow], config: LearnerConfig, step: str
 ) -> list[MicroBatch]:
     """Return this rank's micro-batches.
 
@@ -167,7 +167,9 @@ def my_batches(
     return batches + [micro_batch([], accelerator.device) for _ in range(least - len(batches))]
 
 
-def plan_of(model: Any, rows: list[Row], shares: Sequence[list[list[Row]]], layout: Layout, step: str) -> StepPlan:
+def plan_of(
+    model: Any, rows: list[BatchRow], shares: Sequence[list[list[BatchRow]]], layout: Layout, step: str
+) -> StepPlan:
     """Return this rank's plan; `shares` are the micro-batches of every rank."""
     place_of = {id(row): place for place, row in enumerate(rows)}
     content, places = hashlib.sha256(), hashlib.sha256()

@@ -14,9 +14,9 @@ from itertools import groupby
 import msgspec
 
 from learner.forward.pack import MIN_SHARED, common_length
-from learner.training.batch import Row
+from learner.training.batch import BatchRow
 
-Piece = list[Row]
+Piece = list[BatchRow]
 """Rows of one group that share one computation of their common prompt prefix."""
 
 
@@ -36,7 +36,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return num_tokens(piece) + self.pair_cost * num_pairs(piece)
 
 
-def pieces_of(rows: Sequence[Row], layout: Layout) -> list[Piece]:
+def pieces_of(rows: Sequence[BatchRow], layout: Layout) -> list[Piece]:
     """Split rows into groups that fit a micro-batch; unpacked rows stay single."""
     if not layout.is_packed:
         return [[row] for row in rows]
@@ -76,7 +76,7 @@ def num_pairs(piece: Piece) -> float:
     return pairs
 
 
-def _num_new(before: Row | None, row: Row) -> int:
+def _num_new(before: BatchRow | None, row: BatchRow) -> int:
     """Return how many prompt tokens a row does not share with the previous row."""
     length = len(row.prompt_token_ids)
     if before is None:
@@ -86,7 +86,7 @@ def _num_new(before: Row | None, row: Row) -> int:
     return length - shared if is_same or shared >= MIN_SHARED else length
 
 
-def share_out(rows: Sequence[Row], num_ranks: int, layout: Layout) -> list[list[Piece]]:
+def share_out(rows: Sequence[BatchRow], num_ranks: int, layout: Layout) -> list[list[Piece]]:
     """Return each rank's pieces, with the cost balanced over the ranks.
 
     The most expensive remaining piece goes to the rank with the lowest load (LPT, Graham 1969). A piece above
@@ -113,14 +113,14 @@ def _halved(piece: Piece, most: float, layout: Layout) -> list[Piece]:
     return [*_halved(piece[:middle], most, layout), *_halved(piece[middle:], most, layout)]
 
 
-def cut(pieces: Sequence[Piece], layout: Layout) -> list[list[Row]]:
+def cut(pieces: Sequence[Piece], layout: Layout) -> list[list[BatchRow]]:
     """Return the rows of each micro-batch.
 
     Pieces are placed longest first, each into the first micro-batch with room.
     """
     if not layout.is_packed:
         return _cut_padded([row for piece in pieces for row in piece], layout.max_tokens)
-    batches: list[list[Row]] = []
+    batches: list[list[BatchRow]] = []
     room: list[int] = []
     for piece in sorted(pieces, key=num_tokens, reverse=True):
         needed = num_tokens(piece)
@@ -134,9 +134,9 @@ def cut(pieces: Sequence[Piece], layout: Layout) -> list[list[Row]]:
     return batches
 
 
-def _cut_padded(rows: list[Row], max_tokens: int) -> list[list[Row]]:
+def _cut_padded(rows: list[BatchRow], max_tokens: int) -> list[list[BatchRow]]:
     rows = sorted(rows, key=lambda row: row.num_tokens, reverse=True)
-    batches: list[list[Row]] = []
+    batches: list[list[BatchRow]] = []
     while rows:
         count = max(1, max_tokens // rows[0].num_tokens)
         batches.append(rows[:count])

@@ -25,7 +25,7 @@ from learner.config import LearnerConfig
 from learner.forward.lm_head import EntropyUse
 from learner.forward.logprobs import token_logprobs
 from learner.rollouts.rollout_group import RolloutGroup
-from learner.training.batch import MicroBatch, Row, step_rows, trained_rows
+from learner.training.batch import BatchRow, MicroBatch, step_rows, trained_rows
 from learner.training.distributed import gradient_sync, layout_of, my_batches
 from learner.training.metrics import TERA, StepTimer, loss_metrics, train_flops
 from learner.training.optimizer import NotFiniteError, require_finite_weights
@@ -77,7 +77,7 @@ def train_on(trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, t
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def train_tflop(trainer: PolicyTrainer, rows: list[Row]) -> float:
+def train_tflop(trainer: PolicyTrainer, rows: list[BatchRow]) -> float:
     """Return the step's arithmetic on all ranks, in TFLOP."""
     if trainer.shape is None:
         return math.nan

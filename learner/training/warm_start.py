@@ -24,7 +24,7 @@ from learner.environments.token_sequence import UNKNOWN_VERSION, TokenSequence
 from learner.forward.logprobs import token_logprobs
 from learner.prompts.prompts import Prompt
 from learner.run_inputs import RunInputs
-from learner.training.batch import MicroBatch, Row
+from learner.training.batch import BatchRow, MicroBatch
 from learner.training.distributed import gradient_sync, my_batches
 from learner.training.optimizer import NotFiniteError, make_optimizer
 from protocol.console import PROGRESS_EVERY_S, manner
@@ -78,7 +78,7 @@ def warm_start(run_inputs: RunInputs, accelerator: Accelerator, policy: nn.Modul
 
 def answer_rows(
     prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, config: LearnerConfig, end: int
-) -> list[Row]:
+) -> list[BatchRow]:
     """Return one row per prompt, with its answer and the token `end` as completion.
 
     All tokens have the same weight.
@@ -89,7 +89,7 @@ def answer_rows(
     answers = [_answer_ids(prompt, tokenizer, config, end) for prompt in prompts]
     num_tokens = sum(map(len, answers))
     return [
-        Row(
+        BatchRow(
             prompt_token_ids=np.array(prompt.token_ids, np.int32),
             branch=TokenSequence(
                 token_ids=token_ids,

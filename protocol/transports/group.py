@@ -41,7 +41,7 @@ from protocol.transports.rendezvous import (
     RemoteBoard,
     was_called_off,
 )
-from protocol.transports.tcp import Call, TcpCollective
+from protocol.transports.tcp import TcpCollective, TransferCall
 
 ANSWER_TIMEOUT_S = 3.0
 """Maximum time for an answer of the learner's store, which answers at once from its own thread."""
@@ -212,7 +212,7 @@ def _form(
         use_interface_of(board.own_host)
         return NcclCollective(rendezvous.nccl_unique_id, epoch, rank, world_size, device, timeout_s)
     if rendezvous.tcp_secret is not None:
-        lines = board.open_lines(Call(rendezvous.tcp_secret, rank), store.check_not_called_off, timeout_s)
+        lines = board.open_lines(TransferCall(rendezvous.tcp_secret, rank), store.check_not_called_off, timeout_s)
         return TcpCollective(lines, epoch, rank, timeout_s)
     group = GlooCollective(store, epoch, rank, world_size, board.own_host, timeout_s)
     return IpcCollective(group, rank, device) if rendezvous.transport == "ipc" else group

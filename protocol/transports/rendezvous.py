@@ -22,7 +22,7 @@ from torch.distributed import Store
 
 from protocol.endpoint import join_address, needs_ipv6
 from protocol.errors import PushError
-from protocol.transports.tcp import Call, Callers, Line, call_learner
+from protocol.transports.tcp import Callers, Line, TransferCall, call_learner
 
 POLL_S = 0.02
 IDLE_TIMEOUT_S = 10.0
@@ -56,7 +56,7 @@ class Board(Protocol):
         """Return the value of a key. Raises PushError if the store cannot be reached."""
         ...
 
-    def open_lines(self, call: Call, check: Callable[[], None], timeout_s: float) -> list[Line]:
+    def open_lines(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[Line]:
         """Return rank 0's connections to all workers, or a worker's connection to rank 0.
 
         Raises:
@@ -93,7 +93,7 @@ class HostedBoard:
                 del self._values[next(iter(self._values))]
             return self._values.get(name)
 
-    def open_lines(self, call: Call, check: Callable[[], None], timeout_s: float) -> list[Line]:
+    def open_lines(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[Line]:
         return self.callers.collect(call.secret, check, timeout_s)
 
     def close(self) -> None:
@@ -122,8 +122,8 @@ class HostedBoard:
             connection.makefile("rwb") as lines,
         ):
             while line := lines.readline(MAX_LINE_BYTES):
-                request = msgspec.json.decode(line, type=Question | Call)
-                if isinstance(request, Call):
+                request = msgspec.json.decode(line, type=Question | TransferCall)
+                if isinstance(request, TransferCall):
                     self.callers.admit(connection, request)
                     return
                 answer = self.ask(request)
@@ -161,7 +161,7 @@ class RemoteBoard:
             raise self._unreachable("it closed the connection")
         return self._value_in(line)
 
-    def open_lines(self, call: Call, check: Callable[[], None], timeout_s: float) -> list[Line]:
+    def open_lines(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[Line]:
         check()
         return [call_learner(self._host, self._port, call, timeout_s)]
 

@@ -39,7 +39,7 @@ sessions no longer connect."""
 LENGTH = struct.Struct("<Q")
 
 
-class Call(msgspec.Struct, frozen=True, tag="call"):
+class TransferCall(msgspec.Struct, frozen=True, tag="call"):
     """First and only line of a worker: its rank, and the secret of its session."""
 
     secret: bytes
@@ -120,7 +120,7 @@ class Callers:
                 self._forget(next(iter(self._lines)))
         return secret
 
-    def admit(self, connection: socket.socket, call: Call) -> None:
+    def admit(self, connection: socket.socket, call: TransferCall) -> None:
         """Assign a connection to its rank.
 
         A caller with a wrong secret or a taken rank gets no place. Its connection is left to the owner.
@@ -182,7 +182,7 @@ class Callers:
                 line.close()
 
 
-def call_learner(host: str, port: int, call: Call, timeout_s: float) -> Line:
+def call_learner(host: str, port: int, call: TransferCall, timeout_s: float) -> Line:
     """Return a worker's connection to rank 0.
 
     Raises:

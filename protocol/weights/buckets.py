@@ -38,7 +38,7 @@ bucket may take all of it."""
 _WORD_BYTES = 8
 
 
-class Slot(msgspec.Struct, frozen=True):
+class BucketSlot(msgspec.Struct, frozen=True):
     """Position of a tensor in its bucket."""
 
     spec: TensorSpec
@@ -51,10 +51,10 @@ class Slot(msgspec.Struct, frozen=True):
         return self.start + self.num_bytes
 
 
-class Run(msgspec.Struct, frozen=True):
+class TensorRun(msgspec.Struct, frozen=True):
     """Neighbors that travel together: one large tensor, or small ones with their gaps."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[BucketSlot, ...]
     is_large: bool
 
     @property
@@ -70,22 +70,22 @@ class Bucket(msgspec.Struct, frozen=True):
     """Tensors of a weight sync that are gathered, sent, checked and loaded together."""
 
     index: int
-    slots: tuple[Slot, ...]
+    slots: tuple[BucketSlot, ...]
     num_bytes: int
 
-    def runs(self, span_bytes: int) -> Iterator[Run]:
-        small: list[Slot] = []
+    def runs(self, span_bytes: int) -> Iterator[TensorRun]:
+        small: list[BucketSlot] = []
         for slot in self.slots:
             is_large = slot.num_bytes * LARGE_PART >= span_bytes
             if small and (is_large or slot.end - small[0].start > span_bytes):
-                yield Run(tuple(small), is_large=False)
+                yield TensorRun(tuple(small), is_large=False)
                 small = []
             if is_large:
-                yield Run((slot,), is_large=True)
+                yield TensorRun((slot,), is_large=True)
             else:
                 small.append(slot)
         if small:
-            yield Run(tuple(small), is_large=False)
+            yield TensorRun(tuple(small), is_large=False)
 
     def spans(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield what each broadcast carries, as views into the bucket's flat buffer."""
@@ -122,14 +122,14 @@ def dtype_on_wire(tensor: torch.Tensor, wire_dtype: torch.dtype) -> torch.dtype:
 def cut(manifest: Manifest) -> list[Bucket]:
     """Return the buckets of a manifest."""
     buckets: list[Bucket] = []
-    slots: list[Slot] = []
+    slots: list[BucketSlot] = []
     end = 0
     for spec in manifest.tensors:
         num_bytes = math.prod(spec.shape) * spec_dtype(spec).itemsize
         if slots and aligned(end + num_bytes) > manifest.bucket_bytes:
             buckets.append(Bucket(len(buckets), tuple(slots), end))
             slots, end = [], 0
-        slots.append(Slot(spec, end, num_bytes))
+        slots.append(BucketSlot(spec, end, num_bytes))
         end = aligned(end + num_bytes)
     if slots:
         buckets.append(Bucket(len(buckets), tuple(slots), end))
@@ -144,7 +144,7 @@ def span_bytes_on(device: torch.device) -> int:
     return SPAN_BYTES[device.type]
 
 
-def view(slot: Slot, buffer: torch.Tensor, buffer_start: int) -> torch.Tensor:
+def view(slot: BucketSlot, buffer: torch.Tensor, buffer_start: int) -> torch.Tensor:
     """Return the slot's tensor in a buffer.
 
     `buffer_start` is the position of the buffer's first byte in the bucket.

@@ -22,10 +22,10 @@ from protocol.weights.buckets import (
     ALIGNMENT_BYTES,
     Bucket,
     BucketMemory,
+    BucketSlot,
     Checksum,
     NamedTensors,
-    Run,
-    Slot,
+    TensorRun,
     checksum_of,
     cut,
     span_bytes_on,
@@ -225,7 +225,7 @@ def transfers(collective: Collective) -> Iterator[Start]:
 
 
 def _run_spans(
-    run: Run, source: Iterator[tuple[str, torch.Tensor]], scratch: deque[torch.Tensor], collective: Collective
+    run: TensorRun, source: Iterator[tuple[str, torch.Tensor]], scratch: deque[torch.Tensor], collective: Collective
 ) -> Iterator[torch.Tensor]:
     """Yield the run's spans.
 
@@ -265,7 +265,7 @@ def _next_scratch(scratch: deque[torch.Tensor], num_bytes: int) -> torch.Tensor:
     return buffer[:num_bytes]
 
 
-def _next_tensor(slot: Slot, source: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+def _next_tensor(slot: BucketSlot, source: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
     name, tensor = next(source, ("nothing", torch.empty(0)))
     if name != slot.spec.name or tuple(tensor.shape) != slot.spec.shape:
         raise ValueError(

@@ -30,7 +30,7 @@ import transformers
 
 from learner.forward.lm_head import TILE_COLUMNS, TILE_LOGITS, HeadLogprobs, Reading
 from learner.forward.tile import LogitMap
-from learner.training.batch import Row
+from learner.training.batch import BatchRow
 from learner.training.distributed import my_batches
 from learner.training.policy_trainer import PolicyTrainer
 from learner.training.step import forward_backward, optimizer_step
@@ -148,13 +148,13 @@ def against_unshared(
     }
 
 
-def our_pass(trainer: PolicyTrainer, rows: list[Row]) -> float:
+def our_pass(trainer: PolicyTrainer, rows: list[BatchRow]) -> float:
     """Batch, forward, loss, backward; returns the loss."""
     batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, "the step")
     return float(forward_backward(trainer, batches, VERSION, is_first_update=True)["loss"])
 
 
-def plain_pass(trainer: PolicyTrainer, rows: list[Row], token_ids_BS: torch.Tensor) -> float:
+def plain_pass(trainer: PolicyTrainer, rows: list[BatchRow], token_ids_BS: torch.Tensor) -> float:
     """The same by transformers and one line of torch, on rows of one shape."""
     num_prompt, num_predicted = len(rows[0].prompt_token_ids), len(rows) * len(rows[0].branch.token_ids)
     with ordinary(trainer.policy):
@@ -189,7 +189,7 @@ def alternated(runs: dict[str, Callable[[], object]], num_rounds: int) -> dict[s
     return {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
 
 
-def num_computed(trainer: PolicyTrainer, rows: list[Row]) -> int:
+def num_computed(trainer: PolicyTrainer, rows: list[BatchRow]) -> int:
     batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, "the step")
     return sum(batch.pack.num_tokens for batch in batches)
 
@@ -253,7 +253,7 @@ def peak_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
-def _sequence(row: Row) -> torch.Tensor:
+def _sequence(row: BatchRow) -> torch.Tensor:
     return torch.tensor([*row.prompt_token_ids.tolist(), *row.branch.token_ids.tolist()])
 
 

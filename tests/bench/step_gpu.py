@@ -32,7 +32,7 @@ import transformers
 from safetensors.torch import load_file
 
 from learner.forward.attention import compiled_layers
-from learner.training.batch import Row
+from learner.training.batch import BatchRow
 from learner.training.distributed import layout_of, my_batches
 from learner.training.metrics import TERA, train_flops
 from learner.training.packing import pieces_of
@@ -122,25 +122,25 @@ def our_side(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     return answer
 
 
-def our_step(trainer: PolicyTrainer, rows: list[Row]) -> None:
+def our_step(trainer: PolicyTrainer, rows: list[BatchRow]) -> None:
     our_gradient(trainer, rows)
     optimizer_step(trainer, VERSION)
 
 
-def our_gradient(trainer: PolicyTrainer, rows: list[Row]) -> float:
+def our_gradient(trainer: PolicyTrainer, rows: list[BatchRow]) -> float:
     batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, "the step")
     return float(forward_backward(trainer, batches, VERSION, is_first_update=True)["loss"])
 
 
-def rows_of(size: str, length: int) -> list[Row]:
+def rows_of(size: str, length: int) -> list[BatchRow]:
     return with_advantages(make_rows(LENGTHS[length], GROUP_SIZE, PROMPT, length, SIZES[size]["vocab_size"]))
 
 
-def oracle_rows(size: str) -> list[Row]:
+def oracle_rows(size: str) -> list[BatchRow]:
     return with_advantages(make_rows(1, ORACLE_ROWS, PROMPT, ORACLE_LENGTH, SIZES[size]["vocab_size"]))
 
 
-def with_advantages(rows: list[Row]) -> list[Row]:
+def with_advantages(rows: list[BatchRow]) -> list[BatchRow]:
     """Of both signs and no common size."""
     return [msgspec.structs.replace(row, advantage=(-1) ** i * (0.5 + i % 3)) for i, row in enumerate(rows)]
 
@@ -162,7 +162,7 @@ def measure(step: Callable[[], None], num_rounds: int) -> Measured | None:
     return Measured(step_s=statistics.median(seconds[1:]), peak_gb=torch.cuda.max_memory_allocated() / 1e9)
 
 
-def told(measured: Measured | None, rows: list[Row], flops: float) -> dict[str, Any] | str:
+def told(measured: Measured | None, rows: list[BatchRow], flops: float) -> dict[str, Any] | str:
     if measured is None:
         return "out of memory"
     return {

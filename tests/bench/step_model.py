@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from learner.config import LearnerRun
 from learner.environments.token_sequence import TokenSequence
 from learner.run_inputs import RunInputs
-from learner.training.batch import Row
+from learner.training.batch import BatchRow
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from protocol.model_files import resolve_model
 from tests.bench.push_transport import QWEN2_HALF_B
@@ -61,7 +61,7 @@ def load_trainer(path: Path, *, dtype: str = "float32", on_cpu: bool = True, **l
 
 def make_rows(
     num_groups: int, group_size: int, num_prompt: int, num_completion: int, vocab_size: int, *, num_branches: int = 1, num_said: int = 0
-) -> list[Row]:  # fmt: skip
+) -> list[BatchRow]:  # fmt: skip
     """Groups of one shape; each token of the step has the same weight. Of the branches of an episode each has `num_said` more tokens
     before it than the one before, as where a template drops the reasoning of earlier turns."""
     rng = np.random.default_rng(0)
@@ -71,19 +71,19 @@ def make_rows(
     def ids(count: int) -> np.ndarray:
         return rng.integers(1, vocab_size, count).astype(np.int32)
 
-    def row(before: np.ndarray, group: int, place: int) -> Row:
+    def row(before: np.ndarray, group: int, place: int) -> BatchRow:
         branch = TokenSequence(
             token_ids=ids(num_completion),
             behaviour_logprobs=np.full(num_completion, -np.log(vocab_size), np.float32),
             versions=[(VERSION, num_completion)],
             finish_reason="stop",
         )
-        return Row(
+        return BatchRow(
             prompt_token_ids=before, branch=branch, group=group, place=place, advantage=1.0, weight=1 / num_tokens,
             entered_version=VERSION,
         )  # fmt: skip
 
-    rows: list[Row] = []
+    rows: list[BatchRow] = []
     for group in range(num_groups):
         prompt = ids(num_prompt)
         for _ in range(group_size):
@@ -94,6 +94,6 @@ def make_rows(
     return rows
 
 
-def apart(rows: list[Row]) -> list[Row]:
+def apart(rows: list[BatchRow]) -> list[BatchRow]:
     """The same without anything to share."""
     return [msgspec.structs.replace(row, group=number) for number, row in enumerate(rows)]

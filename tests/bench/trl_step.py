@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from learner.config.learner import AUTO_TOKENS
 from learner.policy.memory import shape_of
-from learner.training.batch import Row
+from learner.training.batch import BatchRow
 from learner.training.metrics import train_flops
 from learner.training.packing import Layout, pieces_of
 from tests.bench import step_gpu
@@ -76,14 +76,14 @@ def make_trainer(path: Path) -> GRPOTrainer:
     return trainer
 
 
-def step(trainer: GRPOTrainer, optimizer: torch.optim.Optimizer, rows: list[Row], num_rows: int) -> None:
+def step(trainer: GRPOTrainer, optimizer: torch.optim.Optimizer, rows: list[BatchRow], num_rows: int) -> None:
     gradient(trainer, rows, num_rows)
     trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def gradient(trainer: GRPOTrainer, rows: list[Row], num_rows: int) -> float:
+def gradient(trainer: GRPOTrainer, rows: list[BatchRow], num_rows: int) -> float:
     """Add up the gradient of all rows, `num_rows` in a pass; returns the loss."""
     total = 0.0
     num_tokens = torch.tensor(float(sum(len(row.branch.token_ids) for row in rows)), device="cuda")
@@ -95,7 +95,7 @@ def gradient(trainer: GRPOTrainer, rows: list[Row], num_rows: int) -> float:
     return total
 
 
-def batch(rows: list[Row]) -> dict[str, torch.Tensor]:
+def batch(rows: list[BatchRow]) -> dict[str, torch.Tensor]:
     """All of one length, so that nothing is padded."""
 
     def stacked(values: list[Any], dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from deploy.planning.rates import Lengths, Rates
-from deploy.planning.servers import Group
+from deploy.planning.servers import SimulatedGroup
 from deploy.planning.simulation import Setup, Simulation
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig, LearnerRun
@@ -70,7 +70,7 @@ class _Recorded(Simulation):
 
     def __init__(self, setup: Setup, seed: int, most_servers: int) -> None:
         self.lines: list[dict[str, float]] = []
-        self.scored: dict[int, tuple[Group, float]] = {}
+        self.scored: dict[int, tuple[SimulatedGroup, float]] = {}
         self.version_of: dict[int, int] = {}
         super().__init__(setup, seed, most_servers)
 
@@ -99,6 +99,6 @@ class _Recorded(Simulation):
         super()._publish(version)
         self.version_of |= dict.fromkeys(range(first, self._next_to_admit), version)
 
-    def _scored(self, group: Group) -> None:
+    def _scored(self, group: SimulatedGroup) -> None:
         self.scored[group.slot] = group, self._env.now
         super()._scored(group)

@@ -8,7 +8,7 @@ import msgspec
 
 import deploy.supervisor
 from deploy.config import DeployConfig
-from deploy.supervisor import Process, Supervisor
+from deploy.supervisor import SupervisedProcess, Supervisor
 
 PART = Path(__file__).parent / "part.py"
 RANKS_END_S = 3.0
@@ -27,11 +27,11 @@ def main() -> None:
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
     deploy.supervisor.RANKS_END_S = RANKS_END_S
 
-    def start(name: str, behaviours: list[str], verb: str = "started") -> Process:
+    def start(name: str, behaviours: list[str], verb: str = "started") -> SupervisedProcess:
         command = [sys.executable, "-S", str(PART), name, spec.directory, verb, *behaviours]
-        return Process(name, command, {}, Path(spec.directory, f"{name}.log"))
+        return SupervisedProcess(name, command, {}, Path(spec.directory, f"{name}.log"))
 
-    def start_learner(*, again: bool) -> list[Process]:
+    def start_learner(*, again: bool) -> list[SupervisedProcess]:
         verb = "resumed" if again else "started"
         return [start(name, behaviours, verb) for name, behaviours in spec.ranks.items()]
 

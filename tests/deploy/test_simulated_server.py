@@ -5,25 +5,25 @@ from collections.abc import Callable
 import simpy
 
 from deploy.planning.rates import Rates
-from deploy.planning.servers import Group, Server
+from deploy.planning.servers import SimulatedGroup, SimulatedServer
 from tests.deploy.planned_run import constant
 
 RATES = Rates(lengths=constant(1), decode_step_s=1.0, decode_token_s=1.0, learner_token_s=1.0)
 
 
-def ends(capacity: int, *events: tuple[float, Callable[[Server], object]]) -> dict[int, float]:
+def ends(capacity: int, *events: tuple[float, Callable[[SimulatedServer], object]]) -> dict[int, float]:
     """When each group is done of a server to which this happens at these times."""
     env = simpy.Environment()
     done_at: dict[int, float] = {}
-    server = Server(env, RATES, capacity, lambda group: done_at.__setitem__(group.slot, env.now))
+    server = SimulatedServer(env, RATES, capacity, lambda group: done_at.__setitem__(group.slot, env.now))
     for time, act in events:
         env.timeout(time).callbacks.append(lambda _, act=act: act(server))
     env.run()
     return done_at
 
 
-def asks(slot: int, *lengths: float) -> Callable[[Server], None]:
-    return lambda server: server.submit([Group(slot, list(lengths), 0.0)])
+def asks(slot: int, *lengths: float) -> Callable[[SimulatedServer], None]:
+    return lambda server: server.submit([SimulatedGroup(slot, list(lengths), 0.0)])
 
 
 def test_a_sequence_alone_takes_its_length_times_a_step() -> None:
@@ -60,7 +60,7 @@ def test_a_server_that_returns_during_a_weight_sync_stays_paused_until_its_end()
 
 
 def test_a_group_is_as_old_as_its_first_token() -> None:
-    group, late = Group(0, [4.0, 4.0], 0.0), Group(1, [1.0], 0.0)
+    group, late = SimulatedGroup(0, [4.0, 4.0], 0.0), SimulatedGroup(1, [1.0], 0.0)
     ends(
         1,
         (0.0, lambda server: server.submit([group, late])),
@@ -73,7 +73,7 @@ def test_a_group_is_as_old_as_its_first_token() -> None:
 def test_seconds_are_counted_as_idle_stalled_or_running() -> None:
     counted: dict[str, float] = {}
 
-    def look(server: Server) -> None:
+    def look(server: SimulatedServer) -> None:
         server.catch_up()
         names = ("idle_s", "stalled_s", "sequence_s", "group_s")
         counted.update({name: getattr(server, name) for name in names})
@@ -89,6 +89,6 @@ def test_seconds_are_counted_as_idle_stalled_or_running() -> None:
 
 
 def test_what_a_server_that_dies_had_is_given_back_untouched() -> None:
-    lost: list[Group] = []
+    lost: list[SimulatedGroup] = []
     assert ends(4, (0.0, asks(7, 1, 5)), (4.0, lambda server: lost.extend(server.die()))) == {}
     assert [(group.slot, group.num_left, group.oldest_version) for group in lost] == [(7, 2, -1)]

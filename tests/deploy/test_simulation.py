@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deploy.planning.rates import Rates
-from deploy.planning.servers import Failures, Group
+from deploy.planning.servers import Failures, SimulatedGroup
 from deploy.planning.simulation import Setup, Simulation, simulate
 from tests.deploy.planned_run import CONSTANT, SPREAD, setup
 
@@ -175,7 +175,7 @@ def test_every_slot_is_taken_once_and_in_order() -> None:
 
     class Watched(Simulation):
         def _take(self, version: int):  # type: ignore[no-untyped-def]
-            groups: list[Group] = yield from super()._take(version)
+            groups: list[SimulatedGroup] = yield from super()._take(version)
             taken.extend(group.slot for group in groups)
             return groups
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from protocol.errors import PushError
-from protocol.transports.tcp import MAX_EXPECTED, Call, Callers, Line, call_learner
+from protocol.transports.tcp import MAX_EXPECTED, Callers, Line, TransferCall, call_learner
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
@@ -36,7 +36,7 @@ class Door:
             while True:
                 connection, _ = self._listener.accept()
                 with connection, connection.makefile("rb") as lines:
-                    self.callers.admit(connection, msgspec.json.decode(lines.readline(), type=Call))
+                    self.callers.admit(connection, msgspec.json.decode(lines.readline(), type=TransferCall))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ def in_thread(pool: ThreadPoolExecutor, line: Line, num_bytes: int) -> "Future[N
 def test_each_worker_that_shows_the_secret_has_the_line_of_its_rank() -> None:
     with door() as opened:
         secret = opened.callers.expect(3, TIMEOUT_S)
-        workers = [call_learner(HOST, opened.port, Call(secret, rank), TIMEOUT_S) for rank in (2, 1)]
+        workers = [call_learner(HOST, opened.port, TransferCall(secret, rank), TIMEOUT_S) for rank in (2, 1)]
         lines = opened.callers.collect(secret, do_nothing, TIMEOUT_S)
         for rank, line in enumerate(lines, start=1):
             line.send(memoryview(bytes([rank]) * 5))
@@ -96,8 +96,8 @@ def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(stranger: tuple[byt
         with pytest.raises(
             PushError, match=rf"rank {stranger[1]} could not open a connection .* 127.0.0.1:{opened.port}: .*advertise"
         ):
-            call_learner(HOST, opened.port, Call(shown, stranger[1]), TIMEOUT_S)
-        worker = call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
+            call_learner(HOST, opened.port, TransferCall(shown, stranger[1]), TIMEOUT_S)
+        worker = call_learner(HOST, opened.port, TransferCall(secret, 1), TIMEOUT_S)
         (line,) = opened.callers.collect(secret, do_nothing, TIMEOUT_S)
         line.close()
         worker.close()
@@ -106,14 +106,14 @@ def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(stranger: tuple[byt
 def test_a_place_is_given_once() -> None:
     with door() as opened:
         secret = opened.callers.expect(2, TIMEOUT_S)
-        worker = call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
+        worker = call_learner(HOST, opened.port, TransferCall(secret, 1), TIMEOUT_S)
         with pytest.raises(PushError, match="rank 1 could not open a connection"):
-            call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
+            call_learner(HOST, opened.port, TransferCall(secret, 1), TIMEOUT_S)
         (line,) = opened.callers.collect(secret, do_nothing, TIMEOUT_S)
         line.send(memoryview(b"a"))
         worker.receive(memoryview(bytearray(1)))
         with pytest.raises(PushError, match="rank 1 could not open a connection"):
-            call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
+            call_learner(HOST, opened.port, TransferCall(secret, 1), TIMEOUT_S)
         line.close()
         worker.close()
 
@@ -121,7 +121,7 @@ def test_a_place_is_given_once() -> None:
 def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_look_at() -> None:
     with door() as opened:
         secret = opened.callers.expect(4, TIMEOUT_S)
-        worker = call_learner(HOST, opened.port, Call(secret, 2), TIMEOUT_S)
+        worker = call_learner(HOST, opened.port, TransferCall(secret, 2), TIMEOUT_S)
         with pytest.raises(
             PushError, match=r"rank 1, rank 3 did not connect within 0.3 s \(learner.push.timeout_s\); .*push.ports"
         ):

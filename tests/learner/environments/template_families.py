@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from learner.prompts.chat_template import ChatTemplate, Turns
+from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from tests.learner.environments.chat_tokenizer import chat_tokenizer
 
 Arguments = dict[str, Any]
@@ -147,4 +147,6 @@ def chat_of(name: str, tools: list[dict[str, Any]]) -> ChatTemplate:
     # Of some families the ends are none of the tokenizer's special tokens.
     tokenizer.add_tokens([*family.tags.split(), *ends])
     tokenizer.eos_token, tokenizer.bos_token = family.eos or ends[0], family.begin
-    return ChatTemplate(tokenizer, {}, tools, Turns(family.renderer, frozenset(tokenizer.convert_tokens_to_ids(ends))))
+    return ChatTemplate(
+        tokenizer, {}, tools, TurnFormat(family.renderer, frozenset(tokenizer.convert_tokens_to_ids(ends)))
+    )

@@ -14,7 +14,7 @@ from learner.environments.answer import HERMES
 from learner.environments.episode import Episode, EpisodeGroup
 from learner.environments.player import TurnPrompt
 from learner.environments.process import tools_of
-from learner.prompts.chat_template import ChatTemplate, Turns
+from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from learner.rewards.builtin.text import exact_match
 from learner.rewards.call import Log, RewardCall, _arguments
 from protocol.errors import ConfigError
@@ -144,7 +144,7 @@ def test_no_special_token_survives_in_a_tools_answer(mark: str, evil: str, tamed
 
 
 def test_an_end_that_the_tokenizer_does_not_have_leaves_a_tools_answer_as_it_is() -> None:
-    foreign = msgspec.structs.replace(template(), turns=Turns(more_ends=frozenset({1_000_000})))
+    foreign = msgspec.structs.replace(template(), turns=TurnFormat(more_ends=frozenset({1_000_000})))
     assert foreign.harmless("7 < 8") == "7 < 8"
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from learner.environments.answer import Unreadable, read_answer, renderer_of
-from learner.prompts.chat_template import ChatTemplate, Turns
+from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from protocol.errors import ConfigError
 from tests.learner.environments.chat_tokenizer import END, chat_tokenizer
 from tests.learner.environments.test_conversations import conversed, shown, template
@@ -41,7 +41,7 @@ def of_family(name: str) -> ChatTemplate:
     tools = template().tools
     tokenizer = chat_tokenizer()
     tokenizer.add_tokens([token for token in TOKENS[name].split() if token != END], special_tokens=True)
-    return ChatTemplate(tokenizer, {}, tools, Turns(name))
+    return ChatTemplate(tokenizer, {}, tools, TurnFormat(name))
 
 
 def read(with_template: ChatTemplate, said: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from learner.config import LearnerRun
 from learner.environments.answer import HERMES, check_calls
-from learner.prompts.chat_template import ChatTemplate, Turns
+from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from learner.run_inputs import RunInputs
 from protocol.errors import ConfigError
 from tests.learner.environments.chat_model import write_model
@@ -32,7 +32,7 @@ def writing(call: str, family: str | None = None, renderer: str | None = None) -
     tokenizer = chat_tokenizer(KEEPING.replace(HERMES_CALL, call).replace(END, end))
     if family is not None:
         tokenizer.add_tokens(TOKENS[family].split(), special_tokens=True)
-    return ChatTemplate(tokenizer, {}, template().tools, Turns(renderer))
+    return ChatTemplate(tokenizer, {}, template().tools, TurnFormat(renderer))
 
 
 @pytest.mark.parametrize("text", [KEEPING, DROPPING])

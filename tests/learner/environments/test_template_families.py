@@ -12,7 +12,7 @@ from learner.config import DataConfig, LearnerRun
 from learner.environments.answer import HERMES, check_calls, read_answer
 from learner.environments.conversation import ChatConversation, NextPrompt, continued
 from learner.environments.host import StepResult
-from learner.prompts.chat_template import ChatTemplate, Message, Turns
+from learner.prompts.chat_template import ChatTemplate, Message, TurnFormat
 from learner.prompts.encoding import Encoder
 from learner.run_inputs import RunInputs
 from protocol.errors import ConfigError, DataError
@@ -237,7 +237,7 @@ def test_a_turn_may_end_with_every_token_of_the_generation_config(name: str, end
 def test_the_warm_start_teaches_the_end_of_the_template(name: str) -> None:
     template = chat_of(name, [])
     assert template.tokenizer.convert_ids_to_tokens([template.turn_end()]) == [FAMILIES[name].ends.split()[0]]
-    nameless = msgspec.structs.replace(template, turns=Turns())
+    nameless = msgspec.structs.replace(template, turns=TurnFormat())
     assert nameless.turn_end() == template.tokenizer.eos_token_id
 
 

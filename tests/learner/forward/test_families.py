@@ -15,7 +15,7 @@ from learner.forward.attention import Unpackable, is_packed
 from learner.forward.logprobs import logit_map_of, token_logprobs
 from learner.forward.pack import pack
 from learner.forward.packing_check import settle_attention
-from learner.forward.tree_attention import Part, Plan
+from learner.forward.tree_attention import TreePart, TreePlan
 from learner.policy.lora import add_adapter
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
@@ -173,9 +173,9 @@ def test_a_model_that_cannot_go_packed_is_padded_and_the_log_says_why(
 def test_a_packed_pass_that_would_mix_sequences_is_found_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def everything_before(batch: Any, window: int | None, *, predicting_only: bool) -> Plan:
+    def everything_before(batch: Any, window: int | None, *, predicting_only: bool) -> TreePlan:
         rows_1N = np.arange(batch.num_tokens)[None]
-        return Plan([Part(rows_1N, rows_1N, np.zeros(rows_1N.shape, bool), is_causal=True)])
+        return TreePlan([TreePart(rows_1N, rows_1N, np.zeros(rows_1N.shape, bool), is_causal=True)])
 
     monkeypatch.setattr(attention, "plan_of", everything_before)
     model = tiny("Qwen2Config", {})

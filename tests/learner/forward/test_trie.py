@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from learner.forward.attention import is_packed
 from learner.forward.logprobs import token_logprobs
-from learner.forward.pack import MIN_SHARED, Group, Run, common_length, pack, pack_trees, runs_of
+from learner.forward.pack import MIN_SHARED, Group, TokenRun, common_length, pack, pack_trees, runs_of
 from learner.forward.packing_check import settle_attention
 from tests.learner.forward.test_families import MIXED, gradients, loss_of, tiny
 
@@ -24,7 +24,7 @@ def prompt_of(chunks: list[tuple[int, int]]) -> np.ndarray:
     return np.repeat([token for token, _ in chunks], [count for _, count in chunks])
 
 
-def walked(runs: list[Run], before: tuple[Run, ...] = ()) -> Iterator[tuple[Run, ...]]:
+def walked(runs: list[TokenRun], before: tuple[TokenRun, ...] = ()) -> Iterator[tuple[TokenRun, ...]]:
     """Each run, behind those that lead to it."""
     for run in runs:
         yield (*before, run)
@@ -49,7 +49,7 @@ def test_the_way_to_a_prompts_end_is_the_prompt_and_none_ends_twice(chunks: list
 def test_what_is_long_enough_is_computed_once_and_nothing_shorter_is_cut(chunks: list[list[tuple[int, int]]]) -> None:
     prompts = [prompt_of(one) for one in chunks]
 
-    def check(siblings: list[Run]) -> None:
+    def check(siblings: list[TokenRun]) -> None:
         for number, run in enumerate(siblings):
             assert run.end - run.start >= MIN_SHARED or not run.goes_on
             for other in siblings[:number]:

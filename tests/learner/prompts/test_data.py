@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from learner.config import DataConfig
-from learner.prompts.chat_template import Turns
+from learner.prompts.chat_template import TurnFormat
 from learner.prompts.prompts import Prompts
 from protocol.errors import DataError
 from protocol.model_files import resolve_model
@@ -183,7 +183,7 @@ def test_an_answer_that_a_prompt_begins_keeps_the_space_that_a_template_trims(
 def test_agents_open_a_turn_of_their_own_behind_an_answer_that_is_begun(tokenizer, tmp_path):
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2+"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
-    prompt = Prompts(DataConfig(path=path), tokenizer, 0, turns=Turns(goes_on=False)).prompt_at(0)
+    prompt = Prompts(DataConfig(path=path), tokenizer, 0, turns=TurnFormat(goes_on=False)).prompt_at(0)
     assert tokenizer.decode(prompt.token_ids) == "+1+1+2+>" and prompt.prefill is None
 
 
@@ -214,7 +214,9 @@ def test_a_row_may_have_tools_of_its_own(tokenizer, tmp_path, monkeypatch, tools
     assert [tokenizer.decode(prompts.prompt_at(place).token_ids) for place in (0, 1)] == ["4+1>", "+1>"]
     own = [{"type": "function", "function": {"name": "5", "parameters": {}}}]
     assert tokenizer.decode(Prompts(config, tokenizer, 0, lambda: own).prompt_at(0).token_ids) == "5+1>"
-    assert tokenizer.decode(Prompts(config, tokenizer, 0, turns=Turns(goes_on=False)).prompt_at(0).token_ids) == "+1>"
+    assert (
+        tokenizer.decode(Prompts(config, tokenizer, 0, turns=TurnFormat(goes_on=False)).prompt_at(0).token_ids) == "+1>"
+    )
 
 
 @pytest.mark.parametrize("tools", ["search", 3, ["search"]], ids=str)

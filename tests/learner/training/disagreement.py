@@ -22,7 +22,7 @@ from learner.rank_agreement import first_problem
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
 from learner.training import distributed
-from learner.training.batch import Row, trained_rows
+from learner.training.batch import BatchRow, trained_rows
 from learner.training.distributed import my_batches
 from learner.training.metrics import StepTimer
 from learner.training.packing import Layout, Piece, cut, share_out
@@ -186,7 +186,7 @@ def differing(
     return trainer, groups, VERSION
 
 
-def share_out_otherwise(rows: list[Row], num_ranks: int, layout: Layout) -> list[list[Piece]]:
+def share_out_otherwise(rows: list[BatchRow], num_ranks: int, layout: Layout) -> list[list[Piece]]:
     """As many micro-batches on each rank, of other rows."""
     (mine, other) = shares = share_out(rows, num_ranks, layout)
     sizes = [len(cut(share, layout)) for share in shares]

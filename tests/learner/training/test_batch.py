@@ -8,7 +8,7 @@ import torch
 from learner.config import LearnerConfig
 from learner.environments.token_sequence import TokenSequence
 from learner.rollouts.rollout_group import RolloutGroup
-from learner.training.batch import Row, micro_batch, trained_rows
+from learner.training.batch import BatchRow, micro_batch, trained_rows
 
 CPU = torch.device("cpu")
 
@@ -27,8 +27,8 @@ def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None
     )
 
 
-def make_row(prompt: list[int], completion: TokenSequence, advantage: float, group: int = 0) -> Row:
-    return Row(
+def make_row(prompt: list[int], completion: TokenSequence, advantage: float, group: int = 0) -> BatchRow:
+    return BatchRow(
         prompt_token_ids=np.array(prompt, np.int32),
         branch=completion,
         group=group,

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
-from learner.training.batch import Row, trained_rows
+from learner.training.batch import BatchRow, trained_rows
 from learner.training.distributed import layout_of, make_accelerator, plan_of
 from learner.training.step import advantages
 from protocol.model_files import resolve_model
@@ -124,7 +124,7 @@ def test_a_plan_tells_rows_apart_by_their_prompt_group_and_episode(accelerator: 
     groups, layout = make_groups(trainer.policy), layout_of(accelerator, trainer.policy, trainer.config)
     first, *others = trained_rows(groups, advantages(groups, trainer.config), trainer.config)
 
-    def digest(row: Row) -> str:
+    def digest(row: BatchRow) -> str:
         rows = [row, *others]
         return plan_of(trainer.policy, rows, [[rows]], layout, "step 6").rows
 

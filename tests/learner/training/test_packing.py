@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.training.batch import Row
+from learner.training.batch import BatchRow
 from learner.training.packing import Layout, cut, num_tokens, pieces_of, share_out
 from tests.learner.config.settings import ALWAYS, load
 from tests.learner.training.test_batch import make_completion, make_row
@@ -17,7 +17,7 @@ SHAPES = st.lists(
 )
 
 
-def rows_of(shapes: Shapes) -> list[Row]:
+def rows_of(shapes: Shapes) -> list[BatchRow]:
     """Each with an advantage of its own, by which it is known."""
     lengths = [(group, prompt, length) for group, (prompt, lengths) in enumerate(shapes) for length in lengths]
     return [
@@ -30,7 +30,7 @@ def layout(max_tokens: int, *, is_packed: bool = True, pair_cost: float = 0.0) -
     return Layout(max_tokens=max_tokens, is_packed=is_packed, pair_cost=pair_cost)
 
 
-def advantages_of(rows: list[Row]) -> list[float]:
+def advantages_of(rows: list[BatchRow]) -> list[float]:
     return [row.advantage for row in rows]
 
 
