@@ -59,10 +59,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     """Fraction of the device memory that the engine may use. On a CPU: fraction of the machine's memory, for
     all replicas together."""
-    kv_on_push: Literal["keep", "recompute"] = "keep"
+    kv_cache_on_weight_sync: Literal["keep", "recompute"] = "keep"
     """Treatment of the KV cache of sequences in flight on a weight sync. `"keep"`: continue with it;
     `"recompute"`: compute it again with the new weights."""
-    receive_overlap: bool = False
+    overlap_weight_loading: bool = False
     """Receive new weights during generation, and pause only to load them. On a CPU, loading also overlaps,
     and the pause only swaps the weights. The cost is memory for one more copy of the weights, on a GPU server
     in host memory. Supported with one worker only."""

@@ -189,7 +189,7 @@ def resources(run: ServerRun) -> Iterator[Finding]:
 
 def nccl(run: ServerRun) -> Finding | None:
     """Check that weight syncs can use NCCL, or return None if they would not use it."""
-    wanted = run.learner.get("push", {}).get("transport", "auto")
+    wanted = run.learner.get("weight_sync", {}).get("transport", "auto")
     if gpu_memory_bytes() is None or wanted not in ("auto", "nccl"):
         return None
     from protocol.transports.nccl import why_not_installed
@@ -199,7 +199,7 @@ def nccl(run: ServerRun) -> Finding | None:
         return ok("nccl", "cupy finds a working libnccl")
     if wanted == "auto" and gpu_choice().num_gpus == 1 and is_loopback(split_endpoint(run.endpoint)[0]):
         return ok("nccl", "not installed and not needed: the learner on this machine uses the same GPU (ipc)")
-    return problem_of("nccl", PushError(reason), 'set learner.push.transport = "gloo"')
+    return problem_of("nccl", PushError(reason), 'set learner.weight_sync.transport = "gloo"')
 
 
 def vllm_names() -> Finding:

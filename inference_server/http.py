@@ -292,10 +292,12 @@ class _Metrics(Collector):
         )
         yield GaugeMetricFamily("slipstream_idle_frac", "Share of time without a running group", status["idle_frac"])
         yield CounterMetricFamily("slipstream_engine_restarts", "Engine restarts", status["engine_restarts"])
-        yield CounterMetricFamily("slipstream_pushes", "Completed weight syncs", status["pushes_done"])
-        yield CounterMetricFamily("slipstream_pushes_failed", "Failed weight syncs", status["pushes_failed"])
+        yield CounterMetricFamily("slipstream_weight_syncs", "Completed weight syncs", status["pushes_done"])
+        yield CounterMetricFamily("slipstream_weight_syncs_failed", "Failed weight syncs", status["pushes_failed"])
         yield CounterMetricFamily(
-            "slipstream_push_stall_seconds", "Seconds without generation during weight syncs", status["push_stall_s"]
+            "slipstream_weight_sync_stall_seconds",
+            "Seconds without generation during weight syncs",
+            status["push_stall_s"],
         )
         yield CounterMetricFamily("slipstream_tokens", "Tokens sampled for groups", status["tokens_generated"])
         yield CounterMetricFamily(

@@ -82,7 +82,11 @@ class Server:
             engine, self._tasks, config.max_engine_restarts, self._check_progress, self._forget_engine
         )
         self._pushes = WeightUpdates(
-            engine, self._deliver, self._notify, config.pause_timeout_s, receive_overlap=config.receive_overlap
+            engine,
+            self._deliver,
+            self._notify,
+            config.pause_timeout_s,
+            overlap_weight_loading=config.overlap_weight_loading,
         )
         self._groups = Groups(engine, self._deliver, self._notify, self._life.spawn, self._pushes.generating_s)
         self._probes = ProbeHandler(channel, engine, model, self._life)

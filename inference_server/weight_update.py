@@ -5,7 +5,7 @@
                              └──── weights intact ──────┤ PushFailed, generation resumes with the old weights
                                                         ├ weights torn: PushFailed, paused until a whole sync
                                                         └ no answer in time: PushFailed, the engine restarts
-    server.receive_overlap: PushReady ─▶ receiving during generation ─▶ pausing ─▶ loading ─▶ resuming ─▶ idle
+    server.overlap_weight_loading: PushReady ─▶ receiving during generation ─▶ pausing ─▶ loading ─▶ resuming ─▶ idle
 
 A session (`epoch`) is one collective that several syncs share. Every wait has a deadline.
 Invariant: each worker checks each bucket before it loads it, so only the learner's versions are served.
@@ -43,10 +43,16 @@ class WeightUpdates:
     """Weight syncs of the server, and the policy version that the engine serves."""
 
     def __init__(
-        self, engine: Engine, deliver: Deliver, notify: Notify, pause_timeout_s: float, *, receive_overlap: bool = False
+        self,
+        engine: Engine,
+        deliver: Deliver,
+        notify: Notify,
+        pause_timeout_s: float,
+        *,
+        overlap_weight_loading: bool = False,
     ) -> None:
         self._engine, self._deliver, self._notify, self._pause_timeout_s = engine, deliver, notify, pause_timeout_s
-        self._receive_overlap = receive_overlap
+        self._receive_overlap = overlap_weight_loading
         self._lock = asyncio.Lock()
         self._epoch: str | None = None
         self._aborted_epochs: set[str] = set()
@@ -216,7 +222,7 @@ class WeightUpdates:
         try:
             await asyncio.wait([receiving, abandoned], timeout=longest_s, return_when="FIRST_COMPLETED")
             # A worker applies the deadline of its current broadcast. Past that deadline, the worker is stuck.
-            knob = f"learner.push.timeout_s + {SLACK_S:g}"
+            knob = f"learner.weight_sync.timeout_s + {SLACK_S:g}"
             return await in_time(receiving, self._epoch_timeout_s + SLACK_S, self.state, knob)
         finally:
             abandoned.cancel()

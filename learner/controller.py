@@ -120,7 +120,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
-            pusher = WeightSync(fleet, published, config.push)
+            pusher = WeightSync(fleet, published, config.weight_sync)
             cleanup.callback(pusher.close)
             cleanup.callback(evaluations.close)
             evaluations.start(workers)
@@ -200,7 +200,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             if time.monotonic() - last_note > WAITING_NOTE_S:
                 last_note = time.monotonic()
                 log.info(
-                    "waiting for %s", "the evaluation (learner.evaluation.pin)" if is_held else self.rollouts.waits_for
+                    "waiting for %s",
+                    "the evaluation (learner.evaluation.pin_policy)" if is_held else self.rollouts.waits_for,
                 )
         return None
 
@@ -220,7 +221,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self._sync(joiners, step)
         when_done = partial(self.publish, step, self.sync_check.expect(step))
         report = self.pusher.take_report()
-        if config.push.overlap:
+        if config.weight_sync.overlap_with_training:
             self.pusher.begin(step, when_done)
         else:
             report = self.pusher.push(step)
@@ -239,7 +240,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         metrics |= memory_metrics(self.devices.device)
         metrics |= self.fleet.metrics()
         if "perf/server_idle_frac" in metrics:
-            metrics["wait/learner"] = learner_s(metrics, metrics["perf/server_idle_frac"])
+            metrics["bottleneck/learner"] = learner_s(metrics, metrics["perf/server_idle_frac"])
         metrics |= self.evaluations.take_metrics()
         metrics |= self.rollouts.batch_metrics | self.run_inputs.prompts.metrics | self.rewards.latencies.take()
         self.log.step(step, metrics)

@@ -6,7 +6,7 @@
                     Lost ─▶ rank 0 notifies the others ─▶ all end
 
 The kernel closes the connections of a dead process, and keepalive probes detect a silent host, so no
-heartbeat is needed. A rank that hangs keeps its connections, and learner.rank_timeout_s detects it.
+heartbeat is needed. A rank that hangs keeps its connections, and learner.collective_timeout_s detects it.
 Invariant: END_S after a rank has died, no rank is left. One line has named the dead rank: one per node if it
 was rank 0.
 """
@@ -109,7 +109,7 @@ class RankWatch:
             reason = str(error).splitlines()[0]
             error = RankFailed(
                 "another rank of this learner has stopped or hangs; see its log. If it was only slow, raise "
-                f"learner.rank_timeout_s ({reason})"
+                f"learner.collective_timeout_s ({reason})"
             )
         if isinstance(error, SlipstreamError):
             self.part()
@@ -167,7 +167,7 @@ class RankWatch:
             log.warning(
                 "rank %d cannot reach rank 0 at %s, port %d (%s): if one of the two dies, the other detects it only "
                 "after "
-                "learner.rank_timeout_s", self._rank, host, port, error,
+                "learner.collective_timeout_s", self._rank, host, port, error,
             )  # fmt: skip
             return
         self._begin(connection, greeting)

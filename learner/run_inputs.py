@@ -67,7 +67,7 @@ class RunInputs:
 
     def prompts_of(self, data: DataConfig) -> Prompts:
         """Return the prompts of `data`. Raises ConfigError or DataError if unusable."""
-        renderer = self.run.learner.environment.renderer
+        renderer = self.run.learner.environment.tool_call_format
         if renderer is not None:
             renderer_of(self.tokenizer, renderer)  # fails early if the format does not fit
         is_for_agents = self.run.learner.environment.has_agent  # agents send their own messages

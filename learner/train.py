@@ -58,7 +58,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         run = run.in_effect()  # the run directory keeps the config as set
         config = run.learner
         directory = RunDir.checkpoints_of(run.run_dir)
-        checkpoint = shared_checkpoint(accelerator, directory, config.rank_timeout_s, resume=resume)
+        checkpoint = shared_checkpoint(accelerator, directory, config.collective_timeout_s, resume=resume)
         run_inputs = RunInputs(run)
         if run_dir is not None:
             run_inputs.log_needs(accelerator)
@@ -95,7 +95,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
             if groups is None:
                 break
             metrics = train_on(trainer, groups, version, timer)
-            with timer("push"):
+            with timer("weight_sync"):
                 metrics |= lead(Controller.push, step, groups) or {}
             metrics |= group_metrics(groups, version)
             version = step

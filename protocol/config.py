@@ -8,6 +8,7 @@ default. An unknown key is an error.
 import contextlib
 import difflib
 import io
+import logging
 import math
 import os
 import re
@@ -23,10 +24,12 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 import msgspec
 import tyro
 
+from protocol import former_keys
 from protocol.endpoint import check_endpoint
 from protocol.errors import ConfigError
 from protocol.hardware import Dtype, dtype_here
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_SECONDS = 1e8
@@ -126,7 +129,10 @@ def load_config(
             endpoint is open.
     """
     path, flags = _split(argv, program)
-    base = _from_file(config_type, path) if path else None
+    base, in_file = _from_file(config_type, path) if path else (None, {})
+    flags, in_flags = former_keys.renamed_flags(flags)
+    if former := in_file | in_flags:
+        log.warning("%s", former_keys.describe(former))
     usage = " ".join([program, "run.toml", *(f"[{switch}]" for switch in switches)])
     describe = partial(_description, config_type, switches, purpose)
     config = _with_flags(config_type, base, flags, usage, switches, describe)
@@ -203,16 +209,21 @@ def _split(argv: Sequence[str], program: str) -> tuple[Path | None, list[str]]:
     raise ConfigError(f"no config file was given; expected: {program} run.toml [--key value ...]")
 
 
-def _from_file(config_type: type[C], path: Path) -> C:
+def _from_file(config_type: type[C], path: Path) -> tuple[C, dict[str, str]]:
+    """Return the config, and the former key names in the file, with today's."""
     try:
         raw = tomllib.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"config file {path} does not exist; copy a recipe from deploy/recipes/") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+    try:
+        raw, former = former_keys.renamed(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     _refuse_unknown_keys(config_type, raw, str(path), prefix="")
     try:
-        return msgspec.convert(raw, config_type)
+        return msgspec.convert(raw, config_type), former
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_explain(str(error), raw)}") from error
 

@@ -94,9 +94,9 @@ class Peer:
 class Pair:
     """A server and a learner that can each be started again."""
 
-    def __init__(self, directory: Path, endpoint: str, *, receive_overlap: bool = False, **push: Any) -> None:
+    def __init__(self, directory: Path, endpoint: str, *, overlap_weight_loading: bool = False, **push: Any) -> None:
         self._directory, self._endpoint = directory, endpoint
-        self._receive_overlap, self._push = receive_overlap, push
+        self._receive_overlap, self._push = overlap_weight_loading, push
         self.server, self.learner = self.start_server(), self.start_learner()
 
     def start_server(self) -> Peer:
@@ -104,7 +104,7 @@ class Pair:
         return self.server
 
     def start_learner(self) -> Peer:
-        setup = LearnerSetup(endpoint=self._endpoint, push=self._push)
+        setup = LearnerSetup(endpoint=self._endpoint, weight_sync=self._push)
         self.learner = Peer(run_learner, self._directory / "learner.log", setup)
         return self.learner
 

@@ -128,11 +128,11 @@ class InPlaceEngine(ScriptedEngine):
         await super().set_version(version)
 
 
-def run_server(pipe: Connection, log: Path, endpoint: str, receive_overlap: bool) -> None:
+def run_server(pipe: Connection, log: Path, endpoint: str, overlap_weight_loading: bool) -> None:
     """The server's process: answers `status`, sets traps."""
     _begin(log)
     inference_server.server.PULSE_INTERVAL_S = DEAD_AFTER_S / 10
-    config = ServerConfig(receive_overlap=receive_overlap, pause_timeout_s=PAUSE_TIMEOUT_S)
+    config = ServerConfig(overlap_weight_loading=overlap_weight_loading, pause_timeout_s=PAUSE_TIMEOUT_S)
     asyncio.run(_serve(pipe, endpoint, config))
 
 
@@ -185,8 +185,8 @@ class LearnerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What a test decides of its learner."""
 
     endpoint: str
-    push: dict[str, Any]
-    """Keys of [learner.push]."""
+    weight_sync: dict[str, Any]
+    """Keys of [learner.weight_sync]."""
     model: ModelFingerprint = MODEL
     weights: Callable[[int], NamedTensors] = weights
     bucket_bytes: int = TENSOR_BYTES
@@ -232,7 +232,7 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
     rollouts = Rollouts(run, fleet, buffer, Scorer(config, words, at_once), ledger)
     rollouts.start(0)
     scripted = ScriptedWeights(setup.weights)
-    pusher = WeightSync(fleet, scripted, config.push)
+    pusher = WeightSync(fleet, scripted, config.weight_sync)
     pipe.send("ready")
     while True:
         match _next_command(pipe):
@@ -240,7 +240,10 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
                 TRAPS.set(trap)
             case int(version):
                 scripted.version = version
-                pipe.send(_push(pusher, rollouts, version, config.push.overlap) or digest(setup.weights(version)))
+                pipe.send(
+                    _push(pusher, rollouts, version, config.weight_sync.overlap_with_training)
+                    or digest(setup.weights(version))
+                )
             case "take":
                 pipe.send(_sampled(rollouts.take(scripted.version, ANSWER_TIMEOUT_S) or []))
 
@@ -277,8 +280,8 @@ def _learner_run(directory: Path, setup: LearnerSetup) -> LearnerRun:
                 "steps": 10**6, "groups_per_step": 2, "max_staleness": 1, "connect_timeout_s": ANSWER_TIMEOUT_S,
                 "data": {"task": "reverse", "num_digits": 4, "num_prompts": 8},
                 "reward": {"functions": ["exact_match"]},
-                "sampling": {"num_completions": 2, "max_tokens": NUM_TENSORS},
-                "push": {"timeout_s": PUSH_TIMEOUT_S} | setup.push,
+                "sampling": {"group_size": 2, "max_tokens": NUM_TENSORS},
+                "weight_sync": {"timeout_s": PUSH_TIMEOUT_S} | setup.weight_sync,
             },
         },
         LearnerRun,

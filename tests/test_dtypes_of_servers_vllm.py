@@ -23,7 +23,7 @@ NUM_STEPS = 40
 FLAGS: tuple[list[str], ...] = (
     [],
     ["--server.dtype", "bfloat16"],
-    ["--server.dtype", "bfloat16", "--server.receive-overlap"],
+    ["--server.dtype", "bfloat16", "--server.overlap-weight-loading"],
 )
 ROUNDING = 1e-5
 """Of mean |Δ logprob|: float32 on both sides is below, bfloat16 above."""
@@ -43,12 +43,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealServe
         yield running
 
 
-@pytest.mark.parametrize(("dtype", "wire"), [("float32", "dense"), ("float32", "delta"), ("bfloat16", "delta")])
+@pytest.mark.parametrize(("dtype", "compression"), [("float32", "none"), ("float32", "delta"), ("bfloat16", "delta")])
 def test_servers_of_two_dtypes_train_one_policy(
-    servers: list[RealServer], tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, wire: str
+    servers: list[RealServer], tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, compression: str
 ) -> None:
     caplog.set_level("INFO", "learner")
-    run = make_run(tmp_path, *(server.endpoint for server in servers), steps=NUM_STEPS, push={"wire": wire})
+    run = make_run(
+        tmp_path, *(server.endpoint for server in servers), steps=NUM_STEPS, weight_sync={"compression": compression}
+    )
     run = msgspec.structs.replace(run, dtype=dtype)
     before = [json.loads(server.get("/status"))["tokens_generated"] for server in servers]
     train(run, resume=False)

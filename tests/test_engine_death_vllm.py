@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 def test_a_killed_worker_or_core_is_noticed_replaced_and_given_the_weights(server: RealServer, tmp_path: Path) -> None:
     setup = LearnerSetup(
-        endpoint=server.endpoint, push={"timeout_s": 10.0}, model=fingerprint(server.model), weights=gpt2_weights,
+        endpoint=server.endpoint, weight_sync={"timeout_s": 10.0}, model=fingerprint(server.model), weights=gpt2_weights,
         bucket_bytes=32 << 10, dead_after_s=5.0,
     )  # fmt: skip
     learner = Peer(run_learner, tmp_path / "learner.log", setup)

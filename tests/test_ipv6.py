@@ -14,7 +14,7 @@ from tests.learner.forked_learner import ROOT, end_of, start_learner
 NUM_STEPS, GROUPS_PER_STEP = 3, 2
 SMALL = [
     "--learner.steps", str(NUM_STEPS), "--learner.groups-per-step", str(GROUPS_PER_STEP),
-    "--learner.sampling.num-completions", "4", "--learner.sampling.max-tokens", "5", "--learner.data.num-digits", "4",
+    "--learner.sampling.group-size", "4", "--learner.sampling.max-tokens", "5", "--learner.data.num-digits", "4",
     "--learner.data.num-prompts", "16", "--learner.report.dashboard-port", "0", "--learner.report.trackers",
     "--learner.cpu-cores", "None",
 ]  # fmt: skip
@@ -38,4 +38,4 @@ def test_a_run_with_keys_at_an_ipv6_address_is_complete(tmp_path: Path) -> None:
         server.wait()
     counts = Ledger(run_dir / "ledger.db", read_only=True).counts()
     assert (counts.lost, counts.duplicated, counts.consumed) == (0, 0, NUM_STEPS * GROUPS_PER_STEP)
-    assert (run_dir / "metrics.jsonl").read_text().count("push/bytes") == NUM_STEPS
+    assert (run_dir / "metrics.jsonl").read_text().count("weight_sync/bytes") == NUM_STEPS

@@ -21,8 +21,8 @@ NOTICE_S = 2 * PUSH_TIMEOUT_S + DEAD_AFTER_S + 4.0
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 PLAIN: dict[str, Any] = {}
-OVERLAP = {"receive_overlap": True, "overlap": True}
-DELTA = {"wire": "delta"}
+OVERLAP = {"overlap_weight_loading": True, "overlap_with_training": True}
+DELTA = {"compression": "delta"}
 OVER_TCP = {"transport": "tcp"}
 MID_BUCKET = 6
 """Of the broadcasts of a push: dense the checksum of the third bucket, delta that of the second."""
@@ -155,7 +155,11 @@ def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: S
             said = pair.server.wait_for_log("weight sync of version 1 in epoch", NOTICE_S)
             assert re.search(r"in epoch \w{8} failed while receiving: worker 0 failed while receiving: ", said)
             assert "bucket" in said or state in (BEFORE_JOIN, AFTER_MEETING)
-            assert "learner.push.timeout_s" in said or state in (BEFORE_JOIN, AFTER_MEETING) or signal_number == KILL
+            assert (
+                "learner.weight_sync.timeout_s" in said
+                or state in (BEFORE_JOIN, AFTER_MEETING)
+                or signal_number == KILL
+            )
         may_be_torn = state == SENDING and mode != OVERLAP
         is_torn = assert_only_torn_weights_wait(pair.server)
         # What a killed learner had in the kernel's buffers is lost: the first bucket may not have come.
@@ -213,7 +217,7 @@ def test_a_server_that_hangs_is_given_up_with_words_that_help(start_pair: Callab
         set_trap(pair, state, pair.server, HANG)
         pair.learner.send(1)
         said = pair.learner.wait_for_log("weight sync of version 1 failed", NOTICE_S)
-        assert re.search(HANGS[state], said) and "learner.push.timeout_s" in said, said
+        assert re.search(HANGS[state], said) and "learner.weight_sync.timeout_s" in said, said
         assert_whole(pair, 1, pair.learner.receive())
 
     at_once(check, [(state,) for state in HANGS])

@@ -31,16 +31,16 @@ MID_BUCKET = 6
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "receive_overlap"])
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "overlap_weight_loading"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    flags = ["--server.receive-overlap"] if request.param else []
+    flags = ["--server.overlap-weight-loading"] if request.param else []
     yield from running_server(tmp_path_factory.mktemp("server"), *flags)
 
 
 @pytest.fixture
 def start_learner(server: RealServer, tmp_path: Path) -> Iterator[Callable[[], Peer]]:
     setup = LearnerSetup(
-        endpoint=server.endpoint, push={"timeout_s": PUSH_TIMEOUT_S}, model=fingerprint(server.model),
+        endpoint=server.endpoint, weight_sync={"timeout_s": PUSH_TIMEOUT_S}, model=fingerprint(server.model),
         weights=gpt2_weights, bucket_bytes=32 << 10, dead_after_s=DEAD_AFTER_S,
     )  # fmt: skip
     started: list[Peer] = []
@@ -133,7 +133,7 @@ def test_a_learner_gives_a_stopped_engine_up_at_the_deadline_and_goes_on_with_it
     learner.send(1)
     try:
         said = learner.wait_for_log("weight sync of version 1 failed while", NOTICE_S)
-        assert "learner.push.timeout_s" in said and f"{PUSH_TIMEOUT_S:g} s" in said
+        assert "learner.weight_sync.timeout_s" in said and f"{PUSH_TIMEOUT_S:g} s" in said
     finally:
         os.kill(core, signal.SIGCONT)
     assert isinstance(learner.receive(), str)

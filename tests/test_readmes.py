@@ -201,6 +201,6 @@ def test_the_checks_find_what_is_not_there() -> None:
     text = "`learner/nowhere.py` or nowhere.py\n```\ntrain.py  lost.py\n```\n`learner/attic/` `runs/demo/` run.toml"
     missing = sorted(name for name in named_paths(text) if not exists(page, name))
     assert missing == ["learner/attic", "learner/nowhere.py", "lost.py", "nowhere.py"]
-    text = '`learner.push.wire = "delta"` `[learner.attic]` `--server.http-prt 1`\n```toml\nmdel = "x"\n[learner.push]\na = 1\n```\n'
+    text = '`learner.weight_sync.compression = "delta"` `[learner.attic]` `--server.http-prt 1`\n```toml\nmdel = "x"\n[learner.weight_sync]\na = 1\n```\n'
     unknown = sorted(key for key in named_keys(text) if not is_key(key))
-    assert unknown == ["learner.attic", "learner.push.a", "mdel", "server.http_prt"]
+    assert unknown == ["learner.attic", "learner.weight_sync.a", "mdel", "server.http_prt"]

@@ -198,7 +198,7 @@ def test_a_pinned_evaluation_of_a_run_gives_what_plain_vllm_gives_with_the_expor
         "2",
         "--learner.evaluation.num-prompts",
         "64",
-        "--learner.evaluation.pin",
+        "--learner.evaluation.pin-policy",
     ]
     flags += ["--learner.evaluation.url", f"http://127.0.0.1:{server.http_port}/v1"]
     flags += ["--learner.evaluation.task", "reverse", "--learner.parity.every-steps", "1"]

@@ -24,7 +24,7 @@ PUBLIC = "10.78.0.2"
 GROUPS_PER_STEP = 4
 TIMEOUT_S = 120.0
 SMALL = [
-    "--learner.groups-per-step", str(GROUPS_PER_STEP), "--learner.sampling.num-completions", "4",
+    "--learner.groups-per-step", str(GROUPS_PER_STEP), "--learner.sampling.group-size", "4",
     "--learner.sampling.max-tokens", "5", "--learner.data.num-digits", "4", "--learner.data.num-prompts", "16",
     "--learner.report.dashboard-port", "0", "--learner.report.trackers", "--learner.cpu-cores", "None",
 ]  # fmt: skip
@@ -110,11 +110,11 @@ def run_behind_translation(
     """Two ports pass, and what is called at the learner's own address is not: what it advertises is another's."""
     hosts.wire(only_ports=[PORT, PUSH_PORT])
     hosts.translate(1, PUBLIC, PUSH_PORT)
-    over_tcp = ["--learner.push.transport", "tcp", "--learner.push.ports", str(PUSH_PORT)]
-    of_run["learner"] = [*of_run.get("learner", SMALL), *over_tcp, "--learner.push.advertise", PUBLIC]
+    over_tcp = ["--learner.weight-sync.transport", "tcp", "--learner.weight-sync.ports", str(PUSH_PORT)]
+    of_run["learner"] = [*of_run.get("learner", SMALL), *over_tcp, "--learner.weight-sync.advertise", PUBLIC]
     run = Run(hosts, tmp_path, num_steps, server, **of_run)
     run.assert_ends_complete(timeout_s=900)
-    assert (run.directory / "metrics.jsonl").read_text().count("push/bytes") == num_steps
+    assert (run.directory / "metrics.jsonl").read_text().count("weight_sync/bytes") == num_steps
     return run
 
 

@@ -21,7 +21,7 @@ from learner.doctor.doctor import examine
 from protocol.config import load_config
 run_dir, timeout_s, *words = sys.argv[1:]
 for endpoint, keys in zip(words[::2], words[1::2]):
-    flags = ["--run-dir", run_dir, "--endpoint", endpoint, "--keys", keys, "--learner.push.timeout-s", timeout_s]
+    flags = ["--run-dir", run_dir, "--endpoint", endpoint, "--keys", keys, "--learner.weight-sync.timeout-s", timeout_s]
     run = load_config(LearnerRun, ["deploy/recipes/reverse.toml", *flags], "test")
     print(json.dumps({found.subject: found.text for found in examine(run) if found.verdict == "problem"}))
 """

@@ -244,9 +244,9 @@ def rates_of(run: MeasuredRun, *, num_ranks: int) -> tuple[Rates, float]:
         **_learner_rates(run, num_ranks),
         **_push_rates(steady, server, run.num_servers),
     )
-    stall_s = rates.stall_seconds(run.num_servers, receive_overlap=server.receive_overlap)
+    stall_s = rates.stall_seconds(run.num_servers, overlap_weight_loading=server.overlap_weight_loading)
     servers = Servers(num=run.num_servers, capacity=server.capacity, stall_s=stall_s)
-    return fit_decoding(rates, run.groups, run.learner.sampling.num_completions, servers)
+    return fit_decoding(rates, run.groups, run.learner.sampling.group_size, servers)
 
 
 def observed(run: MeasuredRun) -> Observed:
@@ -254,7 +254,7 @@ def observed(run: MeasuredRun) -> Observed:
     lines, first = run.lines, _warm_up(run.lines)
     steady, step_s, times = lines[first:], _step_s(lines), values(lines[first - 1 :], "time")
     return Observed(
-        samples_per_s=run.learner.groups_per_step * run.learner.sampling.num_completions / step_s,
+        samples_per_s=run.learner.groups_per_step * run.learner.sampling.group_size / step_s,
         step_s=step_s,
         learner_idle_frac=mean(steady, "time/wait_for_batch") / step_s,
         server_idle_frac=idle_frac(run.groups, times[0], times[-1]),
@@ -302,7 +302,7 @@ def _lengths(steady: Lines) -> Lengths:
 def _learner_rates(run: MeasuredRun, num_ranks: int) -> dict[str, float]:
     steady = run.lines[_warm_up(run.lines) :]
     token_s = sum(mean(steady, phase) for phase in TOKEN_PHASES if phase in steady[-1])
-    push_s = 0.0 if run.learner.push.overlap else mean(pushed_lines(steady), "push/seconds")
+    push_s = 0.0 if run.learner.weight_sync.overlap_with_training else mean(pushed_lines(steady), "weight_sync/seconds")
     rest_s = _step_s(run.lines) - mean(steady, "time/wait_for_batch") - token_s - push_s
     return {
         "learner_step_s": max(0.0, rest_s),
@@ -312,10 +312,10 @@ def _learner_rates(run: MeasuredRun, num_ranks: int) -> dict[str, float]:
 
 def _push_rates(steady: Lines, server: ServerConfig, num_servers: int) -> dict[str, float]:
     pushed = pushed_lines(steady)
-    transfer_s = mean(pushed, "push/transfer_seconds")
-    stalled_by_it_s = 0.0 if server.receive_overlap else transfer_s
+    transfer_s = mean(pushed, "weight_sync/transfer_seconds")
+    stalled_by_it_s = 0.0 if server.overlap_weight_loading else transfer_s
     return {
-        "push_s": max(0.0, mean(pushed, "push/seconds") - transfer_s),
+        "push_s": max(0.0, mean(pushed, "weight_sync/seconds") - transfer_s),
         "push_feed_s": transfer_s / num_servers,
-        "push_stall_s": max(0.0, mean(pushed, "push/stall_seconds") - stalled_by_it_s),
+        "push_stall_s": max(0.0, mean(pushed, "weight_sync/stall_seconds") - stalled_by_it_s),
     }

@@ -129,9 +129,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     def push_seconds(self, num_servers: float) -> float:
         return self.push_s + self.push_feed_s * num_servers
 
-    def stall_seconds(self, num_servers: float, *, receive_overlap: bool) -> float:
+    def stall_seconds(self, num_servers: float, *, overlap_weight_loading: bool) -> float:
         """Return the time at the end of a weight sync during which no server generates."""
-        feed_s = 0.0 if receive_overlap else self.push_feed_s * num_servers
+        feed_s = 0.0 if overlap_weight_loading else self.push_feed_s * num_servers
         return min(self.push_seconds(num_servers), self.push_stall_s + feed_s)
 
 

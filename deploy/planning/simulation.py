@@ -67,7 +67,7 @@ class Simulation:
         )
         self._weight = config.groups_per_step / self._groups_per_step
         """Number of real groups that each simulated group represents."""
-        self._num_completions = config.sampling.num_completions
+        self._num_completions = config.sampling.group_size
         self._env = simpy.Environment()
         self._lengths = setup.rates.lengths.sampler()
         self._rng = np.random.default_rng(seed)
@@ -127,7 +127,7 @@ class Simulation:
         if self._push is not None:
             yield self._push
         self._push = env.process(self._push_weights(version + 1))
-        if not self._setup.learner.push.overlap:
+        if not self._setup.learner.weight_sync.overlap_with_training:
             yield self._push
         sums.push_s += env.now - trained
         sums.tokens += sum(lengths)
@@ -161,7 +161,9 @@ class Simulation:
 
     def _push_weights(self, version: int) -> Events:
         num_servers = self._setup.num_servers
-        stall_s = self._rates.stall_seconds(num_servers, receive_overlap=self._setup.server.receive_overlap)
+        stall_s = self._rates.stall_seconds(
+            num_servers, overlap_weight_loading=self._setup.server.overlap_weight_loading
+        )
         yield self._env.timeout(self._rates.push_seconds(num_servers) - stall_s)
         self._fleet.pause()
         yield self._env.timeout(stall_s)

@@ -48,13 +48,13 @@ def splits(num_gpus: int, gpus_per_server: int) -> list[Split]:
 def most_samples_per_s(setup: Setup) -> float:
     """Return the samples/s of the slower side if it never waited for the other side."""
     rates, config = setup.rates, setup.learner
-    samples, capacity = config.groups_per_step * config.sampling.num_completions, setup.server.capacity
+    samples, capacity = config.groups_per_step * config.sampling.group_size, setup.server.capacity
     mean_length = rates.lengths.mean
-    stall_s = rates.stall_seconds(setup.num_servers, receive_overlap=setup.server.receive_overlap)
+    stall_s = rates.stall_seconds(setup.num_servers, overlap_weight_loading=setup.server.overlap_weight_loading)
     servers_s = stall_s + samples * mean_length * rates.decode_s(capacity) / capacity / setup.num_servers
     train_s = rates.train_s(samples * mean_length, 0.0, setup.num_ranks)
     push_s = rates.push_seconds(setup.num_servers)
-    learner_s = max(train_s, push_s) if config.push.overlap else train_s + push_s
+    learner_s = max(train_s, push_s) if config.weight_sync.overlap_with_training else train_s + push_s
     return samples / max(servers_s, learner_s)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import ConfigError
+from protocol.former_keys import current_metrics
 
 Lines = Sequence[dict[str, Any]]
 """Metrics of steps, in order."""
@@ -31,7 +32,7 @@ def read_steps(path: Path) -> Lines:
         if step <= newest and elapsed_s > newest_s:  # with equal seconds, it is the same step with more metrics
             of_step = {kept: of_step[kept] for kept in of_step if kept < step}
             undone_s = newest_s - (of_step[max(of_step)]["elapsed_s"] if of_step else 0.0)
-        of_step[step] = line | {"elapsed_s": elapsed_s - undone_s}
+        of_step[step] = current_metrics(line) | {"elapsed_s": elapsed_s - undone_s}
         newest, newest_s = step, elapsed_s
     return list(of_step.values())
 
@@ -64,10 +65,10 @@ def pushed_lines(lines: Lines) -> Lines:
     Raises:
         ConfigError: If there is no such line.
     """
-    if pushed := [line for line in lines if "push/seconds" in line]:
+    if pushed := [line for line in lines if "weight_sync/seconds" in line]:
         return pushed
     raise ConfigError(
-        f"metrics.jsonl has no weight sync (push/seconds) in its last {len(lines)} steps; expected at least one. Measure a longer run"
+        f"metrics.jsonl has no weight sync (weight_sync/seconds) in its last {len(lines)} steps; expected at least one. Measure a longer run"
     )
 
 

@@ -174,7 +174,7 @@ def _freeze_startup_state() -> None:
 
 
 def _check_receive_overlap(server: ServerConfig) -> None:
-    if not server.receive_overlap or server.num_workers == 1:
+    if not server.overlap_weight_loading or server.num_workers == 1:
         return
     if server.tensor_parallel_size == 1:
         key, size, reason = "data_parallel_size", server.data_parallel_size, "it is tested with one worker only"
@@ -187,8 +187,8 @@ def _check_receive_overlap(server: ServerConfig) -> None:
             "would run the NCCL kernels of two groups against each other"
         )
     raise ConfigError(
-        f"server.receive_overlap = true is not supported with server.{key} = {size}: {reason}; "
-        "set server.receive_overlap = false"
+        f"server.overlap_weight_loading = true is not supported with server.{key} = {size}: {reason}; "
+        "set server.overlap_weight_loading = false"
     )
 
 

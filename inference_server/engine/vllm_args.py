@@ -93,7 +93,7 @@ REFUSED = (
     Refusal(
         ("weight_transfer_config", "worker_cls"),
         "weights arrive through the server's own weight syncs, in vLLM's own worker",
-        "remove it, and configure the transfer in learner.push",
+        "remove it, and configure the transfer in learner.weight_sync",
     ),
     Refusal(
         ("kv_transfer_config", "kv_offloading_size", "ec_transfer_config"),

@@ -65,7 +65,7 @@ class VllmEngine:
         self._config, self._model_path = run, model_path
         self.llm = start_llm(run, model_path)
         self._processes = EngineProcesses(())
-        self._clear_cache_on_push = run.server.kv_on_push == "recompute"
+        self._clear_cache_on_push = run.server.kv_cache_on_weight_sync == "recompute"
         self._num_requests = 0
         self._version = -1
         """Current policy version. -1 before the first sync, until which the server admits no group."""

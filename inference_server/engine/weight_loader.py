@@ -1,8 +1,8 @@
 """Loading of one weight sync into vLLM's model, on GPUs and on CPUs.
 
     load, bucket by bucket ─▶ finish: complete? ─▶ vLLM's processing after loading
-    CPU without receive_overlap: pause ─▶ begin_reload ─▶ buckets, layer by layer ─▶ pack_heads
-    CPU with receive_overlap:    buckets ─▶ NextWeights, during generation ─▶ pause ─▶ take_over
+    CPU without overlap_weight_loading: pause ─▶ begin_reload ─▶ buckets, layer by layer ─▶ pack_heads
+    CPU with overlap_weight_loading:    buckets ─▶ NextWeights, during generation ─▶ pause ─▶ take_over
 
 vLLM's layerwise reload moves a layer to the meta device and rebuilds it once complete. Layers that change
 after loading (packed, shuffled, quantized) need that. All others load in place: some models write without a

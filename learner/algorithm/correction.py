@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from learner.algorithm.kl import clamped
-from learner.config import CorrectionConfig
+from learner.config import OffPolicyCorrectionConfig
 
 
 class Multiplier(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -29,7 +29,7 @@ def anchor_logprobs(
     behaviour_BT: torch.Tensor,
     proximal_BT: torch.Tensor,
     staleness_BT: torch.Tensor,
-    config: CorrectionConfig,
+    config: OffPolicyCorrectionConfig,
 ) -> torch.Tensor:
     """Return the anchor logprobs, the denominator of the objective's ratio.
 
@@ -57,7 +57,7 @@ def multiplier(
     advantages_B1: torch.Tensor,
     mask_BT: torch.Tensor,
     has_ratio: bool,
-    config: CorrectionConfig,
+    config: OffPolicyCorrectionConfig,
 ) -> Multiplier:
     """Combine the importance weight, the sequence mask and the staleness mask.
 
@@ -69,7 +69,7 @@ def multiplier(
     if config.weight != "none":
         is_decoupled = config.anchor == "proximal"
         weight_BT = importance_weight(
-            (anchor_BT if is_decoupled else logprobs_BT) - behaviour_BT, mask_BT, config.level
+            (anchor_BT if is_decoupled else logprobs_BT) - behaviour_BT, mask_BT, config.granularity
         )
         above_BT, below_BT = weight_BT > config.weight_bound, weight_BT < (config.min_weight or 0.0)
         outside_BT = mask_BT & (above_BT | below_BT)

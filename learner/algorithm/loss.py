@@ -14,7 +14,7 @@ from learner.algorithm.correction import anchor_logprobs, multiplier
 from learner.algorithm.kl import MEASURE, clamped, kl_estimate, masked
 from learner.algorithm.objectives import Tokens
 from learner.algorithm.plug_in import has_ratio, objective_of
-from learner.config import CorrectionConfig, KlConfig, LossConfig
+from learner.config import KlConfig, LossConfig, OffPolicyCorrectionConfig
 
 NUM_LENGTH_QUARTERS = 4
 
@@ -47,7 +47,7 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def policy_loss(
-    inputs: LossInputs, config: LossConfig, correction: CorrectionConfig, kl: KlConfig, kl_coef: float
+    inputs: LossInputs, config: LossConfig, correction: OffPolicyCorrectionConfig, kl: KlConfig, kl_coef: float
 ) -> tuple[torch.Tensor, Sums]:
     """Return the weighted loss of a micro-batch, and sums over its trained tokens.
 

@@ -6,7 +6,7 @@ contradictions.py holds the checks across sections. Every other package imports 
 them.
 """
 
-from learner.config.algorithm import AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
+from learner.config.algorithm import AdvantageConfig, KlConfig, LossConfig, OffPolicyCorrectionConfig
 from learner.config.environment import EnvironmentConfig
 from learner.config.evaluation import EvaluationConfig
 from learner.config.learner import LearnerConfig, LearnerRun
@@ -15,12 +15,29 @@ from learner.config.prompts import CurriculumConfig, DataConfig
 from learner.config.report import ReportConfig
 from learner.config.rewards import RewardConfig
 from learner.config.rollouts import SamplingConfig
-from learner.config.servers import ParityConfig, PushConfig
+from learner.config.servers import ParityConfig, WeightSyncConfig
 from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
 
 __all__ = [
-    "AdvantageConfig", "CheckpointConfig", "CorrectionConfig", "CurriculumConfig", "DataConfig", "EnvironmentConfig",
-    "EvaluationConfig", "KlConfig", "LearnerConfig", "LearnerRun", "LoraConfig", "LossConfig", "OptimizerConfig", "ParityConfig", "PushConfig",
-    "ReferenceConfig", "ReportConfig", "RewardConfig", "SamplingConfig", "WarmStartConfig",
+    "AdvantageConfig",
+    "CheckpointConfig",
+    "CurriculumConfig",
+    "DataConfig",
+    "EnvironmentConfig",
+    "EvaluationConfig",
+    "KlConfig",
+    "LearnerConfig",
+    "LearnerRun",
+    "LoraConfig",
+    "LossConfig",
+    "OffPolicyCorrectionConfig",
+    "OptimizerConfig",
+    "ParityConfig",
+    "ReferenceConfig",
+    "ReportConfig",
+    "RewardConfig",
+    "SamplingConfig",
+    "WarmStartConfig",
+    "WeightSyncConfig",
 ]  # fmt: skip

@@ -138,7 +138,7 @@ class LossConfig(Section):
         return max(default, 1 + (self.clip_high or 0.0)) if bound == "dual_clip" else default
 
 
-class CorrectionConfig(Section):
+class OffPolicyCorrectionConfig(Section):
     """Off-policy correction of tokens that an older policy sampled."""
 
     anchor: MayChange[Literal["behaviour", "proximal"]] = "behaviour"
@@ -152,11 +152,11 @@ class CorrectionConfig(Section):
     """Use of the importance weight, policy / behavior. none: not used; truncate: multiplies the token's loss,
     at most max_weight; mask: excludes tokens with a weight outside [min_weight, max_weight]. With mask, the
     weight multiplies the loss of the kept tokens, unless the objective's ratio already does."""
-    level: MayChange[Literal["token", "sequence", "geometric"]] = "token"
+    granularity: MayChange[Literal["token", "sequence", "geometric"]] = "token"
     """Granularity of the importance weight. token: one per token; sequence: one per completion, the product
     over its tokens; geometric: one per completion, the geometric mean over its tokens."""
     max_weight: MayChange[float | None] = None
-    """Upper bound of the importance weight. Default: 2.0; required for level = geometric, where 1.01 is
+    """Upper bound of the importance weight. Default: 2.0; required for granularity = geometric, where 1.01 is
     usual."""
     min_weight: MayChange[float | None] = None
     """Lower bound of the importance weight, with weight = mask. Unset: no lower bound."""
@@ -173,7 +173,7 @@ class CorrectionConfig(Section):
         if self.anchor == "behaviour":
             unmet_needs["proximal"] = 'anchor = "proximal"'
         if self.weight == "none":
-            unmet_needs |= dict.fromkeys(("level", "max_weight"), 'weight = "truncate" or "mask"')
+            unmet_needs |= dict.fromkeys(("granularity", "max_weight"), 'weight = "truncate" or "mask"')
         if self.weight != "mask":
             unmet_needs["min_weight"] = 'weight = "mask"'
         if self.max_token_staleness is None:
@@ -182,8 +182,8 @@ class CorrectionConfig(Section):
 
     def check(self) -> None:
         require(
-            self.level != "geometric" or self.max_weight is not None,
-            'level = "geometric" needs max_weight, because the mean over a completion stays near 1; set it, usually '
+            self.granularity != "geometric" or self.max_weight is not None,
+            'granularity = "geometric" needs max_weight, because the mean over a completion stays near 1; set it, usually '
             "to 1.01",
         )
         require(self.weight_bound >= 1, f"max_weight = {self.max_weight} must be at least 1")

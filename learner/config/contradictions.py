@@ -11,25 +11,29 @@ if TYPE_CHECKING:
 
 def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
     """Return what each key needs from another section to have an effect."""
-    correction = config.correction
+    correction = config.off_policy_correction
     unmet_needs: dict[str, str] = {}
-    if not config.active_sampling:
-        unmet_needs |= dict.fromkeys(("max_replacements", "signal_reward"), "active_sampling = true")
+    if not config.dynamic_sampling:
+        unmet_needs |= dict.fromkeys(("max_resamples", "signal_reward"), "dynamic_sampling = true")
     if config.max_staleness != "auto":
         unmet_needs["max_auto_staleness"] = 'max_staleness = "auto"'
     if config.max_staleness == 0:  # the next step needs groups of the new version
-        unmet_needs["push.overlap"] = "max_staleness above 0"
+        unmet_needs["weight_sync.overlap_with_training"] = "max_staleness above 0"
     if sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
         unmet_needs["advantage.combine"] = "two reward functions of nonzero weight"
     if not config.kl.is_on:
         unmet_needs["reference.kind"] = "kl.coef above 0"
     if correction.max_token_staleness is not None and correction.max_token_staleness >= config.staleness_bound:
-        unmet_needs["correction.max_token_staleness"] = f"max_staleness above {correction.max_token_staleness}"
+        unmet_needs["off_policy_correction.max_token_staleness"] = (
+            f"max_staleness above {correction.max_token_staleness}"
+        )
     if correction.anchor == "proximal":
         if config.loss.objective == "reinforce":
-            unmet_needs["correction.anchor"] = "an objective with a ratio"
+            unmet_needs["off_policy_correction.anchor"] = "an objective with a ratio"
         elif correction.proximal == "log_linear" and config.max_staleness == 0:  # equals the behavior policy
-            unmet_needs |= dict.fromkeys(("correction.anchor", "correction.weight"), "max_staleness above 0")
+            unmet_needs |= dict.fromkeys(
+                ("off_policy_correction.anchor", "off_policy_correction.weight"), "max_staleness above 0"
+            )
         elif is_plug_in(config.loss.objective):  # its use of the bounds is unknown
             pass
         elif correction.proximal == "exact" and config.updates_per_batch == 1:  # the ratio is always 1
@@ -83,25 +87,26 @@ def _check_rewards(config: "LearnerConfig") -> None:
 
 
 def _check_corrections(config: "LearnerConfig") -> None:
-    correction, objective = config.correction, config.loss.objective
+    correction, objective = config.off_policy_correction, config.loss.objective
     if correction.anchor == "proximal":
         is_one = correction.proximal == "exact" and config.updates_per_batch == 1
         require(
             not is_one or correction.weight != "none",
-            'correction.anchor = "proximal" with updates_per_batch = 1 and correction.weight = "none": the ratio is '
-            "always 1, so nothing is clipped or corrected; set correction.weight, raise updates_per_batch, or set "
-            'correction.anchor = "behaviour"',
+            'off_policy_correction.anchor = "proximal" with updates_per_batch = 1 and off_policy_correction.weight = "none": the ratio is '
+            "always 1, so nothing is clipped or corrected; set off_policy_correction.weight, raise updates_per_batch, or set "
+            'off_policy_correction.anchor = "behaviour"',
         )
     else:
         require(
             correction.weight != "truncate" or objective == "reinforce" or is_plug_in(objective),
-            f'correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} already is the '
+            f'off_policy_correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} already is the '
             'importance weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude '
             "tokens",
         )
     excludes_tokens = {
-        'correction.weight = "mask" with level = "token"': correction.weight == "mask" and correction.level == "token",
-        f"correction.max_token_staleness = {correction.max_token_staleness}": correction.max_token_staleness
+        'off_policy_correction.weight = "mask" with granularity = "token"': correction.weight == "mask"
+        and correction.granularity == "token",
+        f"off_policy_correction.max_token_staleness = {correction.max_token_staleness}": correction.max_token_staleness
         is not None,
         f"loss.top_entropy_frac = {config.loss.top_entropy_frac}": config.loss.top_entropy_frac < 1,
     }
@@ -109,7 +114,7 @@ def _check_corrections(config: "LearnerConfig") -> None:
         require(
             objective != "gspo" or not is_set,
             f'{key} with loss.objective = "gspo": its ratio covers the whole completion, so excluded tokens would '
-            'still change it; exclude completions (level = "sequence" or "geometric", sequence_mask) or choose '
+            'still change it; exclude completions (granularity = "sequence" or "geometric", sequence_mask) or choose '
             "another objective",
         )
 
@@ -133,7 +138,7 @@ def _check_references(config: "LearnerConfig") -> None:
         "lora.rank to 0",
     )
     selects = {
-        "active_sampling = true": config.active_sampling,
+        "dynamic_sampling = true": config.dynamic_sampling,
         f'curriculum.kind = "{config.curriculum.kind}"': config.curriculum.kind != "none",
     }
     for key, is_set in selects.items():
@@ -161,7 +166,7 @@ def _check_evaluations(config: "LearnerConfig") -> None:
         f'checkpoint.best_by = "{checkpoint.best_by}" is not a set of learner.evaluation; use {" or ".join(names)}',
     )
     require(
-        not evaluation.pin or not config.push.overlap,
-        "evaluation.pin = true with push.overlap = true: a weight sync that overlaps the next step cannot wait until "
+        not evaluation.pin_policy or not config.weight_sync.overlap_with_training,
+        "evaluation.pin_policy = true with weight_sync.overlap_with_training = true: a weight sync that overlaps the next step cannot wait until "
         "an evaluation of the old version is complete; set one of them to false",
     )

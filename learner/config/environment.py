@@ -29,7 +29,7 @@ class EnvironmentConfig(Section):
     """Python interpreter of the agent, such as `envs/x/.venv/bin/python`, which needs nothing of Slipstream.
     Environments and tools also run in it; they need Python 3.11 and msgspec, and transformers for
     conversation prompts. Unset: the learner's interpreter."""
-    renderer: MayChange[str | None] = None
+    tool_call_format: MayChange[str | None] = None
     """Format of the policy's tool calls and reasoning, by its name in the package `renderers`
     (PrimeIntellect), such as `qwen3.5`, `glm-4.5`, `llama-3`, `gpt-oss`. Unset: the tokenizer's own format
     (`response_template`), otherwise that of Hermes."""
@@ -80,7 +80,7 @@ class EnvironmentConfig(Section):
             unmet_needs |= dict.fromkeys(("gateway_host", "gateway_port", "override_sampling"), "agent or command")
         if not self.is_used:
             limits = ("max_turns", "max_episode_tokens", "episode_deadline_s", "max_concurrent", "max_memory_mib")
-            unmet_needs |= dict.fromkeys(("renderer", *limits), "factory, tools, agent or command")
+            unmet_needs |= dict.fromkeys(("tool_call_format", *limits), "factory, tools, agent or command")
         if not self.is_used or self.has_agent:
             unmet_needs["timeout_s"] = "factory or tools"
         return unmet_needs
@@ -91,7 +91,7 @@ class EnvironmentConfig(Section):
             require(value is None or value >= 1, f"{name} = {value} must be at least 1")
         for name in ("timeout_s", "episode_deadline_s"):
             require(0 < getattr(self, name) < math.inf, f"{name} = {getattr(self, name)} must be above 0 and finite")
-        for name in ("agent", "command", "python", "renderer"):
+        for name in ("agent", "command", "python", "tool_call_format"):
             require(getattr(self, name) != "", f"{name} is empty; remove it, or set a value")
         require(
             self.agent is None or ":" in self.agent,

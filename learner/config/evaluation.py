@@ -48,7 +48,7 @@ class EvaluationConfig(Section):
     evaluate`."""
     at_start: MayChange[bool] = False
     """Whether to also evaluate before the first step."""
-    pin: MayChange[bool] = False
+    pin_policy: MayChange[bool] = False
     """Whether to hold the next step until the evaluation is complete, so that one policy version answers all
     prompts. Training waits meanwhile."""
     url: MayChange[str | None] = None
@@ -102,7 +102,7 @@ class EvaluationConfig(Section):
 
     def unmet_needs(self) -> dict[str, str]:
         idle = {} if self.dataset else {"split": "dataset"}
-        return idle if self.every_steps else idle | {"at_start": "every_steps", "pin": "every_steps"}
+        return idle if self.every_steps else idle | {"at_start": "every_steps", "pin_policy": "every_steps"}
 
     def check(self) -> None:
         sources = [f"{key} = {value!r}" for key in SOURCES if (value := getattr(self, key))]

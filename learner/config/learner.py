@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 import tyro
 
-from learner.config.algorithm import AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
+from learner.config.algorithm import AdvantageConfig, KlConfig, LossConfig, OffPolicyCorrectionConfig
 from learner.config.contradictions import check_contradictions, unmet_requirements
 from learner.config.environment import EnvironmentConfig
 from learner.config.evaluation import EvaluationConfig
@@ -15,7 +15,7 @@ from learner.config.report import ReportConfig
 from learner.config.rewards import RewardConfig
 from learner.config.rollouts import SamplingConfig
 from learner.config.section import Section, require, value_at
-from learner.config.servers import ParityConfig, PushConfig
+from learner.config.servers import ParityConfig, WeightSyncConfig
 from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
 from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MayChange, SharedConfig
@@ -63,25 +63,25 @@ class LearnerConfig(Section):
     "auto": on GPUs, except under FSDP."""
     lora: LoraConfig = LoraConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
-    active_sampling: bool = False
+    dynamic_sampling: bool = False
     """Whether to replace groups without signal (all rewards equal, before any KL) by other prompts. Every
     batch is then full of groups with signal (DAPO's dynamic sampling)."""
     signal_reward: str | None = None
-    """Name of the reward function whose rewards must differ within a group, with active_sampling, such as the
+    """Name of the reward function whose rewards must differ within a group, with dynamic_sampling, such as the
     one for correct answers. Unset: the sum of all, without the overlong penalty."""
-    max_replacements: MayChange[int] = 10
-    """Maximum number of groups that a step replaces with active_sampling, in multiples of groups_per_step.
+    max_resamples: MayChange[int] = 10
+    """Maximum number of groups that a step replaces with dynamic_sampling, in multiples of groups_per_step.
     Further groups are used unchanged, with a warning."""
     curriculum: CurriculumConfig = CurriculumConfig()
     sampling: SamplingConfig = SamplingConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
-    correction: CorrectionConfig = CorrectionConfig()
+    off_policy_correction: OffPolicyCorrectionConfig = OffPolicyCorrectionConfig()
     kl: KlConfig = KlConfig()
     reference: ReferenceConfig = ReferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    push: PushConfig = PushConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     parity: ParityConfig = ParityConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -92,11 +92,11 @@ class LearnerConfig(Section):
     """Maximum time for a server to finish its pending groups, after its endpoint is removed from
     `endpoints_from` or it announces its shutdown. The remaining groups are then requested from other
     servers."""
-    group_deadline_s: MayChange[float] = 600.0
+    group_idle_timeout_s: MayChange[float] = 600.0
     """Maximum time without a new token for a group in progress, not counting weight syncs, before it is
     requested again. If two or more of its completions are finished, it continues with those. A request that the
     server has lost is resent after the same time."""
-    rank_timeout_s: MayChange[float] = 600.0
+    collective_timeout_s: MayChange[float] = 600.0
     """With several ranks: maximum time that each waits for the others in a collective. It bounds how soon a
     hanging rank is noticed, or a dead one that the rank watch misses. It must exceed the time that rank 0
     needs to read the data, for a weight sync or for a checkpoint. Waits for the server do not count."""
@@ -116,14 +116,14 @@ class LearnerConfig(Section):
             "groups_per_step",
             "updates_per_batch",
             "max_group_attempts",
-            "max_replacements",
+            "max_resamples",
         ):
             require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
         require(
             self.micro_batch_tokens == "auto" or self.micro_batch_tokens >= 1,
             f"micro_batch_tokens = {self.micro_batch_tokens} must be at least 1",
         )
-        for name in ("connect_timeout_s", "drain_timeout_s", "group_deadline_s", "rank_timeout_s"):
+        for name in ("connect_timeout_s", "drain_timeout_s", "group_idle_timeout_s", "collective_timeout_s"):
             require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
         require(
             self.attn_implementation != "",
@@ -151,7 +151,7 @@ class LearnerConfig(Section):
     @property
     def rejects_tokens(self) -> bool:
         """True if some trained tokens may be excluded from the objective, or count less."""
-        correction = self.correction
+        correction = self.off_policy_correction
         return (
             correction.weight != "none"
             or correction.sequence_mask is not None
@@ -165,7 +165,7 @@ class LearnerRun(SharedConfig):
 
     COMMON = (
         "model", "run_dir", "endpoint", "dtype", "learner.steps", "learner.groups_per_step", "learner.max_staleness",
-        "learner.data.path", "learner.data.dataset", "learner.sampling.num_completions", "learner.sampling.max_tokens",
+        "learner.data.path", "learner.data.dataset", "learner.sampling.group_size", "learner.sampling.max_tokens",
         "learner.reward.functions", "learner.optimizer.learning_rate", "learner.kl.coef",
         "learner.checkpoint.every_steps", "learner.evaluation.every_steps",
     )  # fmt: skip

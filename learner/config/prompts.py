@@ -116,10 +116,10 @@ class DataConfig(Section):
     chat_template_kwargs: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
     """Arguments of the chat template, as in `chat_template_kwargs = {enable_thinking = false}`."""
     max_prompt_tokens: MayChange[int | None] = None
-    """Maximum number of tokens of a prompt; too_long decides what happens above it. Unset: a prompt that
+    """Maximum number of tokens of a prompt; overlong_prompts decides what happens above it. Unset: a prompt that
     leaves no room for max_tokens in the server's context is an error."""
-    too_long: Literal["refuse", "drop", "truncate"] = "refuse"
-    """Handling of prompts above max_prompt_tokens. refuse: an error; drop: left out; truncate: sampled
+    overlong_prompts: Literal["error", "drop", "truncate"] = "error"
+    """Handling of prompts above max_prompt_tokens. error: an error; drop: left out; truncate: sampled
     without their first tokens, while reward functions see the whole prompt. Their number is logged at the
     start and shown in the report."""
     num_workers: MayChange[int] = 1
@@ -143,8 +143,8 @@ class DataConfig(Section):
             "task, path and dataset",
         )
         require(
-            self.too_long == "refuse" or self.max_prompt_tokens is not None,
-            f'too_long = "{self.too_long}" needs max_prompt_tokens, because the choice of prompts must not depend on '
+            self.overlong_prompts == "error" or self.max_prompt_tokens is not None,
+            f'overlong_prompts = "{self.overlong_prompts}" needs max_prompt_tokens, because the choice of prompts must not depend on '
             "the server; set max_prompt_tokens",
         )
         for key in ("num_prompts", "num_digits", "max_prompt_tokens", "num_workers"):

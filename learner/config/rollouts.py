@@ -7,7 +7,7 @@ from protocol.messages import MAX_STOP_LENGTH, MAX_STOPS
 class SamplingConfig(Section):
     """Sampling of completions."""
 
-    num_completions: int = 8
+    group_size: int = 8
     """Number of completions per prompt, the size of a group."""
     max_tokens: int = 512
     """Maximum number of tokens of a completion. A completion that reaches it is truncated and counted."""
@@ -31,8 +31,8 @@ class SamplingConfig(Section):
 
     def check(self) -> None:
         require(
-            self.num_completions >= 2,
-            f"num_completions = {self.num_completions} must be at least 2, because a single completion has no baseline",
+            self.group_size >= 2,
+            f"group_size = {self.group_size} must be at least 2, because a single completion has no baseline",
         )
         require(self.max_tokens >= 1, f"max_tokens = {self.max_tokens} must be at least 1")
         require(

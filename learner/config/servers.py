@@ -10,12 +10,12 @@ from protocol.config import MayChange
 PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
-class PushConfig(Section):
+class WeightSyncConfig(Section):
     """Weight sync to the servers."""
 
     timeout_s: MayChange[float] = 60.0
     """Deadline of each phase of a weight sync: ready, each broadcast, done."""
-    patience_s: MayChange[float] = 5.0
+    straggler_timeout_s: MayChange[float] = 5.0
     """With several servers: how long training waits for the others once one server has the weights. A later
     server gets a sync of its own, which may be slow but must not stall for this long. Raise the value if a
     collective takes longer to form, or a model to load. At most half of timeout_s counts. A server also has
@@ -34,10 +34,10 @@ class PushConfig(Section):
     bucket_mib: MayChange[int] = 256
     """Size of the flat buckets that carry the weights, in MiB. A larger tensor is a bucket of its own. The
     server holds two or three buckets."""
-    overlap: MayChange[bool] = False
+    overlap_with_training: MayChange[bool] = False
     """Whether to send a copy of the weights while the next step runs. Costs the memory of the copy."""
-    wire: MayChange[Literal["dense", "delta"]] = "dense"
-    """Encoding of the weights. dense: all weights; delta: only the values changed since the last sync,
+    compression: MayChange[Literal["none", "delta"]] = "none"
+    """Compression of the weights. none: all weights; delta: only the values changed since the last sync,
     without loss. delta costs both sides a copy of the weights, and pays off on links between nodes."""
     max_attempts: MayChange[int] = 3
     """Maximum number of attempts of a weight sync. A retry starts a new session. The run stops when all
@@ -45,7 +45,7 @@ class PushConfig(Section):
 
     def check(self) -> None:
         require(self.timeout_s > 0, f"timeout_s = {self.timeout_s} must be above 0")
-        require(self.patience_s > 0, f"patience_s = {self.patience_s} must be above 0")
+        require(self.straggler_timeout_s > 0, f"straggler_timeout_s = {self.straggler_timeout_s} must be above 0")
         require(
             self.ports is None or len(self.port_range()) > 0,
             f'ports = "{self.ports}" is not a port or a range of ports from 1 to 65535; use "29500" or "29500-29510"',
@@ -60,9 +60,9 @@ class PushConfig(Section):
         require(self.max_attempts >= 1, f"max_attempts = {self.max_attempts} must be at least 1")
 
     @property
-    def patience_in_effect_s(self) -> float:
-        """Effective patience_s, shorter than the deadlines of the peers that wait."""
-        return min(self.patience_s, self.timeout_s / 2)
+    def straggler_timeout_in_effect_s(self) -> float:
+        """Effective straggler_timeout_s, shorter than the deadlines of the peers that wait."""
+        return min(self.straggler_timeout_s, self.timeout_s / 2)
 
     def unmet_needs(self) -> dict[str, str]:
         return {} if self.transport == "tcp" else dict.fromkeys(("ports", "advertise"), any_of("transport", ["tcp"]))

@@ -119,7 +119,7 @@ def of_prompts(run_inputs: RunInputs) -> Iterator[Finding]:
         yield problem(
             "prompts",
             f"the longest prompt plus learner.sampling.max_tokens is {needed:,} tokens, more than the model's {room:,}",
-            "lower max_tokens, or set learner.data.max_prompt_tokens and too_long",
+            "lower max_tokens, or set learner.data.max_prompt_tokens and overlong_prompts",
         )
 
 
@@ -161,7 +161,7 @@ def of_rewards(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Fin
 def workload(run: LearnerRun, num_prompts: int) -> Finding:
     """Return the amount of work in the run."""
     config = run.learner
-    num_groups, num_completions = config.steps * config.groups_per_step, config.sampling.num_completions
+    num_groups, num_completions = config.steps * config.groups_per_step, config.sampling.group_size
     num_turns = config.environment.max_turns if config.environment.is_used else 1
     tokens = num_groups * num_completions * num_turns * config.sampling.max_tokens
     return ok(
@@ -247,7 +247,7 @@ def first_steps(run: LearnerRun) -> Metrics:
                 groups = controller.next_batch(step - 1, interrupt)
             assert groups is not None
             metrics = train_on(trainer, groups, step - 1, timer)
-            with timer("push"):
+            with timer("weight_sync"):
                 metrics |= controller.push(step, groups)
             metrics |= group_metrics(groups, step - 1)
             metrics |= trainer.after_step(step, metrics)

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from transformers import AutoConfig
 
-from learner.config import LearnerRun, PushConfig
+from learner.config import LearnerRun, WeightSyncConfig
 from learner.doctor.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
 from learner.evaluation.openai_client import EvaluationError, open_client
 from learner.policy.memory import Memory, learner_memory, shape_of
@@ -206,7 +206,7 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
     offered = offered_transports()
     try:
         chosen = choose_transport(
-            run.learner.push.transport,
+            run.learner.weight_sync.transport,
             own_device_name(device),
             vitals.devices,
             learner_transports=offered,
@@ -214,14 +214,14 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
             ranks_may_share_a_gpu="nccl" in offered and ranks_may_share_a_gpu(),
         )
     except (ConfigError, PushError) as error:
-        return problem_of("transport", error, 'set learner.push.transport = "gloo"')
+        return problem_of("transport", error, 'set learner.weight_sync.transport = "gloo"')
     detour = why_over_cpus(
         own_device_name(device), vitals.devices, learner_transports=offered, server_transports=vitals.transports
     )
-    if chosen == "gloo" and run.learner.push.transport == "auto" and detour is not None:
+    if chosen == "gloo" and run.learner.weight_sync.transport == "auto" and detour is not None:
         remedy = why_not_installed() or "run `slipstream doctor --server` on the server's machine"
         text = f"weights are sent with gloo, over the CPUs: {detour}"
-        return problem("transport", text, f'{remedy}, or accept it: learner.push.transport = "gloo"')
+        return problem("transport", text, f'{remedy}, or accept it: learner.weight_sync.transport = "gloo"')
     return ok("transport", f"weights are sent with {chosen} to {len(vitals.devices)} worker(s)")
 
 
@@ -230,7 +230,7 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
 
     With gloo, both sides open ports on demand.
     """
-    push, own_host = run.learner.push, address_towards(channel.endpoint)
+    push, own_host = run.learner.weight_sync, address_towards(channel.endpoint)
     timeout_s = min(push.timeout_s, MAX_TRIAL_S)
     by: Transport = "tcp" if push.transport == "tcp" else "gloo"
     called = push.advertise or own_host
@@ -238,12 +238,14 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
     if by == "tcp":
         remedy = (
             f"allow connections from the server's machine to {called} on port {push.ports or 'any'} "
-            "(learner.push.ports, learner.push.advertise) in the firewalls"
+            "(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls"
         )
     try:
         meeting = Meeting(own_host, timeout_s, ports=push.port_range(), advertise=push.advertise)
     except PushError as error:
-        return problem_of("bandwidth", error, "stop the run that uses the ports, or add ports to learner.push.ports")
+        return problem_of(
+            "bandwidth", error, "stop the run that uses the ports, or add ports to learner.weight_sync.ports"
+        )
     with closing(meeting):
         trial = Trial(trial_id=uuid.uuid4().hex, rendezvous=meeting.rendezvous(1, by), num_bytes=TRIAL_BYTES)
         await channel.send(trial, ANSWER_TIMEOUT_S)
@@ -262,7 +264,7 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
     return msgspec.structs.replace(found, text=f"{found.text}; workers connect to {called}")
 
 
-def fast_enough(rate: float, num_bytes: int | None, push: PushConfig) -> Finding:
+def fast_enough(rate: float, num_bytes: int | None, push: WeightSyncConfig) -> Finding:
     """Check that a bucket arrives within the timeout at `rate` bytes/s.
 
     A model of `num_bytes` may be smaller than a bucket.
@@ -270,9 +272,7 @@ def fast_enough(rate: float, num_bytes: int | None, push: PushConfig) -> Finding
     bucket = push.bucket_mib * MIB if num_bytes is None else min(push.bucket_mib * MIB, num_bytes)
     text = f"{rate / MIB:,.0f} MiB/s to the server over TCP"
     if bucket / rate > push.timeout_s:
-        remedy = (
-            f"lower learner.push.bucket_mib ({push.bucket_mib}) or raise learner.push.timeout_s ({push.timeout_s:g})"
-        )
+        remedy = f"lower learner.weight_sync.bucket_mib ({push.bucket_mib}) or raise learner.weight_sync.timeout_s ({push.timeout_s:g})"
         return problem("bandwidth", f"{text}, too slow to send a bucket before a weight sync times out", remedy)
     return ok("bandwidth", text)
 

@@ -103,7 +103,7 @@ def floor(tokens: ComparedTokens, chosen_N: np.ndarray) -> Floor | None:
 
 def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
     """Return the bounds of the objective and the correction that noise can reach."""
-    loss, correction = config.loss, config.correction
+    loss, correction = config.loss, config.off_policy_correction
     found: list[tuple[str, float, float, Level]] = []
     # The ratio to the exact proximal policy uses only the learner's logprobs, so it has no noise.
     if correction.anchor == "behaviour" or correction.proximal == "log_linear":
@@ -116,12 +116,21 @@ def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
             found += [(f"loss.{key}", value := loss.value(key), value, "probability") for key in ("tv_low", "tv_high")]
     # Noise changes a truncated weight by no more than the noise itself. A masked weight drops its token.
     if correction.weight == "mask":
-        found.append(("correction.max_weight", correction.weight_bound, correction.weight_bound - 1, correction.level))
+        found.append(
+            (
+                "off_policy_correction.max_weight",
+                correction.weight_bound,
+                correction.weight_bound - 1,
+                correction.granularity,
+            )
+        )
         if correction.min_weight is not None:
             distance = 1 - correction.min_weight
-            found.append(("correction.min_weight", correction.min_weight, distance, correction.level))
+            found.append(("off_policy_correction.min_weight", correction.min_weight, distance, correction.granularity))
     if correction.sequence_mask is not None:
-        found.append(("correction.sequence_mask", correction.sequence_mask, correction.sequence_mask, "geometric"))
+        found.append(
+            ("off_policy_correction.sequence_mask", correction.sequence_mask, correction.sequence_mask, "geometric")
+        )
     return [
         Bound(key=key, value=value, distance=distance, level=level, noise=noise(tokens, level))
         for key, value, distance, level in found
@@ -218,7 +227,7 @@ def _disagreements(measured: Measured) -> list[str]:
         f"{measured.parity_bound:.2g} for {measured.dtype} (learner.parity.max_mean_abs_logprob)"
     )
     if "fresh" in measured.columns.keys() - disagreeing.keys():
-        advice = "only a sync of equal weights lies between, so the engine kept stale state: change server.kv_on_push"
+        advice = "only a sync of equal weights lies between, so the engine kept stale state: change server.kv_cache_on_weight_sync"
     else:
         advice = (
             "the fixed sequences agreed at the start, so the cause is in sampling: check temperature, top_p, top_k "

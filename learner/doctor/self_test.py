@@ -104,14 +104,14 @@ def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
     config = run.learner.in_effect()
     # At least 1, so that a batch is in flight while another is taken. Above max_token_staleness, so that this
     # key stays in effect.
-    max_staleness = max(1, (config.correction.max_token_staleness or 0) + 1)
+    max_staleness = max(1, (config.off_policy_correction.max_token_staleness or 0) + 1)
     config = msgspec.structs.replace(
         config,
         steps=NUM_BATCHES,
         max_staleness=max_staleness,
         kl=KlConfig(),
         reference=ReferenceConfig(),
-        active_sampling=False,
+        dynamic_sampling=False,
         evaluation=EvaluationConfig(),
         checkpoint=CheckpointConfig(),
         report=ReportConfig(trackers=(), dashboard_port=0),
@@ -182,7 +182,7 @@ def held(
     config: LearnerConfig,
 ) -> torch.Tensor:
     """Return which tokens the run's objective would hold back in their first update."""
-    is_own = config.correction.anchor == "proximal" and config.correction.proximal == "exact"
+    is_own = config.off_policy_correction.anchor == "proximal" and config.off_policy_correction.proximal == "exact"
     anchor_BT = logprobs_BT if is_own else behaviour_logprobs_BT
     log_ratio_BT = clamped(masked(logprobs_BT - anchor_BT, mask_BT))
     tokens = Tokens(log_ratio_BT, masked(logprobs_BT, mask_BT), advantages_B.unsqueeze(1), mask_BT)

@@ -1,6 +1,6 @@
 """Parse a policy's turn in a conversation into text, reasoning and tool calls.
 
-learner.environment.renderer names the format, which the package `renderers` reads. Without that key, it is
+learner.environment.tool_call_format names the format, which the package `renderers` reads. Without that key, it is
 the tokenizer's own format (`response_template`), else the Hermes format of Qwen's and many other models:
 <think>…</think>, <tool_call>{"name": …, "arguments": …}</tool_call>. transformers parses these two.
 
@@ -126,7 +126,7 @@ def renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Any:
     Raises:
         ConfigError: If the package or the format is missing, or if the tokenizer does not fit the format.
     """
-    key = f"learner.environment.renderer = {name!r}"
+    key = f"learner.environment.tool_call_format = {name!r}"
     try:
         from renderers import configs
         from renderers.base import create_renderer
@@ -202,7 +202,7 @@ def check_calls(template: ChatTemplate) -> None:
     if problem is not None:
         raise ConfigError(
             f"tool calls would be unreadable: the chat template of {_name(template)} writes a call of {call.name} as "
-            f"{text!r}, but with learner.environment.renderer = {template.renderer!r} {problem}; "
+            f"{text!r}, but with learner.environment.tool_call_format = {template.renderer!r} {problem}; "
             f"{_remedy(template, prompt, turn, call)}"
         )
 

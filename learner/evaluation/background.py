@@ -2,7 +2,7 @@
 
     after_step ─▶ (every_steps) ─▶ evaluate.py (thread) ─▶ evaluations.jsonl ─▶ take_metrics at a later step
                                    PartialResults: each answer on disk ─▶ a resume requests only the others
-                                   pin: holds until all is answered ─▶ the next step starts
+                                   pin_policy: holds until all is answered ─▶ the next step starts
 
 Each evaluation covers all sets.
 Invariant: one evaluation runs at a time. A failed evaluation never stops the run, and a log line gives the
@@ -127,11 +127,11 @@ class Evaluations:
 
     @property
     def holds(self) -> bool:
-        """True if `pin` makes the next step wait.
+        """True if `pin_policy` makes the next step wait.
 
         A server that reconnects meanwhile must get the weights that are evaluated.
         """
-        return self._config.pin and self._running is not None and not self._running.result.done()
+        return self._config.pin_policy and self._running is not None and not self._running.result.done()
 
     def after_step(self, step: int, seconds: float) -> None:
         """Start an evaluation if one is due. `is_over` starts that of the last step."""
@@ -211,9 +211,9 @@ class Evaluations:
             slowdown_text = f"; a step took {slowdown:.2f} times as long while it ran"
         log.info("%s%s", "; ".join(map(summarize, made)), slowdown_text)
         for one in made:
-            if self._config.pin and one.versions is not None and one.versions[0] != one.versions[1]:
+            if self._config.pin_policy and one.versions is not None and one.versions[0] != one.versions[1]:
                 log.warning(
-                    "learner.evaluation.pin = true, but %s answered; check that no other learner syncs weights to "
+                    "learner.evaluation.pin_policy = true, but %s answered; check that no other learner syncs weights to "
                     "the server at %s",
                     describe_versions(one.versions, ""), one.url,
                 )  # fmt: skip

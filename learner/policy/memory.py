@@ -128,8 +128,8 @@ def learner_memory(
     moments = int(BYTES_OF_MOMENTS[config.optimizer.kind] * trained)
     snapshots = (4 if config.reference.kind == "ema" else wire) * trained * _num_snapshots(config)
     is_on_host = config.reference.device == "cpu"
-    copy = wire * total if config.push.overlap else 0
-    baselines = wire * total * len(run.servers) if config.push.wire == "delta" else 0
+    copy = wire * total if config.weight_sync.overlap_with_training else 0
+    baselines = wire * total * len(run.servers) if config.weight_sync.compression == "delta" else 0
     device = {
         "weights": (4 * trained + wire * frozen) // share,
         "gradients": 4 * trained // share,
@@ -138,12 +138,12 @@ def learner_memory(
         "weights in bfloat16": _cast_bytes(shape, run, is_sharded=is_sharded),
         "activations": activation_bytes(shape, run, device_type),
         "head": head_bytes(shape, run, tile_logits=TILE_LOGITS[device_type]),
-        "push": LEARNER_BUCKETS * (config.push.bucket_mib << 20) + (0 if is_sharded else copy),
+        "weight sync": LEARNER_BUCKETS * (config.weight_sync.bucket_mib << 20) + (0 if is_sharded else copy),
     }
     host = {
         "weights while they are loaded": 4 * total * num_ranks,
         "reference": snapshots if is_on_host else 0,
-        "push": baselines + (copy if is_sharded else 0),
+        "weight sync": baselines + (copy if is_sharded else 0),
         "checkpoint": 4 * trained + moments + snapshots + (wire * total if config.checkpoint.export_model else 0),
     }
     return Memory(device=device, host=host)
@@ -180,10 +180,10 @@ def server_memory(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -
 
     The KV cache takes what is left (see `kv_bytes_per_token`).
     """
-    wire, push = _bytes_of(run.dtype), run.learner.push
+    wire, sync = _bytes_of(run.dtype), run.learner.weight_sync
     weights = wire * shape.num_parameters
-    device = {"weights": weights // num_workers, "push": SERVER_BUCKETS * (push.bucket_mib << 20)}
-    host = {"push": weights if push.wire == "delta" else 0}  # shared by all workers
+    device = {"weights": weights // num_workers, "weight sync": SERVER_BUCKETS * (sync.bucket_mib << 20)}
+    host = {"weight sync": weights if sync.compression == "delta" else 0}  # shared by all workers
     return Memory(device=device, host=host)
 
 

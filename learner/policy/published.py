@@ -158,7 +158,7 @@ class PublishedPolicy:
             who = "another rank" if self._accelerator.is_main_process else "rank 0"
             raise RankFailed(
                 f"{who} of this learner has stopped or hangs; see its log. If it was only slow, raise "
-                f"learner.rank_timeout_s ({reason})"
+                f"learner.collective_timeout_s ({reason})"
             ) from error
         self._notified_at = time.monotonic()
         return order

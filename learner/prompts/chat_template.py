@@ -25,7 +25,7 @@ class TurnFormat(msgspec.Struct, frozen=True):
     """Rules of the model and the config for the end and the continuation of turns."""
 
     renderer: str | None = None
-    """Value of learner.environment.renderer."""
+    """Value of learner.environment.tool_call_format."""
     more_ends: frozenset[int] = frozenset()
     """Tokens that end a turn besides the tokenizer's own (`end_token_ids` of the model)."""
     goes_on: bool = True

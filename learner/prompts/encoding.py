@@ -59,7 +59,7 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         templates = [self._template(row, number) for row, number in zip(rows, numbers, strict=True)]
         token_ids = self._token_ids(prompts, templates, numbers)
         self._check_roles(prompts, templates, numbers)
-        cut = self.config.max_prompt_tokens if self.config.too_long == "truncate" else None
+        cut = self.config.max_prompt_tokens if self.config.overlong_prompts == "truncate" else None
         kept = [ids[-cut:] for ids in token_ids] if cut else token_ids
         return {
             "token_ids": kept,
@@ -261,6 +261,6 @@ def _cache_name(source: Source, encoder: Encoder) -> str | None:
     parts = [
         ENCODING, transformers.__version__, source.fingerprint, len(source), type(tokenizer).__name__, backend.to_str(),
         tokenizer.chat_template, tokenizer.special_tokens_map, config.prompt_column, config.system_prompt,
-        config.chat_template_kwargs, encoder.template.tools, encoder.template.turns.goes_on, config.too_long == "truncate" and config.max_prompt_tokens,
+        config.chat_template_kwargs, encoder.template.tools, encoder.template.turns.goes_on, config.overlong_prompts == "truncate" and config.max_prompt_tokens,
     ]  # fmt: skip
     return xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -82,7 +82,7 @@ class Prompts:
         self.num_too_long = len(too_long)
         """Number of prompts that were dropped or truncated."""
         self._rows = np.arange(len(self._source))
-        if config.too_long == "drop":
+        if config.overlong_prompts == "drop":
             self._rows = np.delete(self._rows, too_long)
         if not len(self._rows):
             raise DataError(
@@ -107,7 +107,7 @@ class Prompts:
     @property
     def metrics(self) -> dict[str, float]:
         """Number of prompts that the token limit dropped or truncated, if any."""
-        done = {"drop": "dropped", "truncate": "truncated"}.get(self._config.too_long)
+        done = {"drop": "dropped", "truncate": "truncated"}.get(self._config.overlong_prompts)
         return {f"data/{done}_prompts": float(self.num_too_long)} if self.num_too_long else {}
 
     def longest(self) -> tuple[int, int]:
@@ -151,16 +151,16 @@ class Prompts:
         if not len(rows):
             return rows
         first = f"row {rows[0]} of {self._source.name} has {num_tokens[rows[0]]} tokens"
-        if config.too_long == "refuse":
+        if config.overlong_prompts == "error":
             raise DataError(
                 f"the prompt in {first}, but the limit is {config.max_prompt_tokens}; {len(rows)} of "
                 f"{len(num_tokens)} prompts are longer. Raise server.max_model_len (and "
-                "learner.data.max_prompt_tokens, if set), filter the data, or set learner.data.too_long to drop or "
+                "learner.data.max_prompt_tokens, if set), filter the data, or set learner.data.overlong_prompts to drop or "
                 "truncate"
             )
         logger.warning(
             "%s %d of %d prompts with more than learner.data.max_prompt_tokens = %d tokens (the prompt in %s)",
-            "dropped" if config.too_long == "drop" else "truncated the start of",
+            "dropped" if config.overlong_prompts == "drop" else "truncated the start of",
             len(rows),
             len(num_tokens),
             config.max_prompt_tokens,

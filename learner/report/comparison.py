@@ -28,6 +28,7 @@ from learner.report.summary import (
 )
 from learner.report.templates import render_page
 from learner.storage.files import replace_file
+from protocol.former_keys import renamed
 
 TITLES = ("Reward per step", "Reward over time", "Entropy", "Completion length", "Clipped tokens", "Throughput")
 """Charts of one metric, the first of each plan. The evaluations follow the rewards."""
@@ -143,7 +144,7 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 def _config_of(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.toml"
     try:
-        return dict(_flat(tomllib.loads(path.read_text())))
+        return dict(_flat(renamed(tomllib.loads(path.read_text()))[0]))
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
             f"{path} cannot be read ({error}), so the configs cannot be compared; restore it"

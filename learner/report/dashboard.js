@@ -28,7 +28,7 @@ function drawTiles() {
       exact === null ? "mean of ten steps" : `exact match ${exact.toFixed(3)}`],
     ["Staleness", or(of("staleness/mean"), (v) => v.toFixed(2)), `policy versions, at most ${number(oldest)}`],
     ["Speed", or(of("perf/completion_tokens_per_s"), (v) => Math.round(v).toLocaleString("en")), "tokens per second"],
-    ["Weight sync", or(of("push/stall_seconds"), seconds), "without generation"],
+    ["Weight sync", or(of("weight_sync/stall_seconds"), seconds), "without generation"],
     kl === null ? ["Mismatch", or(mismatch, (v) => minus(v.toExponential(1))), "mean |Δ logprob|"]
       : ["KL", number(kl), "to the reference"],
   ];

@@ -19,6 +19,7 @@ import msgspec
 from learner.report.charts import Chart, evaluations_of_metrics, run_charts
 from learner.report.summary import RunDirectoryError
 from learner.report.templates import json_of
+from protocol.former_keys import current_metrics
 
 MAX_POINTS = 500
 LOOK_UP_EVERY = 1000
@@ -121,7 +122,7 @@ def read_history(path: Path, give_up: Callable[[], bool]) -> History:
         for step, place in place_of.items():
             if step == newest or (step - 1) % stride == 0:
                 file.seek(place)
-                history.add(step, json.loads(file.readline()))
+                history.add(step, current_metrics(json.loads(file.readline())))
     return history
 
 

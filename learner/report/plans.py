@@ -79,7 +79,7 @@ PLANS = {
         ChartPlan(
             "Weight sync time",
             "The whole transfer, and how long it stopped generation.",
-            [Curve("push/stall_seconds", "stall", "blue"), Curve("push/seconds", "transfer", "grey")],
+            [Curve("weight_sync/stall_seconds", "stall", "blue"), Curve("weight_sync/seconds", "transfer", "grey")],
             "seconds",
         ),
         ChartPlan(
@@ -116,7 +116,7 @@ TIME_PARTS = (
     Curve("time/reference", "reference", "rose", "area"),
     Curve("time/forward_backward", "forward and backward", "blue", "area"),
     Curve("time/optimizer", "optimizer", "violet", "area"),
-    Curve("time/push", "weight sync", "teal", "area"),
+    Curve("time/weight_sync", "weight sync", "teal", "area"),
 )
 REST = Curve("time/rest", "batches, parity, other", "grey", "area")
 """Time that no named part of a step covers."""

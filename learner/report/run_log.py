@@ -83,7 +83,7 @@ def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
     """Format the line of one step for the console.
 
     Example: Step  12/300 | 0.31s | reward 0.437 | loss -0.0121 | clipped 1.3% | staleness 1.2 | grad 0.41 |
-    5,120 tok/s | wait 0.02s | push 0.01s
+    5,120 tok/s | wait 0.02s | sync 0.01s
     """
     parts = [
         f"Step {step:>{len(str(num_steps))}}/{num_steps}",
@@ -103,7 +103,7 @@ def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
         f"grad {metrics['optim/grad_norm']:.2f}" if "optim/grad_norm" in metrics else "update skipped",
         f"{metrics['perf/completion_tokens_per_s']:,.0f} tok/s",
         f"wait {metrics['time/wait_for_batch']:.2f}s",
-        f"push {metrics['time/push']:.2f}s",
+        f"sync {metrics['time/weight_sync']:.2f}s",
     ]
     if part := held_up_by(metrics):
         parts.append(f"waits: {part}")

@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from learner.evaluation.results import FILE, Estimate, Evaluation, earlier
-from learner.rollouts.bottleneck import IN_WORDS, shares
+from learner.rollouts.bottleneck import DESCRIPTIONS, shares
 from learner.rollouts.ledger import Ledger, LedgerCounts
 from protocol.errors import SlipstreamError
+from protocol.former_keys import current_metrics
 
 
 class RunDirectoryError(SlipstreamError):
@@ -84,7 +85,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
     seconds = float(metrics[-1].get("elapsed_s", 0.0))
     tenth = max(1, len(metrics) // 10)
     staleness_max = _present(metrics, "staleness/max")
-    stalls = _present(metrics, "push/stall_seconds")
+    stalls = _present(metrics, "weight_sync/stall_seconds")
     mismatches = [
         fmean(values)
         for name in ("policy/mismatch_abs_logprob", "parity/abs_logprob")
@@ -144,12 +145,12 @@ def lines(summary: Summary) -> list[str]:
         ("staleness", f"mean {number(s.staleness_mean)}, max {number(s.staleness_max, '.0f')} policy versions"),
         ("groups", groups),
         ("prompts", _too_long(s)),
-        ("push", stall),
+        ("weight sync", stall),
         ("mismatch", f"{number(s.mismatch_mean_abs_logprob, '.1e')} mean |Δ logprob| between server and learner"),
         ("speed", f"{number(s.completion_tokens_per_s, ',.0f')} completion tokens/s"),
         (
             "waits",
-            f"mostly for {IN_WORDS[s.waited_for[0]]} ({s.waited_for[1]:.0%} of the time)" if s.waited_for else None,
+            f"mostly for {DESCRIPTIONS[s.waited_for[0]]} ({s.waited_for[1]:.0%} of the time)" if s.waited_for else None,
         ),
     ]
     return [f"{label:<12} {text}" for label, text in rows if text is not None]
@@ -190,7 +191,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
             f"{run_dir} is not a run directory: metrics.jsonl is missing; start a run with `slipstream train`, or use the "
             "directory that it printed at the start"
         )
-    metrics = read_steps(path)
+    metrics = [current_metrics(step) for step in read_steps(path)]
     if not metrics:
         raise RunDirectoryError(f"{path} has no optimizer step yet; wait for the first step")
     return metrics

@@ -4,7 +4,7 @@
     is pending at the server                 server or link: the server's part of the round trip is what the
                                              server reports (Group.server_s), the rest is the link's
     is not scored yet                        reward
-    is not admitted yet                      push, because the staleness rule allows it with the next version
+    is not admitted yet                      weight_sync, because the staleness rule allows it with the next version
     (no server generates)                    link
     nothing, and the server has no group     learner
 
@@ -15,22 +15,22 @@ Invariant: no second is counted twice. Not thread-safe: rollout_buffer.py holds 
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-Part = Literal["server", "reward", "link", "push"]
-IN_WORDS = {
+Part = Literal["server", "reward", "link", "weight_sync"]
+DESCRIPTIONS = {
     "server": "the server's completions",
     "reward": "the reward functions",
     "link": "the link to the server",
-    "push": "new weights to reach the server",
+    "weight_sync": "new weights to reach the server",
     "learner": "the learner's steps, the server idle",
 }
 HELD_UP_SHARE = 0.5
 
 
-class Waits:
+class WaitTimes:
     """Waiting times of one batch."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Part, float] = {"server": 0.0, "reward": 0.0, "link": 0.0, "push": 0.0}
+        self._seconds: dict[Part, float] = {"server": 0.0, "reward": 0.0, "link": 0.0, "weight_sync": 0.0}
         self._at_server_s = self._on_link_s = 0.0
 
     def add(self, part: Part, seconds: float) -> None:
@@ -45,14 +45,14 @@ class Waits:
     @property
     def for_groups_s(self) -> float:
         """Seconds waited for groups that an earlier request might have provided."""
-        return self._seconds["server"] + self._seconds["push"]
+        return self._seconds["server"] + self._seconds["weight_sync"]
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds of each part as wait/<part>."""
+        """Return the seconds of each part as bottleneck/<part>."""
         under_way_s = self._at_server_s + self._on_link_s
         link_s = self._seconds["server"] * (self._on_link_s / under_way_s if under_way_s else 0.0)
         seconds = self._seconds | {"server": self._seconds["server"] - link_s, "link": self._seconds["link"] + link_s}
-        return {f"wait/{part}": part_s for part, part_s in seconds.items()}
+        return {f"bottleneck/{part}": part_s for part, part_s in seconds.items()}
 
 
 def learner_s(metrics: Mapping[str, float], server_idle_frac: float) -> float:
@@ -66,7 +66,7 @@ def learner_s(metrics: Mapping[str, float], server_idle_frac: float) -> float:
 def shares(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return each part's share of the time of these steps, largest first."""
     total_s = sum(metrics.get("time/step", 0.0) for metrics in steps)
-    seconds = {part: sum(metrics.get(f"wait/{part}", 0.0) for metrics in steps) for part in IN_WORDS}
+    seconds = {part: sum(metrics.get(f"bottleneck/{part}", 0.0) for metrics in steps) for part in DESCRIPTIONS}
     ordered = sorted(seconds, key=lambda part: seconds[part], reverse=True)
     return {part: seconds[part] / total_s for part in ordered} if total_s > 0 else {}
 

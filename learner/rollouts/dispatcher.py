@@ -1,7 +1,7 @@
 """Dispatch requests for groups and turns to ready servers, and resend requests that were lost.
 
     requests ─▶ Fleet.choose ─▶ link        server lost  ─▶ its pending requests ─▶ the next ready server
-                                            request lost ─▶ the same server, after learner.group_deadline_s
+                                            request lost ─▶ the same server, after learner.group_idle_timeout_s
 
 Used by rollouts.py in the event loop, between the pending groups and the links.
 Invariant: a request keeps its id when it moves to another server, so late and duplicate answers are
@@ -92,7 +92,7 @@ class Dispatcher:
         The server's count distinguishes a lost request from a paused server and from a long completion.
         Resending an id that the server still has costs nothing. Runs until canceled.
         """
-        deadline_s = self.run.learner.group_deadline_s
+        deadline_s = self.run.learner.group_idle_timeout_s
         while True:
             await asyncio.sleep(min(CHECK_INTERVAL_S, deadline_s / 4))
             for member in self.fleet.connected():
@@ -106,7 +106,7 @@ class Dispatcher:
         if not overdue or num_held >= sum(sent_at < has_had_since for sent_at, _ in pending):
             return
         log.warning(
-            "resending %d requests to the server at %s, such as %s (no answer for %g s, learner.group_deadline_s; "
+            "resending %d requests to the server at %s, such as %s (no answer for %g s, learner.group_idle_timeout_s; "
             "the server has %d of %d groups)",
             len(overdue), member.endpoint, overdue[0].group_id, deadline_s, num_held, len(pending),
         )  # fmt: skip

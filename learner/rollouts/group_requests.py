@@ -63,9 +63,9 @@ class GroupRequest(PendingRequest, kw_only=True, eq=False):
             group_id=self.group_id,
             prompt_token_ids=np.array(self.prompt.token_ids, np.int32),
             sampling=_sampling(
-                sampling, sampling.num_completions, sampling.max_tokens, seed_of(run, self.slot, self.attempt)
+                sampling, sampling.group_size, sampling.max_tokens, seed_of(run, self.slot, self.attempt)
             ),
-            deadline_s=run.learner.group_deadline_s,
+            deadline_s=run.learner.group_idle_timeout_s,
         )
 
 
@@ -94,7 +94,7 @@ class TurnRequest(PendingRequest, kw_only=True, eq=False):
             group_id=self.group_id,
             prompt_token_ids=self.turn.token_ids,
             sampling=_sampling(run.learner.sampling, 1, self.turn.max_tokens, seed, self.turn.stop),
-            deadline_s=run.learner.group_deadline_s,
+            deadline_s=run.learner.group_idle_timeout_s,
             salt=self.turn.salt,
         )
 
@@ -109,7 +109,7 @@ def seed_of(run: LearnerRun, slot: int, attempt: int, turn: TurnPrompt | None = 
     config = run.learner.sampling
     if not config.seeded:
         return None
-    seed = run.seed * 1_000_003 + slot * config.num_completions
+    seed = run.seed * 1_000_003 + slot * config.group_size
     if turn is not None:
         seed = (seed + turn.episode) * run.learner.environment.max_turns + turn.number
     return seed % 2**31 if attempt == 0 else (seed + attempt * RETRY_STRIDE) % 2**31 + 2**31
@@ -140,7 +140,7 @@ def survivors(group: AnyGroup, config: SamplingConfig, vocab_size: int) -> AnyGr
     if isinstance(group, EpisodeGroup):  # its turns were already checked
         num_rewarded = sum(episode.course.state in REWARDED for episode in group.episodes)
         return group if num_rewarded >= MIN_SURVIVORS else None
-    check_completions(group, config.num_completions, config.max_tokens, vocab_size)
+    check_completions(group, config.group_size, config.max_tokens, vocab_size)
     usable = [completion for completion in group.completions if len(completion.token_ids)]
     return msgspec.structs.replace(group, completions=usable) if len(usable) >= MIN_SURVIVORS else None
 

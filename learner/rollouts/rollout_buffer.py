@@ -28,7 +28,7 @@ from learner.prompts.curriculum import Curriculum, PassRates
 from learner.prompts.prompts import Prompts
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.auto_staleness import AutoStaleness
-from learner.rollouts.bottleneck import Part, Waits
+from learner.rollouts.bottleneck import Part, WaitTimes
 from learner.rollouts.group_requests import GroupRequest
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.ledger_row import slot_of
@@ -83,7 +83,7 @@ class RolloutBuffer:
                 self._curriculum.note(row.slot, row.prompt_id, rewards_of(row).by_function)
         self._curriculum.count(self._order.next_to_take)
         self._selection = Selection(config)
-        self._waits = Waits()
+        self._wait_times = WaitTimes()
         self._auto_staleness = AutoStaleness(config)
         self._max_running = math.inf
         """Number of groups that the servers can generate at once."""
@@ -184,12 +184,12 @@ class RolloutBuffer:
     def note_capacity(self, max_concurrent_sequences: int) -> None:
         """Record how many completions the ready servers can generate at once."""
         with self._changed:
-            self._max_running = max_concurrent_sequences / self._config.sampling.num_completions
+            self._max_running = max_concurrent_sequences / self._config.sampling.group_size
 
     def note_arrival(self, round_trip_s: float, server_s: float) -> None:
         """Record a group's round trip and the server's share of it, in seconds."""
         with self._changed:
-            self._waits.note_arrival(round_trip_s, server_s)
+            self._wait_times.note_arrival(round_trip_s, server_s)
 
     # --- called in worker threads, because it commits -------------------------------------------------------
 
@@ -242,7 +242,7 @@ class RolloutBuffer:
                     on_stale(retry)
                 part, now = self._part(is_connected), time.monotonic()
                 has_changed = self._changed.wait(max(0.0, deadline - now))
-                self._waits.add(part, time.monotonic() - now)
+                self._wait_times.add(part, time.monotonic() - now)
                 if not has_changed:
                     return None
 
@@ -332,16 +332,16 @@ class RolloutBuffer:
         num_replaced = self._order.num_replaced_with(slots[-1], len(slots))
         self._order.advance(slots[-1] + 1)
         self._curriculum.count(self._order.next_to_take)
-        self.batch_metrics = self._selection.metrics_of(groups, num_replaced) | self._waits.metrics()
+        self.batch_metrics = self._selection.metrics_of(groups, num_replaced) | self._wait_times.metrics()
         self.batch_metrics |= self._curriculum.metrics(self._order.next_to_admit)
         self.batch_metrics["staleness/allowed"] = float(self._auto_staleness.versions)
         step_s, self._taken_at = time.monotonic() - self._taken_at, time.monotonic()
         self._auto_staleness.note(
-            waited_share=self._waits.for_groups_s / step_s,
+            waited_share=self._wait_times.for_groups_s / step_s,
             has_room=self.num("admitted", "requested") < self._max_running,
             has_spare=self._next_if_scored() is not None,
         )
-        self._waits = Waits()
+        self._wait_times = WaitTimes()
         return groups
 
     def _part(self, is_connected: bool) -> Part:
@@ -350,4 +350,4 @@ class RolloutBuffer:
         states = {self._state(slot) for slot in self._order.next(self._config.groups_per_step)}
         if states & {"admitted", "requested"}:
             return "server"
-        return "reward" if "received" in states else "push"
+        return "reward" if "received" in states else "weight_sync"

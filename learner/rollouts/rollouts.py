@@ -21,7 +21,7 @@ from learner.config import LearnerRun
 from learner.environments.episode import AnyGroup, episodes_of
 from learner.rewards.scoring import Scorer
 from learner.rewards.workers import GroupRewards
-from learner.rollouts.bottleneck import IN_WORDS
+from learner.rollouts.bottleneck import DESCRIPTIONS
 from learner.rollouts.dispatcher import Dispatcher
 from learner.rollouts.group_requests import GroupRequest, survivors
 from learner.rollouts.ledger import Ledger
@@ -122,7 +122,11 @@ class Rollouts:
         part = self._buffer.waits_for(is_connected=self._fleet.is_generating)
         num_pending, num_scoring = self._buffer.num("admitted", "requested"), self._buffer.num("received")
         in_words = {"link": self._fleet.in_words(), "server": f"{counted(num_pending, 'group')} from the server"}
-        return {"reward": f"{counted(num_scoring, 'group')} to be scored", "push": IN_WORDS["push"], **in_words}[part]
+        return {
+            "reward": f"{counted(num_scoring, 'group')} to be scored",
+            "weight_sync": DESCRIPTIONS["weight_sync"],
+            **in_words,
+        }[part]
 
     def close(self) -> None:
         """Cancel all requests at the servers; the ledger keeps them for a resume."""

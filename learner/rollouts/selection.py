@@ -39,12 +39,12 @@ class Selection:
         `num_replaced`: number of groups that its step has replaced so far.
         """
         config = self._config
-        is_full = num_replaced >= config.max_replacements * config.groups_per_step
-        return not config.active_sampling or is_full or self._has_signal(group)
+        is_full = num_replaced >= config.max_resamples * config.groups_per_step
+        return not config.dynamic_sampling or is_full or self._has_signal(group)
 
     def metrics_of(self, groups: list[RolloutGroup], num_replaced: int) -> dict[str, float]:
         """Return the metrics of a batch, and begin to count for the next one."""
-        num_lost = sum(self._config.sampling.num_completions - len(group.rewards_G) for group in groups)
+        num_lost = sum(self._config.sampling.group_size - len(group.rewards_G) for group in groups)
         metrics = {"rollout/lost_completions": float(num_lost)}
         metrics |= {
             f"rollout/rewards_{outcome}": float(self._num_calls[outcome])
@@ -52,7 +52,7 @@ class Selection:
         }
         self._num_calls.clear()
         metrics |= _logged(groups)
-        if self._config.active_sampling:
+        if self._config.dynamic_sampling:
             metrics["batch/replaced_groups"] = float(num_replaced)
             self._warn_of_no_signal(groups, num_replaced)
         return metrics
@@ -65,12 +65,12 @@ class Selection:
         if num_without:
             log.warning(
                 "training on %d of %d groups without signal: this step has already replaced %d groups "
-                "(learner.max_replacements = %d times groups_per_step); use prompts that are neither too hard nor "
+                "(learner.max_resamples = %d times groups_per_step); use prompts that are neither too hard nor "
                 "solved",
                 num_without,
                 len(groups),
                 num_replaced,
-                self._config.max_replacements,
+                self._config.max_resamples,
             )
 
 

@@ -85,7 +85,7 @@ class Turns:
             return None
 
         most = self._run.learner.environment.max_episode_tokens or self._fleet.max_model_len
-        num_episodes = self._run.learner.sampling.num_completions
+        num_episodes = self._run.learner.sampling.group_size
         played = await self._player.play(
             request.group_id, request.prompt, ask, num_episodes=num_episodes, max_tokens=most
         )

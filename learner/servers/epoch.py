@@ -9,7 +9,7 @@ import uuid
 
 import torch
 
-from learner.config import PushConfig
+from learner.config import WeightSyncConfig
 from learner.servers.link import ServerLink
 from protocol.errors import PushError
 from protocol.messages import Manifest, Rendezvous, Transport, Welcome
@@ -82,7 +82,7 @@ class Epoch:
 class Epochs:
     """Factory of sessions with one server, which share its rendezvous point."""
 
-    def __init__(self, link: ServerLink, config: PushConfig, device: torch.device) -> None:
+    def __init__(self, link: ServerLink, config: WeightSyncConfig, device: torch.device) -> None:
         self._link, self._config, self._device = link, config, device
         self._meeting: Meeting | None = None
 
@@ -124,10 +124,12 @@ class Epochs:
             self._meeting.close()
 
 
-def manifest_of(tensors: NamedTensors, wire_dtype: torch.dtype, config: PushConfig) -> Manifest:
+def manifest_of(tensors: NamedTensors, wire_dtype: torch.dtype, config: WeightSyncConfig) -> Manifest:
     """Return the manifest for all sessions of a run, whose model never changes.
 
     Raises:
         ConfigError: The weights cannot be sent as configured.
     """
-    return make_manifest(tensors, wire_dtype, config.bucket_mib << 20, config.wire)
+    return make_manifest(
+        tensors, wire_dtype, config.bucket_mib << 20, "delta" if config.compression == "delta" else "dense"
+    )

@@ -353,7 +353,7 @@ class ServerLink:
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"no PushReady for version {begin.version} in epoch {begin.epoch} from {self.endpoint} within "
-                f"{timeout_s:g} s (learner.push.timeout_s)"
+                f"{timeout_s:g} s (learner.weight_sync.timeout_s)"
             ) from error
 
     async def finish_push(self, epoch: str) -> PushDone:

@@ -177,7 +177,7 @@ class SyncCheck:
         if self._num_unanswered == MAX_UNANSWERED:
             log.warning(
                 "%d weight syncs in a row could not be checked: a server did not score the texts of the step both "
-                "before and after them. Raise learner.push.patience_s, or set learner.parity.every_steps = 0 to "
+                "before and after them. Raise learner.weight_sync.straggler_timeout_s, or set learner.parity.every_steps = 0 to "
                 "disable the check",
                 MAX_UNANSWERED,
             )  # fmt: skip
@@ -249,6 +249,6 @@ def _results(answers: list[Future[Scores]], place: Place, version: int) -> list[
         return [answer.result(0) for answer in answers]
     except (TimeoutError, SlipstreamError) as error:
         if not member.is_draining:  # otherwise it shut down as announced
-            key = "" if isinstance(error, ServerLost) else " (learner.push.patience_s)"
+            key = "" if isinstance(error, ServerLost) else " (learner.weight_sync.straggler_timeout_s)"
             log.warning("parity of version %d could not be checked: %s%s", version, error, key)
     return None

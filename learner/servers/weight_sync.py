@@ -5,10 +5,10 @@
 
 A sync has succeeded when one server has the weights. Much slower servers count as failed (`Stragglers`). A
 failed server gets no requests until a later sync, which starts automatically after a pause. While no server
-has the weights, the sync is retried at once, `learner.push.max_attempts` times. With `learner.push.overlap`,
+has the weights, the sync is retried at once, `learner.weight_sync.max_attempts` times. With `learner.weight_sync.overlap_with_training`,
 a sync sends a copy of the weights from its own thread, one sync at a time.
 Invariant: while no server has weights of this run, none is dropped as a straggler. Only
-`learner.push.timeout_s` limits a sync then.
+`learner.weight_sync.timeout_s` limits a sync then.
 """
 
 import logging
@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from learner.config import PushConfig
+from learner.config import WeightSyncConfig
 from learner.servers.epoch import manifest_of
 from learner.servers.fan_out import FanOut, Share
 from learner.servers.fleet import Fleet
@@ -77,13 +77,13 @@ class Stragglers:
             return share.failure
         if self._first_at is not None and now - self._first_at > self._patience_s:
             return (
-                f"another server had the version {self._patience_s:g} s earlier (learner.push.patience_s); this "
+                f"another server had the version {self._patience_s:g} s earlier (learner.weight_sync.straggler_timeout_s); this "
                 "server gets its own weight sync"
             )
         moved_at = max(self._began_at, push.moved_at, share.moved_at)
         if self._others_serve and now - moved_at > self._patience_s:
             return (
-                f"it has made no progress for {self._patience_s:g} s (learner.push.patience_s), and the other servers "
+                f"it has made no progress for {self._patience_s:g} s (learner.weight_sync.straggler_timeout_s), and the other servers "
                 "do not wait; it gets another weight sync"
             )
         return None
@@ -105,7 +105,7 @@ class Weights(Protocol):
 class WeightSync:
     """Weight sync to the servers of one fleet."""
 
-    def __init__(self, fleet: Fleet, weights: Weights, config: PushConfig) -> None:
+    def __init__(self, fleet: Fleet, weights: Weights, config: WeightSyncConfig) -> None:
         self._fleet, self._weights, self._config = fleet, weights, config
         self._pushes: dict[Member, ServerPush] = {}
         self._failures: dict[Member, tuple[int, float]] = {}
@@ -232,7 +232,7 @@ class WeightSync:
             attempt += not failures or any(not member.is_draining for member in failures)
         raise PushError(
             f"the weight sync of version {version} failed in {self._config.max_attempts} attempts "
-            f"(learner.push.max_attempts); the last error: {reason}"
+            f"(learner.weight_sync.max_attempts); the last error: {reason}"
         )
 
     def _due(self, version: int, members: list[Member] | None) -> list[Member]:
@@ -269,7 +269,9 @@ class WeightSync:
         if len(members) == 1 and not others_serve:
             push(members[0], tensors())
         elif members:
-            stragglers = Stragglers(self._config.patience_in_effect_s, reports, failures, others_serve=others_serve)
+            stragglers = Stragglers(
+                self._config.straggler_timeout_in_effect_s, reports, failures, others_serve=others_serve
+            )
             self._read_once(tensors, members, push, stragglers)
         return reports, failures
 
@@ -283,7 +285,7 @@ class WeightSync:
         is_copied = tensors == self._copy.tensors  # the copy is in memory anyway
         window_bytes = math.inf if is_copied else float(self._config.bucket_mib << 20)
         config = self._config
-        fan_out = FanOut(len(members), window_bytes, config.timeout_s, config.patience_in_effect_s, look)
+        fan_out = FanOut(len(members), window_bytes, config.timeout_s, config.straggler_timeout_in_effect_s, look)
         shares = dict(zip(members, fan_out.shares, strict=True))
         under_way = {member: (self._push_of(member), share) for member, share in shares.items()}
         with ThreadPoolExecutor(len(members), "push-server") as threads:

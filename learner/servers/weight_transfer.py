@@ -3,7 +3,7 @@
     PushBegin ─▶ PushReady ─▶ buckets over the collective ─▶ PushDone(checksum) ─▶ compared
 
 The server's side is inference_server/weight_update.py; protocol/weights/ encodes the bytes. Every arrow has
-the deadline `learner.push.timeout_s`. After any failure both sides abandon the session. The next attempt
+the deadline `learner.weight_sync.timeout_s`. After any failure both sides abandon the session. The next attempt
 starts a new one, with a new collective, the manifest and all weights. During a transfer, a failure report
 from the server or its silence ends the transfer at once.
 """
@@ -19,7 +19,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from learner.config import PushConfig
+from learner.config import WeightSyncConfig
 from learner.servers.epoch import Epoch, Epochs
 from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import Member
@@ -57,18 +57,18 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def metrics(self) -> dict[str, float]:
         return {
-            "push/seconds": self.total_s,
-            "push/transfer_seconds": self.transfer_s,
-            "push/load_seconds": self.load_s,
-            "push/stall_seconds": self.stall_s,
-            "push/bytes": self.num_bytes,
+            "weight_sync/seconds": self.total_s,
+            "weight_sync/transfer_seconds": self.transfer_s,
+            "weight_sync/load_seconds": self.load_s,
+            "weight_sync/stall_seconds": self.stall_s,
+            "weight_sync/bytes": self.num_bytes,
         }
 
 
 class ServerPush:
     """Weight sync with one server, one session after the other."""
 
-    def __init__(self, member: Member, loop: LoopThread, config: PushConfig, device: torch.device) -> None:
+    def __init__(self, member: Member, loop: LoopThread, config: WeightSyncConfig, device: torch.device) -> None:
         self.member, self._link, self._loop, self._config = member, member.link, loop, config
         self._epochs = Epochs(self._link, config, device)
         self._epoch: Epoch | None = None
@@ -198,7 +198,7 @@ class ServerPush:
         except NotInTime as error:
             raise DeadlineExceeded(
                 f"no PushDone for version {begin.version} in epoch {begin.epoch} from {self._link.endpoint} within "
-                f"{timeout_s:g} s after the last of {sent.num_bytes} bytes (learner.push.timeout_s)"
+                f"{timeout_s:g} s after the last of {sent.num_bytes} bytes (learner.weight_sync.timeout_s)"
             ) from error
 
     def _abandon_epoch(self) -> None:

@@ -34,7 +34,9 @@ class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
     """Digests of the files that describe all others, or the reason why one cannot be read."""
 
 
-def shared_checkpoint(accelerator: Accelerator, directory: Path, rank_timeout_s: float, *, resume: bool) -> Path | None:
+def shared_checkpoint(
+    accelerator: Accelerator, directory: Path, collective_timeout_s: float, *, resume: bool
+) -> Path | None:
     """Return rank 0's newest complete checkpoint, or None if rank 0 does not resume.
 
     Raises:
@@ -50,7 +52,7 @@ def shared_checkpoint(accelerator: Accelerator, directory: Path, rank_timeout_s:
         return None
     checkpoint = directory / chosen.name
     # At most half the timeout of the collective in which rank 0 waits meanwhile.
-    seen = _await(checkpoint, chosen, min(VISIBLE_WITHIN_S, rank_timeout_s / 2))
+    seen = _await(checkpoint, chosen, min(VISIBLE_WITHIN_S, collective_timeout_s / 2))
     require_agreement(
         accelerator, seen, f"Put run_dir on a file system that all ranks share, or copy {checkpoint} to every node"
     )

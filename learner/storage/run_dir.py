@@ -24,18 +24,9 @@ from learner.storage.files import network_file_system, replace_file
 from protocol.config import keys_of, may_change, to_toml
 from protocol.console import counted
 from protocol.errors import ConfigError, DataError
+from protocol.former_keys import renamed
 
 log = logging.getLogger(__name__)
-MOVED = {
-    "learner.checkpoint_every": "learner.checkpoint.every_steps",
-    "learner.keep_last": "learner.checkpoint.keep_last",
-    "learner.keep_best": "learner.checkpoint.keep_best",
-    "learner.export_model": "learner.checkpoint.export_model",
-    "learner.trackers": "learner.report.trackers",
-    "learner.dashboard_port": "learner.report.dashboard_port",
-    "learner.parity.max_abs_logprob": "learner.parity.max_mean_abs_logprob",
-}
-"""New names of renamed keys. The config.toml of an older run has the old names."""
 DUAL_CLIP = "learner.loss.dual_clip"
 """Key that every config.toml spells out. A file without it is from a version without a bound by default."""
 LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
@@ -132,7 +123,10 @@ def _compare(path: Path, run: LearnerRun) -> None:
     Raises:
         ConfigError: A resume may not change one of the keys.
     """
-    before = {MOVED.get(key, key): value for key, value in _flat(tomllib.loads(path.read_text())).items()}
+    try:
+        before = _flat(renamed(tomllib.loads(path.read_text()))[0])
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     now, keys = _flat(tomllib.loads(to_toml(_with_dual_clip(run)))), keys_of(LearnerRun)
     for config in (before, now):
         _settle_defaults(config)

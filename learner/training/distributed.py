@@ -118,7 +118,7 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
         SystemExit: Another rank has died, whatever error this caused here (rank_watch.py).
         RankFailed: Another rank has stopped with an error or hangs.
     """
-    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.rank_timeout_s))
+    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.collective_timeout_s))
     accelerator = make_accelerator(kwargs_handlers=[timeout])
     if accelerator.num_processes > 1:
         log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)

@@ -8,7 +8,7 @@ import logging
 
 log = logging.getLogger(__name__)
 
-ADVICE = "lower max_staleness or the learning rate, or set learner.correction"
+ADVICE = "lower max_staleness or the learning rate, or set learner.off_policy_correction"
 
 
 class HealthMonitor:
@@ -45,7 +45,7 @@ def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
     if share > 0.1 and multiplier > 3:  # the share alone may be large where few completions have an advantage
         signs["loss/max_token_share"] = (
             f"one token makes up {share:.0%} of an update's gradient, {multiplier:.3g} times its share by advantage "
-            'alone; lower learner.loss.dual_clip, or set learner.correction.weight = "mask"'
+            'alone; lower learner.loss.dual_clip, or set learner.off_policy_correction.weight = "mask"'
         )
     kept = metrics.get("loss/kept_frac", 1.0)
     by_length = {f"q{q}": metrics.get(f"loss/kept_frac_length_q{q}", kept) for q in range(1, 5)}
@@ -53,7 +53,7 @@ def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
         shares = ", ".join(f"{share:.0%}" for share in by_length.values())
         signs["loss/kept_frac"] = (
             f"the objective excludes completions by length: it keeps {shares} of the tokens of completions up to a "
-            "quarter, a half, three quarters and all of max_tokens; check the masks of learner.correction (try level = "
+            "quarter, a half, three quarters and all of max_tokens; check the masks of learner.off_policy_correction (try granularity = "
             '"geometric") and top_entropy_frac'
         )
     return signs

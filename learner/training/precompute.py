@@ -29,8 +29,8 @@ def precompute_logprobs(trainer: PolicyTrainer, batches: list[MicroBatch], timer
         ]
     needs_proximal = (
         config.updates_per_batch > 1
-        and config.correction.anchor == "proximal"
-        and config.correction.proximal == "exact"
+        and config.off_policy_correction.anchor == "proximal"
+        and config.off_policy_correction.proximal == "exact"
     )
     if not needs_proximal and config.loss.top_entropy_frac == 1:
         return batches

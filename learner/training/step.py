@@ -172,7 +172,7 @@ def _skip(trainer: PolicyTrainer, version: int, grad_norm: float) -> None:
         raise NotFiniteError(
             f"step {version + 1}: {reason}, {limit} times in a row (learner.optimizer.max_skipped_updates). All these "
             "updates were skipped, and the checkpoints are intact. Lower learner.optimizer.learning_rate, set "
-            'learner.correction if policy/ratio_max grew before, or try dtype = "float32"; then continue with --resume'
+            'learner.off_policy_correction if policy/ratio_max grew before, or try dtype = "float32"; then continue with --resume'
         )
     if trainer.accelerator.is_main_process:
         log.warning(
@@ -213,7 +213,7 @@ def _micro_batch_loss(
             max=NUM_LENGTH_QUARTERS - 1  # an episode of several turns may exceed max_tokens
         ),
     )
-    loss, sums = policy_loss(inputs, config.loss, config.correction, config.kl, trainer.kl_coef)
+    loss, sums = policy_loss(inputs, config.loss, config.off_policy_correction, config.kl, trainer.kl_coef)
     # Count only completions that this version sampled whole, prompt included. Older tokens leave KV cache
     # entries of older weights behind.
     is_fresh_B = ((batch.versions_BT == version) | ~batch.mask_BT).all(dim=1) & (batch.entered_versions_B == version)

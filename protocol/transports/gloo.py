@@ -53,7 +53,7 @@ class GlooCollective:
         except (RuntimeError, PushError) as error:  # errors of gloo and of its store
             raise PushError(
                 f"rank {rank} of {world_size} could not connect to the other ranks of epoch {epoch}: {error} "
-                f"(deadline {timeout_s:g} s, learner.push.timeout_s)"
+                f"(deadline {timeout_s:g} s, learner.weight_sync.timeout_s)"
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class GlooCollective:
     def _failed(self, tensor: torch.Tensor, error: RuntimeError) -> PushError:
         return PushError(
             f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
-            f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
+            f"(deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
         )
 
     def barrier(self) -> None:
@@ -103,7 +103,7 @@ class GlooCollective:
         except RuntimeError as error:
             raise PushError(
                 f"waiting for the other ranks of epoch {self._epoch} failed: {error} "
-                f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
+                f"(deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
             ) from error
 
     def abort(self) -> None:

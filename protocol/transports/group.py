@@ -186,7 +186,7 @@ def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, b
         if time.monotonic() > deadline:
             raise PushError(
                 f"rank {rank} of {rendezvous.world_size} could not form epoch {epoch} within {rendezvous.timeout_s:g} "
-                "s (learner.push.timeout_s): the process of another rank is suspended or unreachable"
+                "s (learner.weight_sync.timeout_s): the process of another rank is suspended or unreachable"
             )
 
     def meet_and_form() -> Collective:
@@ -260,7 +260,7 @@ def _check_few_are_stuck() -> None:
     if len(_abandoned) >= MAX_STUCK_JOINS:
         raise PushError(
             f"{len(_abandoned)} abandoned joins still hang in NCCL in this process and cannot be canceled; "
-            'restart the process, or set learner.push.transport = "gloo"'
+            'restart the process, or set learner.weight_sync.transport = "gloo"'
         )
 
 

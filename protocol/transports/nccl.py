@@ -149,12 +149,12 @@ def _bindings() -> Any:
     except ImportError as error:
         raise PushError(
             f"transport nccl needs cupy ({error}){_mismatch()}; run {install_command(extra_for_nccl())} on both sides, "
-            'or set learner.push.transport = "gloo"'
+            'or set learner.weight_sync.transport = "gloo"'
         ) from error
     if not nccl.available:
         raise PushError(
             f"cupy is installed but finds no libnccl{_mismatch()}; run {install_command(extra_for_nccl())}, or set "
-            'learner.push.transport = "gloo"'
+            'learner.weight_sync.transport = "gloo"'
         )
     return nccl
 
@@ -268,7 +268,7 @@ class NcclCollective:
         while not self._is_done(done):
             if time.monotonic() > deadline:
                 raise PushError(
-                    f"{what} did not finish within {self._timeout_s:g} s (learner.push.timeout_s): a rank is "
+                    f"{what} did not finish within {self._timeout_s:g} s (learner.weight_sync.timeout_s): a rank is "
                     "suspended, gone or on a slow network"
                 )
             time.sleep(POLL_S)

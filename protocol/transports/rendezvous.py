@@ -199,7 +199,7 @@ def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:
                 raise
     raise PushError(
         f"no port from {ports[0]} to {ports[-1]} is free on {host}, and each server needs one; stop the processes "
-        "that use them, or add ports to learner.push.ports"
+        "that use them, or add ports to learner.weight_sync.ports"
     )
 
 
@@ -228,7 +228,7 @@ class EpochStore(Store):
         while missing := [key for key in missing if self._ask(key) is None]:
             if time.monotonic() > deadline:
                 raise PushError(
-                    f"epoch {self._epoch} did not form within {self._timeout_s:g} s (learner.push.timeout_s): missing "
+                    f"epoch {self._epoch} did not form within {self._timeout_s:g} s (learner.weight_sync.timeout_s): missing "
                     f"{', '.join(missing)}"
                 )
             self.check_not_called_off()

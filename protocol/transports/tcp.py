@@ -148,9 +148,9 @@ class Callers:
                 check()
                 if time.monotonic() > deadline:
                     raise PushError(
-                        f"{missing} did not connect within {timeout_s:g} s (learner.push.timeout_s); make the "
-                        "learner's port for weight syncs reachable from the server's machine (learner.push.ports, "
-                        "learner.push.advertise)"
+                        f"{missing} did not connect within {timeout_s:g} s (learner.weight_sync.timeout_s); make the "
+                        "learner's port for weight syncs reachable from the server's machine (learner.weight_sync.ports, "
+                        "learner.weight_sync.advertise)"
                     )
         except PushError:
             with self._changed:
@@ -201,8 +201,8 @@ def call_learner(host: str, port: int, call: TransferCall, timeout_s: float) -> 
         connection.close()
         raise PushError(
             f"rank {call.rank} could not open a connection for weights to the learner at {where}: "
-            f"{error or 'no answer'} (deadline {timeout_s:g} s, learner.push.timeout_s; the address is "
-            "learner.push.advertise)"
+            f"{error or 'no answer'} (deadline {timeout_s:g} s, learner.weight_sync.timeout_s; the address is "
+            "learner.weight_sync.advertise)"
         ) from error
     if bytes(answer) != LET_IN:
         line.close()
@@ -247,7 +247,7 @@ class TcpCollective:
                 wait(under_way)  # all connections are shut, but the others read the tensor until they fail
                 raise PushError(
                     f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
-                    f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
+                    f"(deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
                 ) from error
 
         return wait_for_all

@@ -72,7 +72,7 @@ def choose_transport(
     )
     reason = obstacle(chosen, may_share=ranks_may_share_a_gpu)
     if reason:
-        remedy = 'set learner.push.transport = "auto" to use a transport that works'
+        remedy = 'set learner.weight_sync.transport = "auto" to use a transport that works'
         if wanted == "auto":
             remedy = "no transport fits both sides. Install the same slipstream-rl on both"
         raise ConfigError(f"weights cannot be sent over {chosen}: {reason}. {where}; {remedy}")
@@ -81,7 +81,9 @@ def choose_transport(
             learner_device, worker_devices, learner_transports=learner_transports, server_transports=server_transports
         )
         if detour is not None:
-            log.warning("sending weights over gloo through the CPUs: %s. %s (learner.push.transport)", detour, where)
+            log.warning(
+                "sending weights over gloo through the CPUs: %s. %s (learner.weight_sync.transport)", detour, where
+            )
     return chosen
 
 

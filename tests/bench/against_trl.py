@@ -157,7 +157,7 @@ def run_real_cell(files: Path, python: Path, options: argparse.Namespace) -> dic
                 trl.append(real_cell.run_theirs(config, files / f"trl-real-{seed}", python, options.trl_rows_real))
             else:
                 ours.append(real_cell.run_ours(config))
-    samples_per_step = config.learner.groups_per_step * config.learner.sampling.num_completions
+    samples_per_step = config.learner.groups_per_step * config.learner.sampling.group_size
     return real_cell.compare(trl, ours, samples_per_step) | {"dtype": config.dtype, "model": config.model}
 
 

@@ -20,14 +20,14 @@ TASKS: dict[str, dict[str, Any]] = {
     "sort": {
         "steps": 400,
         "data": {"task": "sort", "num_digits": 4, "num_prompts": 4096},
-        "sampling": {"num_completions": 16, "max_tokens": 5},
+        "sampling": {"group_size": 16, "max_tokens": 5},
         "reward": {"functions": ["share_right", "exact_match"], "weights": [1.0, 0.0]},
         "optimizer": {"learning_rate": 2e-3, "warmup_steps": 40, "schedule": "linear"},
     },
     "arithmetic": {
         "steps": 1200,
         "data": {"task": "arithmetic", "num_digits": 2, "num_prompts": 4096},
-        "sampling": {"num_completions": 16, "max_tokens": 4},
+        "sampling": {"group_size": 16, "max_tokens": 4},
         "reward": {"functions": ["exact_match"]},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 40, "schedule": "linear", "max_grad_norm": 10.0},
         "warm_start": {"steps": 400, "learning_rate": 1e-3, "rows_per_step": 16},
@@ -43,7 +43,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "cispo": {"loss": {"objective": "cispo"}},
     "gspo": {"loss": {"objective": "gspo", "normalization": "token"}},  # as when the results were measured
-    "decoupled": {"correction": {"anchor": "proximal", "proximal": "log_linear", "weight": "truncate"}},
+    "decoupled": {"off_policy_correction": {"anchor": "proximal", "proximal": "log_linear", "weight": "truncate"}},
     "uncorrected": {"loss": {"objective": "reinforce"}},
 }
 REFERENCES: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         algorithm = ALGORITHMS[self.algorithm]
         if self.algorithm == "decoupled" and self.max_staleness == 0:
             # log_linear would do nothing here: without stale tokens there is nothing to interpolate.
-            algorithm = {"correction": {"anchor": "proximal", "weight": "truncate"}}
+            algorithm = {"off_policy_correction": {"anchor": "proximal", "weight": "truncate"}}
         report = {"dashboard_port": 0, "trackers": []}
         learner = {"groups_per_step": 16, "max_staleness": self.max_staleness, "report": report}
         learner |= TASKS[self.task] | algorithm

@@ -34,7 +34,7 @@ LEARNER = {
     "groups_per_step": 16, "max_staleness": 2, "cpu_cores": [1],
     "data": {"task": "guess", "num_prompts": 1024},
     # A turn ends at any of these, so those of an untrained model, which the learning rate keeps so, have some six tokens.
-    "sampling": {"num_completions": 8, "max_tokens": 24, "stop": ["=", "+"]},
+    "sampling": {"group_size": 8, "max_tokens": 24, "stop": ["=", "+"]},
     "reward": {"functions": ["environment_reward"]},
     "optimizer": {"learning_rate": 1e-9},
     "checkpoint": {"every_steps": 10**9},

@@ -92,7 +92,7 @@ def config_of(run_dir: Path, steps: int, *, pin: bool) -> LearnerRun:
     table["run_dir"] = str(run_dir)
     table["learner"] |= {
         "steps": every * NUM_EVALUATIONS,
-        "evaluation": {"every_steps": every, "task": "reverse", "num_prompts": NUM_PROBLEMS, "pin": pin},
+        "evaluation": {"every_steps": every, "task": "reverse", "num_prompts": NUM_PROBLEMS, "pin_policy": pin},
         "checkpoint": {"every_steps": every, "keep_last": NUM_EVALUATIONS},
         "report": {"dashboard_port": 0},
     }

@@ -39,7 +39,7 @@ def long_run(path: Path, endpoint: str, num_steps: int, groups_per_step: int) ->
     return make_run(
         path, endpoint, steps=num_steps + 1, groups_per_step=groups_per_step, max_staleness=0,
         data={"task": "reverse", "num_digits": 4, "num_prompts": NUM_PROMPTS}, curriculum={"kind": "pass_rate"},
-        sampling={"num_completions": NUM_COMPLETIONS, "max_tokens": 5},
+        sampling={"group_size": NUM_COMPLETIONS, "max_tokens": 5},
         report={"trackers": ["tensorboard"], "dashboard_port": 8765}, connect_timeout_s=120.0,
     )  # fmt: skip
 

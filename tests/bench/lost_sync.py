@@ -25,7 +25,7 @@ NEVER = 10**9
 TIMEOUT_S = 3 * 3600.0
 FLAGS = {
     "dtype": "bfloat16", "learner.optimizer.learning-rate": "1e-6", "learner.groups-per-step": "4", "learner.max-staleness": "1",
-    "learner.sampling.num-completions": "4", "learner.evaluation.every-steps": "0", "learner.evaluation.at-start": "false",
+    "learner.sampling.group-size": "4", "learner.evaluation.every-steps": "0", "learner.evaluation.at-start": "false",
     "learner.checkpoint.every-steps": str(NEVER), "learner.report.dashboard-port": "0",
     "learner.parity.max-time-share": "1",
 }  # fmt: skip

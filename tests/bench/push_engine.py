@@ -2,7 +2,7 @@
 
     Trainer (steps of AdamW) ─▶ WeightSync.push / WeightSync.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
 
-Two servers, without and with server.receive_overlap; at each, pushes without and with learner.push.overlap. A share is taken
+Two servers, without and with server.overlap_weight_loading; at each, pushes without and with learner.weight_sync.overlap_with_training. A share is taken
 push by push; what is reported is the median.
 """
 
@@ -15,7 +15,7 @@ import psutil
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from learner.config import PushConfig
+from learner.config import WeightSyncConfig
 from learner.policy.model import load_policy
 from learner.servers.weight_sync import WeightSync
 from learner.servers.weight_transfer import PushReport
@@ -62,19 +62,21 @@ class Trainer:
 def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampling: Sampling) -> dict[str, Any]:
     """Return the numbers of one model, by which of the two overlaps is on."""
     result: dict[str, Any] = {}
-    for receive_overlap in (False, True):
-        server = ServedModel(model, directory / f"overlap-{receive_overlap}", receive_overlap=receive_overlap)
+    for overlap_weight_loading in (False, True):
+        server = ServedModel(
+            model, directory / f"overlap-{overlap_weight_loading}", overlap_weight_loading=overlap_weight_loading
+        )
         try:
             link = BusyLink(server, num_groups, sampling)
             trainer = Trainer(load_policy(resolve_model(model), gradient_checkpointing=False), num_tokens=64)
-            pusher = WeightSync(link.fleet, trainer, PushConfig(bucket_mib=BUCKET_MIB))
-            side = "server_overlap" if receive_overlap else "no_overlap"
+            pusher = WeightSync(link.fleet, trainer, WeightSyncConfig(bucket_mib=BUCKET_MIB))
+            side = "server_overlap" if overlap_weight_loading else "no_overlap"
             memory = first_pushes(server, pusher, trainer)
             result |= {f"memory_{side}": memory}
             link.keep_busy()
             time.sleep(SETTLE_S)
             result[side] = blocking_pushes(pusher, trainer, num_pushes)
-            result["both_overlap" if receive_overlap else "learner_overlap"] = overlapped_pushes(
+            result["both_overlap" if overlap_weight_loading else "learner_overlap"] = overlapped_pushes(
                 pusher, trainer, num_pushes
             )
             pusher.close()

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from learner.config import LearnerRun, PushConfig
+from learner.config import LearnerRun, WeightSyncConfig
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from learner.servers.weight_sync import WeightSync
@@ -34,7 +34,7 @@ def measure(num_servers: int, size_mib: int, num_pushes: int) -> dict[str, Any]:
     """Medians over pushes of so many MiB to so many servers, the first, which forms the collectives, left out."""
     tensors = [(f"layer.{i}", torch.rand(TENSOR_MIB << 18)) for i in range(max(1, size_mib // TENSOR_MIB))]
     with processes(num_servers) as endpoints, fleet_on(endpoints) as fleet:
-        pusher = WeightSync(fleet, ScriptedWeights(lambda version: tensors), PushConfig(bucket_mib=64))
+        pusher = WeightSync(fleet, ScriptedWeights(lambda version: tensors), WeightSyncConfig(bucket_mib=64))
         seconds: list[float] = []
         stalls: dict[str, list[float]] = {endpoint: [] for endpoint in endpoints}
         for version in range(1 + num_pushes):

@@ -41,7 +41,7 @@ class StaleSampler:
 
     def groups(self) -> list[RolloutGroup]:
         """Sample and score the groups of the next step."""
-        num_groups, num_completions = self._config.groups_per_step, self._config.sampling.num_completions
+        num_groups, num_completions = self._config.groups_per_step, self._config.sampling.group_size
         with torch.no_grad():
             for mine, old in zip(self._actor.parameters(), self._weights[0], strict=True):
                 mine.copy_(old)

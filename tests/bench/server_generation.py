@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from learner.config import PushConfig
+from learner.config import WeightSyncConfig
 from learner.policy.model import load_policy
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
@@ -215,7 +215,7 @@ def pushed_link(server: ServedModel) -> GroupLink:
 
 def push_own_weights(fleet: Fleet, model: str) -> None:
     policy = load_policy(resolve_model(model), gradient_checkpointing=False)
-    pusher = WeightSync(fleet, Trainer(policy, num_tokens=1), PushConfig())
+    pusher = WeightSync(fleet, Trainer(policy, num_tokens=1), WeightSyncConfig())
     pusher.push(0)
     pusher.close()
 

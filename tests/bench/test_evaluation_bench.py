@@ -45,7 +45,9 @@ def test_each_third_of_the_demo_is_evaluated_and_keeps_its_checkpoint(tmp_path: 
     learner = config_of(tmp_path, 300, pin=True).learner
     assert (learner.steps, learner.evaluation.every_steps, learner.checkpoint.every_steps) == (300, 100, 100)
     assert (
-        learner.checkpoint.keep_last == 3 and learner.evaluation.pin and learner.evaluation.num_prompts == NUM_PROBLEMS
+        learner.checkpoint.keep_last == 3
+        and learner.evaluation.pin_policy
+        and learner.evaluation.num_prompts == NUM_PROBLEMS
     )
 
 

@@ -43,7 +43,7 @@ def trl_job(config: LearnerRun, rows: int, cache: str | None = None, *, is_compi
     optimizer = learner.optimizer
     return {
         "model": config.model, "prompts": learner.data.path, "steps": learner.steps, "seed": config.seed,
-        "groups_per_step": learner.groups_per_step, "num_completions": learner.sampling.num_completions,
+        "groups_per_step": learner.groups_per_step, "num_completions": learner.sampling.group_size,
         "max_tokens": learner.sampling.max_tokens, "micro_batch_rows": rows, "clip_low": learner.loss.value("clip_low"),
         "clip_high": learner.loss.value("clip_high"), "learning_rate": optimizer.learning_rate,
         "max_grad_norm": optimizer.max_grad_norm, "beta1": optimizer.beta1, "beta2": optimizer.beta2,

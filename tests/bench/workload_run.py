@@ -48,10 +48,10 @@ def config_of(
         "max_staleness": max_staleness,
         "cpu_cores": learner_cores,
         "data": {"path": str(files / f"{workload.name}.jsonl")},
-        "sampling": {"num_completions": NUM_COMPLETIONS, "max_tokens": workload.max_tokens},
+        "sampling": {"group_size": NUM_COMPLETIONS, "max_tokens": workload.max_tokens},
         "reward": {"functions": ["tests.bench.good_share:good_share"]},
         "optimizer": {"learning_rate": learning_rate},
-        "push": {"overlap": max_staleness > 0},
+        "weight_sync": {"overlap_with_training": max_staleness > 0},
         "checkpoint": {"every_steps": NEVER},
         "report": {"dashboard_port": 0},
     }

@@ -47,7 +47,7 @@ def audit_evaluations(directory: Path, config: LearnerRun, num_steps: int, check
         num_steps,
     }
     log = (directory / "learner.log").read_text(errors="replace")
-    left_out = set() if evaluation.pin else {int(step) for step in LEFT_OUT.findall(log)}
+    left_out = set() if evaluation.pin_policy else {int(step) for step in LEFT_OUT.findall(log)}
     noted = run_dir / "evaluations.jsonl"
     lines = [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
     trained_at = _trained_at(run_dir / "ledger.db")
@@ -70,7 +70,9 @@ def audit_evaluations(directory: Path, config: LearnerRun, num_steps: int, check
         for name, size in sizes.items():
             if (line := kept.get((step, name))) is not None:
                 own = [by_place[place] for place in range(first, first + size) if place in by_place]
-                wrong += [f"{_name(step, name)} {problem}" for problem in _problems(line, own, size, evaluation.pin)]
+                wrong += [
+                    f"{_name(step, name)} {problem}" for problem in _problems(line, own, size, evaluation.pin_policy)
+                ]
                 wrong += [f"{_name(step, name)} {problem}" for problem in check(line, own)]
             first += size
     return EvaluationsFound(

@@ -53,7 +53,7 @@ from tests.chaos.evaluations import ANSWERED
 from tests.chaos.traps import Traps, flip_of, slow_of
 
 BUCKET_BYTES = 64 << 10
-"""In place of learner.push.bucket_mib, whose smallest is more than the tiny model: here it has several."""
+"""In place of learner.weight_sync.bucket_mib, whose smallest is more than the tiny model: here it has several."""
 WEIGHTS, RECEIVED = "weights", "received"
 SLOW_STEP_S = 1.0
 """While nobody waits for steps."""

@@ -19,7 +19,7 @@ from tests.chaos.traps import Event, slow_of
 FAKE: dict[str, Any] = {
     "groups_per_step": 2, "max_staleness": 2, "optimizer": {"learning_rate": 2e-3},
     "data": {"task": "reverse", "num_digits": 4, "num_prompts": 16},
-    "sampling": {"num_completions": 3, "max_tokens": 5},
+    "sampling": {"group_size": 3, "max_tokens": 5},
     "reward": {"functions": ["share_right", "exact_match"], "weights": [1.0, 0.0]},
     # A policy that has decided gives groups without signal, which are asked for again and again.
     "loss": {"entropy_coef": 0.5},
@@ -27,11 +27,11 @@ FAKE: dict[str, Any] = {
 REAL = FAKE | {
     "groups_per_step": 4,
     "data": {"task": "reverse", "num_digits": 8, "num_prompts": 64},
-    "sampling": {"num_completions": 8, "max_tokens": 9},
+    "sampling": {"group_size": 8, "max_tokens": 9},
 }
 PLAYED: dict[str, Any] = {
     "data": {"task": "guess", "num_prompts": 16},
-    "sampling": {"num_completions": 3, "max_tokens": 2, "stop": list("0123456789")},
+    "sampling": {"group_size": 3, "max_tokens": 2, "stop": list("0123456789")},
     "reward": {"functions": ["environment_reward"]},
     "environment": {"factory": "tests.chaos.environment:DoomedGuess", "max_turns": 4, "max_concurrent": 8, "timeout_s": 3.0},
     "max_group_attempts": 20,
@@ -50,7 +50,7 @@ SETTINGS: dict[Player | None, dict[str, Any]] = {None: {}, "environment": PLAYED
 REAL_SERVER = {
     "max_concurrent_sequences": 256, "kv_cache_memory_mib": 64, "block_size": 32, "enforce_eager": True,
     # With "keep" a token's logprob is of a mixture of versions, which the audit could not compute.
-    "kv_on_push": "recompute",
+    "kv_cache_on_weight_sync": "recompute",
 }  # fmt: skip
 PUSH_TIMEOUT_S = 20.0
 """More than work may take to go on, so that whoever can only wait for it shows."""
@@ -192,14 +192,17 @@ class Run:
 def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
     """The config of all processes; each server is told its port by a flag."""
     learner = (REAL if engine == "real" else FAKE) | SETTINGS[leg.player] | {
-        "steps": leg.steps, "checkpoint": {"every_steps": CHECKPOINT_EVERY}, "active_sampling": leg.active_sampling,
-        "push": {"timeout_s": PUSH_TIMEOUT_S, "overlap": leg.push_overlap},
-        "report": {"trackers": [], "dashboard_port": 0}, "connect_timeout_s": 240.0, "group_deadline_s": 60.0,
+        "steps": leg.steps, "checkpoint": {"every_steps": CHECKPOINT_EVERY}, "dynamic_sampling": leg.dynamic_sampling,
+        "weight_sync": {"timeout_s": PUSH_TIMEOUT_S, "overlap_with_training": leg.sync_overlap},
+        "report": {"trackers": [], "dashboard_port": 0}, "connect_timeout_s": 240.0, "group_idle_timeout_s": 60.0,
     }  # fmt: skip
     if leg.has_evaluations:
-        learner["evaluation"] = EVALUATED | {"every_steps": EVALUATE_EVERY[leg.seed % 2], "pin": not leg.push_overlap}
+        learner["evaluation"] = EVALUATED | {
+            "every_steps": EVALUATE_EVERY[leg.seed % 2],
+            "pin_policy": not leg.sync_overlap,
+        }
     server = (REAL_SERVER if engine == "real" else {}) | {
-        "max_engine_restarts": 100, "pause_timeout_s": PAUSE_TIMEOUT_S, "drain_timeout_s": DRAIN_TIMEOUT_S, "http_port": 0, "receive_overlap": leg.receive_overlap, "tensor_parallel_size": leg.num_workers,
+        "max_engine_restarts": 100, "pause_timeout_s": PAUSE_TIMEOUT_S, "drain_timeout_s": DRAIN_TIMEOUT_S, "http_port": 0, "overlap_weight_loading": leg.overlap_weight_loading, "tensor_parallel_size": leg.num_workers,
     }  # fmt: skip
     table = {
         "model": "tiny:digits", "run_dir": str(directory / "run"), "dtype": "float32",

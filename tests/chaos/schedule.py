@@ -48,8 +48,8 @@ class State(msgspec.Struct, frozen=True):
     """What must happen first, for states that a healthy run does not come to."""
     num_times: int = 1
     """It may be caught at any of so many visits: the broadcasts of a push are one state."""
-    receive_overlap: bool | None = None
-    """Set where the state exists only with, or without, server.receive_overlap."""
+    overlap_weight_loading: bool | None = None
+    """Set where the state exists only with, or without, server.overlap_weight_loading."""
     without: Target | None = None
     """Whoever is not there yet."""
 
@@ -65,9 +65,9 @@ STATES = (
     State("server", "delivering", num_times=4),
     State("server", "pausing"),
     State("server", "receiving"),
-    State("server", "loading", receive_overlap=True),
+    State("server", "loading", overlap_weight_loading=True),
     State("server", "resuming"),
-    State("server", "torn", "byte flipped", receive_overlap=False),
+    State("server", "torn", "byte flipped", overlap_weight_loading=False),
     State("engine", "pause"),
     State("engine", "load_push"),
     State("learner", "starting", "learner killed", without="reward worker"),
@@ -154,9 +154,9 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     seed: int
     num_workers: int
-    receive_overlap: bool
-    push_overlap: bool
-    active_sampling: bool
+    overlap_weight_loading: bool
+    sync_overlap: bool
+    dynamic_sampling: bool
     faults: tuple[Fault, ...]
     num_servers: int = 1
     player: Player | None = None
@@ -191,9 +191,9 @@ def schedule(
     while num_left > 0:
         num_here = min(FAULTS_PER_LEG, num_left)
         num_left -= num_here
-        receive_overlap = (seed + len(legs)) % 2 == 1
+        overlap_weight_loading = (seed + len(legs)) % 2 == 1
         faults = [
-            _fault(dice, decks[receive_overlap], STEPS_PER_FAULT * (i + 1), receive_overlap, targets)
+            _fault(dice, decks[overlap_weight_loading], STEPS_PER_FAULT * (i + 1), overlap_weight_loading, targets)
             for i in range(num_here)
         ]
         if player is not None:
@@ -203,7 +203,7 @@ def schedule(
             faults[::2] = _of(possible, dice, [fault.after_step for fault in faults[::2]])
         if is_several:
             faults = [msgspec.structs.replace(fault, server=dice.randrange(num_servers)) for fault in faults]
-        leg = _leg(dice, len(legs), faults, num_workers=1, receive_overlap=receive_overlap)
+        leg = _leg(dice, len(legs), faults, num_workers=1, overlap_weight_loading=overlap_weight_loading)
         legs.append(
             msgspec.structs.replace(leg, num_servers=num_servers, player=player, has_evaluations=has_evaluations)
         )
@@ -211,23 +211,27 @@ def schedule(
         faults = [
             _fault(dice, decks[False], STEPS_PER_FAULT * (i + 1), False, ("worker",)) for i in range(num_of_workers)
         ]
-        legs.append(_leg(dice, len(legs), faults, num_workers=2, receive_overlap=False))
+        legs.append(_leg(dice, len(legs), faults, num_workers=2, overlap_weight_loading=False))
     return legs
 
 
-def _leg(dice: random.Random, number: int, faults: list[Fault], *, num_workers: int, receive_overlap: bool) -> Leg:
+def _leg(
+    dice: random.Random, number: int, faults: list[Fault], *, num_workers: int, overlap_weight_loading: bool
+) -> Leg:
     return Leg(
-        number=number, seed=dice.randrange(2**31), num_workers=num_workers, receive_overlap=receive_overlap,
-        push_overlap=dice.random() < 0.5, active_sampling=dice.random() < 0.5, faults=tuple(faults),
+        number=number, seed=dice.randrange(2**31), num_workers=num_workers, overlap_weight_loading=overlap_weight_loading,
+        sync_overlap=dice.random() < 0.5, dynamic_sampling=dice.random() < 0.5, faults=tuple(faults),
     )  # fmt: skip
 
 
 def _fault(
-    dice: random.Random, deck: list[State], after_step: int, receive_overlap: bool, targets: tuple[Target, ...]
+    dice: random.Random, deck: list[State], after_step: int, overlap_weight_loading: bool, targets: tuple[Target, ...]
 ) -> Fault:
     may_hang = "call" in targets
     if not any(may_hang or state.process != "engine" for state in deck):
-        deck += [state for state in STATES if state.receive_overlap in (None, receive_overlap)] + 4 * list(MOMENTS)
+        deck += [
+            state for state in STATES if state.overlap_weight_loading in (None, overlap_weight_loading)
+        ] + 4 * list(MOMENTS)
         dice.shuffle(deck)
     state = deck.pop(max(i for i, state in enumerate(deck) if may_hang or state.process != "engine"))
     target = "call" if state.process == "engine" else _target(dice, state, targets)

@@ -40,7 +40,7 @@ def test_a_campaign_comes_to_every_state_and_has_as_many_faults_as_were_asked() 
     assert {fault.state.name for fault in faults if fault.kind == "hang"} == {"pause", "load_push"}
     for leg in legs:
         assert all((fault.target == "worker") == (leg.num_workers == 2) for fault in leg.faults)
-        assert all(fault.state.receive_overlap in (None, leg.receive_overlap) for fault in leg.faults)
+        assert all(fault.state.overlap_weight_loading in (None, leg.overlap_weight_loading) for fault in leg.faults)
         assert max(fault.after_step for fault in leg.faults) < leg.steps
 
 

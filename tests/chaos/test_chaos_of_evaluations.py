@@ -45,7 +45,7 @@ def test_a_campaign_that_evaluates_is_half_about_its_evaluations_and_changes_no_
 
 def a_config(directory: Path, *, pin: bool = True) -> LearnerRun:
     (leg,) = schedule(0, 1, "fake", has_evaluations=True)
-    return make_config(msgspec.structs.replace(leg, seed=0, push_overlap=not pin), "fake", directory)  # every two steps
+    return make_config(msgspec.structs.replace(leg, seed=0, sync_overlap=not pin), "fake", directory)  # every two steps
 
 
 def make_run(directory: Path) -> tuple[Lines, dict[int, Lines]]:

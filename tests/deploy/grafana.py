@@ -8,7 +8,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 BOARD: dict[str, Any] = json.loads((ROOT / "deploy/grafana/slipstream.json").read_text())
 METRIC = re.compile(r"\b(?:slipstream_|vllm:)[a-z0-9_]+")
-BOTH = "slipstream_push_stall_seconds"
+BOTH = "slipstream_weight_sync_stall_seconds"
 """A gauge of the learner's; with _total a counter of the server's."""
 
 

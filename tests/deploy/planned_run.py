@@ -33,7 +33,7 @@ def setup(
     rates: Rates = CONSTANT, *, servers: int = 1, ranks: int = 1, capacity: int = 64, learner: dict[str, Any] | None = None, **rest: Any
 ) -> Setup:  # fmt: skip
     """8 groups of 8 a step, 64 places a server, unless it says otherwise."""
-    config = PROMPTS | {"groups_per_step": 8, "sampling": {"num_completions": 8, "max_tokens": 256}} | (learner or {})
+    config = PROMPTS | {"groups_per_step": 8, "sampling": {"group_size": 8, "max_tokens": 256}} | (learner or {})
     return Setup(
         learner=msgspec.convert(config, LearnerConfig),
         server=ServerConfig(max_concurrent_sequences=capacity),
@@ -85,13 +85,13 @@ class _Recorded(Simulation):
         prefix = "rollout/completion_length_"
         self.lines.append({
             "step": version + 1, "time": self._env.now, "elapsed_s": self._env.now, "servers/ready": num_servers,
-            "time/wait_for_batch": wait_s, "time/forward_backward": train_s, "time/push": sums.push_s,
+            "time/wait_for_batch": wait_s, "time/forward_backward": train_s, "time/weight_sync": sums.push_s,
             "rollout/tokens": sums.tokens, "rollout/truncated_frac": sum(length == 256 for length in lengths) / len(lengths),
             f"{prefix}p10": p10, f"{prefix}p50": p50, f"{prefix}p90": p90, f"{prefix}max": max(lengths),
             f"{prefix}mean": float(np.mean(lengths)), "staleness/mean": sums.staleness / sums.groups,
-            "staleness/max": self.staleness_max, "push/seconds": push_s,
-            "push/transfer_seconds": rates.push_feed_s * num_servers,
-            "push/stall_seconds": rates.stall_seconds(num_servers, receive_overlap=False),
+            "staleness/max": self.staleness_max, "weight_sync/seconds": push_s,
+            "weight_sync/transfer_seconds": rates.push_feed_s * num_servers,
+            "weight_sync/stall_seconds": rates.stall_seconds(num_servers, overlap_weight_loading=False),
         })  # fmt: skip
 
     def _publish(self, version: int) -> None:

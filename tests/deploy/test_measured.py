@@ -18,7 +18,7 @@ TRUE = msgspec.structs.replace(
 )
 LEARNERS = {
     "synchronous": {"max_staleness": 0},
-    "overlapped": {"max_staleness": 2, "push": {"overlap": True}},
+    "overlapped": {"max_staleness": 2, "weight_sync": {"overlap_with_training": True}},
     "more than there are places": {"max_staleness": 4, "groups_per_step": 16},
 }
 
@@ -119,11 +119,11 @@ def test_steps_that_a_resume_undid_count_once_and_without_their_seconds(tmp_path
     undisturbed = read_run(tmp_path / "run")
     undone_s = lines[8]["elapsed_s"] - lines[5]["elapsed_s"]  # steps 7 to 9, from a checkpoint of step 6
     again = [line | {"elapsed_s": line["elapsed_s"] + undone_s} for line in lines[6:]]
-    amended = again[-1] | {"push/seconds": 7.0}
+    amended = again[-1] | {"weight_sync/seconds": 7.0}
     metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:9], *again, amended]))
     resumed = read_run(tmp_path / "run")
     assert [line["step"] for line in resumed.lines] == list(range(1, 13))
-    assert resumed.lines[-1]["push/seconds"] == 7.0
+    assert resumed.lines[-1]["weight_sync/seconds"] == 7.0
     assert observed(resumed).step_s == pytest.approx(observed(undisturbed).step_s)
 
 
@@ -142,8 +142,10 @@ def test_a_torn_last_line_is_left_out_and_any_other_is_an_error(tmp_path: Path) 
 def test_a_run_without_a_weight_sync_or_without_groups_is_refused_for_that(tmp_path: Path) -> None:
     write_run(tmp_path / "run", setup(TRUE), steps=9)
     run = read_run(tmp_path / "run")
-    without = [{key: value for key, value in line.items() if not key.startswith("push/")} for line in run.lines]
-    with pytest.raises(ConfigError, match=r"has no weight sync \(push/seconds\) in its last 7 steps.* longer run"):
+    without = [{key: value for key, value in line.items() if not key.startswith("weight_sync/")} for line in run.lines]
+    with pytest.raises(
+        ConfigError, match=r"has no weight sync \(weight_sync/seconds\) in its last 7 steps.* longer run"
+    ):
         rates_of(run._replace(lines=without), num_ranks=1)
     with pytest.raises(ConfigError, match="is missing the metric staleness/max"):
         observed(run._replace(lines=[{k: v for k, v in line.items() if k != "staleness/max"} for line in run.lines]))

@@ -36,7 +36,7 @@ def test_the_best_split_of_gpus_is_found_and_told_with_what_is_assumed() -> None
 
 def test_the_search_finds_what_trying_every_split_finds() -> None:
     rates = replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.02, push_stall_s=0.05)
-    learner = {"groups_per_step": 64, "push": {"overlap": True}}
+    learner = {"groups_per_step": 64, "weight_sync": {"overlap_with_training": True}}
     candidates = [
         setup(rates, servers=each.num_servers, ranks=each.num_ranks, learner=learner) for each in splits(12, 1)
     ]
@@ -76,7 +76,9 @@ def test_of_splits_as_good_as_each_other_the_least_stale_is_best() -> None:
     assert [outcome.num_servers for outcome in found] == [3, 2, 1, 4]
 
 
-@pytest.mark.parametrize("learner", [{}, {"push": {"overlap": True}}, {"max_staleness": 0}, {"max_staleness": 8}])
+@pytest.mark.parametrize(
+    "learner", [{}, {"weight_sync": {"overlap_with_training": True}}, {"max_staleness": 0}, {"max_staleness": 8}]
+)
 @pytest.mark.parametrize("servers", [1, 3, 9])
 def test_no_split_does_more_than_its_slower_side_alone(learner: dict[str, Any], servers: int) -> None:
     rates = replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.01, push_stall_s=0.05)

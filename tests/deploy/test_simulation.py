@@ -14,7 +14,7 @@ from tests.deploy.planned_run import CONSTANT, SPREAD, setup
 BATCH_TOKENS = 8 * 8 * 100
 GENERATION_S = 100 * (0.01 + 64 * 1e-4)
 """Of a batch of constant lengths that fills the server."""
-OVERLAP = {"push": {"overlap": True}}
+OVERLAP = {"weight_sync": {"overlap_with_training": True}}
 
 
 def with_rates(**changes: float) -> Rates:
@@ -122,8 +122,8 @@ def test_a_seed_gives_the_same_run_and_another_seed_another() -> None:
 def test_every_push_stalls_all_servers_for_what_all_of_them_are_fed() -> None:
     rates = with_rates(push_s=0.1, push_stall_s=0.05, push_feed_s=0.02)
     assert rates.push_seconds(10) == pytest.approx(0.3)
-    assert rates.stall_seconds(10, receive_overlap=False) == pytest.approx(0.25)
-    assert rates.stall_seconds(10, receive_overlap=True) == pytest.approx(0.05)
+    assert rates.stall_seconds(10, overlap_weight_loading=False) == pytest.approx(0.25)
+    assert rates.stall_seconds(10, overlap_weight_loading=True) == pytest.approx(0.05)
     few, many = (simulate(setup(rates, servers=n, learner=OVERLAP), steps=40) for n in (1, 20))
     assert many.server_stalled_frac > few.server_stalled_frac
 

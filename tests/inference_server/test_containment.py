@@ -287,7 +287,7 @@ async def story(ask: Ask, number: int, *, afterwards: bool, **options: Any) -> b
 @pytest.mark.parametrize("afterwards", [False, True])
 @pytest.mark.parametrize(("kind", "options", "num_calls"), [
     ("Hello", {}, 2), ("Generate", {}, 2), ("Score", {}, 2), ("PushBegin", {}, 6),
-    ("PushBegin", {"receive_overlap": True}, 7), ("PushAbort", {}, 1), ("Ack", {}, 0), ("Cancel", {}, 0), ("Farewell", {}, 0), ("Probe", {}, 1), ("Trial", {}, 1),
+    ("PushBegin", {"overlap_weight_loading": True}, 7), ("PushAbort", {}, 1), ("Ack", {}, 0), ("Cancel", {}, 0), ("Farewell", {}, 0), ("Probe", {}, 1), ("Trial", {}, 1),
 ])  # fmt: skip
 def test_an_exception_at_any_call_costs_its_own_request_alone(
     kind: str, options: dict[str, Any], num_calls: int, afterwards: bool

@@ -188,7 +188,7 @@ def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_next_push
                 engine.scripted_reports.append([report()])
                 await learner.send(PushBegin(epoch="e", version=4))
             await until(lambda: running.server.status()["unavailable"] is not None)
-        knob = "learner.push.timeout_s" if call == "load_push" else "server.pause_timeout_s"
+        knob = "learner.weight_sync.timeout_s" if call == "load_push" else "server.pause_timeout_s"
         reason = running.server.status()["unavailable"]
         assert "is restarting: the engine did not answer within 0.2 s while" in reason and knob in reason
         if call != "leave_epoch":

@@ -34,7 +34,15 @@ PROMPT = [5, 6, 7, 8, 9]
 NUM_PUSHES = 5
 BLOCK = 32
 """server.block_size of real_server.py."""
-FLAGS = ("--server.data-parallel-size", "2", "--server.cpu-cores", "0", "1", "--server.kv-on-push", "recompute")
+FLAGS = (
+    "--server.data-parallel-size",
+    "2",
+    "--server.cpu-cores",
+    "0",
+    "1",
+    "--server.kv-cache-on-weight-sync",
+    "recompute",
+)
 
 Served = tuple[RealServer, DriftingPolicy, Path]
 

@@ -42,7 +42,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BREAK_FILE, str(break_file))
         patch.setenv(HANG_FILE, str(directory / "hang"))
-        flags = ["--server.tensor-parallel-size", "2", "--server.kv-on-push", "recompute"]
+        flags = ["--server.tensor-parallel-size", "2", "--server.kv-cache-on-weight-sync", "recompute"]
         program = "tests.inference_server.breakable_server"
         for server in running_server(directory, *flags, model=policy.model(0), program=program, is_forked=True):
             yield server, policy, break_file
@@ -129,7 +129,7 @@ def test_a_worker_that_never_returns_from_a_push_is_killed_and_the_next_engine_g
         await learner.send(PushAbort(epoch=learner.epoch))
         failed = await learner.receive((PushDone, PushFailed))
         assert isinstance(failed, PushFailed) and not failed.weights_intact
-        assert "did not answer within 10 s while receiving (learner.push.timeout_s + 5)" in failed.message
+        assert "did not answer within 10 s while receiving (learner.weight_sync.timeout_s + 5)" in failed.message
         hang_file.unlink()
         status = json.loads(await asyncio.to_thread(server.get, "/status"))
         assert "is restarting: the engine did not answer" in status["unavailable"]

@@ -43,14 +43,14 @@ Served = tuple[RealServer, DriftingPolicy]
 
 @pytest.fixture(scope="module")
 def recomputing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    flags = ("--server.kv-on-push", "recompute", *push_load.FLAGS)
+    flags = ("--server.kv-cache-on-weight-sync", "recompute", *push_load.FLAGS)
     for server in running_server(tmp_path_factory.mktemp("recomputing"), *flags, model=QWEN2.model(0), is_forked=True):
         yield server, QWEN2
 
 
 @pytest.fixture(scope="module")
 def overlapping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    flags = ("--server.receive-overlap", *push_load.FLAGS)
+    flags = ("--server.overlap-weight-loading", *push_load.FLAGS)
     for server in running_server(tmp_path_factory.mktemp("overlapping"), *flags, model=LLAMA.model(0), is_forked=True):
         yield server, LLAMA
 

@@ -165,9 +165,9 @@ def test_replicas_divide_the_memory_of_a_machine_but_each_has_that_of_its_gpu(
 def test_receiving_beside_generation_is_refused_for_several_replicas_by_both_keys(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"server\.receive_overlap = true .* with server\.data_parallel_size = 2: .*; set server\.receive_overlap",
+        match=r"server\.overlap_weight_loading = true .* with server\.data_parallel_size = 2: .*; set server\.overlap_weight_loading",
     ):
-        VllmEngine(run_of(data_parallel_size=2, receive_overlap=True), tmp_path)
+        VllmEngine(run_of(data_parallel_size=2, overlap_weight_loading=True), tmp_path)
 
 
 def test_a_model_with_experts_has_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,7 +343,7 @@ def test_a_group_that_gets_no_token_for_its_deadline_is_aborted_and_two_that_had
         assert engine.cancelled == 1
         if num_done < 2:
             assert isinstance(answer, GroupFailed) and (answer.code, answer.retryable) == ("deadline", True)
-            assert "no token for 0.5 s (learner.group_deadline_s)" in answer.message
+            assert "no token for 0.5 s (learner.group_idle_timeout_s)" in answer.message
         else:
             assert isinstance(answer, Group) and answer.entered_version == 0
             lengths = [len(completion.token_ids) for completion in answer.completions]
@@ -537,7 +537,7 @@ def test_a_real_push_over_gloo_arrives_in_the_scripted_engine() -> None:
         await learner.join()
         for version in (1, 2):
             tensors = [("a", torch.full((3, 4), float(version))), ("b", torch.arange(5.0))]
-            outcome, checksum = await (learner.push if version == 1 else learner.push_again)(version, tensors)
+            outcome, checksum = await (learner.weight_sync if version == 1 else learner.push_again)(version, tensors)
             assert isinstance(outcome, PushDone) and outcome.checksum == checksum
             assert engine.weights["a"].tolist() == tensors[0][1].tolist()
 

@@ -165,7 +165,7 @@ def test_nccl_is_not_asked_for_where_it_would_not_be_used(monkeypatch: pytest.Mo
     assert found is not None and found.verdict == "ok" and "uses the same GPU (ipc)" in found.text
     assert of_nccl(monkeypatch, *REMOTE, num_gpus=0, reason=NO_CUPY) is None
     config = tmp_path / "run.toml"
-    config.write_text('model = "tiny:digits"\nrun_dir = "r"\n[learner.push]\ntransport = "gloo"\n')
+    config.write_text('model = "tiny:digits"\nrun_dir = "r"\n[learner.weight_sync]\ntransport = "gloo"\n')
     assert nccl(load_config(ServerRun, [str(config)], "test")) is None
 
 

@@ -63,7 +63,7 @@ def recomputing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rea
     write_secret(directory / "api.key", API_KEY)
     flags = ["--keys", str(directory / "keys"), "--server.api-key-file", str(directory / "api.key")]
     flags += ["--server.max-engine-restarts", "1", "--server.cpu-cores", "0"]
-    for server in running_server(directory, "--server.kv-on-push", "recompute", *flags, is_forked=True):
+    for server in running_server(directory, "--server.kv-cache-on-weight-sync", "recompute", *flags, is_forked=True):
         server.keys = learner_keys(str(directory / "keys"))
         yield server
 

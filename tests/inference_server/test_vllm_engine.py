@@ -82,10 +82,10 @@ def test_receiving_beside_generation_is_refused_for_several_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, reason: str
 ) -> None:
     monkeypatch.setattr("inference_server.engine.versioned_llm.current_platform.is_cpu", lambda: on_cpu)
-    server = ServerConfig(receive_overlap=True, tensor_parallel_size=2)
+    server = ServerConfig(overlap_weight_loading=True, tensor_parallel_size=2)
     run = ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=server)
     with pytest.raises(
-        ConfigError, match=f"tensor_parallel_size = 2: .*{reason}.*; set server.receive_overlap = false"
+        ConfigError, match=f"tensor_parallel_size = 2: .*{reason}.*; set server.overlap_weight_loading = false"
     ):
         VllmEngine(run, tmp_path)
 

@@ -80,7 +80,7 @@ def free_endpoint() -> str:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_run_on_two_servers_uses_both_and_consumes_every_prompt_once(tmp_path: Path, overlap: bool) -> None:
     with servers(Engine(), Engine()) as (one, other):
-        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8, push={"overlap": overlap})
+        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8, weight_sync={"overlap_with_training": overlap})
         train(run, resume=False)
     assert_each_prompt_once(run, 8)
     assert len(one.engine.prompts) + len(other.engine.prompts) == 24
@@ -109,7 +109,7 @@ def test_a_server_that_dies_costs_nothing_but_its_speed(
     mortal, survivor = Engine(), Engine()
     with servers(mortal, survivor) as (one, other):
         mortal.on_version[2], mortal.on_version[3] = mortal.release.clear, one.die  # with the groups of version 2 in it
-        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8, push={"overlap": overlap})
+        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8, weight_sync={"overlap_with_training": overlap})
         train(run, resume=False)
     assert_each_prompt_once(run, 8)
     assert mortal.versions[-1] == 3 and survivor.versions == list(range(9))
@@ -145,7 +145,7 @@ def test_a_server_whose_push_fails_is_left_to_itself_and_pushed_to_again_later(
     clumsy, other = Engine(), Engine()
     clumsy.reports_from_version[3] = [report(ok=False, state="receiving", error="scripted failure")]
     with servers(clumsy, other) as (one, two):
-        run = make_run(tmp_path, one.endpoint, two.endpoint, steps=40, push={"timeout_s": 5})
+        run = make_run(tmp_path, one.endpoint, two.endpoint, steps=40, weight_sync={"timeout_s": 5})
         train(run, resume=False)
     assert_each_prompt_once(run, 40)
     assert other.versions == list(range(41))
@@ -189,7 +189,7 @@ def test_a_server_that_is_told_to_end_costs_nothing_and_no_warning(
     drained: list[Future[None]] = []
     with servers(leaves, stays) as (one, other):
         leaves.on_version[2] = lambda: drained.append(one.told_to_end())
-        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=40, push={"overlap": overlap})
+        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=40, weight_sync={"overlap_with_training": overlap})
         train(run, resume=False)
         drained[0].result(TIMEOUT_S)
     assert_each_prompt_once(run, 40)
@@ -231,7 +231,7 @@ def test_the_only_server_is_told_to_end_and_the_next_one_at_its_endpoint_goes_on
             monkeypatch.setattr(ServerChannel, "receive", told_before_it_reads_of_version_2)
         else:
             first.on_version[2] = follower.start
-        run = make_run(tmp_path, endpoint, steps=16, push={"max_attempts": 1})
+        run = make_run(tmp_path, endpoint, steps=16, weight_sync={"max_attempts": 1})
         train(run, resume=False)
         follower.join(TIMEOUT_S)
     assert_each_prompt_once(run, 16)
@@ -262,7 +262,9 @@ def test_the_run_ends_when_no_server_can_be_pushed_to(tmp_path: Path) -> None:
         pytest.raises(PushError, match=r"weight sync of version 2 failed in 2 attempts.*scripted failure"),
     ):
         train(
-            make_run(tmp_path, *(server.endpoint for server in running), push={"timeout_s": 20, "max_attempts": 2}),
+            make_run(
+                tmp_path, *(server.endpoint for server in running), weight_sync={"timeout_s": 20, "max_attempts": 2}
+            ),
             resume=False,
         )
 

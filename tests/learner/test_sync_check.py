@@ -81,7 +81,7 @@ def test_one_sync_that_did_not_arrive_ends_the_run_before_its_tokens_are_trained
 
     monkeypatch.setattr(SyncCheck, "ask", ask_late)
     with tiny_server(LosesOneSync(3)) as server:
-        run = a_run(tmp_path, server.endpoint, push={"overlap": overlap})
+        run = a_run(tmp_path, server.endpoint, weight_sync={"overlap_with_training": overlap})
         with pytest.raises(
             ParityError, match=r"version 3 did not arrive .* 100% of these logprobs are exactly as before.*--resume"
         ):

@@ -52,11 +52,11 @@ def make_run(tmp_path: Path, *endpoints: str, **learner: Any) -> LearnerRun:
         "groups_per_step": GROUPS_PER_STEP,
         "data": {"task": "reverse", "num_digits": 4, "num_prompts": 8},
         "reward": {"functions": ["share_right", "exact_match"], "weights": [1.0, 0.0]},
-        "sampling": {"num_completions": NUM_COMPLETIONS, "max_tokens": MAX_TOKENS},
+        "sampling": {"group_size": NUM_COMPLETIONS, "max_tokens": MAX_TOKENS},
         "optimizer": {"learning_rate": 2e-3},
         "report": {"trackers": [], "dashboard_port": 0},
         "connect_timeout_s": 20,
-        "push": {"timeout_s": 20},
+        "weight_sync": {"timeout_s": 20},
     }
     # Steps are so short that most checks would be left out.
     learner["parity"] = {"max_time_share": 1.0} | learner.get("parity", {})
@@ -121,14 +121,14 @@ def plain_loop(run: LearnerRun, num_steps: int) -> tuple[list[float], Any]:
 def seeded() -> dict[str, Any]:
     return {
         "max_staleness": 0,
-        "sampling": {"num_completions": NUM_COMPLETIONS, "max_tokens": MAX_TOKENS, "seeded": True},
+        "sampling": {"group_size": NUM_COMPLETIONS, "max_tokens": MAX_TOKENS, "seeded": True},
     }
 
 
-@pytest.mark.parametrize("wire", ["dense", "delta"])
-def test_staleness_zero_gives_the_losses_of_a_plain_loop_step_for_step(tmp_path: Path, wire: str) -> None:
+@pytest.mark.parametrize("compression", ["none", "delta"])
+def test_staleness_zero_gives_the_losses_of_a_plain_loop_step_for_step(tmp_path: Path, compression: str) -> None:
     with tiny_server() as server:
-        run = make_run(tmp_path, server.endpoint, **seeded(), push={"wire": wire})
+        run = make_run(tmp_path, server.endpoint, **seeded(), weight_sync={"compression": compression})
         train(run, resume=False)
     losses, model = plain_loop(run, num_steps=4)
     metrics = metrics_of(run)
@@ -211,8 +211,8 @@ def test_a_run_with_active_sampling_and_a_curriculum_that_crashes_asks_and_consu
             rows = [{"prompt": f"{i}{i + 1}>", "answer": f"{i + 1}{i}", "count_in": str(calls)} for i in range(6)]
             data.write_text("".join(json.dumps(row) + "\n" for row in rows))
             run = make_run(
-                tmp_path / name, server.endpoint, steps=6, max_staleness=0, checkpoint={"every_steps": 2}, active_sampling=True,
-                sampling={"num_completions": 3, "max_tokens": 3, "seeded": True}, data={"path": str(data)},
+                tmp_path / name, server.endpoint, steps=6, max_staleness=0, checkpoint={"every_steps": 2}, dynamic_sampling=True,
+                sampling={"group_size": 3, "max_tokens": 3, "seeded": True}, data={"path": str(data)},
                 reward={"functions": ["share_right", "tests/learner/rewards/broken_rewards.py:raises_once"], "weights": [1, 0],
                         "max_failed_share": 0},
                 curriculum={"kind": "pass_rate", "easy_above": 0.3, "hard_below": 0.15, "easy_weight": 0.1},
@@ -281,7 +281,7 @@ def test_metrics_have_the_names_of_the_design(tmp_path: Path) -> None:
     expected = {
         "reward/mean", "reward/std", "reward/share_right", "reward/exact_match", "loss/policy", "loss/clipped_frac",
         "policy/entropy", "policy/behaviour_kl", "staleness/mean", "staleness/max", "rollout/completion_length_mean",
-        "rollout/truncated_frac", "push/seconds", "push/stall_seconds", "time/wait_for_batch", "time/step",
+        "rollout/truncated_frac", "weight_sync/seconds", "weight_sync/stall_seconds", "time/wait_for_batch", "time/step",
         "perf/completion_tokens_per_s", "perf/learner_idle_frac", "optim/lr", "optim/grad_norm", "parity/abs_logprob",
     }  # fmt: skip
     metrics = metrics_of(run)
@@ -295,7 +295,7 @@ def test_a_push_that_fails_is_tried_again_in_a_new_epoch(tmp_path: Path) -> None
     engine = ModelEngine(resolve_model("tiny:digits"))
     engine.scripted_reports = [[report(ok=False, state="joining", error="scripted failure")]]
     with tiny_server(engine) as server:
-        run = make_run(tmp_path, server.endpoint, steps=2, push={"timeout_s": 20})
+        run = make_run(tmp_path, server.endpoint, steps=2, weight_sync={"timeout_s": 20})
         train(run, resume=False)
     first, second = (order.epoch for order in engine.orders[:2])
     assert first != second and engine.orders[1].rendezvous is not None
@@ -311,19 +311,21 @@ def test_a_push_that_would_fail_again_ends_the_run_at_once(tmp_path: Path, overl
         report(ok=False, state="loading", weights_intact=False, retryable=False, error=error)
     ]
     with tiny_server(engine) as server:
-        run = make_run(tmp_path, server.endpoint, steps=3, push={"timeout_s": 30, "overlap": overlap})
+        run = make_run(
+            tmp_path, server.endpoint, steps=3, weight_sync={"timeout_s": 30, "overlap_with_training": overlap}
+        )
         with pytest.raises(PushIncomplete, match=r"is missing weights .*model\.norm\.weight.*the same `model`"):
             train(run, resume=False)
     assert [order.version for order in engine.orders] == [0, 1]
 
 
-@pytest.mark.parametrize("wire", ["dense", "delta"])
+@pytest.mark.parametrize("compression", ["none", "delta"])
 def test_a_large_push_shows_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wire: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compression: str
 ) -> None:
     monkeypatch.setattr("learner.servers.weight_transfer.PROGRESS_BYTES", 1)
     with tiny_server() as server:
-        train(make_run(tmp_path, server.endpoint, steps=1, push={"wire": wire}), resume=False)
+        train(make_run(tmp_path, server.endpoint, steps=1, weight_sync={"compression": compression}), resume=False)
     drawn = capsys.readouterr().err
     for version in (0, 1):
         first, *_, last = re.findall(rf"push {version}: +(.*)", drawn.replace("\r", "\n"))
@@ -365,7 +367,7 @@ def test_a_push_beside_the_next_step_sends_the_weights_as_they_were_and_keeps_st
 
     with tiny_server(Slow()) as server:
         quick = {
-            "push": {"overlap": True},
+            "weight_sync": {"overlap_with_training": True},
             "parity": {"every_steps": 0},
         }  # this engine does not score before it generates
         run = make_run(tmp_path, server.endpoint, steps=6, max_staleness=2, **quick)
@@ -373,7 +375,10 @@ def test_a_push_beside_the_next_step_sends_the_weights_as_they_were_and_keeps_st
     assert server.running.server.status()["policy_version"] == 6
     metrics = metrics_of(run)
     assert all(line["staleness/max"] <= 2 for line in metrics)
-    assert "push/seconds" not in metrics[0] and metrics[0]["time/push"] < 0.5 * metrics[1]["push/seconds"]
+    assert (
+        "weight_sync/seconds" not in metrics[0]
+        and metrics[0]["time/weight_sync"] < 0.5 * metrics[1]["weight_sync/seconds"]
+    )
     for version, weights in trained.items():
         assert torch.equal(weights, server.engine.pushed[version]), version
     assert len(trained) == 6
@@ -382,7 +387,9 @@ def test_a_push_beside_the_next_step_sends_the_weights_as_they_were_and_keeps_st
 def test_a_push_beside_the_next_step_that_never_succeeds_stops_the_run(tmp_path: Path) -> None:
     engine = ModelEngine(resolve_model("tiny:digits"))
     with tiny_server(engine) as server:
-        run = make_run(tmp_path, server.endpoint, push={"timeout_s": 20, "overlap": True, "max_attempts": 2})
+        run = make_run(
+            tmp_path, server.endpoint, weight_sync={"timeout_s": 20, "overlap_with_training": True, "max_attempts": 2}
+        )
         bad = report(ok=False, state="receiving", error="scripted failure")
         engine.reports_from_version = {1: [bad]}
         with pytest.raises(PushError, match=r"weight sync of version 1 failed in 2 attempts .*scripted failure"):
@@ -423,7 +430,13 @@ def test_a_server_that_answers_with_other_weights_after_a_push_stops_the_run_bef
                     self.model.transformer.wpe.weight.copy_(before)
 
     with tiny_server(LosesATensor(resolve_model("tiny:digits"))) as server:
-        run = make_run(tmp_path, server.endpoint, steps=6, max_staleness=int(overlap), push={"overlap": overlap})
+        run = make_run(
+            tmp_path,
+            server.endpoint,
+            steps=6,
+            max_staleness=int(overlap),
+            weight_sync={"overlap_with_training": overlap},
+        )
         with pytest.raises(
             ParityError, match=r"of texts of the step is 0\.\d+, the bound is 0\.001.*loaded every tensor"
         ):
@@ -487,16 +500,18 @@ class TooBusy(ModelEngine):
 def test_a_server_that_does_not_score_at_the_start_ends_the_run_with_the_knob(tmp_path: Path) -> None:
     with (
         tiny_server(TooBusy(0)) as server,
-        pytest.raises(DeadlineExceeded, match=r"did not score \d+ tokens within 1 s \(learner\.push\.timeout_s\)"),
+        pytest.raises(
+            DeadlineExceeded, match=r"did not score \d+ tokens within 1 s \(learner\.weight_sync\.timeout_s\)"
+        ),
     ):
-        train(make_run(tmp_path, server.endpoint, push={"timeout_s": 1}), resume=False)
+        train(make_run(tmp_path, server.endpoint, weight_sync={"timeout_s": 1}), resume=False)
 
 
 def test_a_server_too_busy_to_score_later_holds_nothing_up_for_long(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tiny_server(TooBusy(1)) as server:
-        run = make_run(tmp_path, server.endpoint, steps=2, push={"timeout_s": 20, "patience_s": 0.3})
+        run = make_run(tmp_path, server.endpoint, steps=2, weight_sync={"timeout_s": 20, "straggler_timeout_s": 0.3})
         train(run, resume=False)
     assert len(metrics_of(run)) == 2
     assert "parity of version 1 could not be checked" in caplog.text
@@ -523,7 +538,7 @@ def test_only_groups_that_entered_under_the_current_version_are_compared(tmp_pat
 
 
 def test_a_prompt_longer_than_the_server_allows_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    run_of = {"sampling": {"num_completions": 2, "max_tokens": 60}}
+    run_of = {"sampling": {"group_size": 2, "max_tokens": 60}}
     with (
         tiny_server() as server,
         pytest.raises(DataError, match=r"5 tokens.*max_tokens = 60.*64.*server\.max_model_len"),
@@ -579,7 +594,7 @@ def test_a_start_that_failed_leaves_no_run_behind(tmp_path: Path) -> None:
         wrong = make_run(tmp_path, server.endpoint, data={"task": "reverse", "num_digits": 4, "prompt_column": "promt"})
         with pytest.raises(DataError, match="promt"):
             train(wrong, resume=False)
-        longer = make_run(tmp_path, server.endpoint, sampling={"num_completions": 2, "max_tokens": 60})
+        longer = make_run(tmp_path, server.endpoint, sampling={"group_size": 2, "max_tokens": 60})
         with pytest.raises(DataError, match="max_model_len"):
             train(longer, resume=False)
         train(make_run(tmp_path, server.endpoint, steps=1), resume=False)

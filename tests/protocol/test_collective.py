@@ -90,7 +90,8 @@ def test_workers_that_never_come_are_named_at_the_deadline(transport: Transport)
         rendezvous = hosted.rendezvous(num_workers=3, transport=transport)
         waiting = Waiting(lambda: join_collective("e1", rendezvous, 2, CPU))
         with pytest.raises(
-            PushError, match=r"epoch e1 did not form within 0.5 s \(learner.push.timeout_s\): missing rank 1, rank 3$"
+            PushError,
+            match=r"epoch e1 did not form within 0.5 s \(learner.weight_sync.timeout_s\): missing rank 1, rank 3$",
         ):
             hosted.host_collective("e1", rendezvous, CPU)
         assert waiting.ends_promptly()
@@ -289,7 +290,7 @@ def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(le
 def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline(transport: Transport) -> None:
     with meeting(timeout_s=0.5) as hosted:
         learner, worker = join_all(hosted, "e1", transport=transport)
-        with pytest.raises(PushError, match=r"deadline 0.5 s, learner.push.timeout_s"):
+        with pytest.raises(PushError, match=r"deadline 0.5 s, learner.weight_sync.timeout_s"):
             worker.broadcast(zeros(16))
         learner.close()
         worker.close()

@@ -222,7 +222,7 @@ def test_a_stopped_worker_ends_the_broadcast_at_the_deadline_and_the_gpu_goes_on
     tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
     learner.broadcast(tensor)
     answer(worker)
-    with pytest.raises(PushError, match=r"learner\.push\.timeout_s"):
+    with pytest.raises(PushError, match=r"learner\.weight_sync\.timeout_s"):
         learner.broadcast(tensor)
     learner.close()
     torch.cuda.synchronize()

@@ -123,7 +123,8 @@ def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_loo
         secret = opened.callers.expect(4, TIMEOUT_S)
         worker = call_learner(HOST, opened.port, TransferCall(secret, 2), TIMEOUT_S)
         with pytest.raises(
-            PushError, match=r"rank 1, rank 3 did not connect within 0.3 s \(learner.push.timeout_s\); .*push.ports"
+            PushError,
+            match=r"rank 1, rank 3 did not connect within 0.3 s \(learner.weight_sync.timeout_s\); .*weight_sync.ports",
         ):
             opened.callers.collect(secret, do_nothing, 0.3)
         with pytest.raises(OSError, match="closed the connection"):

@@ -261,7 +261,7 @@ def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_i
     meeting = Meeting(HOST, timeout_s=2)
     rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
     worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
-    with pytest.raises(PushError, match=r"of 2 could not form epoch e1 within 2 s \(learner.push.timeout_s\)"):
+    with pytest.raises(PushError, match=r"of 2 could not form epoch e1 within 2 s \(learner.weight_sync.timeout_s\)"):
         meeting.host_collective("e1", rendezvous, CPU)
     assert worker.ends_promptly() and "of 2 could not form epoch e1 within 2 s" in worker.error
     assert not nccl.released.is_set()
@@ -324,7 +324,7 @@ def test_a_broadcast_that_never_ends_is_aborted_at_the_deadline(nccl: ScriptedNc
     collective = formed(timeout_s=0.2)
     nccl.may_finish.clear()
     with pytest.raises(
-        PushError, match=r"48 bytes over nccl in epoch e1 did not finish within 0.2 s \(learner.push.tim"
+        PushError, match=r"48 bytes over nccl in epoch e1 did not finish within 0.2 s \(learner.weight_sync.tim"
     ):
         collective.broadcast(zeros(48))
     assert nccl.calls[-1] == ("abort",)

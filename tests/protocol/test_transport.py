@@ -75,7 +75,9 @@ def test_what_is_impossible_is_refused_with_the_reason(
     offers = {"learner_transports": learner_has, "server_transports": server_has}
     with pytest.raises(ConfigError, match=reason) as refused:
         choose_transport(wanted, learner, workers, **offers)
-    where = f"The learner computes on {learner}, the server's workers on {workers[0]}; set learner.push.transport"
+    where = (
+        f"The learner computes on {learner}, the server's workers on {workers[0]}; set learner.weight_sync.transport"
+    )
     assert where in str(refused.value)
 
 

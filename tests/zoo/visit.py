@@ -33,7 +33,7 @@ num_prompts = 8
 [learner.reward]
 functions = ["share_right"]
 [learner.sampling]
-num_completions = 8
+group_size = 8
 max_tokens = 8
 [learner.parity]
 max_mean_abs_logprob = {BOUND}

@@ -109,7 +109,7 @@ class Result(NamedTuple):
 def run(case: Case, *, width: int = 9, garbage: float = 0.0) -> Result:
     """Loss and gradients of the code. Fails if a gradient is not finite, or not exactly 0 in padding."""
     inputs, rule = tensors_of(case, width=width, garbage=garbage), case.rule
-    loss, sums = policy_loss(inputs, rule.loss, rule.correction, rule.kl, rule.kl_coef)
+    loss, sums = policy_loss(inputs, rule.loss, rule.off_policy_correction, rule.kl, rule.kl_coef)
     loss.backward()
 
     def by_token(values_BT: torch.Tensor) -> list[list[float]]:

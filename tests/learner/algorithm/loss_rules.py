@@ -6,11 +6,11 @@ import random
 
 from learner.config import (
     AdvantageConfig,
-    CorrectionConfig,
     DataConfig,
     KlConfig,
     LearnerConfig,
     LossConfig,
+    OffPolicyCorrectionConfig,
     ReferenceConfig,
     RewardConfig,
 )
@@ -34,14 +34,19 @@ ANCHORS = {
 WEIGHTS = {
     "none": {},
     "truncate-token": {"weight": "truncate", "max_weight": 1.25},
-    "truncate-sequence": {"weight": "truncate", "level": "sequence"},
-    "truncate-geometric": {"weight": "truncate", "level": "geometric", "max_weight": 1.0625},
+    "truncate-sequence": {"weight": "truncate", "granularity": "sequence"},
+    "truncate-geometric": {"weight": "truncate", "granularity": "geometric", "max_weight": 1.0625},
     "mask-token": {"weight": "mask"},
-    "mask-sequence": {"weight": "mask", "level": "sequence"},
-    "mask-geometric": {"weight": "mask", "level": "geometric", "max_weight": 1.0625},
+    "mask-sequence": {"weight": "mask", "granularity": "sequence"},
+    "mask-geometric": {"weight": "mask", "granularity": "geometric", "max_weight": 1.0625},
     "mask-token-two-sided": {"weight": "mask", "max_weight": 1.75, "min_weight": 0.75},
-    "mask-sequence-two-sided": {"weight": "mask", "level": "sequence", "max_weight": 3.0, "min_weight": 0.25},
-    "mask-geometric-two-sided": {"weight": "mask", "level": "geometric", "max_weight": 1.125, "min_weight": 0.875},
+    "mask-sequence-two-sided": {"weight": "mask", "granularity": "sequence", "max_weight": 3.0, "min_weight": 0.25},
+    "mask-geometric-two-sided": {
+        "weight": "mask",
+        "granularity": "geometric",
+        "max_weight": 1.125,
+        "min_weight": 0.875,
+    },
 }
 REJECTIONS = [
     {},
@@ -70,7 +75,7 @@ def is_accepted(rule: Rule) -> bool:
             max_staleness=4,
             updates_per_batch=2,
             loss=rule.loss,
-            correction=rule.correction,
+            off_policy_correction=rule.off_policy_correction,
             kl=rule.kl,
             reference=ReferenceConfig(kind="fixed" if rule.kl.is_on else "none"),
             advantage=AdvantageConfig(scale="none"),
@@ -101,7 +106,7 @@ def rules() -> dict[str, tuple[Rule, bool]]:
                 **rng.choice(BOUNDS[objective]),
                 **rng.choice(others),
             ),
-            CorrectionConfig(**ANCHORS[anchor], **WEIGHTS[weight], **rng.choice(rejections)),
+            OffPolicyCorrectionConfig(**ANCHORS[anchor], **WEIGHTS[weight], **rng.choice(rejections)),
             kl,
             kl.coef * rng.choice((1.0, 0.5)),  # a schedule has halved it since
         )

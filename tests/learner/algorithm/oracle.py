@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import mpmath
 
-from learner.config import CorrectionConfig, KlConfig, LossConfig
+from learner.config import KlConfig, LossConfig, OffPolicyCorrectionConfig
 
 mpf = mpmath.mpf
 STEP = mpf(10) ** -20
@@ -65,7 +65,7 @@ class Rule(NamedTuple):
     """What is computed: the config, and today's coefficient of the KL."""
 
     loss: LossConfig = LossConfig()
-    correction: CorrectionConfig = CorrectionConfig()
+    off_policy_correction: OffPolicyCorrectionConfig = OffPolicyCorrectionConfig()
     kl: KlConfig = KlConfig()
     kl_coef: float = 0.0
 
@@ -83,7 +83,7 @@ def log_ratio(above, below):
     return clamp(mpf(above) - below)
 
 
-def anchor(correction: CorrectionConfig, token: Token):
+def anchor(correction: OffPolicyCorrectionConfig, token: Token):
     """Log-probability of the policy that the objective's ratio is taken to.
 
     log_linear (A-3PO, arXiv 2512.06547): the further back a token was sampled, the nearer to the current policy.
@@ -99,7 +99,7 @@ def anchor(correction: CorrectionConfig, token: Token):
 def objectives(rule: Rule, completion: Completion, moved: Sequence) -> list:
     """Loss of each token, before any correction."""
     tokens, advantage = completion.finite, mpf(completion.advantage)
-    anchors = [anchor(rule.correction, token) for token in tokens]
+    anchors = [anchor(rule.off_policy_correction, token) for token in tokens]
     log_ratios = [log_ratio(p, o) for p, o in zip(moved, anchors, strict=True)]
     match rule.loss.objective:
         case "grpo":
@@ -141,7 +141,7 @@ def clipped(rule: Rule, ratio, advantage):
 def binding(rule: Rule, completion: Completion) -> list[bool]:
     """Whether a bound of the objective changes a token's share of the gradient."""
     tokens, advantage = completion.finite, completion.advantage
-    anchors = [anchor(rule.correction, token) for token in tokens]
+    anchors = [anchor(rule.off_policy_correction, token) for token in tokens]
     log_ratios = [log_ratio(token.logprob, o) for token, o in zip(tokens, anchors, strict=True)]
     if rule.loss.objective == "gspo":
         log_ratios = [sum(log_ratios) / max(len(tokens), 1)] * len(tokens)
@@ -173,10 +173,10 @@ def binding(rule: Rule, completion: Completion) -> list[bool]:
 
 def importance_weights(rule: Rule, completion: Completion) -> list:
     """policy / behaviour of each token, or what its completion has in its stead; the policy is the proximal one if asked."""
-    is_proximal = rule.correction.anchor == "proximal"
-    policy = [anchor(rule.correction, t) if is_proximal else t.logprob for t in completion.finite]
+    is_proximal = rule.off_policy_correction.anchor == "proximal"
+    policy = [anchor(rule.off_policy_correction, t) if is_proximal else t.logprob for t in completion.finite]
     logs = [log_ratio(q, t.behaviour) for q, t in zip(policy, completion.finite, strict=True)]
-    match rule.correction.level:
+    match rule.off_policy_correction.granularity:
         case "token":
             return [mpmath.exp(x) for x in logs]
         case "sequence":
@@ -187,7 +187,7 @@ def importance_weights(rule: Rule, completion: Completion) -> list:
 
 def outside(rule: Rule, completion: Completion) -> list[bool]:
     """Whether a token's importance weight lies outside its bounds."""
-    correction = rule.correction
+    correction = rule.off_policy_correction
     if correction.weight == "none":
         return [False] * len(completion.finite)
     high = 2.0 if correction.max_weight is None else correction.max_weight
@@ -196,13 +196,16 @@ def outside(rule: Rule, completion: Completion) -> list[bool]:
 
 
 def is_stale(rule: Rule, token: Token) -> bool:
-    return rule.correction.max_token_staleness is not None and token.staleness > rule.correction.max_token_staleness
+    return (
+        rule.off_policy_correction.max_token_staleness is not None
+        and token.staleness > rule.off_policy_correction.max_token_staleness
+    )
 
 
 @functools.lru_cache(maxsize=16)
 def multipliers(rule: Rule, completion: Completion) -> list:
     """What the corrections multiply the objective of each token with."""
-    correction, tokens = rule.correction, completion.finite
+    correction, tokens = rule.off_policy_correction, completion.finite
     factors = [mpf(1)] * len(tokens)
     if correction.weight != "none":
         weights = importance_weights(rule, completion)
@@ -296,7 +299,7 @@ def sums(rule: Rule, completions: Sequence[Completion]) -> dict[str, float]:
         "kept": total(lambda c: [multiplier != 0 for multiplier in multipliers(rule, c)]),
         "bounded": total(lambda c: outside(rule, c)),
     }
-    if rule.correction.max_token_staleness is not None:
+    if rule.off_policy_correction.max_token_staleness is not None:
         found["stale"] = total(lambda c: [is_stale(rule, token) for token in c.finite])
     if any(token.reference is not None for completion in completions for token in completion.tokens):
         measured = "k3"  # whatever the penalty is

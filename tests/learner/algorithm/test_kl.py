@@ -12,7 +12,7 @@ import torch
 
 from learner.algorithm.kl import kl_estimate
 from learner.algorithm.loss import LossInputs, policy_loss
-from learner.config import CorrectionConfig, KlConfig, LossConfig
+from learner.config import KlConfig, LossConfig, OffPolicyCorrectionConfig
 from learner.config.algorithm import KlEstimator
 from tests.learner.algorithm.loss_case import Case, Result, run
 from tests.learner.algorithm.oracle import Completion, Rule, Token
@@ -26,7 +26,7 @@ def result_of(kl: KlConfig, kl_coef: float, *, reference_ratio: float, behaviour
     """One token of advantage 0 and weight 1 that the policy gives 0.1; only the KL is left."""
     logprob = math.log(0.1)
     token = Token(logprob, logprob + math.log(behaviour_ratio), reference=logprob + math.log(reference_ratio))
-    rule = Rule(LossConfig(objective="reinforce"), CorrectionConfig(), kl, kl_coef)
+    rule = Rule(LossConfig(objective="reinforce"), OffPolicyCorrectionConfig(), kl, kl_coef)
     return run(Case(rule, [Completion(0.0, 1.0, (token,))], [[0]]), width=1)
 
 
@@ -109,7 +109,7 @@ def expected_gradient(kl: KlConfig, *, on_policy: bool) -> torch.Tensor:
         mask_BT=torch.ones(6, 1, dtype=torch.bool),
         reference_logprobs_BT=REFERENCE_V[:, None],
     )
-    loss, _ = policy_loss(inputs, LossConfig(objective="reinforce"), CorrectionConfig(), kl, 1.0)
+    loss, _ = policy_loss(inputs, LossConfig(objective="reinforce"), OffPolicyCorrectionConfig(), kl, 1.0)
     return torch.autograd.grad(loss, logits_V)[0]
 
 
@@ -199,7 +199,7 @@ def kl_after(kl: KlConfig, *, distance: float, num_steps: int = 400, staleness: 
             mask_BT=torch.ones(SEQUENCES.shape, dtype=torch.bool),
             reference_logprobs_BT=reference_BT,
         )
-        loss, _ = policy_loss(inputs, LossConfig(), CorrectionConfig(), kl, kl.coef)
+        loss, _ = policy_loss(inputs, LossConfig(), OffPolicyCorrectionConfig(), kl, kl.coef)
         for logits, gradient in zip(policy.logits, torch.autograd.grad(loss, policy.logits), strict=True):
             logits.data -= 0.5 * gradient
     return kls[0], kls[-1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from learner.algorithm.loss import LossInputs, policy_loss
-from learner.config import CorrectionConfig, KlConfig, LossConfig
+from learner.config import KlConfig, LossConfig, OffPolicyCorrectionConfig
 from learner.training.batch import row_weight
 from tests.learner.algorithm import oracle
 from tests.learner.algorithm.loss_case import MAX_TOKENS, NUM_ROWS, NUM_TOKENS, Case, Result, make_case, run, weight_of
@@ -103,7 +103,7 @@ def test_the_product_is_whole_and_every_further_option_meets_every_objective() -
         met = [rule for rule, _ in RULES.values() if rule.loss.objective == objective]
         for bound in bounds:
             assert any(all(getattr(rule.loss, key) == value for key, value in bound.items()) for rule in met)
-        for options, section in ((REJECTIONS, "correction"), (KLS, "kl"), (OTHERS, "loss")):
+        for options, section in ((REJECTIONS, "off_policy_correction"), (KLS, "kl"), (OTHERS, "loss")):
             for option in options:
                 if objective == "gspo" and option.keys() & {"max_token_staleness", "top_entropy_frac"}:
                     continue
@@ -115,7 +115,10 @@ def test_the_product_is_whole_and_every_further_option_meets_every_objective() -
 @pytest.mark.parametrize("drift", [30.0, -30.0, 1e4, -1e4, 3e38, -3e38])
 def test_ratios_beyond_all_measure_leave_loss_and_gradient_finite(objective: str, drift: float) -> None:
     kl = KlConfig(coef=0.5, importance_weighted=True)
-    for correction in (CorrectionConfig(), CorrectionConfig(anchor="proximal", proximal="log_linear")):
+    for correction in (
+        OffPolicyCorrectionConfig(),
+        OffPolicyCorrectionConfig(anchor="proximal", proximal="log_linear"),
+    ):
         for advantage in (1.0, -1.0):
             token = Token(logprob=-2.0, behaviour=-2.0 - drift, staleness=1, reference=-2.0 - drift)
             rule = Rule(LossConfig(objective=objective), correction, kl, 0.5)
@@ -142,7 +145,7 @@ def test_on_policy_the_expected_gradient_is_the_policy_gradient(objective: str) 
             mask_BT=torch.ones(6, 1, dtype=torch.bool),
         ),
         LossConfig(objective=objective),
-        CorrectionConfig(),
+        OffPolicyCorrectionConfig(),
         KlConfig(),
         0.0,
     )
@@ -167,7 +170,7 @@ def test_no_token_of_thousands_is_most_of_the_gradient(objective: str) -> None:
             weights_B=torch.full((4096,), 1 / 4096),
             mask_BT=torch.ones(4096, 1),
         )
-        found, _ = policy_loss(inputs, loss, CorrectionConfig(), KlConfig(), 0.0)
+        found, _ = policy_loss(inputs, loss, OffPolicyCorrectionConfig(), KlConfig(), 0.0)
         (gradient_BT,) = torch.autograd.grad(found, logprobs_BT)
         return float(gradient_BT.abs().max() / gradient_BT.abs().sum())
 

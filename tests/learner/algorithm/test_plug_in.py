@@ -12,7 +12,7 @@ from learner.algorithm.advantages import StepRewards
 from learner.algorithm.loss import LossInputs, policy_loss
 from learner.algorithm.objectives import OBJECTIVES, Tokens
 from learner.algorithm.plug_in import advantages_of, check_plug_ins, objective_of
-from learner.config import AdvantageConfig, CorrectionConfig, KlConfig, LearnerConfig, LearnerRun, LossConfig
+from learner.config import AdvantageConfig, KlConfig, LearnerConfig, LearnerRun, LossConfig, OffPolicyCorrectionConfig
 from learner.storage.run_dir import open_run_dir
 from protocol.config import load_config
 from protocol.errors import ConfigError
@@ -53,7 +53,7 @@ def test_the_objective_of_the_page_is_what_the_loss_is_made_of(tmp_path: Path) -
         logprobs_BT=logprobs_BT, behaviour_logprobs_BT=torch.full((2, 3), -1.0), staleness_BT=torch.zeros(2, 3),
         advantages_B=torch.tensor([2.0, -1.0]), weights_B=torch.full((2,), 0.25), mask_BT=torch.ones(2, 3),
     )  # fmt: skip
-    loss, sums = policy_loss(inputs, config, CorrectionConfig(), KlConfig(), 0.0)
+    loss, sums = policy_loss(inputs, config, OffPolicyCorrectionConfig(), KlConfig(), 0.0)
     loss.backward()
     r = [[math.exp(value) for value in row] for row in LOG_RATIO_BT.tolist()]
     by_hand = -0.25 * (2 * (1.3 + r[0][1] + r[0][2]) - (0.7 + r[1][1] + r[1][2]))
@@ -72,7 +72,7 @@ def test_an_objective_without_a_ratio_gets_the_importance_weight(tmp_path: Path)
             logprobs_BT=logprobs_BT, behaviour_logprobs_BT=torch.full((2, 3), -1.0), staleness_BT=torch.zeros(2, 3),
             advantages_B=torch.tensor([2.0, -1.0]), weights_B=torch.full((2,), 0.25), mask_BT=torch.ones(2, 3),
         )  # fmt: skip
-        correction = CorrectionConfig(weight="mask", max_weight=2.0)
+        correction = OffPolicyCorrectionConfig(weight="mask", max_weight=2.0)
         policy_loss(inputs, LossConfig(objective=objective), correction, KlConfig(), 0.0)[0].backward()
         found.append(logprobs_BT.grad)
     assert torch.equal(*found) and len(set(found[0].flatten().tolist())) == 6

@@ -10,7 +10,7 @@ from tests.learner.config.settings import ALWAYS, Sections, load, merged
 FIXED = {"reference": {"kind": "fixed"}}
 EVERY = {"kl": {"coef": 0.1}, "reference": {"kind": "every", "every_steps": 3}}
 ADAPTIVE = {"kl": {"coef": 0.1}, "reference": {"kind": "adaptive", "kl_threshold": 0.05}}
-DECOUPLED = {"correction": {"anchor": "proximal", "weight": "truncate"}}
+DECOUPLED = {"off_policy_correction": {"anchor": "proximal", "weight": "truncate"}}
 TWO_REWARDS = {"reward": {"functions": ["exact_match", "share_right"]}}
 
 IDLE: list[tuple[Sections, dict[str, str], Sections]] = [
@@ -26,8 +26,8 @@ IDLE: list[tuple[Sections, dict[str, str], Sections]] = [
     ({"warm_start": {"learning_rate": 1e-3, "rows_per_step": 64, "answer_column": "gold"}},
      dict.fromkeys(("warm_start.learning_rate", "warm_start.rows_per_step", "warm_start.answer_column"), "steps above 0"),
      {"warm_start": {"steps": 1}}),
-    ({"max_replacements": 3}, {"max_replacements": "active_sampling = true"}, {"active_sampling": True}),
-    ({"signal_reward": "exact_match"}, {"signal_reward": "active_sampling = true"}, {"active_sampling": True}),
+    ({"max_resamples": 3}, {"max_resamples": "dynamic_sampling = true"}, {"dynamic_sampling": True}),
+    ({"signal_reward": "exact_match"}, {"signal_reward": "dynamic_sampling = true"}, {"dynamic_sampling": True}),
     ({"curriculum": {"decay": 0.1, "reward": "none"}},
      dict.fromkeys(("curriculum.decay", "curriculum.reward"), 'kind = "pass_rate"'),
      {"curriculum": {"kind": "pass_rate", "reward": "exact_match"}}),
@@ -37,7 +37,7 @@ IDLE: list[tuple[Sections, dict[str, str], Sections]] = [
     ({"sampling": {"allow_partial_support": True}}, {"sampling.allow_partial_support": "top_p below 1 or top_k above 0"},
      {"sampling": {"top_p": 0.9}}),
     ({"max_auto_staleness": 3}, {"max_auto_staleness": 'max_staleness = "auto"'}, {"max_staleness": "auto"}),
-    ({"push": {"overlap": True}, "max_staleness": 0}, {"push.overlap": "max_staleness above 0"}, {"max_staleness": 1}),
+    ({"weight_sync": {"overlap_with_training": True}, "max_staleness": 0}, {"weight_sync.overlap_with_training": "max_staleness above 0"}, {"max_staleness": 1}),
     ({"advantage": {"combine": "normalize_then_sum"}}, {"advantage.combine": "two reward functions of nonzero weight"},
      TWO_REWARDS),
     (TWO_REWARDS | {"advantage": {"combine": "normalize_then_sum"}, "reward": TWO_REWARDS["reward"] | {"weights": [1.0, 0.0]}},
@@ -57,22 +57,22 @@ IDLE: list[tuple[Sections, dict[str, str], Sections]] = [
     (DECOUPLED | {"loss": {"clip_low": 0.1, "dual_clip": 3.0}},
      dict.fromkeys(("loss.clip_low", "loss.dual_clip"), "updates_per_batch above 1"), {"updates_per_batch": 2}),
     # the correction
-    ({"correction": {"proximal": "log_linear"}}, {"correction.proximal": 'anchor = "proximal"'},
-     {"correction": {"anchor": "proximal"}}),
-    ({"correction": {"level": "geometric", "max_weight": 2.0, "min_weight": 0.5}},
-     dict.fromkeys(("correction.level", "correction.max_weight"), 'weight = "truncate" or "mask"')
-     | {"correction.min_weight": 'weight = "mask"'},
-     {"correction": {"weight": "mask"}}),
-    ({"correction": DECOUPLED["correction"] | {"min_weight": 0.5}}, {"correction.min_weight": 'weight = "mask"'},
-     {"correction": {"weight": "mask"}}),
-    ({"correction": {"stale_token_weight": 0.5}}, {"correction.stale_token_weight": "max_token_staleness"},
-     {"correction": {"max_token_staleness": 0}}),
-    ({"correction": {"max_token_staleness": 2}, "max_staleness": 2},
-     {"correction.max_token_staleness": "max_staleness above 2"}, {"max_staleness": 3}),
-    (DECOUPLED | {"loss": {"objective": "reinforce"}}, {"correction.anchor": "an objective with a ratio"},
+    ({"off_policy_correction": {"proximal": "log_linear"}}, {"off_policy_correction.proximal": 'anchor = "proximal"'},
+     {"off_policy_correction": {"anchor": "proximal"}}),
+    ({"off_policy_correction": {"granularity": "geometric", "max_weight": 2.0, "min_weight": 0.5}},
+     dict.fromkeys(("off_policy_correction.granularity", "off_policy_correction.max_weight"), 'weight = "truncate" or "mask"')
+     | {"off_policy_correction.min_weight": 'weight = "mask"'},
+     {"off_policy_correction": {"weight": "mask"}}),
+    ({"off_policy_correction": DECOUPLED["off_policy_correction"] | {"min_weight": 0.5}}, {"off_policy_correction.min_weight": 'weight = "mask"'},
+     {"off_policy_correction": {"weight": "mask"}}),
+    ({"off_policy_correction": {"stale_token_weight": 0.5}}, {"off_policy_correction.stale_token_weight": "max_token_staleness"},
+     {"off_policy_correction": {"max_token_staleness": 0}}),
+    ({"off_policy_correction": {"max_token_staleness": 2}, "max_staleness": 2},
+     {"off_policy_correction.max_token_staleness": "max_staleness above 2"}, {"max_staleness": 3}),
+    (DECOUPLED | {"loss": {"objective": "reinforce"}}, {"off_policy_correction.anchor": "an objective with a ratio"},
      {"loss": {"objective": "cispo"}}),
-    ({"correction": DECOUPLED["correction"] | {"proximal": "log_linear"}, "max_staleness": 0},
-     dict.fromkeys(("correction.anchor", "correction.weight"), "max_staleness above 0"), {"max_staleness": 1}),
+    ({"off_policy_correction": DECOUPLED["off_policy_correction"] | {"proximal": "log_linear"}, "max_staleness": 0},
+     dict.fromkeys(("off_policy_correction.anchor", "off_policy_correction.weight"), "max_staleness above 0"), {"max_staleness": 1}),
     # the KL and the reference
     (FIXED, {"reference.kind": "kl.coef above 0"}, {"kl": {"coef": 0.1}}),
     ({"kl": {"estimator": "k1", "place": "reward", "importance_weighted": True}},
@@ -179,15 +179,15 @@ def test_a_sweep_of_the_kl_from_0_on_runs_and_at_0_there_is_neither_kl_nor_refer
 
 
 SWEEPS = {
-    "max_staleness": ([0, 1, 8, "auto"], {"push": {"overlap": True}, "correction": {"max_token_staleness": 1, "stale_token_weight": 0.5}}),
+    "max_staleness": ([0, 1, 8, "auto"], {"weight_sync": {"overlap_with_training": True}, "off_policy_correction": {"max_token_staleness": 1, "stale_token_weight": 0.5}}),
     "updates_per_batch": ([1, 4], DECOUPLED | {"loss": {"clip_low": 0.1}}),
-    "active_sampling": ([False, True], {"max_replacements": 3}),
+    "dynamic_sampling": ([False, True], {"max_resamples": 3}),
     "lora.rank": ([0, 8], {"lora": {"alpha": 16.0, "target_modules": ["q_proj"]}}),
     "warm_start.steps": ([0, 9], {"warm_start": {"rows_per_step": 8}}),
     "sampling.top_p": ([0.9, 1.0], {"sampling": {"allow_partial_support": True}}),
     "loss.objective": (["grpo", "gspo", "cispo", "sapo", "dppo", "reinforce"],
                        {"loss": {"clip_low": 0.1, "clip_high": 0.3, "tau_positive": 2.0, "tv_low": 0.1}}),
-    "correction.weight": (["none", "mask"], {"correction": {"level": "geometric", "max_weight": 1.01, "min_weight": 0.9}}),
+    "off_policy_correction.weight": (["none", "mask"], {"off_policy_correction": {"granularity": "geometric", "max_weight": 1.01, "min_weight": 0.9}}),
     "reference.every_steps": ([5, 10, 20], merged(EVERY, {"reference": {"growth": 2.0, "max_every_steps": 20}})),
     "reference.patience": ([1, 9], merged(ADAPTIVE, {"reference": {"min_every_steps": 5}})),
     "curriculum.kind": (["none", "pass_rate"], {"curriculum": {"easy_above": 0.9, "drop_above": 1.0}}),

@@ -36,7 +36,7 @@ OBJECTIVE = [
 ]
 CORRECTION = [
     (
-        {"weight": "mask", "level": "geometric"},
+        {"weight": "mask", "granularity": "geometric"},
         r'"geometric" needs max_weight, .* usually to 1\.01',
         {"max_weight": 1.01},
     ),
@@ -111,27 +111,27 @@ SAMPLING = [
     ({"top_k": -1}, r"top_k = -1 must not be negative; 0 samples from all tokens", {"top_k": 0}),
     ({"temperature": 0.0}, r"temperature = 0\.0 must be between 0\.01", {"temperature": 0.7}),
     ({"temperature": 3.0}, r"temperature = 3\.0 must be between 0\.01 .* and 2", {"temperature": 2.0}),
-    ({"num_completions": 1}, r"num_completions = 1 must be at least 2", {"num_completions": 2}),
+    ({"group_size": 1}, r"group_size = 1 must be at least 2", {"group_size": 2}),
     ({"max_tokens": 0}, r"max_tokens = 0 must be at least 1", {"max_tokens": 1}),
 ]
 BETWEEN_SECTIONS = [
     (
-        {"correction": {"anchor": "proximal"}},
+        {"off_policy_correction": {"anchor": "proximal"}},
         r'anchor = "proximal" with updates_per_batch = 1 and .*weight = "none": the ratio is always 1',
         {"updates_per_batch": 2},
     ),
     (
-        {"correction": {"anchor": "proximal"}},
-        r'set correction\.weight, raise updates_per_batch, or set correction\.anchor = "behaviour"',
-        {"correction": {"weight": "truncate"}},
+        {"off_policy_correction": {"anchor": "proximal"}},
+        r'set off_policy_correction\.weight, raise updates_per_batch, or set off_policy_correction\.anchor = "behaviour"',
+        {"off_policy_correction": {"weight": "truncate"}},
     ),
     (
-        {"correction": {"weight": "truncate"}},
+        {"off_policy_correction": {"weight": "truncate"}},
         r'"truncate" with anchor = "behaviour": the ratio of grpo already is the importance weight, which would count twice',
-        {"correction": {"weight": "mask"}},
+        {"off_policy_correction": {"weight": "mask"}},
     ),
     (
-        {"correction": {"weight": "truncate"}, "loss": {"objective": "cispo"}},
+        {"off_policy_correction": {"weight": "truncate"}, "loss": {"objective": "cispo"}},
         r"the ratio of cispo already is the importance weight",
         {"loss": {"objective": "reinforce"}},
     ),
@@ -152,12 +152,12 @@ BETWEEN_SECTIONS = [
         {"advantage": {"scale": "batch"}},
     ),
     (
-        {"loss": {"objective": "gspo"}, "correction": {"weight": "mask"}},
-        r'weight = "mask" with level = "token" with loss\.objective = "gspo": its ratio covers the whole completion',
-        {"correction": {"level": "sequence"}},
+        {"loss": {"objective": "gspo"}, "off_policy_correction": {"weight": "mask"}},
+        r'weight = "mask" with granularity = "token" with loss\.objective = "gspo": its ratio covers the whole completion',
+        {"off_policy_correction": {"granularity": "sequence"}},
     ),
     (
-        {"loss": {"objective": "gspo"}, "correction": {"max_token_staleness": 0}},
+        {"loss": {"objective": "gspo"}, "off_policy_correction": {"max_token_staleness": 0}},
         r'max_token_staleness = 0 with loss\.objective = "gspo"',
         {"loss": {"objective": "grpo"}},
     ),
@@ -172,13 +172,13 @@ BETWEEN_SECTIONS = [
         {"reference": {"kind": "every", "alpha": None}},
     ),
     (
-        {"active_sampling": True, "signal_reward": "right"},
+        {"dynamic_sampling": True, "signal_reward": "right"},
         r"signal_reward = 'right' is not a reward function of this run",
         {"signal_reward": None},
     ),
     (
-        {"reference": {"kind": "adaptive", "kl_threshold": 0.1}, "kl": {"coef": 0.1}, "active_sampling": True},
-        r"active_sampling = true with reference\.reward_guard = true: .* never be refreshed",
+        {"reference": {"kind": "adaptive", "kl_threshold": 0.1}, "kl": {"coef": 0.1}, "dynamic_sampling": True},
+        r"dynamic_sampling = true with reference\.reward_guard = true: .* never be refreshed",
         {"reference": {"reward_guard": False}},
     ),
     (
@@ -219,7 +219,7 @@ def within(section: str, cases: list, beside: Sections | None = None) -> list:
 REFUSED = [
     *within("loss", OBJECTIVE),
     # Without these two, some remedies would be refused by the checks between sections.
-    *within("correction", CORRECTION, {"updates_per_batch": 2}),
+    *within("off_policy_correction", CORRECTION, {"updates_per_batch": 2}),
     *within("kl", COEFFICIENT, KL | {"advantage": {"scale": "batch"}}),
     *within("sampling", SAMPLING),
     *BETWEEN_SECTIONS,
@@ -239,7 +239,10 @@ def test_what_contradicts_is_refused_and_the_remedy_is_taken(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"correction": {"sequence_mask": -1.0}}, "learner.correction.sequence_mask = -1.0 must not be negative"),
+        (
+            {"off_policy_correction": {"sequence_mask": -1.0}},
+            "learner.off_policy_correction.sequence_mask = -1.0 must not be negative",
+        ),
         ({"loss": {"clip_low": 0.3}}, "learner.loss.clip_high = 0.28 must not be below clip_low"),
         ({"kl": {"coef": 0.1}}, "learner.kl.coef = 0.1 needs a reference"),
         ({"data": {"num_prompts": 0}}, "learner.data.num_prompts = 0 must be at least 1"),

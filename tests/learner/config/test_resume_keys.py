@@ -5,15 +5,15 @@ from protocol.config import keys_of, may_change
 
 FIXED = {
     "": "model dtype head_dtype seed",
-    "learner": "groups_per_step updates_per_batch active_sampling signal_reward",
-    "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs too_long shuffle",
+    "learner": "groups_per_step updates_per_batch dynamic_sampling signal_reward",
+    "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs overlong_prompts shuffle",
     "learner.reward": "functions weights skip_special_tokens overlong_buffer_tokens overlong_penalty on_none",
     "learner.reward.judge": "prompt best_score temperature",
     "learner.environment": "factory tools agent command max_turns max_episode_tokens",
     "learner.lora": "rank alpha target_modules",
     "learner.warm_start": "steps learning_rate rows_per_step answer_column",
     "learner.curriculum": "kind easy_above hard_below decay",
-    "learner.sampling": "num_completions max_tokens temperature top_p top_k stop allow_partial_support seeded",
+    "learner.sampling": "group_size max_tokens temperature top_p top_k stop allow_partial_support seeded",
     "learner.advantage": "baseline scale combine function",
     "learner.loss": "objective normalization clip_low clip_high tau_positive tau_negative tv_low tv_high "
     "log_ratio_penalty mask_truncated entropy_coef top_entropy_frac",

@@ -11,7 +11,7 @@ from tests.learner.test_train import make_run
 @pytest.mark.parametrize(
     ("learner", "reason"),
     [
-        ({"max_replacements": 0, "active_sampling": True}, "max_replacements = 0 must be at least 1"),
+        ({"max_resamples": 0, "dynamic_sampling": True}, "max_resamples = 0 must be at least 1"),
         (
             {"reward": {"functions": ["share_right"], "overlong_buffer_tokens": 5}},
             r"reward\.overlong_buffer_tokens = 5 must be below sampling\.max_tokens = 5",

@@ -55,7 +55,7 @@ groups_per_step = 5
 [learner.data]
 path = "{tmp_path}/rows.jsonl"
 [learner.sampling]
-num_completions = 4
+group_size = 4
 max_tokens = 8
 [learner.reward]
 functions = {json.dumps(specs)}

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from learner.config import LearnerRun, PushConfig
+from learner.config import LearnerRun, WeightSyncConfig
 from learner.doctor import doctor, reach
 from learner.doctor.doctor import examine, transport
 from protocol.channel.keys import make_keys, server_keys
@@ -298,7 +298,7 @@ def test_another_model(tmp_path: Path) -> None:
 
 def test_a_transport_that_one_side_lacks(tmp_path: Path) -> None:
     with ServerThread(ScriptedEngine(), model=TINY) as server:
-        line = the_problem(run_at(server.endpoint, tmp_path, "--learner.push.transport", "nccl"))
+        line = the_problem(run_at(server.endpoint, tmp_path, "--learner.weight-sync.transport", "nccl"))
     assert "transport  weights cannot be sent over nccl" in line
 
 
@@ -317,7 +317,7 @@ def test_gpus_whose_weights_would_go_over_the_cpus_are_a_problem(
         "nccl is not possible because the learner does not offer nccl" in found.text
         and "pip install it, or accept" in found.remedy
     )
-    by_name = run_at("tcp://127.0.0.1:1", tmp_path, "--learner.push.transport", "gloo")
+    by_name = run_at("tcp://127.0.0.1:1", tmp_path, "--learner.weight-sync.transport", "gloo")
     assert transport(by_name, theirs).verdict == "ok"
     assert (
         transport(run_at("tcp://127.0.0.1:1", tmp_path), msgspec.structs.replace(theirs, devices=["cpu"])).verdict
@@ -326,10 +326,11 @@ def test_gpus_whose_weights_would_go_over_the_cpus_are_a_problem(
 
 
 def test_a_link_too_slow_for_a_bucket() -> None:
-    push, mib = PushConfig(bucket_mib=256, timeout_s=60), 1 << 20
+    push, mib = WeightSyncConfig(bucket_mib=256, timeout_s=60), 1 << 20
     line = str(doctor.fast_enough(4 * mib, None, push))
     assert (
-        "too slow to send a bucket before a weight sync times out; lower learner.push.bucket_mib (256) or raise" in line
+        "too slow to send a bucket before a weight sync times out; lower learner.weight_sync.bucket_mib (256) or raise"
+        in line
     )
     assert doctor.fast_enough(5 * mib, None, push).verdict == "ok"
     assert doctor.fast_enough(4 * mib, 100 * mib, push).verdict == "ok"  # all weights are less than a bucket

@@ -112,11 +112,13 @@ def test_logprobs_that_are_off_are_named_with_their_size(tmp_path: Path) -> None
 def test_tokens_that_are_off_only_after_a_push_point_at_the_push(tmp_path: Path) -> None:
     with tiny_server(LivesThroughAPush(off_after_push=0.4)) as server:
         found = problems(self_test(make_run(tmp_path, server.endpoint)))
-    assert re.search(r"sampled tokens is 0\.3\d* \(across a sync\), the bound.* server\.kv_on_push", found[0])
+    assert re.search(
+        r"sampled tokens is 0\.3\d* \(across a sync\), the bound.* server\.kv_cache_on_weight_sync", found[0]
+    )
 
 
 def test_a_server_that_ignores_the_temperature_is_told_so(tmp_path: Path) -> None:
-    sampling = {"num_completions": 4, "max_tokens": 5, "temperature": 0.7}
+    sampling = {"group_size": 4, "max_tokens": 5, "temperature": 0.7}
     with tiny_server() as server:
         measured = self_test(make_run(tmp_path, server.endpoint, sampling=sampling))
     assert "logprobs are those of temperature 1" in problems(measured)[0]
@@ -143,7 +145,7 @@ def test_noise_that_reaches_the_bounds_of_the_objective_is_a_problem(tmp_path: P
     with tiny_server(Off(lambda: noise.gauss(0, 0.01))) as server:
         run = make_run(
             tmp_path, server.endpoint, loss={"objective": objective}, parity={"max_mean_abs_logprob": 0.15},
-            groups_per_step=6, sampling={"num_completions": 8, "max_tokens": 5},
+            groups_per_step=6, sampling={"group_size": 8, "max_tokens": 5},
         )  # fmt: skip
         measured = self_test(run)
     found = problems(measured)
@@ -229,19 +231,19 @@ def test_the_numbers_are_those_of_their_formulas() -> None:
         ({"loss": {"objective": "reinforce"}}, {}),
         (
             {
-                "correction": {"anchor": "proximal", "weight": "mask", "level": "geometric", "max_weight": 1.01},
+                "off_policy_correction": {"anchor": "proximal", "weight": "mask", "granularity": "geometric", "max_weight": 1.01},
             },
-            {"correction.max_weight": ("geometric", 0.01)},
+            {"off_policy_correction.max_weight": ("geometric", 0.01)},
         ),
         (
             {
                 "loss": {"objective": "reinforce"},
-                "correction": {"weight": "mask", "level": "sequence", "min_weight": 0.25, "sequence_mask": 0.1},
+                "off_policy_correction": {"weight": "mask", "granularity": "sequence", "min_weight": 0.25, "sequence_mask": 0.1},
             },
             {
-                "correction.max_weight": ("sequence", 1.0),
-                "correction.min_weight": ("sequence", 0.75),
-                "correction.sequence_mask": ("geometric", 0.1),
+                "off_policy_correction.max_weight": ("sequence", 1.0),
+                "off_policy_correction.min_weight": ("sequence", 0.75),
+                "off_policy_correction.sequence_mask": ("geometric", 0.1),
             },
         ),
     ):  # fmt: skip

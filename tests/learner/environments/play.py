@@ -50,7 +50,7 @@ def played(
     config = msgspec.convert(
         {
             "steps": 1, "data": {"task": "guess", "num_prompts": 1}, "reward": {"functions": [reward]},
-            "sampling": {"num_completions": 2, "max_tokens": 8 if template is None else 200}, "environment": settings,
+            "sampling": {"group_size": 2, "max_tokens": 8 if template is None else 200}, "environment": settings,
         },
         LearnerConfig,
     )  # fmt: skip

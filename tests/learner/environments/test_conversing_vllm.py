@@ -44,7 +44,7 @@ EVERYTHING_IS_A_CALL = takes_for_calls("tell", {"text": "{content}"})
 
 
 @pytest.mark.parametrize(
-    ("kind", "kv_on_push"),
+    ("kind", "kv_cache_on_weight_sync"),
     [
         ("drops", "recompute"),
         pytest.param("keeps", "keep", marks=pytest.mark.slow),
@@ -53,7 +53,7 @@ EVERYTHING_IS_A_CALL = takes_for_calls("tell", {"text": "{content}"})
     ],
 )
 def test_every_recorded_token_has_the_servers_logprob_whatever_the_template_does(
-    tmp_path: Path, kind: str, kv_on_push: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, kv_cache_on_weight_sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("learner.run_inputs.check_calls", lambda template: None)  # everything is read as calls
     weights = keep_all(monkeypatch)
@@ -62,7 +62,7 @@ def test_every_recorded_token_has_the_servers_logprob_whatever_the_template_does
     data = tmp_path / "data.jsonl"
     questions = [[{"role": "user", "content": f"Question {number}?"}] for number in range(32)]
     data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
-    flags = ("--server.kv-on-push", kv_on_push, "--server.cpu-cores", "0")
+    flags = ("--server.kv-cache-on-weight-sync", kv_cache_on_weight_sync, "--server.cpu-cores", "0")
     for server in running_server(tmp_path, *flags, model=model, is_forked=True):
         run = make_run(
             tmp_path,
@@ -70,12 +70,12 @@ def test_every_recorded_token_has_the_servers_logprob_whatever_the_template_does
             steps=8,
             data={"path": str(data)},
             reward={"functions": ["environment_reward"]},
-            sampling={"num_completions": 4, "max_tokens": 48, "stop": STOPS},
+            sampling={"group_size": 4, "max_tokens": 48, "stop": STOPS},
             environment={
                 "factory": "tests.learner.environments.user_environments:Listener", "max_turns": NUM_TURNS,
                 "max_concurrent": 8, "timeout_s": 10.0,
             },
-            push={"overlap": True},
+            weight_sync={"overlap_with_training": True},
         )  # fmt: skip
         run = msgspec.structs.replace(run, model=str(model))
         train(run, resume=False)
@@ -96,7 +96,7 @@ def test_every_recorded_token_has_the_servers_logprob_whatever_the_template_does
     turns = recorded_turns(run, weights)
     assert len(turns) == sum(episode.course.num_turns for episode in episodes)
     # Kept keys and values of older weights are part of what a token is sampled with, so there the others prove nothing.
-    judged = turns if kv_on_push == "recompute" else [turn for turn in turns if turn.is_fresh]
+    judged = turns if kv_cache_on_weight_sync == "recompute" else [turn for turn in turns if turn.is_fresh]
     assert len(judged) > len(turns) / 4
     assert_said_by_the_versions_on_the_labels(judged)
 

@@ -36,7 +36,7 @@ def playing_run(tmp_path: Path, *endpoints: str, steps: int = 4, factory: str = 
         "steps": steps,
         "data": {"task": "guess", "num_prompts": 32},
         "reward": {"functions": ["environment_reward"]},
-        "sampling": {"num_completions": 4, "max_tokens": 2, "stop": list(DIGITS)},
+        "sampling": {"group_size": 4, "max_tokens": 2, "stop": list(DIGITS)},
         "environment": {"factory": factory, "max_turns": 4, "max_concurrent": 8, "timeout_s": 5.0},
     }
     return make_run(tmp_path, *endpoints, **settings | learner)

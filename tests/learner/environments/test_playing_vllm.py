@@ -29,21 +29,27 @@ USER = "tests.learner.environments.user_environments"
 SAID = 12
 
 
-@pytest.mark.parametrize("kv_on_push", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kv_cache_on_weight_sync", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_episodes_go_on_over_pushes_with_exact_tokens_and_their_own_cache(
-    tmp_path: Path, kv_on_push: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kv_cache_on_weight_sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = keep_all(monkeypatch)
     path = resolve_model("tiny:digits")
     for server in running_server(
-        tmp_path, "--server.kv-on-push", kv_on_push, "--server.cpu-cores", "0", model=path, is_forked=True
+        tmp_path,
+        "--server.kv-cache-on-weight-sync",
+        kv_cache_on_weight_sync,
+        "--server.cpu-cores",
+        "0",
+        model=path,
+        is_forked=True,
     ):
         run = playing_run(
             tmp_path,
             server.endpoint,
             steps=6,
             environment={"factory": f"{USER}:Verbose", "max_turns": 6},
-            push={"overlap": True},
+            weight_sync={"overlap_with_training": True},
         )
         train(run, resume=False)
     metrics = metrics_of(run)
@@ -58,7 +64,7 @@ def test_episodes_go_on_over_pushes_with_exact_tokens_and_their_own_cache(
         said = tokenizer.decode(branch.token_ids[~branch.is_sampled_T].tolist())
         assert set(said) <= set("=") and len(said) % SAID == 0
     turns = recorded_turns(run, weights)
-    judged = turns if kv_on_push == "recompute" else [turn for turn in turns if turn.is_fresh]
+    judged = turns if kv_cache_on_weight_sync == "recompute" else [turn for turn in turns if turn.is_fresh]
     assert len(judged) > len(turns) / 10
     assert_said_by_the_versions_on_the_labels(judged)
     num_cached = sum(episode.course.num_cached_tokens for episode in episodes)
@@ -68,4 +74,4 @@ def test_episodes_go_on_over_pushes_with_exact_tokens_and_their_own_cache(
         if len(versions) > 1 and episode.course.num_turns > 4
     ]
     assert num_cached > 0
-    assert kv_on_push == "recompute" or sum(over_pushes) > 0
+    assert kv_cache_on_weight_sync == "recompute" or sum(over_pushes) > 0

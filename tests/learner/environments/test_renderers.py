@@ -94,5 +94,5 @@ def test_an_episode_is_played_in_the_format_that_the_config_names() -> None:
     ],
 )
 def test_a_format_that_is_unknown_or_of_another_model_is_refused_at_the_start(name: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=f"learner.environment.renderer = '{name}'.*{told}"):
+    with pytest.raises(ConfigError, match=f"learner.environment.tool_call_format = '{name}'.*{told}"):
         renderer_of(chat_tokenizer(), name)

@@ -54,7 +54,8 @@ def test_a_template_without_tools_to_tell_of_is_not_asked() -> None:
 )
 def test_calls_in_another_format_are_refused_with_those_that_fit(call: str, family: str, told: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"(?s)writes a call of add as .*, but with learner.environment.renderer = None {told}"
+        ConfigError,
+        match=rf"(?s)writes a call of add as .*, but with learner.environment.tool_call_format = None {told}",
     ):
         check_calls(writing(call, family))
     check_calls(writing(call, family, renderer=family))

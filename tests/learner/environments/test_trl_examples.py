@@ -36,7 +36,7 @@ def run_to_the_end(tmp_path: Path, response_template: dict[str, Any], **learner:
     with ServerThread(ModelEngine(model, limits), model=fingerprint(model)) as server:
         settings = {
             "steps": STEPS, "data": {"path": str(data)},
-            "sampling": {"num_completions": NUM_EPISODES, "max_tokens": 32, "stop": list("abcdefghijklmnop")},
+            "sampling": {"group_size": NUM_EPISODES, "max_tokens": 32, "stop": list("abcdefghijklmnop")},
         }  # fmt: skip
         run = make_run(tmp_path, server.endpoint, **settings | learner)
         run = msgspec.structs.replace(run, model=str(model))

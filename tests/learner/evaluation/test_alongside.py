@@ -67,7 +67,7 @@ def made_by(run: LearnerRun) -> list[Evaluation]:
 def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_last(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer
 ) -> None:
-    run = evaluating(tmp_path, server, openai.url, {"at_start": True, "every_steps": 4, "pin": True})
+    run = evaluating(tmp_path, server, openai.url, {"at_start": True, "every_steps": 4, "pin_policy": True})
     train(run, resume=False)
     made = made_by(run)
     assert [one.step for one in made] == [0, 4, STEPS]
@@ -93,7 +93,7 @@ def test_a_pinned_evaluation_is_answered_by_the_version_of_its_step(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, pin: bool
 ) -> None:
     openai.delay_s = 0.3
-    run = evaluating(tmp_path, server, openai.url, {"pin": pin, "max_concurrent": 1})
+    run = evaluating(tmp_path, server, openai.url, {"pin_policy": pin, "max_concurrent": 1})
     train(run, resume=False)
     versions = {one.step: one.versions for one in made_by(run)}
     slowdowns = [
@@ -116,7 +116,7 @@ def test_the_model_that_is_best_at_evaluations_stays(
     assert engine is not None
     openai.answer = lambda prompt, count: [prompt[-2:0:-1] if engine.version == 2 else "1"] * count
     checkpoint = {"every_steps": 2, "keep_last": 1, "best_by": "evaluation"}
-    run = evaluating(tmp_path, server, openai.url, {"pin": True}, checkpoint=checkpoint)
+    run = evaluating(tmp_path, server, openai.url, {"pin_policy": True}, checkpoint=checkpoint)
     train(run, resume=False)
     directory = RunDir.checkpoints_of(run.run_dir)
     assert [path.name for path in complete_checkpoints(directory)] == ["step-000006"]
@@ -142,7 +142,7 @@ def test_a_step_is_judged_or_awaited_at_every_moment(
 
     monkeypatch.setattr(Evaluations, "start", watched)
     monkeypatch.setattr(results, "note", asked_meanwhile)
-    train(evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin": True}), resume=False)
+    train(evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin_policy": True}), resume=False)
     assert [known[step] for known, step in zip(scores, (3, 6), strict=True)] == [None, None]
     assert None not in began[0].scores().values() and set(began[0].scores()) == {3, 6}
 
@@ -182,7 +182,9 @@ def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, death: Death
 ) -> None:
     openai.delay_s = 0.2
-    run = evaluating(tmp_path, server, openai.url, {"max_concurrent": 1, "pin": True}, checkpoint={"every_steps": 1})
+    run = evaluating(
+        tmp_path, server, openai.url, {"max_concurrent": 1, "pin_policy": True}, checkpoint={"every_steps": 1}
+    )
     life = Life(run, death, resume=False)
     assert life.end() < 0, life.log
     life = Life(run, resume=True)
@@ -202,7 +204,7 @@ def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
 def test_of_a_run_that_was_killed_in_its_last_evaluation_only_that_is_finished(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer
 ) -> None:
-    run = evaluating(tmp_path, server, openai.url, {"pin": True})
+    run = evaluating(tmp_path, server, openai.url, {"pin_policy": True})
     train(run, resume=False)
     noted, under_way = Path(run.run_dir) / FILE, PartialResults(Path(run.run_dir))
     first, second, last = noted.read_text().splitlines(keepends=True)
@@ -292,7 +294,7 @@ def test_a_run_asks_at_the_address_of_its_server(tmp_path: Path) -> None:
 def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer
 ) -> None:
-    run = evaluating(tmp_path, server, openai.url, {"pin": True}, checkpoint={"every_steps": 3})
+    run = evaluating(tmp_path, server, openai.url, {"pin_policy": True}, checkpoint={"every_steps": 3})
     train(run, resume=False)
     noted = Path(run.run_dir) / FILE
     by_hand = results.note(noted, msgspec.structs.replace(made_by(run)[0], step=None))
@@ -308,7 +310,7 @@ def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(
     ("learner", "told"),
     [
         (
-            {"evaluation": {"every_steps": 2, "pin": True}, "push": {"overlap": True}},
+            {"evaluation": {"every_steps": 2, "pin_policy": True}, "weight_sync": {"overlap_with_training": True}},
             "cannot wait until an evaluation of the old version is complete",
         ),
         (

@@ -33,7 +33,7 @@ def test_each_pinned_game_is_played_as_the_weights_of_its_step_play_it(
         tmp_path, "--server.cpu-cores", "0", model=resolve_model("tiny:digits"), is_forked=True
     ):
         evaluation = {
-            "url": f"{server.url}/v1", "every_steps": 4, "at_start": True, "num_prompts": NUM_PROMPTS, "pin": True
+            "url": f"{server.url}/v1", "every_steps": 4, "at_start": True, "num_prompts": NUM_PROMPTS, "pin_policy": True
         }  # fmt: skip
         run = playing_run(
             tmp_path, server.endpoint, steps=12, groups_per_step=8, evaluation=evaluation, optimizer=LARGE_STEPS

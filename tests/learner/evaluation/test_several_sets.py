@@ -35,7 +35,7 @@ SETS = {"few": {"num_prompts": FEW}, "many": {"num_prompts": MANY, "num_samples"
 def test_each_set_is_asked_noted_and_told_under_its_name(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer
 ) -> None:
-    run = evaluating(tmp_path, server, openai.url, {"sets": SETS, "pin": True, "every_steps": 3})
+    run = evaluating(tmp_path, server, openai.url, {"sets": SETS, "pin_policy": True, "every_steps": 3})
     train(run, resume=False)
     assert [(one.step, one.set_name, one.num_prompts) for one in made_by(run)] == [
         (3, "few", FEW), (3, "many", MANY), (STEPS, "few", FEW), (STEPS, "many", MANY)
@@ -79,7 +79,7 @@ def test_one_set_says_which_model_is_best(
 
     openai.answer = answer
     checkpoint = {"every_steps": 2, "keep_last": 1, "best_by": f"evaluation/{name}"}
-    run = evaluating(tmp_path, server, openai.url, {"sets": SETS, "pin": True}, checkpoint=checkpoint)
+    run = evaluating(tmp_path, server, openai.url, {"sets": SETS, "pin_policy": True}, checkpoint=checkpoint)
     train(run, resume=False)
     (best,) = best_models(RunDir.checkpoints_of(run.run_dir)).values()
     assert (best.step, best.judged_by) == (best_step, f"evaluation/{name}")
@@ -97,7 +97,7 @@ def test_a_learner_killed_between_two_sets_notes_each_once(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, nth: int
 ) -> None:
     openai.delay_s = 0.3  # so that the checkpoint of the step is whole by then
-    evaluation = {"sets": SETS, "pin": True, "every_steps": 3}
+    evaluation = {"sets": SETS, "pin_policy": True, "every_steps": 3}
     run = evaluating(tmp_path, server, openai.url, evaluation, checkpoint={"every_steps": 1})
     life = Life(run, Death("evaluation noted", nth), resume=False)
     assert life.end() < 0, life.log

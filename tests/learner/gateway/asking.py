@@ -79,7 +79,7 @@ def config_of(sampling: dict[str, Any] | None = None, **environment: Any) -> Lea
     return msgspec.convert(
         {
             "steps": 1, "data": {"task": "guess", "num_prompts": 1}, "reward": {"functions": ["environment_reward"]},
-            "sampling": {"num_completions": 2, "max_tokens": 200} | (sampling or {}), "environment": settings | environment,
+            "sampling": {"group_size": 2, "max_tokens": 200} | (sampling or {}), "environment": settings | environment,
         },
         LearnerConfig,
     )  # fmt: skip

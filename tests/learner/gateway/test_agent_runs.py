@@ -43,7 +43,7 @@ def up_to_the_last_turn(branch: TokenSequence) -> tuple[list[int], list[float], 
 
 def test_a_game_played_by_an_agent_trains_as_the_same_game_as_an_environment(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"steps": 3, "max_staleness": 0, "groups_per_step": 2}
-    sampling = {"num_completions": 4, "max_tokens": 2, "stop": list("0123456789"), "seeded": True}
+    sampling = {"group_size": 4, "max_tokens": 2, "stop": list("0123456789"), "seeded": True}
     runs = []
     for name, more in (("environment", {}), ("agent", {"environment": AGENT | {"agent": f"{USER}:guess"}})):
         with tiny_server() as server:

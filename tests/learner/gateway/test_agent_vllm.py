@@ -42,7 +42,7 @@ def test_every_token_of_an_agents_turns_has_the_servers_logprob(
     write_model(model, TEMPLATES[kind], EVERYTHING_IS_A_CALL)
     questions = [[{"role": "user", "content": f"Question {number}?"}] for number in range(32)]
     data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
-    flags = ("--server.kv-on-push", "recompute", "--server.cpu-cores", "0")
+    flags = ("--server.kv-cache-on-weight-sync", "recompute", "--server.cpu-cores", "0")
     for server in running_server(tmp_path, *flags, model=model, is_forked=True):
         run = make_run(
             tmp_path,
@@ -50,13 +50,13 @@ def test_every_token_of_an_agents_turns_has_the_servers_logprob(
             steps=8,
             data={"path": str(data)},
             reward={"functions": ["environment_reward"]},
-            sampling={"num_completions": 4, "max_tokens": 48, "stop": STOPS},
+            sampling={"group_size": 4, "max_tokens": 48, "stop": STOPS},
             environment={
                 "agent": "tests.learner.gateway.user_agents:tell",
                 "max_turns": NUM_TURNS,
                 "max_concurrent": 8,
             },
-            push={"overlap": True},
+            weight_sync={"overlap_with_training": True},
         )
         run = msgspec.structs.replace(run, model=str(model))
         train(run, resume=False)

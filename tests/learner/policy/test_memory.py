@@ -258,12 +258,12 @@ def test_smaller_micro_batches_are_the_remedy_that_the_page_names() -> None:
 
 
 def test_the_learner_keeps_a_baseline_of_deltas_for_each_server() -> None:
-    shape, run = shape_of(TINY["llama"]), run_of({"push": {"wire": "delta"}})
+    shape, run = shape_of(TINY["llama"]), run_of({"weight_sync": {"compression": "delta"}})
     for servers in (("tcp://a:1",), ("tcp://a:1", "tcp://b:1", "tcp://c:1")):
         of_servers = msgspec.structs.replace(run, endpoints=servers)
-        assert learner_memory(shape, of_servers).host["push"] == len(servers) * 4 * shape.num_parameters
+        assert learner_memory(shape, of_servers).host["weight sync"] == len(servers) * 4 * shape.num_parameters
     unknown = msgspec.structs.replace(run, endpoints_from="dns://servers:1")
-    assert learner_memory(shape, unknown).host["push"] == 4 * shape.num_parameters
+    assert learner_memory(shape, unknown).host["weight sync"] == 4 * shape.num_parameters
 
 
 def test_every_part_is_explained_in_the_page() -> None:

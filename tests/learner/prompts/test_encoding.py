@@ -93,7 +93,7 @@ def test_the_second_start_encodes_nothing(
     "changed",
     [
         {"system_prompt": "9"}, {"prompt_column": "other"}, {"num_prompts": 3}, {"chat_template_kwargs": {"thinks": True}},
-        {"max_prompt_tokens": 3, "too_long": "truncate"}, "template", "row",
+        {"max_prompt_tokens": 3, "overlong_prompts": "truncate"}, "template", "row",
     ],
     ids=str,
 )  # fmt: skip
@@ -166,7 +166,7 @@ def of_lengths(path: Path) -> str:
 def test_prompts_that_are_too_long_are_dropped_and_the_others_keep_their_numbers(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = DataConfig(path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=4, too_long="drop")
+    config = DataConfig(path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=4, overlong_prompts="drop")
     with caplog.at_level(logging.WARNING):
         prompts = Prompts(config, tokenizer, 3)
     epochs = (
@@ -185,7 +185,9 @@ def test_prompts_that_are_too_long_are_dropped_and_the_others_keep_their_numbers
 def test_prompts_that_are_too_long_are_asked_without_their_first_tokens(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    config = DataConfig(path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=4, too_long="truncate", shuffle=False)
+    config = DataConfig(
+        path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=4, overlong_prompts="truncate", shuffle=False
+    )
     prompts = Prompts(config, tokenizer, 0)
     asked = [tokenizer.decode(prompt.token_ids) for prompt in all_of(prompts)]
     assert asked == ["123", "2345", "12", "4567", "1234", "3456"]
@@ -194,19 +196,21 @@ def test_prompts_that_are_too_long_are_asked_without_their_first_tokens(
 
 
 def test_what_is_refused_is_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"row 1 of .* has 5 tokens.*3 of 6 prompts are longer.*learner.data.too_long"):
+    with pytest.raises(
+        DataError, match=r"row 1 of .* has 5 tokens.*3 of 6 prompts are longer.*learner.data.overlong_prompts"
+    ):
         Prompts(DataConfig(path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=4), tokenizer, 0)
 
 
 def test_at_least_one_prompt_must_be_left(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    config = DataConfig(path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=1, too_long="drop")
+    config = DataConfig(path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=1, overlong_prompts="drop")
     with pytest.raises(DataError, match=r"every prompt of .* has more than learner\.data\.max_prompt_tokens = 1"):
         Prompts(config, tokenizer, 0)
 
 
 def test_dropping_needs_a_limit_that_does_not_depend_on_the_server() -> None:
-    with pytest.raises(ValueError, match='too_long = "drop" needs max_prompt_tokens'):
-        DataConfig(task="reverse", too_long="drop")
+    with pytest.raises(ValueError, match='overlong_prompts = "drop" needs max_prompt_tokens'):
+        DataConfig(task="reverse", overlong_prompts="drop")
 
 
 # --- digests -----------------------------------------------------------------------------------------------------

@@ -57,11 +57,13 @@ def test_every_number_agrees_with_an_independent_computation(tmp_path):
     assert summary.exact_last == pytest.approx(column("reward/exact_match")[-5:].mean())
     assert summary.staleness_mean == pytest.approx(column("staleness/mean").mean())
     assert summary.staleness_max == 2.0
-    assert summary.push_stall_median_s == pytest.approx(np.median(column("push/stall_seconds")))
+    assert summary.push_stall_median_s == pytest.approx(np.median(column("weight_sync/stall_seconds")))
     means = [np.nanmean(column("policy/mismatch_abs_logprob")), np.nanmean(column("parity/abs_logprob"))]
     assert summary.mismatch_mean_abs_logprob == pytest.approx(max(means))
     assert summary.completion_tokens_per_s == pytest.approx(column("rollout/tokens").sum() / summary.seconds)
-    waits = {part: column(f"wait/{part}").sum() for part in ("server", "reward", "link", "push", "learner")}
+    waits = {
+        part: column(f"bottleneck/{part}").sum() for part in ("server", "reward", "link", "weight_sync", "learner")
+    }
     expected = {part: pytest.approx(seconds / column("time/step").sum()) for part, seconds in waits.items()}
     assert summary.wait_shares == expected
     assert list(summary.wait_shares.values()) == sorted(summary.wait_shares.values(), reverse=True)
@@ -91,7 +93,13 @@ def page_of(run_dir: Path) -> str:
 
 def test_a_run_reports_the_prompts_that_it_truncated(tmp_path):
     with tiny_server() as server:
-        data = {"task": "reverse", "num_digits": 4, "num_prompts": 8, "max_prompt_tokens": 4, "too_long": "truncate"}
+        data = {
+            "task": "reverse",
+            "num_digits": 4,
+            "num_prompts": 8,
+            "max_prompt_tokens": 4,
+            "overlong_prompts": "truncate",
+        }
         run = make_run(tmp_path, server.endpoint, steps=1, data=data)
         train(run, resume=False)
     assert "8 too long, truncated" in as_text(summarize(Path(run.run_dir)))

@@ -112,18 +112,18 @@ class Play:
     max_staleness=st.integers(0, 4),
     groups_per_step=st.integers(1, 4),
     num_steps=st.integers(1, 8),
-    max_replacements=st.integers(1, 3),
+    max_resamples=st.integers(1, 3),
     with_resumes=st.booleans(),
     choices=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 10**6)), max_size=300),
 )
 def test_the_bound_holds_and_nothing_stands_still_whatever_comes_when_and_whatever_is_dropped(
-    max_staleness, groups_per_step, num_steps, max_replacements, with_resumes, choices
+    max_staleness, groups_per_step, num_steps, max_resamples, with_resumes, choices
 ) -> None:
     play = Play(
         LearnerConfig(
             data=DataConfig(task="reverse"), reward=RewardConfig(functions=("f",)), steps=num_steps,
-            groups_per_step=groups_per_step, max_staleness=max_staleness, active_sampling=True,
-            max_replacements=max_replacements,
+            groups_per_step=groups_per_step, max_staleness=max_staleness, dynamic_sampling=True,
+            max_resamples=max_resamples,
         )
     )  # fmt: skip
     for event, choice in choices:
@@ -156,7 +156,7 @@ def test_in_a_run_without_any_signal_every_step_replaces_what_it_may_and_ends(or
     play = Play(
         LearnerConfig(
             data=DataConfig(task="reverse"), reward=RewardConfig(functions=("f",)), steps=num_steps, groups_per_step=3,
-            max_staleness=max_staleness, active_sampling=True, max_replacements=2,
+            max_staleness=max_staleness, dynamic_sampling=True, max_resamples=2,
         )
     )  # fmt: skip
     num_finished = 0
@@ -175,7 +175,7 @@ def test_a_slot_sent_again_after_a_resume_waits_for_its_own_place_whatever_was_r
     play = Play(
         LearnerConfig(
             data=DataConfig(task="reverse"), reward=RewardConfig(functions=("f",)), steps=5, groups_per_step=2,
-            max_staleness=1, active_sampling=True,
+            max_staleness=1, dynamic_sampling=True,
         )
     )  # fmt: skip
     play.admit()

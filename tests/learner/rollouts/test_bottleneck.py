@@ -11,7 +11,7 @@ import pytest
 
 from learner import train as train_module
 from learner.report.summary import as_text, summarize
-from learner.rollouts.bottleneck import Waits, held_up_by, learner_s, shares
+from learner.rollouts.bottleneck import WaitTimes, held_up_by, learner_s, shares
 from learner.train import train
 from protocol.messages import Completion, Sampling
 from protocol.model_files import resolve_model
@@ -72,7 +72,7 @@ def test_a_slow_engine_is_said_to_be_waited_for(
 ) -> None:
     metrics = slow_run(engine_s=SLOW_S, steps=1)
     assert held_up_by(metrics[0]) == "server"
-    assert sum(value for name, value in metrics[0].items() if name.startswith("wait/")) <= metrics[0]["time/step"]
+    assert sum(value for name, value in metrics[0].items() if name.startswith("bottleneck/")) <= metrics[0]["time/step"]
     assert "| waits: server\n" in capsys.readouterr().out
     assert "waits        mostly for the server's completions (" in as_text(summarize(tmp_path / "run"))
 
@@ -90,7 +90,7 @@ def test_a_wait_turns_from_the_link_to_the_reward_when_the_group_has_come(tmp_pa
         rollouts.publish(0, server.server_id)
         assert rollouts.take(0, TIMEOUT_S) is not None
     waits = rollouts.batch_metrics
-    assert waits["wait/reward"] > waits["wait/link"] + waits["wait/server"]
+    assert waits["bottleneck/reward"] > waits["bottleneck/link"] + waits["bottleneck/server"]
 
 
 def test_a_slow_link_is_said_to_be_waited_for(slow_run: Any) -> None:
@@ -104,16 +104,21 @@ def test_a_slow_step_is_said_to_be_waited_for(slow_run: Any) -> None:
 
 
 def test_what_the_server_owed_is_divided_by_what_it_says_of_the_groups_that_came() -> None:
-    waits = Waits()
+    waits = WaitTimes()
     waits.add("server", 4.0)
     waits.add("reward", 3.0)
     waits.add("link", 2.0)
     waits.note_arrival(round_trip_s=3.0, server_s=2.0)
     waits.note_arrival(round_trip_s=5.0, server_s=4.0)
-    assert waits.metrics() == {"wait/server": 3.0, "wait/reward": 3.0, "wait/link": 3.0, "wait/push": 0.0}
+    assert waits.metrics() == {
+        "bottleneck/server": 3.0,
+        "bottleneck/reward": 3.0,
+        "bottleneck/link": 3.0,
+        "bottleneck/weight_sync": 0.0,
+    }
     waits.note_arrival(round_trip_s=1.0, server_s=7.0)  # generated once, asked for again
-    assert waits.metrics()["wait/link"] == pytest.approx(2.0 + 4.0 * 2 / 9)
-    assert Waits().metrics()["wait/server"] == 0.0
+    assert waits.metrics()["bottleneck/link"] == pytest.approx(2.0 + 4.0 * 2 / 9)
+    assert WaitTimes().metrics()["bottleneck/server"] == 0.0
 
 
 def test_the_learner_is_waited_for_while_the_server_is_idle_and_no_batch_is_waited_for() -> None:
@@ -123,10 +128,10 @@ def test_the_learner_is_waited_for_while_the_server_is_idle_and_no_batch_is_wait
 
 def test_the_part_with_the_largest_share_is_named_if_it_took_more_than_half() -> None:
     steps = [
-        {"time/step": 10.0, "wait/server": 2.0, "wait/learner": 6.0},
-        {"time/step": 30.0, "wait/server": 20.0, "wait/reward": 1.0},
+        {"time/step": 10.0, "bottleneck/server": 2.0, "bottleneck/learner": 6.0},
+        {"time/step": 30.0, "bottleneck/server": 20.0, "bottleneck/reward": 1.0},
     ]
     assert [held_up_by(step) for step in steps] == ["learner", "server"]
-    assert held_up_by({"time/step": 10.0, "wait/server": 5.0, "wait/reward": 5.0}) is None
+    assert held_up_by({"time/step": 10.0, "bottleneck/server": 5.0, "bottleneck/reward": 5.0}) is None
     assert held_up_by({}) is None
     assert list(shares(steps).items())[:3] == [("server", 0.55), ("learner", 0.15), ("reward", 0.025)]

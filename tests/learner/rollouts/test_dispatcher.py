@@ -335,7 +335,7 @@ def test_what_a_live_server_has_lost_is_asked_of_it_again_after_the_deadline_and
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = HandServer(loses_first("1.0", "2.0"))
-    with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_deadline_s=DEADLINE_S) as (_, rollouts):
+    with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_idle_timeout_s=DEADLINE_S) as (_, rollouts):
         rollouts.publish(0, "server-0")
         assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
         assert rollouts.batch_metrics["rollout/resent_requests"] == 2
@@ -343,7 +343,7 @@ def test_what_a_live_server_has_lost_is_asked_of_it_again_after_the_deadline_and
     (line,) = [record.getMessage() for record in caplog.records if "resending" in record.getMessage()]
     assert line == (
         f"resending 2 requests to the server at {server.endpoint}, such as 1.0 (no answer for 0.6 s, "
-        "learner.group_deadline_s; the server has 0 of 2 groups)"
+        "learner.group_idle_timeout_s; the server has 0 of 2 groups)"
     )
     assert counts(tmp_path).dropped == 0
 
@@ -356,7 +356,7 @@ def test_a_server_that_has_all_it_owes_is_not_asked_again_however_long_it_pauses
         return []
 
     server = HandServer(counts_and_is_silent)
-    with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_deadline_s=DEADLINE_S) as (_, rollouts):
+    with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_idle_timeout_s=DEADLINE_S) as (_, rollouts):
         rollouts.publish(0, "server-0")
         assert rollouts.take(0, 5 * DEADLINE_S) is None
         server.version = 1
@@ -373,7 +373,7 @@ def test_a_server_that_has_all_it_owes_is_not_asked_again_however_long_it_pauses
 
 def test_what_a_server_loses_again_and_again_is_asked_for_once_in_a_deadline(tmp_path: Path) -> None:
     server = HandServer(is_silent)
-    with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_deadline_s=DEADLINE_S) as (_, rollouts):
+    with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_idle_timeout_s=DEADLINE_S) as (_, rollouts):
         rollouts.publish(0, "server-0")
         started = time.monotonic()
         until(lambda: len(server.generated) >= 18, "asked for, and again, and again")

@@ -233,7 +233,7 @@ def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_ru
         assert rollouts.take(0, 0.3) is None and server.generated == []
         rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
-        assert rollouts.batch_metrics["wait/push"] >= 0.3
+        assert rollouts.batch_metrics["bottleneck/weight_sync"] >= 0.3
         assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
         assert rollouts.take(0, 0.3) is None and len(server.generated) == 6
         rollouts.publish(1, server.server_id)
@@ -477,7 +477,7 @@ def test_a_group_that_is_not_what_was_asked_for_is_refused_counted_and_asked_for
 
 
 def test_how_to_sample_reaches_the_server(tmp_path: Path) -> None:
-    sampling = {"num_completions": 3, "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5,
+    sampling = {"group_size": 3, "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5,
                 "stop": ["</a>", "\n\n"], "allow_partial_support": True}  # fmt: skip
     with (
         HandServer(lambda server, request: [group_of(request, 0)]) as server,
@@ -496,7 +496,7 @@ def test_groups_without_signal_are_replaced_also_over_a_resume(tmp_path: Path) -
             return []
         return [alike(request, server.version) if slot_of(request) in (1, 3, 4) else group_of(request, server.version)]
 
-    active = {"active_sampling": True, "max_staleness": 0}
+    active = {"dynamic_sampling": True, "max_staleness": 0}
     with HandServer(some_alike) as server, rollouts_on(server, tmp_path, **active) as rollouts:
         server.silent = {4}  # type: ignore[attr-defined]
         rollouts.publish(0, server.server_id)
@@ -526,7 +526,7 @@ def test_a_step_that_has_replaced_too_many_takes_what_comes_and_says_why(
 ) -> None:
     with (
         HandServer(lambda server, request: [alike(request, server.version)]) as server,
-        rollouts_on(server, tmp_path, active_sampling=True, max_replacements=2, max_staleness=0) as rollouts,
+        rollouts_on(server, tmp_path, dynamic_sampling=True, max_resamples=2, max_staleness=0) as rollouts,
     ):
         for version in range(2):
             server.version = version
@@ -541,7 +541,7 @@ def test_a_step_that_has_replaced_too_many_takes_what_comes_and_says_why(
 def test_what_was_received_and_not_scored_before_a_resume_waits_for_the_server_before_it_is_replaced(
     tmp_path: Path,
 ) -> None:
-    active = {"active_sampling": True, "max_staleness": 0}
+    active = {"dynamic_sampling": True, "max_staleness": 0}
     with HandServer(lambda server, request: []) as server, rollouts_on(server, tmp_path, **active) as rollouts:
         rollouts.publish(0, server.server_id)
         while len(server.requests) < 3:

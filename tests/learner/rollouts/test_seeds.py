@@ -28,7 +28,7 @@ NUM_COMPLETIONS, MAX_TURNS = 4, 5
 
 
 def a_run(tmp_path: Path, *, seeded: bool = True, **learner: Any) -> LearnerRun:
-    sampling = {"num_completions": NUM_COMPLETIONS, "max_tokens": 8, "seeded": seeded}
+    sampling = {"group_size": NUM_COMPLETIONS, "max_tokens": 8, "seeded": seeded}
     environment = {"factory": "guess", "max_turns": MAX_TURNS}
     run = make_run(tmp_path, "tcp://127.0.0.1:1", sampling=sampling, environment=environment, **learner)
     return msgspec.structs.replace(run, seed=7)
@@ -76,7 +76,7 @@ def test_a_group_that_is_asked_again_is_sampled_with_other_seeds(tmp_path: Path)
             return [GroupFailed(group_id=request.group_id, code="engine_error", message="scripted", retryable=True)]
         return [group_of(request, server.version)]
 
-    sampling = {"num_completions": NUM_COMPLETIONS, "max_tokens": 8, "seeded": True}
+    sampling = {"group_size": NUM_COMPLETIONS, "max_tokens": 8, "seeded": True}
     with HandServer(fails_once) as server, rollouts_on(server, tmp_path, sampling=sampling) as rollouts:
         rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
@@ -101,7 +101,7 @@ def test_a_turn_that_is_asked_again_is_sampled_with_another_seed(tmp_path: Path)
         return []
 
     with HandServer(fails_once) as server:
-        sampling = {"num_completions": NUM_COMPLETIONS, "max_tokens": 8, "seeded": True}
+        sampling = {"group_size": NUM_COMPLETIONS, "max_tokens": 8, "seeded": True}
         run = make_run(tmp_path, server.endpoint, steps=10, max_staleness=0, groups_per_step=1, sampling=sampling)
         with rollouts_of(run) as (fleet, rollouts):
             rollouts.start(0, OneTurn())

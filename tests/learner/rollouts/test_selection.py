@@ -15,7 +15,7 @@ from tests.learner.training.test_batch import make_group
 def accepted(tmp_path: Path, rewards: dict[str, list[float]], **learner: Any) -> bool:
     """Whether a group with these rewards is ready, and not replaced, in a run with active sampling and an overlong penalty."""
     reward = {"functions": ["exact_match", "share_right"], "overlong_buffer_tokens": 2}
-    run = make_run(tmp_path, "tcp://127.0.0.1:1", active_sampling=True, reward=reward, **learner)
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", dynamic_sampling=True, reward=reward, **learner)
     config = run.learner
     totals = [sum(values) for values in zip(*rewards.values(), strict=True)]
     scored = GroupRewards(

@@ -87,4 +87,4 @@ def test_a_turn_that_a_live_server_has_lost_is_asked_for_again_under_its_name(tm
             until(lambda: len(server.generated) >= 18, "the first turns are given up, the second are asked for twice")
             assert sorted(server.generated[12:18]) == sorted(rollouts._dispatcher.group_ids)
 
-        played(tmp_path, server, check, group_deadline_s=0.6)
+        played(tmp_path, server, check, group_idle_timeout_s=0.6)

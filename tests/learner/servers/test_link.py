@@ -257,7 +257,7 @@ def test_a_push_without_an_answer_names_the_knob() -> None:
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
         engine.release_pause.clear()
         begin = PushBegin(epoch="e", version=7, rendezvous=NOWHERE, manifest=NOTHING)
-        with pytest.raises(DeadlineExceeded, match=r"no PushReady for version 7 .*learner\.push\.timeout_s"):
+        with pytest.raises(DeadlineExceeded, match=r"no PushReady for version 7 .*learner\.weight_sync\.timeout_s"):
             await link.begin_push(begin, 0.2)
 
     with_link(test)

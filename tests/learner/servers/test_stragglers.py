@@ -88,15 +88,18 @@ def test_a_server_that_hangs_in_a_push_is_left_behind_and_comes_back(
 ) -> None:
     hanging = Hanging(point, visits={4})
     with servers(hanging, hanging.other) as (one, two):
-        push = {"timeout_s": NEVER_S, "patience_s": PATIENCE_S, "overlap": overlap}
-        run = make_run(tmp_path, one.endpoint, two.endpoint, steps=NUM_STEPS, push=push)
+        push = {"timeout_s": NEVER_S, "straggler_timeout_s": PATIENCE_S, "overlap_with_training": overlap}
+        run = make_run(tmp_path, one.endpoint, two.endpoint, steps=NUM_STEPS, weight_sync=push)
         train(run, resume=False)
     assert_each_prompt_once(run, NUM_STEPS)
     assert hanging.other.versions == list(range(NUM_STEPS + 1)), (
         "a push that is late for one is not sent again to the other"
     )
     told = failures_of(caplog)
-    assert len(told) == 1 and "another server had the version 0.5 s earlier (learner.push.patience_s)" in told[0]
+    assert (
+        len(told) == 1
+        and "another server had the version 0.5 s earlier (learner.weight_sync.straggler_timeout_s)" in told[0]
+    )
     assert any(
         told[0].startswith(f"weight sync of version 3 to {one.endpoint} failed while {state} ") for state in states
     )
@@ -117,13 +120,13 @@ def test_a_push_of_its_own_that_gets_no_further_is_given_up_and_tried_again(
 ) -> None:
     hanging = Hanging(point, visits={4, 5})
     with servers(hanging, hanging.other) as (one, two):
-        push = {"timeout_s": NEVER_S, "patience_s": PATIENCE_S}
-        run = make_run(tmp_path, one.endpoint, two.endpoint, steps=2 * NUM_STEPS, push=push)
+        push = {"timeout_s": NEVER_S, "straggler_timeout_s": PATIENCE_S}
+        run = make_run(tmp_path, one.endpoint, two.endpoint, steps=2 * NUM_STEPS, weight_sync=push)
         train(run, resume=False)
     assert_each_prompt_once(run, 2 * NUM_STEPS)
     told = failures_of(caplog)
     assert len(told) == 2 and f" to {one.endpoint} failed while {state} " in told[1]
-    assert "it has made no progress for 0.5 s" in told[1] and "(learner.push.patience_s)" in told[1]
+    assert "it has made no progress for 0.5 s" in told[1] and "(learner.weight_sync.straggler_timeout_s)" in told[1]
     assert hanging.versions[-1] == 2 * NUM_STEPS, "the push after the pause of 2 s went through"
 
 
@@ -136,12 +139,14 @@ def test_a_server_that_does_not_score_keeps_the_others_waiting_no_longer_than_th
     if is_joining:  # with version 3 by a push of its own, before which nothing is scored
         hanging.reports_from_version[3] = [report(ok=False, state="receiving", error="scripted failure")]
     with servers(hanging, hanging.other) as (one, two):
-        push = {"timeout_s": NEVER_S, "patience_s": PATIENCE_S}
-        run = make_run(tmp_path, one.endpoint, two.endpoint, steps=NUM_STEPS, push=push)
+        push = {"timeout_s": NEVER_S, "straggler_timeout_s": PATIENCE_S}
+        run = make_run(tmp_path, one.endpoint, two.endpoint, steps=NUM_STEPS, weight_sync=push)
         train(run, resume=False)
     assert_each_prompt_once(run, NUM_STEPS)
     said = "parity could not be measured" if is_joining else "parity of version 1 could not be checked"
-    assert re.search(rf"{said}: .* did not score .* within 0\.5 s \(learner\.push\.patience_s\)", caplog.text)
+    assert re.search(
+        rf"{said}: .* did not score .* within 0\.5 s \(learner\.weight_sync\.straggler_timeout_s\)", caplog.text
+    )
     assert hanging.versions[-1] == NUM_STEPS
 
 

@@ -83,7 +83,7 @@ def test_the_sets_are_evaluated_and_the_second_chooses_the_best(task: Path) -> N
         openai.of(server)
         openai.answer = lambda prompt, count: [prompt[:-1] if engine.version == 40 else "1"] * count
         run = run_with(EVALUATION, steps=120, report={"trackers": [], "dashboard_port": 0})
-        evaluation = msgspec.structs.replace(run.learner.evaluation, url=openai.url, pin=True)
+        evaluation = msgspec.structs.replace(run.learner.evaluation, url=openai.url, pin_policy=True)
         config = msgspec.structs.replace(run.learner, evaluation=evaluation)
         train(msgspec.structs.replace(run, endpoint=server.endpoint, learner=config), resume=False)
     made = earlier(Path(run.run_dir) / FILE)

@@ -72,14 +72,14 @@ def test_what_was_added_at_the_end_can_be_left_out(record: Path, tmp_path: Path)
 
 def test_other_token_ids_are_other_data(record: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="row 0 is the first changed row"):
-        check_data(record, read(str(tmp_path / "a.jsonl"), max_prompt_tokens=4, too_long="truncate"))
+        check_data(record, read(str(tmp_path / "a.jsonl"), max_prompt_tokens=4, overlong_prompts="truncate"))
 
 
 def test_another_limit_would_drop_others(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["1>", "22>", "333>", "4444>"])
-    record_data(tmp_path / "data.digests", read(path, max_prompt_tokens=4, too_long="drop"))
+    record_data(tmp_path / "data.digests", read(path, max_prompt_tokens=4, overlong_prompts="drop"))
     with pytest.raises(DataError, match=r"1 new prompt after the original 3"):
-        check_data(tmp_path / "data.digests", read(path, max_prompt_tokens=5, too_long="drop"))
+        check_data(tmp_path / "data.digests", read(path, max_prompt_tokens=5, overlong_prompts="drop"))
 
 
 def test_a_run_is_resumed_on_its_data_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -93,7 +93,7 @@ CASES = {
     "adaptive, active sampling, curriculum": (
         {"reference": {"kind": "adaptive", "kl_threshold": 1e-9, "patience": 2, "reward_guard": False}, "kl": {"coef": 0.1},
          "data": {"task": "reverse", "num_digits": 2, "num_prompts": 8},
-         "sampling": {"num_completions": 4, "max_tokens": 3, "seeded": True}, "active_sampling": True,
+         "sampling": {"group_size": 4, "max_tokens": 3, "seeded": True}, "dynamic_sampling": True,
          "curriculum": {"kind": "pass_rate", "easy_above": 0.3, "hard_below": 0.15, "easy_weight": 0.1}},
         [Death("received", 4), Death("scored", 5), Death("logged", 3)],
     ),

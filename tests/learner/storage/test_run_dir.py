@@ -17,6 +17,7 @@ from learner.storage.run_dir import open_run_dir
 from learner.train import train
 from protocol.config import to_toml
 from protocol.errors import ConfigError
+from protocol.former_keys import renamed
 from tests.learner.model_engine import tiny_server
 from tests.learner.test_train import make_run, metrics_of
 
@@ -29,13 +30,9 @@ def old_config() -> dict[str, Any]:
 
 
 def now(run_dir: Path, **learner: Any) -> LearnerRun:
-    """The same config with the keys where they are now."""
-    table = old_config()
-    old: dict[str, Any] = table["learner"]
-    checkpoint = {"every_steps": old.pop("checkpoint_every")}
-    checkpoint |= {key: old.pop(key) for key in ("keep_last", "keep_best", "export_model")}
-    report = {key: old.pop(key) for key in ("trackers", "dashboard_port")}
-    table["learner"] = old | {"checkpoint": checkpoint, "report": report} | learner
+    """The same config with today's keys."""
+    table, _ = renamed(old_config())
+    table["learner"] |= learner
     return msgspec.convert(table | {"run_dir": str(run_dir)}, LearnerRun)
 
 
@@ -62,7 +59,7 @@ def test_it_is_still_refused_with_another_value_of_a_key_that_changes_what_is_le
 
 def test_a_key_inside_a_table_is_told_as_one_that_differs(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_bytes(BEFORE_SECTIONS.read_bytes())
-    data = old_config()["learner"]["data"] | {"chat_template_kwargs": {"enable_thinking": False}}
+    data = renamed(old_config())[0]["learner"]["data"] | {"chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(
         ConfigError, match=r"learner\.data\.chat_template_kwargs\.enable_thinking was None, is False\. Rest"
     ):
@@ -181,7 +178,11 @@ def test_a_run_that_goes_off_policy_goes_on_with_what_its_warning_advises(tmp_pa
         begun = make_run(tmp_path, server.endpoint, max_staleness=2, steps=5, checkpoint={"every_steps": 2})
         train(begun, resume=False)
         shutil.rmtree(tmp_path / "run/checkpoints/step-000005")  # what it had sampled for step 5 is too old now
-        advised = {"max_staleness": 0, "correction": {"weight": "mask"}, "optimizer": {"learning_rate": 1e-4}}
+        advised = {
+            "max_staleness": 0,
+            "off_policy_correction": {"weight": "mask"},
+            "optimizer": {"learning_rate": 1e-4},
+        }
         run = make_run(tmp_path, server.endpoint, steps=6, **advised)
         train(run, resume=True)
     *_, fifth, sixth = metrics_of(run)

@@ -27,7 +27,7 @@ def make_run(**learner: Any) -> LearnerRun:
         "max_staleness": 4,
         "data": {"task": "reverse", "num_digits": 4, "num_prompts": 8},
         "reward": {"functions": ["share_right"]},
-        "sampling": {"num_completions": 4, "max_tokens": MAX_TOKENS},
+        "sampling": {"group_size": 4, "max_tokens": MAX_TOKENS},
         "optimizer": {"learning_rate": 0.1, "max_grad_norm": 1e9},
     }
     shared = {"model": "tiny:digits", "dtype": "float32", "run_dir": "unused"}

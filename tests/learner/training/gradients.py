@@ -21,7 +21,7 @@ GEOMETRIC_MASK = {
     "anchor": "proximal",
     "proximal": "log_linear",
     "weight": "mask",
-    "level": "geometric",
+    "granularity": "geometric",
     "max_weight": 1.05,
 }
 
@@ -31,11 +31,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cispo": {"loss": {"objective": "cispo"}},
     "sapo per sequence": {"loss": {"objective": "sapo", "normalization": "sequence"}},
     "dppo": {"loss": {"objective": "dppo", "normalization": "dr_grpo"}},
-    "reinforce, truncated": {"loss": {"objective": "reinforce"}, "correction": {"weight": "truncate"}},
-    "decoupled": {"correction": {"anchor": "proximal", "weight": "truncate"}, "updates_per_batch": 2},
-    "log-linear, geometric mask": {"correction": GEOMETRIC_MASK, "loss": {"normalization": "dr_grpo"}},
-    "sequence masks": {"correction": {"weight": "mask", "level": "sequence", "max_weight": 1.5, "sequence_mask": 0.1}},
-    "stale tokens count less": {"correction": {"max_token_staleness": 1, "stale_token_weight": 0.25}},
+    "reinforce, truncated": {"loss": {"objective": "reinforce"}, "off_policy_correction": {"weight": "truncate"}},
+    "decoupled": {"off_policy_correction": {"anchor": "proximal", "weight": "truncate"}, "updates_per_batch": 2},
+    "log-linear, geometric mask": {"off_policy_correction": GEOMETRIC_MASK, "loss": {"normalization": "dr_grpo"}},
+    "sequence masks": {
+        "off_policy_correction": {"weight": "mask", "granularity": "sequence", "max_weight": 1.5, "sequence_mask": 0.1}
+    },
+    "stale tokens count less": {"off_policy_correction": {"max_token_staleness": 1, "stale_token_weight": 0.25}},
     "top entropy and bonus": {"loss": {"top_entropy_frac": 0.3, "entropy_coef": 0.1}},
     "kl in the loss": {"kl": {"coef": 0.3, "importance_weighted": True}, "reference": {"kind": "fixed"}},
     "kl in the reward": {

@@ -207,7 +207,7 @@ def test_metrics_count_episodes_and_what_the_policy_sampled(accelerator: Acceler
 
 def test_an_episode_may_sample_more_than_a_turn_may(accelerator: Accelerator) -> None:
     """Its metrics by length too, which are by quarters of what a turn may have."""
-    run = make_run(correction={"weight": "mask", "max_weight": 1.5})
+    run = make_run(off_policy_correction={"weight": "mask", "max_weight": 1.5})
     trainer = make_moved_trainer(run, accelerator)
     groups = make_groups(trainer.policy, num_groups=1)
     (turn,) = [branch for branch in groups[0].completions if len(branch.token_ids) == MAX_TOKENS][:1]

@@ -116,9 +116,11 @@ def test_a_run_of_two_ranks_then_one_then_two_ends_as_a_run_of_one(
 
 @pytest.mark.slow
 def test_a_sharded_policy_is_pushed_beside_the_next_step_as_it_was_saved(tmp_path: Path) -> None:
-    push = {"overlap": True, "timeout_s": 20}
+    push = {"overlap_with_training": True, "timeout_s": 20}
     checkpoint = {"every_steps": 4}
-    _, pushed = run_ranks(tmp_path / "two", 2, is_sharded=True, max_staleness=2, push=push, checkpoint=checkpoint)
+    _, pushed = run_ranks(
+        tmp_path / "two", 2, is_sharded=True, max_staleness=2, weight_sync=push, checkpoint=checkpoint
+    )
     (checkpoint,) = (tmp_path / "two").rglob("step-000004")
     for name, tensor in weights_of(checkpoint).items():
         assert torch.equal(pushed[name], tensor), name
@@ -143,7 +145,7 @@ RANK_TIMEOUT_S = 20.0
 def test_a_rank_waits_while_rank_0_says_that_it_waits_and_notices_when_that_hangs(tmp_path: Path) -> None:
     config, log = tmp_path / "run.toml", tmp_path / "run.log"
     with tiny_server(Held()) as server:
-        run = make_run(tmp_path, server.endpoint, steps=3, rank_timeout_s=RANK_TIMEOUT_S)
+        run = make_run(tmp_path, server.endpoint, steps=3, collective_timeout_s=RANK_TIMEOUT_S)
         config.write_text(to_toml(run))
         first, second = ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in places_of(2)]
         try:
@@ -160,14 +162,14 @@ def test_a_rank_waits_while_rank_0_says_that_it_waits_and_notices_when_that_hang
                 rank.kill()
                 rank.join(30)
     assert "error: rank 0 of this learner has stopped or hangs" in log.read_text()
-    assert "learner.rank_timeout_s" in log.read_text()
+    assert "learner.collective_timeout_s" in log.read_text()
 
 
 def test_ranks_that_waited_go_on_with_what_comes_and_stop_when_rank_0_says_why(tmp_path: Path) -> None:
     config, log = tmp_path / "run.toml", tmp_path / "run.log"
     with tiny_server(Held()) as server:
         reward = {"functions": ["tests/learner/rewards/broken_rewards.py:raises"], "max_failed_share": 0}
-        run = make_run(tmp_path, server.endpoint, steps=3, rank_timeout_s=60, reward=reward)
+        run = make_run(tmp_path, server.endpoint, steps=3, collective_timeout_s=60, reward=reward)
         config.write_text(to_toml(run))
         ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in places_of(2)]
         try:

@@ -136,7 +136,7 @@ def test_decoupled_ppo_holds_the_proximal_policy_over_the_updates(accelerator: A
         plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 2, loss)
 
     correction = {"anchor": "proximal", "weight": "truncate", "max_weight": 1.3}
-    metrics = compare(accelerator, plain, updates_per_batch=2, correction=correction)
+    metrics = compare(accelerator, plain, updates_per_batch=2, off_policy_correction=correction)
     assert metrics["correction/bounded_frac"] > 0 and metrics["loss/kept_frac"] == 1
 
 
@@ -151,7 +151,9 @@ def test_the_log_linear_proximal_policy_goes_by_each_tokens_version(accelerator:
 
         plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 1, loss)
 
-    compare(accelerator, plain, correction={"anchor": "proximal", "proximal": "log_linear", "weight": "truncate"})
+    compare(
+        accelerator, plain, off_policy_correction={"anchor": "proximal", "proximal": "log_linear", "weight": "truncate"}
+    )
 
 
 def test_tokens_beyond_a_staleness_are_left_out_and_stay_in_the_denominator(accelerator: Accelerator) -> None:
@@ -163,7 +165,7 @@ def test_tokens_beyond_a_staleness_are_left_out_and_stay_in_the_denominator(acce
 
         plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 1, loss)
 
-    metrics = compare(accelerator, plain, correction={"max_token_staleness": 2})
+    metrics = compare(accelerator, plain, off_policy_correction={"max_token_staleness": 2})
     assert 0 < metrics["correction/stale_frac"] == pytest.approx(1 - metrics["loss/kept_frac"])
 
 

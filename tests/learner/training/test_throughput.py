@@ -257,8 +257,8 @@ def test_every_metric_of_a_run_is_in_the_table(tmp_path: Path) -> None:
     with tiny_server() as server:
         run = make_whole_run(
             tmp_path, server.endpoint, steps=3, checkpoint={"every_steps": 1}, reference={"kind": "every", "every_steps": 2},
-            kl={"coef": 0.1}, active_sampling=True, curriculum={"kind": "pass_rate"}, max_staleness=1,
-            correction={"weight": "mask"},
+            kl={"coef": 0.1}, dynamic_sampling=True, curriculum={"kind": "pass_rate"}, max_staleness=1,
+            off_policy_correction={"weight": "mask"},
         )  # fmt: skip
         train(run, resume=False)
     patterns, lines = names_in_the_page(), metrics_of(run)

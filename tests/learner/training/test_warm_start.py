@@ -152,7 +152,7 @@ def test_data_without_answers_is_refused_with_the_columns_it_has(tmp_path: Path)
 
 
 def test_an_answer_longer_than_a_completion_is_refused(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "tcp://x:1", warm_start=WARM, sampling={"num_completions": 2, "max_tokens": 4})
+    run = make_run(tmp_path, "tcp://x:1", warm_start=WARM, sampling={"group_size": 2, "max_tokens": 4})
     with pytest.raises(DataError, match=r"has 4 tokens plus an end token.*max_tokens = 4"):
         warmed(run)
 
