@@ -67,7 +67,7 @@ def test_several_ranks_are_told_of_each_other_and_only_a_learner_that_was_begun_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
-    monkeypatch.setattr(colocate, "Process", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(colocate, "SupervisedProcess", lambda *arguments: started.append(arguments))
     config = DeployConfig(learner_cores=((0,), (1,)))
     run = msgspec.structs.replace(a_learner(), run_dir=str(tmp_path))
     node = colocate.Node(

@@ -537,7 +537,7 @@ def test_a_real_push_over_gloo_arrives_in_the_scripted_engine() -> None:
         await learner.join()
         for version in (1, 2):
             tensors = [("a", torch.full((3, 4), float(version))), ("b", torch.arange(5.0))]
-            outcome, checksum = await (learner.weight_sync if version == 1 else learner.push_again)(version, tensors)
+            outcome, checksum = await (learner.push if version == 1 else learner.push_again)(version, tensors)
             assert isinstance(outcome, PushDone) and outcome.checksum == checksum
             assert engine.weights["a"].tolist() == tensors[0][1].tolist()
 

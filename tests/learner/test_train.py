@@ -328,14 +328,14 @@ def test_a_large_push_shows_how_far_it_is(
         train(make_run(tmp_path, server.endpoint, steps=1, weight_sync={"compression": compression}), resume=False)
     drawn = capsys.readouterr().err
     for version in (0, 1):
-        first, *_, last = re.findall(rf"push {version}: +(.*)", drawn.replace("\r", "\n"))
+        first, *_, last = re.findall(rf"weight sync {version}: +(.*)", drawn.replace("\r", "\n"))
         assert first.startswith("0%") and last.startswith("100%") and "421k/421k" in last, (first, last)
 
 
 def test_a_small_push_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with tiny_server() as server:
         train(make_run(tmp_path, server.endpoint, steps=1), resume=False)
-    assert "push 0:" not in capsys.readouterr().err
+    assert "weight sync 0:" not in capsys.readouterr().err
 
 
 def test_a_push_beside_the_next_step_sends_the_weights_as_they_were_and_keeps_staleness_within_its_bound(

@@ -83,7 +83,7 @@ def test_what_is_impossible_is_refused_with_the_reason(
 
 def test_auto_that_finds_no_transport_does_not_advise_itself() -> None:
     with pytest.raises(
-        ConfigError, match=r"by gloo: the server does not offer it.* Install the same slipstream-rl"
+        ConfigError, match=r"over gloo: the server does not offer gloo.* Install the same slipstream-rl"
     ) as refused:
         choose_transport("auto", "cpu", ["cpu"], learner_transports=ALL, server_transports=["tcp"])
     assert "auto" not in str(refused.value)

@@ -198,7 +198,7 @@ def test_an_episode_that_is_over_answers_nothing_and_records_nothing_more() -> N
 
             agent.session._ask = ask_later
             late = asyncio.create_task(agent.chat(QUESTION))
-            while len(agent.session.places.last_messages) != 2 or agent.session._num_asked != 2:
+            while len(agent.session.places.last_messages) != 2 or agent.session._num_turns != 2:
                 await asyncio.sleep(0.01)
             episode = agent.end()
             release.set()
