@@ -98,10 +98,11 @@ def test_an_error_of_the_environment_is_counted_and_the_episode_goes_on() -> Non
 def test_an_environment_that_holds_too_much_memory_with_what_it_has_started_is_killed_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    group, _ = played(says("a", "b"), "Hoarder", max_memory_mib=250, timeout_s=60.0)
+    # Above what a forked process shares with its fork server, which may have imported torch for another test.
+    group, _ = played(says("a", "b"), "Hoarder", max_memory_mib=700, timeout_s=60.0)
     for episode in group.episodes:
         assert (episode.course.state, episode.reward, episode.course.num_turns) == ("env_error", None, 1)
-    told = "used more than 250 MiB of memory and was killed; make it and what it starts use less or raise learner.environment.max_memory_mib"
+    told = "used more than 700 MiB of memory and was killed; make it and what it starts use less or raise learner.environment.max_memory_mib"
     assert caplog.text.count(told) == 2
 
 

@@ -198,7 +198,7 @@ class Calculator:
 
 
 class Hoarder(Unrated):
-    """Holds 300 MiB in a process that it has started, and catches whatever comes of it."""
+    """Holds 800 MiB in a process that it has started, and catches whatever comes of it."""
 
     def tell(self, text: str) -> str:  # type: ignore[override]
         with suppress(BaseException):
@@ -206,7 +206,7 @@ class Hoarder(Unrated):
         return text
 
 
-HOARD = "import time; held = bytearray(300 << 20); time.sleep(600)"
+HOARD = "import time; held = bytearray(800 << 20); time.sleep(600)"
 
 
 class WithoutDocstring(Unrated):
