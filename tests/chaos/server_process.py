@@ -81,7 +81,7 @@ def _make_hang(traps: Traps, calls: tuple[str, ...]) -> None:
 
 
 def _tell(traps: Traps) -> None:
-    serve, deliver, give_up = server.Server.serve, server.Server._deliver, WeightUpdates._give_up
+    serve, deliver, give_up = server.Server.serve, server.Server._deliver, WeightUpdates._drop_session
     restart = EngineSupervisor._restart
 
     @functools.wraps(serve)
@@ -111,7 +111,7 @@ def _tell(traps: Traps) -> None:
 
     server.Server.serve, server.Server._deliver = tell_up, tell_lost  # type: ignore[method-assign]
     EngineSupervisor._restart = tell_engine_up  # type: ignore[method-assign]
-    WeightUpdates._give_up = reach_torn  # type: ignore[method-assign]
+    WeightUpdates._drop_session = reach_torn  # type: ignore[method-assign]
 
 
 if __name__ == "__mp_main__":
