@@ -117,7 +117,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             rollouts = Rollouts(run, fleet, buffer, scorer, ledger)
             cleanup.callback(rollouts.close)
             rollouts.start(version, open_agents(run, run_inputs.prompts, fleet.loop, cleanup) or player)
-            dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup)
+            dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup, config.steps)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
             pusher = WeightSync(fleet, published, config.weight_sync)

@@ -11,11 +11,9 @@ import logging
 import re
 import secrets
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -61,7 +59,7 @@ class Dashboard:
     `start` creates it and `close` ends it, both in the event loop. `publish` is thread-safe.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, num_steps: int) -> None:
         self.address = ""
         self._loop = asyncio.get_running_loop()
         self._history = History()
@@ -73,7 +71,7 @@ class Dashboard:
         self._closed = False
         self._prometheus = CollectorRegistry(auto_describe=False)
         self._prometheus.register(NewestStep(lambda: self._history))
-        self._name, self._num_steps = run_dir.resolve().name, planned_steps(run_dir)
+        self._name, self._num_steps = run_dir.resolve().name, num_steps
         self._samples = run_dir / "samples.jsonl"
         self._charts = LiveCharts(lambda: self._history)
         self._page, self._completions = template("dashboard.html.jinja"), template("completions.html.jinja")
@@ -87,12 +85,12 @@ class Dashboard:
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
 
     @classmethod
-    async def start(cls, run_dir: Path, port: int, host: str = "127.0.0.1") -> "Dashboard":
-        """Serve a run, which may already have steps.
+    async def start(cls, run_dir: Path, port: int, host: str = "127.0.0.1", num_steps: int = 0) -> "Dashboard":
+        """Serve a run of `num_steps` (0: unknown), which may already have steps.
 
         If `port` is in use, the dashboard logs a warning and takes a free one.
         """
-        dashboard = cls(run_dir)
+        dashboard = cls(run_dir, num_steps)
         await dashboard._runner.setup()
         try:
             await web.TCPSite(dashboard._runner, host, port).start()
@@ -164,7 +162,7 @@ class Dashboard:
 
     async def _serve_page(self, request: web.Request) -> web.Response:
         nonce = secrets.token_urlsafe(16)
-        page = self._page.render(name=self._name, num_steps=self._num_steps or 0, nonce=nonce)
+        page = self._page.render(name=self._name, num_steps=self._num_steps, nonce=nonce)
         headers = {"Content-Security-Policy": POLICY.format(nonce=nonce), "Cache-Control": "no-store"}
         return web.Response(text=page, content_type="text/html", headers=headers)
 
@@ -243,13 +241,9 @@ class NewestStep(Collector):
             yield GaugeMetricFamily(name, metric, value=float(value))
 
 
-def planned_steps(run_dir: Path) -> int | None:
-    path = run_dir / "config.toml"
-    config: dict[str, Any] = tomllib.loads(path.read_text("utf-8")) if path.is_file() else {}
-    return config.get("learner", {}).get("steps")
-
-
-def start_dashboard(loop: LoopThread, run_dir: Path, config: ReportConfig, cleanup: ExitStack) -> Dashboard | None:
+def start_dashboard(
+    loop: LoopThread, run_dir: Path, config: ReportConfig, cleanup: ExitStack, num_steps: int = 0
+) -> Dashboard | None:
     """Start the dashboard; return None if it is disabled or fails to start.
 
     A failure is only logged and never affects the run.
@@ -258,7 +252,7 @@ def start_dashboard(loop: LoopThread, run_dir: Path, config: ReportConfig, clean
         return None
     host = config.dashboard_host.strip("[]")
     try:
-        dashboard = loop.call(Dashboard.start(run_dir, config.dashboard_port, host), START_TIMEOUT_S)
+        dashboard = loop.call(Dashboard.start(run_dir, config.dashboard_port, host, num_steps), START_TIMEOUT_S)
     except Exception as error:
         log.warning("the run goes on without a live dashboard: %s", error or repr(error))
         return None

@@ -24,7 +24,7 @@ def observed(run_dir, look):
     """Starts a dashboard on a free port, lets `look(dashboard, session)` look at it, and closes it."""
 
     async def scene():
-        dashboard = await Dashboard.start(run_dir, 0)
+        dashboard = await Dashboard.start(run_dir, 0, num_steps=321)
         try:
             async with aiohttp.ClientSession(dashboard.address, timeout=aiohttp.ClientTimeout(total=60)) as session:
                 return await look(dashboard, session)
@@ -311,8 +311,6 @@ def test_the_page_loads_nothing_and_its_policy_allows_only_its_own_script(tmp_pa
 
 
 def test_every_page_has_another_nonce_and_knows_how_many_steps_are_planned(tmp_path):
-    (tmp_path / "config.toml").write_text("[learner]\nsteps = 321\n")
-
     async def look(dashboard, session):
         pages = []
         for _ in range(2):
