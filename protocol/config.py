@@ -55,6 +55,9 @@ PassedOn = Annotated[dict[str, Any], PASSED_ON, tyro.conf.Suppress]
 VALUE`."""
 
 NO_SWITCHES: Mapping[str, str] = MappingProxyType({})
+WARNED = "SLIPSTREAM_WARNED"
+"""Environment variable with the last warning about former key names."""
+
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
 DEFAULT_HTTP_PORT = 8000
 
@@ -132,7 +135,7 @@ def load_config(
     base, in_file = _from_file(config_type, path) if path else (None, {})
     flags, in_flags = former_keys.renamed_flags(flags)
     if former := in_file | in_flags:
-        log.warning("%s", former_keys.describe(former))
+        _warn_once(former_keys.describe(former))
     usage = " ".join([program, "run.toml", *(f"[{switch}]" for switch in switches)])
     describe = partial(_description, config_type, switches, purpose)
     config = _with_flags(config_type, base, flags, usage, switches, describe)
@@ -207,6 +210,13 @@ def _split(argv: Sequence[str], program: str) -> tuple[Path | None, list[str]]:
     if {"-h", "--help"} & set(argv):
         return None, ["--help"]
     raise ConfigError(f"no config file was given; expected: {program} run.toml [--key value ...]")
+
+
+def _warn_once(text: str) -> None:
+    """Log a warning once, even if this process and the processes that it starts load the config several times."""
+    if os.environ.get(WARNED) != text:
+        os.environ[WARNED] = text
+        log.warning("%s", text)
 
 
 def _from_file(config_type: type[C], path: Path) -> tuple[C, dict[str, str]]:
