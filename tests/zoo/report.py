@@ -17,7 +17,7 @@ def as_expected(visit: Visit) -> bool:
 
 def table(visits: Sequence[Visit]) -> str:
     rows = [
-        "| family | after the first push | in training | after the last push | export in vLLM |",
+        "| family | after the first sync | in training | after the last sync | export in vLLM |",
         "|---|---|---|---|---|",
     ]
     for visit in visits:
