@@ -101,7 +101,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             ledger.rewind(version)
             workers = RewardWorkers(config.reward)
             cleanup.callback(workers.close)
-            player = open_player(run, run_inputs.prompts, workers, cleanup)
+            player = open_player(run, run_inputs.prompts, cleanup, asks_attributes=bool(workers.with_environments))
             model = fingerprint(run_inputs.model_path)
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
             fleet = Fleet(run, hello, LoopThread("learner"))

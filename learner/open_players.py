@@ -7,12 +7,13 @@ from learner.environments.player import Player
 from learner.environments.pool import Environments
 from learner.gateway.agent_player import AgentPlayer
 from learner.prompts.prompts import Prompts
-from learner.rewards.workers import RewardWorkers
 from learner.servers.loop_thread import LoopThread
 
 
-def open_player(run: LearnerRun, prompts: Prompts, rewards: RewardWorkers, cleanup: ExitStack) -> Player | None:
+def open_player(run: LearnerRun, prompts: Prompts, cleanup: ExitStack, *, asks_attributes: bool) -> Player | None:
     """Return the environments' player, or None if no environment plays the episodes.
+
+    With `asks_attributes`, it also fetches the environments' final attributes, for the reward functions.
 
     Raises:
         ConfigError: The environment cannot be used.
@@ -22,7 +23,7 @@ def open_player(run: LearnerRun, prompts: Prompts, rewards: RewardWorkers, clean
         return None
     environments = Environments(config.environment, takes_text=not prompts.are_conversations)
     cleanup.callback(environments.close)
-    return Player(config, prompts.template, environments, asks_attributes=bool(rewards.with_environments))
+    return Player(config, prompts.template, environments, asks_attributes=asks_attributes)
 
 
 def open_agents(run: LearnerRun, prompts: Prompts, loop: LoopThread, cleanup: ExitStack) -> AgentPlayer | None:

@@ -39,9 +39,9 @@ def open_players(sets: Sequence[Questions], workers: RewardWorkers, loop: LoopTh
     """Open the player of each set, if the run has one. Raises ConfigError."""
     for questions in sets:
         run = as_evaluated(questions)
-        questions.player = open_player(run, questions.source, workers, cleanup) or open_agents(
-            run, questions.source, loop, cleanup
-        )
+        questions.player = open_player(
+            run, questions.source, cleanup, asks_attributes=bool(workers.with_environments)
+        ) or open_agents(run, questions.source, loop, cleanup)
 
 
 def as_evaluated(questions: Questions) -> LearnerRun:

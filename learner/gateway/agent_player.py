@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from learner.config import LearnerConfig
 from learner.environments.episode import REWARDED, EpisodeGroup
 from learner.environments.player import Ask
-from learner.gateway.agent_process import AgentReward, EpisodeRequest, check_agent, open_agents
+from learner.gateway.agent_process import AgentReward, EpisodeRequest, check_agent, start_agent_pool
 from learner.gateway.gateway import Gateway
 from learner.gateway.session import Session
 from learner.prompts.chat_template import ChatTemplate
@@ -32,7 +32,7 @@ class AgentPlayer:
 
     def __init__(self, config: LearnerConfig, template: ChatTemplate, model: str) -> None:
         self._config = config
-        self._agents = open_agents(config.environment)
+        self._agents = start_agent_pool(config.environment)
         self._gateway = Gateway(config, template, model)
 
     def start(self, loop: LoopThread, cleanup: ExitStack) -> None:

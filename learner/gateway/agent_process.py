@@ -120,7 +120,7 @@ class AgentProcess(SandboxProcess):
         return AgentReward(answer.reward) if answer.problem is None else ProcessFailure("failed", answer.problem)
 
 
-def open_agents(config: EnvironmentConfig) -> ProcessPool[AgentProcess]:
+def start_agent_pool(config: EnvironmentConfig) -> ProcessPool[AgentProcess]:
     """Return the pool of a run's agents, used in its event loop."""
     return ProcessPool(partial(AgentProcess, config), config.max_memory_mib, config.max_concurrent)
 

@@ -11,7 +11,7 @@ import pytest
 
 from learner.config import EnvironmentConfig
 from learner.environments.episode import Episode, EpisodeGroup
-from learner.gateway.agent_process import AgentReward, EpisodeRequest, open_agents
+from learner.gateway.agent_process import AgentReward, EpisodeRequest, start_agent_pool
 from protocol.errors import ConfigError
 from tests.learner.gateway.asking import OnceOnly, config_of, played_by_agent
 
@@ -62,7 +62,7 @@ def test_an_episode_that_is_cancelled_leaves_no_reward_to_the_next(tmp_path: Pat
     begun = tmp_path / "begun"
 
     async def cancel_and_play() -> object:
-        agents = open_agents(EnvironmentConfig(agent=f"{USER}:worth_after", max_concurrent=1))
+        agents = start_agent_pool(EnvironmentConfig(agent=f"{USER}:worth_after", max_concurrent=1))
         try:
             async with agents.lease() as agent:
                 row = {"after_s": 600, "worth": 0.0, "begun": str(begun)}
