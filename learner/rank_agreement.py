@@ -79,7 +79,11 @@ def require_agreement(accelerator: Accelerator, view: msgspec.Struct, remedy: st
 def describe_differences(views: Sequence[dict[str, Any]]) -> str:
     """Return a description of the fields that differ, with the value of each rank."""
     flat = [dict(_flatten(view)) for view in views]
-    keys = [key for key in dict.fromkeys(key for view in flat for key in view) if _differs(key, flat)]
+    keys = [
+        key
+        for key in dict.fromkeys(key for view in flat for key in view)
+        if any(view.get(key, ABSENT) != flat[0].get(key, ABSENT) for view in flat)
+    ]
     more = f"; and {len(keys) - MAX_DIFFERENCES} more fields" if len(keys) > MAX_DIFFERENCES else ""
     return "; ".join(_describe(key, flat) for key in keys[:MAX_DIFFERENCES]) + more
 
@@ -110,10 +114,6 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, inner in value.items():
         yield from _flatten(inner, f"{key}.{name}" if key else name)
-
-
-def _differs(key: str, flat: Sequence[dict[str, Any]]) -> bool:
-    return any(view.get(key, ABSENT) != flat[0].get(key, ABSENT) for view in flat)
 
 
 def _describe(key: str, flat: Sequence[dict[str, Any]]) -> str:
