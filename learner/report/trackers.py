@@ -19,7 +19,7 @@ import msgspec
 from learner.config import LearnerRun
 from learner.storage.files import DiskError, writing
 from learner.storage.run_dir import RunDir
-from protocol.config import to_toml
+from protocol.config import flatten, to_toml
 from protocol.errors import ConfigError
 from protocol.installation import install_command
 
@@ -108,14 +108,11 @@ def is_installed(name: str) -> bool:
 
 
 def _settings(run: LearnerRun) -> dict[str, bool | int | float | str | None]:
-    """Flatten the config to full keys such as learner.loss.clip_low."""
-
-    def flat(value: Any, name: str) -> dict[str, Any]:
-        if isinstance(value, dict):
-            return {key: each for inner, below in value.items() for key, each in flat(below, f"{name}.{inner}").items()}
-        return {name: value if isinstance(value, bool | int | float | str | None) else str(value)}
-
-    return {key.removeprefix("."): value for key, value in flat(msgspec.to_builtins(run), "").items()}
+    """Return the config by full keys, in types that every tracker takes."""
+    return {
+        key: value if isinstance(value, bool | int | float | str | None) else str(value)
+        for key, value in flatten(msgspec.to_builtins(run)).items()
+    }
 
 
 def _open(name: str, project: str, run_dir: RunDir) -> Any:
