@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(number, _quit_while_starting)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with console.exit_on_user_error(_extra):
+    with console.exit_on_user_error(lambda: "server-gpu" if gpu_choice().has_gpu else "server-cpu"):
         words = console.take_switches(sys.argv[1:] if arguments is None else arguments)
         _start_logging()
         match words:
@@ -67,10 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(version_line("inference-server"))
             case _:
                 _serve_command(words)
-
-
-def _extra() -> str:
-    return "server-gpu" if gpu_choice().has_gpu else "server-cpu"
 
 
 def _serve_command(words: list[str]) -> None:

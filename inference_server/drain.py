@@ -28,10 +28,6 @@ sends Hello again and gets no answer. A full send queue frees up sooner than tha
 REASON = "the server is draining: it is shutting down, finishes its running work and accepts no new work"
 
 
-def _none() -> int:
-    return 0
-
-
 class Drain:
     """Drain of one server. `run` returns when the server may exit."""
 
@@ -49,7 +45,7 @@ class Drain:
         self.is_draining = False
         self._has_farewell = False
         """True once the learner has sent Farewell during the drain."""
-        self.num_requests: Callable[[], int] = _none
+        self.num_requests: Callable[[], int] = lambda: 0
         """Callable that returns the number of running requests of OpenAI API clients."""
 
     async def run(self) -> None:

@@ -99,7 +99,7 @@ def check_room(run: ServerRun, model_path: Path) -> None:
             )
         return
     total, needed = total_memory_bytes(), needed_bytes(run, model_path)
-    if total is not None and needed > total:
+    if needed > total:
         raise ConfigError(
             f"server.kv_cache_memory_mib = {server.kv_cache_memory_mib} for each worker ({sizes}) and the weights need "
             f"{needed / GIB:.1f} GiB, but this machine has {total / GIB:.1f} GiB. Lower one of the three keys, or choose "

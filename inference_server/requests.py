@@ -216,7 +216,7 @@ class Groups:
         group = self._finished.get(group_id)
         if group is None:
             return
-        num_bytes = _size_of(group)
+        num_bytes = sum(one.token_ids.nbytes + one.behaviour_logprobs.nbytes for one in group.completions)
         if self._unacked and self._unacked_bytes + num_bytes > MAX_UNACKED_BYTES:
             return
         # The Ack may have arrived during the send.
@@ -233,10 +233,6 @@ class Groups:
     def _note_idle(self) -> None:
         if not self._running and self._idle_since is None:
             self._idle_since = time.monotonic()
-
-
-def _size_of(group: Group) -> int:
-    return sum(one.token_ids.nbytes + one.behaviour_logprobs.nbytes for one in group.completions)
 
 
 def drain_failure(group_id: str) -> GroupFailed:

@@ -12,7 +12,7 @@ order. Nothing is pickled.
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
+from protocol.config import flatten
 from protocol.errors import RankFailed, RanksDisagree
 
 T = TypeVar("T")
@@ -78,8 +79,12 @@ def require_agreement(accelerator: Accelerator, view: msgspec.Struct, remedy: st
 
 def describe_differences(views: Sequence[dict[str, Any]]) -> str:
     """Return a description of the fields that differ, with the value of each rank."""
-    flat = [dict(_flatten(view)) for view in views]
-    keys = [key for key in dict.fromkeys(key for view in flat for key in view) if _differs(key, flat)]
+    flat = [flatten(view) for view in views]
+    keys = [
+        key
+        for key in dict.fromkeys(key for view in flat for key in view)
+        if any(view.get(key, ABSENT) != flat[0].get(key, ABSENT) for view in flat)
+    ]
     more = f"; and {len(keys) - MAX_DIFFERENCES} more fields" if len(keys) > MAX_DIFFERENCES else ""
     return "; ".join(_describe(key, flat) for key in keys[:MAX_DIFFERENCES]) + more
 
@@ -101,19 +106,6 @@ def _gather_bytes(accelerator: Accelerator, data: bytes) -> list[bytes]:
     padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8).to(accelerator.device)
     rows = accelerator.gather(padded[None]).cpu().numpy()
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
-
-
-def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the `section.key` and value of every leaf of nested dicts."""
-    if not isinstance(value, dict):
-        yield key, value
-        return
-    for name, inner in value.items():
-        yield from _flatten(inner, f"{key}.{name}" if key else name)
-
-
-def _differs(key: str, flat: Sequence[dict[str, Any]]) -> bool:
-    return any(view.get(key, ABSENT) != flat[0].get(key, ABSENT) for view in flat)
 
 
 def _describe(key: str, flat: Sequence[dict[str, Any]]) -> str:

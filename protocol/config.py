@@ -188,6 +188,14 @@ def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec
     return keys
 
 
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by their whole keys, such as learner.loss.clip_low."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def may_change(field: msgspec.structs.FieldInfo) -> bool:
     """Return whether a resume may change this key."""
     return MAY_CHANGE in getattr(field.type, "__metadata__", ())

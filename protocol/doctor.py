@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import psutil
 
 from protocol.hardware import Dtype, dtype_choice
 from protocol.installation import DISTRIBUTION
 
 GIB = 1 << 30
-MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -89,33 +89,16 @@ def package_version() -> str:
         return "unknown"
 
 
-def free_memory_bytes() -> int | None:
-    """Return the bytes that this process may still allocate, or None off Linux.
-
-    The limit is the machine's memory, or that of the container if it is lower.
-    """
-    free, limit = _of_meminfo("MemAvailable:"), _of_cgroup("memory.max")
-    if free is None or limit is None:
-        return free
-    return min(free, limit - (_of_cgroup("memory.current") or 0))
+def free_memory_bytes() -> int:
+    """Return the bytes that this process may still allocate on the machine, or in the container if that is less."""
+    free, limit = psutil.virtual_memory().available, _of_cgroup("memory.max")
+    return free if limit is None else min(free, limit - (_of_cgroup("memory.current") or 0))
 
 
-def total_memory_bytes() -> int | None:
-    """Return the bytes that this process could ever allocate, or None off Linux.
-
-    The limit is the machine's memory, or that of the container if it is lower.
-    """
-    total, limit = _of_meminfo("MemTotal:"), _of_cgroup("memory.max")
-    return total if total is None or limit is None else min(total, limit)
-
-
-def _of_meminfo(field: str) -> int | None:
-    """Return a field in bytes, or None off Linux or if the kernel does not have the field."""
-    try:
-        lines = MEMINFO.read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), None)
+def total_memory_bytes() -> int:
+    """Return the bytes that this process could ever allocate on the machine, or in the container if that is less."""
+    total, limit = psutil.virtual_memory().total, _of_cgroup("memory.max")
+    return total if limit is None else min(total, limit)
 
 
 def _of_cgroup(name: str) -> int | None:
@@ -135,10 +118,8 @@ def of_dtype(dtype: Dtype) -> Finding:
     return unknown("speed", f"dtype = {dtype} may be slower here than {fastest}: {reason}")
 
 
-def of_memory(where: str, needed: int, free: int | None, remedy: str) -> Finding:
+def of_memory(where: str, needed: int, free: int, remedy: str) -> Finding:
     """Compare the memory that is needed with the memory that is free."""
-    if free is None:
-        return unknown("memory", f"{where} needs about {_gib(needed)}; the free memory is unknown")
     text = f"{where} needs about {_gib(needed)}, {_gib(free)} are free"
     return ok("memory", text) if needed <= free else problem("memory", text, remedy)
 

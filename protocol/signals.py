@@ -57,9 +57,5 @@ def leave_to_parent() -> None:
     Its own children get them as usual.
     """
     for number in TO_END:
-        signal.signal(number, _do_nothing)  # children would inherit SIG_IGN or a blocked signal
+        signal.signal(number, lambda *_: None)  # children would inherit SIG_IGN or a blocked signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_END)
-
-
-def _do_nothing(*_: object) -> None:
-    pass

@@ -200,15 +200,12 @@ def _names_of_class(node: ast.ClassDef) -> dict[str, ast.AST]:
     for statement in _flat(node.body):
         if isinstance(statement, Function):
             for inner in ast.walk(statement):
-                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and _is_self(inner.value):
-                    names.setdefault(inner.attr, inner)
+                match inner:
+                    case ast.Attribute(value=ast.Name(id="self"), attr=attribute, ctx=ast.Store()):
+                        names.setdefault(attribute, inner)
     for statement in _flat(node.body):
         names.update(_defined_by(statement))
     return names
-
-
-def _is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def _fields(node: ast.ClassDef) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from learner.config.section import Section, any_of, require
+from learner.config.section import AtLeastOne, Fraction, NotNegative, Positive, Section, Share, any_of, require
 from protocol.config import MayChange
 from protocol.errors import ConfigError
 
@@ -42,35 +42,35 @@ class LossConfig(Section):
     """Normalization of the loss. token: mean over all tokens of the step; sequence: mean over completions of
     their means; dr_grpo: division by a constant. Unset: sequence for gspo, whose loss is one number per
     completion (arXiv 2507.18071, equation 5), token for all other objectives."""
-    clip_low: float | None = None
+    clip_low: NotNegative[float] | None = None
     """Lower clip bound: a ratio below 1 - clip_low has no gradient when the advantage is negative. Default:
     0.2 for grpo, 3e-4 for gspo."""
-    clip_high: float | None = None
+    clip_high: NotNegative[float] | None = None
     """Upper clip bound. grpo and gspo: a ratio above 1 + clip_high has no gradient when the advantage is
     positive; cispo: the ratio counts at most 1 + clip_high. Default: 0.28 for grpo (DAPO's clip-higher), 4e-4
     for gspo, 4.0 for cispo."""
-    dual_clip: MayChange[float | None] = None
+    dual_clip: MayChange[NotNegative[float] | None] = None
     """Upper bound on the ratio when the advantage is negative, for grpo, gspo and dppo: a ratio above it has
     no gradient. Without it, one token whose probability rose a thousandfold would dominate a step. Default:
     3.0, or 1 + clip_high if that is larger. inf: no bound."""
-    tau_positive: float | None = None
+    tau_positive: NotNegative[float] | None = None
     """Steepness of sapo's gate when the advantage is positive. Default: 1.0."""
-    tau_negative: float | None = None
+    tau_negative: NotNegative[float] | None = None
     """Steepness of sapo's gate when the advantage is negative. Default: 1.05."""
-    tv_low: float | None = None
+    tv_low: NotNegative[float] | None = None
     """Bound of dppo: a token whose probability fell by more has no gradient when the advantage is negative.
     Default: 0.2."""
-    tv_high: float | None = None
+    tv_high: NotNegative[float] | None = None
     """Bound of dppo: a token whose probability rose by more has no gradient when the advantage is positive.
     Default: 0.2."""
-    log_ratio_penalty: float | None = None
+    log_ratio_penalty: NotNegative[float] | None = None
     """Weight of (log ratio)² in dppo. Default: 1e-3."""
     mask_truncated: bool = False
     """Whether to exclude completions that reached max_tokens from the loss and from its normalization. They
     stay in the baseline (DAPO's overlong filtering)."""
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegative[float] = 0.0
     """Weight of the entropy bonus, the mean entropy of the trained tokens."""
-    top_entropy_frac: float = 1.0
+    top_entropy_frac: Share[float] = 1.0
     """Share of the step's tokens to train on, those with the highest entropy (arXiv 2506.01939)."""
 
     def unmet_needs(self) -> dict[str, str]:
@@ -86,9 +86,6 @@ class LossConfig(Section):
             "path/to/file.py:name",
         )
         used = OBJECTIVE_DEFAULTS.get(self.objective, {})
-        for bound in BOUNDS:
-            value = getattr(self, bound)
-            require(value is None or value >= 0, f"{bound} = {value} must not be negative")
         if "clip_low" in used:
             low, high = self.value("clip_low"), self.value("clip_high")
             require(0 < low < 1, f"clip_low = {low} must be between 0 and 1")
@@ -109,11 +106,6 @@ class LossConfig(Section):
         require(self.clip_high is None or math.isfinite(self.clip_high), f"clip_high = {self.clip_high} must be finite")
         for tau in ("tau_positive", "tau_negative"):
             require(tau not in used or self.value(tau) > 0, f"{tau} = {getattr(self, tau)} must be above 0")
-        require(self.entropy_coef >= 0, f"entropy_coef = {self.entropy_coef} must not be negative")
-        require(
-            0 < self.top_entropy_frac <= 1,
-            f"top_entropy_frac = {self.top_entropy_frac} must be above 0 and at most 1 (all tokens)",
-        )
 
     @property
     def mean_over(self) -> Normalization:
@@ -155,17 +147,17 @@ class OffPolicyCorrectionConfig(Section):
     granularity: MayChange[Literal["token", "sequence", "geometric"]] = "token"
     """Granularity of the importance weight. token: one per token; sequence: one per completion, the product
     over its tokens; geometric: one per completion, the geometric mean over its tokens."""
-    max_weight: MayChange[float | None] = None
+    max_weight: MayChange[AtLeastOne[float] | None] = None
     """Upper bound of the importance weight. Default: 2.0; required for granularity = geometric, where 1.01 is
     usual."""
-    min_weight: MayChange[float | None] = None
+    min_weight: MayChange[Share[float] | None] = None
     """Lower bound of the importance weight, with weight = mask. Unset: no lower bound."""
-    sequence_mask: MayChange[float | None] = None
+    sequence_mask: MayChange[NotNegative[float] | None] = None
     """Maximum mean log(behavior / policy) of a completion with a negative advantage. Completions above it are
     excluded (DeepSeek-V3.2, arXiv 2512.02556)."""
-    max_token_staleness: MayChange[int | None] = None
+    max_token_staleness: MayChange[NotNegative[int] | None] = None
     """Maximum staleness of a token, in policy versions. Staler tokens count stale_token_weight."""
-    stale_token_weight: MayChange[float] = 0.0
+    stale_token_weight: MayChange[Fraction[float]] = 0.0
     """Weight of tokens above max_token_staleness. 0: they are excluded; below 1: they count less."""
 
     def unmet_needs(self) -> dict[str, str]:
@@ -186,23 +178,6 @@ class OffPolicyCorrectionConfig(Section):
             'granularity = "geometric" needs max_weight, because the mean over a completion stays near 1; set it, usually '
             "to 1.01",
         )
-        require(self.weight_bound >= 1, f"max_weight = {self.max_weight} must be at least 1")
-        require(
-            self.min_weight is None or 0 < self.min_weight <= 1,
-            f"min_weight = {self.min_weight} must be above 0 and at most 1",
-        )
-        require(
-            self.sequence_mask is None or self.sequence_mask >= 0,
-            f"sequence_mask = {self.sequence_mask} must not be negative",
-        )
-        require(
-            self.max_token_staleness is None or self.max_token_staleness >= 0,
-            f"max_token_staleness = {self.max_token_staleness} must not be negative",
-        )
-        require(
-            0 <= self.stale_token_weight < 1,
-            f"stale_token_weight = {self.stale_token_weight} must be at least 0 and below 1",
-        )
 
     @property
     def weight_bound(self) -> float:
@@ -212,7 +187,7 @@ class OffPolicyCorrectionConfig(Section):
 class KlConfig(Section):
     """KL of the policy to the reference."""
 
-    coef: float = 0.0
+    coef: NotNegative[float] = 0.0
     """KL coefficient. A coefficient above 0 needs a reference."""
     estimator: KlEstimator | None = None
     """KL estimator, with d = log reference - log policy. k1: -d; k2: d² / 2; k3: exp(d) - d - 1; k3_grad_k2:
@@ -224,11 +199,11 @@ class KlConfig(Section):
     schedule: Literal["constant", "linear", "target"] = "constant"
     """Schedule of the coefficient. constant: coef; linear: from coef to final_coef over the run; target:
     adapted to hold the KL at `target`."""
-    final_coef: float | None = None
+    final_coef: NotNegative[float] | None = None
     """KL coefficient at the last step, with schedule = linear."""
-    target: float | None = None
+    target: Positive[float] | None = None
     """Target KL per token, in nats, with schedule = target."""
-    horizon_steps: int = 10
+    horizon_steps: AtLeastOne[int] = 10
     """Horizon of the adaptation, with schedule = target: a step changes the coefficient by at most 0.2 /
     horizon_steps of itself (arXiv 1909.08593)."""
     importance_weighted: bool = False
@@ -253,12 +228,8 @@ class KlConfig(Section):
         return unmet_needs
 
     def check(self) -> None:
-        require(self.coef >= 0, f"coef = {self.coef} must not be negative")
         needed = {"constant": "coef", "linear": "final_coef", "target": "target"}[self.schedule]
         require(self._is_defined, f'schedule = "{self.schedule}" needs {needed}')
-        require(self.final_coef is None or self.final_coef >= 0, f"final_coef = {self.final_coef} must not be negative")
-        require(self.target is None or self.target > 0, f"target = {self.target} must be above 0")
-        require(self.horizon_steps >= 1, f"horizon_steps = {self.horizon_steps} must be at least 1")
         if self.is_on and self.place == "reward":
             require(
                 self.estimator in (None, "k1"),

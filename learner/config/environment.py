@@ -1,9 +1,8 @@
 """Config of the environment in which the policy acts over several turns, instead of answering once."""
 
-import math
 import sys
 
-from learner.config.section import Section, require
+from learner.config.section import AtLeastOne, PositiveFinite, Section, require
 from protocol.config import MayChange
 
 
@@ -41,19 +40,19 @@ class EnvironmentConfig(Section):
     override_sampling: MayChange[bool] = False
     """Whether to ignore the sampling parameters of an agent's requests (temperature, top_p, seed, a forced
     tool_choice, response_format, ...) and to sample as the run does. false: such requests are refused."""
-    max_turns: int = 8
+    max_turns: AtLeastOne[int] = 8
     """Maximum number of turns of an episode. sampling.max_tokens limits each turn."""
-    max_episode_tokens: int | None = None
+    max_episode_tokens: AtLeastOne[int] | None = None
     """Maximum number of tokens of an episode, including its prompt. Unset: the server's max_model_len."""
-    timeout_s: MayChange[float] = 10.0
+    timeout_s: MayChange[PositiveFinite[float]] = 10.0
     """Deadline of one method call. A process that exceeds it is killed, and the episode ends without a
     reward."""
-    episode_deadline_s: MayChange[float] = 600.0
+    episode_deadline_s: MayChange[PositiveFinite[float]] = 600.0
     """Maximum duration of an episode, including the waits for its turns. An episode above it starts no
     further turn and ends without a reward."""
-    max_concurrent: MayChange[int] = 64
+    max_concurrent: MayChange[AtLeastOne[int]] = 64
     """Maximum number of concurrent episodes, each with an instance in its own process."""
-    max_memory_mib: MayChange[int | None] = None
+    max_memory_mib: MayChange[AtLeastOne[int] | None] = None
     """Maximum memory of the process of an environment or agent and all that it has started, including what
     its module imports. A process above it is killed, and the episode ends as env_error. Linux only. Unset: no
     limit."""
@@ -86,11 +85,6 @@ class EnvironmentConfig(Section):
         return unmet_needs
 
     def check(self) -> None:
-        for name in ("max_turns", "max_episode_tokens", "max_concurrent", "max_memory_mib"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} = {value} must be at least 1")
-        for name in ("timeout_s", "episode_deadline_s"):
-            require(0 < getattr(self, name) < math.inf, f"{name} = {getattr(self, name)} must be above 0 and finite")
         for name in ("agent", "command", "python", "tool_call_format"):
             require(getattr(self, name) != "", f"{name} is empty; remove it, or set a value")
         require(

@@ -1,13 +1,12 @@
 """Config of evaluations, by `slipstream evaluate run.toml` and during training."""
 
-import math
 import re
 from typing import Annotated, Self
 
 import msgspec
 import tyro
 
-from learner.config.section import Section, require
+from learner.config.section import AtLeastOne, NotNegative, PositiveFinite, Section, require
 from protocol.config import PASSED_ON, MayChange
 
 SOURCES = ("task", "path", "dataset")
@@ -43,7 +42,7 @@ class EvaluationConfig(Section):
     Prompts are tokenized, and answers scored, as in training.
     """
 
-    every_steps: MayChange[int] = 0
+    every_steps: MayChange[NotNegative[int]] = 0
     """Steps between evaluations during training. One also follows the last step. 0: only by `slipstream
     evaluate`."""
     at_start: MayChange[bool] = False
@@ -65,17 +64,17 @@ class EvaluationConfig(Section):
     """`datasets` dataset."""
     split: MayChange[str] = "test"
     """Split of the dataset."""
-    num_prompts: MayChange[int | None] = None
+    num_prompts: MayChange[AtLeastOne[int] | None] = None
     """Maximum number of prompts, taken from the start."""
-    num_samples: MayChange[int] = 1
+    num_samples: MayChange[AtLeastOne[int]] = 1
     """Number of completions, or episodes, per prompt. More than one requires a temperature above 0."""
     temperature: MayChange[float] = 0.0
     """Sampling temperature. 0: greedy."""
-    max_tokens: MayChange[int | None] = None
+    max_tokens: MayChange[AtLeastOne[int] | None] = None
     """Maximum number of tokens of a completion, or of a turn. Unset: learner.sampling.max_tokens."""
-    max_concurrent: MayChange[int] = 64
+    max_concurrent: MayChange[AtLeastOne[int]] = 64
     """Maximum number of prompts in flight."""
-    timeout_s: MayChange[float] = 600.0
+    timeout_s: MayChange[PositiveFinite[float]] = 600.0
     """Maximum time for an answer, and to wait for a lost server."""
     sets: MayChange[Annotated[dict[str, SetConfig], PASSED_ON, tyro.conf.Suppress]] = msgspec.field(
         default_factory=dict
@@ -111,17 +110,12 @@ class EvaluationConfig(Section):
             self.url is None or self.url.startswith(("http://", "https://")),
             f'url = {self.url!r} is not a URL of an OpenAI server; use one such as "http://127.0.0.1:8000/v1"',
         )
-        require(self.every_steps >= 0, f"every_steps = {self.every_steps} must not be negative")
-        for key in ("num_prompts", "num_samples", "max_tokens", "max_concurrent"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"{key} = {value} must be at least 1")
         require(0 <= self.temperature <= 2, f"temperature = {self.temperature} must be between 0 and 2")
         require(
             self.num_samples == 1 or self.temperature > 0,
             f"num_samples = {self.num_samples} with temperature = 0: all samples of a prompt would be equal; set "
             "temperature, or num_samples = 1",
         )
-        require(0 < self.timeout_s < math.inf, f"timeout_s = {self.timeout_s} must be above 0 and finite")
         for name in self.sets:
             require(
                 SET_NAME.fullmatch(name) is not None,

@@ -14,7 +14,7 @@ from learner.config.prompts import CurriculumConfig, DataConfig
 from learner.config.report import ReportConfig
 from learner.config.rewards import RewardConfig
 from learner.config.rollouts import SamplingConfig
-from learner.config.section import Section, require, value_at
+from learner.config.section import AtLeastOne, NotNegative, Positive, Section, require, value_at
 from learner.config.servers import ParityConfig, WeightSyncConfig
 from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
@@ -33,20 +33,20 @@ class LearnerConfig(Section):
     """Source of the prompts."""
     reward: RewardConfig
     """Scoring of the completions."""
-    steps: MayChange[int]
+    steps: MayChange[AtLeastOne[int]]
     """Number of optimizer steps of the run."""
-    groups_per_step: int = 16
+    groups_per_step: AtLeastOne[int] = 16
     """Number of groups in the batch of one optimizer step."""
-    max_staleness: MayChange[int | Literal["auto"]] = 2
+    max_staleness: MayChange[NotNegative[int] | Literal["auto"]] = 2
     """Maximum staleness of a consumed group: how many versions its oldest token may be behind the learner. 0:
     synchronous training; "auto": the smallest value, at least 1, that keeps the learner fed, adjusted to the
     run's bottleneck."""
-    max_auto_staleness: MayChange[int] = 8
+    max_auto_staleness: MayChange[AtLeastOne[int]] = 8
     """Upper limit with max_staleness = "auto"."""
-    updates_per_batch: int = 1
+    updates_per_batch: AtLeastOne[int] = 1
     """Number of optimizer updates per batch. Above 1, later updates move further from the policy that sampled
     the batch."""
-    micro_batch_tokens: MayChange[int | Literal["auto"]] = "auto"
+    micro_batch_tokens: MayChange[AtLeastOne[int] | Literal["auto"]] = "auto"
     """Number of tokens per forward pass. Lower it if memory runs out; the result does not depend on it.
     "auto": 16,384 on a GPU, and 4,096 on a CPU, where larger passes no longer fit the caches."""
     attn_implementation: MayChange[str] = "packed"
@@ -69,7 +69,7 @@ class LearnerConfig(Section):
     signal_reward: str | None = None
     """Name of the reward function whose rewards must differ within a group, with dynamic_sampling, such as the
     one for correct answers. Unset: the sum of all, without the overlong penalty."""
-    max_resamples: MayChange[int] = 10
+    max_resamples: MayChange[AtLeastOne[int]] = 10
     """Maximum number of groups that a step replaces with dynamic_sampling, in multiples of groups_per_step.
     Further groups are used unchanged, with a warning."""
     curriculum: CurriculumConfig = CurriculumConfig()
@@ -86,21 +86,21 @@ class LearnerConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     report: ReportConfig = ReportConfig()
-    connect_timeout_s: MayChange[float] = 600.0
+    connect_timeout_s: MayChange[Positive[float]] = 600.0
     """Maximum time to wait for a server, at the start and whenever it is lost or serves another learner."""
-    drain_timeout_s: MayChange[float] = 60.0
+    drain_timeout_s: MayChange[Positive[float]] = 60.0
     """Maximum time for a server to finish its pending groups, after its endpoint is removed from
     `endpoints_from` or it announces its shutdown. The remaining groups are then requested from other
     servers."""
-    group_idle_timeout_s: MayChange[float] = 600.0
+    group_idle_timeout_s: MayChange[Positive[float]] = 600.0
     """Maximum time without a new token for a group in progress, not counting weight syncs, before it is
     requested again. If two or more of its completions are finished, it continues with those. A request that the
     server has lost is resent after the same time."""
-    collective_timeout_s: MayChange[float] = 600.0
+    collective_timeout_s: MayChange[Positive[float]] = 600.0
     """With several ranks: maximum time that each waits for the others in a collective. It bounds how soon a
     hanging rank is noticed, or a dead one that the rank watch misses. It must exceed the time that rank 0
     needs to read the data, for a weight sync or for a checkpoint. Waits for the server do not count."""
-    max_group_attempts: MayChange[int] = 3
+    max_group_attempts: MayChange[AtLeastOne[int]] = 3
     """Number of failed attempts after which the group of a prompt is recorded as failed and left out."""
     cpu_cores: MayChange[Cores | None] = None
     """Cores to run on, as positions in the list of cores that this process may use. torch gets as many
@@ -111,26 +111,10 @@ class LearnerConfig(Section):
         return unmet_requirements(self)
 
     def check(self) -> None:
-        for name in (
-            "steps",
-            "groups_per_step",
-            "updates_per_batch",
-            "max_group_attempts",
-            "max_resamples",
-        ):
-            require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
-        require(
-            self.micro_batch_tokens == "auto" or self.micro_batch_tokens >= 1,
-            f"micro_batch_tokens = {self.micro_batch_tokens} must be at least 1",
-        )
-        for name in ("connect_timeout_s", "drain_timeout_s", "group_idle_timeout_s", "collective_timeout_s"):
-            require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
         require(
             self.attn_implementation != "",
             'attn_implementation is empty; expected "packed", "sdpa" or another attention of transformers',
         )
-        require(self.staleness_bound >= 0, f"max_staleness = {self.max_staleness} must not be negative")
-        require(self.max_auto_staleness >= 1, f"max_auto_staleness = {self.max_auto_staleness} must be at least 1")
         check_contradictions(self)
 
     @property

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Literal
 
-from learner.config.section import Section, any_of, require
+from learner.config.section import AtLeastOne, Positive, Section, any_of, require
 from protocol.config import MayChange
 
 ReferenceKind = Literal["none", "fixed", "every", "ema", "adaptive", "mixture"]
@@ -39,7 +39,7 @@ class ReferenceConfig(Section):
     refreshed every `every_steps` steps; ema: moved toward the policy by `alpha` every `every_steps` steps;
     adaptive: a copy, refreshed when the KL stays above `kl_threshold`; mixture: the mean distribution of the
     last `num_snapshots` copies, taken every `every_steps` steps."""
-    every_steps: int | None = None
+    every_steps: AtLeastOne[int] | None = None
     """Optimizer steps between two refreshes, for every, ema and mixture."""
     growth: float | None = None
     """Factor by which each refresh multiplies the steps to the next one (every_steps, min_every_steps), for
@@ -52,13 +52,13 @@ class ReferenceConfig(Section):
     kl_threshold: float | None = None
     """Mean KL per token of a step, `reference/kl`, for adaptive. The reference is refreshed after `patience`
     steps in a row above it."""
-    patience: int = 3
+    patience: AtLeastOne[int] = 3
     """Number of steps in a row above kl_threshold, for adaptive."""
     reward_guard: bool = True
     """Whether a refresh also requires that the policy has not become worse, for adaptive. The moving average
     of `reward/mean` (a tenth of the way each step) must not be below its value at the last refresh. Before
     the first refresh, its value at the first step counts."""
-    min_every_steps: int | None = None
+    min_every_steps: AtLeastOne[int] | None = None
     """Minimum number of optimizer steps between two refreshes, for adaptive."""
     num_snapshots: int | None = None
     """Number of copies, for mixture. A token's reference probability is the mean under the copies. Each costs
@@ -99,9 +99,10 @@ class ReferenceConfig(Section):
     def check(self) -> None:
         for key in NEEDS[self.kind]:
             require(getattr(self, key) is not None, f'kind = "{self.kind}" needs {key}')
-        for key, least in (("every_steps", 1), ("min_every_steps", 1), ("patience", 1), ("num_snapshots", 2)):
-            value = getattr(self, key)
-            require(value is None or value >= least, f"{key} = {value} must be at least {least}")
+        require(
+            self.num_snapshots is None or self.num_snapshots >= 2,
+            f"num_snapshots = {self.num_snapshots} must be at least 2",
+        )
         require(
             self.alpha is None or 0 < self.alpha < 1,
             f'alpha = {self.alpha} must be between 0 and 1; for a whole copy set kind = "every"',
@@ -156,7 +157,7 @@ class LoraConfig(Section):
     rank: int = 0
     """Rank of the adapter. 0: train the whole model; above 0: train rank · (inputs + outputs) numbers per
     adapted layer, which needs about ten times the learning rate."""
-    alpha: float = 32.0
+    alpha: Positive[float] = 32.0
     """Scale of the adapter, which counts alpha / rank, so that one learning rate suits every rank (arXiv
     2106.09685)."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
@@ -168,7 +169,6 @@ class LoraConfig(Section):
 
     def check(self) -> None:
         require(self.rank >= 0, f"rank = {self.rank} must not be negative; 0 trains the whole model")
-        require(self.alpha > 0, f"alpha = {self.alpha} must be above 0")
         require(
             len(self.target_modules) > 0,
             'target_modules = [] adapts nothing; name layers or set it to "all-linear"',

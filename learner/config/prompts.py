@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import tyro
 
-from learner.config.section import Section, require
+from learner.config.section import AtLeastOne, Fraction, Section, require
 from protocol.config import MayChange
 
 MIN_WEIGHT = 0.01
@@ -33,7 +33,7 @@ class CurriculumConfig(Section):
     """Pass rate at or above which a prompt is not sampled again."""
     drop_below: MayChange[float | None] = None
     """Pass rate at or below which a prompt is not sampled again."""
-    decay: float = 0.5
+    decay: Fraction[float] = 0.5
     """Decay of a prompt's pass rate: decay · old rate + (1 - decay) · rate of its newest group. 0: the newest
     group alone."""
 
@@ -61,7 +61,6 @@ class CurriculumConfig(Section):
             self.drop_below is None or 0 <= self.drop_below < self.hard_below,
             f"drop_below = {self.drop_below} must be at least 0 and below hard_below = {self.hard_below}",
         )
-        require(0 <= self.decay < 1, f"decay = {self.decay} must be at least 0 and below 1")
 
     def weight(self, pass_rate: float | None) -> float:
         """Return the probability of keeping a prompt.
@@ -101,10 +100,10 @@ class DataConfig(Section):
     """Configuration of the dataset, if it has several."""
     split: str = "train"
     """Split of the dataset."""
-    num_prompts: MayChange[int | None] = None
+    num_prompts: MayChange[AtLeastOne[int] | None] = None
     """Maximum number of prompts, taken from the start. For a task: number of prompts to generate, 4096 by
     default. A resume may change this key, path, dataset and revision only if the prompts stay the same."""
-    num_digits: int | None = None
+    num_digits: AtLeastOne[int] | None = None
     """Digits of each number in a task's prompt. Default: 8 for reverse, 4 for sort, 2 for arithmetic and
     calculator."""
     prompt_column: str = "prompt"
@@ -115,14 +114,14 @@ class DataConfig(Section):
     conversation without a system message."""
     chat_template_kwargs: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
     """Arguments of the chat template, as in `chat_template_kwargs = {enable_thinking = false}`."""
-    max_prompt_tokens: MayChange[int | None] = None
+    max_prompt_tokens: MayChange[AtLeastOne[int] | None] = None
     """Maximum number of tokens of a prompt; overlong_prompts decides what happens above it. Unset: a prompt that
     leaves no room for max_tokens in the server's context is an error."""
     overlong_prompts: Literal["error", "drop", "truncate"] = "error"
     """Handling of prompts above max_prompt_tokens. error: an error; drop: left out; truncate: sampled
     without their first tokens, while reward functions see the whole prompt. Their number is logged at the
     start and shown in the report."""
-    num_workers: MayChange[int] = 1
+    num_workers: MayChange[AtLeastOne[int]] = 1
     """Number of processes that tokenize a file or dataset when it is first read. Later starts reuse the cache
     of `datasets` (HF_DATASETS_CACHE)."""
     shuffle: bool = True
@@ -147,6 +146,3 @@ class DataConfig(Section):
             f'overlong_prompts = "{self.overlong_prompts}" needs max_prompt_tokens, because the choice of prompts must not depend on '
             "the server; set max_prompt_tokens",
         )
-        for key in ("num_prompts", "num_digits", "max_prompt_tokens", "num_workers"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"{key} = {value} must be at least 1")

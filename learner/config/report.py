@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from learner.config.section import Section, require
+from learner.config.section import NotNegative, Section, require
 from protocol.config import MayChange
 
 
@@ -19,7 +19,7 @@ class ReportConfig(Section):
     dashboard_host: MayChange[str] = "127.0.0.1"
     """Address of the dashboard, such as 0.0.0.0 in a container. The dashboard has no password: beyond this
     machine, anyone who reaches it can read metrics, prompts and completions."""
-    samples_every_steps: MayChange[int] = 10
+    samples_every_steps: MayChange[NotNegative[int]] = 10
     """Steps between samples of a few completions in samples.jsonl. The file keeps its first and its newest
     samples, at most 32 MiB. 0: never."""
 
@@ -28,4 +28,3 @@ class ReportConfig(Section):
 
     def check(self) -> None:
         require(self.dashboard_host != "", "dashboard_host is empty; remove it, or set an address")
-        require(self.samples_every_steps >= 0, f"samples_every_steps = {self.samples_every_steps} must not be negative")

@@ -4,7 +4,7 @@ import math
 import sys
 from typing import Literal
 
-from learner.config.section import Section, require
+from learner.config.section import AtLeastOne, Fraction, NotNegativeFinite, PositiveFinite, Section, require
 from protocol.config import MayChange
 
 OVERLONG = "overlong"
@@ -39,11 +39,11 @@ class JudgeConfig(Section):
     prompt: str = JUDGED
     """Prompt of the judge. {prompt}, {completion} (without its reasoning) and {answer} (the column) are
     filled in. The last number in the verdict is the score."""
-    best_score: float = 10.0
+    best_score: PositiveFinite[float] = 10.0
     """Score that corresponds to a reward of 1."""
-    temperature: float = 0.0
+    temperature: NotNegativeFinite[float] = 0.0
     """Sampling temperature of the judge. 0: greedy."""
-    max_tokens: MayChange[int] = 1024
+    max_tokens: MayChange[AtLeastOne[int]] = 1024
     """Maximum number of tokens of a verdict."""
 
     @property
@@ -58,9 +58,6 @@ class JudgeConfig(Section):
         require(
             "{completion}" in self.prompt, f"prompt = {self.prompt!r} must contain {{completion}}, the text to rate"
         )
-        require(0 < self.best_score < math.inf, f"best_score = {self.best_score} must be above 0 and finite")
-        require(0 <= self.temperature < math.inf, f"temperature = {self.temperature} must be at least 0 and finite")
-        require(self.max_tokens >= 1, f"max_tokens = {self.max_tokens} must be at least 1")
 
 
 class RewardConfig(Section):
@@ -80,34 +77,34 @@ class RewardConfig(Section):
     skip_special_tokens: bool = True
     """Whether to remove special tokens (ends, channels, tool tags) from the text that functions see. false:
     the text has all of them, including the end of the sequence. completion_ids always have every token."""
-    timeout_s: MayChange[float] = 10.0
+    timeout_s: MayChange[PositiveFinite[float]] = 10.0
     """Deadline of one call of one function on one group. A synchronous function that exceeds it is killed, an
     asynchronous one canceled. Built-in functions then score the completions one by one; those still too slow
     get 0."""
-    unreachable_s: MayChange[float] = 600.0
+    unreachable_s: MayChange[NotNegativeFinite[float]] = 600.0
     """Maximum time to retry a function that cannot reach a service: a connection is refused or breaks, or the
     status is 429, 502, 503 or 504. The run waits meanwhile. After that, the call counts as failed. 0: it
     fails at once."""
-    num_workers: MayChange[int] = 1
+    num_workers: MayChange[AtLeastOne[int]] = 1
     """Number of processes that call synchronous functions, each one function on one group at a time."""
-    max_concurrent_calls: MayChange[int] = 64
+    max_concurrent_calls: MayChange[AtLeastOne[int]] = 64
     """Maximum number of concurrent calls of asynchronous functions (`async def`), in one event loop of one
     process. Each call is one function on one group, with its own deadline."""
-    max_memory_mib: MayChange[int | None] = None
+    max_memory_mib: MayChange[AtLeastOne[int] | None] = None
     """Maximum memory of a process and all that it has started, including what its module imports. A process
     above it is killed, and the call fails. Linux only. Unset: no limit."""
-    calls_per_worker: MayChange[int | None] = None
+    calls_per_worker: MayChange[AtLeastOne[int] | None] = None
     """Number of calls after which a new process replaces the old one, for functions that leak. Unset:
     never."""
-    max_failed_share: MayChange[float] = 0.2
+    max_failed_share: MayChange[Fraction[float]] = 0.2
     """Maximum share of failed or timed-out calls among the last 100 calls of a function (at first: 10). Above
     it, the run stops and shows examples. Up to it, the prompt of such a call is requested again, if the
     function has a weight. 0: any failure stops the run."""
-    overlong_buffer_tokens: int | None = None
+    overlong_buffer_tokens: AtLeastOne[int] | None = None
     """Length of the soft overlong penalty (DAPO), in tokens. Over this many tokens before
     sampling.max_tokens, the penalty grows linearly to overlong_penalty; a truncated completion gets all of
     it. It is a separate reward named overlong. Unset: no penalty."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: PositiveFinite[float] = 1.0
     """Full overlong penalty, with overlong_buffer_tokens."""
     unconfined_programs: MayChange[bool] = False
     """Whether passes_tests may run programs where a kernel or container allows no namespaces. Such programs
@@ -135,41 +132,17 @@ class RewardConfig(Section):
             f"weights = {self.weights} must be {len(self.functions)} finite numbers, one for each of functions = "
             f"{self.functions}, not all 0",
         )
-        require(0 < self.timeout_s < math.inf, f"timeout_s = {self.timeout_s} must be above 0 and finite")
-        require(
-            0 <= self.unreachable_s < math.inf, f"unreachable_s = {self.unreachable_s} must be at least 0 and finite"
-        )
-        for key in ("num_workers", "max_concurrent_calls", "max_memory_mib", "calls_per_worker"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"{key} = {value} must be at least 1")
         require(
             self.max_memory_mib is None or sys.platform == "linux",
             f"max_memory_mib = {self.max_memory_mib} needs Linux, but this system is {sys.platform}; unset it",
-        )
-        require(
-            0 <= self.max_failed_share < 1,
-            f"max_failed_share = {self.max_failed_share} must be at least 0 and below 1",
         )
         require(
             JUDGE not in self.functions or self.judge.url is not None,
             f"judge.url is not set, but functions = {self.functions} contains a judge; set judge.url to its endpoint, "
             "such as http://judge:8000/v1",
         )
-        self._check_overlong()
-
-    def _check_overlong(self) -> None:
-        if self.overlong_buffer_tokens is None:
-            return
         require(
-            self.overlong_buffer_tokens >= 1,
-            f"overlong_buffer_tokens = {self.overlong_buffer_tokens} must be at least 1",
-        )
-        require(
-            0 < self.overlong_penalty < math.inf,
-            f"overlong_penalty = {self.overlong_penalty} must be above 0 and finite",
-        )
-        require(
-            OVERLONG not in self.names,
+            self.overlong_buffer_tokens is None or OVERLONG not in self.names,
             f"functions = {self.functions} contains a function named {OVERLONG!r}, which is the name of the reward of "
             "overlong_buffer_tokens; rename the function",
         )

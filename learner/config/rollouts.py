@@ -1,6 +1,6 @@
 """Config of the sampling of completions."""
 
-from learner.config.section import Section, require
+from learner.config.section import AtLeastOne, Section, Share, require
 from protocol.messages import MAX_STOP_LENGTH, MAX_STOPS
 
 
@@ -9,11 +9,11 @@ class SamplingConfig(Section):
 
     group_size: int = 8
     """Number of completions per prompt, the size of a group."""
-    max_tokens: int = 512
+    max_tokens: AtLeastOne[int] = 512
     """Maximum number of tokens of a completion. A completion that reaches it is truncated and counted."""
     temperature: float = 1.0
     """Sampling temperature. The learner applies it to its logits too."""
-    top_p: float = 1.0
+    top_p: Share[float] = 1.0
     """Total probability of the likeliest tokens to sample from. Below 1: only with allow_partial_support."""
     top_k: int = 0
     """Number of likeliest tokens to sample from. 0: all tokens; above 0: only with allow_partial_support."""
@@ -34,12 +34,10 @@ class SamplingConfig(Section):
             self.group_size >= 2,
             f"group_size = {self.group_size} must be at least 2, because a single completion has no baseline",
         )
-        require(self.max_tokens >= 1, f"max_tokens = {self.max_tokens} must be at least 1")
         require(
             0.01 <= self.temperature <= 2,
             f"temperature = {self.temperature} must be between 0.01 (below it, vLLM samples greedily) and 2",
         )
-        require(0 < self.top_p <= 1, f"top_p = {self.top_p} must be above 0 and at most 1")
         require(
             len(self.stop) <= MAX_STOPS and all(0 < len(text) <= MAX_STOP_LENGTH for text in self.stop),
             f"stop = {self.stop} must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters",

@@ -1,10 +1,29 @@
 """Base class of config sections: value checks, and detection of keys without effect."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, reduce
-from typing import Any, Self
+from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_args
 
 import msgspec
+
+T = TypeVar("T")
+
+
+class Range(NamedTuple):
+    """Range of a key's numbers. Unlike that of msgspec, it does not bind a key without effect."""
+
+    holds: Callable[[float], bool]
+    rule: str
+
+
+Positive = Annotated[T, Range(lambda value: value > 0, "must be above 0")]
+NotNegative = Annotated[T, Range(lambda value: value >= 0, "must not be negative")]
+AtLeastOne = Annotated[T, Range(lambda value: value >= 1, "must be at least 1")]
+PositiveFinite = Annotated[T, Range(lambda value: 0 < value < math.inf, "must be above 0 and finite")]
+NotNegativeFinite = Annotated[T, Range(lambda value: 0 <= value < math.inf, "must be at least 0 and finite")]
+Fraction = Annotated[T, Range(lambda value: 0 <= value < 1, "must be at least 0 and below 1")]
+Share = Annotated[T, Range(lambda value: 0 < value <= 1, "must be above 0 and at most 1")]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,6 +36,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         if self.in_effect() is self:  # otherwise `in_effect` created a checked copy
+            for key, limit in _ranges(type(self)):
+                value = getattr(self, key)
+                require(not isinstance(value, int | float) or limit.holds(value), f"{key} = {value} {limit.rule}")
             self.check()
 
     def check(self) -> None:
@@ -61,6 +83,20 @@ def any_of(key: str, values: Iterable[str]) -> str:
 
 def value_at(section: Section, key: str) -> Any:
     return reduce(getattr, key.split("."), section)
+
+
+@cache
+def _ranges(section: type[Section]) -> list[tuple[str, Range]]:
+    return [(field.name, limit) for field in msgspec.structs.fields(section) for limit in _ranges_in(field.type)]
+
+
+def _ranges_in(annotated: Any) -> Iterator[Range]:
+    """Yield the ranges of a type, also of the members of a union."""
+    for part in (*get_args(annotated), *getattr(annotated, "__metadata__", ())):
+        if isinstance(part, Range):
+            yield part
+        else:
+            yield from _ranges_in(part)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Config of checkpoints: when they are written, what they contain, and which ones stay."""
 
-from learner.config.section import Section, require
+from learner.config.section import AtLeastOne, NotNegative, Positive, Section, require
 from protocol.config import MayChange
 
 TRAINING_REWARD, EVALUATION = "training_reward", "evaluation"
@@ -9,12 +9,12 @@ TRAINING_REWARD, EVALUATION = "training_reward", "evaluation"
 class CheckpointConfig(Section):
     """Checkpoints of a run."""
 
-    every_steps: MayChange[int] = 50
+    every_steps: MayChange[AtLeastOne[int]] = 50
     """Steps between checkpoints. One is always written at the end."""
-    keep_last: MayChange[int] = 2
+    keep_last: MayChange[NotNegative[int]] = 2
     """Number of newest checkpoints to keep. 0: all. A resume uses the newest, or any of these if you remove
     newer ones. While a checkpoint is written, there is one more."""
-    keep_best: MayChange[int] = 1
+    keep_best: MayChange[NotNegative[int]] = 1
     """Number of best checkpoints, by `best_by`, whose `model/` stays regardless of age, without the files
     that only a resume needs. `best.json` next to it has the score."""
     best_by: MayChange[str] = "training_reward"
@@ -25,7 +25,7 @@ class CheckpointConfig(Section):
     """Whether to also write the policy to each checkpoint as `model/`, for `vllm serve` and
     `from_pretrained`. It has the run's dtype, with the adapter merged."""
 
-    timeout_s: MayChange[float] = 1800.0
+    timeout_s: MayChange[Positive[float]] = 1800.0
     """Maximum total time of a checkpoint. It is written concurrently with training, but the next one and the
     end of the run wait for it."""
 
@@ -48,7 +48,3 @@ class CheckpointConfig(Section):
             f'best_by = "{self.best_by}" is not a known ranking; use "{TRAINING_REWARD}", "{EVALUATION}", or with '
             f'several sets "{EVALUATION}/NAME"',
         )
-        require(self.every_steps >= 1, f"every_steps = {self.every_steps} must be at least 1")
-        require(self.timeout_s > 0, f"timeout_s = {self.timeout_s} must be above 0")
-        for key in ("keep_last", "keep_best"):
-            require(getattr(self, key) >= 0, f"{key} = {getattr(self, key)} must not be negative")

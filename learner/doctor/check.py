@@ -11,18 +11,16 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import fmean, median
 
-import msgspec
 import numpy as np
-from accelerate.utils import set_seed
 
 from learner.algorithm.plug_in import check_plug_ins
-from learner.config import CheckpointConfig, EvaluationConfig, LearnerRun, ReportConfig
-from learner.controller import Controller
+from learner.config import LearnerRun
 from learner.doctor.doctor import examine
+from learner.doctor.self_test import connected, in_directory
 from learner.evaluation.eval_sets import sets_of
 from learner.interrupt import Interrupt
 from learner.prompts.prompts import Prompt
@@ -30,10 +28,7 @@ from learner.report.summary import duration, read_metrics
 from learner.report.trackers import refuse_absent
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from learner.run_inputs import RunInputs
-from learner.storage.run_dir import open_run_dir
-from learner.training.distributed import make_accelerator
 from learner.training.metrics import StepTimer, group_metrics
-from learner.training.policy_trainer import make_trainer
 from learner.training.step import train_on
 from protocol.doctor import Finding, ok, problem, problem_of, unknown
 from protocol.errors import ConfigError, RewardError, SlipstreamError
@@ -215,7 +210,7 @@ def trial(run: LearnerRun) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="slipstream-trial-") as directory:
         try:
             with redirect_stdout(sys.stderr):  # log lines are not findings
-                metrics = first_steps(of_its_own(run, Path(directory) / "run"))
+                metrics = first_steps(in_directory(run, Path(directory) / "run"))
         except SlipstreamError as error:
             yield problem_of("trial", error, "fix this error, or stop other runs on the server")
             return
@@ -224,21 +219,8 @@ def trial(run: LearnerRun) -> Iterator[Finding]:
 
 def first_steps(run: LearnerRun) -> Metrics:
     """Run the first steps and return their metrics. Raises SlipstreamError."""
-    with ExitStack() as cleanup:
-        accelerator = make_accelerator()
-        if accelerator.num_processes > 1:
-            raise ConfigError(
-                f"{accelerator.num_processes} ranks run the trial; expected one. Start it with `slipstream check`"
-            )
-        set_seed(run.seed)
-        run_dir = open_run_dir(run, resume=False)
-        cleanup.callback(run_dir.close)
-        run_inputs = RunInputs(run)
-        trainer = make_trainer(run_inputs, accelerator, is_new=False)  # no warm start: a finding mentions it
+    with connected(run, "slipstream check") as (trainer, controller):
         trainer.set_kl_coef(0, None)
-        controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, None))
-        controller.connect(0)
-        controller.fleet.is_over = True  # free the servers however the trial ends
         interrupt = Interrupt()  # not entered: Ctrl-C ends the trial at once
         num_steps = min(NUM_STEPS, run.learner.steps)
         for step in range(1, num_steps + 1):
@@ -254,20 +236,6 @@ def first_steps(run: LearnerRun) -> Metrics:
             controller.record(step, groups, metrics, timer)
         controller.finish(num_steps, interrupt)
     return read_metrics(Path(run.run_dir))
-
-
-def of_its_own(run: LearnerRun, directory: Path) -> LearnerRun:
-    """Return the run for another directory, without evaluations or trackers.
-
-    The number of steps stays, because schedules depend on it.
-    """
-    config = msgspec.structs.replace(
-        run.learner.in_effect(),
-        evaluation=EvaluationConfig(),
-        checkpoint=CheckpointConfig(),
-        report=ReportConfig(trackers=(), dashboard_port=0),
-    )
-    return msgspec.structs.replace(run, run_dir=str(directory), learner=config)
 
 
 def findings_of(run: LearnerRun, metrics: Metrics) -> Iterator[Finding]:

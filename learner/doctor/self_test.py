@@ -10,8 +10,10 @@ The run directory is not touched.
 import logging
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -60,20 +62,7 @@ def self_test(run: LearnerRun) -> Measured:
     with tempfile.TemporaryDirectory(prefix="slipstream-self-test-") as directory, ExitStack() as cleanup:
         run = without_learning(run, Path(directory) / "run")
         config = run.learner
-        accelerator = make_accelerator()
-        if accelerator.num_processes > 1:
-            raise ConfigError(
-                f"{accelerator.num_processes} ranks run the self-test; expected one. Start it with `slipstream self-test`"
-            )
-        set_seed(run.seed)
-        run_dir = open_run_dir(run, resume=False)
-        cleanup.callback(run_dir.close)
-        run_inputs = RunInputs(run)
-        # A warm start would change nothing about the noise.
-        trainer = make_trainer(run_inputs, accelerator, is_new=False)
-        controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, None))
-        controller.connect(0)
-        controller.fleet.is_over = True  # free the servers however the test ends
+        trainer, controller = cleanup.enter_context(connected(run, "slipstream self-test"))
         batches = sample_across_pushes(controller)
         tokens = compare(trainer, batches, config.sampling.temperature)
         dtype = coarser(
@@ -96,27 +85,62 @@ def self_test(run: LearnerRun) -> Measured:
         return measured
 
 
+@contextmanager
+def connected(run: LearnerRun, command: str) -> Iterator[tuple[PolicyTrainer, Controller]]:
+    """Start a run without a warm start, and free its servers however it ends.
+
+    Raises:
+        ConfigError: Several ranks run the command.
+    """
+    with ExitStack() as cleanup:
+        accelerator = make_accelerator()
+        if accelerator.num_processes > 1:
+            raise ConfigError(
+                f"{accelerator.num_processes} ranks run this command; expected one. Start it with `{command}`"
+            )
+        set_seed(run.seed)
+        run_dir = open_run_dir(run, resume=False)
+        cleanup.callback(run_dir.close)
+        run_inputs = RunInputs(run)
+        trainer = make_trainer(run_inputs, accelerator, is_new=False)
+        controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, None))
+        controller.connect(0)
+        controller.fleet.is_over = True
+        yield trainer, controller
+
+
+def in_directory(run: LearnerRun, directory: Path, **changes: Any) -> LearnerRun:
+    """Return the run in another directory, without evaluations and trackers, and with changed keys.
+
+    Other keys stay, such as the number of steps, on which schedules depend.
+    """
+    config = msgspec.structs.replace(
+        run.learner.in_effect(),
+        evaluation=EvaluationConfig(),
+        checkpoint=CheckpointConfig(),
+        report=ReportConfig(trackers=(), dashboard_port=0),
+        **changes,
+    )
+    return msgspec.structs.replace(run, run_dir=str(directory), learner=config)
+
+
 def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
     """Return the run in another directory, with one step per batch.
 
     Keys that matter only if the weights change have their defaults.
     """
-    config = run.learner.in_effect()
     # At least 1, so that a batch is in flight while another is taken. Above max_token_staleness, so that this
     # key stays in effect.
-    max_staleness = max(1, (config.off_policy_correction.max_token_staleness or 0) + 1)
-    config = msgspec.structs.replace(
-        config,
+    max_staleness = max(1, (run.learner.in_effect().off_policy_correction.max_token_staleness or 0) + 1)
+    return in_directory(
+        run,
+        directory,
         steps=NUM_BATCHES,
         max_staleness=max_staleness,
         kl=KlConfig(),
         reference=ReferenceConfig(),
         dynamic_sampling=False,
-        evaluation=EvaluationConfig(),
-        checkpoint=CheckpointConfig(),
-        report=ReportConfig(trackers=(), dashboard_port=0),
     )
-    return msgspec.structs.replace(run, run_dir=str(directory), learner=config)
 
 
 def sample_across_pushes(controller: Controller) -> list[list[RolloutGroup]]:

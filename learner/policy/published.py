@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import torch
@@ -32,7 +31,6 @@ from huggingface_hub import save_torch_state_dict
 from peft import PeftConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
 
 from learner.config import LearnerRun
 from learner.forward.logprobs import sequences_logprobs
@@ -231,7 +229,9 @@ def copy_for_export(published: PublishedPolicy, run: LearnerRun, model_path: Pat
         model={name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in published.tensors()},
         keeps_towers=initial_type != policy.config.model_type,
         adapter=_adapter(published) if has_adapter(policy) else None,
-        adapter_config=_adapter_config(policy, run.model) if has_adapter(policy) else None,
+        adapter_config=replace(policy.peft_config[ADAPTER_NAME], base_model_name_or_path=run.model)
+        if has_adapter(policy)
+        else None,
     )
 
 
@@ -241,10 +241,6 @@ def _adapter(published: PublishedPolicy) -> Tensors:
         f"base_model.model.{name}": tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in state.items()
     }
-
-
-def _adapter_config(policy: PreTrainedModel, base: str) -> PeftConfig:
-    return replace(cast(PeftConfig, policy.peft_config[ADAPTER_NAME]), base_model_name_or_path=base)
 
 
 def _restore_files(model_path: Path, dtype: str, directory: Path) -> None:

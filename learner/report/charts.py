@@ -48,7 +48,8 @@ def run_charts(
     metrics: Metrics, evaluations: Chart | None, staleness_histogram: dict[int, int] | None = None
 ) -> list[Chart | Absent]:
     """Return every chart of one run, in reading order. None: the page has no such chart."""
-    charts = {title: plan_chart(plan, metrics) for title, plan in PLANS.items() if _applies(plan, metrics)}
+    recorded = {"", *(name for line in metrics for name in line)}
+    charts = {title: plan_chart(plan, metrics) for title, plan in PLANS.items() if plan.only_if in recorded}
     return [
         charts.pop("Reward per step"),
         *([evaluations] if evaluations else []),
@@ -224,10 +225,6 @@ def time_chart(metrics: Metrics) -> Chart | Absent:
 
 def _rest(line: Mapping[str, float]) -> float:
     return max(0.0, line["time/step"] - sum(line.get(curve.metric) or 0.0 for curve in TIME_PARTS))
-
-
-def _applies(plan: ChartPlan, metrics: Metrics) -> bool:
-    return not plan.only_if or any(plan.only_if in line for line in metrics)
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:

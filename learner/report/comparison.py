@@ -28,6 +28,7 @@ from learner.report.summary import (
 )
 from learner.report.templates import render_page
 from learner.storage.files import replace_file
+from protocol.config import flatten
 from protocol.former_keys import renamed
 
 TITLES = ("Reward per step", "Reward over time", "Entropy", "Completion length", "Clipped tokens", "Throughput")
@@ -144,18 +145,11 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 def _config_of(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.toml"
     try:
-        return dict(_flat(renamed(tomllib.loads(path.read_text()))[0]))
+        return flatten(renamed(tomllib.loads(path.read_text()))[0])
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
             f"{path} cannot be read ({error}), so the configs cannot be compared; restore it"
         ) from error
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in table.items():
-        flat += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-    return flat
 
 
 def _in_words(value: Any) -> str:

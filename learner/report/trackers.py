@@ -9,7 +9,7 @@ A tracker that fails is dropped with a warning and never stops the run. A full d
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -19,7 +19,7 @@ import msgspec
 from learner.config import LearnerRun
 from learner.storage.files import DiskError, writing
 from learner.storage.run_dir import RunDir
-from protocol.config import to_toml
+from protocol.config import flatten, to_toml
 from protocol.errors import ConfigError
 from protocol.installation import install_command
 
@@ -41,7 +41,7 @@ class Trackers:
         self._open: dict[str, Any] = {}
         for name in dict.fromkeys(names):
             with self._at_the_cost_of(name):
-                tracker = MAKERS[name](project, run_dir)
+                tracker = _open(name, project, run_dir)
                 tracker.start()
                 self._open[name] = tracker
                 if name == TENSORBOARD:  # store_init_configuration would write one more file at each start
@@ -65,9 +65,8 @@ class Trackers:
         rows = zip(sample["completions"], sample["rewards"], *functions.values(), strict=True)
         data = [[step, sample["prompt"], None if answer is None else str(answer), *row] for row in rows]
         for name in [*self._open]:
-            if log_table := TABLES.get(name):
-                with self._at_the_cost_of(name):
-                    log_table(self._open[name], columns, data, step)
+            with self._at_the_cost_of(name):
+                _log_table(name, self._open[name], columns, data, step)
 
     def close(self) -> None:
         """Finish every tracker. Raises DiskError."""
@@ -109,65 +108,40 @@ def is_installed(name: str) -> bool:
 
 
 def _settings(run: LearnerRun) -> dict[str, bool | int | float | str | None]:
-    """Flatten the config to full keys such as learner.loss.clip_low."""
-
-    def flat(value: Any, name: str) -> dict[str, Any]:
-        if isinstance(value, dict):
-            return {key: each for inner, below in value.items() for key, each in flat(below, f"{name}.{inner}").items()}
-        return {name: value if isinstance(value, bool | int | float | str | None) else str(value)}
-
-    return {key.removeprefix("."): value for key, value in flat(msgspec.to_builtins(run), "").items()}
+    """Return the config by full keys, in types that every tracker takes."""
+    return {
+        key: value if isinstance(value, bool | int | float | str | None) else str(value)
+        for key, value in flatten(msgspec.to_builtins(run)).items()
+    }
 
 
-def _tensorboard(project: str, run_dir: RunDir) -> Any:
-    from accelerate.tracking import TensorBoardTracker  # slow to import, like all of these
+def _open(name: str, project: str, run_dir: RunDir) -> Any:
+    from accelerate import tracking  # slow to import, like the trackers
 
-    return TensorBoardTracker(run_dir.tensorboard.name, logging_dir=run_dir.tensorboard.parent)
-
-
-def _wandb(project: str, run_dir: RunDir) -> Any:
-    from accelerate.tracking import WandBTracker
-
-    return WandBTracker(project, id=run_dir.run_id, name=_name(run_dir), resume="allow", dir=str(run_dir.path))
-
-
-def _trackio(project: str, run_dir: RunDir) -> Any:
-    from accelerate.tracking import TrackioTracker
-
-    return TrackioTracker(project, name=f"{_name(run_dir)}-{run_dir.run_id[:8]}", resume="allow")
+    run_name = run_dir.path.resolve().name
+    match name:
+        case "wandb":
+            return tracking.WandBTracker(
+                project, id=run_dir.run_id, name=run_name, resume="allow", dir=str(run_dir.path)
+            )
+        case "trackio":
+            return tracking.TrackioTracker(project, name=f"{run_name}-{run_dir.run_id[:8]}", resume="allow")
+        case "mlflow":
+            return tracking.MLflowTracker(experiment_name=project, run_name=run_name)
+    return tracking.TensorBoardTracker(run_dir.tensorboard.name, logging_dir=run_dir.tensorboard.parent)
 
 
-def _mlflow(project: str, run_dir: RunDir) -> Any:
-    from accelerate.tracking import MLflowTracker
+def _log_table(name: str, tracker: Any, columns: list[str], data: list[list[Any]], step: int) -> None:
+    match name:
+        case "wandb":
+            tracker.log_table(COMPLETIONS, columns=columns, data=data, step=step)
+        case "trackio":
+            import trackio
 
-    return MLflowTracker(experiment_name=project, run_name=_name(run_dir))
+            tracker.log({COMPLETIONS: trackio.Table(columns=columns, data=data)}, step=step)
+        case "mlflow":
+            import mlflow
 
-
-def _name(run_dir: RunDir) -> str:
-    return run_dir.path.resolve().name
-
-
-def _wandb_table(tracker: Any, columns: list[str], data: list[list[Any]], step: int) -> None:
-    tracker.log_table(COMPLETIONS, columns=columns, data=data, step=step)
-
-
-def _trackio_table(tracker: Any, columns: list[str], data: list[list[Any]], step: int) -> None:
-    import trackio
-
-    tracker.log({COMPLETIONS: trackio.Table(columns=columns, data=data)}, step=step)
-
-
-def _mlflow_table(tracker: Any, columns: list[str], data: list[list[Any]], step: int) -> None:
-    """Append to one table: all table names of a run share a tag of limited length."""
-    import mlflow
-
-    by_column = {name: list(values) for name, values in zip(columns, zip(*data, strict=True), strict=True)}
-    mlflow.log_table(by_column, f"{COMPLETIONS}.json", run_id=tracker.active_run.info.run_id)
-
-
-MAKERS: dict[str, Callable[[str, RunDir], Any]] = {
-    TENSORBOARD: _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow
-}  # fmt: skip
-TABLES: dict[str, Callable[[Any, list[str], list[list[Any]], int], None]] = {
-    "wandb": _wandb_table, "trackio": _trackio_table, "mlflow": _mlflow_table
-}  # fmt: skip
+            # Appends to one table: all table names of a run share a tag of limited length.
+            by_column = {name: list(values) for name, values in zip(columns, zip(*data, strict=True), strict=True)}
+            mlflow.log_table(by_column, f"{COMPLETIONS}.json", run_id=tracker.active_run.info.run_id)

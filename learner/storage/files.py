@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from safetensors import SafetensorError
 
 from protocol.durable import sync
 from protocol.errors import SlipstreamError
 
 MIB = 1 << 20
-MOUNTS = Path("/proc/self/mountinfo")
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "afs", "9p", "sshfs", "pvfs", "orangefs", "wekafs",
            "panfs", "virtiofs", "s3fs", "gcsfuse", "gfs", "ocfs")  # fmt: skip
 """Substrings of the types of file systems that other machines may also write to."""
@@ -66,29 +66,14 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def network_file_system(path: Path) -> str | None:
     """Return the type of the path's file system if it is a network one, else None."""
+    path = path.resolve()
     try:
-        mounts = MOUNTS.read_text()
-    except OSError:  # not Linux, or no /proc
+        mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    except OSError:  # no list of mounts, as in some containers
         return None
-    kind = file_system_of(path.resolve(), mounts)
-    return kind if kind is not None and any(name in kind for name in NETWORK) else None
-
-
-def file_system_of(path: Path, mounts: str) -> str | None:
-    """Return the type of a path's file system; the path contains no links.
-
-    `mounts` is the content of /proc/self/mountinfo.
-    """
-    found, longest = None, -1
-    for line in mounts.splitlines():
-        mount, _, source = line.partition(" - ")
-        point = Path(
-            mount.split(" ")[4].encode("latin-1", "replace").decode("unicode_escape")
-        )  # spaces are escaped as \040
-        # A later mount at the same point covers an earlier one.
-        if path.is_relative_to(point) and len(point.parts) >= longest:
-            found, longest = source.split(" ")[0], len(point.parts)
-    return found
+    # Of several mounts at the same point, the last one covers the others.
+    kind = max(reversed(mounts), key=lambda mount: len(Path(mount.mountpoint).parts)).fstype if mounts else ""
+    return kind if any(name in kind for name in NETWORK) else None
 
 
 class JsonLinesFile:

@@ -21,7 +21,7 @@ from learner.config import KlConfig, LearnerRun, LossConfig
 from learner.config.algorithm import is_plug_in
 from learner.prompts.prompts import Prompts
 from learner.storage.files import network_file_system, replace_file
-from protocol.config import keys_of, may_change, to_toml
+from protocol.config import flatten, keys_of, may_change, to_toml
 from protocol.console import counted
 from protocol.errors import ConfigError, DataError
 from protocol.former_keys import renamed
@@ -124,10 +124,10 @@ def _compare(path: Path, run: LearnerRun) -> None:
         ConfigError: A resume may not change one of the keys.
     """
     try:
-        before = _flat(renamed(tomllib.loads(path.read_text()))[0])
+        before = flatten(renamed(tomllib.loads(path.read_text()))[0])
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    now, keys = _flat(tomllib.loads(to_toml(_with_dual_clip(run)))), keys_of(LearnerRun)
+    now, keys = flatten(tomllib.loads(to_toml(_with_dual_clip(run)))), keys_of(LearnerRun)
     for config in (before, now):
         _settle_defaults(config)
     if DUAL_CLIP in now:
@@ -182,13 +182,6 @@ def _default(field: FieldInfo | None) -> Any:
         return None
     value = to_builtins(field.default)
     return list(value) if isinstance(value, tuple) else value  # as TOML returns it
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def record_data(path: Path, prompts: Prompts) -> None:

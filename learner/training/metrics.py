@@ -13,16 +13,15 @@ longest.
 """
 
 import math
-import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from accelerate import Accelerator
 
@@ -144,8 +143,7 @@ def episode_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """Return this rank's peak GPU memory since the last call and its host memory now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    metrics = {"memory/host_gib": pages * os.sysconf("SC_PAGE_SIZE") / GIB}
+    metrics = {"memory/host_gib": psutil.Process().memory_info().rss / GIB}
     if device.type == "cuda":
         metrics["memory/device_peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
         torch.cuda.reset_peak_memory_stats(device)

@@ -204,7 +204,7 @@ def check_trailer(bucket: Bucket, trailer: torch.Tensor, checksum: int) -> None:
     index, expected = trailer.cpu().view(torch.int64).tolist()
     if (index, expected) != (bucket.index, _signed(checksum)):
         raise PushError(
-            f"the sender announced bucket {index + 1} with checksum {_unsigned(expected):016x}, "
+            f"the sender announced bucket {index + 1} with checksum {expected % (1 << 64):016x}, "
             f"but the received bytes have checksum {checksum:016x}"
         )
 
@@ -277,7 +277,3 @@ def _next_tensor(slot: BucketSlot, source: Iterator[tuple[str, torch.Tensor]]) -
 
 def _signed(checksum: int) -> int:
     return checksum - (1 << 64) if checksum >> 63 else checksum
-
-
-def _unsigned(checksum: int) -> int:
-    return checksum % (1 << 64)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol import doctor, hardware
+from protocol import hardware
 from protocol.config import SharedConfig
 from protocol.doctor import of_dtype
 from protocol.hardware import dtype_choice, gpu_choice, has_gpu
@@ -167,12 +167,6 @@ def test_what_onednn_must_not_use_makes_nothing_faster(
     machine(cpu_info)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert dtype_choice().dtype == dtype
-
-
-def test_a_machine_whose_meminfo_lacks_a_field_has_unknown_memory(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(doctor, "MEMINFO", tmp_path / "meminfo")
-    doctor.MEMINFO.write_text("SwapTotal: 4 kB\n")
-    assert doctor.free_memory_bytes() is None and doctor.total_memory_bytes() is None
 
 
 def test_check_and_doctors_name_the_faster_dtype_and_why(machine) -> None:

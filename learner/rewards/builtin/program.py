@@ -73,11 +73,14 @@ def passes_tests(
     deadline, num_late = time.monotonic() + SHARED_OUT * timeout_s, 0
     rewards: list[float | None] = []
     for place, (completion, column) in enumerate(zip(completions, tests, strict=True)):
-        share_s = (deadline - time.monotonic()) / (len(completions) - place)
+        give_up_at = time.monotonic() + (deadline - time.monotonic()) / (len(completions) - place)
         checks = checks_of(column)
         code = code_of(answer_of(completion, opens_reasoning=opens_reasoning))
         try:
-            is_right = _passes(code, checks, share_s, unconfined=reward_config.unconfined_programs)
+            is_right = all(
+                run(code, check, give_up_at - time.monotonic(), unconfined=reward_config.unconfined_programs)
+                for check in checks
+            )
         except TimeoutError:
             is_right, num_late = False, num_late + 1
         rewards.append(float(is_right) if checks else None)
@@ -144,16 +147,6 @@ def _checked(tests: str) -> str:
 
 def _text(lines: Any) -> str:
     return "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
-
-
-def _passes(code: str, checks: Sequence[Check], timeout_s: float, *, unconfined: bool) -> bool:
-    """Return whether a program passes all checks within one shared timeout.
-
-    Raises:
-        TimeoutError: If the time is up.
-    """
-    deadline = time.monotonic() + timeout_s
-    return all(run(code, check, deadline - time.monotonic(), unconfined=unconfined) for check in checks)
 
 
 def run(code: str, check: Check, timeout_s: float, *, unconfined: bool = False) -> bool:

@@ -58,14 +58,9 @@ def main(given: str, out: str, report: str) -> None:
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="surrogateescape")
     sys.argv = ["program.py"]
     if order["tests"] is None:
-        run_as_script(order["program"])
+        exec(compile(order["program"], "program.py", "exec"), named("__main__"))  # noqa: S102  what this process is for
     else:
         test(order["program"], order["tests"], int(report), order["token"].encode())
-
-
-def run_as_script(program: str) -> None:
-    """Run the program as a script. Only its output and its exit code count."""
-    exec(compile(program, "program.py", "exec"), named("__main__"))  # noqa: S102  what this process is for
 
 
 def test(program: str, tests: str, report: int, token: bytes) -> None:

@@ -4,6 +4,7 @@ import logging
 import math
 import shutil
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +109,27 @@ def test_a_key_that_is_newer_than_the_run_is_as_if_it_had_had_its_default(tmp_pa
         open_run_dir(now(tmp_path, loss={"normalization": "sequence"}), resume=True)
 
 
-MOUNTINFO = r"""22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
-30 22 0:26 / /proc rw - proc proc rw
-40 22 0:45 /export /mnt/lab\040share rw,relatime shared:5 master:2 - nfs4 host:/export rw,vers=4.2
-41 40 254:1 / /mnt/lab\040share/local rw - xfs /dev/vdb rw
-42 22 0:50 / /scratch rw - lustre 10.0.0.1@tcp:/scratch rw
-43 22 0:51 / /scratch2 rw - tmpfs tmpfs rw
-44 22 0:52 / /mnt/windows rw - cifs //host/share rw
-45 22 0:53 / /home/me/far rw - fuse.sshfs me@host: rw
-46 43 0:54 / /scratch2 rw - beegfs beegfs_nodev rw
+MOUNTS = r"""/dev/vda / ext4 rw,relatime 0 0
+proc /proc proc rw 0 0
+host:/export /mnt/lab\040share nfs4 rw,relatime,vers=4.2 0 0
+/dev/vdb /mnt/lab\040share/local xfs rw 0 0
+10.0.0.1@tcp:/scratch /scratch lustre rw 0 0
+tmpfs /scratch2 tmpfs rw 0 0
+//host/share /mnt/windows cifs rw 0 0
+me@host: /home/me/far fuse.sshfs rw 0 0
+beegfs_nodev /scratch2 beegfs rw 0 0
 """
+
+
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def mount(mounts: str) -> None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/filesystems").write_text("\text4\n")
+        (tmp_path / "proc/self/mounts").write_text(mounts)
+        monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path / "proc"))
+
+    return mount
 
 
 @pytest.mark.parametrize(
@@ -128,18 +140,16 @@ MOUNTINFO = r"""22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
     ],
 )  # fmt: skip
 def test_a_network_file_system_is_known_by_the_mount_that_holds_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, kind: str | None
+    mount: Callable[[str], None], path: str, kind: str | None
 ) -> None:
-    (tmp_path / "mountinfo").write_text(MOUNTINFO)
-    monkeypatch.setattr("learner.storage.files.MOUNTS", tmp_path / "mountinfo")
+    mount(MOUNTS)
     assert network_file_system(Path(path)) == kind
 
 
 def test_a_run_on_a_network_file_system_is_warned_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, mount: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "mountinfo").write_text("22 1 254:0 / / rw - nfs4 host:/export rw\n")
-    monkeypatch.setattr("learner.storage.files.MOUNTS", tmp_path / "mountinfo")
+    mount("host:/export / nfs4 rw 0 0\n")
     open_run_dir(now(tmp_path / "run"), resume=False).close()
     assert "is on a network file system (nfs4)" in caplog.text and "--run-dir" in caplog.text
 
