@@ -215,7 +215,7 @@ class Server:
             case PushBegin():
                 self._life.spawn(self._pushes.push(message), "a weight sync", partial(self._fail, message))
             case PushAbort():
-                self._life.spawn(self._pushes.abort(message), "leaving an epoch")
+                self._life.spawn(self._pushes.abort(message), "leaving a session")
 
     async def _fail(self, message: LearnerMessage | ProtocolError, why: str) -> None:
         """Answer a message whose handler raised an exception.

@@ -39,9 +39,9 @@ class WaitingCollective:
         self.abort()
 
 
-def transfer(rendezvous: Rendezvous, epoch: str = "e1") -> None:
+def transfer(rendezvous: Rendezvous, session: str = "e1") -> None:
     collective = WaitingCollective()
-    with watched(collective, rendezvous, epoch):
+    with watched(collective, rendezvous, session):
         collective.broadcast(torch.empty(1))
 
 

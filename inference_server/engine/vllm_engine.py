@@ -198,8 +198,8 @@ class VllmEngine:
         replies = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
         return [answer for of_replica in await call_engine(replies) for answer in of_replica]
 
-    async def leave_epoch(self, epoch: str) -> None:
-        await self._call_workers("leave_epoch", epoch)
+    async def leave_session(self, session: str) -> None:
+        await self._call_workers("leave_session", session)
 
     async def set_version(self, version: int) -> None:
         await call_engine(self.llm.update_weight_version(str(version)))

@@ -47,7 +47,7 @@ class Successor(Protocol):
 class SessionMembership(msgspec.Struct, frozen=True, eq=False):
     """SessionMembership of one rank in one session."""
 
-    epoch: str
+    session: str
     rendezvous: Rendezvous
     collective: Collective
     manifest: Manifest
@@ -121,25 +121,25 @@ class Receiver:
         """
         started = time.monotonic()
         self.receive_s = 0.0
-        if self._member is None or self._member.epoch != order.epoch:
+        if self._member is None or self._member.session != order.session:
             if order.rendezvous is None or order.manifest is None:
-                known = self._member.epoch if self._member else None
+                known = self._member.session if self._member else None
                 raise PushError(
-                    f"epoch {order.epoch} is unknown (the last epoch was {known}) and has no rendezvous and manifest; "
-                    "the learner must start a new epoch"
+                    f"session {order.session} is unknown (the last session was {known}) and has no rendezvous and manifest; "
+                    "the learner must start a new session"
                 )
             self.leave_joined()
-            collective = join_collective(order.epoch, order.rendezvous, self._rank, self._device)
+            collective = join_collective(order.session, order.rendezvous, self._rank, self._device)
             with self._lock:
                 if staging is not None and staging.is_abandoned:
                     collective.close()
-                    raise PushError(f"epoch {order.epoch} was abandoned while it was joined")
+                    raise PushError(f"session {order.session} was abandoned while it was joined")
                 baseline = None
                 if order.manifest.wire == "delta":
-                    baseline = self._new_baseline(order.rendezvous.world_size - 1, order.epoch, order.manifest)
+                    baseline = self._new_baseline(order.rendezvous.world_size - 1, order.session, order.manifest)
                 memory = BucketMemory(order.manifest, collective.device)
                 self._member = SessionMembership(
-                    order.epoch, order.rendezvous, collective, order.manifest, baseline, memory
+                    order.session, order.rendezvous, collective, order.manifest, baseline, memory
                 )
         self.join_s = time.monotonic() - started
 
@@ -151,14 +151,14 @@ class Receiver:
         """
         member = self._member
         if member is None:
-            raise PushError("the epoch was abandoned before the weights were received")
+            raise PushError("the session was abandoned before the weights were received")
         if member.baseline is not None:
             arriving = receive_changes(member.collective, member.manifest, member.baseline)
         else:
             arriving = receive_weights(member.collective, member.manifest, member.memory)
         checksums = []
         waiting_since = time.monotonic()
-        with watched(member.collective, member.rendezvous, member.epoch):
+        with watched(member.collective, member.rendezvous, member.session):
             for arrived in arriving:
                 self.receive_s += time.monotonic() - waiting_since
                 checksums.append(arrived.checksum)
@@ -167,12 +167,12 @@ class Receiver:
                 waiting_since = time.monotonic()
         self.checksum = checksum_of(checksums)
 
-    def leave(self, epoch: str | None = None) -> None:
+    def leave(self, session: str | None = None) -> None:
         """Leave the given session, or the current one if None."""
-        staged_epoch = self._staging.order.epoch if self._staging is not None else None
-        if epoch in (None, staged_epoch):
+        staged_session = self._staging.order.session if self._staging is not None else None
+        if session in (None, staged_session):
             self._drop_staging()
-        if epoch is None or (self._member is not None and self._member.epoch == epoch):
+        if session is None or (self._member is not None and self._member.session == session):
             self.leave_joined()
 
     def leave_joined(self) -> None:

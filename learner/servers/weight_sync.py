@@ -22,10 +22,10 @@ from typing import Protocol
 import torch
 
 from learner.config import WeightSyncConfig
-from learner.servers.epoch import manifest_of
 from learner.servers.fan_out import FanOut, Share
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
+from learner.servers.sync_session import manifest_of
 from learner.servers.weight_transfer import PushReport, ServerPush, WeightCopy, WeightSample
 from protocol.errors import ConfigError, DeadlineExceeded, PushError, PushIncomplete
 from protocol.messages import Manifest

@@ -35,10 +35,10 @@ from protocol.transports.rendezvous import (
     CALLED_OFF,
     MAX_LINE_BYTES,
     Board,
-    EpochStore,
     HostedBoard,
     Question,
     RemoteBoard,
+    SessionStore,
     was_called_off,
 )
 from protocol.transports.tcp import TcpCollective, TransferCall
@@ -146,27 +146,27 @@ class Meeting:
             tcp_secret=self._board.callers.expect(1 + num_workers, self._timeout_s) if transport == "tcp" else None,
         )  # fmt: skip
 
-    def host_collective(self, epoch: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
+    def host_collective(self, session: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
         """Join as rank 0, and block until every worker has joined.
 
         Raises:
             PushError: At the deadline, or after `call_off`.
         """
-        return _join(epoch, rendezvous, 0, device, self._board)
+        return _join(session, rendezvous, 0, device, self._board)
 
-    def call_off(self, epoch: str, reason: str) -> None:
+    def call_off(self, session: str, reason: str) -> None:
         """Cancel a session, from any thread.
 
         Every rank that is joining, here and at the server, raises PushError at once.
         """
-        EpochStore(epoch, self._board, self._timeout_s).call_off(reason)
+        SessionStore(session, self._board, self._timeout_s).call_off(reason)
 
     def close(self) -> None:
         """Stop listening. A worker that is joining gets an error."""
         self._board.close()
 
 
-def join_collective(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:
+def join_collective(session: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:
     """Join the learner's session from a worker of the server.
 
     Raises:
@@ -174,25 +174,25 @@ def join_collective(epoch: str, rendezvous: Rendezvous, rank: int, device: torch
     """
     answer_timeout_s = min(ANSWER_TIMEOUT_S, rendezvous.timeout_s)
     with closing(RemoteBoard(rendezvous.host, rendezvous.port, answer_timeout_s)) as board:
-        return _join(epoch, rendezvous, rank, device, board)
+        return _join(session, rendezvous, rank, device, board)
 
 
-def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, board: Board) -> Collective:
-    store = EpochStore(epoch, board, rendezvous.timeout_s)
+def _join(session: str, rendezvous: Rendezvous, rank: int, device: torch.device, board: Board) -> Collective:
+    store = SessionStore(session, board, rendezvous.timeout_s)
     deadline = time.monotonic() + rendezvous.timeout_s + JOIN_SLACK_S
 
     def check() -> None:
         store.check_not_called_off()
         if time.monotonic() > deadline:
             raise PushError(
-                f"rank {rank} of {rendezvous.world_size} could not form epoch {epoch} within {rendezvous.timeout_s:g} "
+                f"rank {rank} of {rendezvous.world_size} could not form session {session} within {rendezvous.timeout_s:g} "
                 "s (learner.weight_sync.timeout_s): the process of another rank is suspended or unreachable"
             )
 
     def meet_and_form() -> Collective:
         store.set(f"rank {rank}", b"")
         store.wait([f"rank {other}" for other in range(rendezvous.world_size)])
-        return _form(store, epoch, rank, rendezvous, board, device)
+        return _form(store, session, rank, rendezvous, board, device)
 
     try:
         if rendezvous.transport == "nccl":
@@ -205,16 +205,16 @@ def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, b
 
 
 def _form(
-    store: EpochStore, epoch: str, rank: int, rendezvous: Rendezvous, board: Board, device: torch.device
+    store: SessionStore, session: str, rank: int, rendezvous: Rendezvous, board: Board, device: torch.device
 ) -> Collective:
     world_size, timeout_s = rendezvous.world_size, rendezvous.timeout_s
     if rendezvous.nccl_unique_id is not None:
         use_interface_of(board.own_host)
-        return NcclCollective(rendezvous.nccl_unique_id, epoch, rank, world_size, device, timeout_s)
+        return NcclCollective(rendezvous.nccl_unique_id, session, rank, world_size, device, timeout_s)
     if rendezvous.tcp_secret is not None:
         lines = board.open_lines(TransferCall(rendezvous.tcp_secret, rank), store.check_not_called_off, timeout_s)
-        return TcpCollective(lines, epoch, rank, timeout_s)
-    group = GlooCollective(store, epoch, rank, world_size, board.own_host, timeout_s)
+        return TcpCollective(lines, session, rank, timeout_s)
+    group = GlooCollective(store, session, rank, world_size, board.own_host, timeout_s)
     return IpcCollective(group, rank, device) if rendezvous.transport == "ipc" else group
 
 
@@ -265,13 +265,13 @@ def _check_few_are_stuck() -> None:
 
 
 @contextmanager
-def watched(collective: Collective, rendezvous: Rendezvous, epoch: str) -> Iterator[None]:
+def watched(collective: Collective, rendezvous: Rendezvous, session: str) -> Iterator[None]:
     """Abort the broadcasts soon after the session is canceled or the learner is gone.
 
     Raises:
         PushError: If a broadcast fails, with the reason if there is one.
     """
-    watch = _Watch(collective, (rendezvous.host, rendezvous.port), epoch)
+    watch = _Watch(collective, (rendezvous.host, rendezvous.port), session)
     watch.start()
     try:
         yield
@@ -284,9 +284,9 @@ def watched(collective: Collective, rendezvous: Rendezvous, epoch: str) -> Itera
 
 
 class _Watch(threading.Thread):
-    def __init__(self, collective: Collective, address: tuple[str, int], epoch: str) -> None:
+    def __init__(self, collective: Collective, address: tuple[str, int], session: str) -> None:
         super().__init__(name="push-watch", daemon=True)
-        self._collective, self._address, self._epoch = collective, address, epoch
+        self._collective, self._address, self._session = collective, address, session
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         """Lock around `stop` and the abort. After `stop`, the collective belongs to another transfer."""
@@ -322,7 +322,7 @@ class _Watch(threading.Thread):
         Raises:
             PushError: If the session is canceled.
         """
-        question = msgspec.json.encode(Question(self._epoch, CALLED_OFF)) + b"\n"
+        question = msgspec.json.encode(Question(self._session, CALLED_OFF)) + b"\n"
         with socket.create_connection(self._address, DEAD_AFTER_S) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE.items():
@@ -334,7 +334,7 @@ class _Watch(threading.Thread):
                     return
                 reason = msgspec.json.decode(answer, type=bytes | None)
                 if reason is not None:
-                    raise was_called_off(self._epoch, reason)
+                    raise was_called_off(self._session, reason)
                 self._is_over.wait(INTERVAL_S)
 
     def _answer(self, connection: socket.socket) -> bytes | None:

@@ -1,6 +1,6 @@
 """Rendezvous store: key-value pairs in the learner's memory, shared by all ranks.
 
-    RemoteBoard (a rank) ── a line: epoch, key, value or null ──▶ HostedBoard (the learner's)
+    RemoteBoard (a rank) ── a line: session, key, value or null ──▶ HostedBoard (the learner's)
                          ◀── a line: value or null ──────────────
     a worker's connection for weights (tcp.py) ──▶ the same port
 
@@ -37,13 +37,13 @@ CALLED_OFF = "called off"
 class Question(msgspec.Struct, frozen=True, tag="question"):
     """Query for the value of a key, which is set first if the query has a value."""
 
-    epoch: str
+    session: str
     key: str
     value: bytes | None = None
 
 
-def was_called_off(epoch: str, reason: bytes) -> PushError:
-    return PushError(f"epoch {epoch} was canceled: {reason.decode()}")
+def was_called_off(session: str, reason: bytes) -> PushError:
+    return PushError(f"session {session} was canceled: {reason.decode()}")
 
 
 class Board(Protocol):
@@ -85,7 +85,7 @@ class HostedBoard:
     def ask(self, question: Question) -> bytes | None:
         if self._is_closed:
             raise PushError("the learner's rendezvous is closed")
-        name = (question.epoch, question.key)
+        name = (question.session, question.key)
         with self._lock:
             if question.value is not None:
                 self._values[name] = question.value
@@ -203,12 +203,12 @@ def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:
     )
 
 
-class EpochStore(Store):
+class SessionStore(Store):
     """Entries of one session as a torch Store. Every wait may raise PushError."""
 
-    def __init__(self, epoch: str, board: Board, timeout_s: float) -> None:
+    def __init__(self, session: str, board: Board, timeout_s: float) -> None:
         super().__init__()
-        self._epoch, self._board, self._timeout_s = epoch, board, timeout_s
+        self._session, self._board, self._timeout_s = session, board, timeout_s
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._ask(key, value)
@@ -228,7 +228,7 @@ class EpochStore(Store):
         while missing := [key for key in missing if self._ask(key) is None]:
             if time.monotonic() > deadline:
                 raise PushError(
-                    f"epoch {self._epoch} did not form within {self._timeout_s:g} s (learner.weight_sync.timeout_s): missing "
+                    f"session {self._session} did not form within {self._timeout_s:g} s (learner.weight_sync.timeout_s): missing "
                     f"{', '.join(missing)}"
                 )
             self.check_not_called_off()
@@ -242,7 +242,7 @@ class EpochStore(Store):
 
     def check_not_called_off(self) -> None:
         if (reason := self._ask(CALLED_OFF)) is not None:
-            raise was_called_off(self._epoch, reason)
+            raise was_called_off(self._session, reason)
 
     def _ask(self, key: str, value: bytes | None = None) -> bytes | None:
-        return self._board.ask(Question(self._epoch, key, value))
+        return self._board.ask(Question(self._session, key, value))

@@ -169,7 +169,7 @@ class Callers:
     def _missing(self, secret: bytes) -> str:
         with self._changed:
             if secret not in self._lines:
-                raise PushError("the learner's rendezvous no longer waits for the workers of this epoch")
+                raise PushError("the learner's rendezvous no longer waits for the workers of this session")
             missing = [f"rank {rank}" for rank, line in self._lines[secret].items() if line is None]
             if missing:
                 self._changed.wait(TICK_S)
@@ -219,8 +219,8 @@ class TcpCollective:
     device = torch.device("cpu")
     sends_in_place = True
 
-    def __init__(self, lines: Sequence[Line], epoch: str, rank: int, timeout_s: float) -> None:
-        self._lines, self._epoch, self._rank, self._timeout_s = lines, epoch, rank, timeout_s
+    def __init__(self, lines: Sequence[Line], session: str, rank: int, timeout_s: float) -> None:
+        self._lines, self._session, self._rank, self._timeout_s = lines, session, rank, timeout_s
         self._threads = [ThreadPoolExecutor(1, "push-line") for _ in lines]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -234,7 +234,7 @@ class TcpCollective:
                 thread.submit(move, line, memory) for thread, line in zip(self._threads, self._lines, strict=True)
             ]
         except RuntimeError as error:
-            raise PushError(f"the collective of epoch {self._epoch} is closed") from error
+            raise PushError(f"the collective of session {self._session} is closed") from error
 
         def wait_for_all() -> None:
             wait(under_way, return_when=FIRST_EXCEPTION)
@@ -242,11 +242,11 @@ class TcpCollective:
                 for transfer in under_way:
                     transfer.result()
             except CancelledError as error:
-                raise PushError(f"the collective of epoch {self._epoch} is closed") from error
+                raise PushError(f"the collective of session {self._session} is closed") from error
             except OSError as error:
                 wait(under_way)  # all connections are shut, but the others read the tensor until they fail
                 raise PushError(
-                    f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
+                    f"broadcast of {tensor.nbytes} bytes in session {self._session} failed: {error} "
                     f"(deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
                 ) from error
 

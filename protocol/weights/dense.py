@@ -270,7 +270,7 @@ def _next_tensor(slot: BucketSlot, source: Iterator[tuple[str, torch.Tensor]]) -
     if name != slot.spec.name or tuple(tensor.shape) != slot.spec.shape:
         raise ValueError(
             f"the manifest expects {slot.spec.name} of shape {slot.spec.shape}, but the model has {name} of shape "
-            f"{tuple(tensor.shape)}; a model must not change its parameters within an epoch"
+            f"{tuple(tensor.shape)}; a model must not change its parameters within a session"
         )
     return tensor.detach()
 

@@ -21,7 +21,7 @@ from protocol.weights.delta import Baseline, receive_changes
 from protocol.weights.dense import receive_weights
 
 HOST = "127.0.0.1"
-EPOCH = "bench"
+SESSION = "bench"
 TIMEOUT_S = 120.0
 
 Variant = Literal["raw", "raw into fresh memory", "push", "push without checksums"]
@@ -73,7 +73,7 @@ class Peer:
         self._process = context.Process(target=serve, args=(theirs, rendezvous, str(peer_device)), daemon=True)
         self._process.start()
         theirs.close()
-        self.collective: Collective = self._meeting.host_collective(EPOCH, rendezvous, device)
+        self.collective: Collective = self._meeting.host_collective(SESSION, rendezvous, device)
 
     def order(self, order: Order) -> None:
         """Return once the peer is ready for it."""
@@ -96,7 +96,7 @@ class Peer:
 def serve(pipe: Connection, rendezvous: Rendezvous, device: str) -> None:
     """The peer's process."""
     torch.set_num_threads(1)
-    collective = join_collective(EPOCH, rendezvous, 1, torch.device(device))
+    collective = join_collective(SESSION, rendezvous, 1, torch.device(device))
     raw = torch.empty(0, dtype=torch.uint8, device=device)
     kept: dict[str, Kept] = {}
     order: Order | None

@@ -98,7 +98,7 @@ class Thrower:
         return called
 
     def wrap(self, engine: ScriptedEngine, running: Serving) -> None:
-        for name in ("score", "pause", "resume", "stage_push", "load_push", "leave_epoch", "set_version"):
+        for name in ("score", "pause", "resume", "stage_push", "load_push", "leave_session", "set_version"):
             setattr(engine, name, self.throwing(getattr(engine, name)))
         engine.generate = self.throwing_iterator(engine.generate)  # type: ignore[method-assign]
         channel = running.server._channel
@@ -114,16 +114,16 @@ def every_traceback_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.server.RECEIVE_PAUSE_S", 0.001)
 
 
-def begin(version: int, epoch: str) -> PushBegin:
+def begin(version: int, session: str) -> PushBegin:
     rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
     return PushBegin(
-        epoch=epoch, version=version, rendezvous=rendezvous, manifest=Manifest(tensors=(), bucket_bytes=1)
+        session=session, version=version, rendezvous=rendezvous, manifest=Manifest(tensors=(), bucket_bytes=1)
     )  # fmt: skip
 
 
-async def push(engine: ScriptedEngine, learner: ScriptedLearner, version: int, epoch: str) -> None:
+async def push(engine: ScriptedEngine, learner: ScriptedLearner, version: int, session: str) -> None:
     engine.scripted_reports[:] = [[report()], [report()]]
-    await learner.send(begin(version, epoch))
+    await learner.send(begin(version, session))
     await learner.receive(PushDone)
 
 
@@ -151,8 +151,8 @@ async def push_once(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
     assert isinstance(answer, PushDone) or ("unexpected Boom" in answer.message and answer.retryable)
 
 
-async def give_up_the_epoch(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(PushAbort(epoch="first"))
+async def give_up_the_session(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
+    await learner.send(PushAbort(session="first"))
 
 
 async def acknowledge(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
@@ -200,7 +200,7 @@ async def try_the_way(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
 
 ASKED: dict[str, Ask] = {
     "Hello": greet_anew, "Generate": ask_for_a_group, "Score": ask_for_a_score, "PushBegin": push_once,
-    "PushAbort": give_up_the_epoch, "Ack": acknowledge, "Cancel": cancel, "Farewell": say_farewell, "Probe": probe,
+    "PushAbort": give_up_the_session, "Ack": acknowledge, "Cancel": cancel, "Farewell": say_farewell, "Probe": probe,
     "Trial": try_the_way,
 }  # fmt: skip
 

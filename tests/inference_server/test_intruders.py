@@ -68,7 +68,7 @@ async def push(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
     engine.scripted_reports.append([report()])
     rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
     manifest = Manifest(tensors=(), bucket_bytes=1)
-    await learner.send(PushBegin(epoch="e", version=0, rendezvous=rendezvous, manifest=manifest))
+    await learner.send(PushBegin(session="e", version=0, rendezvous=rendezvous, manifest=manifest))
     await learner.receive(PushDone)
 
 

@@ -126,7 +126,7 @@ def test_a_worker_that_never_returns_from_a_push_is_killed_and_the_next_engine_g
         await learner.begin_push_again(1)
         with pytest.raises(PushError):
             await learner.transfer(policy.tensors(1))
-        await learner.send(PushAbort(epoch=learner.epoch))
+        await learner.send(PushAbort(session=learner.session))
         failed = await learner.receive((PushDone, PushFailed))
         assert isinstance(failed, PushFailed) and not failed.weights_intact
         assert "did not answer within 10 s while receiving (learner.weight_sync.timeout_s + 5)" in failed.message

@@ -25,9 +25,9 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
     manifest = make_manifest([("weight", torch.zeros(8))], torch.float32, 1024, "dense")
     meeting, receiver = Meeting("127.0.0.1", 60.0), Receiver(1, CPU)
     rendezvous = meeting.rendezvous(1, "gloo")
-    order = PushOrder(epoch="epoch", version=1, rendezvous=rendezvous, manifest=manifest)
+    order = PushOrder(session="session", version=1, rendezvous=rendezvous, manifest=manifest)
     with closing(meeting), ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(meeting.host_collective, "epoch", rendezvous, CPU)
+        joining = thread.submit(meeting.host_collective, "session", rendezvous, CPU)
         receiver.join(order)
         with closing(joining.result()):
             meeting.close()

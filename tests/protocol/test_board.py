@@ -10,7 +10,7 @@ import pytest
 
 from protocol.errors import PushError
 from protocol.transports import rendezvous as board
-from protocol.transports.rendezvous import MAX_LINE_BYTES, EpochStore, HostedBoard, Question, RemoteBoard
+from protocol.transports.rendezvous import MAX_LINE_BYTES, HostedBoard, Question, RemoteBoard, SessionStore
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
@@ -27,20 +27,20 @@ def two_ranks() -> Iterator[tuple[HostedBoard, RemoteBoard]]:
         hosted.close()
 
 
-def test_what_one_rank_pins_the_others_read_and_only_in_its_epoch() -> None:
+def test_what_one_rank_pins_the_others_read_and_only_in_its_session() -> None:
     with two_ranks() as (hosted, remote):
         address = bytes(range(256))
-        EpochStore("e1", remote, TIMEOUT_S).set("0/1", address)
-        assert EpochStore("e1", hosted, TIMEOUT_S).get("0/1") == address
-        assert EpochStore("e1", remote, TIMEOUT_S).get("0/1") == address
-        with pytest.raises(PushError, match=r"epoch e2 did not form within 0.1 s .*: missing 0/1$"):
-            EpochStore("e2", remote, 0.1).get("0/1")
+        SessionStore("e1", remote, TIMEOUT_S).set("0/1", address)
+        assert SessionStore("e1", hosted, TIMEOUT_S).get("0/1") == address
+        assert SessionStore("e1", remote, TIMEOUT_S).get("0/1") == address
+        with pytest.raises(PushError, match=r"session e2 did not form within 0.1 s .*: missing 0/1$"):
+            SessionStore("e2", remote, 0.1).get("0/1")
 
 
 def test_a_rank_that_waits_goes_on_when_the_last_note_is_pinned() -> None:
     with two_ranks() as (hosted, remote):
-        store = EpochStore("e1", hosted, TIMEOUT_S)
-        waiting = threading.Thread(target=EpochStore("e1", remote, TIMEOUT_S).wait, args=(["a", "b"],))
+        store = SessionStore("e1", hosted, TIMEOUT_S)
+        waiting = threading.Thread(target=SessionStore("e1", remote, TIMEOUT_S).wait, args=(["a", "b"],))
         waiting.start()
         store.set("b", b"")
         assert waiting.is_alive()
@@ -51,11 +51,11 @@ def test_a_rank_that_waits_goes_on_when_the_last_note_is_pinned() -> None:
 
 def test_the_first_reason_for_calling_off_is_the_one_that_all_are_told() -> None:
     with two_ranks() as (hosted, remote):
-        stores = [EpochStore("e1", each, TIMEOUT_S) for each in (hosted, remote)]
+        stores = [SessionStore("e1", each, TIMEOUT_S) for each in (hosted, remote)]
         for number, store in enumerate(stores):
             store.call_off(f"reason {number}")
         for store in stores:
-            with pytest.raises(PushError, match="epoch e1 was canceled: reason 0"):
+            with pytest.raises(PushError, match="session e1 was canceled: reason 0"):
                 store.wait([])
 
 
@@ -72,8 +72,8 @@ def test_a_board_that_is_closed_is_an_error_for_all() -> None:
     [
         b"\xff\n",
         b"{}\n",
-        b'{"epoch": 1, "key": "a"}\n',
-        b'{"type": "question", "epoch": "\xff", "key": "a"}\n',
+        b'{"session": 1, "key": "a"}\n',
+        b'{"type": "question", "session": "\xff", "key": "a"}\n',
         b"x" * (MAX_LINE_BYTES + 1),
         b"GET / HTTP/1.1\r\n",
     ],

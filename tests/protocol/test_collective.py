@@ -40,12 +40,12 @@ def meeting(timeout_s: float) -> Iterator[Meeting]:
         hosted.close()
 
 
-def join_all(hosted: Meeting, epoch: str, num_workers: int = 1, transport: Transport = "gloo") -> list[Collective]:
+def join_all(hosted: Meeting, session: str, num_workers: int = 1, transport: Transport = "gloo") -> list[Collective]:
     """Form a group whose ranks are all in this process."""
     rendezvous = hosted.rendezvous(num_workers, transport)
     with ThreadPoolExecutor(num_workers) as pool:
-        workers = [pool.submit(join_collective, epoch, rendezvous, 1 + index, CPU) for index in range(num_workers)]
-        return [hosted.host_collective(epoch, rendezvous, CPU), *(worker.result() for worker in workers)]
+        workers = [pool.submit(join_collective, session, rendezvous, 1 + index, CPU) for index in range(num_workers)]
+        return [hosted.host_collective(session, rendezvous, CPU), *(worker.result() for worker in workers)]
 
 
 class Waiting:
@@ -91,7 +91,7 @@ def test_workers_that_never_come_are_named_at_the_deadline(transport: Transport)
         waiting = Waiting(lambda: join_collective("e1", rendezvous, 2, CPU))
         with pytest.raises(
             PushError,
-            match=r"epoch e1 did not form within 0.5 s \(learner.weight_sync.timeout_s\): missing rank 1, rank 3$",
+            match=r"session e1 did not form within 0.5 s \(learner.weight_sync.timeout_s\): missing rank 1, rank 3$",
         ):
             hosted.host_collective("e1", rendezvous, CPU)
         assert waiting.ends_promptly()
@@ -102,7 +102,7 @@ def test_a_worker_that_comes_when_the_learner_has_given_up_is_told_so() -> None:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         with pytest.raises(PushError):
             hosted.host_collective("e1", rendezvous, CPU)
-        with pytest.raises(PushError, match="epoch e1 was canceled: rank 0 gave up"):
+        with pytest.raises(PushError, match="session e1 was canceled: rank 0 gave up"):
             join_collective("e1", rendezvous, 1, CPU)
 
 
@@ -134,7 +134,7 @@ def test_a_learner_that_is_silent_ends_the_join_of_the_worker_long_before_the_de
 
 
 @BETWEEN_CPUS
-def test_an_epoch_that_is_called_off_ends_the_join_on_both_sides(transport: Transport) -> None:
+def test_a_session_that_is_called_off_ends_the_join_on_both_sides(transport: Transport) -> None:
     with meeting(timeout_s=60) as hosted:
         rendezvous = hosted.rendezvous(num_workers=2, transport=transport)
         waits = [
@@ -145,7 +145,7 @@ def test_an_epoch_that_is_called_off_ends_the_join_on_both_sides(transport: Tran
         assert all(wait.is_waiting() for wait in waits)
         hosted.call_off("e1", "the server refused")
         assert all(wait.ends_promptly() for wait in waits)
-        assert all("epoch e1 was canceled: the server refused" in wait.error for wait in waits)
+        assert all("session e1 was canceled: the server refused" in wait.error for wait in waits)
 
 
 def test_a_learner_that_dies_while_a_worker_joins_ends_the_join_long_before_the_deadline() -> None:
@@ -196,7 +196,7 @@ def test_nobody_waits_for_the_forming_of_a_group_that_was_called_off(stuck: Stuc
         assert all(wait.is_waiting() for wait in waits)
         hosted.call_off("e1", "the server went away")
         assert all(wait.ends_promptly() for wait in waits)
-        assert {wait.error for wait in waits} == {"epoch e1 was canceled: the server went away"}
+        assert {wait.error for wait in waits} == {"session e1 was canceled: the server went away"}
 
 
 def test_a_worker_does_not_wait_for_the_forming_of_a_group_whose_learner_has_gone(stuck: StuckForming) -> None:
@@ -258,13 +258,13 @@ def test_abort_wakes_a_broadcast_that_waits_for_a_stopped_process(own_rank: int)
         time.sleep(0.5)
         assert waiting.is_waiting()
         collective.abort()
-        assert waiting.ends_promptly() and "broadcast of 33554432 bytes in epoch e1 failed" in waiting.error
+        assert waiting.ends_promptly() and "broadcast of 33554432 bytes in session e1 failed" in waiting.error
         collective.abort()
         with pytest.raises(PushError):
             collective.broadcast(zeros(16))
         collective.close()
         collective.close()
-        with pytest.raises(PushError, match="the collective of epoch e1 is closed"):
+        with pytest.raises(PushError, match="the collective of session e1 is closed"):
             collective.broadcast(zeros(16))
     process.kill()
     process.join()
@@ -332,7 +332,7 @@ def test_neither_an_abort_nor_a_close_waits_for_a_send_that_gloo_has_forgotten()
         time.sleep(0.5)
         assert waiting.is_waiting()
         learner.abort()
-        assert waiting.ends_promptly() and "broadcast of 16 bytes in epoch e1 failed: it was aborted" in waiting.error
+        assert waiting.ends_promptly() and "broadcast of 16 bytes in session e1 failed: it was aborted" in waiting.error
         assert Waiting(learner.close).ends_promptly()
         worker.close()
     freed.set()
@@ -347,19 +347,19 @@ def num_held() -> int:
     return process.num_threads() + process.num_fds()
 
 
-def fail_to_meet(hosted: Meeting, epoch: str) -> list[Collective]:
+def fail_to_meet(hosted: Meeting, session: str) -> list[Collective]:
     rendezvous = hosted.rendezvous(num_workers=2, transport="gloo")
     waits = [
-        Waiting(lambda: hosted.host_collective(epoch, rendezvous, CPU)),
-        Waiting(lambda: join_collective(epoch, rendezvous, 1, CPU)),
+        Waiting(lambda: hosted.host_collective(session, rendezvous, CPU)),
+        Waiting(lambda: join_collective(session, rendezvous, 1, CPU)),
     ]
-    hosted.call_off(epoch, "test")
+    hosted.call_off(session, "test")
     assert all(wait.ends_promptly() and wait.error for wait in waits)
     return []
 
 
-def abort_a_broadcast(hosted: Meeting, epoch: str, transport: Transport = "gloo") -> list[Collective]:
-    learner, worker = join_all(hosted, epoch, transport=transport)
+def abort_a_broadcast(hosted: Meeting, session: str, transport: Transport = "gloo") -> list[Collective]:
+    learner, worker = join_all(hosted, session, transport=transport)
     waiting = Waiting(lambda: worker.broadcast(zeros(16)))
     time.sleep(0.01)
     worker.abort()
@@ -369,12 +369,12 @@ def abort_a_broadcast(hosted: Meeting, epoch: str, transport: Transport = "gloo"
     return [learner, worker]
 
 
-def abort_a_broadcast_over_tcp(hosted: Meeting, epoch: str) -> list[Collective]:
-    return abort_a_broadcast(hosted, epoch, "tcp")
+def abort_a_broadcast_over_tcp(hosted: Meeting, session: str) -> list[Collective]:
+    return abort_a_broadcast(hosted, session, "tcp")
 
 
 @pytest.mark.parametrize("fail", [fail_to_meet, abort_a_broadcast, abort_a_broadcast_over_tcp])
-def test_failed_epochs_leave_neither_threads_nor_sockets(fail: Callable[[Meeting, str], list[Collective]]) -> None:
+def test_failed_sessions_leave_neither_threads_nor_sockets(fail: Callable[[Meeting, str], list[Collective]]) -> None:
     with meeting(timeout_s=60) as hosted:
         fail(hosted, "warm up")
         allowed = num_held() + 2

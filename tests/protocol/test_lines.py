@@ -18,7 +18,7 @@ NOBODY = b"x" * 32
 
 
 def do_nothing() -> None:
-    """The check of an epoch that nobody has called off."""
+    """The check of a session that nobody has called off."""
 
 
 class Door:
@@ -132,7 +132,7 @@ def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_loo
         worker.close()
 
 
-def test_an_epoch_that_is_called_off_ends_the_wait_for_its_workers() -> None:
+def test_a_session_that_is_called_off_ends_the_wait_for_its_workers() -> None:
     def called_off() -> None:
         raise PushError("called off")
 
@@ -141,7 +141,7 @@ def test_an_epoch_that_is_called_off_ends_the_wait_for_its_workers() -> None:
         callers.collect(callers.expect(2, TIMEOUT_S), called_off, TIMEOUT_S)
 
 
-def test_of_epochs_whose_workers_never_call_only_the_last_are_remembered() -> None:
+def test_of_sessions_whose_workers_never_call_only_the_last_are_remembered() -> None:
     callers = Callers()
     secrets = [callers.expect(2, TIMEOUT_S) for _ in range(MAX_EXPECTED + 1)]
     with pytest.raises(PushError, match="no longer waits"):

@@ -126,11 +126,11 @@ def formed(timeout_s: float = 60) -> NcclCollective:
     return NcclCollective(UNIQUE_ID, "e1", 1, 2, CPU, timeout_s)
 
 
-def join(meeting: Meeting, epoch: str, rendezvous: Rendezvous, rank: int) -> Collective:
+def join(meeting: Meeting, session: str, rendezvous: Rendezvous, rank: int) -> Collective:
     """Join as the learner or as a worker of a server."""
     if rank == 0:
-        return meeting.host_collective(epoch, rendezvous, CPU)
-    return join_collective(epoch, rendezvous, rank, CPU)
+        return meeting.host_collective(session, rendezvous, CPU)
+    return join_collective(session, rendezvous, rank, CPU)
 
 
 def test_both_sides_join_with_the_id_that_the_rendezvous_carries(nccl: ScriptedNccl) -> None:
@@ -242,7 +242,7 @@ def test_a_broadcast_that_an_abort_has_ended_is_not_taken_for_done(nccl: Scripte
     collective = formed()
     wait = collective.start_broadcast(zeros(48))
     collective.abort()
-    with pytest.raises(PushError, match="epoch e1 was aborted or closed"):
+    with pytest.raises(PushError, match="session e1 was aborted or closed"):
         wait()
 
 
@@ -261,9 +261,9 @@ def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_i
     meeting = Meeting(HOST, timeout_s=2)
     rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
     worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
-    with pytest.raises(PushError, match=r"of 2 could not form epoch e1 within 2 s \(learner.weight_sync.timeout_s\)"):
+    with pytest.raises(PushError, match=r"of 2 could not form session e1 within 2 s \(learner.weight_sync.timeout_s\)"):
         meeting.host_collective("e1", rendezvous, CPU)
-    assert worker.ends_promptly() and "of 2 could not form epoch e1 within 2 s" in worker.error
+    assert worker.ends_promptly() and "of 2 could not form session e1 within 2 s" in worker.error
     assert not nccl.released.is_set()
     nccl.may_init.set()
     assert nccl.released.wait(60)
@@ -296,7 +296,7 @@ def test_joins_that_hang_in_c_are_few_and_then_refused(nccl: ScriptedNccl, monke
     meeting = Meeting(HOST, timeout_s=0.3)
     rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
     stuck = [Waiting(lambda rank=rank: join(meeting, "e1", rendezvous, rank)) for rank in (0, 1)]
-    assert all(wait.ends_promptly() and "could not form epoch e1" in wait.error for wait in stuck)
+    assert all(wait.ends_promptly() and "could not form session e1" in wait.error for wait in stuck)
     again = meeting.rendezvous(num_workers=1, transport="nccl")
     with pytest.raises(PushError, match=r"2 abandoned joins still hang .* restart the process, .* \"gloo\""):
         meeting.host_collective("e2", again, CPU)
@@ -316,7 +316,7 @@ def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
         raise RuntimeError("Duplicate GPU detected")
 
     monkeypatch.setattr(nccl, "NcclCommunicator", refuse)
-    with pytest.raises(PushError, match="rank 1 of 2 on cpu could not form epoch e1 over nccl: Duplicate GPU"):
+    with pytest.raises(PushError, match="rank 1 of 2 on cpu could not form session e1 over nccl: Duplicate GPU"):
         formed()
 
 
@@ -324,7 +324,7 @@ def test_a_broadcast_that_never_ends_is_aborted_at_the_deadline(nccl: ScriptedNc
     collective = formed(timeout_s=0.2)
     nccl.may_finish.clear()
     with pytest.raises(
-        PushError, match=r"48 bytes over nccl in epoch e1 did not finish within 0.2 s \(learner.weight_sync.tim"
+        PushError, match=r"48 bytes over nccl in session e1 did not finish within 0.2 s \(learner.weight_sync.tim"
     ):
         collective.broadcast(zeros(48))
     assert nccl.calls[-1] == ("abort",)
@@ -334,7 +334,7 @@ def test_an_error_that_nccl_notices_ends_the_broadcast_at_once(nccl: ScriptedNcc
     collective = formed()
     nccl.may_finish.clear()
     nccl.async_error = "remote process exited"
-    with pytest.raises(PushError, match="48 bytes over nccl in epoch e1 failed: remote process exited"):
+    with pytest.raises(PushError, match="48 bytes over nccl in session e1 failed: remote process exited"):
         collective.broadcast(zeros(48))
     assert nccl.calls[-1] == ("abort",)
 
@@ -347,7 +347,7 @@ def test_abort_from_another_thread_wakes_a_broadcast(nccl: ScriptedNccl, leave: 
     while [call[0] for call in nccl.calls].count("broadcast") < 2:
         assert waiting.is_waiting()
     getattr(collective, leave)()
-    assert waiting.ends_promptly() and "epoch e1 was aborted or closed" in waiting.error
+    assert waiting.ends_promptly() and "session e1 was aborted or closed" in waiting.error
     collective.close()
     assert nccl.calls.count(("abort",)) == 1
     with pytest.raises(PushError, match="aborted or closed"):

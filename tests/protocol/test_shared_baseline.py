@@ -36,7 +36,7 @@ def files() -> list[Path]:
 
 @pytest.fixture
 def shared() -> Iterator[list[SharedBaseline]]:
-    baselines = [SharedBaseline(os.getpid(), "an epoch", MANIFEST) for _ in range(NUM_WORKERS)]
+    baselines = [SharedBaseline(os.getpid(), "a session", MANIFEST) for _ in range(NUM_WORKERS)]
     yield baselines
     for baseline in baselines:
         baseline.close()
@@ -91,17 +91,17 @@ def test_they_share_their_memory(shared: list[SharedBaseline]) -> None:
         assert torch.equal(other.of(bucket), one.of(bucket))
 
 
-def die_in_the_middle(epoch: str) -> None:
-    with SharedBaseline(os.getppid(), epoch, MANIFEST).changing(cut(MANIFEST)[0]):
+def die_in_the_middle(session: str) -> None:
+    with SharedBaseline(os.getppid(), session, MANIFEST).changing(cut(MANIFEST)[0]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared: list[SharedBaseline]) -> None:
-    process = multiprocessing.get_context("fork").Process(target=die_in_the_middle, args=("an epoch",))
+    process = multiprocessing.get_context("fork").Process(target=die_in_the_middle, args=("a session",))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    with pytest.raises(PushError, match="must start a new epoch"), shared[0].changing(cut(MANIFEST)[0]):
+    with pytest.raises(PushError, match="must start a new session"), shared[0].changing(cut(MANIFEST)[0]):
         pytest.fail("it was taken for whole")
     with shared[0].changing(cut(MANIFEST)[1]) as is_ours:  # the dead one's lock is nobody's
         assert is_ours
@@ -148,7 +148,7 @@ def hold_until_killed(owner_pid: int, is_held: Event) -> None:
     signal.pause()
 
 
-def test_what_killed_servers_left_goes_with_the_next_epoch_and_a_living_ones_stays(
+def test_what_killed_servers_left_goes_with_the_next_session_and_a_living_ones_stays(
     shared: list[SharedBaseline],
 ) -> None:
     """Whatever process ids mean here: a server in a container is process 1, as may be another beside it."""
@@ -162,12 +162,12 @@ def test_what_killed_servers_left_goes_with_the_next_epoch_and_a_living_ones_sta
     try:
         assert is_held.wait(60)
         (living,) = DIRECTORY.glob(f"{PREFIX}-{not_here}-*")
-        SharedBaseline(os.getpid(), "another epoch", MANIFEST).close()
+        SharedBaseline(os.getpid(), "another session", MANIFEST).close()
         assert not left.exists() and len(files()) == 1 and living.exists()
     finally:
         process.kill()
         process.join()
-    SharedBaseline(os.getpid(), "another epoch", MANIFEST).close()
+    SharedBaseline(os.getpid(), "another session", MANIFEST).close()
     assert not living.exists()
 
 
@@ -181,7 +181,7 @@ def test_a_file_that_is_removed_before_it_could_be_locked_is_made_again(monkeypa
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    baseline = SharedBaseline(os.getpid(), "an epoch", MANIFEST)
+    baseline = SharedBaseline(os.getpid(), "a session", MANIFEST)
     assert files() == removed
     baseline.close()
 
@@ -193,7 +193,7 @@ def test_what_another_user_left_is_no_reason_to_have_no_shared_one() -> None:
     try:
         os.seteuid(NOBODY)
         try:
-            baseline = worker_baseline(os.getpid(), 2, "an epoch", MANIFEST)
+            baseline = worker_baseline(os.getpid(), 2, "a session", MANIFEST)
             baseline.close()
         finally:
             os.seteuid(0)

@@ -38,21 +38,21 @@ def test_a_transfer_ends_when_the_learner_is_gone(meeting: Meeting) -> None:
         transfer(rendezvous)
 
 
-def test_a_transfer_ends_when_the_learner_lives_and_has_called_its_epoch_off(meeting: Meeting) -> None:
+def test_a_transfer_ends_when_the_learner_lives_and_has_called_its_session_off(meeting: Meeting) -> None:
     rendezvous = meeting.rendezvous(1, "gloo")
     meeting.call_off("e1", "it gave up")
-    with pytest.raises(PushError, match=r"^epoch e1 was canceled: it gave up; the transfer failed: a broadcast"):
+    with pytest.raises(PushError, match=r"^session e1 was canceled: it gave up; the transfer failed: a broadcast"):
         transfer(rendezvous)
 
 
-def test_a_transfer_ends_when_its_epoch_is_called_off_long_after_it_began(meeting: Meeting) -> None:
+def test_a_transfer_ends_when_its_session_is_called_off_long_after_it_began(meeting: Meeting) -> None:
     waiting = Waiting(lambda: transfer(meeting.rendezvous(1, "gloo")))
     assert not waiting.ends_promptly(10 * INTERVAL_S)
     meeting.call_off("e1", "it gave up")
-    assert waiting.ends_promptly(30.0) and "epoch e1 was canceled" in waiting.error
+    assert waiting.ends_promptly(30.0) and "session e1 was canceled" in waiting.error
 
 
-def test_a_transfer_goes_on_when_another_epoch_is_called_off(meeting: Meeting) -> None:
+def test_a_transfer_goes_on_when_another_session_is_called_off(meeting: Meeting) -> None:
     collective = WaitingCollective()
     meeting.call_off("e0", "it gave up")
     with watched(collective, meeting.rendezvous(1, "gloo"), "e1"):

@@ -42,7 +42,7 @@ def some_tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def pair() -> Iterator[tuple[Collective, Collective]]:
-    """Both ends of one epoch, in this process."""
+    """Both ends of one session, in this process."""
     meeting = Meeting(HOST, timeout_s=10)
     rendezvous = meeting.rendezvous(1, "gloo")
     with ThreadPoolExecutor(1) as thread:
@@ -195,7 +195,7 @@ def test_changes_alone_give_every_version_bit_for_bit_and_far_fewer_bytes() -> N
     assert sent[2].num_bytes < 1000 and sent[2].checksum == sent[1].checksum
 
 
-def test_the_first_push_of_an_epoch_is_dense_and_the_next_is_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_push_of_a_session_is_dense_and_the_next_is_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of zeros, which a comparison with nothing would have made next to nothing of, into memory that has held other things."""
     empty = torch.empty
 

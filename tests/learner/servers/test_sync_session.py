@@ -1,4 +1,4 @@
-"""Epochs that end before they were formed, or while they are received: nobody waits for them and nothing of them stays."""
+"""Sessions that end before they were formed, or while they are received: nobody waits for them and nothing of them stays."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ import torch
 
 from inference_server.engine.interface import PushOrder
 from inference_server.engine.weight_receiver import Receiver
-from learner.servers.epoch import Epoch
+from learner.servers.sync_session import SyncSession
 from protocol.errors import PushError
 from protocol.transports.group import Meeting, join_collective
 from protocol.weights.buckets import make_manifest
@@ -30,50 +30,52 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_worker_that_waits_for_an_epoch_that_was_given_up_is_told_so_at_once() -> None:
+def test_a_worker_that_waits_for_a_session_that_was_given_up_is_told_so_at_once() -> None:
     meeting = Meeting("127.0.0.1", TIMEOUT_S)
-    epoch = Epoch("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
+    session = SyncSession("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
     said: list[str] = []
 
     def join() -> None:
         with pytest.raises(PushError) as failed:
-            join_collective(epoch.name, epoch.rendezvous, 1, CPU)
+            join_collective(session.name, session.rendezvous, 1, CPU)
         said.append(str(failed.value))
 
     waiting = threading.Thread(target=join, daemon=True)
     waiting.start()
-    epoch.close()
+    session.close()
     until(lambda: not waiting.is_alive())
-    assert "was canceled" in said[0] and epoch.name in said[0]
+    assert "was canceled" in said[0] and session.name in said[0]
     meeting.close()
 
 
-@pytest.mark.parametrize("give_up", [Epoch.abort, Epoch.close])
+@pytest.mark.parametrize("give_up", [SyncSession.abort, SyncSession.close])
 def test_a_worker_whose_transport_notices_nothing_is_told_that_the_learner_gave_up(give_up: Callable) -> None:
     """NCCL within one host: the kernel of a broadcast spins until its communicator is aborted."""
     meeting = Meeting("127.0.0.1", TIMEOUT_S)
-    epoch = Epoch("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
-    epoch.collective = WaitingCollective()
-    waiting = Waiting(lambda: transfer(epoch.rendezvous, epoch.name))
+    session = SyncSession("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
+    session.collective = WaitingCollective()
+    waiting = Waiting(lambda: transfer(session.rendezvous, session.name))
     assert waiting.is_waiting()
-    give_up(epoch)
+    give_up(session)
     assert waiting.ends_promptly(TIMEOUT_S / 2)
-    assert f"epoch {epoch.name} was canceled: the learner abandoned the session; the transfer failed" in waiting.error
+    assert (
+        f"session {session.name} was canceled: the learner abandoned the session; the transfer failed" in waiting.error
+    )
     meeting.close()
 
 
-def test_a_receiver_whose_staging_fails_has_left_the_epoch() -> None:
+def test_a_receiver_whose_staging_fails_has_left_the_session() -> None:
     """The learner may be gone for good and never tell it to."""
     process = psutil.Process()
     meeting = Meeting("127.0.0.1", TIMEOUT_S)
-    epoch = Epoch("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
+    session = SyncSession("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
     receiver = Receiver(1, CPU)
     before = process.num_threads(), process.num_fds()
-    receiver.stage(PushOrder(epoch=epoch.name, version=1, rendezvous=epoch.rendezvous, manifest=epoch.manifest))
-    epoch.collective = epoch.join()
+    receiver.stage(PushOrder(session=session.name, version=1, rendezvous=session.rendezvous, manifest=session.manifest))
+    session.collective = session.join()
     assert (process.num_threads(), process.num_fds()) != before
-    epoch.collective.close()
-    epoch.collective = None
+    session.collective.close()
+    session.collective = None
     until(lambda: not receiver.is_staging)
     assert isinstance(receiver.failure, PushError)
     # No more than before: a thread that an earlier test has left may end meanwhile.

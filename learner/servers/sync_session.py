@@ -21,7 +21,7 @@ from protocol.weights.delta import Baseline, send_changes
 from protocol.weights.dense import Progress, Sent, send_weights
 
 
-class Epoch:
+class SyncSession:
     """Weight-sync session, joined at its first sync. `abort` is thread-safe."""
 
     def __init__(
@@ -79,14 +79,14 @@ class Epoch:
         self._meeting.call_off(self.name, "the learner abandoned the session")
 
 
-class Epochs:
+class SyncSessions:
     """Factory of sessions with one server, which share its rendezvous point."""
 
     def __init__(self, link: ServerLink, config: WeightSyncConfig, device: torch.device) -> None:
         self._link, self._config, self._device = link, config, device
         self._meeting: Meeting | None = None
 
-    def begin(self, manifest: Manifest) -> Epoch:
+    def begin(self, manifest: Manifest) -> SyncSession:
         """Return a new session with the connected server.
 
         Raises:
@@ -103,7 +103,7 @@ class Epochs:
                 ports=self._config.port_range(),
                 advertise=self._config.advertise,
             )
-        return Epoch(
+        return SyncSession(
             welcome.server_id, manifest,
             self._meeting.rendezvous(welcome.num_workers, self._transport(welcome)), self._meeting, self._device,
         )  # fmt: skip
