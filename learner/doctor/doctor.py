@@ -42,7 +42,7 @@ from protocol.doctor import (
 from protocol.errors import ConfigError, HandshakeRefused, PushError
 from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Transport, Trial, TrialEnded, Vitals
 from protocol.model_files import fingerprint, local_model, weight_bytes
-from protocol.transports.group import Meeting, address_towards
+from protocol.transports.group import RendezvousHost, address_towards
 from protocol.transports.nccl import ranks_may_share_a_gpu, why_not_installed
 from protocol.transports.transport import choose_transport, offered_transports, own_device_name, why_over_cpus
 from protocol.transports.trial import MAX_TRIAL_S, send_trial
@@ -241,21 +241,21 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
             "(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls"
         )
     try:
-        meeting = Meeting(own_host, timeout_s, ports=push.port_range(), advertise=push.advertise)
+        rendezvous_host = RendezvousHost(own_host, timeout_s, ports=push.port_range(), advertise=push.advertise)
     except PushError as error:
         return problem_of(
             "bandwidth", error, "stop the run that uses the ports, or add ports to learner.weight_sync.ports"
         )
-    with closing(meeting):
-        trial = Trial(trial_id=uuid.uuid4().hex, rendezvous=meeting.rendezvous(1, by), num_bytes=TRIAL_BYTES)
+    with closing(rendezvous_host):
+        trial = Trial(trial_id=uuid.uuid4().hex, rendezvous=rendezvous_host.rendezvous(1, by), num_bytes=TRIAL_BYTES)
         await channel.send(trial, ANSWER_TIMEOUT_S)
-        sending = asyncio.create_task(asyncio.to_thread(send_trial, meeting, trial))
+        sending = asyncio.create_task(asyncio.to_thread(send_trial, rendezvous_host, trial))
         try:
             ended = await answer(channel, TrialEnded, 3 * timeout_s)
         except NotReached as reason:
             return problem("bandwidth", f"the test transfer did not finish: {reason.finding.text}", remedy)
         finally:
-            meeting.call_off(trial.trial_id, "the doctor's test transfer is over")
+            rendezvous_host.cancel(trial.trial_id, "the doctor's test transfer is over")
             with suppress(PushError):  # the server has reported the error
                 (await sending).close()
     if ended.error is not None:

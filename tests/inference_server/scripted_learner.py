@@ -45,7 +45,7 @@ class ScriptedLearner:
         self.learner = uuid.uuid4().hex[:8]
         """This process, as it says; another may say the same."""
         self.unread: list[Any] = []
-        self._meeting: Any = None
+        self._rendezvous_host: Any = None
         self.collective: Any = None
         """May be replaced by one that does harm."""
         self._manifest: Any = None
@@ -108,14 +108,14 @@ class ScriptedLearner:
         """Begin the first push of a new session; return its manifest once the server is ready and the group is formed."""
         import torch
 
-        from protocol.transports.group import Meeting
+        from protocol.transports.group import RendezvousHost
         from protocol.weights.buckets import make_manifest
         from protocol.weights.delta import Baseline
 
-        if self._meeting is None:
-            self._meeting = Meeting("127.0.0.1", self.push_timeout_s)
+        if self._rendezvous_host is None:
+            self._rendezvous_host = RendezvousHost("127.0.0.1", self.push_timeout_s)
         self.session = uuid.uuid4().hex[:8]
-        rendezvous = self._meeting.rendezvous(self.num_workers, "gloo")
+        rendezvous = self._rendezvous_host.rendezvous(self.num_workers, "gloo")
         self._manifest = make_manifest(tensors, tensors[0][1].dtype, bucket_bytes, wire)
         self._baseline = Baseline()
         await self.send(
@@ -123,7 +123,7 @@ class ScriptedLearner:
         )
         await self.receive(PushReady)
         self.collective = await asyncio.to_thread(
-            self._meeting.host_collective, self.session, rendezvous, torch.device("cpu")
+            self._rendezvous_host.host_collective, self.session, rendezvous, torch.device("cpu")
         )
         return self._manifest
 
@@ -151,7 +151,7 @@ class ScriptedLearner:
             await self.transfer(tensors)
         except PushError as error:
             # As the real learner does: gloo forgets a broadcast that began as its connection broke.
-            self._meeting.call_off(self.session, str(error))
+            self._rendezvous_host.cancel(self.session, str(error))
         failed = await self.receive((PushDone, PushFailed))
         assert isinstance(failed, PushFailed)
         return failed

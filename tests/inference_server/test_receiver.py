@@ -10,7 +10,7 @@ import protocol.transports.group
 from inference_server.engine.interface import PushOrder
 from inference_server.engine.weight_receiver import Receiver, in_host_memory
 from protocol.errors import PushError
-from protocol.transports.group import Meeting
+from protocol.transports.group import RendezvousHost
 from protocol.weights.buckets import cut, make_manifest
 from protocol.weights.dense import Arrived
 
@@ -23,14 +23,14 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
     """So it looks when its host has vanished: the collective alone would wait for a minute."""
     monkeypatch.setattr(protocol.transports.group, "INTERVAL_S", 0.05)
     manifest = make_manifest([("weight", torch.zeros(8))], torch.float32, 1024, "dense")
-    meeting, receiver = Meeting("127.0.0.1", 60.0), Receiver(1, CPU)
-    rendezvous = meeting.rendezvous(1, "gloo")
+    rendezvous_host, receiver = RendezvousHost("127.0.0.1", 60.0), Receiver(1, CPU)
+    rendezvous = rendezvous_host.rendezvous(1, "gloo")
     order = PushOrder(session="session", version=1, rendezvous=rendezvous, manifest=manifest)
-    with closing(meeting), ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(meeting.host_collective, "session", rendezvous, CPU)
+    with closing(rendezvous_host), ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(rendezvous_host.host_collective, "session", rendezvous, CPU)
         receiver.join(order)
         with closing(joining.result()):
-            meeting.close()
+            rendezvous_host.close()
             with pytest.raises(PushError, match=r"the learner at .* is gone .*; the transfer failed: bucket 1 of 1"):
                 list(receiver.receive())
             receiver.leave()

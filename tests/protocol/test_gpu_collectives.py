@@ -17,7 +17,7 @@ from protocol.errors import PushError
 from protocol.installation import install_command
 from protocol.messages import Manifest, Rendezvous, Transport
 from protocol.transports.cuda_ipc import GpuMemory, TensorHandle
-from protocol.transports.group import Collective, Meeting, address_towards, join_collective, watched
+from protocol.transports.group import Collective, RendezvousHost, address_towards, join_collective, watched
 from protocol.transports.interface import interface_of
 from protocol.transports.nccl import FAMILY, INTERFACE, SHARED_GPU_SWITCH, is_installed, ranks_may_share_a_gpu
 from protocol.transports.transport import offered_transports, own_device_name
@@ -99,7 +99,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._processes: list[Any] = []
-        self.meetings: list[Meeting] = []
+        self.rendezvous_hosts: list[RendezvousHost] = []
 
     def join(
         self,
@@ -111,8 +111,8 @@ class Sessions:
         **how: Any,
     ) -> tuple[Collective, Any]:
         """Return the learner's collective and the worker's pipe."""
-        self.meetings.append(Meeting(host, timeout_s))
-        rendezvous = self.meetings[-1].rendezvous(1, transport)
+        self.rendezvous_hosts.append(RendezvousHost(host, timeout_s))
+        rendezvous = self.rendezvous_hosts[-1].rendezvous(1, transport)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         device = torch.device("cuda", 1 if transport == "nccl" and torch.cuda.device_count() > 1 else 0)
@@ -121,14 +121,14 @@ class Sessions:
         self._processes.append(context.Process(target=_be_worker, args=(theirs, rendezvous, device, work, how)))
         self._processes[-1].start()
         theirs.close()
-        return self.meetings[-1].host_collective(SESSION, rendezvous, torch.device("cuda", 0)), ours
+        return self.rendezvous_hosts[-1].host_collective(SESSION, rendezvous, torch.device("cuda", 0)), ours
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
-        for meeting in self.meetings:
-            meeting.close()
+        for rendezvous_host in self.rendezvous_hosts:
+            rendezvous_host.close()
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_a_worker_is_free_soon_after_a_learner_that_lives_has_given_up(
     learner.broadcast(torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device))
     assert answer(worker) == "first"
     time.sleep(2.0)  # so that it is in the broadcast
-    sessions.meetings[-1].call_off(SESSION, "the learner gave up")
+    sessions.rendezvous_hosts[-1].cancel(SESSION, "the learner gave up")
     learner.abort()
     assert "gave up" in answer(worker, TIMEOUT_S) or transport == "ipc"  # gloo, which ipc has beside it, may be first
     learner.close()

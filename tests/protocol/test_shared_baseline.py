@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from protocol.errors import PushError
-from protocol.transports.group import Collective, Meeting, join_collective
+from protocol.transports.group import Collective, RendezvousHost, join_collective
 from protocol.weights import delta, shared_baseline
 from protocol.weights.buckets import cut, make_manifest
 from protocol.weights.delta import Baseline, receive_changes, send_changes
@@ -45,11 +45,11 @@ def shared() -> Iterator[list[SharedBaseline]]:
 
 @contextmanager
 def group() -> Iterator[tuple[Collective, list[Collective]]]:
-    meeting = Meeting("127.0.0.1", timeout_s=10)
-    rendezvous = meeting.rendezvous(NUM_WORKERS, "gloo")
+    rendezvous_host = RendezvousHost("127.0.0.1", timeout_s=10)
+    rendezvous = rendezvous_host.rendezvous(NUM_WORKERS, "gloo")
     with ThreadPoolExecutor(NUM_WORKERS) as threads:
         joining = [threads.submit(join_collective, "e1", rendezvous, 1 + rank, CPU) for rank in range(NUM_WORKERS)]
-        host = meeting.host_collective("e1", rendezvous, CPU)
+        host = rendezvous_host.host_collective("e1", rendezvous, CPU)
         workers = [each.result() for each in joining]
     yield host, workers
     for one in (host, *workers):

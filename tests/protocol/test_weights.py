@@ -16,7 +16,7 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import Manifest, Rendezvous
-from protocol.transports.group import Collective, Meeting, join_collective
+from protocol.transports.group import Collective, RendezvousHost, join_collective
 from protocol.weights.buckets import BucketMemory, NamedTensors, cut, make_manifest
 from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.dense import Arrived, Sent, receive_weights, send_weights
@@ -43,11 +43,11 @@ def some_tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 @contextmanager
 def pair() -> Iterator[tuple[Collective, Collective]]:
     """Both ends of one session, in this process."""
-    meeting = Meeting(HOST, timeout_s=10)
-    rendezvous = meeting.rendezvous(1, "gloo")
+    rendezvous_host = RendezvousHost(HOST, timeout_s=10)
+    rendezvous = rendezvous_host.rendezvous(1, "gloo")
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(join_collective, "e1", rendezvous, 1, CPU)
-        host = meeting.host_collective("e1", rendezvous, CPU)
+        host = rendezvous_host.host_collective("e1", rendezvous, CPU)
         worker = joining.result()
     yield host, worker
     host.close()
@@ -237,9 +237,9 @@ def one_tensor(num_floats: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_a_worker_that_never_comes_ends_the_join_at_the_deadline() -> None:
-    meeting = Meeting(HOST, timeout_s=0.5)
+    rendezvous_host = RendezvousHost(HOST, timeout_s=0.5)
     with pytest.raises(PushError, match=r"did not form within 0\.5 s"):
-        meeting.host_collective("e1", meeting.rendezvous(1, "gloo"), CPU)
+        rendezvous_host.host_collective("e1", rendezvous_host.rendezvous(1, "gloo"), CPU)
 
 
 def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
@@ -252,10 +252,10 @@ def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
 
 
 def send_and_stop(connection, manifest: Manifest, stop_by: signal.Signals) -> None:  # type: ignore[no-untyped-def]
-    meeting = Meeting(HOST, timeout_s=5)
-    rendezvous = meeting.rendezvous(1, "gloo")
+    rendezvous_host = RendezvousHost(HOST, timeout_s=5)
+    rendezvous = rendezvous_host.rendezvous(1, "gloo")
     connection.send(rendezvous)
-    collective = meeting.host_collective("e1", rendezvous, CPU)
+    collective = rendezvous_host.host_collective("e1", rendezvous, CPU)
     first = cut(manifest)[:1]
     send_weights(collective, first, [(slot.spec.name, torch.ones(slot.spec.shape)) for slot in first[0].slots])
     connection.send("sent")
@@ -293,8 +293,8 @@ def test_an_abort_from_another_thread_ends_a_receive_that_waits() -> None:
 def test_the_rendezvous_listens_on_the_named_address_only() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))
-    meeting = Meeting(HOST, timeout_s=5)
-    port = meeting.rendezvous(1, "gloo").port
+    rendezvous_host = RendezvousHost(HOST, timeout_s=5)
+    port = rendezvous_host.rendezvous(1, "gloo").port
     with socket.create_connection((HOST, port), timeout=5):
         pass
     with pytest.raises(ConnectionRefusedError):

@@ -12,7 +12,7 @@ from inference_server.engine.interface import PushOrder
 from inference_server.engine.weight_receiver import Receiver
 from learner.servers.sync_session import SyncSession
 from protocol.errors import PushError
-from protocol.transports.group import Meeting, join_collective
+from protocol.transports.group import RendezvousHost, join_collective
 from protocol.weights.buckets import make_manifest
 from tests.protocol.test_collective import Waiting
 from tests.watching import WaitingCollective, transfer
@@ -31,8 +31,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_worker_that_waits_for_a_session_that_was_given_up_is_told_so_at_once() -> None:
-    meeting = Meeting("127.0.0.1", TIMEOUT_S)
-    session = SyncSession("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
+    rendezvous_host = RendezvousHost("127.0.0.1", TIMEOUT_S)
+    session = SyncSession("server", MANIFEST, rendezvous_host.rendezvous(1, "gloo"), rendezvous_host, CPU)
     said: list[str] = []
 
     def join() -> None:
@@ -45,14 +45,14 @@ def test_a_worker_that_waits_for_a_session_that_was_given_up_is_told_so_at_once(
     session.close()
     until(lambda: not waiting.is_alive())
     assert "was canceled" in said[0] and session.name in said[0]
-    meeting.close()
+    rendezvous_host.close()
 
 
 @pytest.mark.parametrize("give_up", [SyncSession.abort, SyncSession.close])
 def test_a_worker_whose_transport_notices_nothing_is_told_that_the_learner_gave_up(give_up: Callable) -> None:
     """NCCL within one host: the kernel of a broadcast spins until its communicator is aborted."""
-    meeting = Meeting("127.0.0.1", TIMEOUT_S)
-    session = SyncSession("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
+    rendezvous_host = RendezvousHost("127.0.0.1", TIMEOUT_S)
+    session = SyncSession("server", MANIFEST, rendezvous_host.rendezvous(1, "gloo"), rendezvous_host, CPU)
     session.collective = WaitingCollective()
     waiting = Waiting(lambda: transfer(session.rendezvous, session.name))
     assert waiting.is_waiting()
@@ -61,14 +61,14 @@ def test_a_worker_whose_transport_notices_nothing_is_told_that_the_learner_gave_
     assert (
         f"session {session.name} was canceled: the learner abandoned the session; the transfer failed" in waiting.error
     )
-    meeting.close()
+    rendezvous_host.close()
 
 
 def test_a_receiver_whose_staging_fails_has_left_the_session() -> None:
     """The learner may be gone for good and never tell it to."""
     process = psutil.Process()
-    meeting = Meeting("127.0.0.1", TIMEOUT_S)
-    session = SyncSession("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
+    rendezvous_host = RendezvousHost("127.0.0.1", TIMEOUT_S)
+    session = SyncSession("server", MANIFEST, rendezvous_host.rendezvous(1, "gloo"), rendezvous_host, CPU)
     receiver = Receiver(1, CPU)
     before = process.num_threads(), process.num_fds()
     receiver.stage(PushOrder(session=session.name, version=1, rendezvous=session.rendezvous, manifest=session.manifest))
@@ -80,4 +80,4 @@ def test_a_receiver_whose_staging_fails_has_left_the_session() -> None:
     assert isinstance(receiver.failure, PushError)
     # No more than before: a thread that an earlier test has left may end meanwhile.
     until(lambda: process.num_threads() <= before[0] and process.num_fds() <= before[1])
-    meeting.close()
+    rendezvous_host.close()
