@@ -26,7 +26,7 @@ from deploy.planning.servers import Failures
 from deploy.planning.simulation import MOST_SERVERS, Setup, simulate
 from deploy.planning.split import Split, search, splits
 from protocol import console
-from protocol.config import until_its_reader_leaves
+from protocol.config import exit_on_closed_pipe
 from protocol.errors import ConfigError
 
 HEAD = ("GPUs", "servers × ranks", "groups", "samples/s", "step s", "server idle", "stalled", "fill", "learner idle", "syncing",
@@ -114,12 +114,12 @@ def _short(value: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = console.take_switches(sys.argv[1:] if arguments is None else arguments)
+    words = console.pop_switches(sys.argv[1:] if arguments is None else arguments)
     console.start_logging()
     with console.exit_on_user_error(lambda: "plan"):
         options, flags = parse_options(words)
         result = plan(options, flags)
-    with until_its_reader_leaves():
+    with exit_on_closed_pipe():
         print(json.dumps(result) if options.json else format_plan(result))
 
 

@@ -235,9 +235,9 @@ class Server:
         while True:
             await asyncio.sleep(PULSE_INTERVAL_S)
             with log_unexpected("checking the connections"):
-                self._refusals.handshakes(self._channel.take_failed_handshakes())
+                self._refusals.handshakes(self._channel.pop_failed_handshakes())
                 self._refusals.log_counts()
-                self._channel.look_at_connections()
+                self._channel.poll_connections()
             with log_unexpected("sending a pulse"):
                 await self._pulse_once()
 
@@ -264,7 +264,7 @@ class Server:
             await self._channel.send(peer, refused)
             return
         if not self._life.is_alive or self._pushes.is_ending or self.drain.is_draining:
-            self._tenancy.hear(hello.run, time.monotonic())
+            self._tenancy.extend(hello.run, time.monotonic())
             return  # The learner repeats its Hello until this server or its successor answers.
         before = self._tenancy.holder
         if self._tenancy.hold(LeaseHolder(run=hello.run, learner=hello.learner, peer=peer), time.monotonic()):
@@ -349,7 +349,7 @@ class Server:
 
     def _check_progress(self) -> None:
         self._groups.time_out_stalled()
-        self._stall.look(self._groups.num_running)
+        self._stall.check(self._groups.num_running)
 
     async def _forget_engine(self) -> None:
         self._server_id = _new_id()

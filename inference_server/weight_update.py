@@ -22,7 +22,7 @@ from inference_server.engine.interface import Engine, EngineDead, PushOrder, Wor
 from inference_server.engine.supervisor import in_time
 from inference_server.requests import Deliver, Notify
 from protocol.messages import PushAbort, PushBegin, PushDone, PushFailed, PushReady
-from protocol.weights.buckets import cut
+from protocol.weights.buckets import split_into_buckets
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -203,7 +203,7 @@ class WeightUpdates:
             raise _SyncFailed(f"the learner abandoned session {begin.session} while the weight sync waited")
         if begin.rendezvous is not None and begin.manifest is not None:
             self._session, self._session_timeout_s = begin.session, begin.rendezvous.timeout_s
-            self._num_buckets = len(cut(begin.manifest))
+            self._num_buckets = len(split_into_buckets(begin.manifest))
             self._abandoned.clear()
         elif begin.session != self._session:
             raise _SyncFailed(

@@ -35,12 +35,19 @@ from learner.run_inputs import RunInputs
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import Member
-from learner.servers.parity import NUM_SEQUENCES, ParityProbe, Untouched, check_dtype, check_identity, score_untouched
-from learner.servers.sync_check import Expected, SyncCheck
+from learner.servers.parity import (
+    NUM_SEQUENCES,
+    FreshServerScores,
+    ParityProbe,
+    check_dtype,
+    check_identity,
+    score_fresh_server,
+)
+from learner.servers.sync_check import ExpectedAnswers, SyncCheck
 from learner.servers.weight_sync import WeightSync
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.run_dir import RunDir, check_data, record_data
-from learner.training.metrics import Devices, StepTimer, memory_metrics, staleness, take_mismatches, throughput
+from learner.training.metrics import Devices, StepTimer, memory_metrics, pop_mismatches, staleness, throughput
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello, new_learner_id
@@ -95,7 +102,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         with ExitStack() as cleanup:
             timeline = Timeline(run_dir.timeline)
             cleanup.callback(timeline.close)
-            timeline.note(f"the learner resumed after step {version}" if run_dir.has_started else "the run started")
+            timeline.record(f"the learner resumed after step {version}" if run_dir.has_started else "the run started")
             ledger = Ledger(run_dir.ledger)
             cleanup.callback(ledger.close)
             ledger.rewind(version)
@@ -105,7 +112,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             model = fingerprint(run_inputs.model_path)
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
             fleet = Fleet(run, hello, LoopThread("learner"))
-            fleet.on_wait, fleet.on_change = published.still_waiting, timeline.note
+            fleet.on_wait, fleet.on_change = published.still_waiting, timeline.record
             fleet.is_over = not run_dir.has_started  # until then, no server holds anything to resume
             for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
                 log.warning(note)
@@ -144,7 +151,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def connect(self, version: int) -> None:
         """Wait for a server, send it the weights, check parity, and open admission."""
         if not self.fleet.is_connected:
-            log.info("waiting for %s", self.fleet.in_words())
+            log.info("waiting for %s", self.fleet.describe())
         while (mismatch := self._sync(self.fleet.wait(), version)) is None:
             pass
         record_data(self.run_dir.data_digests, self.run_inputs.prompts)
@@ -158,7 +165,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.publish(version)
         self.log.start_clock()
 
-    def publish(self, version: int, expected: Expected | None = None) -> None:
+    def publish(self, version: int, expected: ExpectedAnswers | None = None) -> None:
         """Start the checks of `version`, and admit the rollouts that staleness permits.
 
         Both go to the servers that have `version`.
@@ -220,7 +227,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             # weights here.
             self._sync(joiners, step)
         when_done = partial(self.publish, step, self.sync_check.expect(step))
-        report = self.pusher.take_report()
+        report = self.pusher.pop_report()
         if config.weight_sync.overlap_with_training:
             self.pusher.begin(step, when_done)
         else:
@@ -230,8 +237,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     def record(self, step: int, groups: list[RolloutGroup], metrics: dict[str, float], timer: StepTimer) -> None:
         """Log the step, and stop the run if server and learner no longer agree."""
-        of_servers = take_mismatches(metrics, groups)
-        metrics |= self.parity.take_metrics()
+        of_servers = pop_mismatches(metrics, groups)
+        metrics |= self.parity.pop_metrics()
         times = timer.metrics()
         metrics |= times
         metrics["perf/completion_tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]
@@ -241,8 +248,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         metrics |= self.fleet.metrics()
         if "perf/server_idle_frac" in metrics:
             metrics["bottleneck/learner"] = learner_s(metrics, metrics["perf/server_idle_frac"])
-        metrics |= self.evaluations.take_metrics()
-        metrics |= self.rollouts.batch_metrics | self.run_inputs.prompts.metrics | self.rewards.latencies.take()
+        metrics |= self.evaluations.pop_metrics()
+        metrics |= self.rollouts.batch_metrics | self.run_inputs.prompts.metrics | self.rewards.latencies.pop_metrics()
         self.log.step(step, metrics)
         self.evaluations.after_step(step, times["time/step"])
         self.log.sample(step, groups[0], self.run_inputs.tokenizer, lambda: self._columns_of(groups[0]))
@@ -268,7 +275,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self._sync_joiners(version)
             self.fleet.on_wait()
             time.sleep(POLL_INTERVAL_S)
-        self.log.amend(self.evaluations.take_metrics())
+        self.log.amend(self.evaluations.pop_metrics())
         self.fleet.is_over = not interrupt.requested
 
     def _sync_joiners(self, version: int) -> None:
@@ -283,14 +290,14 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         stayed to the end. An error of the last server is raised.
         """
         run, mismatches = self.run_inputs.run, []
-        untouched: dict[Member, Untouched | None] = {}
+        fresh_scores: dict[Member, FreshServerScores | None] = {}
         for member in members:
             with self._at_the_cost_of(member):
                 check_fits(self.run_inputs, member)
-                untouched[member] = score_untouched(run, self.parity, member, version)
-        if untouched:
-            self.pusher.push(version, list(untouched))
-        for member, before in untouched.items():
+                fresh_scores[member] = score_fresh_server(run, self.parity, member, version)
+        if fresh_scores:
+            self.pusher.push(version, list(fresh_scores))
+        for member, before in fresh_scores.items():
             if member in self.pusher.holders(version):
                 with self._at_the_cost_of(member):
                     mismatch = self.parity.measure(member, version)
@@ -307,7 +314,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         try:
             yield
         except (ConfigError, DataError, ParityError) as error:
-            self.fleet.expel(member, error)
+            self.fleet.exclude(member, error)
         except (ServerLost, DeadlineExceeded) as error:
             if isinstance(error, DeadlineExceeded) and not self.fleet.is_several:
                 raise

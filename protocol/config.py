@@ -164,7 +164,7 @@ def to_toml(config: msgspec.Struct) -> str:
 
 
 @contextlib.contextmanager
-def until_its_reader_leaves() -> Iterator[None]:
+def exit_on_closed_pipe() -> Iterator[None]:
     """Print into a pipe that may close, as in `--help | head`.
 
     If the pipe closes, the program exits with status 0.
@@ -341,7 +341,7 @@ def _with_flags(
     flags = _spell_out_booleans(config_type, flags)
     complaint = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint), until_its_reader_leaves():
+        with contextlib.redirect_stderr(complaint), exit_on_closed_pipe():
             default = tyro.MISSING_NONPROP if base is None else base
             conversions = (tyro.conf.FlagConversionOff,)
             text = describe() if {"-h", "--help"} & set(flags) else None

@@ -35,10 +35,10 @@ from protocol.messages import (
     Sampling,
     Score,
     Scores,
+    ServerInfo,
     TensorSpec,
     Trial,
-    TrialEnded,
-    Vitals,
+    TrialResult,
     Welcome,
 )
 from tests.fingerprint import MODEL
@@ -76,11 +76,11 @@ TO_LEARNER = [
     PushReady(session="e", version=3),
     PushDone(session="e", version=3, checksum="f", pause_s=0.0, receive_s=0.0, load_s=0.0, stall_s=0.0),
     PushFailed(session="e", version=3, state="receiving", message="no", weights_intact=True),
-    Vitals(
+    ServerInfo(
         probe_id="p", protocol_version=PROTOCOL_VERSION, package_version="0", clock_s=0.0, run=None, model=MODEL, dtype="float32",
         transports=["gloo"], devices=["cpu"],
     ),
-    TrialEnded(trial_id="t", error="no"),
+    TrialResult(trial_id="t", error="no"),
 ]  # fmt: skip
 
 WRONG_VALUES: list[Any] = [

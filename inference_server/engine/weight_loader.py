@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from inference_server.engine.heap import trim
 from protocol.errors import PushIncomplete
-from protocol.weights.dense import Arrived
+from protocol.weights.dense import ReceivedBucket
 
 Layer = Any
 """Module of vLLM. torch's type does not know the attributes that vLLM adds."""
@@ -94,7 +94,7 @@ class NextWeights:
         self._missing = {name for name, _ in self._copy.named_parameters()}
         self.load_s = 0.0
 
-    def take(self, arriving: Iterator[Arrived]) -> None:
+    def take(self, arriving: Iterator[ReceivedBucket]) -> None:
         """Load every bucket as it arrives, and pack each matrix once it is complete.
 
         Raises:

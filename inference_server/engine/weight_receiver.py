@@ -20,7 +20,7 @@ from protocol.messages import Manifest, Rendezvous
 from protocol.transports.group import Collective, join_collective, watched
 from protocol.weights.buckets import BucketMemory, checksum_of
 from protocol.weights.delta import Baseline, receive_changes
-from protocol.weights.dense import Arrived, receive_weights
+from protocol.weights.dense import ReceivedBucket, receive_weights
 
 LEAVE_TIMEOUT_S = 10.0
 """Maximum seconds for a thread to end after its collective was aborted."""
@@ -35,7 +35,7 @@ class Successor(Protocol):
     load_s: float
     """Seconds that loading took, without waits for buckets."""
 
-    def take(self, arriving: Iterator[Arrived]) -> None:
+    def take(self, arriving: Iterator[ReceivedBucket]) -> None:
         """Load all buckets as they arrive, in the receiving thread."""
         ...
 
@@ -100,7 +100,7 @@ class Receiver:
         staging.finish()
         return staging.successor
 
-    def buckets(self, order: PushOrder) -> Iterator[Arrived]:
+    def buckets(self, order: PushOrder) -> Iterator[ReceivedBucket]:
         """Yield the buckets of a sync, from memory if staged, otherwise as they arrive.
 
         Raises:
@@ -143,7 +143,7 @@ class Receiver:
                 )
         self.join_s = time.monotonic() - started
 
-    def receive(self) -> Iterator[Arrived]:
+    def receive(self) -> Iterator[ReceivedBucket]:
         """Yield the buckets of one sync as they arrive.
 
         Raises:
@@ -196,7 +196,7 @@ class Receiver:
         staging.join(LEAVE_TIMEOUT_S)
 
 
-def in_host_memory(arrived: Arrived) -> Arrived:
+def in_host_memory(arrived: ReceivedBucket) -> ReceivedBucket:
     """Return the bucket in host memory, where it may stay until the sync is complete.
 
     A bucket on a GPU is copied to pinned memory, because the GPU has no room for two models.
@@ -213,7 +213,7 @@ class _Staging(threading.Thread):
     def __init__(self, receiver: Receiver, order: PushOrder, successor: Successor | None) -> None:
         super().__init__(name="push-staging", daemon=True)
         self.order, self.successor, self._receiver = order, successor, receiver
-        self._buckets: list[Arrived] = []
+        self._buckets: list[ReceivedBucket] = []
         self.failure: PushError | None = None
         self.is_abandoned = False
 
@@ -240,7 +240,7 @@ class _Staging(threading.Thread):
         if self.failure is not None:
             raise self.failure
 
-    def take(self) -> Iterator[Arrived]:
+    def take(self) -> Iterator[ReceivedBucket]:
         """Yield each bucket and release it. Raises PushError if receiving has failed."""
         self.finish()
         while self._buckets:

@@ -216,7 +216,7 @@ class LearnerRun(SharedConfig):
         """Return the run with its idle keys at their defaults."""
         return msgspec.structs.replace(self, learner=self.learner.in_effect())
 
-    def note_on_idle_keys(self) -> str | None:
+    def idle_keys_note(self) -> str | None:
         """Return one line about the idle keys, or None if there are none."""
         idle = [
             f"learner.{key} = {value_at(self.learner, key)!r} (needs {need})"

@@ -73,7 +73,7 @@ def check(run: LearnerRun, *, with_trial: bool = False) -> Iterator[Finding]:
 
 def preview(run: LearnerRun) -> Iterator[Finding]:
     """Yield the findings of all checks that change nothing."""
-    note = run.note_on_idle_keys()
+    note = run.idle_keys_note()
     yield ok("config", note or "no conflicting and no unused keys")
     try:
         refuse_absent(run.learner.report.trackers)
@@ -179,15 +179,15 @@ def of_evaluation(run_inputs: RunInputs) -> Iterator[Finding]:
     except SlipstreamError as error:
         yield problem_of("evaluation", error, "correct learner.evaluation")
         return
-    for questions in sets:
-        config = questions.config
+    for eval_set in sets:
+        config = eval_set.config
         times = math.ceil(run_inputs.run.learner.steps / config.every_steps) + config.at_start
         each = "greedy" if config.temperature == 0 else f"{config.num_samples:,} samples each"
-        of_set = f"{questions.set_name}: " if questions.set_name else ""
+        of_set = f"{eval_set.set_name}: " if eval_set.set_name else ""
         yield ok(
             "evaluation",
-            f"{of_set}{len(questions.prompts):,} prompts of {questions.name}, {each}, evaluated {times:,} times at "
-            f"{questions.url}",
+            f"{of_set}{len(eval_set.prompts):,} prompts of {eval_set.name}, {each}, evaluated {times:,} times at "
+            f"{eval_set.url}",
         )
 
 

@@ -1,6 +1,6 @@
 """`slipstream doctor`: checks from the learner's side that a run can start. Each problem has a remedy.
 
-    each server: names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport
+    each server: names ─▶ port ─▶ keys ─▶ Probe, ServerInfo ─▶ versions, model, clock, transport
         ─▶ evaluation, memory, disk ─▶ each server that answered: Trial ─▶ bandwidth
 
 The doctor also works with a server that serves a run, and changes nothing.
@@ -40,7 +40,7 @@ from protocol.doctor import (
     unknown,
 )
 from protocol.errors import ConfigError, HandshakeRefused, PushError
-from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Transport, Trial, TrialEnded, Vitals
+from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, ServerInfo, Transport, Trial, TrialResult
 from protocol.model_files import fingerprint, local_model, weight_bytes
 from protocol.transports.group import RendezvousHost, address_towards
 from protocol.transports.nccl import ranks_may_share_a_gpu, why_not_installed
@@ -114,7 +114,7 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
         return
     with closing(LearnerChannel(endpoint, keys, insecure=run.insecure)) as channel:
         try:
-            vitals, offset_s, slack_s = await ask(channel, keys)
+            server_info, offset_s, slack_s = await ask(channel, keys)
         except HandshakeRefused as error:
             yield problem_of("keys", error, "use the same keys on both sides")
             return
@@ -123,11 +123,11 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
             return
         yield ok("keys", f"{endpoint} accepts this learner's key" if keys else "none on either side")
         for finding in (
-            versions(vitals), tenancy(vitals.run), model(vitals.model, run.model), dtype(run, vitals.dtype),
+            versions(server_info), tenancy(server_info.run), model(server_info.model, run.model), dtype(run, server_info.dtype),
             clock(offset_s, slack_s),
         ):  # fmt: skip
             yield finding
-        found = transport(run, vitals)
+        found = transport(run, server_info)
         yield found
         if found.verdict != "problem":
             yield await bandwidth(run, channel)
@@ -151,8 +151,8 @@ def tenancy(served: str | None) -> Finding:
     return ok("tenancy", f"the server serves run {served}; another run waits until it ends (learner.connect_timeout_s)")
 
 
-def versions(vitals: Vitals) -> Finding:
-    theirs, ours = (vitals.protocol_version, vitals.package_version), (PROTOCOL_VERSION, package_version())
+def versions(server_info: ServerInfo) -> Finding:
+    theirs, ours = (server_info.protocol_version, server_info.package_version), (PROTOCOL_VERSION, package_version())
     text = f"slipstream-rl {theirs[1]} (protocol {theirs[0]}) at the server, {ours[1]} (protocol {ours[0]}) here"
     return (
         ok("versions", text) if theirs == ours else problem("versions", text, "install the same version on both sides")
@@ -200,7 +200,7 @@ def clock(offset_s: float, slack_s: float) -> Finding:
     return ok("clock", f"{text}, to within {slack_s:.1g} s")
 
 
-def transport(run: LearnerRun, vitals: Vitals) -> Finding:
+def transport(run: LearnerRun, server_info: ServerInfo) -> Finding:
     """Report the transport that a weight sync would choose."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     offered = offered_transports()
@@ -208,21 +208,24 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
         chosen = choose_transport(
             run.learner.weight_sync.transport,
             own_device_name(device),
-            vitals.devices,
+            server_info.devices,
             learner_transports=offered,
-            server_transports=vitals.transports,
+            server_transports=server_info.transports,
             ranks_may_share_a_gpu="nccl" in offered and ranks_may_share_a_gpu(),
         )
     except (ConfigError, PushError) as error:
         return problem_of("transport", error, 'set learner.weight_sync.transport = "gloo"')
     detour = why_over_cpus(
-        own_device_name(device), vitals.devices, learner_transports=offered, server_transports=vitals.transports
+        own_device_name(device),
+        server_info.devices,
+        learner_transports=offered,
+        server_transports=server_info.transports,
     )
     if chosen == "gloo" and run.learner.weight_sync.transport == "auto" and detour is not None:
         remedy = why_not_installed() or "run `slipstream doctor --server` on the server's machine"
         text = f"weights are sent with gloo, over the CPUs: {detour}"
         return problem("transport", text, f'{remedy}, or accept it: learner.weight_sync.transport = "gloo"')
-    return ok("transport", f"weights are sent with {chosen} to {len(vitals.devices)} worker(s)")
+    return ok("transport", f"weights are sent with {chosen} to {len(server_info.devices)} worker(s)")
 
 
 async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
@@ -251,7 +254,7 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
         await channel.send(trial, ANSWER_TIMEOUT_S)
         sending = asyncio.create_task(asyncio.to_thread(send_trial, rendezvous_host, trial))
         try:
-            ended = await answer(channel, TrialEnded, 3 * timeout_s)
+            ended = await answer(channel, TrialResult, 3 * timeout_s)
         except NotReached as reason:
             return problem("bandwidth", f"the test transfer did not finish: {reason.finding.text}", remedy)
         finally:

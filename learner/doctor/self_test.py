@@ -31,7 +31,7 @@ from learner.config import (
     ReportConfig,
 )
 from learner.controller import Controller
-from learner.doctor.noise import ComparedTokens, Measured, bounds, floor
+from learner.doctor.noise import ComparedTokens, NoiseMeasurement, bounds, floor
 from learner.forward.logprobs import token_logprobs
 from learner.interrupt import Interrupt
 from learner.rollouts.rollout_group import RolloutGroup
@@ -51,7 +51,7 @@ SETTLE_S = 0.1
 """Time for new groups to start, so that they are in flight during the next sync."""
 
 
-def self_test(run: LearnerRun) -> Measured:
+def self_test(run: LearnerRun) -> NoiseMeasurement:
     """Measure the noise against a running server.
 
     Raises:
@@ -79,7 +79,7 @@ def self_test(run: LearnerRun) -> Measured:
         dtype = coarser(
             run.dtype, *(one.link.welcome.dtype for one in controller.fleet.connected() if one.link.welcome)
         )
-        measured = Measured(
+        measured = NoiseMeasurement(
             dtype=dtype,
             objective=config.loss.objective,
             temperature=config.sampling.temperature,

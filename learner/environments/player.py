@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerConfig
-from learner.environments.answer import Unreadable
+from learner.environments.answer import UnreadableAnswer
 from learner.environments.conversation import ChatConversation, NextPrompt, TextConversation
 from learner.environments.episode import REWARDED, EndState, Episode, EpisodeGroup, EpisodeStats, Recording
 from learner.environments.host import Call, Command, Rate, Reset, RewardResult, StepResult
@@ -132,8 +132,8 @@ class Player:
                 conversation.cut_off(completion.token_ids.tolist())
                 return progress.end("length")
             try:
-                commands = conversation.orders(before, completion.token_ids.tolist())
-            except Unreadable as error:
+                commands = conversation.commands_of(before, completion.token_ids.tolist())
+            except UnreadableAnswer as error:
                 log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
                 return progress.end("parse_error")
             if not commands:
@@ -142,7 +142,7 @@ class Player:
             if answers is None:
                 return None
             try:
-                next_prompt, results = conversation.hear(answers), answers
+                next_prompt, results = conversation.add_results(answers), answers
             except DataError as error:  # for example two calls, if the template allows one per turn
                 log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
                 return progress.end("parse_error")

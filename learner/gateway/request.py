@@ -32,7 +32,7 @@ class Body(msgspec.Struct, kw_only=True):
     """vLLM's key to return the tokens."""
 
     @property
-    def tells_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         """True if the stream is to report the usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 

@@ -50,7 +50,7 @@ IN_ANY_CASE = {"run_dir"}
 """Keys that differ between any two runs."""
 
 
-class Compared(msgspec.Struct, frozen=True):
+class ComparedRun(msgspec.Struct, frozen=True):
     """A run in the comparison."""
 
     name: str
@@ -66,7 +66,7 @@ class Comparison(msgspec.Struct, frozen=True):
     Example of `differences`: {"learner.max_staleness": [0, None]}, where None is the default.
     """
 
-    runs: list[Compared]
+    runs: list[ComparedRun]
     differences: dict[str, list[Any]]
 
 
@@ -78,7 +78,7 @@ def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, f
         raise RunDirectoryError(f"{', '.join(sorted(twice))} is given more than once; give each run once")
     metrics = [read_metrics(path) for path in run_dirs]
     runs = [
-        Compared(name, str(path), summary_of(lines, read_ledger(path), read_evaluations(path)), _config_of(path))
+        ComparedRun(name, str(path), summary_of(lines, read_ledger(path), read_evaluations(path)), _config_of(path))
         for name, path, lines in zip(_names(run_dirs), run_dirs, metrics, strict=True)
     ]
     keys = sorted({key for run in runs for key in run.config} - IN_ANY_CASE)
@@ -95,7 +95,7 @@ def write_comparison(comparison: Comparison, metrics: Sequence[Metrics]) -> Path
         [chart for chart in charts if isinstance(chart, Chart)],
         names=[run.name for run in comparison.runs],
         rows=[(label, [describe(run.summary) for run in comparison.runs]) for label, describe in ROWS],
-        differences=[(key, list(map(_in_words, values))) for key, values in comparison.differences.items()],
+        differences=[(key, list(map(_format_value, values))) for key, values in comparison.differences.items()],
     )
     path = Path(comparison.runs[0].path).resolve().parent / "comparison.html"
     replace_file(path, page.encode("utf-8", "replace"))
@@ -108,7 +108,7 @@ def as_text(comparison: Comparison) -> str:
     rows += [(label, *(describe(run.summary) for run in comparison.runs)) for label, describe in ROWS]
     if comparison.differences:
         rows += [("",) * len(rows[0])]
-        rows += [(key, *map(_in_words, values)) for key, values in comparison.differences.items()]
+        rows += [(key, *map(_format_value, values)) for key, values in comparison.differences.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -158,5 +158,5 @@ def _flat(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return flat
 
 
-def _in_words(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "–" if value is None else str(value)

@@ -31,7 +31,7 @@ class RewardFailures:
         """Functions for which the warning was logged."""
         self._calls: defaultdict[str, deque[FunctionRewards]] = defaultdict(lambda: deque(maxlen=WINDOW_CALLS))
 
-    def note(self, rewards: GroupRewards) -> None:
+    def record(self, rewards: GroupRewards) -> None:
         """Record the calls of a group.
 
         Raises:

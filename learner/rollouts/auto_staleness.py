@@ -36,7 +36,7 @@ class AutoStaleness:
         """Number of next batches that do not reflect the current lookahead yet."""
         self._spare_takes = 0
 
-    def note(self, *, waited_share: float, has_room: bool, has_spare: bool) -> None:
+    def update(self, *, waited_share: float, has_room: bool, has_spare: bool) -> None:
         """Record that a batch was taken.
 
         Args:

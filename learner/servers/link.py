@@ -163,7 +163,7 @@ class ServerLink:
     async def _stay_connected(self) -> None:
         while True:
             self._note_failed_handshakes()
-            if self._channel.look_at_connection():
+            if self._channel.poll_connection():
                 self._last_message_s = time.monotonic()  # heartbeats queue behind a long message on a slow link
             silent_s = time.monotonic() - self._last_message_s
             if self._connected and (silent_s > DEAD_AFTER_S or self._channel.num_broken > self._num_broken):

@@ -16,7 +16,7 @@ from protocol.messages import Manifest, Rendezvous, Transport, Welcome
 from protocol.transports.group import Collective, RendezvousHost, address_towards
 from protocol.transports.nccl import ranks_may_share_a_gpu
 from protocol.transports.transport import choose_transport, offered_transports, own_device_name
-from protocol.weights.buckets import NamedTensors, cut, make_manifest
+from protocol.weights.buckets import NamedTensors, make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, send_changes
 from protocol.weights.dense import Progress, Sent, send_weights
 
@@ -36,7 +36,7 @@ class SyncSession:
         self.server_id, self.manifest, self.rendezvous = server_id, manifest, rendezvous
         self.collective: Collective | None = None
         self._rendezvous_host, self._device = rendezvous_host, device
-        self._buckets = cut(manifest)
+        self._buckets = split_into_buckets(manifest)
         self._baseline = Baseline() if manifest.wire == "delta" else None
 
     @property

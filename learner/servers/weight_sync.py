@@ -58,7 +58,7 @@ class Stragglers:
         self._first_at: float | None = None
         """Time when a server of this round was first seen to have the version."""
 
-    def look(self, pushes: Mapping[Member, tuple[ServerPush, Share]]) -> None:
+    def end_late(self, pushes: Mapping[Member, tuple[ServerPush, Share]]) -> None:
         """End the syncs of all stragglers.
 
         Repeats the reason at every call, because a sync may have started to wait for something else.
@@ -179,7 +179,7 @@ class WeightSync:
             wait([pending], timeout=WAIT_SLICE_S)
         self._report = pending.result()
 
-    def take_report(self) -> PushReport | None:
+    def pop_report(self) -> PushReport | None:
         """Return the report of the last sync that `begin` started, once."""
         report, self._report = self._report, None
         return report
@@ -278,14 +278,14 @@ class WeightSync:
     def _read_once(
         self, tensors: Tensors, members: list[Member], push: Callable[[Member, NamedTensors], None], stragglers: Stragglers
     ) -> None:  # fmt: skip
-        def look() -> None:
+        def poll() -> None:
             self._fleet.on_wait()
-            stragglers.look(under_way)
+            stragglers.end_late(under_way)
 
         is_copied = tensors == self._copy.tensors  # the copy is in memory anyway
         window_bytes = math.inf if is_copied else float(self._config.bucket_mib << 20)
         config = self._config
-        fan_out = FanOut(len(members), window_bytes, config.timeout_s, config.straggler_timeout_in_effect_s, look)
+        fan_out = FanOut(len(members), window_bytes, config.timeout_s, config.straggler_timeout_in_effect_s, poll)
         shares = dict(zip(members, fan_out.shares, strict=True))
         under_way = {member: (self._push_of(member), share) for member, share in shares.items()}
         with ThreadPoolExecutor(len(members), "push-server") as threads:
@@ -297,7 +297,7 @@ class WeightSync:
                     straggler.end("the policy could not be read")
                 raise
             while not all(future.done() for future in pushing):
-                look()
+                poll()
                 wait(pushing, timeout=WAIT_SLICE_S)
         for future in pushing:
             future.result()
@@ -307,7 +307,7 @@ class WeightSync:
         push = self._push_of(member)
         if isinstance(error, PushIncomplete | ConfigError):  # a retry would fail too
             push.give_up(greet_again=False)
-            self._fleet.expel(member, error)
+            self._fleet.exclude(member, error)
             return
         if self._closing.is_set():
             push.give_up(greet_again=False)

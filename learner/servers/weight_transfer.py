@@ -23,7 +23,7 @@ from learner.config import WeightSyncConfig
 from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import Member
 from learner.servers.sync_session import SyncSession, SyncSessions
-from protocol.console import PROGRESS_EVERY_S, manner
+from protocol.console import PROGRESS_EVERY_S, output_mode
 from protocol.errors import DeadlineExceeded, PushError, PushIncomplete, SlipstreamError
 from protocol.messages import Manifest, PushBegin, PushDone
 from protocol.transports.group import Collective
@@ -165,7 +165,7 @@ class ServerPush:
         try:
             with tqdm(
                 total=num_bytes, unit="B", unit_scale=True, desc=f"weight sync {version}", mininterval=PROGRESS_EVERY_S,
-                disable=num_bytes < PROGRESS_BYTES or not manner().has_bars,
+                disable=num_bytes < PROGRESS_BYTES or not output_mode().has_bars,
             ) as bar:  # fmt: skip
                 return session.send(tensors, progress)
         except PushError as effect:

@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with console.exit_on_user_error():
         parser = console.ArgumentParser("slipstream keys", "Make the CURVE keys of a server and of one learner.")
         parser.add_argument("directory", type=Path, metavar="DIR", help="new directory of the keys")
-        directory = parser.parse_args(console.take_switches(sys.argv[1:] if arguments is None else arguments)).directory
+        directory = parser.parse_args(console.pop_switches(sys.argv[1:] if arguments is None else arguments)).directory
         make_keys(directory)
     print(
         f'created keys in {directory}; set keys = "{directory}" in the config of both sides\n'

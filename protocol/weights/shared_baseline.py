@@ -27,7 +27,7 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import Manifest
-from protocol.weights.buckets import Bucket, aligned, cut
+from protocol.weights.buckets import Bucket, aligned, split_into_buckets
 from protocol.weights.delta import Baseline
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class SharedBaseline(Baseline):
     def __init__(self, owner_pid: int, session: str, manifest: Manifest) -> None:
         super().__init__()
         _sweep()
-        buckets = cut(manifest)
+        buckets = split_into_buckets(manifest)
         starts, end = [], aligned(8 * len(buckets))
         for bucket in buckets:
             starts.append(end)
@@ -136,7 +136,7 @@ def worker_baseline(owner_pid: int, num_workers: int, session: str, manifest: Ma
     try:
         return SharedBaseline(owner_pid, session, manifest)
     except OSError as error:
-        num_bytes = sum(bucket.num_bytes for bucket in cut(manifest))
+        num_bytes = sum(bucket.num_bytes for bucket in split_into_buckets(manifest))
         log.warning(
             "each of %d workers keeps its own baseline of %.1f GiB, because %s has no room for a shared one (%s); "
             "in a container, raise --shm-size",

@@ -134,11 +134,11 @@ class ScriptedLearner:
 
     async def transfer(self, tensors: Iterable[tuple[str, Any]]) -> Any:
         """Send the bytes of the push that was begun; return what left. Raises PushError."""
-        from protocol.weights.buckets import cut
+        from protocol.weights.buckets import split_into_buckets
         from protocol.weights.delta import send_changes
         from protocol.weights.dense import send_weights
 
-        buckets = cut(self._manifest)
+        buckets = split_into_buckets(self._manifest)
         if self._manifest.wire == "delta":
             return await asyncio.to_thread(send_changes, self.collective, buckets, tensors, self._baseline)
         return await asyncio.to_thread(send_weights, self.collective, buckets, tensors)
@@ -172,10 +172,10 @@ class ScriptedLearner:
 
     async def break_push(self, manifest: Any, tensors: list) -> PushFailed:
         """Send the first bucket of a push and vanish from the collective."""
-        from protocol.weights.buckets import cut
+        from protocol.weights.buckets import split_into_buckets
         from protocol.weights.dense import send_weights
 
-        first = cut(manifest)[:1]
+        first = split_into_buckets(manifest)[:1]
         await asyncio.to_thread(send_weights, self.collective, first, tensors[: len(first[0].slots)])
         self.close_collective()
         return await self.receive(PushFailed)

@@ -31,9 +31,9 @@ from protocol.messages import (
     Sampling,
     Score,
     Scores,
+    ServerInfo,
     Trial,
-    TrialEnded,
-    Vitals,
+    TrialResult,
     Welcome,
 )
 from tests.fakes import ScriptedEngine, Serving, report, serving
@@ -188,14 +188,14 @@ async def probe(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
     while True:
         await learner.send(Probe(probe_id="asked"))
         with contextlib.suppress(TimeoutError):
-            await learner.receive(Vitals, timeout_s=0.25)
+            await learner.receive(ServerInfo, timeout_s=0.25)
             return
 
 
 async def try_the_way(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
     nowhere = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=1)
     await learner.send(Trial(trial_id="asked", num_bytes=8, rendezvous=nowhere))
-    assert (await learner.receive(TrialEnded)).error
+    assert (await learner.receive(TrialResult)).error
 
 
 ASKED: dict[str, Ask] = {
@@ -314,7 +314,7 @@ def test_the_pulse_goes_on_after_an_exception(number: int) -> None:
             thrower.arm(number, lambda name: name == "pulse")
             await throw_at_pulses(engine, learner)
             assert thrower.disarm()
-            running.server._channel.look_at_connections = raising  # type: ignore[method-assign]
+            running.server._channel.poll_connections = raising  # type: ignore[method-assign]
             await throw_at_pulses(engine, learner)
             learner.close()
 
@@ -326,7 +326,7 @@ def raising(*_: object) -> Any:
 
 
 def test_a_look_at_groups_and_engine_that_raises_costs_that_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.01)
 
     async def run() -> None:
         engine, num_looks = HoldingEngine(), 0
@@ -376,7 +376,7 @@ def test_an_exception_while_the_engine_is_started_again_is_one_more_death_of_it(
 
 
 def test_a_group_that_takes_long_to_end_at_its_deadline_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.01)
     ended = asyncio.Event()
 
     class SlowToEnd(HoldingEngine):

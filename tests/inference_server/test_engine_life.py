@@ -48,7 +48,7 @@ Test = Callable[[ScriptedEngine, Serving, ScriptedLearner], Awaitable[None]]
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.02)
 
 
 def run_with_server(test: Test, **options: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from learner.train import train
 from protocol.messages import Group, PushDone, Score, Scores
 from protocol.model_files import resolve_model
-from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.shared_baseline import PREFIX
 from tests.inference_server.broken_transfer import BREAK_FILE, HANG_FILE
 from tests.inference_server.scripted_learner import ScriptedLearner
@@ -145,7 +145,7 @@ def test_the_replica_that_is_asked_must_be_one_there_is(served: Served) -> None:
 
 def test_wrong_bytes_in_one_replica_fail_the_push_of_both_and_the_next_push_works(served: Served) -> None:
     server, policy, break_file = served
-    num_buckets = len(cut(make_manifest(policy.tensors(0), torch.float32, BUCKET_BYTES)))
+    num_buckets = len(split_into_buckets(make_manifest(policy.tensors(0), torch.float32, BUCKET_BYTES)))
 
     async def test(learner: ScriptedLearner) -> None:
         await learner.push(0, policy.tensors(0), BUCKET_BYTES)

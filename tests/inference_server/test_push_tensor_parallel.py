@@ -16,7 +16,7 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import PushAbort, PushDone, PushFailed
-from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.shared_baseline import PREFIX
 from tests.inference_server.broken_transfer import BREAK_FILE, HANG_FILE
 from tests.inference_server.scripted_learner import ScriptedLearner
@@ -80,7 +80,7 @@ def test_scores_and_sampled_tokens_are_of_the_pushed_version_push_after_push(ser
 @pytest.mark.parametrize("bucket", [1, 4, -1])
 def test_wrong_bytes_in_one_worker_fail_the_push_of_both_and_the_next_push_works(served: Served, bucket: int) -> None:
     server, policy, break_file = served
-    buckets = cut(make_manifest(policy.tensors(0), torch.float32, BUCKET_BYTES))
+    buckets = split_into_buckets(make_manifest(policy.tensors(0), torch.float32, BUCKET_BYTES))
     if bucket == -1:
         bucket = len(buckets)  # by then the other worker has all that it needs
 

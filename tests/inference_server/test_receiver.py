@@ -11,8 +11,8 @@ from inference_server.engine.interface import PushOrder
 from inference_server.engine.weight_receiver import Receiver, in_host_memory
 from protocol.errors import PushError
 from protocol.transports.group import RendezvousHost
-from protocol.weights.buckets import cut, make_manifest
-from protocol.weights.dense import Arrived
+from protocol.weights.buckets import make_manifest, split_into_buckets
+from protocol.weights.dense import ReceivedBucket
 
 CPU = torch.device("cpu")
 
@@ -47,8 +47,8 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
     ],
 )
 def test_what_is_kept_until_a_whole_push_has_come_takes_no_memory_of_a_gpu(device: str) -> None:
-    (bucket,) = cut(make_manifest([("weight", torch.zeros(8))], torch.float32, 1024))
-    arrived = Arrived(bucket, torch.arange(32, dtype=torch.uint8, device=device), 7)
+    (bucket,) = split_into_buckets(make_manifest([("weight", torch.zeros(8))], torch.float32, 1024))
+    arrived = ReceivedBucket(bucket, torch.arange(32, dtype=torch.uint8, device=device), 7)
     kept = in_host_memory(arrived)
     assert (kept.bucket, kept.checksum, kept.buffer.device) == (bucket, 7, CPU)
     assert kept.buffer.tolist() == list(range(32)) and kept.buffer.is_pinned() == (device == "cuda")

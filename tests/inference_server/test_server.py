@@ -81,7 +81,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.02)
 
 
 # --- handshake ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ class Watched:
         self.engine: Any = SimpleNamespace(num_steps=list(num_steps))
         self._watch = StallDetector(self.engine, lambda: self.now, timeout_s=10)
 
-    def look(self, after_s: float, *num_steps: int | None, num_groups: int = 1) -> None:
+    def check(self, after_s: float, *num_steps: int | None, num_groups: int = 1) -> None:
         self.now += after_s
         self.engine.num_steps = list(num_steps)
         self._watch.look(num_groups)

@@ -62,12 +62,12 @@ def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() ->
     assert not tenancy.hold(holder(peer=b"another connection"), 115.0)
     assert status(116.0) == ("held", "a", "1", 1.0, None)
     tenancy.lose(116.0)
-    tenancy.hear("b", 120.0)
+    tenancy.extend("b", 120.0)
     assert tenancy.free_in_s(120.0) == 6.0
-    tenancy.hear("a", 120.0)
+    tenancy.extend("a", 120.0)
     assert tenancy.free_in_s(120.0) == TIMEOUT_S
     tenancy.free(117.0)
-    tenancy.hear("a", 117.0)
+    tenancy.extend("a", 117.0)
     assert status(118.0) == ("free", None, None, 1.0, 0.0)
 
 

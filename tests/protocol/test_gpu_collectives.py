@@ -21,7 +21,7 @@ from protocol.transports.group import Collective, RendezvousHost, address_toward
 from protocol.transports.interface import interface_of
 from protocol.transports.nccl import FAMILY, INTERFACE, SHARED_GPU_SWITCH, is_installed, ranks_may_share_a_gpu
 from protocol.transports.transport import offered_transports, own_device_name
-from protocol.weights.buckets import checksum_of, cut, make_manifest
+from protocol.weights.buckets import checksum_of, make_manifest, split_into_buckets
 from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
 from tests.protocol.test_collective import HOST, Waiting
 
@@ -187,7 +187,7 @@ def test_a_broadcast_comes_after_what_either_sides_own_stream_has_queued(
 def test_a_push_arrives_bit_for_bit_through_a_few_storages(transport: Transport, sessions: Sessions) -> None:
     tensors, manifest = _layers()
     learner, worker = sessions.join(transport, _receive_pushes, manifest=manifest)
-    sent = send_weights(learner, cut(manifest), tensors)
+    sent = send_weights(learner, split_into_buckets(manifest), tensors)
     arrived, num_opened = answer(worker)
     assert arrived == sent.checksum
     assert num_opened == (NUM_BUFFERS + 1 if transport == "ipc" else 0)
@@ -200,7 +200,7 @@ def test_many_pushes_hold_no_more_memory_of_the_learner_than_two(transport: Tran
     gc.collect()
     allocated = torch.cuda.memory_allocated(0)
     for _ in range(8):
-        sent = send_weights(learner, cut(manifest), tensors)
+        sent = send_weights(learner, split_into_buckets(manifest), tensors)
         assert answer(worker)[0] == sent.checksum
     assert torch.cuda.memory_allocated(0) - allocated <= 2 * NUM_BUFFERS * manifest.bucket_bytes
     learner.close()

@@ -25,7 +25,7 @@ from protocol.transports.nccl import (
     why_not_installed,
 )
 from protocol.transports.transport import offered_transports
-from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.dense import receive_weights, send_weights
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
 
@@ -189,7 +189,7 @@ def test_what_the_thread_that_gathers_has_queued_comes_before_each_broadcast_of_
     collective = formed()
     nccl.calls.clear()
     manifest = make_manifest(TENSORS, torch.float32, 1024)
-    pushing = Waiting(lambda: send_weights(collective, cut(manifest), TENSORS), name="push")
+    pushing = Waiting(lambda: send_weights(collective, split_into_buckets(manifest), TENSORS), name="push")
     assert pushing.ends_promptly() and not pushing.error
     assert waited_for(nccl) == ["stream of push"] * 6
 

@@ -17,7 +17,7 @@ import torch
 from protocol.errors import PushError
 from protocol.transports.group import Collective, RendezvousHost, join_collective
 from protocol.weights import delta, shared_baseline
-from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.shared_baseline import DIRECTORY, PREFIX, SharedBaseline, worker_baseline
 
@@ -76,23 +76,23 @@ def test_every_version_reaches_all_and_each_bucket_is_decoded_once(
                 threads.submit(lambda pair: [*receive_changes(pair[0], MANIFEST, pair[1])], pair)
                 for pair in zip(workers, shared, strict=True)
             ]
-            send_changes(host, cut(MANIFEST), tensors, mine)
+            send_changes(host, split_into_buckets(MANIFEST), tensors, mine)
             for arrived in (each.result() for each in receiving):
                 got = {name: tensor for one in arrived for name, tensor in one.bucket.views(one.buffer)}
                 assert all(torch.equal(got[name], tensor) for name, tensor in tensors)
-            assert len(decoded) == version * len(cut(MANIFEST)) and len(cut(MANIFEST)) > 1
+            assert len(decoded) == version * len(split_into_buckets(MANIFEST)) and len(split_into_buckets(MANIFEST)) > 1
             assert len(files()) == (1 if version == 0 else 0), "its name goes once all workers have it"
 
 
 def test_they_share_their_memory(shared: list[SharedBaseline]) -> None:
     one, other = shared
-    for bucket in cut(MANIFEST):
+    for bucket in split_into_buckets(MANIFEST):
         one.of(bucket).fill_(7 + bucket.index)
         assert torch.equal(other.of(bucket), one.of(bucket))
 
 
 def die_in_the_middle(session: str) -> None:
-    with SharedBaseline(os.getppid(), session, MANIFEST).changing(cut(MANIFEST)[0]):
+    with SharedBaseline(os.getppid(), session, MANIFEST).changing(split_into_buckets(MANIFEST)[0]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -101,15 +101,18 @@ def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    with pytest.raises(PushError, match="must start a new session"), shared[0].changing(cut(MANIFEST)[0]):
+    with (
+        pytest.raises(PushError, match="must start a new session"),
+        shared[0].changing(split_into_buckets(MANIFEST)[0]),
+    ):
         pytest.fail("it was taken for whole")
-    with shared[0].changing(cut(MANIFEST)[1]) as is_ours:  # the dead one's lock is nobody's
+    with shared[0].changing(split_into_buckets(MANIFEST)[1]) as is_ours:  # the dead one's lock is nobody's
         assert is_ours
 
 
 def test_a_change_whose_checksum_is_wrong_is_not_taken_by_the_others_for_done(shared: list[SharedBaseline]) -> None:
     one, other = shared
-    bucket = cut(MANIFEST)[0]
+    bucket = split_into_buckets(MANIFEST)[0]
     with pytest.raises(ValueError, match="wrong"), one.changing(bucket):
         raise ValueError("wrong")
     with pytest.raises(PushError, match="failed during the change"), other.changing(bucket):
@@ -122,9 +125,9 @@ def test_who_holds_the_lock_for_too_long_is_an_error(
     monkeypatch.setattr(shared_baseline, "LOCK_TIMEOUT_S", 0.1)
     one, other = shared
     with (
-        one.changing(cut(MANIFEST)[0]),
+        one.changing(split_into_buckets(MANIFEST)[0]),
         pytest.raises(PushError, match="has held the shared baseline for"),
-        other.changing(cut(MANIFEST)[1]),
+        other.changing(split_into_buckets(MANIFEST)[1]),
     ):
         pytest.fail("both have it")
 

@@ -20,7 +20,16 @@ from protocol.channel.keys import make_keys, server_keys
 from protocol.channel.sockets import ServerChannel
 from protocol.config import load_config
 from protocol.doctor import Finding, of_disk, package_version
-from protocol.messages import PROTOCOL_VERSION, LearnerMessage, Probe, Refused, ServerMessage, Trial, TrialEnded, Vitals
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    LearnerMessage,
+    Probe,
+    Refused,
+    ServerInfo,
+    ServerMessage,
+    Trial,
+    TrialResult,
+)
 from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ScriptedEngine, ServerThread
 from tests.fingerprint import MODEL
@@ -91,16 +100,16 @@ def answering(answer: Callable[[LearnerMessage], ServerMessage | None]) -> Itera
 
 
 def healthy(message: LearnerMessage, **changes: object) -> ServerMessage | None:
-    """What a server says that is well and takes no trials, with changes to its vitals."""
+    """What a server says that is well and takes no trials, with changes to it."""
     match message:
         case Probe(probe_id=probe_id):
-            vitals = Vitals(
+            server_info = ServerInfo(
                 probe_id=probe_id, protocol_version=PROTOCOL_VERSION, package_version=package_version(), clock_s=time.time(),
                 run=None, model=TINY, dtype="float32", transports=["gloo"], devices=["cpu"],
             )  # fmt: skip
-            return msgspec.structs.replace(vitals, **changes)
+            return msgspec.structs.replace(server_info, **changes)
         case Trial(trial_id=trial_id):
-            return TrialEnded(trial_id=trial_id, error="cannot reach the learner's\nrendezvous\x1b[31m")
+            return TrialResult(trial_id=trial_id, error="cannot reach the learner's\nrendezvous\x1b[31m")
     return None
 
 

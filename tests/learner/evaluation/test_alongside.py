@@ -13,7 +13,7 @@ import pytest
 from learner.config import LearnerRun
 from learner.evaluation import results
 from learner.evaluation.background import Evaluations, PartialHeader, PartialResults
-from learner.evaluation.openai_client import Answered
+from learner.evaluation.openai_client import PromptAnswers
 from learner.evaluation.results import FILE, Evaluation, earlier
 from learner.report.summary import read_metrics
 from learner.rewards.workers import RewardWorkers
@@ -211,7 +211,7 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_that_is_finished(
     noted.write_text(first + second)
     under_way.begin(PartialHeader(STEPS, json.loads(last)["asked"]))
     for place in (1, 4, 6):
-        under_way.add(place, Answered([""], [[0]], 1, [True], (STEPS, STEPS)))
+        under_way.add(place, PromptAnswers([""], [[0]], 1, [True], (STEPS, STEPS)))
     under_way.close()
     openai.requests.clear()
     train(run, resume=True)
@@ -297,7 +297,7 @@ def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(
     run = evaluating(tmp_path, server, openai.url, {"pin_policy": True}, checkpoint={"every_steps": 3})
     train(run, resume=False)
     noted = Path(run.run_dir) / FILE
-    by_hand = results.note(noted, msgspec.structs.replace(made_by(run)[0], step=None))
+    by_hand = results.record_evaluation(noted, msgspec.structs.replace(made_by(run)[0], step=None))
     remove_checkpoint(complete_checkpoints(RunDir.checkpoints_of(run.run_dir))[-1])
     train(run, resume=True)
     again = made_by(run)

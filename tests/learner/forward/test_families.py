@@ -11,7 +11,7 @@ import transformers
 
 from learner.config.policy import LoraConfig
 from learner.forward import attention
-from learner.forward.attention import Unpackable, is_packed
+from learner.forward.attention import PackingError, is_packed
 from learner.forward.logprobs import logit_map_of, token_logprobs
 from learner.forward.pack import pack
 from learner.forward.packing_check import settle_attention
@@ -187,7 +187,7 @@ def test_a_packed_pass_that_would_mix_sequences_is_found_before_the_first_step(
 def test_a_packed_model_that_is_called_without_a_pack_says_what_to_do() -> None:
     model = tiny("Qwen2Config", {})
     settle_attention(model, CPU, torch.float32)
-    with pytest.raises(Unpackable, match="called without a pack; compute its logprobs with token_logprobs"):
+    with pytest.raises(PackingError, match="called without a pack; compute its logprobs with token_logprobs"):
         model(torch.tensor([[1, 2]]))
 
 

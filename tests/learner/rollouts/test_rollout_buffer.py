@@ -10,7 +10,7 @@ from learner.prompts.curriculum import PassRates
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.group_requests import GroupRequest
 from learner.rollouts.ledger import Ledger, Row
-from learner.rollouts.rollout_buffer import RolloutBuffer, Scored
+from learner.rollouts.rollout_buffer import RolloutBuffer, ScoredGroup
 from learner.run_inputs import RunInputs
 from tests.learner.ledgers import receive
 from tests.learner.rollouts.test_admission import group
@@ -126,10 +126,10 @@ def states(ledger: Ledger) -> dict[str, str]:
     return dict(ledger._all("SELECT group_id, state FROM groups"))
 
 
-def scored_in(ledger: Ledger, group_id: str) -> Scored:
+def scored_in(ledger: Ledger, group_id: str) -> ScoredGroup:
     """A group of version 0 with signal, stored in the ledger."""
     slot = int(group_id.partition(".")[0])
     made = msgspec.structs.replace(group(slot, 0, signal=True), group_id=group_id)
     assert receive(ledger, group_id, b"payload", 0, 10)
     rewards = GroupRewards(rewards=[0.0, 1.0], functions=[FunctionRewards(name="f", rewards=[0.0, 1.0])])
-    return Scored(made, 0, rewards)
+    return ScoredGroup(made, 0, rewards)

@@ -28,10 +28,10 @@ def test_a_list_that_is_empty_wrong_or_gone_leaves_the_servers_of_before_and_is_
     file.write_text(ONE)
     membership = of(f"file:{file}")
     file.unlink() if content is None else file.write_text(content)
-    assert membership.look() == membership.look() == (ONE,)
+    assert membership.reread() == membership.reread() == (ONE,)
     assert len(caplog.messages) == 1 and "keeping the current servers" in caplog.text
     file.write_text(OTHER)
-    assert membership.look() == (OTHER,)
+    assert membership.reread() == (OTHER,)
 
 
 def test_a_name_stands_for_each_of_its_addresses() -> None:
