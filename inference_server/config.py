@@ -141,7 +141,8 @@ class ServerRun(SharedConfig):
 
     COMMON = (
         "model", "run_dir", "endpoint", "dtype", "server.max_model_len", "server.max_concurrent_sequences",
-        "server.gpu_memory_utilization", "server.kv_cache_memory_mib", "server.tensor_parallel_size", "server.http_port",
+        "server.gpu_memory_utilization", "server.kv_cache_memory_mib", "server.tensor_parallel_size",
+        "server.http_port",
     )  # fmt: skip
     server: ServerConfig = ServerConfig()
     learner: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)

@@ -154,8 +154,8 @@ class Server:
             return reason
         if self._pushes.state == "torn":
             return (
-                "a weight sync failed during loading, or the engine with the synced weights has died, so the server has "
-                "neither old nor new weights; it generates again after the learner's next complete weight sync"
+                "a weight sync failed during loading, or the engine with the synced weights has died, so the server "
+                "has neither old nor new weights; it generates again after the learner's next complete weight sync"
             )
         return None
 
@@ -281,7 +281,8 @@ class Server:
         await self._deliver(
             Welcome(
                 server_id=self._server_id, policy_version=self._pushes.version_of_run, num_workers=limits.num_workers,
-                dtype=limits.dtype, transports=self._life.transports, devices=[place.device for place in self._life.places],
+                dtype=limits.dtype, transports=self._life.transports,
+                devices=[place.device for place in self._life.places],
                 max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences, is_untouched=self._pushes.engine_is_untouched,
                 num_replicas=limits.num_replicas,

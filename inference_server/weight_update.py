@@ -266,7 +266,8 @@ class WeightUpdates:
 
     def failed(self, begin: PushBegin, reason: str, *, weights_intact: bool, retryable: bool = True) -> PushFailed:
         return PushFailed(
-            session=begin.session, version=begin.version, state=self.state, message=reason, weights_intact=weights_intact,
+            session=begin.session, version=begin.version, state=self.state, message=reason,
+            weights_intact=weights_intact,
             retryable=retryable,
         )  # fmt: skip
 

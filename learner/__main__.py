@@ -27,7 +27,10 @@ ENVIRONMENT = {
 }
 """Environment variables that torch reads on import. Values set by the user take precedence."""
 
-USAGE = "usage: learner COMMAND ..., which is `slipstream COMMAND ...`\ncommands: {commands}\n`slipstream --help` explains them"
+USAGE = """\
+usage: learner COMMAND ..., which is `slipstream COMMAND ...`
+commands: {commands}
+`slipstream --help` explains them"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -106,7 +109,7 @@ def doctor_command(arguments: list[str]) -> int:
         raise ConfigError("--server is not a flag of the learner's doctor; use `slipstream doctor --server run.toml`")
     run, as_json = _selected_run(
         arguments, "slipstream doctor",
-        "Look for what would keep a run from starting, and say what to do. `slipstream doctor --server` examines the "
+        "Look for what would keep a run from starting, with remedies. `slipstream doctor --server` examines the "
         "server's side, on its machine.",
     )  # fmt: skip
     from learner.doctor.doctor import examine
@@ -119,7 +122,8 @@ def check_command(arguments: list[str]) -> int:
     """Return the exit status: 1 if there is any problem."""
     rest = [argument for argument in arguments if argument != "--trial"]
     run, as_json = _selected_run(
-        rest, "slipstream check", "Show the first prompts as the model gets them and what the rewards say; then do as the doctor does.",
+        rest, "slipstream check",
+        "Show the first prompts as the model gets them, with rewards; then do as the doctor does.",
         {"--trial": "also run the first steps, and estimate how long the whole run would take"},
     )  # fmt: skip
     _prepare_to_compute(run)
@@ -131,8 +135,10 @@ def check_command(arguments: list[str]) -> int:
 
 def evaluate_command(arguments: list[str]) -> None:
     run, as_json = _selected_run(
-        arguments, "slipstream evaluate", "Ask a server the prompts of [learner.evaluation], rate its answers, and print means with intervals."
-    )  # fmt: skip
+        arguments,
+        "slipstream evaluate",
+        "Ask a server the prompts of [learner.evaluation], rate its answers, and print means with intervals.",
+    )
     import msgspec
 
     from learner.evaluation.evaluate import evaluate
@@ -174,8 +180,10 @@ def _prepare_to_compute(run: "LearnerRun") -> None:
 
 def self_test_command(arguments: list[str]) -> None:
     run, as_json = _selected_run(
-        arguments, "slipstream self-test", "Measure the noise between a running server and this learner, with nothing learned."
-    )  # fmt: skip
+        arguments,
+        "slipstream self-test",
+        "Measure the noise between a running server and this learner, with nothing learned.",
+    )
     _prepare_to_compute(run)
     import msgspec
 

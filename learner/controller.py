@@ -109,16 +109,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             workers = RewardWorkers(config.reward)
             cleanup.callback(workers.close)
             player = open_player(run, run_inputs.prompts, workers, cleanup)
-            model = fingerprint(run_inputs.model_path)
-            hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
-            fleet = Fleet(run, hello, LoopThread("learner"))
+            fleet = _open_fleet(run_inputs, run_dir, cleanup)
             fleet.on_wait, fleet.on_change = published.still_waiting, timeline.record
-            fleet.is_over = not run_dir.has_started  # until then, no server holds anything to resume
-            for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
-                log.warning(note)
-            cleanup.callback(fleet.close)
-            cleanup.callback(fleet.loop.stop)
-            cleanup.callback(fleet.leave)
             buffer = RolloutBuffer(run, run_inputs.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)
             scorer = Scorer(config, run_inputs.tokenizer, workers)
             rollouts = Rollouts(run, fleet, buffer, scorer, ledger)
@@ -320,6 +312,19 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 raise
             log.warning("parity could not be measured: %s", error)
             self.pusher.failed(member)
+
+
+def _open_fleet(run_inputs: RunInputs, run_dir: RunDir, cleanup: ExitStack) -> Fleet:
+    run, model = run_inputs.run, fingerprint(run_inputs.model_path)
+    hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
+    fleet = Fleet(run, hello, LoopThread("learner"))
+    fleet.is_over = not run_dir.has_started  # until then, no server holds anything to resume
+    for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
+        log.warning(note)
+    cleanup.callback(fleet.close)
+    cleanup.callback(fleet.loop.stop)
+    cleanup.callback(fleet.leave)
+    return fleet
 
 
 class RankZero:

@@ -103,5 +103,6 @@ class RunInputs:
         log.info(of_dtype(run.dtype).text)
         log.info(
             "%s parameters; the learner needs about %s; a server with one worker %s, and %.0f KiB per token in flight",
-            f"{shape.num_parameters:,}", describe(memory), describe(server_memory(shape, run)), kv_bytes_per_token(shape, run) / 1024,
+            f"{shape.num_parameters:,}", describe(memory), describe(server_memory(shape, run)),
+            kv_bytes_per_token(shape, run) / 1024,
         )  # fmt: skip

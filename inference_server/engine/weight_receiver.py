@@ -125,8 +125,8 @@ class Receiver:
             if order.rendezvous is None or order.manifest is None:
                 known = self._member.session if self._member else None
                 raise PushError(
-                    f"session {order.session} is unknown (the last session was {known}) and has no rendezvous and manifest; "
-                    "the learner must start a new session"
+                    f"session {order.session} is unknown (the last session was {known}) and has no rendezvous and "
+                    "manifest; the learner must start a new session"
                 )
             self.leave_joined()
             collective = join_collective(order.session, order.rendezvous, self._rank, self._device)

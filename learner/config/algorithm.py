@@ -183,8 +183,8 @@ class OffPolicyCorrectionConfig(Section):
     def check(self) -> None:
         require(
             self.granularity != "geometric" or self.max_weight is not None,
-            'granularity = "geometric" needs max_weight, because the mean over a completion stays near 1; set it, usually '
-            "to 1.01",
+            'granularity = "geometric" needs max_weight, because the mean over a completion stays near 1; set it, '
+            "usually to 1.01",
         )
         require(self.weight_bound >= 1, f"max_weight = {self.max_weight} must be at least 1")
         require(

@@ -144,8 +144,8 @@ class DataConfig(Section):
         )
         require(
             self.overlong_prompts == "error" or self.max_prompt_tokens is not None,
-            f'overlong_prompts = "{self.overlong_prompts}" needs max_prompt_tokens, because the choice of prompts must not depend on '
-            "the server; set max_prompt_tokens",
+            f'overlong_prompts = "{self.overlong_prompts}" needs max_prompt_tokens, because the choice of prompts must '
+            "not depend on the server; set max_prompt_tokens",
         )
         for key in ("num_prompts", "num_digits", "max_prompt_tokens", "num_workers"):
             value = getattr(self, key)

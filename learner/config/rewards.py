@@ -24,7 +24,8 @@ Reference answer, if there is one:
 Answer to rate:
 {completion}
 
-Say in a few sentences what is right and wrong about it. End with a line that holds nothing but a number from 0 (useless) to 10 (perfect)."""
+Say in a few sentences what is right and wrong about it. End with a line that holds nothing but a number \
+from 0 (useless) to 10 (perfect)."""
 
 
 class JudgeConfig(Section):

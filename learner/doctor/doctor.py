@@ -52,8 +52,8 @@ EVALUATION_TIMEOUT_S = 3.0
 TRIAL_BYTES = 64 << 20
 MIB = 1 << 20
 REMEDY = (
-    "lower learner.micro_batch_tokens, set learner.gradient_checkpointing or learner.lora.rank, or shard the policy over "
-    "several ranks"
+    "lower learner.micro_batch_tokens, set learner.gradient_checkpointing or learner.lora.rank, or shard the policy "
+    "over several ranks"
 )
 
 
@@ -123,7 +123,8 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
             return
         yield ok("keys", f"{endpoint} accepts this learner's key" if keys else "none on either side")
         for finding in (
-            versions(server_info), tenancy(server_info.run), model(server_info.model, run.model), dtype(run, server_info.dtype),
+            versions(server_info), tenancy(server_info.run), model(server_info.model, run.model),
+            dtype(run, server_info.dtype),
             clock(offset_s, slack_s),
         ):  # fmt: skip
             yield finding
@@ -275,7 +276,10 @@ def fast_enough(rate: float, num_bytes: int | None, push: WeightSyncConfig) -> F
     bucket = push.bucket_mib * MIB if num_bytes is None else min(push.bucket_mib * MIB, num_bytes)
     text = f"{rate / MIB:,.0f} MiB/s to the server over TCP"
     if bucket / rate > push.timeout_s:
-        remedy = f"lower learner.weight_sync.bucket_mib ({push.bucket_mib}) or raise learner.weight_sync.timeout_s ({push.timeout_s:g})"
+        remedy = (
+            f"lower learner.weight_sync.bucket_mib ({push.bucket_mib}) or raise learner.weight_sync.timeout_s "
+            f"({push.timeout_s:g})"
+        )
         return problem("bandwidth", f"{text}, too slow to send a bucket before a weight sync times out", remedy)
     return ok("bandwidth", text)
 

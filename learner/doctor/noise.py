@@ -227,7 +227,10 @@ def _disagreements(measured: NoiseMeasurement) -> list[str]:
         f"{measured.parity_bound:.2g} for {measured.dtype} (learner.parity.max_mean_abs_logprob)"
     )
     if "fresh" in measured.columns.keys() - disagreeing.keys():
-        advice = "only a sync of equal weights lies between, so the engine kept stale state: change server.kv_cache_on_weight_sync"
+        advice = (
+            "only a sync of equal weights lies between, so the engine kept stale state: change "
+            "server.kv_cache_on_weight_sync"
+        )
     else:
         advice = (
             "the fixed sequences agreed at the start, so the cause is in sampling: check temperature, top_p, top_k "

@@ -63,7 +63,8 @@ def self_test(run: LearnerRun) -> NoiseMeasurement:
         accelerator = make_accelerator()
         if accelerator.num_processes > 1:
             raise ConfigError(
-                f"{accelerator.num_processes} ranks run the self-test; expected one. Start it with `slipstream self-test`"
+                f"{accelerator.num_processes} ranks run the self-test; expected one. Start it with `slipstream "
+                "self-test`"
             )
         set_seed(run.seed)
         run_dir = open_run_dir(run, resume=False)

@@ -148,7 +148,8 @@ def renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Any:
 
 
 def read_by_renderer(
-    tokenizer: "PreTrainedTokenizerBase", name: str, prompt: list[int], token_ids: list[int], tools: list[dict[str, Any]]
+    tokenizer: "PreTrainedTokenizerBase", name: str, prompt: list[int], token_ids: list[int],
+    tools: list[dict[str, Any]]
 ) -> Message:  # fmt: skip
     """Parse a turn with the package `renderers`.
 

@@ -85,8 +85,9 @@ class Player:
         if isinstance(prompt.prompt, str) != self._environments.takes_text:
             kinds = ("conversations", "a text") if isinstance(prompt.prompt, str) else ("texts", "a conversation")
             raise DataError(
-                f"the prompts are {kinds[0]}, but the prompt in row {prompt.prompt_id} is {kinds[1]}; expected prompts of one kind with "
-                f"{self._config.environment.named}, because texts go to one method and conversations have tools. Make them alike"
+                f"the prompts are {kinds[0]}, but the prompt in row {prompt.prompt_id} is {kinds[1]}; expected prompts "
+                f"of one kind with {self._config.environment.named}, because texts go to one method and conversations "
+                "have tools. Make them alike"
             )
         played = await asyncio.gather(
             *(

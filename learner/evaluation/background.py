@@ -113,7 +113,7 @@ class Evaluations:
             return
         header, answers = left
         # Weights of a later step are gone, and the step will run again.
-        if header.asked == self._digest and header.step <= version and header.step not in ended:
+        if header.questions_digest == self._digest and header.step <= version and header.step not in ended:
             total = sum(len(eval_set.prompts) for eval_set in self._sets)
             log.info(
                 "resuming the evaluation after step %d (%d of %d answers received)",
@@ -213,8 +213,8 @@ class Evaluations:
         for one in made:
             if self._config.pin_policy and one.versions is not None and one.versions[0] != one.versions[1]:
                 log.warning(
-                    "learner.evaluation.pin_policy = true, but %s answered; check that no other learner syncs weights to "
-                    "the server at %s",
+                    "learner.evaluation.pin_policy = true, but %s answered; check that no other learner syncs weights "
+                    "to the server at %s",
                     describe_versions(one.versions, ""), one.url,
                 )  # fmt: skip
 
@@ -269,7 +269,7 @@ class PartialHeader(msgspec.Struct, frozen=True):
     """First line of the file."""
 
     step: int
-    asked: str
+    questions_digest: str = msgspec.field(name="asked")
     """Digest of the questions."""
 
 

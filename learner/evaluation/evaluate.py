@@ -172,7 +172,7 @@ def summarize_ratings(
         time=time.time(),
         set_name=eval_set.set_name,
         data=eval_set.name,
-        asked=eval_set.digest,
+        questions_digest=eval_set.digest,
         url=eval_set.url,
         model=model,
         versions=(min(low for low, _ in versions), max(high for _, high in versions)) if versions else None,

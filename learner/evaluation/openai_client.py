@@ -253,8 +253,8 @@ def _remedy(status: int) -> str:
             variable = _key_variable()
             sent = f"the key in {variable} is not the server's" if variable else "no key was sent"
             return (
-                f"{sent}. Set {variable or ' or '.join(KEY_VARIABLES)} to the server's key, which a Slipstream server reads from "
-                "server.api_key_file or VLLM_API_KEY"
+                f"{sent}. Set {variable or ' or '.join(KEY_VARIABLES)} to the server's key, which a Slipstream server "
+                "reads from server.api_key_file or VLLM_API_KEY"
             )
         case 404:
             return 'end learner.evaluation.url with the API version, such as "http://127.0.0.1:8000/v1"'

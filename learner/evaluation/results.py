@@ -147,7 +147,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     set_name: str | None = None
     """Name of the set in learner.evaluation.sets. None: the default set."""
     data: str
-    asked: str
+    questions_digest: str = msgspec.field(name="asked")
     """Digest of the prompts and the sampling. Evaluations with equal digests are comparable."""
     url: str
     model: str
@@ -205,7 +205,7 @@ def compared(made: Evaluation, before: Sequence[Evaluation]) -> Evaluation:
 
     They cover the prompts that both could score.
     """
-    alike = [one for one in before if one.asked == made.asked]
+    alike = [one for one in before if one.questions_digest == made.questions_digest]
     if not alike:
         return made
     return msgspec.structs.replace(

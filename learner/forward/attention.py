@@ -37,7 +37,8 @@ Before torch 2.12, it accepted fewer key heads than query heads without it. The 
 NAME = "slipstream_pack"
 """Name of this attention in transformers' registry."""
 HARMLESS = {
-    "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "is_causal", "layer_idx",
+    "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "is_causal",
+    "layer_idx",
     "dropout", "sliding_window",
 }  # fmt: skip
 """Additional arguments that layers pass to their attention and that change nothing here."""

@@ -74,7 +74,8 @@ def _reply(kind: str, prefix: str, turn: SessionTurn, choice: dict[str, Any], bo
         "prompt_tokens_details": {"cached_tokens": turn.num_cached_tokens},
     }
     reply = {
-        "id": f"{prefix}-{turn.turn_id}", "object": kind, "created": int(time.time()), "model": model, "choices": [choice],
+        "id": f"{prefix}-{turn.turn_id}", "object": kind, "created": int(time.time()), "model": model,
+        "choices": [choice],
         "usage": usage,
     }  # fmt: skip
     if body.return_token_ids:

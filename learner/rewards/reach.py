@@ -16,7 +16,8 @@ import msgspec
 log = logging.getLogger(__name__)
 
 NAMES = {
-    "APIConnectionError", "ClientConnectionError", "ConnectError", "ConnectTimeout", "ConnectionError", "NewConnectionError", "ReadError",
+    "APIConnectionError", "ClientConnectionError", "ConnectError", "ConnectTimeout", "ConnectionError",
+    "NewConnectionError", "ReadError",
     "RemoteProtocolError",
 }  # fmt: skip
 """Exceptions of openai, aiohttp, httpx, requests and urllib3. None of them is imported here."""

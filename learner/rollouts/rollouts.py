@@ -104,7 +104,8 @@ class Rollouts:
             self._loop.raise_failure()
             remaining_s = deadline - time.monotonic()
             groups = self._buffer.take(
-                version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)), is_connected=self._fleet.is_generating, published=self._version,
+                version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)), is_connected=self._fleet.is_generating,
+                published=self._version,
                 on_stale=lambda retry: self._loop.spawn(self._begin_retry(retry)),
             )  # fmt: skip
             if groups is not None or remaining_s <= 0:

@@ -177,8 +177,8 @@ class SyncCheck:
         if self._num_unanswered == MAX_UNANSWERED:
             log.warning(
                 "%d weight syncs in a row could not be checked: a server did not score the texts of the step both "
-                "before and after them. Raise learner.weight_sync.straggler_timeout_s, or set learner.parity.every_steps = 0 to "
-                "disable the check",
+                "before and after them. Raise learner.weight_sync.straggler_timeout_s, or set "
+                "learner.parity.every_steps = 0 to disable the check",
                 MAX_UNANSWERED,
             )  # fmt: skip
 

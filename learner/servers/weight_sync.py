@@ -5,8 +5,9 @@
 
 A sync has succeeded when one server has the weights. Much slower servers count as failed (`Stragglers`). A
 failed server gets no requests until a later sync, which starts automatically after a pause. While no server
-has the weights, the sync is retried at once, `learner.weight_sync.max_attempts` times. With `learner.weight_sync.overlap_with_training`,
-a sync sends a copy of the weights from its own thread, one sync at a time.
+has the weights, the sync is retried at once, `learner.weight_sync.max_attempts` times. With
+`learner.weight_sync.overlap_with_training`, a sync sends a copy of the weights from its own thread, one sync
+at a time.
 Invariant: while no server has weights of this run, none is dropped as a straggler. Only
 `learner.weight_sync.timeout_s` limits a sync then.
 """
@@ -77,14 +78,14 @@ class Stragglers:
             return share.failure
         if self._first_at is not None and now - self._first_at > self._patience_s:
             return (
-                f"another server had the version {self._patience_s:g} s earlier (learner.weight_sync.straggler_timeout_s); this "
-                "server gets its own weight sync"
+                f"another server had the version {self._patience_s:g} s earlier "
+                "(learner.weight_sync.straggler_timeout_s); this server gets its own weight sync"
             )
         moved_at = max(self._began_at, push.moved_at, share.moved_at)
         if self._others_serve and now - moved_at > self._patience_s:
             return (
-                f"it has made no progress for {self._patience_s:g} s (learner.weight_sync.straggler_timeout_s), and the other servers "
-                "do not wait; it gets another weight sync"
+                f"it has made no progress for {self._patience_s:g} s (learner.weight_sync.straggler_timeout_s), and "
+                "the other servers do not wait; it gets another weight sync"
             )
         return None
 
@@ -276,8 +277,12 @@ class WeightSync:
         return reports, failures
 
     def _read_once(
-        self, tensors: Tensors, members: list[Member], push: Callable[[Member, NamedTensors], None], stragglers: Stragglers
-    ) -> None:  # fmt: skip
+        self,
+        tensors: Tensors,
+        members: list[Member],
+        push: Callable[[Member, NamedTensors], None],
+        stragglers: Stragglers,
+    ) -> None:
         def poll() -> None:
             self._fleet.on_wait()
             stragglers.end_late(under_way)

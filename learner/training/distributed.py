@@ -32,7 +32,8 @@ from protocol.messages import Part
 
 log = logging.getLogger(__name__)
 PINNED = {
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "every step makes one update of all its rows (learner.groups_per_step)"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS":
+        ("1", "every step makes one update of all its rows (learner.groups_per_step)"),
     "ACCELERATE_MIXED_PRECISION": ("no", "passes compute in the run's dtype (dtype)"),
     "ACCELERATE_DYNAMO_BACKEND": ("no", "learner.compile decides what is compiled"),
 }  # fmt: skip

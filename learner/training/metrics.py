@@ -40,7 +40,8 @@ MIN_PULL = 1e-12
 OF_SERVER = "mismatch of "
 """Prefix of per-server values, which are not metrics; the server's endpoint follows."""
 PEAK_TFLOPS = {
-    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0, "A10": 125.0,
+    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0,
+    "A10": 125.0,
     "RTX 4090": 165.0,
 }  # fmt: skip
 """Peak dense bfloat16 TFLOPS by substring of the device name; the first match counts."""

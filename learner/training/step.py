@@ -174,7 +174,8 @@ def _skip(trainer: PolicyTrainer, version: int, grad_norm: float) -> None:
         raise NotFiniteError(
             f"step {version + 1}: {reason}, {limit} times in a row (learner.optimizer.max_skipped_updates). All these "
             "updates were skipped, and the checkpoints are intact. Lower learner.optimizer.learning_rate, set "
-            'learner.off_policy_correction if policy/ratio_max grew before, or try dtype = "float32"; then continue with --resume'
+            'learner.off_policy_correction if policy/ratio_max grew before, or try dtype = "float32"; then continue '
+            "with --resume"
         )
     if trainer.accelerator.is_main_process:
         log.warning(

@@ -152,8 +152,8 @@ def _folder(directory: str) -> Path:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(
-            f"keys = {directory!r} cannot be read ({error.strerror}); use a directory that `slipstream keys keys` created and "
-            "that this user can access"
+            f"keys = {directory!r} cannot be read ({error.strerror}); use a directory that `slipstream keys keys` "
+            "created and that this user can access"
         ) from error
     return Path(directory)
 
@@ -178,7 +178,8 @@ def _checked(text: str, path: Path) -> bytes:
         zmq.curve_public(key)  # fails if the text is not Z85
     except (ValueError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"{path} is not a valid key: {error}; expected {KEY_CHARACTERS} Z85 characters, as `slipstream keys keys` writes them"
+            f"{path} is not a valid key: {error}; expected {KEY_CHARACTERS} Z85 characters, as `slipstream keys keys` "
+            "writes them"
         ) from error
     return key
 

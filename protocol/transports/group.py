@@ -188,8 +188,9 @@ def _join(session: str, rendezvous: Rendezvous, rank: int, device: torch.device,
         store.check_not_canceled()
         if time.monotonic() > deadline:
             raise PushError(
-                f"rank {rank} of {rendezvous.world_size} could not form session {session} within {rendezvous.timeout_s:g} "
-                "s (learner.weight_sync.timeout_s): the process of another rank is suspended or unreachable"
+                f"rank {rank} of {rendezvous.world_size} could not form session {session} within "
+                f"{rendezvous.timeout_s:g} s (learner.weight_sync.timeout_s): the process of another rank is suspended "
+                "or unreachable"
             )
 
     def meet_and_form() -> Collective:

@@ -178,8 +178,8 @@ class StoreClient:
         except msgspec.DecodeError as error:
             self.close()  # the rest of the line would be read as the next answer
             raise PushError(
-                f"the rendezvous {self._address} answered {line[:80]!r} ({len(line)} bytes); expected a line of at most "
-                f"{MAX_LINE_BYTES} bytes with a value in JSON. Check that no other program answers there"
+                f"the rendezvous {self._address} answered {line[:80]!r} ({len(line)} bytes); expected a line of at "
+                f"most {MAX_LINE_BYTES} bytes with a value in JSON. Check that no other program answers there"
             ) from error
 
     def _unreachable(self, reason: object) -> PushError:
@@ -228,8 +228,8 @@ class SessionStore(Store):
         while missing := [key for key in missing if self._query(key) is None]:
             if time.monotonic() > deadline:
                 raise PushError(
-                    f"session {self._session} did not form within {self._timeout_s:g} s (learner.weight_sync.timeout_s): missing "
-                    f"{', '.join(missing)}"
+                    f"session {self._session} did not form within {self._timeout_s:g} s "
+                    f"(learner.weight_sync.timeout_s): missing {', '.join(missing)}"
                 )
             self.check_not_canceled()
             time.sleep(POLL_S)

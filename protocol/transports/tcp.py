@@ -149,8 +149,8 @@ class WorkerConnections:
                 if time.monotonic() > deadline:
                     raise PushError(
                         f"{missing} did not connect within {timeout_s:g} s (learner.weight_sync.timeout_s); make the "
-                        "learner's port for weight syncs reachable from the server's machine (learner.weight_sync.ports, "
-                        "learner.weight_sync.advertise)"
+                        "learner's port for weight syncs reachable from the server's machine "
+                        "(learner.weight_sync.ports, learner.weight_sync.advertise)"
                     )
         except PushError:
             with self._changed:

@@ -121,7 +121,7 @@ def test_a_measured_run_is_predicted_beside_what_it_was(tmp_path: Path) -> None:
     rates = replace(CONSTANT, lengths=SPREAD, score_s=0.01, push_s=0.05, push_stall_s=0.05)
     write_run(tmp_path / "run", setup(rates), steps=24)
     write_run(tmp_path / "two", setup(rates, servers=2), steps=24)
-    result = planned("--measured", str(tmp_path / "run"), "--beside", str(tmp_path / "two"))
+    result = planned("--measured", str(tmp_path / "run"), "--predict", str(tmp_path / "two"))
     assert [check["servers"] for check in result["checks"]] == [1, 2]
     for check in result["checks"]:
         assert check["predicted"]["samples_per_s"] == pytest.approx(check["measured"]["samples_per_s"], rel=0.15)
