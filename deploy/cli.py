@@ -57,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show(text: str) -> None:
-    from protocol.config import exit_on_closed_pipe  # slow to import, so only when needed
-
-    with exit_on_closed_pipe():
+    with console.exit_on_closed_pipe():
         print(text)
 
 

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import tyro
 
-from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MAX_SECONDS, PassedOn, Seconds, SharedConfig, Text
+from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MAX_SECONDS, Seconds, SharedConfig, Text
+from protocol.config_keys import PassedOn
 from protocol.cores import Cores
 from protocol.errors import ConfigError
 from protocol.hardware import Dtype, has_gpu

@@ -76,7 +76,7 @@ def new_command(arguments: list[str]) -> None:
 
 def train_command(arguments: list[str]) -> None:
     from learner.config import LearnerRun
-    from protocol.config import exit_on_closed_pipe, load_config, to_toml
+    from protocol.config import load_config, to_toml
 
     flags = {
         "--resume": "continue the run in run_dir",
@@ -86,7 +86,7 @@ def train_command(arguments: list[str]) -> None:
     arguments = [argument for argument in arguments if argument not in switches]
     run = load_config(LearnerRun, arguments, "slipstream train", flags | console.SWITCHES)
     if "--dry-run" in switches:
-        with exit_on_closed_pipe():
+        with console.exit_on_closed_pipe():
             print(to_toml(run))
         if note := run.idle_keys_note():
             log.warning(note)
@@ -254,10 +254,9 @@ def runs_command(arguments: list[str]) -> None:
     import msgspec
 
     from learner.report.runs import as_table, list_runs
-    from protocol.config import exit_on_closed_pipe
 
     runs = list_runs(options.directory)
-    with exit_on_closed_pipe():
+    with console.exit_on_closed_pipe():
         print(msgspec.json.encode(runs).decode() if options.json else as_table(runs))
 
 

@@ -7,7 +7,6 @@ Invariant: with --json-logs, every line that a run writes is JSON. Only terminal
 """
 
 import argparse
-import contextlib
 import difflib
 import json
 import logging
@@ -15,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
 import msgspec
@@ -86,6 +86,20 @@ def supports_color(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+@contextmanager
+def exit_on_closed_pipe() -> Iterator[None]:
+    """Print into a pipe that may close, as in `--help | head`.
+
+    If the pipe closes, the program exits with status 0.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
+        raise SystemExit(0) from None
+
+
 def say(line: str, fields: Mapping[str, float] | None = None) -> None:
     """Print a line outside the log, such as the summary of a step.
 
@@ -103,7 +117,7 @@ def print_error(error: object) -> None:
     print(_object("ERROR", str(error), time.time(), {}) if _output_mode.is_json else f"error: {error}", file=sys.stderr)
 
 
-@contextlib.contextmanager
+@contextmanager
 def exit_on_user_error(extra: Callable[[], str] = lambda: "learner") -> Iterator[None]:
     """Print an error that the user can resolve without a traceback, and exit with code 2.
 

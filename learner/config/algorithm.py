@@ -4,7 +4,7 @@ import math
 from typing import Literal
 
 from learner.config.section import Section, any_of, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 from protocol.errors import ConfigError
 
 Normalization = Literal["token", "sequence", "dr_grpo"]

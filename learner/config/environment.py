@@ -4,7 +4,7 @@ import math
 import sys
 
 from learner.config.section import Section, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 
 
 class EnvironmentConfig(Section):

@@ -18,7 +18,8 @@ from learner.config.section import Section, require, value_at
 from learner.config.servers import ParityConfig, WeightSyncConfig
 from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
-from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MayChange, SharedConfig
+from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, SharedConfig
+from protocol.config_keys import MayChange
 from protocol.cores import Cores
 from protocol.endpoint import join_address, split_endpoint
 from protocol.errors import ConfigError

@@ -6,7 +6,7 @@ import msgspec
 import tyro
 
 from learner.config.section import Section, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 
 MIN_WEIGHT = 0.01
 

@@ -5,7 +5,7 @@ import sys
 from typing import Literal
 
 from learner.config.section import Section, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 
 OVERLONG = "overlong"
 """Name of the overlong penalty (overlong.py) among the names of the functions."""
