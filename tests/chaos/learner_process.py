@@ -86,7 +86,7 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "consume", "before step is committed")
     traps.wrap(Player, "_turn", "between turns")
     traps.wrap(PartialResults, "add", "before an answer is kept")
-    traps.wrap(learner.evaluation.results, "note", "before evaluation is noted")
+    traps.wrap(learner.evaluation.results, "record_evaluation", "before evaluation is noted")
     traps.wrap(PartialResults, "forget", "before answers are forgotten")
     traps.wrap(Session, "turn", "between turns")
     traps.wrap(ServerLink, "begin_push", "before ready")

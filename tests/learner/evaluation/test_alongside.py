@@ -130,7 +130,7 @@ def test_a_step_is_judged_or_awaited_at_every_moment(
 ) -> None:
     began: list[Evaluations] = []
     scores: list[dict[int, float | None]] = []
-    start, note = Evaluations.start, results.note
+    start, note = Evaluations.start, results.record_evaluation
 
     def watched(self: Evaluations, workers: RewardWorkers) -> None:
         began.append(self)
@@ -141,7 +141,7 @@ def test_a_step_is_judged_or_awaited_at_every_moment(
         return note(path, made)
 
     monkeypatch.setattr(Evaluations, "start", watched)
-    monkeypatch.setattr(results, "note", asked_meanwhile)
+    monkeypatch.setattr(results, "record_evaluation", asked_meanwhile)
     train(evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin_policy": True}), resume=False)
     assert [known[step] for known, step in zip(scores, (3, 6), strict=True)] == [None, None]
     assert None not in began[0].scores().values() and set(began[0].scores()) == {3, 6}

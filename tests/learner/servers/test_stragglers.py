@@ -229,5 +229,5 @@ def test_who_was_cut_off_for_keeping_others_waiting_is_not_waited_for_again(monk
     pushes = under_way(late)
     ((_, share),) = pushes.values()
     share.cut_off("it kept the others waiting")
-    Stragglers(5.0, set(), set(), others_serve=False).look(pushes)
+    Stragglers(5.0, set(), set(), others_serve=False).end_late(pushes)
     assert late.reasons == ["it kept the others waiting"]
