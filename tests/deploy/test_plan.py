@@ -25,7 +25,7 @@ def planned(*arguments: str) -> dict[str, Any]:
     return plan(*parse_options([RECIPE, *arguments]))
 
 
-def test_the_best_split_of_gpus_is_found_and_told_with_what_is_assumed() -> None:
+def test_the_best_split_of_gpus_is_found_and_reported_with_what_is_assumed() -> None:
     result = planned(*RATES, "--gpus", "4", "8", "--push-s", "0.5", "--push-feed-s", "0.1", "--steps", "30")
     small, large = (row["outcome"] for row in result["rows"])
     assert large["num_servers"] + large["num_ranks"] == 8

@@ -249,7 +249,7 @@ def run_link(endpoint_keys: ServerKeys | None, link_keys: LearnerKeys | None) ->
 
 
 @pytest.mark.parametrize("wrong_keys", ["unknown key"], indirect=True)
-def test_a_learner_whose_key_is_not_listed_is_told_at_once(keys: Path, wrong_keys: Path) -> None:
+def test_a_learner_whose_key_is_not_listed_is_reported_at_once(keys: Path, wrong_keys: Path) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         run_link(server_keys(str(keys)), learner_keys(str(wrong_keys)))
     assert caught.group_contains(HandshakeRefused, match="does not know this learner's key; copy its public key")

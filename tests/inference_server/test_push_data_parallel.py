@@ -228,7 +228,7 @@ def test_nothing_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
         assert not alive
 
 
-def test_a_server_that_is_told_to_end_does_not_wait_for_vllms_coordinator(tmp_path: Path) -> None:
+def test_a_server_that_is_shut_down_does_not_wait_for_vllms_coordinator(tmp_path: Path) -> None:
     """vLLM would for 5 s: it sends SIGTERM, which is held from all of its processes."""
     for server in running_server(tmp_path, *FLAGS):
         family = server.family()

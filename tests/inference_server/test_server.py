@@ -654,7 +654,7 @@ def test_a_learner_that_was_forgotten_meets_a_server_with_a_new_id() -> None:
     run_with_server(test)
 
 
-def test_a_push_of_a_session_that_was_given_up_meanwhile_is_not_begun() -> None:
+def test_a_push_of_a_session_that_was_given_up_meanwhile_is_not_started() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await learner.join()
         engine.release_pause.clear()

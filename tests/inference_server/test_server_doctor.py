@@ -202,7 +202,7 @@ def trial(trial_id: str, timeout_s: float = 0.5, world_size: int = 2) -> Trial:
     return Trial(trial_id=trial_id, rendezvous=rendezvous, num_bytes=MAX_TRIAL_BYTES)
 
 
-def test_a_trial_that_comes_to_nothing_is_told_and_harms_nobody() -> None:
+def test_a_trial_that_comes_to_nothing_is_reported_and_harms_nobody() -> None:
     async def visit() -> None:
         async with serving(ScriptedEngine()) as server:
             visitor = ScriptedLearner(server.endpoint)

@@ -49,7 +49,7 @@ def test_a_rank_that_waits_goes_on_when_the_last_note_is_pinned() -> None:
         assert not waiting.is_alive()
 
 
-def test_the_first_reason_for_calling_off_is_the_one_that_all_are_told() -> None:
+def test_the_first_reason_for_calling_off_is_the_one_that_all_get() -> None:
     with two_ranks() as (hosted, remote):
         stores = [SessionStore("e1", each, TIMEOUT_S) for each in (hosted, remote)]
         for number, store in enumerate(stores):

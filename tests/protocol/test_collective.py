@@ -99,7 +99,7 @@ def test_workers_that_never_come_are_named_at_the_deadline(transport: Transport)
         assert waiting.ends_promptly()
 
 
-def test_a_worker_that_comes_when_the_learner_has_given_up_is_told_so() -> None:
+def test_a_worker_that_comes_when_the_learner_has_given_up_is_notified() -> None:
     with rendezvous_host(timeout_s=0.2) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         with pytest.raises(PushError):

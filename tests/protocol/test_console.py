@@ -48,7 +48,7 @@ def test_every_line_is_json_for_machines(tmp_path: Path) -> None:
     assert any("report: " in one["message"] for one in told)
 
 
-def test_only_warnings_are_told_to_who_wants_quiet(tmp_path: Path) -> None:
+def test_only_warnings_are_printed_with_quiet(tmp_path: Path) -> None:
     done = trained(tmp_path, "--quiet")
     assert done.stdout == "" and "the evaluation after step 2 failed" in done.stderr
     assert all(" WARNING " in line for line in done.stderr.splitlines()), done.stderr

@@ -402,7 +402,7 @@ def test_nccl_is_installed_where_a_libnccl_answers_and_not_where_cupy_alone_is(
         ("12.8", "cupy-cuda13x", None, 12080, "is built for CUDA 13, but torch for CUDA 12; .*nccl-cuda12\\]"),
     ],
 )
-def test_a_cupy_for_another_cuda_is_told_with_the_extra_for_this_one(
+def test_a_cupy_for_another_cuda_is_reported_with_the_extra_for_this_one(
     nccl: ScriptedNccl,
     monkeypatch: pytest.MonkeyPatch,
     of_torch: str,

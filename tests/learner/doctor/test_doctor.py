@@ -278,7 +278,7 @@ def test_a_server_from_before_there_were_doctors(tmp_path: Path) -> None:
         ("float16", True, "float16 at the server, float32 here"),
     ],
 )
-def test_another_dtype_is_told_and_one_without_a_bound_is_a_problem(
+def test_another_dtype_is_reported_and_one_without_a_bound_is_a_problem(
     tmp_path: Path, theirs: str, is_problem: bool, expected: str
 ) -> None:
     with answering(lambda message: healthy(message, dtype=theirs)) as endpoint:
@@ -358,7 +358,9 @@ def test_what_is_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "does not respond like an inference server; correct `endpoint`" in line
 
 
-def test_too_little_memory_and_disk_are_told_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_and_disk_are_reported_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "free_memory_bytes", lambda: 1 << 20)
     found = list(doctor.resources(run_at("tcp://127.0.0.1:1", tmp_path)))
     assert [finding.verdict for finding in found] == ["problem", "ok"]

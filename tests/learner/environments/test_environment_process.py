@@ -339,7 +339,7 @@ def test_an_environment_may_live_in_an_interpreter_of_its_own_which_needs_msgspe
     process.kill()
 
 
-def test_what_an_interpreter_of_its_own_lacks_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_an_interpreter_of_its_own_lacks_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
     factory, python = f"{tmp_path}/alone.py:Alone", interpreter(tmp_path)
     with pytest.raises(ConfigError, match="ended its process with exit code 1"):

@@ -67,7 +67,7 @@ def test_reasoning_that_the_prompt_has_opened_is_no_content() -> None:
     assert (message["reasoning_content"].strip(), message["content"].strip()) == ("two", "first")
 
 
-def test_a_call_of_what_is_not_there_is_a_call_whose_caller_is_told() -> None:
+def test_a_call_of_what_is_not_there_is_a_call_whose_caller_gets_an_error() -> None:
     message = read(of_family("glm-4.5"), SAID["glm-4.5"].replace("add", "subtract"))
     assert message["tool_calls"][0]["function"] == {"name": "subtract", "arguments": {"number": 2}}
 

@@ -147,7 +147,7 @@ def test_a_step_is_judged_or_awaited_at_every_moment(
     assert None not in began[0].scores().values() and set(began[0].scores()) == {3, 6}
 
 
-def test_what_is_due_while_another_is_under_way_is_left_out_and_told(
+def test_what_is_due_while_another_is_under_way_is_left_out_and_reported(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     openai.delay_s = 1.0
@@ -159,7 +159,7 @@ def test_what_is_due_while_another_is_under_way_is_left_out_and_told(
     assert "skipping the evaluation after step 2 (that of step 1 still running)" in caplog.text
 
 
-def test_an_evaluation_that_fails_is_told_and_training_goes_on(
+def test_an_evaluation_that_fails_is_reported_and_training_goes_on(
     tmp_path: Path, server: ServerThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"http://127.0.0.1:{free_port()}/v1"

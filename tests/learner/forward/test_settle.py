@@ -137,7 +137,7 @@ def test_a_model_that_embeds_more_than_its_rows_is_refused() -> None:
         settle_attention(model, CPU, torch.float32)
 
 
-def test_an_encoder_that_was_never_told_to_decode_is_refused() -> None:
+def test_an_encoder_that_was_never_made_to_decode_is_refused() -> None:
     config = transformers.BertConfig(**LM, is_decoder=False)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ConfigError, match="BertLMHeadModel cannot be trained: its logprobs depend on later tokens"):

@@ -261,7 +261,7 @@ def test_a_server_that_says_that_it_ends_finishes_what_it_owes_and_is_follpendin
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
-def test_what_a_server_that_ends_has_not_begun_is_asked_for_elsewhere_and_costs_no_attempt(tmp_path: Path) -> None:
+def test_what_a_server_that_ends_has_not_started_is_asked_for_elsewhere_and_costs_no_attempt(tmp_path: Path) -> None:
     ending, other = HandServer(drains), HandServer(answers)
     with hand_servers(ending, other), rollouts_on(tmp_path, ending.endpoint, other.endpoint) as (fleet, rollouts):
         rollouts.publish(0, "server-0", "server-1")

@@ -120,7 +120,7 @@ def test_a_score_the_engine_cannot_give_is_an_error_that_says_why() -> None:
     with_link(test)
 
 
-def test_who_waits_for_a_push_that_is_ended_is_told_why_and_the_next_push_is_another() -> None:
+def test_who_waits_for_a_push_that_is_ended_gets_the_reason_and_the_next_push_is_another() -> None:
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
         engine.release_pause.clear()
         push = asyncio.create_task(link.begin_push(PushBegin(session="e", version=1), 600))

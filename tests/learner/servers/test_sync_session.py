@@ -30,7 +30,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_worker_that_waits_for_a_session_that_was_given_up_is_told_so_at_once() -> None:
+def test_a_worker_that_waits_for_a_session_that_was_given_up_is_notified_at_once() -> None:
     rendezvous_host = RendezvousHost("127.0.0.1", TIMEOUT_S)
     session = SyncSession("server", MANIFEST, rendezvous_host.rendezvous(1, "gloo"), rendezvous_host, CPU)
     said: list[str] = []
@@ -49,7 +49,7 @@ def test_a_worker_that_waits_for_a_session_that_was_given_up_is_told_so_at_once(
 
 
 @pytest.mark.parametrize("give_up", [SyncSession.abort, SyncSession.close])
-def test_a_worker_whose_transport_notices_nothing_is_told_that_the_learner_gave_up(give_up: Callable) -> None:
+def test_a_worker_whose_transport_notices_nothing_is_notified_that_the_learner_gave_up(give_up: Callable) -> None:
     """NCCL within one host: the kernel of a broadcast spins until its communicator is aborted."""
     rendezvous_host = RendezvousHost("127.0.0.1", TIMEOUT_S)
     session = SyncSession("server", MANIFEST, rendezvous_host.rendezvous(1, "gloo"), rendezvous_host, CPU)

@@ -167,7 +167,7 @@ def test_who_wants_to_stop_now_waits_for_none(
     may_write.set()
 
 
-def test_a_disk_that_fails_in_the_background_is_told_at_the_next_step_and_leaves_nothing(
+def test_a_disk_that_fails_in_the_background_is_reported_at_the_next_step_and_leaves_nothing(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before_writing(monkeypatch, no_space)

@@ -122,7 +122,7 @@ class TwoH100(Devices):
     name = "NVIDIA H100 80GB HBM3"
 
 
-def test_the_share_of_the_peak_is_told_where_the_peak_is_known(accelerator: Accelerator) -> None:
+def test_the_share_of_the_peak_is_reported_where_the_peak_is_known(accelerator: Accelerator) -> None:
     groups = make_groups(make_moved_trainer(make_run(), accelerator).policy)
     found = throughput(groups, 989.0, 2.0, TwoH100(torch.device("cpu"), 2))
     assert found["perf/tflops_per_device"] == 989 / 4 and found["perf/mfu"] == 0.25
