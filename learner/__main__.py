@@ -113,9 +113,9 @@ def doctor_command(arguments: list[str]) -> int:
         "server's side, on its machine.",
     )  # fmt: skip
     from learner.doctor.doctor import examine
-    from protocol.doctor import tell
+    from protocol.doctor import print_findings
 
-    return tell(examine(run.in_effect()), as_json=as_json)
+    return print_findings(examine(run.in_effect()), as_json=as_json)
 
 
 def check_command(arguments: list[str]) -> int:
@@ -128,9 +128,9 @@ def check_command(arguments: list[str]) -> int:
     )  # fmt: skip
     _prepare_to_compute(run)
     from learner.doctor.check import check
-    from protocol.doctor import tell
+    from protocol.doctor import print_findings
 
-    return tell(check(run, with_trial=rest != arguments), as_json=as_json)
+    return print_findings(check(run, with_trial=rest != arguments), as_json=as_json)
 
 
 def evaluate_command(arguments: list[str]) -> None:

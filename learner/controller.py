@@ -73,7 +73,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     buffer: RolloutBuffer
     rewards: RewardWorkers
     rollouts: Rollouts
-    pusher: WeightSync
+    weight_sync: WeightSync
     parity: ParityProbe
     sync_check: SyncCheck
     evaluations: Evaluations
@@ -119,8 +119,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup, config.steps)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
-            pusher = WeightSync(fleet, published, config.weight_sync)
-            cleanup.callback(pusher.close)
+            weight_sync = WeightSync(fleet, published, config.weight_sync)
+            cleanup.callback(weight_sync.close)
             cleanup.callback(evaluations.close)
             evaluations.start(workers)
             parity = ParityProbe(run, fleet, published.logprobs, prompts)
@@ -130,9 +130,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 buffer=buffer,
                 rewards=workers,
                 rollouts=rollouts,
-                pusher=pusher,
+                weight_sync=weight_sync,
                 parity=parity,
-                sync_check=SyncCheck(parity, config.parity, pusher.sample.changed_frac),
+                sync_check=SyncCheck(parity, config.parity, weight_sync.sample.changed_frac),
                 evaluations=evaluations,
                 ledger=ledger,
                 log=run_log,
@@ -162,7 +162,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
         Both go to the servers that have `version`.
         """
-        holders = self.pusher.holders(version)
+        holders = self.weight_sync.holders(version)
         # Request the checks before the groups. Behind a step's groups, their answers would be late for the
         # next step.
         self.sync_check.ask(holders, expected)
@@ -187,14 +187,14 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.fleet.on_wait()
             if is_held := self.evaluations.holds:
                 time.sleep(POLL_INTERVAL_S)
-            groups = None if is_held else self.rollouts.take(version, WAIT_SLICE_S)
+            groups = None if is_held else self.rollouts.next_batch(version, WAIT_SLICE_S)
             if groups is not None:
                 if any(group.newest_version >= version for group in groups):
-                    self.pusher.wait()  # with overlap, its tokens may be here before its check was requested
+                    self.weight_sync.wait()  # with overlap, its tokens may be here before its check was requested
                     self.sync_check.check()
                 self.sync_check.begin(version, texts_of(groups, **CHECKED_TOKENS))
-                if not self.pusher.is_pushing:  # otherwise `push` requests it, once the servers have this version
-                    self.sync_check.ask_before(self.pusher.holders(version))
+                if not self.weight_sync.is_pushing:  # otherwise `push` requests it, once the servers have this version
+                    self.sync_check.ask_before(self.weight_sync.holders(version))
                 return groups
             if time.monotonic() - last_note > WAITING_NOTE_S:
                 last_note = time.monotonic()
@@ -211,19 +211,19 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """
         self.ledger.consume([(group.group_id, staleness(group, step - 1)) for group in groups], step)
         config = self.run_inputs.run.learner
-        self.pusher.wait()
-        self.sync_check.ask_before(self.pusher.holders(step - 1))
+        self.weight_sync.wait()
+        self.sync_check.ask_before(self.weight_sync.holders(step - 1))
         self.sync_check.check()
-        if self.pusher.holders() and (joiners := self.pusher.joiners()):
+        if self.weight_sync.holders() and (joiners := self.weight_sync.joiners()):
             # With overlap, a sync may always be pending in next_batch, so joining servers also get the
             # weights here.
             self._sync(joiners, step)
         when_done = partial(self.publish, step, self.sync_check.expect(step))
-        report = self.pusher.pop_report()
+        report = self.weight_sync.pop_report()
         if config.weight_sync.overlap_with_training:
-            self.pusher.begin(step, when_done)
+            self.weight_sync.begin(step, when_done)
         else:
-            report = self.pusher.push(step)
+            report = self.weight_sync.push(step)
             when_done()
         return report.metrics() if report is not None else {}
 
@@ -259,7 +259,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
         An interrupted run leaves the evaluation to a resume.
         """
-        self.pusher.wait()
+        self.weight_sync.wait()
         self.sync_check.check()
         if not interrupt.requested and not self.evaluations.is_over():
             log.info("waiting for the evaluation after the last step (an interrupt leaves it to --resume)")
@@ -271,7 +271,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.fleet.is_over = not interrupt.requested
 
     def _sync_joiners(self, version: int) -> None:
-        if not self.pusher.is_pushing and (joiners := self.pusher.joiners()):
+        if not self.weight_sync.is_pushing and (joiners := self.weight_sync.joiners()):
             self._sync(joiners, version)
             self.publish(version)
 
@@ -288,9 +288,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 check_fits(self.run_inputs, member)
                 fresh_scores[member] = score_fresh_server(run, self.parity, member, version)
         if fresh_scores:
-            self.pusher.push(version, list(fresh_scores))
+            self.weight_sync.push(version, list(fresh_scores))
         for member, before in fresh_scores.items():
-            if member in self.pusher.holders(version):
+            if member in self.weight_sync.holders(version):
                 with self._at_the_cost_of(member):
                     mismatch = self.parity.measure(member, version)
                     if before is not None:
@@ -311,7 +311,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             if isinstance(error, DeadlineExceeded) and not self.fleet.is_several:
                 raise
             log.warning("parity could not be measured: %s", error)
-            self.pusher.failed(member)
+            self.weight_sync.failed(member)
 
 
 def _open_fleet(run_inputs: RunInputs, run_dir: RunDir, cleanup: ExitStack) -> Fleet:

@@ -245,7 +245,7 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
                     or digest(setup.weights(version))
                 )
             case "take":
-                pipe.send(_sampled(rollouts.take(scripted.version, ANSWER_TIMEOUT_S) or []))
+                pipe.send(_sampled(rollouts.next_batch(scripted.version, ANSWER_TIMEOUT_S) or []))
 
 
 def _sampled(groups: list[RolloutGroup]) -> list[Sampled]:

@@ -113,7 +113,7 @@ class VllmEngine:
                 entered_version=entered_version,
                 salt=salt,
                 num_cached_tokens=output.num_cached_tokens or 0,
-                completions=completions.take(output.outputs),
+                completions=completions.add(output.outputs),
             )
         completions.check()
 

@@ -35,11 +35,11 @@ class Successor(Protocol):
     load_s: float
     """Seconds that loading took, without waits for buckets."""
 
-    def take(self, arriving: Iterator[ReceivedBucket]) -> None:
+    def receive(self, arriving: Iterator[ReceivedBucket]) -> None:
         """Load all buckets as they arrive, in the receiving thread."""
         ...
 
-    def take_over(self) -> None:
+    def swap_in(self) -> None:
         """Replace the weights that are served."""
         ...
 
@@ -221,7 +221,7 @@ class _Staging(threading.Thread):
         try:
             self._receiver.join(self.order, self)
             if self.successor is not None:
-                self.successor.take(self._receiver.receive())
+                self.successor.receive(self._receiver.receive())
             else:
                 self._buckets.extend(map(in_host_memory, self._receiver.receive()))
         # Any failure must reach the worker's report: a thread that ends silently looks like a received sync.

@@ -111,7 +111,7 @@ class PushWorker:
         """Load a sync and return the seconds that took, without waits for buckets."""
         if successor := self.receiver.successor(order):
             self.is_loading = True
-            successor.take_over()
+            successor.swap_in()
             self.model_runner.reset_lora_state()
             return successor.load_s
         load_s, reload = 0.0, Reload(self.model_runner.model, self.vllm_config.model_config, self.device)

@@ -89,20 +89,20 @@ def preview(run: LearnerRun) -> Iterator[Finding]:
     except SlipstreamError as error:
         yield problem_of("prompts", error, "correct learner.data")
     else:
-        yield from of_prompts(run_inputs)
+        yield from prompt_findings(run_inputs)
         if run.learner.environment.is_used:
             yield unknown("rewards", f"not checked: {run.learner.environment.named} rewards only episodes of a policy")
         else:
-            yield from of_rewards(
+            yield from reward_findings(
                 run_inputs, [prompts.prompt_at(place) for place in range(min(NUM_RATED, len(prompts)))]
             )
         yield workload(run, len(prompts))
     if run.learner.evaluation.every_steps:
-        yield from of_evaluation(run_inputs)
+        yield from evaluation_findings(run_inputs)
     yield from examine(run)
 
 
-def of_prompts(run_inputs: RunInputs) -> Iterator[Finding]:
+def prompt_findings(run_inputs: RunInputs) -> Iterator[Finding]:
     """Yield the first rows with all special tokens, and a problem if any is too long."""
     prompts, run, tokenizer = run_inputs.prompts, run_inputs.run, run_inputs.tokenizer
     row, length = prompts.longest()
@@ -123,7 +123,7 @@ def of_prompts(run_inputs: RunInputs) -> Iterator[Finding]:
         )
 
 
-def of_rewards(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def reward_findings(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Yield each function's mean reward for right answers, if any, and for noise."""
     config = run_inputs.run.learner.reward
     try:
@@ -172,7 +172,7 @@ def workload(run: LearnerRun, num_prompts: int) -> Finding:
     )
 
 
-def of_evaluation(run_inputs: RunInputs) -> Iterator[Finding]:
+def evaluation_findings(run_inputs: RunInputs) -> Iterator[Finding]:
     """Yield the prompts of each evaluation set and how often the run samples them."""
     try:
         sets = sets_of(run_inputs)
@@ -215,7 +215,7 @@ def trial(run: LearnerRun) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="slipstream-trial-") as directory:
         try:
             with redirect_stdout(sys.stderr):  # log lines are not findings
-                metrics = first_steps(of_its_own(run, Path(directory) / "run"))
+                metrics = first_steps(trial_run(run, Path(directory) / "run"))
         except SlipstreamError as error:
             yield problem_of("trial", error, "fix this error, or stop other runs on the server")
             return
@@ -256,7 +256,7 @@ def first_steps(run: LearnerRun) -> Metrics:
     return read_metrics(Path(run.run_dir))
 
 
-def of_its_own(run: LearnerRun, directory: Path) -> LearnerRun:
+def trial_run(run: LearnerRun, directory: Path) -> LearnerRun:
     """Return the run for another directory, without evaluations or trackers.
 
     The number of steps stays, because schedules depend on it.

@@ -28,11 +28,11 @@ from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
 from protocol.doctor import (
     Finding,
+    disk_finding,
+    dtype_finding,
     free_memory_bytes,
     in_one_line,
-    of_disk,
-    of_dtype,
-    of_memory,
+    memory_finding,
     ok,
     package_version,
     problem,
@@ -72,7 +72,7 @@ def examine(run: LearnerRun) -> Iterator[Finding]:
             yield from _until("transport", runner, server, findings)
         if run.learner.evaluation.every_steps:
             yield runner.run(evaluation(run.evaluation_url))
-        yield of_dtype(run.dtype)
+        yield dtype_finding(run.dtype)
         yield from resources(run)
         for server, findings in examined:  # a trial takes seconds
             yield from _until("bandwidth", runner, server, findings)
@@ -308,13 +308,13 @@ def resources(run: LearnerRun) -> Iterator[Finding]:
     yield from _memory(memory)
     checkpoints = run.learner.checkpoint
     num_kept = max(checkpoints.keep_last, 1) + 1  # plus the one that is being written
-    yield of_disk(Path(run.run_dir), f"run_dir with {num_kept} checkpoints", num_kept * memory.host["checkpoint"])
+    yield disk_finding(Path(run.run_dir), f"run_dir with {num_kept} checkpoints", num_kept * memory.host["checkpoint"])
 
 
 def _memory(memory: Memory) -> Iterator[Finding]:
     device, host = sum(memory.device.values()), sum(memory.host.values())
     if torch.cuda.is_available():
-        yield of_memory("the learner's GPU", device, torch.cuda.mem_get_info()[0], REMEDY)
-        yield of_memory("the learner's host", host, free_memory_bytes(), REMEDY)
+        yield memory_finding("the learner's GPU", device, torch.cuda.mem_get_info()[0], REMEDY)
+        yield memory_finding("the learner's host", host, free_memory_bytes(), REMEDY)
     else:
-        yield of_memory("the learner", device + host, free_memory_bytes(), REMEDY)
+        yield memory_finding("the learner", device + host, free_memory_bytes(), REMEDY)

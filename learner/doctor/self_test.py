@@ -127,7 +127,7 @@ def sample_across_pushes(controller: Controller) -> list[list[RolloutGroup]]:
     for version in range(NUM_BATCHES):
         if version:
             time.sleep(SETTLE_S)
-            controller.pusher.push(version)
+            controller.weight_sync.push(version)
             controller.publish(version)
         groups = controller.next_batch(version, interrupt)
         assert groups is not None

@@ -138,7 +138,7 @@ class SerialCalls:
         return RewardAnswer(rewards)
 
     def _call(self, call: RewardCall) -> RewardAnswer | ProcessFailure:
-        process = self._pool.take()
+        process = self._pool.acquire()
         try:
             return process.call(call)
         finally:

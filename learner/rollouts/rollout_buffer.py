@@ -217,7 +217,7 @@ class RolloutBuffer:
 
     # --- called in the main thread --------------------------------------------------------------------------
 
-    def take(
+    def pop_batch(
         self,
         version: int,
         timeout_s: float,

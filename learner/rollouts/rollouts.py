@@ -87,7 +87,7 @@ class Rollouts:
         self._version = version
         self._loop.call_soon(self._published, version, server_ids)
 
-    def take(self, version: int, timeout_s: float) -> list[RolloutGroup] | None:
+    def next_batch(self, version: int, timeout_s: float) -> list[RolloutGroup] | None:
         """Return the next step's groups in slot order, or None after `timeout_s`.
 
         `version` is the learner's, from which staleness is counted. Servers may have an older one during a
@@ -103,7 +103,7 @@ class Rollouts:
         while True:
             self._loop.raise_failure()
             remaining_s = deadline - time.monotonic()
-            groups = self._buffer.take(
+            groups = self._buffer.pop_batch(
                 version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)), is_connected=self._fleet.is_generating,
                 published=self._version,
                 on_stale=lambda retry: self._loop.spawn(self._begin_retry(retry)),

@@ -158,7 +158,7 @@ class WeightSync:
         Raises the error of the previous sync.
         """
         self.wait()
-        self._copy.take(self.sample.watch(version, self._weights.tensors()))
+        self._copy.update(self.sample.watch(version, self._weights.tensors()))
 
         def push() -> PushReport | None:
             report = self._push_until_done(version, self._copy.tensors)

@@ -228,7 +228,7 @@ class WeightCopy:
         self._wire_dtype, self._device = wire_dtype, device
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, tensors: NamedTensors) -> None:
+    def update(self, tensors: NamedTensors) -> None:
         """Copy all tensors, in the dtype of the wire."""
         for name, tensor in tensors:
             mine = self._tensors.get(name)

@@ -16,7 +16,7 @@ from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.compile import fuse
 from learner.forward.logprobs import float32_heads, logit_map_of, logit_maps
-from learner.forward.packing_check import PACKED, settle_attention
+from learner.forward.packing_check import PACKED, choose_attention
 from learner.forward.tile import LogitMap
 from learner.policy.lora import add_adapter
 from learner.policy.memory import ModelShape
@@ -202,7 +202,7 @@ def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun) -> Non
     """
 
     def settle() -> ForwardSetup:
-        settle_attention(policy, accelerator.device, getattr(torch, run.dtype), run.learner.attn_implementation)
+        choose_attention(policy, accelerator.device, getattr(torch, run.dtype), run.learner.attn_implementation)
         logits = logit_maps.get(policy) or logit_map_of(policy)
         return ForwardSetup(attention=policy.config._attn_implementation, logits=logits)
 

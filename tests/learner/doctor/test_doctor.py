@@ -19,7 +19,7 @@ from learner.doctor.doctor import examine, transport
 from protocol.channel.keys import make_keys, server_keys
 from protocol.channel.sockets import ServerChannel
 from protocol.config import load_config
-from protocol.doctor import Finding, of_disk, package_version
+from protocol.doctor import Finding, disk_finding, package_version
 from protocol.messages import (
     PROTOCOL_VERSION,
     LearnerMessage,
@@ -365,7 +365,7 @@ def test_too_little_memory_and_disk_are_reported_with_both_numbers(
     found = list(doctor.resources(run_at("tcp://127.0.0.1:1", tmp_path)))
     assert [finding.verdict for finding in found] == ["problem", "ok"]
     assert "0.0 GiB are free" in found[0].text and "learner.micro_batch_tokens" in found[0].remedy
-    full = of_disk(tmp_path / "not" / "yet", "run_dir", 1 << 60)
+    full = disk_finding(tmp_path / "not" / "yet", "run_dir", 1 << 60)
     assert full.verdict == "problem" and f"in {tmp_path}" in full.text
 
 

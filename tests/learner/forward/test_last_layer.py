@@ -9,7 +9,7 @@ import torch
 from learner.forward.attention import PackingError
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack, pack
-from learner.forward.packing_check import settle_attention
+from learner.forward.packing_check import choose_attention
 from tests.learner.forward.test_families import CPU, tiny
 
 LAST_ROW, COMPLETIONS = 1, 4 + 6
@@ -22,7 +22,7 @@ def a_group(num_prompt_tokens: int) -> Pack:
 
 def a_model() -> Any:
     model = tiny("Qwen2Config", {})
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     return model
 
 

@@ -119,7 +119,7 @@ def test_a_queue_that_waits_asks_for_more_if_the_server_has_room(
         allowed = []
         for version in range(9):
             rollouts.publish(version, server.server_id)
-            assert len(slots(rollouts.take(version, TIMEOUT_S))) == 3
+            assert len(slots(rollouts.next_batch(version, TIMEOUT_S))) == 3
             allowed.append(rollouts.batch_metrics["staleness/allowed"])
             assert len(server.generated) <= (allowed[-1] + version + 1) * 3
     assert allowed[0] == 2 and (max(allowed) > 2) == is_more_asked_for

@@ -88,7 +88,7 @@ def test_a_wait_turns_from_the_link_to_the_reward_when_the_group_has_come(tmp_pa
     at_once = HandServer(lambda server, request: [group_of(request, 0)])
     with at_once as server, rollouts_on(server, tmp_path, reward=reward) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert rollouts.take(0, TIMEOUT_S) is not None
+        assert rollouts.next_batch(0, TIMEOUT_S) is not None
     waits = rollouts.batch_metrics
     assert waits["bottleneck/reward"] > waits["bottleneck/link"] + waits["bottleneck/server"]
 

@@ -108,7 +108,7 @@ def settle_on_one(accelerator: Accelerator) -> None:
         assert accelerator.is_main_process, "only rank 0 is sure to have weights"
         model.set_attn_implementation("eager")
 
-    learner.training.policy_trainer.settle_attention = settle
+    learner.training.policy_trainer.choose_attention = settle
     assert attention_of(accelerator, a_trainer(accelerator, a_run())) == ["eager", "eager"]
 
 
