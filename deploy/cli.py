@@ -42,7 +42,7 @@ HELP, VERSION = ("-h", "--help"), "--version"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; a user error exits with code 2 and without a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    words = console.take_switches(arguments)
+    words = console.pop_switches(arguments)
     switches = [word for word in arguments if word in console.SWITCHES]
     name, rest = (words[0], words[1:]) if words else (HELP[0], [])
     with console.exit_on_user_error(lambda: "plan" if name == "plan" else "learner"):
@@ -57,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show(text: str) -> None:
-    from protocol.config import until_its_reader_leaves  # slow to import, so only when needed
-
-    with until_its_reader_leaves():
+    with console.exit_on_closed_pipe():
         print(text)
 
 

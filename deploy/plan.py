@@ -26,11 +26,10 @@ from deploy.planning.servers import Failures
 from deploy.planning.simulation import MOST_SERVERS, Setup, simulate
 from deploy.planning.split import Split, search, splits
 from protocol import console
-from protocol.config import until_its_reader_leaves
 from protocol.errors import ConfigError
 
-HEAD = ("GPUs", "servers × ranks", "groups", "samples/s", "step s", "server idle", "stalled", "fill", "learner idle", "syncing",
-        "staleness", "max")  # fmt: skip
+HEAD = ("GPUs", "servers × ranks", "groups", "samples/s", "step s", "server idle", "stalled", "fill", "learner idle",
+        "syncing", "staleness", "max")  # fmt: skip
 CHECK_HEAD = ("run", "", "samples/s", "step s", "server idle", "learner idle", "staleness", "max")
 LEAST_STEPS = 8
 SEARCHED_STEPS = 24
@@ -67,10 +66,8 @@ def format_plan(result: dict[str, Any]) -> str:
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Align the columns to the right, except the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )  # fmt: skip
+    padded = (list(map(str.rjust, row[1:], widths[1:])) for row in rows)
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *cells]) for row, cells in zip(rows, padded, strict=True))
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
@@ -114,12 +111,12 @@ def _short(value: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = console.take_switches(sys.argv[1:] if arguments is None else arguments)
+    words = console.pop_switches(sys.argv[1:] if arguments is None else arguments)
     console.start_logging()
     with console.exit_on_user_error(lambda: "plan"):
         options, flags = parse_options(words)
         result = plan(options, flags)
-    with until_its_reader_leaves():
+    with console.exit_on_closed_pipe():
         print(json.dumps(result) if options.json else format_plan(result))
 
 
@@ -139,8 +136,8 @@ def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
         help="mean time until a server fails, and time until it is back",
     )
     add("--measured", type=Path, metavar="RUN_DIR", help="take the rates from this run")
-    add("--measured-ranks", type=int, default=1, metavar="M", help="ranks of that run and of the --beside runs")
-    add("--beside", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="runs to predict from the same rates")
+    add("--measured-ranks", type=int, default=1, metavar="M", help="ranks of that run and of the --predict runs")
+    add("--predict", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="runs to predict from the same rates")
     add("--steps", type=int, default=60, help="optimizer steps to simulate")
     add(
         "--most-servers",
@@ -178,7 +175,7 @@ def plan(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
             f"--steps {options.steps} --most-servers {options.most_servers}: expected {LEAST_STEPS} or more steps and "
             "1 or more servers"
         )
-    if not (options.gpus or options.split or options.measured or options.beside):
+    if not (options.gpus or options.split or options.measured or options.predict):
         raise ConfigError("there is nothing to plan; set --gpus, --split or --measured")
     rates, decoding_error = rates_from(options)
     setup = setup_of(options, flags, rates)
@@ -187,7 +184,7 @@ def plan(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
     for split in map(split_of, options.split):
         num_gpus = split.num_servers * setup.server.num_workers + split.num_ranks
         rows.append(row_of(num_gpus, with_split(setup, split, num_gpus, options.groups_per_gpu), run))
-    measured = [run_dir for run_dir in (options.measured, *options.beside) if run_dir is not None]
+    measured = [run_dir for run_dir in (options.measured, *options.predict) if run_dir is not None]
     return {
         "rows": rows,
         "rates": msgspec.to_builtins(rates),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from deploy.config import DeployConfig
-from protocol.signals import signals_to_end
+from protocol.signals import shutdown_signals
 
 GRACE_S = 20.0
 """Seconds a process gets to exit after SIGTERM before it is killed."""
@@ -120,7 +120,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Return the learner's exit code, or 1 if a server exited first."""
-        for number in signals_to_end():
+        for number in shutdown_signals():
             signal.signal(number, lambda number, frame: self._pass_on(number))
         try:
             for name, start in self._start_server.items():

@@ -23,11 +23,11 @@ from inference_server.config import ServerRun
 from inference_server.engine.socket_directory import socket_directory
 from inference_server.shutdown import until_ended
 from protocol import console
-from protocol.config import load_config, to_toml, until_its_reader_leaves
+from protocol.config import load_config, to_toml
 from protocol.cores import share_of_cores
 from protocol.hardware import gpu_choice
 from protocol.installation import version_line
-from protocol.signals import signals_to_end
+from protocol.signals import shutdown_signals
 
 log = logging.getLogger("inference_server")
 
@@ -51,12 +51,12 @@ ENVIRONMENT = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve, or run the server's doctor; a user error exits with code 2 and without a traceback."""
-    for number in signals_to_end():
+    for number in shutdown_signals():
         signal.signal(number, _quit_while_starting)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with console.exit_on_user_error(lambda: "server-gpu" if gpu_choice().has_gpu else "server-cpu"):
-        words = console.take_switches(sys.argv[1:] if arguments is None else arguments)
+        words = console.pop_switches(sys.argv[1:] if arguments is None else arguments)
         _start_logging()
         match words:
             case ["doctor", *words]:
@@ -78,7 +78,7 @@ def _serve_command(words: list[str]) -> None:
         {DRY_RUN: "print the config with all keys, and start nothing"} | console.SWITCHES,
     )
     if DRY_RUN in words:
-        with until_its_reader_leaves():
+        with console.exit_on_closed_pipe():
             print(to_toml(run))
         return
     _set_environment(run)
@@ -99,7 +99,7 @@ def _quit_while_starting(*_: object) -> NoReturn:
 
 def _start_logging() -> None:
     console.start_logging("%(asctime)s %(message)s", level=logging.WARNING)
-    if console.manner().is_json:
+    if console.output_mode().is_json:
         os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # Its log records go through our handler, as JSON.
     # Libraries set the level of the root logger on import, so set it on our own loggers.
     for package in ("inference_server", "protocol"):

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import tyro
 
-from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MAX_SECONDS, PassedOn, Seconds, SharedConfig, Text
+from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MAX_SECONDS, Seconds, SharedConfig, Text
+from protocol.config_keys import PassedOn
 from protocol.cores import Cores
 from protocol.errors import ConfigError
 from protocol.hardware import Dtype, has_gpu
@@ -141,7 +142,8 @@ class ServerRun(SharedConfig):
 
     COMMON = (
         "model", "run_dir", "endpoint", "dtype", "server.max_model_len", "server.max_concurrent_sequences",
-        "server.gpu_memory_utilization", "server.kv_cache_memory_mib", "server.tensor_parallel_size", "server.http_port",
+        "server.gpu_memory_utilization", "server.kv_cache_memory_mib", "server.tensor_parallel_size",
+        "server.http_port",
     )  # fmt: skip
     server: ServerConfig = ServerConfig()
     learner: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)

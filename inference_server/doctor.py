@@ -23,15 +23,15 @@ from protocol.channel.sockets import ServerChannel
 from protocol.config import load_config
 from protocol.doctor import (
     Finding,
+    disk_finding,
+    dtype_finding,
     free_memory_bytes,
-    of_disk,
-    of_dtype,
-    of_memory,
+    memory_finding,
     ok,
     package_version,
+    print_findings,
     problem,
     problem_of,
-    tell,
     unknown,
 )
 from protocol.endpoint import is_loopback, join_address, split_endpoint
@@ -49,7 +49,7 @@ def doctor_command(arguments: Sequence[str]) -> int:
         ServerRun, arguments, "slipstream doctor --server", {"--json": "print JSON"} | console.SWITCHES,
         "Check whether the server can start here, and print a remedy for each problem.",
     )  # fmt: skip
-    return tell(examine(run), as_json=as_json)
+    return print_findings(examine(run), as_json=as_json)
 
 
 def examine(run: ServerRun) -> Iterator[Finding]:
@@ -61,7 +61,7 @@ def examine(run: ServerRun) -> Iterator[Finding]:
     yield keys(run.keys)
     yield ok("versions", f"slipstream-rl {package_version()}, protocol {PROTOCOL_VERSION}")
     yield unknown("clock", "`slipstream doctor` compares it, like keys and bandwidth, while this server runs")
-    yield of_dtype(run.computes_in)
+    yield dtype_finding(run.computes_in)
     yield from resources(run)
     if (of_nccl := nccl(run)) is not None:
         yield of_nccl
@@ -162,7 +162,7 @@ def resources(run: ServerRun) -> Iterator[Finding]:
         return
     if path is None:
         yield unknown("model", f"{run.model} is not on this machine yet; the server will download it")
-        yield of_disk(cache_dir(), "the download", None)
+        yield disk_finding(cache_dir(), "the download", None)
         return
     config = run.server
     try:
@@ -175,16 +175,16 @@ def resources(run: ServerRun) -> Iterator[Finding]:
     if gpu is None:
         fewer = "lower server.data_parallel_size, " if config.data_parallel_size > 1 else ""
         remedy = f"{fewer}lower server.kv_cache_memory_mib, or choose a smaller model"
-        yield of_memory("the server", needed_bytes(run, path), free_memory_bytes(), remedy)
+        yield memory_finding("the server", needed_bytes(run, path), free_memory_bytes(), remedy)
         return
     weights = weight_bytes(path, run.computes_in)
     of_kv = (config.kv_cache_memory_mib or 0) * MIB
     free, total = gpu
     share = int(total * config.gpu_memory_utilization)
     remedy = "lower server.gpu_memory_utilization, or stop the other processes on the GPU"
-    yield of_memory(f"{config.gpu_memory_utilization:.0%} of the GPU for the server", share, free, remedy)
+    yield memory_finding(f"{config.gpu_memory_utilization:.0%} of the GPU for the server", share, free, remedy)
     remedy = "raise server.tensor_parallel_size or server.gpu_memory_utilization"
-    yield of_memory("a worker's weights", weights // config.tensor_parallel_size + of_kv, share, remedy)
+    yield memory_finding("a worker's weights", weights // config.tensor_parallel_size + of_kv, share, remedy)
 
 
 def nccl(run: ServerRun) -> Finding | None:

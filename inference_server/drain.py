@@ -76,7 +76,7 @@ class Drain:
         """Return the answer to a learner that does not know of the drain yet."""
         is_intact = self._pushes.state != "torn"
         return PushFailed(
-            epoch=begin.epoch, version=begin.version, state="draining", message=REASON, weights_intact=is_intact
+            session=begin.session, version=begin.version, state="draining", message=REASON, weights_intact=is_intact
         )
 
     def _pending(self) -> str:

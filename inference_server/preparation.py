@@ -75,8 +75,8 @@ def check_block_size(run: ServerRun, model_path: Path) -> None:
         return  # vLLM chooses the block size for latent attention itself.
     if block_size % CPU_BLOCK:
         raise ConfigError(
-            f"server.block_size = {block_size} is not a multiple of {CPU_BLOCK}, which vLLM's attention requires on a CPU; "
-            f"set it to {max(CPU_BLOCK, round(block_size / CPU_BLOCK) * CPU_BLOCK)}"
+            f"server.block_size = {block_size} is not a multiple of {CPU_BLOCK}, which vLLM's attention requires on a "
+            f"CPU; set it to {max(CPU_BLOCK, round(block_size / CPU_BLOCK) * CPU_BLOCK)}"
         )
 
 
@@ -102,8 +102,8 @@ def check_room(run: ServerRun, model_path: Path) -> None:
     if needed > total:
         raise ConfigError(
             f"server.kv_cache_memory_mib = {server.kv_cache_memory_mib} for each worker ({sizes}) and the weights need "
-            f"{needed / GIB:.1f} GiB, but this machine has {total / GIB:.1f} GiB. Lower one of the three keys, or choose "
-            "a smaller model"
+            f"{needed / GIB:.1f} GiB, but this machine has {total / GIB:.1f} GiB. Lower one of the three keys, or "
+            "choose a smaller model"
         )
 
 

@@ -13,7 +13,7 @@ from inference_server.engine.interface import Engine
 from inference_server.engine.supervisor import EngineSupervisor
 from protocol.channel.sockets import ServerChannel
 from protocol.doctor import package_version
-from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Probe, Trial, TrialEnded, Vitals
+from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Probe, ServerInfo, Trial, TrialResult
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class ProbeHandler:
 
     async def answer(self, peer: bytes, probe: Probe, run: str | None) -> None:
         """Send the server info. `run` is the run that is served."""
-        vitals = Vitals(
+        server_info = ServerInfo(
             probe_id=probe.probe_id,
             protocol_version=PROTOCOL_VERSION,
             package_version=package_version(),
@@ -38,19 +38,19 @@ class ProbeHandler:
             transports=self._life.transports,
             devices=[place.device for place in self._life.places],
         )
-        await self._channel.send(peer, vitals)
+        await self._channel.send(peer, server_info)
 
     async def try_transfer(self, peer: bytes, trial: Trial) -> None:
         """Receive the bytes of a transfer test in a thread, and report the result."""
 
         def fail(why: str) -> Awaitable[object]:
-            return self._channel.send(peer, TrialEnded(trial_id=trial.trial_id, error=why))
+            return self._channel.send(peer, TrialResult(trial_id=trial.trial_id, error=why))
 
         await run_contained(self._try_transfer(peer, trial), "testing the weight transfer", fail)
 
     async def _try_transfer(self, peer: bytes, trial: Trial) -> None:
         if self._is_testing:
-            ended = TrialEnded(trial_id=trial.trial_id, error="another transfer test is running on this server")
+            ended = TrialResult(trial_id=trial.trial_id, error="another transfer test is running on this server")
         else:
             self._is_testing = True
             try:
@@ -60,12 +60,12 @@ class ProbeHandler:
         await self._channel.send(peer, ended)
 
 
-def _run_trial(trial: Trial) -> TrialEnded:
+def _run_trial(trial: Trial) -> TrialResult:
     from protocol.transports.trial import receive_trial  # imports torch
 
     try:
-        return TrialEnded(trial_id=trial.trial_id, receive_s=receive_trial(trial))
+        return TrialResult(trial_id=trial.trial_id, receive_s=receive_trial(trial))
     except Exception as error:
         # The peer chose the address, so any failure is reported to the peer and must not stop the server.
         log.info("transfer test failed: %s", error)
-        return TrialEnded(trial_id=trial.trial_id, error=str(error) or repr(error))
+        return TrialResult(trial_id=trial.trial_id, error=str(error) or repr(error))

@@ -202,7 +202,10 @@ class Groups:
                 async for sampled in self._engine.generate(request.prompt_token_ids, request.sampling, request.salt):
                     running.record(sampled, self._clock())
         except TimeoutError:
-            why = f"the group had started and received no token for {request.deadline_s:g} s (learner.group_idle_timeout_s)"
+            why = (
+                f"the group had started and received no token for {request.deadline_s:g} s "
+                "(learner.group_idle_timeout_s)"
+            )
             return GroupFailed(group_id=request.group_id, code="deadline", message=why, retryable=True)
         # EngineDead propagates: the learner retries its groups on the next engine.
         except EngineFailed as error:

@@ -154,8 +154,8 @@ class Server:
             return reason
         if self._pushes.state == "torn":
             return (
-                "a weight sync failed during loading, or the engine with the synced weights has died, so the server has "
-                "neither old nor new weights; it generates again after the learner's next complete weight sync"
+                "a weight sync failed during loading, or the engine with the synced weights has died, so the server "
+                "has neither old nor new weights; it generates again after the learner's next complete weight sync"
             )
         return None
 
@@ -215,7 +215,7 @@ class Server:
             case PushBegin():
                 self._life.spawn(self._pushes.push(message), "a weight sync", partial(self._fail, message))
             case PushAbort():
-                self._life.spawn(self._pushes.abort(message), "leaving an epoch")
+                self._life.spawn(self._pushes.abort(message), "leaving a session")
 
     async def _fail(self, message: LearnerMessage | ProtocolError, why: str) -> None:
         """Answer a message whose handler raised an exception.
@@ -235,9 +235,9 @@ class Server:
         while True:
             await asyncio.sleep(PULSE_INTERVAL_S)
             with log_unexpected("checking the connections"):
-                self._refusals.handshakes(self._channel.take_failed_handshakes())
+                self._refusals.handshakes(self._channel.pop_failed_handshakes())
                 self._refusals.log_counts()
-                self._channel.look_at_connections()
+                self._channel.poll_connections()
             with log_unexpected("sending a pulse"):
                 await self._pulse_once()
 
@@ -264,7 +264,7 @@ class Server:
             await self._channel.send(peer, refused)
             return
         if not self._life.is_alive or self._pushes.is_ending or self.drain.is_draining:
-            self._tenancy.hear(hello.run, time.monotonic())
+            self._tenancy.extend(hello.run, time.monotonic())
             return  # The learner repeats its Hello until this server or its successor answers.
         before = self._tenancy.holder
         if self._tenancy.hold(LeaseHolder(run=hello.run, learner=hello.learner, peer=peer), time.monotonic()):
@@ -281,7 +281,8 @@ class Server:
         await self._deliver(
             Welcome(
                 server_id=self._server_id, policy_version=self._pushes.version_of_run, num_workers=limits.num_workers,
-                dtype=limits.dtype, transports=self._life.transports, devices=[place.device for place in self._life.places],
+                dtype=limits.dtype, transports=self._life.transports,
+                devices=[place.device for place in self._life.places],
                 max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences, is_untouched=self._pushes.engine_is_untouched,
                 num_replicas=limits.num_replicas,
@@ -349,7 +350,7 @@ class Server:
 
     def _check_progress(self) -> None:
         self._groups.time_out_stalled()
-        self._stall.look(self._groups.num_running)
+        self._stall.check(self._groups.num_running)
 
     async def _forget_engine(self) -> None:
         self._server_id = _new_id()

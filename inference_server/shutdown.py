@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from inference_server.engine.interface import EngineDead
-from protocol.signals import is_impatient, signals_to_end
+from protocol.signals import forces_exit, shutdown_signals
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,10 @@ async def until_ended(parts: Sequence[Coroutine[Any, Any, None]], drain: Callabl
     def on_signal(number: int) -> None:
         if not first.is_set():
             first.set()
-        elif is_impatient(number):
+        elif forces_exit(number):
             second.set()
 
-    for number in signals_to_end():
+    for number in shutdown_signals():
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     ending = asyncio.create_task(_drain_after_signal(first, second, drain))
     tasks = [asyncio.create_task(part) for part in parts]

@@ -110,7 +110,7 @@ class Tenancy:
         if self.state == "held":
             self._is_away, self._since = True, now
 
-    def hear(self, run: str, now: float) -> None:
+    def extend(self, run: str, now: float) -> None:
         """Restart the timeout if the server is kept for this run.
 
         Called for a Hello that the server cannot accept yet.

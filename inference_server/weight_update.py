@@ -7,7 +7,7 @@
                                                         └ no answer in time: PushFailed, the engine restarts
     server.overlap_weight_loading: PushReady ─▶ receiving during generation ─▶ pausing ─▶ loading ─▶ resuming ─▶ idle
 
-A session (`epoch`) is one collective that several syncs share. Every wait has a deadline.
+A session is one collective that several syncs share. Every wait has a deadline.
 Invariant: each worker checks each bucket before it loads it, so only the learner's versions are served.
 """
 
@@ -22,7 +22,7 @@ from inference_server.engine.interface import Engine, EngineDead, PushOrder, Wor
 from inference_server.engine.supervisor import in_time
 from inference_server.requests import Deliver, Notify
 from protocol.messages import PushAbort, PushBegin, PushDone, PushFailed, PushReady
-from protocol.weights.buckets import cut
+from protocol.weights.buckets import split_into_buckets
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,9 +54,9 @@ class WeightUpdates:
         self._engine, self._deliver, self._notify, self._pause_timeout_s = engine, deliver, notify, pause_timeout_s
         self._receive_overlap = overlap_weight_loading
         self._lock = asyncio.Lock()
-        self._epoch: str | None = None
-        self._aborted_epochs: set[str] = set()
-        self._epoch_timeout_s = 0.0
+        self._session: str | None = None
+        self._aborted_sessions: set[str] = set()
+        self._session_timeout_s = 0.0
         self._num_buckets = 0
         self._abandoned = asyncio.Event()
         """Set once the learner has abandoned the current session."""
@@ -103,7 +103,7 @@ class WeightUpdates:
         self.num_failed += self.state not in ("idle", "torn")
         had_weights_of_a_run = self.num_done > 0 or not self._weights_intact
         self._weights_intact, self.state = not had_weights_of_a_run, "torn" if had_weights_of_a_run else "idle"
-        self._epoch = self._paused_at = None
+        self._session = self._paused_at = None
         self.version = self.checksum = self.weights_run = self._weights_term = None
         self._term += 1
 
@@ -123,7 +123,7 @@ class WeightUpdates:
         Raises:
             EngineDead: The engine has died. The learner gets PushFailed first.
         """
-        if begin.epoch != self._epoch:
+        if begin.session != self._session:
             self._abandoned.set()  # A learner that starts another session has abandoned the current one.
         run, term = self._run, self._term
         async with self._lock:
@@ -142,13 +142,13 @@ class WeightUpdates:
         Raises:
             EngineDead: The engine has died or does not answer in time.
         """
-        self._aborted_epochs.add(abort.epoch)
-        if abort.epoch == self._epoch:
+        self._aborted_sessions.add(abort.session)
+        if abort.session == self._session:
             self._abandoned.set()
         async with self._lock:
-            if abort.epoch == self._epoch:
-                self._epoch = None
-                await self._call_in_time(self._engine.leave_epoch(abort.epoch), f"leaving epoch {abort.epoch}")
+            if abort.session == self._session:
+                self._session = None
+                await self._call_in_time(self._engine.leave_session(abort.session), f"leaving session {abort.session}")
 
     async def _outcome(self, begin: PushBegin, run: str | None, term: int) -> PushDone | PushFailed:
         try:
@@ -167,9 +167,9 @@ class WeightUpdates:
         """Load and label the weights of a sync that `run` started in `term`."""
         if term != self._term:
             raise _SyncFailed(f"run {run}, which started this weight sync, is no longer served")
-        self._enter_epoch(begin)
+        self._enter_session(begin)
         order = PushOrder(
-            epoch=begin.epoch, version=begin.version, rendezvous=begin.rendezvous, manifest=begin.manifest
+            session=begin.session, version=begin.version, rendezvous=begin.rendezvous, manifest=begin.manifest
         )
         if self._receive_overlap:
             self.state = "receiving"
@@ -189,26 +189,26 @@ class WeightUpdates:
         self.version, self.checksum, self.weights_run, self._weights_term = begin.version, checksum, run, term
         stall_s = await self._resume()
         return PushDone(
-            epoch=begin.epoch, version=begin.version, checksum=checksum, pause_s=pause_s,
+            session=begin.session, version=begin.version, checksum=checksum, pause_s=pause_s,
             receive_s=max(report.join_s + report.receive_s for report in reports),
             load_s=max(report.load_s for report in reports), stall_s=stall_s,
         )  # fmt: skip
 
     async def _send_ready(self, begin: PushBegin) -> None:
-        if not await self._deliver(PushReady(epoch=begin.epoch, version=begin.version)):
+        if not await self._deliver(PushReady(session=begin.session, version=begin.version)):
             raise _SyncFailed("PushReady could not be sent, because the learner is unreachable")
 
-    def _enter_epoch(self, begin: PushBegin) -> None:
-        if begin.epoch in self._aborted_epochs:
-            raise _SyncFailed(f"the learner abandoned epoch {begin.epoch} while the weight sync waited")
+    def _enter_session(self, begin: PushBegin) -> None:
+        if begin.session in self._aborted_sessions:
+            raise _SyncFailed(f"the learner abandoned session {begin.session} while the weight sync waited")
         if begin.rendezvous is not None and begin.manifest is not None:
-            self._epoch, self._epoch_timeout_s = begin.epoch, begin.rendezvous.timeout_s
-            self._num_buckets = len(cut(begin.manifest))
+            self._session, self._session_timeout_s = begin.session, begin.rendezvous.timeout_s
+            self._num_buckets = len(split_into_buckets(begin.manifest))
             self._abandoned.clear()
-        elif begin.epoch != self._epoch:
+        elif begin.session != self._session:
             raise _SyncFailed(
-                f"the weight sync names epoch {begin.epoch} without rendezvous and manifest, and the server is in "
-                f"epoch {self._epoch}; start a new epoch"
+                f"the weight sync names session {begin.session} without rendezvous and manifest, and the server is in "
+                f"session {self._session}; start a new session"
             )
 
     async def _receive(self, reports: Awaitable[Sequence[WorkerReport]]) -> Sequence[WorkerReport]:
@@ -218,12 +218,12 @@ class WeightUpdates:
         """
         receiving = asyncio.ensure_future(reports)
         abandoned = asyncio.create_task(self._abandoned.wait())
-        longest_s = (2 + self._num_buckets) * self._epoch_timeout_s + SLACK_S
+        longest_s = (2 + self._num_buckets) * self._session_timeout_s + SLACK_S
         try:
             await asyncio.wait([receiving, abandoned], timeout=longest_s, return_when="FIRST_COMPLETED")
             # A worker applies the deadline of its current broadcast. Past that deadline, the worker is stuck.
             knob = f"learner.weight_sync.timeout_s + {SLACK_S:g}"
-            return await in_time(receiving, self._epoch_timeout_s + SLACK_S, self.state, knob)
+            return await in_time(receiving, self._session_timeout_s + SLACK_S, self.state, knob)
         finally:
             abandoned.cancel()
             receiving.cancel()
@@ -249,10 +249,10 @@ class WeightUpdates:
     async def _drop_session(self, begin: PushBegin, reason: str, *, retryable: bool) -> PushFailed:
         """Drop the session, and resume generation if the weights are intact."""
         failed = self.failed(begin, reason, weights_intact=self._weights_intact, retryable=retryable)
-        self._epoch = None
+        self._session = None
         log.warning(
-            "weight sync of version %d in epoch %s failed while %s: %s",
-            begin.version, begin.epoch, failed.state, reason,
+            "weight sync of version %d in session %s failed while %s: %s",
+            begin.version, begin.session, failed.state, reason,
         )  # fmt: skip
         if not self._weights_intact:
             self.state = "torn"
@@ -266,7 +266,8 @@ class WeightUpdates:
 
     def failed(self, begin: PushBegin, reason: str, *, weights_intact: bool, retryable: bool = True) -> PushFailed:
         return PushFailed(
-            epoch=begin.epoch, version=begin.version, state=self.state, message=reason, weights_intact=weights_intact,
+            session=begin.session, version=begin.version, state=self.state, message=reason,
+            weights_intact=weights_intact,
             retryable=retryable,
         )  # fmt: skip
 

@@ -27,12 +27,15 @@ ENVIRONMENT = {
 }
 """Environment variables that torch reads on import. Values set by the user take precedence."""
 
-USAGE = "usage: learner COMMAND ..., which is `slipstream COMMAND ...`\ncommands: {commands}\n`slipstream --help` explains them"
+USAGE = """\
+usage: learner COMMAND ..., which is `slipstream COMMAND ...`
+commands: {commands}
+`slipstream --help` explains them"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; a user error exits with code 2 and without a traceback."""
-    words = console.take_switches(sys.argv[1:] if arguments is None else arguments)
+    words = console.pop_switches(sys.argv[1:] if arguments is None else arguments)
     console.start_logging()
     for library in ("httpx", "accelerate", "datasets"):  # they log a line for every file
         logging.getLogger(library).setLevel(logging.ERROR)
@@ -73,7 +76,7 @@ def new_command(arguments: list[str]) -> None:
 
 def train_command(arguments: list[str]) -> None:
     from learner.config import LearnerRun
-    from protocol.config import load_config, to_toml, until_its_reader_leaves
+    from protocol.config import load_config, to_toml
 
     flags = {
         "--resume": "continue the run in run_dir",
@@ -83,9 +86,9 @@ def train_command(arguments: list[str]) -> None:
     arguments = [argument for argument in arguments if argument not in switches]
     run = load_config(LearnerRun, arguments, "slipstream train", flags | console.SWITCHES)
     if "--dry-run" in switches:
-        with until_its_reader_leaves():
+        with console.exit_on_closed_pipe():
             print(to_toml(run))
-        if note := run.note_on_idle_keys():
+        if note := run.idle_keys_note():
             log.warning(note)
         return
     _prepare_to_compute(run)
@@ -95,7 +98,7 @@ def train_command(arguments: list[str]) -> None:
     if run_dir is None:
         return
     try:
-        tell_end(run_dir)
+        report_end(run_dir)
     except SlipstreamError as error:  # the run itself has succeeded
         log.warning("the report of the run could not be written: %s", error)
 
@@ -104,35 +107,38 @@ def doctor_command(arguments: list[str]) -> int:
     """Return the exit status: 1 if there is any problem."""
     if "--server" in arguments:
         raise ConfigError("--server is not a flag of the learner's doctor; use `slipstream doctor --server run.toml`")
-    run, as_json = _run_to_look_at(
+    run, as_json = _selected_run(
         arguments, "slipstream doctor",
-        "Look for what would keep a run from starting, and say what to do. `slipstream doctor --server` examines the "
+        "Look for what would keep a run from starting, with remedies. `slipstream doctor --server` examines the "
         "server's side, on its machine.",
     )  # fmt: skip
     from learner.doctor.doctor import examine
-    from protocol.doctor import tell
+    from protocol.doctor import print_findings
 
-    return tell(examine(run.in_effect()), as_json=as_json)
+    return print_findings(examine(run.in_effect()), as_json=as_json)
 
 
 def check_command(arguments: list[str]) -> int:
     """Return the exit status: 1 if there is any problem."""
     rest = [argument for argument in arguments if argument != "--trial"]
-    run, as_json = _run_to_look_at(
-        rest, "slipstream check", "Show the first prompts as the model gets them and what the rewards say; then do as the doctor does.",
+    run, as_json = _selected_run(
+        rest, "slipstream check",
+        "Show the first prompts as the model gets them, with rewards; then do as the doctor does.",
         {"--trial": "also run the first steps, and estimate how long the whole run would take"},
     )  # fmt: skip
     _prepare_to_compute(run)
     from learner.doctor.check import check
-    from protocol.doctor import tell
+    from protocol.doctor import print_findings
 
-    return tell(check(run, with_trial=rest != arguments), as_json=as_json)
+    return print_findings(check(run, with_trial=rest != arguments), as_json=as_json)
 
 
 def evaluate_command(arguments: list[str]) -> None:
-    run, as_json = _run_to_look_at(
-        arguments, "slipstream evaluate", "Ask a server the prompts of [learner.evaluation], rate its answers, and print means with intervals."
-    )  # fmt: skip
+    run, as_json = _selected_run(
+        arguments,
+        "slipstream evaluate",
+        "Ask a server the prompts of [learner.evaluation], rate its answers, and print means with intervals.",
+    )
     import msgspec
 
     from learner.evaluation.evaluate import evaluate
@@ -142,7 +148,7 @@ def evaluate_command(arguments: list[str]) -> None:
         print(msgspec.json.encode(made).decode() if as_json else as_text(made))
 
 
-def _run_to_look_at(
+def _selected_run(
     arguments: list[str], program: str, purpose: str, flags: Mapping[str, str] | None = None
 ) -> "tuple[LearnerRun, bool]":
     """Return the run, and whether to answer in JSON."""
@@ -173,9 +179,11 @@ def _prepare_to_compute(run: "LearnerRun") -> None:
 
 
 def self_test_command(arguments: list[str]) -> None:
-    run, as_json = _run_to_look_at(
-        arguments, "slipstream self-test", "Measure the noise between a running server and this learner, with nothing learned."
-    )  # fmt: skip
+    run, as_json = _selected_run(
+        arguments,
+        "slipstream self-test",
+        "Measure the noise between a running server and this learner, with nothing learned.",
+    )
     _prepare_to_compute(run)
     import msgspec
 
@@ -215,12 +223,12 @@ def report(run_dir: Path, *, as_json: bool) -> None:
         print(f"\n{as_text(summary)}\n\nreport: {write_report(run_dir)}")
 
 
-def tell_end(run_dir: Path) -> None:
+def report_end(run_dir: Path) -> None:
     """Print the report of a finished run in the console's format."""
     from learner.report.page import write_report
     from learner.report.summary import as_text, summarize
 
-    if console.manner().has_bars:
+    if console.output_mode().has_bars:
         report(run_dir, as_json=False)
     else:
         console.say(f"{as_text(summarize(run_dir))}\n\nreport: {write_report(run_dir)}")
@@ -246,10 +254,9 @@ def runs_command(arguments: list[str]) -> None:
     import msgspec
 
     from learner.report.runs import as_table, list_runs
-    from protocol.config import until_its_reader_leaves
 
     runs = list_runs(options.directory)
-    with until_its_reader_leaves():
+    with console.exit_on_closed_pipe():
         print(msgspec.json.encode(runs).decode() if options.json else as_table(runs))
 
 

@@ -35,12 +35,19 @@ from learner.run_inputs import RunInputs
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import Member
-from learner.servers.parity import NUM_SEQUENCES, ParityProbe, Untouched, check_dtype, check_identity, score_untouched
-from learner.servers.sync_check import Expected, SyncCheck
+from learner.servers.parity import (
+    NUM_SEQUENCES,
+    FreshServerScores,
+    ParityProbe,
+    check_dtype,
+    check_identity,
+    score_fresh_server,
+)
+from learner.servers.sync_check import ExpectedAnswers, SyncCheck
 from learner.servers.weight_sync import WeightSync
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.run_dir import RunDir, check_data, record_data
-from learner.training.metrics import Devices, StepTimer, memory_metrics, staleness, take_mismatches, throughput
+from learner.training.metrics import Devices, StepTimer, memory_metrics, pop_mismatches, staleness, throughput
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello, new_learner_id
@@ -66,7 +73,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     buffer: RolloutBuffer
     rewards: RewardWorkers
     rollouts: Rollouts
-    pusher: WeightSync
+    weight_sync: WeightSync
     parity: ParityProbe
     sync_check: SyncCheck
     evaluations: Evaluations
@@ -95,23 +102,15 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         with ExitStack() as cleanup:
             timeline = Timeline(run_dir.timeline)
             cleanup.callback(timeline.close)
-            timeline.note(f"the learner resumed after step {version}" if run_dir.has_started else "the run started")
+            timeline.record(f"the learner resumed after step {version}" if run_dir.has_started else "the run started")
             ledger = Ledger(run_dir.ledger)
             cleanup.callback(ledger.close)
             ledger.rewind(version)
             workers = RewardWorkers(config.reward)
             cleanup.callback(workers.close)
             player = open_player(run, run_inputs.prompts, cleanup, asks_attributes=bool(workers.with_environments))
-            model = fingerprint(run_inputs.model_path)
-            hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
-            fleet = Fleet(run, hello, LoopThread("learner"))
-            fleet.on_wait, fleet.on_change = published.still_waiting, timeline.note
-            fleet.is_over = not run_dir.has_started  # until then, no server holds anything to resume
-            for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
-                log.warning(note)
-            cleanup.callback(fleet.close)
-            cleanup.callback(fleet.loop.stop)
-            cleanup.callback(fleet.leave)
+            fleet = _open_fleet(run_inputs, run_dir, cleanup)
+            fleet.on_wait, fleet.on_change = published.still_waiting, timeline.record
             buffer = RolloutBuffer(run, run_inputs.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)
             scorer = Scorer(config, run_inputs.tokenizer, workers)
             rollouts = Rollouts(run, fleet, buffer, scorer, ledger)
@@ -120,8 +119,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup, config.steps)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
-            pusher = WeightSync(fleet, published, config.weight_sync)
-            cleanup.callback(pusher.close)
+            weight_sync = WeightSync(fleet, published, config.weight_sync)
+            cleanup.callback(weight_sync.close)
             cleanup.callback(evaluations.close)
             evaluations.start(workers)
             parity = ParityProbe(run, fleet, published.logprobs, prompts)
@@ -131,9 +130,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 buffer=buffer,
                 rewards=workers,
                 rollouts=rollouts,
-                pusher=pusher,
+                weight_sync=weight_sync,
                 parity=parity,
-                sync_check=SyncCheck(parity, config.parity, pusher.sample.changed_frac),
+                sync_check=SyncCheck(parity, config.parity, weight_sync.sample.changed_frac),
                 evaluations=evaluations,
                 ledger=ledger,
                 log=run_log,
@@ -144,7 +143,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def connect(self, version: int) -> None:
         """Wait for a server, send it the weights, check parity, and open admission."""
         if not self.fleet.is_connected:
-            log.info("waiting for %s", self.fleet.in_words())
+            log.info("waiting for %s", self.fleet.describe())
         while (mismatch := self._sync(self.fleet.wait(), version)) is None:
             pass
         record_data(self.run_dir.data_digests, self.run_inputs.prompts)
@@ -158,12 +157,12 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.publish(version)
         self.log.start_clock()
 
-    def publish(self, version: int, expected: Expected | None = None) -> None:
+    def publish(self, version: int, expected: ExpectedAnswers | None = None) -> None:
         """Start the checks of `version`, and admit the rollouts that staleness permits.
 
         Both go to the servers that have `version`.
         """
-        holders = self.pusher.holders(version)
+        holders = self.weight_sync.holders(version)
         # Request the checks before the groups. Behind a step's groups, their answers would be late for the
         # next step.
         self.sync_check.ask(holders, expected)
@@ -188,14 +187,14 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.fleet.on_wait()
             if is_held := self.evaluations.holds:
                 time.sleep(POLL_INTERVAL_S)
-            groups = None if is_held else self.rollouts.take(version, WAIT_SLICE_S)
+            groups = None if is_held else self.rollouts.next_batch(version, WAIT_SLICE_S)
             if groups is not None:
                 if any(group.newest_version >= version for group in groups):
-                    self.pusher.wait()  # with overlap, its tokens may be here before its check was requested
+                    self.weight_sync.wait()  # with overlap, its tokens may be here before its check was requested
                     self.sync_check.check()
                 self.sync_check.begin(version, texts_of(groups, **CHECKED_TOKENS))
-                if not self.pusher.is_pushing:  # otherwise `push` requests it, once the servers have this version
-                    self.sync_check.ask_before(self.pusher.holders(version))
+                if not self.weight_sync.is_pushing:  # otherwise `push` requests it, once the servers have this version
+                    self.sync_check.ask_before(self.weight_sync.holders(version))
                 return groups
             if time.monotonic() - last_note > WAITING_NOTE_S:
                 last_note = time.monotonic()
@@ -212,26 +211,26 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """
         self.ledger.consume([(group.group_id, staleness(group, step - 1)) for group in groups], step)
         config = self.run_inputs.run.learner
-        self.pusher.wait()
-        self.sync_check.ask_before(self.pusher.holders(step - 1))
+        self.weight_sync.wait()
+        self.sync_check.ask_before(self.weight_sync.holders(step - 1))
         self.sync_check.check()
-        if self.pusher.holders() and (joiners := self.pusher.joiners()):
+        if self.weight_sync.holders() and (joiners := self.weight_sync.joiners()):
             # With overlap, a sync may always be pending in next_batch, so joining servers also get the
             # weights here.
             self._sync(joiners, step)
         when_done = partial(self.publish, step, self.sync_check.expect(step))
-        report = self.pusher.take_report()
+        report = self.weight_sync.pop_report()
         if config.weight_sync.overlap_with_training:
-            self.pusher.begin(step, when_done)
+            self.weight_sync.begin(step, when_done)
         else:
-            report = self.pusher.push(step)
+            report = self.weight_sync.push(step)
             when_done()
         return report.metrics() if report is not None else {}
 
     def record(self, step: int, groups: list[RolloutGroup], metrics: dict[str, float], timer: StepTimer) -> None:
         """Log the step, and stop the run if server and learner no longer agree."""
-        of_servers = take_mismatches(metrics, groups)
-        metrics |= self.parity.take_metrics()
+        of_servers = pop_mismatches(metrics, groups)
+        metrics |= self.parity.pop_metrics()
         times = timer.metrics()
         metrics |= times
         metrics["perf/completion_tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]
@@ -241,8 +240,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         metrics |= self.fleet.metrics()
         if "perf/server_idle_frac" in metrics:
             metrics["bottleneck/learner"] = learner_s(metrics, metrics["perf/server_idle_frac"])
-        metrics |= self.evaluations.take_metrics()
-        metrics |= self.rollouts.batch_metrics | self.run_inputs.prompts.metrics | self.rewards.latencies.take()
+        metrics |= self.evaluations.pop_metrics()
+        metrics |= self.rollouts.batch_metrics | self.run_inputs.prompts.metrics | self.rewards.latencies.pop_metrics()
         self.log.step(step, metrics)
         self.evaluations.after_step(step, times["time/step"])
         self.log.sample(step, groups[0], self.run_inputs.tokenizer, lambda: self._columns_of(groups[0]))
@@ -260,7 +259,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
         An interrupted run leaves the evaluation to a resume.
         """
-        self.pusher.wait()
+        self.weight_sync.wait()
         self.sync_check.check()
         if not interrupt.requested and not self.evaluations.is_over():
             log.info("waiting for the evaluation after the last step (an interrupt leaves it to --resume)")
@@ -268,11 +267,11 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self._sync_joiners(version)
             self.fleet.on_wait()
             time.sleep(POLL_INTERVAL_S)
-        self.log.amend(self.evaluations.take_metrics())
+        self.log.amend(self.evaluations.pop_metrics())
         self.fleet.is_over = not interrupt.requested
 
     def _sync_joiners(self, version: int) -> None:
-        if not self.pusher.is_pushing and (joiners := self.pusher.joiners()):
+        if not self.weight_sync.is_pushing and (joiners := self.weight_sync.joiners()):
             self._sync(joiners, version)
             self.publish(version)
 
@@ -283,15 +282,15 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         stayed to the end. An error of the last server is raised.
         """
         run, mismatches = self.run_inputs.run, []
-        untouched: dict[Member, Untouched | None] = {}
+        fresh_scores: dict[Member, FreshServerScores | None] = {}
         for member in members:
             with self._at_the_cost_of(member):
                 check_fits(self.run_inputs, member)
-                untouched[member] = score_untouched(run, self.parity, member, version)
-        if untouched:
-            self.pusher.push(version, list(untouched))
-        for member, before in untouched.items():
-            if member in self.pusher.holders(version):
+                fresh_scores[member] = score_fresh_server(run, self.parity, member, version)
+        if fresh_scores:
+            self.weight_sync.push(version, list(fresh_scores))
+        for member, before in fresh_scores.items():
+            if member in self.weight_sync.holders(version):
                 with self._at_the_cost_of(member):
                     mismatch = self.parity.measure(member, version)
                     if before is not None:
@@ -307,12 +306,25 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         try:
             yield
         except (ConfigError, DataError, ParityError) as error:
-            self.fleet.expel(member, error)
+            self.fleet.exclude(member, error)
         except (ServerLost, DeadlineExceeded) as error:
             if isinstance(error, DeadlineExceeded) and not self.fleet.is_several:
                 raise
             log.warning("parity could not be measured: %s", error)
-            self.pusher.failed(member)
+            self.weight_sync.failed(member)
+
+
+def _open_fleet(run_inputs: RunInputs, run_dir: RunDir, cleanup: ExitStack) -> Fleet:
+    run, model = run_inputs.run, fingerprint(run_inputs.model_path)
+    hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
+    fleet = Fleet(run, hello, LoopThread("learner"))
+    fleet.is_over = not run_dir.has_started  # until then, no server holds anything to resume
+    for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
+        log.warning(note)
+    cleanup.callback(fleet.close)
+    cleanup.callback(fleet.loop.stop)
+    cleanup.callback(fleet.leave)
+    return fleet
 
 
 class RankZero:

@@ -8,7 +8,7 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-from protocol.signals import is_impatient, signals_to_end
+from protocol.signals import forces_exit, shutdown_signals
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Interrupt:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        for number in signals_to_end():
+        for number in shutdown_signals():
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -36,7 +36,7 @@ class Interrupt:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            if is_impatient(number):
+            if forces_exit(number):
                 raise KeyboardInterrupt
             return
         self.requested = True

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
-from protocol.config import flatten
+from protocol.config_keys import flatten
 from protocol.errors import RankFailed, RanksDisagree
 
 T = TypeVar("T")

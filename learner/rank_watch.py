@@ -3,7 +3,7 @@
     rank 0 ◀── a TCP connection ──▶ every other rank
                      │ ended without a farewell: the process has died
                      ▼
-                    Lost ─▶ rank 0 notifies the others ─▶ all end
+                    RankLoss ─▶ rank 0 notifies the others ─▶ all end
 
 The kernel closes the connections of a dead process, and keepalive probes detect a silent host, so no
 heartbeat is needed. A rank that hangs keeps its connections, and learner.collective_timeout_s detects it.
@@ -64,7 +64,7 @@ class RankFarewell(msgspec.Struct, tag=True, frozen=True):
     """Last line of a rank that ends in order, or that reports its own error."""
 
 
-class Lost(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class RankLoss(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Notice that a rank has ended without a farewell."""
 
     rank: int
@@ -78,7 +78,7 @@ class Lost(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         )
 
 
-Line = Greeting | RankFarewell | Lost
+Line = Greeting | RankFarewell | RankLoss
 
 
 class RankWatch:
@@ -87,7 +87,7 @@ class RankWatch:
     def __init__(self, accelerator: Accelerator) -> None:
         """Connect the ranks; every rank must call this."""
         self._rank, self._num_ranks = accelerator.process_index, accelerator.num_processes
-        self._lost: Lost | None = None
+        self._lost: RankLoss | None = None
         self._has_news, self._is_over = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
@@ -202,12 +202,12 @@ class RankWatch:
         with self._lock:
             self._connections.append(connection)
         for line in lines:
-            if isinstance(line, Lost):
+            if isinstance(line, RankLoss):
                 self._note(line)
             return
-        self._note(Lost(rank=other.rank, process=other.process))
+        self._note(RankLoss(rank=other.rank, process=other.process))
 
-    def _note(self, lost: Lost) -> None:
+    def _note(self, lost: RankLoss) -> None:
         """Report the first lost rank, and end this process after END_S.
 
         Rank 0 notifies the other ranks. The report is printed at once, because a launcher may end this rank

@@ -19,7 +19,7 @@ from learner.policy.model import load_config, load_tokenizer
 from learner.policy.model_digest import digest_model
 from learner.prompts.chat_template import TurnFormat
 from learner.prompts.prompts import Prompts
-from protocol.doctor import of_dtype
+from protocol.doctor import dtype_finding
 from protocol.model_files import end_token_ids, resolve_model
 
 log = logging.getLogger(__name__)
@@ -100,8 +100,9 @@ class RunInputs:
         )
         if memory.device_gib + memory.host_gib < WORTH_A_LINE_GIB:
             return
-        log.info(of_dtype(run.dtype).text)
+        log.info(dtype_finding(run.dtype).text)
         log.info(
             "%s parameters; the learner needs about %s; a server with one worker %s, and %.0f KiB per token in flight",
-            f"{shape.num_parameters:,}", describe(memory), describe(server_memory(shape, run)), kv_bytes_per_token(shape, run) / 1024,
+            f"{shape.num_parameters:,}", describe(memory), describe(server_memory(shape, run)),
+            kv_bytes_per_token(shape, run) / 1024,
         )  # fmt: skip

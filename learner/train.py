@@ -49,7 +49,7 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
 
 def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path | None:
     set_seed(run.seed)
-    if accelerator.is_main_process and (note := run.note_on_idle_keys()):
+    if accelerator.is_main_process and (note := run.idle_keys_note()):
         log.warning(note)
     with ExitStack() as cleanup:
         run_dir = open_run_dir(run, resume=resume) if accelerator.is_main_process else None
@@ -99,7 +99,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
                 metrics |= lead(Controller.push, step, groups) or {}
             metrics |= group_metrics(groups, version)
             version = step
-            metrics |= trainer.after_step(version, metrics) | checkpoints.take_metrics()
+            metrics |= trainer.after_step(version, metrics) | checkpoints.pop_metrics()
             lead(Controller.record, step, groups, metrics, timer)
             checkpoints.after_step(step, metrics)
         checkpoints.save(version)

@@ -118,7 +118,7 @@ def unpack(packed: bytes, expected: type[M]) -> M:
     except msgspec.DecodeError as error:
         names = " or ".join(kind.__name__ for kind in get_args(expected) or (expected,))
         raise ProtocolError(
-            f"{len(packed)} stored bytes are not a message: {_in_one_line(error)}. Expected the frames of {names}. Resume with "
-            "the version of Slipstream that stored them, or restore the run directory from a copy"
+            f"{len(packed)} stored bytes are not a message: {_in_one_line(error)}. Expected the frames of {names}. "
+            "Resume with the version of Slipstream that stored them, or restore the run directory from a copy"
         ) from error
     return decode(frames, expected)

@@ -5,32 +5,27 @@ private: each program validates its own section and does not read the others. Pr
 default. An unknown key is an error.
 """
 
-import contextlib
 import difflib
-import io
 import logging
 import math
 import os
-import re
-import sys
 import tomllib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-import tyro
 
 from protocol import former_keys
+from protocol.config_flags import with_flags
+from protocol.config_keys import MayChange, explain, keys_of, section_of_each
 from protocol.endpoint import check_endpoint
 from protocol.errors import ConfigError
 from protocol.hardware import Dtype, dtype_here
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_SECONDS = 1e8
 """Maximum wait: three years. A longer value is meant as never, which waits of the operating system do not
@@ -41,18 +36,6 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 """Type of a key that names something."""
 SEEDS = 1 << 32
 """Number of seeds that numpy accepts."""
-
-MAY_CHANGE = "may change at a resume"
-MayChange = Annotated[T, MAY_CHANGE]
-"""Type of a key that a resume may change. Such a key does not decide what is learned, or an error or a
-warning advises to change it. All other keys are fixed when the run starts."""
-
-PASSED_ON = "passed on"
-"""Marker of a section whose names are not defined here. Its type states what this program knows about the
-values."""
-PassedOn = Annotated[dict[str, Any], PASSED_ON, tyro.conf.Suppress]
-"""Type of a section that a library defines. Its names and TOML values are free. A flag is `--section.name
-VALUE`."""
 
 NO_SWITCHES: Mapping[str, str] = MappingProxyType({})
 WARNED = "SLIPSTREAM_WARNED"
@@ -138,7 +121,7 @@ def load_config(
         _warn_once(former_keys.describe(former))
     usage = " ".join([program, "run.toml", *(f"[{switch}]" for switch in switches)])
     describe = partial(_description, config_type, switches, purpose)
-    config = _with_flags(config_type, base, flags, usage, switches, describe)
+    config = with_flags(config_type, base, flags, usage, switches, describe)
     _refuse_unusable(msgspec.to_builtins(config))
     config.check()
     if config.dtype == "float32" and config.head_dtype == "bfloat16":
@@ -161,49 +144,6 @@ def to_toml(config: msgspec.Struct) -> str:
     TOML has no null.
     """
     return msgspec.toml.encode(_without_none(msgspec.to_builtins(config))).decode()
-
-
-@contextlib.contextmanager
-def until_its_reader_leaves() -> Iterator[None]:
-    """Print into a pipe that may close, as in `--help | head`.
-
-    If the pipe closes, the program exits with status 0.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
-        raise SystemExit(0) from None
-
-
-def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec.structs.FieldInfo]:
-    """Return all keys, those of a section with its name: `learner.loss.clip_low`."""
-    keys: dict[str, msgspec.structs.FieldInfo] = {}
-    for field in msgspec.structs.fields(struct):
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            keys |= keys_of(field.type, f"{prefix}{field.name}.")
-        else:
-            keys[prefix + field.name] = field
-    return keys
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by their whole keys, such as learner.loss.clip_low."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-def may_change(field: msgspec.structs.FieldInfo) -> bool:
-    """Return whether a resume may change this key."""
-    return MAY_CHANGE in getattr(field.type, "__metadata__", ())
-
-
-def is_passed_on(field: msgspec.structs.FieldInfo) -> bool:
-    """Return whether this is a section whose names and types a library defines."""
-    return PASSED_ON in getattr(field.type, "__metadata__", ())
 
 
 def _description(config_type: type[SharedConfig], switches: Mapping[str, str], purpose: str | None) -> str:
@@ -243,7 +183,7 @@ def _from_file(config_type: type[C], path: Path) -> tuple[C, dict[str, str]]:
     try:
         return msgspec.convert(raw, config_type), former
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {_explain(str(error), raw)}") from error
+        raise ConfigError(f"{path}: {explain(str(error), raw)}") from error
 
 
 def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path: str, prefix: str) -> None:
@@ -259,7 +199,7 @@ def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path
         section = fields[key]
         if isinstance(section, type) and issubclass(section, msgspec.Struct) and isinstance(value, dict):
             _refuse_unknown_keys(section, value, path, f"{prefix}{key}.")
-        elif (inner := _section_of_each(section)) is not None and isinstance(value, dict):
+        elif (inner := section_of_each(section)) is not None and isinstance(value, dict):
             for name, table in value.items():
                 if isinstance(table, dict):
                     _refuse_unknown_keys(inner, table, path, f"{prefix}{key}.{name}.")
@@ -272,36 +212,6 @@ def _suggest(struct: type[msgspec.Struct], key: str, value: object, prefix: str)
     inside = [name for name in keys_of(struct) if name.endswith(f".{key}")]
     near = inside or difflib.get_close_matches(key, fields, n=1)
     return f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(sorted(fields))}"
-
-
-def _section_of_each(annotated: Any) -> type[msgspec.Struct] | None:
-    """Return the section type of a table of sections with user-defined names.
-
-    Such a table is a dict[str, Section]. Return None for other types.
-    """
-    values = get_args(get_args(annotated)[0])[1:] if PASSED_ON in getattr(annotated, "__metadata__", ()) else ()
-    is_section = values and isinstance(values[0], type) and issubclass(values[0], msgspec.Struct)
-    return values[0] if is_section else None
-
-
-def _explain(message: str, raw: dict[str, Any]) -> str:
-    """Add the received value to an error of msgspec.
-
-    Example: `Expected int, got str - at $.learner.steps`.
-    """
-    problem, _, location = message.partition(" - at `$")
-    keys = location.replace("...", "").strip("`.").split(".") if location else []
-    found: list[tuple[str, Any]] = [("", raw)]
-    for key in keys:
-        name, _, index = key.partition("[")
-        found = [(f"{at}.{name}", value.get(name)) if isinstance(value, dict) else (at, value) for at, value in found]
-        if index and isinstance(found[0][1], dict):  # in a table of sections, msgspec does not name which one
-            found = [(f"{at}.{one}", section) for at, table in found for one, section in table.items()]
-    if problem.startswith("Expected") or not any(isinstance(value, dict) for _, value in found):
-        assignments = [f"{at[1:]} = {value!r}" for at, value in found if value is not None or len(found) == 1]
-        return f"{', '.join(assignments)}: {problem}"
-    # A section's own checks start with one of its keys, msgspec's with a capital letter.
-    return ".".join([*keys, problem]) if problem[0].islower() else message
 
 
 def _refuse_unusable(value: Any, key: str = "") -> None:
@@ -332,127 +242,6 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _with_flags(
-    config_type: type[C],
-    base: C | None,
-    flags: list[str],
-    usage: str,
-    switches: Iterable[str],
-    describe: Callable[[], str],
-) -> C:
-    if base is not None and not flags:
-        return base
-    flags, passed_on = _split_passed_on(config_type, flags)
-    _refuse_unknown_flags(config_type, flags, switches)
-    flags = _spell_out_booleans(config_type, flags)
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint), until_its_reader_leaves():
-            default = tyro.MISSING_NONPROP if base is None else base
-            conversions = (tyro.conf.FlagConversionOff,)
-            text = describe() if {"-h", "--help"} & set(flags) else None
-            config = tyro.cli(
-                config_type, args=flags, prog=usage, description=text, default=default, config=conversions
-            )
-    except SystemExit as exit_:
-        if exit_.code in (0, None):
-            raise
-        raise ConfigError(_plain(complaint.getvalue())) from exit_
-    # Tyro builds the structs field by field. Only a conversion runs every check again.
-    raw = msgspec.to_builtins(config)
-    for path, value in passed_on:
-        _set(raw, path, value)
-    try:
-        return msgspec.convert(raw, config_type)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), raw)) from error
-
-
-def _split_passed_on(
-    config_type: type[msgspec.Struct], flags: list[str]
-) -> tuple[list[str], list[tuple[list[str], Any]]]:
-    """Return the flags that tyro knows, then path and value of each other flag.
-
-    Raises:
-        ConfigError: If a flag has no value.
-    """
-    sections = tuple(f"--{key}." for key, field in keys_of(config_type).items() if is_passed_on(field))
-    known, passed_on = [], []
-    waiting = iter(flags)
-    for flag in waiting:
-        if not sections or not flag.startswith(sections):
-            known.append(flag)
-            continue
-        name, has_value, text = flag.partition("=")
-        value = text if has_value else next(waiting, "--")
-        if value.startswith("--"):
-            raise ConfigError(f"{name} has no value; expected: {name} VALUE, or {name} true for a boolean")
-        passed_on.append((name.removeprefix("--").replace("-", "_").split("."), _toml_value(value)))
-    return known, passed_on
-
-
-def _spell_out_booleans(config_type: type[msgspec.Struct], flags: list[str]) -> list[str]:
-    """Give each boolean flag an explicit value, which tyro requires.
-
-    Such a flag may stand alone, or before true or false.
-
-    Raises:
-        ConfigError: If another word follows it.
-    """
-    names = {f"--{key.replace('_', '-')}" for key, field in keys_of(config_type).items() if _is_boolean(field)}
-    spelled, left = [], deque(flags)
-    while left:
-        flag = left.popleft()
-        name, has_value, word = flag.partition("=")
-        if name not in names:
-            spelled.append(flag)
-            continue
-        if not has_value:
-            word = left.popleft() if left and not left[0].startswith("-") else "true"
-        if word.lower() not in ("true", "false"):
-            raise ConfigError(f"{name} {word} is not a boolean; use {name} true or {name} false ({name} alone is true)")
-        spelled += [name, word.capitalize()]
-    return spelled
-
-
-def _is_boolean(field: msgspec.structs.FieldInfo) -> bool:
-    return getattr(field.type, "__origin__", field.type) is bool  # for Annotated, the annotated type
-
-
-def _toml_value(text: str) -> Any:
-    """Return a TOML value. A word without quotes is a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _set(raw: dict[str, Any], path: list[str], value: Any) -> None:
-    *sections, name = path
-    for section in sections:
-        if not isinstance(raw.get(section), dict):
-            raw[section] = {}
-        raw = raw[section]
-    raw[name] = value
-
-
-def _refuse_unknown_flags(config_type: type[msgspec.Struct], flags: list[str], switches: Iterable[str]) -> None:
-    keys = [key for key, field in keys_of(config_type).items() if not is_passed_on(field)]
-    known = {"--help", "-h", *(f"--{key.replace('_', '-')}" for key in keys)}
-    for flag in flags:
-        if flag.startswith("--") and flag.partition("=")[0] not in known:
-            near = difflib.get_close_matches(flag, [*known, *switches], n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "see --help for all flags"
-            raise ConfigError(f"unknown flag {flag}; {hint}")
-
-
-def _plain(box: str) -> str:
-    """Return the text inside tyro's error box, without tyro's own phrases."""
-    lines = (line.strip("│╭╮╰╯─ \n") for line in box.splitlines())
-    text = " ".join(line for line in lines if line).removeprefix("Value error ").partition(" For full helptext")[0]
-    return re.sub(r"^Error parsing ([\w.]+): ", r"\1.", text)
 
 
 def _without_none(value: Any) -> Any:

@@ -7,7 +7,6 @@ Invariant: with --json-logs, every line that a run writes is JSON. Only terminal
 """
 
 import argparse
-import contextlib
 import difflib
 import json
 import logging
@@ -15,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
 import msgspec
@@ -27,13 +27,13 @@ FORMAT = "%(asctime)s %(levelname)s %(message)s"
 QUIET, JSON_LOGS = "--quiet", "--json-logs"
 SWITCHES = {QUIET: "print only warnings and errors", JSON_LOGS: "print one JSON object per line"}
 SWITCHES_HELP = "All commands take " + " and ".join(f"{name} ({what})" for name, what in SWITCHES.items()) + "."
-COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
-NO_COLOUR = "\033[0m"
+COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
+RESET_COLOR = "\033[0m"
 PROGRESS_EVERY_S = 1.0 if sys.stderr.isatty() else 10.0
 """Seconds between two updates of a progress bar. In a file, each update is a line."""
 
 
-class Manner(msgspec.Struct, frozen=True):
+class OutputMode(msgspec.Struct, frozen=True):
     """Output mode of this process."""
 
     is_quiet: bool = False
@@ -45,11 +45,11 @@ class Manner(msgspec.Struct, frozen=True):
         return not (self.is_quiet or self.is_json)
 
 
-_manner = Manner()
+_output_mode = OutputMode()
 
 
-def manner() -> Manner:
-    return _manner
+def output_mode() -> OutputMode:
+    return _output_mode
 
 
 def counted(count: int, noun: str) -> str:
@@ -57,10 +57,10 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def take_switches(arguments: Sequence[str]) -> list[str]:
+def pop_switches(arguments: Sequence[str]) -> list[str]:
     """Set the output mode from the switches, and return the other arguments."""
-    global _manner
-    _manner = Manner(is_quiet=QUIET in arguments, is_json=JSON_LOGS in arguments)
+    global _output_mode
+    _output_mode = OutputMode(is_quiet=QUIET in arguments, is_json=JSON_LOGS in arguments)
     return [argument for argument in arguments if argument not in SWITCHES]
 
 
@@ -70,13 +70,15 @@ def start_logging(format_for_people: str = FORMAT, level: int = logging.INFO) ->
     `level` is the level of the root logger. With --quiet, everything below warnings is dropped regardless.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if _manner.is_json else ForPeople(format_for_people, in_colour(sys.stderr)))
-    if _manner.is_quiet:
+    handler.setFormatter(
+        JsonFormatter() if _output_mode.is_json else HumanFormatter(format_for_people, supports_color(sys.stderr))
+    )
+    if _output_mode.is_quiet:
         handler.setLevel(logging.WARNING)
     logging.basicConfig(level=level, handlers=[handler])
 
 
-def in_colour(stream: TextIO) -> bool:
+def supports_color(stream: TextIO) -> bool:
     """Return whether to write colors to a stream.
 
     It must be a terminal that supports colors, and NO_COLOR must be unset (https://no-color.org).
@@ -84,24 +86,38 @@ def in_colour(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+@contextmanager
+def exit_on_closed_pipe() -> Iterator[None]:
+    """Print into a pipe that may close, as in `--help | head`.
+
+    If the pipe closes, the program exits with status 0.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
+        raise SystemExit(0) from None
+
+
 def say(line: str, fields: Mapping[str, float] | None = None) -> None:
     """Print a line outside the log, such as the summary of a step.
 
     `fields` holds its numbers, which only the JSON includes.
     """
-    if _manner.is_quiet:
+    if _output_mode.is_quiet:
         return
-    text = _object("INFO", line, time.time(), fields or {}) if _manner.is_json else line
+    text = _object("INFO", line, time.time(), fields or {}) if _output_mode.is_json else line
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def say_error(error: object) -> None:
+def print_error(error: object) -> None:
     """Print the final error of a program, which its user has to resolve."""
-    print(_object("ERROR", str(error), time.time(), {}) if _manner.is_json else f"error: {error}", file=sys.stderr)
+    print(_object("ERROR", str(error), time.time(), {}) if _output_mode.is_json else f"error: {error}", file=sys.stderr)
 
 
-@contextlib.contextmanager
+@contextmanager
 def exit_on_user_error(extra: Callable[[], str] = lambda: "learner") -> Iterator[None]:
     """Print an error that the user can resolve without a traceback, and exit with code 2.
 
@@ -110,10 +126,10 @@ def exit_on_user_error(extra: Callable[[], str] = lambda: "learner") -> Iterator
     try:
         yield
     except SlipstreamError as error:
-        say_error(error)
+        print_error(error)
         sys.exit(2)
     except ModuleNotFoundError as error:
-        say_error(f"{error.name} is not installed; install it with: {install_command(extra())}")
+        print_error(f"{error.name} is not installed; install it with: {install_command(extra())}")
         sys.exit(2)
 
 
@@ -138,19 +154,19 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-class ForPeople(logging.Formatter):
+class HumanFormatter(logging.Formatter):
     """Formatter of lines with a time, and optional color for warnings and errors."""
 
     def __init__(self, form: str, has_colour: bool) -> None:
         super().__init__(form, datefmt="%H:%M:%S")
-        self._has_colour = has_colour
+        self._has_color = has_colour
 
     def format(self, record: logging.LogRecord) -> str:
-        line, colour = super().format(record), COLOURS.get(record.levelno)
-        return f"{colour}{line}{NO_COLOUR}" if colour and self._has_colour else line
+        line, color = super().format(record), COLORS.get(record.levelno)
+        return f"{color}{line}{RESET_COLOR}" if color and self._has_color else line
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """Formatter of JSON objects with time, level, logger and message.
 
     The message includes the traceback, if there is one.

@@ -63,7 +63,7 @@ def unknown(subject: str, text: str) -> Finding:
     return Finding(subject=subject, verdict="unknown", text=text)
 
 
-def tell(findings: Iterable[Finding], *, as_json: bool) -> int:
+def print_findings(findings: Iterable[Finding], *, as_json: bool) -> int:
     """Print the findings, and return the exit status: 1 with any problem, else 0.
 
     Each finding is printed as it is found. With `as_json`, all are printed as one JSON array.
@@ -110,7 +110,7 @@ def _of_cgroup(name: str) -> int | None:
     return None if text == "max" else int(text)
 
 
-def of_dtype(dtype: Dtype) -> Finding:
+def dtype_finding(dtype: Dtype) -> Finding:
     """Report whether this machine computes fastest in `dtype`, and why."""
     fastest, reason = dtype_choice()
     if dtype == fastest:
@@ -118,13 +118,13 @@ def of_dtype(dtype: Dtype) -> Finding:
     return unknown("speed", f"dtype = {dtype} may be slower here than {fastest}: {reason}")
 
 
-def of_memory(where: str, needed: int, free: int, remedy: str) -> Finding:
+def memory_finding(where: str, needed: int, free: int, remedy: str) -> Finding:
     """Compare the memory that is needed with the memory that is free."""
     text = f"{where} needs about {_gib(needed)}, {_gib(free)} are free"
     return ok("memory", text) if needed <= free else problem("memory", text, remedy)
 
 
-def of_disk(path: Path, what: str, needed: int | None) -> Finding:
+def disk_finding(path: Path, what: str, needed: int | None) -> Finding:
     """Report whether `path` is writable and has room for `needed` bytes (None: unknown). It need not exist yet."""
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not os.access(place, os.W_OK):

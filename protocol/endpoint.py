@@ -22,7 +22,8 @@ def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool) -> None:
     if not is_loopback(split_endpoint(endpoint)[0]) and not has_keys and not insecure:
         raise ConfigError(
             f"endpoint = {endpoint!r} is open to other machines, and without keys anyone there could act as the "
-            'learner or the server. Create keys with `slipstream keys keys` and set keys = "keys" on both sides, or set '
+            'learner or the server. Create keys with `slipstream keys keys` and set keys = "keys" on both sides, or '
+            "set "
             "insecure = true"
         )
 

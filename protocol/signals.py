@@ -15,17 +15,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
-TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def signals_to_end() -> tuple[signal.Signals, ...]:
+def shutdown_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that shut this process down. Under nohup, SIGHUP stays ignored."""
     return tuple(
-        number for number in TO_END if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        number
+        for number in SHUTDOWN_SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     )
 
 
-def is_impatient(number: int) -> bool:
+def forces_exit(number: int) -> bool:
     """Return whether a second signal means that the process must exit at once.
 
     A closing terminal sends SIGHUP more than once: the kernel does, and the shell.
@@ -34,7 +36,7 @@ def is_impatient(number: int) -> bool:
 
 
 @contextmanager
-def held_from_children() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Shield processes started in the block, and their children, from these signals.
 
     This process must stop them, by SIGKILL or a message. Only this thread blocks the signals. A slow start
@@ -45,17 +47,17 @@ def held_from_children() -> Iterator[None]:
         # Before SIGINT and SIGTERM are blocked: the first process starts the tracker, and that start unblocks
         # both.
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, TO_END)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SHUTDOWN_SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_to_parent() -> None:
+def ignore_shutdown_signals() -> None:
     """Ignore these signals, in a process that runs user code.
 
     Its own children get them as usual.
     """
-    for number in TO_END:
+    for number in SHUTDOWN_SIGNALS:
         signal.signal(number, lambda *_: None)  # children would inherit SIG_IGN or a blocked signal
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_END)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)

@@ -180,9 +180,9 @@ class ScriptedEngine:
             self._receiver = Receiver(1, torch.device("cpu"))
         return self._receiver
 
-    async def leave_epoch(self, epoch: str) -> None:
-        self.calls.append(f"leave_epoch {epoch}")
-        self._leave(epoch)
+    async def leave_session(self, session: str) -> None:
+        self.calls.append(f"leave_session {session}")
+        self._leave(session)
 
     async def set_version(self, version: int) -> None:
         self.calls.append(f"set_version {version}")
@@ -213,9 +213,9 @@ class ScriptedEngine:
         if self.fail_with is not None:
             raise self.fail_with
 
-    def _leave(self, epoch: str | None = None) -> None:
+    def _leave(self, session: str | None = None) -> None:
         if self._receiver is not None:
-            self._receiver.leave(epoch)
+            self._receiver.leave(session)
 
 
 def report(**changes: Any) -> WorkerReport:

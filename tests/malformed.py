@@ -35,10 +35,10 @@ from protocol.messages import (
     Sampling,
     Score,
     Scores,
+    ServerInfo,
     TensorSpec,
     Trial,
-    TrialEnded,
-    Vitals,
+    TrialResult,
     Welcome,
 )
 from tests.fingerprint import MODEL
@@ -57,8 +57,8 @@ TO_SERVER = [
     Score(request_id="s", token_ids=IDS, deadline_s=5.0),
     Ack(group_ids=["7.0", "8.0"]),
     Cancel(group_ids=["7.0"]),
-    PushBegin(epoch="e", version=3, rendezvous=RENDEZVOUS, manifest=MANIFEST),
-    PushAbort(epoch="e"),
+    PushBegin(session="e", version=3, rendezvous=RENDEZVOUS, manifest=MANIFEST),
+    PushAbort(session="e"),
     Farewell(is_over=True),
 ]
 OF_A_DOCTOR = [Probe(probe_id="p"), Trial(trial_id="t", rendezvous=RENDEZVOUS, num_bytes=1)]
@@ -73,14 +73,14 @@ TO_LEARNER = [
     GroupFailed(group_id="unasked", code="deadline", message="late", retryable=True),
     GroupFailed(group_id="unasked", code="draining", message="it ends", retryable=True),
     Scores(request_id="unasked", logprobs=LOGPROBS, policy_version=3),
-    PushReady(epoch="e", version=3),
-    PushDone(epoch="e", version=3, checksum="f", pause_s=0.0, receive_s=0.0, load_s=0.0, stall_s=0.0),
-    PushFailed(epoch="e", version=3, state="receiving", message="no", weights_intact=True),
-    Vitals(
+    PushReady(session="e", version=3),
+    PushDone(session="e", version=3, checksum="f", pause_s=0.0, receive_s=0.0, load_s=0.0, stall_s=0.0),
+    PushFailed(session="e", version=3, state="receiving", message="no", weights_intact=True),
+    ServerInfo(
         probe_id="p", protocol_version=PROTOCOL_VERSION, package_version="0", clock_s=0.0, run=None, model=MODEL, dtype="float32",
         transports=["gloo"], devices=["cpu"],
     ),
-    TrialEnded(trial_id="t", error="no"),
+    TrialResult(trial_id="t", error="no"),
 ]  # fmt: skip
 
 WRONG_VALUES: list[Any] = [

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 import inference_server.server
-import learner.servers.epoch
 import learner.servers.link
+import learner.servers.sync_session
 import protocol.transports.group
 from inference_server.config import ServerConfig
 from inference_server.engine.interface import EngineDead, PushOrder, WorkerReport
@@ -219,7 +219,7 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
     """The learner's process: answers a version with what became of its push, and `take` with two groups' completions."""
     _begin(log)
     learner.servers.link.DEAD_AFTER_S, learner.servers.link.HELLO_INTERVAL_S = setup.dead_after_s, DEAD_AFTER_S / 10
-    learner.servers.epoch.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
+    learner.servers.sync_session.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
         tensors, dtype, setup.bucket_bytes, wire
     )
     run = _learner_run(log.parent, setup)
@@ -245,7 +245,7 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
                     or digest(setup.weights(version))
                 )
             case "take":
-                pipe.send(_sampled(rollouts.take(scripted.version, ANSWER_TIMEOUT_S) or []))
+                pipe.send(_sampled(rollouts.next_batch(scripted.version, ANSWER_TIMEOUT_S) or []))
 
 
 def _sampled(groups: list[RolloutGroup]) -> list[Sampled]:

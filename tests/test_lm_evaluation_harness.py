@@ -62,7 +62,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_it_evaluates_a_policy_that_trains_and_is_told_which_versions_answered(
+def test_it_evaluates_a_policy_that_trains_and_gets_the_versions_that_answered(
     server: Server, python: Path, tmp_path: Path
 ) -> None:
     rows = [{"prompt": f"{n}>", "answer": str(n)[::-1]} for n in range(12345670, 12345686)]

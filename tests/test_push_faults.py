@@ -68,7 +68,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def faults_in(state: State) -> list[tuple[dict[str, Any], int]]:
-    """Modes and signals. What travels is the same in all states but those of the transfer, and over tcp those of meeting are its own."""
+    """Modes and signals. What travels is the same in all states but those of the transfer, and over tcp those of rendezvous_host are its own."""
     modes = [PLAIN, OVERLAP]
     modes += [DELTA] if state in (SENDING, RECEIVING) else []
     modes += [OVER_TCP] if state not in (BEFORE_READY, BEFORE_DONE) else []
@@ -98,7 +98,7 @@ def at_once(check: Callable[..., None], cells: Sequence[tuple[Any, ...]]) -> Non
 
 
 def start_at_version_0(start_pair: Callable[..., Pair], mode: dict[str, Any], state: State) -> Pair:
-    """Have version 0 served, and let the next push be the first of its epoch if it is to be caught while that is formed."""
+    """Have version 0 served, and let the next push be the first of its session if it is to be caught while that is formed."""
     pair = start_pair(mode)
     pair.learner.ask(0)
     if state in (BEFORE_JOIN, AFTER_MEETING):
@@ -152,8 +152,8 @@ def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: S
         # With overlap everything has arrived when the server pauses.
         is_lost = state != BEFORE_DONE and (state, mode) != (BEFORE_READY, OVERLAP)
         if is_lost:
-            said = pair.server.wait_for_log("weight sync of version 1 in epoch", NOTICE_S)
-            assert re.search(r"in epoch \w{8} failed while receiving: worker 0 failed while receiving: ", said)
+            said = pair.server.wait_for_log("weight sync of version 1 in session", NOTICE_S)
+            assert re.search(r"in session \w{8} failed while receiving: worker 0 failed while receiving: ", said)
             assert "bucket" in said or state in (BEFORE_JOIN, AFTER_MEETING)
             assert (
                 "learner.weight_sync.timeout_s" in said
@@ -201,11 +201,11 @@ def test_a_learner_survives_its_server(start_pair: Callable[..., Pair], state: S
 
 
 HANGS = {
-    BEFORE_READY: r"while pausing .*no PushReady for version 1 in epoch \w{8} .*within 1.5 s",
-    BEFORE_JOIN: r"while joining .*epoch \w{8} did not form within 1.5 s .*: missing rank 1$",
-    AFTER_MEETING: r"while joining .*could not connect to the other ranks of epoch \w{8}: .*1.5 s",
-    RECEIVING: r"while (sending|finishing) .*bucket [3-6].* \d{7,} bytes .*epoch \w{8}.*1.5 s",
-    BEFORE_DONE: r"while finishing .*no PushDone for version 1 in epoch \w{8} .*1.5 s after the last of 12583008 bytes",
+    BEFORE_READY: r"while pausing .*no PushReady for version 1 in session \w{8} .*within 1.5 s",
+    BEFORE_JOIN: r"while joining .*session \w{8} did not form within 1.5 s .*: missing rank 1$",
+    AFTER_MEETING: r"while joining .*could not connect to the other ranks of session \w{8}: .*1.5 s",
+    RECEIVING: r"while (sending|finishing) .*bucket [3-6].* \d{7,} bytes .*session \w{8}.*1.5 s",
+    BEFORE_DONE: r"while finishing .*no PushDone for version 1 in session \w{8} .*1.5 s after the last of 12583008 bytes",
 }
 
 

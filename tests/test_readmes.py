@@ -15,7 +15,8 @@ import pytest
 from deploy.config import DeployConfig
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
-from protocol.config import PASSED_ON, SharedConfig, keys_of
+from protocol.config import SharedConfig
+from protocol.config_keys import PASSED_ON, keys_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "inference_server", "learner", "deploy", "tests")

@@ -148,7 +148,7 @@ def test_a_server_killed_in_the_middle_comes_back_and_the_run_goes_on(starting_s
     assert_every_group_is_accounted_for(tmp_path / "run", 60)
 
 
-def test_two_sides_that_were_told_no_cores_run_on_a_half_each(server: Server, tmp_path: Path) -> None:
+def test_two_sides_that_got_no_cores_run_on_a_half_each(server: Server, tmp_path: Path) -> None:
     learner = Learner(server, tmp_path / "run", "--learner.steps", "4")
     learner.wait_for_step(1)
     cores = sorted(os.sched_getaffinity(0))

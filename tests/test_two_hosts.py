@@ -142,7 +142,7 @@ def test_the_whole_demo_learns_between_two_hosts(hosts: TwoHosts, tmp_path: Path
 
 def test_a_worker_gives_up_a_transfer_whose_learner_has_vanished(hosts: TwoHosts, tmp_path: Path) -> None:
     """Long before the deadline of the push, which is a minute: no packet tells that a host is gone."""
-    board_log, worker_log = tmp_path / "board.log", tmp_path / "worker.log"
+    store_log, worker_log = tmp_path / "store.log", tmp_path / "worker.log"
 
     def wait_for(log: Path, text: str, timeout_s: float) -> None:
         give_up_at = time.monotonic() + timeout_s
@@ -150,9 +150,9 @@ def test_a_worker_gives_up_a_transfer_whose_learner_has_vanished(hosts: TwoHosts
             assert time.monotonic() < give_up_at, log.read_text()
             time.sleep(0.05)
 
-    hosts.start(1, ["-m", "tests.watching", "board", hosts.addresses[1]], board_log)
-    wait_for(board_log, "\n", TIMEOUT_S)
-    port = board_log.read_text().strip()
+    hosts.start(1, ["-m", "tests.watching", "store", hosts.addresses[1]], store_log)
+    wait_for(store_log, "\n", TIMEOUT_S)
+    port = store_log.read_text().strip()
     hosts.start(0, ["-m", "tests.watching", "worker", hosts.addresses[1], port], worker_log)
     wait_for(worker_log, "watching", TIMEOUT_S)
     time.sleep(2.0)  # so that it has a connection

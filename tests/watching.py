@@ -1,4 +1,4 @@
-"""`python -m tests.watching board HOST` and `… worker HOST PORT`: the two ends of a watched transfer that never ends."""
+"""`python -m tests.watching store HOST` and `… worker HOST PORT`: the two ends of a watched transfer that never ends."""
 
 import sys
 import threading
@@ -8,7 +8,7 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import Rendezvous
-from protocol.transports.group import Meeting, watched
+from protocol.transports.group import RendezvousHost, watched
 
 TIMEOUT_S = 60.0
 
@@ -39,16 +39,16 @@ class WaitingCollective:
         self.abort()
 
 
-def transfer(rendezvous: Rendezvous, epoch: str = "e1") -> None:
+def transfer(rendezvous: Rendezvous, session: str = "e1") -> None:
     collective = WaitingCollective()
-    with watched(collective, rendezvous, epoch):
+    with watched(collective, rendezvous, session):
         collective.broadcast(torch.empty(1))
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["board", host]:
-            print(Meeting(host, TIMEOUT_S).rendezvous(1, "gloo").port, flush=True)
+        case ["store", host]:
+            print(RendezvousHost(host, TIMEOUT_S).rendezvous(1, "gloo").port, flush=True)
             threading.Event().wait()
         case ["worker", host, port]:
             print("watching", flush=True)

@@ -222,7 +222,8 @@ def read_run(run_dir: Path) -> MeasuredRun:
         )
     if not groups:
         raise ConfigError(
-            f"{run_dir} has no scored group in ledger.db; expected the groups of its {len(lines)} steps. Copy ledger.db-wal too"
+            f"{run_dir} has no scored group in ledger.db; expected the groups of its {len(lines)} steps. Copy "
+            "ledger.db-wal too"
         )
     with_servers = [{"servers/ready": 1} | line for line in lines[_warm_up(lines) :]]
     num_servers = round(statistics.median(values(with_servers, "servers/ready")))

@@ -136,9 +136,11 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ASSUMPTIONS = (
-    "a decoding step takes a + b · (running sequences) s, including prefill: tokens/s rise with the sequences, up to 1/b",
+    "a decoding step takes a + b · (running sequences) s, including prefill: tokens/s rise with the sequences, up to "
+    "1/b",
     "completion lengths depend neither on the group, nor on each other, nor on the policy version",
-    "m ranks divide a step's tokens evenly, down to single completions: c + d · tokens / m s, plus a constant for several",
+    "m ranks divide a step's tokens evenly, down to single completions: c + d · tokens / m s, plus a constant for "
+    "several",
     "a weight sync takes e + f · servers s: one learner sends to all servers at once through one link, and all servers "
     "resume when the last one is done",
     "steps differ only in their tokens, and checkpoints take as long as in the measured run",

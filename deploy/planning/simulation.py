@@ -153,7 +153,7 @@ class Simulation:
     def _record_taken(self, waited_s: float) -> None:
         step_s, self._taken_at = self._env.now - self._taken_at, self._env.now
         next_slots = range(self._next_to_take, self._next_to_take + self._groups_per_step)
-        self._lookahead.note(
+        self._lookahead.update(
             waited_share=waited_s / step_s if step_s > 0 else 0.0,
             has_room=self._fleet.num_groups * self._num_completions < self._fleet.num_places,
             has_spare=all(slot in self._ready for slot in next_slots),

@@ -37,8 +37,8 @@ def splits(num_gpus: int, gpus_per_server: int) -> list[Split]:
     most = (num_gpus - 1) // gpus_per_server
     if most < 1:
         raise ConfigError(
-            f"--gpus {num_gpus}: a server takes {gpus_per_server} (server.tensor_parallel_size times server.data_parallel_size) "
-            f"and the learner at least one, so {gpus_per_server + 1} or more are needed"
+            f"--gpus {num_gpus}: a server takes {gpus_per_server} (server.tensor_parallel_size times "
+            f"server.data_parallel_size) and the learner at least one, so {gpus_per_server + 1} or more are needed"
         )
     num = min(most, MOST_SPLITS)
     counts = sorted({1 + round(i * (most - 1) / max(1, num - 1)) for i in range(num)})

@@ -51,8 +51,8 @@ def values(lines: Lines, metric: str) -> list[float]:
         ) from error
     if None in found:
         raise ConfigError(
-            f"{metric} = null (NaN or inf) in step {lines[found.index(None)]['step']} of metrics.jsonl; expected a number. "
-            "Measure another run"
+            f"{metric} = null (NaN or inf) in step {lines[found.index(None)]['step']} of metrics.jsonl; expected a "
+            "number. Measure another run"
         )
     return found
 
@@ -68,7 +68,8 @@ def pushed_lines(lines: Lines) -> Lines:
     if pushed := [line for line in lines if "weight_sync/seconds" in line]:
         return pushed
     raise ConfigError(
-        f"metrics.jsonl has no weight sync (weight_sync/seconds) in its last {len(lines)} steps; expected at least one. Measure a longer run"
+        f"metrics.jsonl has no weight sync (weight_sync/seconds) in its last {len(lines)} steps; expected at least "
+        "one. Measure a longer run"
     )
 
 

@@ -13,7 +13,8 @@ from tyro._docstrings import get_field_docstring
 from deploy.config import DeployConfig
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
-from protocol.config import MAY_CHANGE, PASSED_ON, SharedConfig
+from protocol.config import SharedConfig
+from protocol.config_keys import MAY_CHANGE, PASSED_ON
 
 PAGE = "configuration.md"
 START, END = "<!-- config reference -->", "<!-- end of config reference -->"

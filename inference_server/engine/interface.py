@@ -67,10 +67,10 @@ WorkerState = Literal["receiving", "received", "loading", "done"]
 class PushOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Instructions to every worker for one weight sync.
 
-    The first sync of a session (`epoch`) includes `rendezvous` and `manifest`.
+    The first sync of a session includes `rendezvous` and `manifest`.
     """
 
-    epoch: str
+    session: str
     version: int
     rendezvous: Rendezvous | None = None
     manifest: Manifest | None = None
@@ -164,7 +164,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def leave_epoch(self, epoch: str) -> None:
+    async def leave_session(self, session: str) -> None:
         """Close the collective of a session on every worker, if the session is current."""
         ...
 

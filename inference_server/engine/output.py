@@ -159,14 +159,14 @@ class Completions:
         self._logprobs: dict[int, list[np.ndarray]] = defaultdict(list)
         self._ends: Counter[str] = Counter()
 
-    def take(self, parts: Sequence[CompletionOutput]) -> dict[int, Completion]:
+    def add(self, parts: Sequence[CompletionOutput]) -> dict[int, Completion]:
         """Return the completions that end with these parts, by index.
 
         Completions that vLLM has aborted are left out.
         """
-        return {part.index: completion for part in parts if (completion := self._take(part)) is not None}
+        return {part.index: completion for part in parts if (completion := self._add(part)) is not None}
 
-    def _take(self, part: CompletionOutput) -> Completion | None:
+    def _add(self, part: CompletionOutput) -> Completion | None:
         index = part.index
         self._token_ids[index].append(np.asarray(part.token_ids, dtype=np.int32))
         # A completion that was aborted before its first token has no logprobs.

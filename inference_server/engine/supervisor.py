@@ -22,7 +22,7 @@ from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LOOK_INTERVAL_S = 1.0
+CHECK_INTERVAL_S = 1.0
 PLACES_TIMEOUT_S = 60.0
 RESTARTS_WINDOW_S = 3600.0
 """Window for counting deaths, in seconds."""
@@ -154,7 +154,7 @@ class EngineSupervisor:
         places = asyncio.ensure_future(self._engine.places())
         try:
             async with asyncio.timeout(PLACES_TIMEOUT_S):
-                while not (await asyncio.wait([places], timeout=LOOK_INTERVAL_S))[0]:
+                while not (await asyncio.wait([places], timeout=CHECK_INTERVAL_S))[0]:
                     self._engine.check_alive()
         except TimeoutError as error:
             raise EngineDead(f"the engine's workers did not answer within {PLACES_TIMEOUT_S:g} s") from error
@@ -181,7 +181,7 @@ class EngineSupervisor:
                 self._engine.check_alive()
                 self._look()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_INTERVAL_S):
+                async with asyncio.timeout(CHECK_INTERVAL_S):
                     await self._death.wait()
         raise EngineDead(self._reason)
 
@@ -213,7 +213,7 @@ class StallDetector:
         self._moved: dict[int, tuple[int | None, float]] = {}
         """Step counter of each replica, with the time of its last change."""
 
-    def look(self, num_groups: int) -> None:
+    def check(self, num_groups: int) -> None:
         """Check for a stall.
 
         Raises:

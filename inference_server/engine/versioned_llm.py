@@ -26,7 +26,7 @@ from inference_server.engine.guests import FIRST_OF_GUESTS
 from inference_server.engine.vllm_args import engine_arguments, is_in_engine_process
 from protocol.cores import bound_to_cores
 from protocol.errors import ConfigError
-from protocol.signals import held_from_children
+from protocol.signals import signals_blocked
 
 UNTOUCHED = "default"
 """vLLM's version label of the weights that it has loaded itself."""
@@ -146,7 +146,7 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
         # Bind only the engine process. This process only forwards messages and may run anywhere, for example
         # on the core of a waiting learner.
         with (
-            held_from_children(),
+            signals_blocked(),
             bound_to_cores(server.cpu_cores),
             replicas_as_ours(num_replicas, divide_cores=server.cpu_cores is not None),
         ):

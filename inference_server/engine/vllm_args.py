@@ -86,7 +86,8 @@ REFUSED = (
         "raise server.tensor_parallel_size",
     ),
     Refusal(
-        ("offload_backend", "cpu_offload_gb", "offload_group_size", "enable_eplb", "enable_sleep_mode", "enable_cumem_allocator"),
+        ("offload_backend", "cpu_offload_gb", "offload_group_size", "enable_eplb", "enable_sleep_mode",
+         "enable_cumem_allocator"),
         "a weight sync would load into weights that are stored elsewhere at that moment",
         "to save memory, raise server.tensor_parallel_size",
     ),
@@ -108,7 +109,8 @@ REFUSED = (
     Refusal(
         ("nnodes", "node_rank", "master_addr", "master_port", "enable_elastic_ep", "data_parallel_rank",
          "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
-         "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb", "data_parallel_backend"),
+         "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
+         "data_parallel_backend"),
         "one server is one engine on one node",
         "start several servers and list them in `endpoints`",
     ),

@@ -113,7 +113,7 @@ class VllmEngine:
                 entered_version=entered_version,
                 salt=salt,
                 num_cached_tokens=output.num_cached_tokens or 0,
-                completions=completions.take(output.outputs),
+                completions=completions.add(output.outputs),
             )
         completions.check()
 
@@ -198,8 +198,8 @@ class VllmEngine:
         replies = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
         return [answer for of_replica in await call_engine(replies) for answer in of_replica]
 
-    async def leave_epoch(self, epoch: str) -> None:
-        await self._call_workers("leave_epoch", epoch)
+    async def leave_session(self, session: str) -> None:
+        await self._call_workers("leave_session", session)
 
     async def set_version(self, version: int) -> None:
         await call_engine(self.llm.update_weight_version(str(version)))

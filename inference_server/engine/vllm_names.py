@@ -49,24 +49,26 @@ class InstalledVllm(NamedTuple):
 
 PUBLIC: Names = {
     "vllm": {
-        "SamplingParams": "/ n, seed, temperature, top_p, top_k, max_tokens, stop_token_ids, logprobs, prompt_logprobs, "
-        "flat_logprobs, stop, detokenize, skip_special_tokens, output_kind, stream_interval, skip_clone",
+        "SamplingParams": "/ n, seed, temperature, top_p, top_k, max_tokens, stop_token_ids, logprobs, "
+        "prompt_logprobs, flat_logprobs, stop, detokenize, skip_special_tokens, output_kind, stream_interval, skip_clone",
     },
     "vllm.config": {
         "ModelConfig": "",
         "ModelConfig.dtype": "", "ModelConfig.get_vocab_size": "", "ModelConfig.is_moe": "",
         "ModelConfig.max_model_len": "",
         "ParallelConfig.data_parallel_index": "", "ParallelConfig.world_size": "",
-        "SchedulerConfig.get_scheduler_cls": "", "SchedulerConfig.max_num_active_seqs": "", "SchedulerConfig.max_num_seqs": "",
+        "SchedulerConfig.get_scheduler_cls": "", "SchedulerConfig.max_num_active_seqs": "",
+        "SchedulerConfig.max_num_seqs": "",
         "SchedulerConfig.scheduler_cls": "", "VllmConfig": "",
         "VllmConfig.model_config": "", "VllmConfig.parallel_config": "", "VllmConfig.scheduler_config": "",
         "set_current_vllm_config": "vllm_config /",
     },
     "vllm.engine.arg_utils": {
         "AsyncEngineArgs": "/ model, served_model_name, dtype, seed, hf_overrides, max_model_len, max_num_seqs, "
-        "kv_cache_memory_bytes, block_size, gpu_memory_utilization, enforce_eager, tensor_parallel_size, data_parallel_size, "
-        "distributed_executor_backend, disable_log_stats, use_tqdm_on_load, enable_prefix_caching, scheduling_policy, "
-        "logprobs_mode, generation_config, worker_extension_cls, max_num_active_seqs, max_num_batched_tokens, scheduler_cls, reasoning_parser",
+        "kv_cache_memory_bytes, block_size, gpu_memory_utilization, enforce_eager, tensor_parallel_size, "
+        "data_parallel_size, distributed_executor_backend, disable_log_stats, use_tqdm_on_load, enable_prefix_caching, "
+        "scheduling_policy, logprobs_mode, generation_config, worker_extension_cls, max_num_active_seqs, "
+        "max_num_batched_tokens, scheduler_cls, reasoning_parser",
         "AsyncEngineArgs.create_model_config": "",
     },
     "vllm.entrypoints.cli.serve": {"make_arg_parser": "parser /"},  # the defining module was renamed in 0.33
@@ -173,10 +175,14 @@ PRIVATE: tuple[Private, ...] = (
         {
             "vllm.v1.core.sched.request_queue": {
                 "PriorityRequestQueue": "",
-                "PriorityRequestQueue.__bool__": "", "PriorityRequestQueue.__iter__": "", "PriorityRequestQueue.__len__": "",
-                "PriorityRequestQueue.add_request": "request /", "PriorityRequestQueue.peek_request": "", "PriorityRequestQueue.pop_request": "",
-                "PriorityRequestQueue.prepend_request": "request /", "PriorityRequestQueue.prepend_requests": "requests /",
-                "PriorityRequestQueue.remove_request": "request /", "PriorityRequestQueue.remove_requests": "requests /",
+                "PriorityRequestQueue.__bool__": "", "PriorityRequestQueue.__iter__": "",
+                "PriorityRequestQueue.__len__": "",
+                "PriorityRequestQueue.add_request": "request /", "PriorityRequestQueue.peek_request": "",
+                "PriorityRequestQueue.pop_request": "",
+                "PriorityRequestQueue.prepend_request": "request /",
+                "PriorityRequestQueue.prepend_requests": "requests /",
+                "PriorityRequestQueue.remove_request": "request /",
+                "PriorityRequestQueue.remove_requests": "requests /",
             },
             "vllm.v1.core.sched.scheduler": {
                 "Scheduler.max_num_active_reqs": "", "Scheduler.running": "", "Scheduler.waiting": "",

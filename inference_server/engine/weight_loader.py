@@ -2,14 +2,14 @@
 
     load, bucket by bucket ─▶ finish: complete? ─▶ vLLM's processing after loading
     CPU without overlap_weight_loading: pause ─▶ begin_reload ─▶ buckets, layer by layer ─▶ pack_heads
-    CPU with overlap_weight_loading:    buckets ─▶ NextWeights, during generation ─▶ pause ─▶ take_over
+    CPU with overlap_weight_loading:    buckets ─▶ NextWeights, during generation ─▶ pause ─▶ swap_in
 
 vLLM's layerwise reload moves a layer to the meta device and rebuilds it once complete. Layers that change
 after loading (packed, shuffled, quantized) need that. All others load in place: some models write without a
 weight_loader (gpt-oss its sinks), and writes to the meta device are lost. On a CPU, vLLM packs every matrix
 again at each load, which takes longer than the transfer.
 Invariant: no generation from the first `Reload.load` to the end of `finish`. `NextWeights` leaves the model
-unchanged until `take_over`.
+unchanged until `swap_in`.
 """
 
 import copy
@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from inference_server.engine.heap import trim
 from protocol.errors import PushIncomplete
-from protocol.weights.dense import Arrived
+from protocol.weights.dense import ReceivedBucket
 
 Layer = Any
 """Module of vLLM. torch's type does not know the attributes that vLLM adds."""
@@ -94,7 +94,7 @@ class NextWeights:
         self._missing = {name for name, _ in self._copy.named_parameters()}
         self.load_s = 0.0
 
-    def take(self, arriving: Iterator[Arrived]) -> None:
+    def receive(self, arriving: Iterator[ReceivedBucket]) -> None:
         """Load every bucket as it arrives, and pack each matrix once it is complete.
 
         Raises:
@@ -114,7 +114,7 @@ class NextWeights:
         pack_heads(self._copy)
         self.load_s += time.monotonic() - started
 
-    def take_over(self) -> None:
+    def swap_in(self) -> None:
         """Make the model compute with the loaded weights.
 
         Nothing may be generated meanwhile. This object is unusable afterwards.

@@ -20,7 +20,7 @@ from protocol.messages import Manifest, Rendezvous
 from protocol.transports.group import Collective, join_collective, watched
 from protocol.weights.buckets import BucketMemory, checksum_of
 from protocol.weights.delta import Baseline, receive_changes
-from protocol.weights.dense import Arrived, receive_weights
+from protocol.weights.dense import ReceivedBucket, receive_weights
 
 LEAVE_TIMEOUT_S = 10.0
 """Maximum seconds for a thread to end after its collective was aborted."""
@@ -35,11 +35,11 @@ class Successor(Protocol):
     load_s: float
     """Seconds that loading took, without waits for buckets."""
 
-    def take(self, arriving: Iterator[Arrived]) -> None:
+    def receive(self, arriving: Iterator[ReceivedBucket]) -> None:
         """Load all buckets as they arrive, in the receiving thread."""
         ...
 
-    def take_over(self) -> None:
+    def swap_in(self) -> None:
         """Replace the weights that are served."""
         ...
 
@@ -47,7 +47,7 @@ class Successor(Protocol):
 class SessionMembership(msgspec.Struct, frozen=True, eq=False):
     """SessionMembership of one rank in one session."""
 
-    epoch: str
+    session: str
     rendezvous: Rendezvous
     collective: Collective
     manifest: Manifest
@@ -100,7 +100,7 @@ class Receiver:
         staging.finish()
         return staging.successor
 
-    def buckets(self, order: PushOrder) -> Iterator[Arrived]:
+    def buckets(self, order: PushOrder) -> Iterator[ReceivedBucket]:
         """Yield the buckets of a sync, from memory if staged, otherwise as they arrive.
 
         Raises:
@@ -121,29 +121,29 @@ class Receiver:
         """
         started = time.monotonic()
         self.receive_s = 0.0
-        if self._member is None or self._member.epoch != order.epoch:
+        if self._member is None or self._member.session != order.session:
             if order.rendezvous is None or order.manifest is None:
-                known = self._member.epoch if self._member else None
+                known = self._member.session if self._member else None
                 raise PushError(
-                    f"epoch {order.epoch} is unknown (the last epoch was {known}) and has no rendezvous and manifest; "
-                    "the learner must start a new epoch"
+                    f"session {order.session} is unknown (the last session was {known}) and has no rendezvous and "
+                    "manifest; the learner must start a new session"
                 )
             self.leave_joined()
-            collective = join_collective(order.epoch, order.rendezvous, self._rank, self._device)
+            collective = join_collective(order.session, order.rendezvous, self._rank, self._device)
             with self._lock:
                 if staging is not None and staging.is_abandoned:
                     collective.close()
-                    raise PushError(f"epoch {order.epoch} was abandoned while it was joined")
+                    raise PushError(f"session {order.session} was abandoned while it was joined")
                 baseline = None
                 if order.manifest.wire == "delta":
-                    baseline = self._new_baseline(order.rendezvous.world_size - 1, order.epoch, order.manifest)
+                    baseline = self._new_baseline(order.rendezvous.world_size - 1, order.session, order.manifest)
                 memory = BucketMemory(order.manifest, collective.device)
                 self._member = SessionMembership(
-                    order.epoch, order.rendezvous, collective, order.manifest, baseline, memory
+                    order.session, order.rendezvous, collective, order.manifest, baseline, memory
                 )
         self.join_s = time.monotonic() - started
 
-    def receive(self) -> Iterator[Arrived]:
+    def receive(self) -> Iterator[ReceivedBucket]:
         """Yield the buckets of one sync as they arrive.
 
         Raises:
@@ -151,14 +151,14 @@ class Receiver:
         """
         member = self._member
         if member is None:
-            raise PushError("the epoch was abandoned before the weights were received")
+            raise PushError("the session was abandoned before the weights were received")
         if member.baseline is not None:
             arriving = receive_changes(member.collective, member.manifest, member.baseline)
         else:
             arriving = receive_weights(member.collective, member.manifest, member.memory)
         checksums = []
         waiting_since = time.monotonic()
-        with watched(member.collective, member.rendezvous, member.epoch):
+        with watched(member.collective, member.rendezvous, member.session):
             for arrived in arriving:
                 self.receive_s += time.monotonic() - waiting_since
                 checksums.append(arrived.checksum)
@@ -167,12 +167,12 @@ class Receiver:
                 waiting_since = time.monotonic()
         self.checksum = checksum_of(checksums)
 
-    def leave(self, epoch: str | None = None) -> None:
+    def leave(self, session: str | None = None) -> None:
         """Leave the given session, or the current one if None."""
-        staged_epoch = self._staging.order.epoch if self._staging is not None else None
-        if epoch in (None, staged_epoch):
+        staged_session = self._staging.order.session if self._staging is not None else None
+        if session in (None, staged_session):
             self._drop_staging()
-        if epoch is None or (self._member is not None and self._member.epoch == epoch):
+        if session is None or (self._member is not None and self._member.session == session):
             self.leave_joined()
 
     def leave_joined(self) -> None:
@@ -196,7 +196,7 @@ class Receiver:
         staging.join(LEAVE_TIMEOUT_S)
 
 
-def in_host_memory(arrived: Arrived) -> Arrived:
+def in_host_memory(arrived: ReceivedBucket) -> ReceivedBucket:
     """Return the bucket in host memory, where it may stay until the sync is complete.
 
     A bucket on a GPU is copied to pinned memory, because the GPU has no room for two models.
@@ -213,7 +213,7 @@ class _Staging(threading.Thread):
     def __init__(self, receiver: Receiver, order: PushOrder, successor: Successor | None) -> None:
         super().__init__(name="push-staging", daemon=True)
         self.order, self.successor, self._receiver = order, successor, receiver
-        self._buckets: list[Arrived] = []
+        self._buckets: list[ReceivedBucket] = []
         self.failure: PushError | None = None
         self.is_abandoned = False
 
@@ -221,7 +221,7 @@ class _Staging(threading.Thread):
         try:
             self._receiver.join(self.order, self)
             if self.successor is not None:
-                self.successor.take(self._receiver.receive())
+                self.successor.receive(self._receiver.receive())
             else:
                 self._buckets.extend(map(in_host_memory, self._receiver.receive()))
         # Any failure must reach the worker's report: a thread that ends silently looks like a received sync.
@@ -240,7 +240,7 @@ class _Staging(threading.Thread):
         if self.failure is not None:
             raise self.failure
 
-    def take(self) -> Iterator[Arrived]:
+    def take(self) -> Iterator[ReceivedBucket]:
         """Yield each bucket and release it. Raises PushError if receiving has failed."""
         self.finish()
         while self._buckets:

@@ -99,19 +99,19 @@ class PushWorker:
             return self._report(state, error)
         return self._report("done", load_s=load_s)
 
-    def leave_epoch(self, epoch: str) -> None:
+    def leave_session(self, session: str) -> None:
         """Close the collective of a session, if the session is current."""
         try:
-            self.receiver.leave(epoch)
+            self.receiver.leave(session)
         # The receiver drops the session even if it cannot close it.
         except Exception as failure:
-            log.warning("could not close the collective of epoch %s: %s", epoch, failure)
+            log.warning("could not close the collective of session %s: %s", session, failure)
 
     def _load(self, order: PushOrder) -> float:
         """Load a sync and return the seconds that took, without waits for buckets."""
         if successor := self.receiver.successor(order):
             self.is_loading = True
-            successor.take_over()
+            successor.swap_in()
             self.model_runner.reset_lora_state()
             return successor.load_s
         load_s, reload = 0.0, Reload(self.model_runner.model, self.vllm_config.model_config, self.device)

@@ -4,7 +4,7 @@ import math
 from typing import Literal
 
 from learner.config.section import AtLeastOne, Fraction, NotNegative, Positive, Section, Share, any_of, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 from protocol.errors import ConfigError
 
 Normalization = Literal["token", "sequence", "dr_grpo"]
@@ -175,8 +175,8 @@ class OffPolicyCorrectionConfig(Section):
     def check(self) -> None:
         require(
             self.granularity != "geometric" or self.max_weight is not None,
-            'granularity = "geometric" needs max_weight, because the mean over a completion stays near 1; set it, usually '
-            "to 1.01",
+            'granularity = "geometric" needs max_weight, because the mean over a completion stays near 1; set it, '
+            "usually to 1.01",
         )
 
     @property

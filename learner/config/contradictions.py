@@ -92,15 +92,15 @@ def _check_corrections(config: "LearnerConfig") -> None:
         is_one = correction.proximal == "exact" and config.updates_per_batch == 1
         require(
             not is_one or correction.weight != "none",
-            'off_policy_correction.anchor = "proximal" with updates_per_batch = 1 and off_policy_correction.weight = "none": the ratio is '
-            "always 1, so nothing is clipped or corrected; set off_policy_correction.weight, raise updates_per_batch, or set "
-            'off_policy_correction.anchor = "behaviour"',
+            'off_policy_correction.anchor = "proximal" with updates_per_batch = 1 and off_policy_correction.weight = '
+            '"none": the ratio is always 1, so nothing is clipped or corrected; set off_policy_correction.weight, '
+            'raise updates_per_batch, or set off_policy_correction.anchor = "behaviour"',
         )
     else:
         require(
             correction.weight != "truncate" or objective == "reinforce" or is_plug_in(objective),
-            f'off_policy_correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} already is the '
-            'importance weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude '
+            f'off_policy_correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} already is '
+            'the importance weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude '
             "tokens",
         )
     excludes_tokens = {
@@ -167,6 +167,6 @@ def _check_evaluations(config: "LearnerConfig") -> None:
     )
     require(
         not evaluation.pin_policy or not config.weight_sync.overlap_with_training,
-        "evaluation.pin_policy = true with weight_sync.overlap_with_training = true: a weight sync that overlaps the next step cannot wait until "
-        "an evaluation of the old version is complete; set one of them to false",
+        "evaluation.pin_policy = true with weight_sync.overlap_with_training = true: a weight sync that overlaps the "
+        "next step cannot wait until an evaluation of the old version is complete; set one of them to false",
     )

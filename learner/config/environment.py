@@ -3,7 +3,7 @@
 import sys
 
 from learner.config.section import AtLeastOne, PositiveFinite, Section, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 
 
 class EnvironmentConfig(Section):

@@ -7,7 +7,7 @@ import msgspec
 import tyro
 
 from learner.config.section import AtLeastOne, NotNegative, PositiveFinite, Section, require
-from protocol.config import PASSED_ON, MayChange
+from protocol.config_keys import PASSED_ON, MayChange
 
 SOURCES = ("task", "path", "dataset")
 SET_NAME = re.compile(r"(?!function$|pass_at_)[a-z0-9][a-z0-9_]*")

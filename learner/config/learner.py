@@ -18,7 +18,8 @@ from learner.config.section import AtLeastOne, NotNegative, Positive, Section, r
 from learner.config.servers import ParityConfig, WeightSyncConfig
 from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
-from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MayChange, SharedConfig
+from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, SharedConfig
+from protocol.config_keys import MayChange
 from protocol.cores import Cores
 from protocol.endpoint import join_address, split_endpoint
 from protocol.errors import ConfigError
@@ -200,7 +201,7 @@ class LearnerRun(SharedConfig):
         """Return the run with its idle keys at their defaults."""
         return msgspec.structs.replace(self, learner=self.learner.in_effect())
 
-    def note_on_idle_keys(self) -> str | None:
+    def idle_keys_note(self) -> str | None:
         """Return one line about the idle keys, or None if there are none."""
         idle = [
             f"learner.{key} = {value_at(self.learner, key)!r} (needs {need})"

@@ -5,7 +5,7 @@ import re
 from typing import Literal
 
 from learner.config.section import AtLeastOne, Positive, Section, any_of, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 
 ReferenceKind = Literal["none", "fixed", "every", "ema", "adaptive", "mixture"]
 

@@ -6,7 +6,7 @@ import msgspec
 import tyro
 
 from learner.config.section import AtLeastOne, Fraction, Section, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 
 MIN_WEIGHT = 0.01
 
@@ -143,6 +143,6 @@ class DataConfig(Section):
         )
         require(
             self.overlong_prompts == "error" or self.max_prompt_tokens is not None,
-            f'overlong_prompts = "{self.overlong_prompts}" needs max_prompt_tokens, because the choice of prompts must not depend on '
-            "the server; set max_prompt_tokens",
+            f'overlong_prompts = "{self.overlong_prompts}" needs max_prompt_tokens, because the choice of prompts must '
+            "not depend on the server; set max_prompt_tokens",
         )

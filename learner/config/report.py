@@ -3,7 +3,7 @@
 from typing import Literal
 
 from learner.config.section import NotNegative, Section, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 
 
 class ReportConfig(Section):

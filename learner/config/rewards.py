@@ -5,7 +5,7 @@ import sys
 from typing import Literal
 
 from learner.config.section import AtLeastOne, Fraction, NotNegativeFinite, PositiveFinite, Section, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 
 OVERLONG = "overlong"
 """Name of the overlong penalty (overlong.py) among the names of the functions."""
@@ -24,7 +24,8 @@ Reference answer, if there is one:
 Answer to rate:
 {completion}
 
-Say in a few sentences what is right and wrong about it. End with a line that holds nothing but a number from 0 (useless) to 10 (perfect)."""
+Say in a few sentences what is right and wrong about it. End with a line that holds nothing but a number \
+from 0 (useless) to 10 (perfect)."""
 
 
 class JudgeConfig(Section):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from learner.config.section import AtLeastOne, Positive, Section, any_of, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 
 PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 

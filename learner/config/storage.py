@@ -1,7 +1,7 @@
 """Config of checkpoints: when they are written, what they contain, and which ones stay."""
 
 from learner.config.section import AtLeastOne, NotNegative, Positive, Section, require
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 
 TRAINING_REWARD, EVALUATION = "training_reward", "evaluation"
 

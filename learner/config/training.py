@@ -3,7 +3,7 @@
 from typing import Literal
 
 from learner.config.section import AtLeastOne, Fraction, NotNegative, Positive, Section
-from protocol.config import MayChange
+from protocol.config_keys import MayChange
 
 
 class WarmStartConfig(Section):

@@ -68,7 +68,7 @@ def check(run: LearnerRun, *, with_trial: bool = False) -> Iterator[Finding]:
 
 def preview(run: LearnerRun) -> Iterator[Finding]:
     """Yield the findings of all checks that change nothing."""
-    note = run.note_on_idle_keys()
+    note = run.idle_keys_note()
     yield ok("config", note or "no conflicting and no unused keys")
     try:
         refuse_absent(run.learner.report.trackers)
@@ -84,20 +84,20 @@ def preview(run: LearnerRun) -> Iterator[Finding]:
     except SlipstreamError as error:
         yield problem_of("prompts", error, "correct learner.data")
     else:
-        yield from of_prompts(run_inputs)
+        yield from prompt_findings(run_inputs)
         if run.learner.environment.is_used:
             yield unknown("rewards", f"not checked: {run.learner.environment.named} rewards only episodes of a policy")
         else:
-            yield from of_rewards(
+            yield from reward_findings(
                 run_inputs, [prompts.prompt_at(place) for place in range(min(NUM_RATED, len(prompts)))]
             )
         yield workload(run, len(prompts))
     if run.learner.evaluation.every_steps:
-        yield from of_evaluation(run_inputs)
+        yield from evaluation_findings(run_inputs)
     yield from examine(run)
 
 
-def of_prompts(run_inputs: RunInputs) -> Iterator[Finding]:
+def prompt_findings(run_inputs: RunInputs) -> Iterator[Finding]:
     """Yield the first rows with all special tokens, and a problem if any is too long."""
     prompts, run, tokenizer = run_inputs.prompts, run_inputs.run, run_inputs.tokenizer
     row, length = prompts.longest()
@@ -118,7 +118,7 @@ def of_prompts(run_inputs: RunInputs) -> Iterator[Finding]:
         )
 
 
-def of_rewards(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def reward_findings(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Yield each function's mean reward for right answers, if any, and for noise."""
     config = run_inputs.run.learner.reward
     try:
@@ -167,22 +167,22 @@ def workload(run: LearnerRun, num_prompts: int) -> Finding:
     )
 
 
-def of_evaluation(run_inputs: RunInputs) -> Iterator[Finding]:
+def evaluation_findings(run_inputs: RunInputs) -> Iterator[Finding]:
     """Yield the prompts of each evaluation set and how often the run samples them."""
     try:
         sets = sets_of(run_inputs)
     except SlipstreamError as error:
         yield problem_of("evaluation", error, "correct learner.evaluation")
         return
-    for questions in sets:
-        config = questions.config
+    for eval_set in sets:
+        config = eval_set.config
         times = math.ceil(run_inputs.run.learner.steps / config.every_steps) + config.at_start
         each = "greedy" if config.temperature == 0 else f"{config.num_samples:,} samples each"
-        of_set = f"{questions.set_name}: " if questions.set_name else ""
+        of_set = f"{eval_set.set_name}: " if eval_set.set_name else ""
         yield ok(
             "evaluation",
-            f"{of_set}{len(questions.prompts):,} prompts of {questions.name}, {each}, evaluated {times:,} times at "
-            f"{questions.url}",
+            f"{of_set}{len(eval_set.prompts):,} prompts of {eval_set.name}, {each}, evaluated {times:,} times at "
+            f"{eval_set.url}",
         )
 
 

@@ -1,6 +1,6 @@
 """`slipstream doctor`: checks from the learner's side that a run can start. Each problem has a remedy.
 
-    each server: names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport
+    each server: names ─▶ port ─▶ keys ─▶ Probe, ServerInfo ─▶ versions, model, clock, transport
         ─▶ evaluation, memory, disk ─▶ each server that answered: Trial ─▶ bandwidth
 
 The doctor also works with a server that serves a run, and changes nothing.
@@ -28,11 +28,11 @@ from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
 from protocol.doctor import (
     Finding,
+    disk_finding,
+    dtype_finding,
     free_memory_bytes,
     in_one_line,
-    of_disk,
-    of_dtype,
-    of_memory,
+    memory_finding,
     ok,
     package_version,
     problem,
@@ -40,9 +40,9 @@ from protocol.doctor import (
     unknown,
 )
 from protocol.errors import ConfigError, HandshakeRefused, PushError
-from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Transport, Trial, TrialEnded, Vitals
+from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, ServerInfo, Transport, Trial, TrialResult
 from protocol.model_files import fingerprint, local_model, weight_bytes
-from protocol.transports.group import Meeting, address_towards
+from protocol.transports.group import RendezvousHost, address_towards
 from protocol.transports.nccl import ranks_may_share_a_gpu, why_not_installed
 from protocol.transports.transport import choose_transport, offered_transports, own_device_name, why_over_cpus
 from protocol.transports.trial import MAX_TRIAL_S, send_trial
@@ -52,8 +52,8 @@ EVALUATION_TIMEOUT_S = 3.0
 TRIAL_BYTES = 64 << 20
 MIB = 1 << 20
 REMEDY = (
-    "lower learner.micro_batch_tokens, set learner.gradient_checkpointing or learner.lora.rank, or shard the policy over "
-    "several ranks"
+    "lower learner.micro_batch_tokens, set learner.gradient_checkpointing or learner.lora.rank, or shard the policy "
+    "over several ranks"
 )
 
 
@@ -72,7 +72,7 @@ def examine(run: LearnerRun) -> Iterator[Finding]:
             yield from _until("transport", runner, server, findings)
         if run.learner.evaluation.every_steps:
             yield runner.run(evaluation(run.evaluation_url))
-        yield of_dtype(run.dtype)
+        yield dtype_finding(run.dtype)
         yield from resources(run)
         for server, findings in examined:  # a trial takes seconds
             yield from _until("bandwidth", runner, server, findings)
@@ -114,7 +114,7 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
         return
     with closing(LearnerChannel(endpoint, keys, insecure=run.insecure)) as channel:
         try:
-            vitals, offset_s, slack_s = await ask(channel, keys)
+            server_info, offset_s, slack_s = await ask(channel, keys)
         except HandshakeRefused as error:
             yield problem_of("keys", error, "use the same keys on both sides")
             return
@@ -123,11 +123,12 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
             return
         yield ok("keys", f"{endpoint} accepts this learner's key" if keys else "none on either side")
         for finding in (
-            versions(vitals), tenancy(vitals.run), model(vitals.model, run.model), dtype(run, vitals.dtype),
+            versions(server_info), tenancy(server_info.run), model(server_info.model, run.model),
+            dtype(run, server_info.dtype),
             clock(offset_s, slack_s),
         ):  # fmt: skip
             yield finding
-        found = transport(run, vitals)
+        found = transport(run, server_info)
         yield found
         if found.verdict != "problem":
             yield await bandwidth(run, channel)
@@ -151,8 +152,8 @@ def tenancy(served: str | None) -> Finding:
     return ok("tenancy", f"the server serves run {served}; another run waits until it ends (learner.connect_timeout_s)")
 
 
-def versions(vitals: Vitals) -> Finding:
-    theirs, ours = (vitals.protocol_version, vitals.package_version), (PROTOCOL_VERSION, package_version())
+def versions(server_info: ServerInfo) -> Finding:
+    theirs, ours = (server_info.protocol_version, server_info.package_version), (PROTOCOL_VERSION, package_version())
     text = f"slipstream-rl {theirs[1]} (protocol {theirs[0]}) at the server, {ours[1]} (protocol {ours[0]}) here"
     return (
         ok("versions", text) if theirs == ours else problem("versions", text, "install the same version on both sides")
@@ -200,7 +201,7 @@ def clock(offset_s: float, slack_s: float) -> Finding:
     return ok("clock", f"{text}, to within {slack_s:.1g} s")
 
 
-def transport(run: LearnerRun, vitals: Vitals) -> Finding:
+def transport(run: LearnerRun, server_info: ServerInfo) -> Finding:
     """Report the transport that a weight sync would choose."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     offered = offered_transports()
@@ -208,21 +209,24 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
         chosen = choose_transport(
             run.learner.weight_sync.transport,
             own_device_name(device),
-            vitals.devices,
+            server_info.devices,
             learner_transports=offered,
-            server_transports=vitals.transports,
+            server_transports=server_info.transports,
             ranks_may_share_a_gpu="nccl" in offered and ranks_may_share_a_gpu(),
         )
     except (ConfigError, PushError) as error:
         return problem_of("transport", error, 'set learner.weight_sync.transport = "gloo"')
     detour = why_over_cpus(
-        own_device_name(device), vitals.devices, learner_transports=offered, server_transports=vitals.transports
+        own_device_name(device),
+        server_info.devices,
+        learner_transports=offered,
+        server_transports=server_info.transports,
     )
     if chosen == "gloo" and run.learner.weight_sync.transport == "auto" and detour is not None:
         remedy = why_not_installed() or "run `slipstream doctor --server` on the server's machine"
         text = f"weights are sent with gloo, over the CPUs: {detour}"
         return problem("transport", text, f'{remedy}, or accept it: learner.weight_sync.transport = "gloo"')
-    return ok("transport", f"weights are sent with {chosen} to {len(vitals.devices)} worker(s)")
+    return ok("transport", f"weights are sent with {chosen} to {len(server_info.devices)} worker(s)")
 
 
 async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
@@ -241,21 +245,21 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
             "(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls"
         )
     try:
-        meeting = Meeting(own_host, timeout_s, ports=push.port_range(), advertise=push.advertise)
+        rendezvous_host = RendezvousHost(own_host, timeout_s, ports=push.port_range(), advertise=push.advertise)
     except PushError as error:
         return problem_of(
             "bandwidth", error, "stop the run that uses the ports, or add ports to learner.weight_sync.ports"
         )
-    with closing(meeting):
-        trial = Trial(trial_id=uuid.uuid4().hex, rendezvous=meeting.rendezvous(1, by), num_bytes=TRIAL_BYTES)
+    with closing(rendezvous_host):
+        trial = Trial(trial_id=uuid.uuid4().hex, rendezvous=rendezvous_host.rendezvous(1, by), num_bytes=TRIAL_BYTES)
         await channel.send(trial, ANSWER_TIMEOUT_S)
-        sending = asyncio.create_task(asyncio.to_thread(send_trial, meeting, trial))
+        sending = asyncio.create_task(asyncio.to_thread(send_trial, rendezvous_host, trial))
         try:
-            ended = await answer(channel, TrialEnded, 3 * timeout_s)
+            ended = await answer(channel, TrialResult, 3 * timeout_s)
         except NotReached as reason:
             return problem("bandwidth", f"the test transfer did not finish: {reason.finding.text}", remedy)
         finally:
-            meeting.call_off(trial.trial_id, "the doctor's test transfer is over")
+            rendezvous_host.cancel(trial.trial_id, "the doctor's test transfer is over")
             with suppress(PushError):  # the server has reported the error
                 (await sending).close()
     if ended.error is not None:
@@ -272,7 +276,10 @@ def fast_enough(rate: float, num_bytes: int | None, push: WeightSyncConfig) -> F
     bucket = push.bucket_mib * MIB if num_bytes is None else min(push.bucket_mib * MIB, num_bytes)
     text = f"{rate / MIB:,.0f} MiB/s to the server over TCP"
     if bucket / rate > push.timeout_s:
-        remedy = f"lower learner.weight_sync.bucket_mib ({push.bucket_mib}) or raise learner.weight_sync.timeout_s ({push.timeout_s:g})"
+        remedy = (
+            f"lower learner.weight_sync.bucket_mib ({push.bucket_mib}) or raise learner.weight_sync.timeout_s "
+            f"({push.timeout_s:g})"
+        )
         return problem("bandwidth", f"{text}, too slow to send a bucket before a weight sync times out", remedy)
     return ok("bandwidth", text)
 
@@ -301,13 +308,13 @@ def resources(run: LearnerRun) -> Iterator[Finding]:
     yield from _memory(memory)
     checkpoints = run.learner.checkpoint
     num_kept = max(checkpoints.keep_last, 1) + 1  # plus the one that is being written
-    yield of_disk(Path(run.run_dir), f"run_dir with {num_kept} checkpoints", num_kept * memory.host["checkpoint"])
+    yield disk_finding(Path(run.run_dir), f"run_dir with {num_kept} checkpoints", num_kept * memory.host["checkpoint"])
 
 
 def _memory(memory: Memory) -> Iterator[Finding]:
     device, host = sum(memory.device.values()), sum(memory.host.values())
     if torch.cuda.is_available():
-        yield of_memory("the learner's GPU", device, torch.cuda.mem_get_info()[0], REMEDY)
-        yield of_memory("the learner's host", host, free_memory_bytes(), REMEDY)
+        yield memory_finding("the learner's GPU", device, torch.cuda.mem_get_info()[0], REMEDY)
+        yield memory_finding("the learner's host", host, free_memory_bytes(), REMEDY)
     else:
-        yield of_memory("the learner", device + host, free_memory_bytes(), REMEDY)
+        yield memory_finding("the learner", device + host, free_memory_bytes(), REMEDY)

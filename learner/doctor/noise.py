@@ -1,6 +1,6 @@
 """Noise floor: how far server and learner differ on the same tokens and weights, and the effect on a run.
 
-    self_test.py: logprobs of both sides ─▶ ComparedTokens ─▶ floor, bounds ─▶ Measured ─▶ table, problems
+    self_test.py: logprobs of both sides ─▶ ComparedTokens ─▶ floor, bounds ─▶ NoiseMeasurement ─▶ table, problems
 
 Pure. Invariant: every problem states the measurement, the expectation and the remedy. Causes precede effects.
 
@@ -152,7 +152,7 @@ def noise(tokens: ComparedTokens, level: Level) -> float:
     return float(np.abs(np.expm1(log_ratio_C if level == "sequence" else log_ratio_C / length_C)).mean())
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class NoiseMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """Results of the self-test, and the settings of the run to compare them with."""
 
     dtype: str
@@ -181,7 +181,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return tokens.abs_logprob_mean <= self.parity_bound
 
 
-def problems(measured: Measured) -> list[str]:
+def problems(measured: NoiseMeasurement) -> list[str]:
     """Return the problems.
 
     The list is empty if both sides agree and nothing in the run acts on the remaining noise.
@@ -208,7 +208,7 @@ def problems(measured: Measured) -> list[str]:
     return found
 
 
-def _disagreements(measured: Measured) -> list[str]:
+def _disagreements(measured: NoiseMeasurement) -> list[str]:
     disagreeing = measured.disagreeing
     if not disagreeing:
         return []
@@ -227,7 +227,10 @@ def _disagreements(measured: Measured) -> list[str]:
         f"{measured.parity_bound:.2g} for {measured.dtype} (learner.parity.max_mean_abs_logprob)"
     )
     if "fresh" in measured.columns.keys() - disagreeing.keys():
-        advice = "only a sync of equal weights lies between, so the engine kept stale state: change server.kv_cache_on_weight_sync"
+        advice = (
+            "only a sync of equal weights lies between, so the engine kept stale state: change "
+            "server.kv_cache_on_weight_sync"
+        )
     else:
         advice = (
             "the fixed sequences agreed at the start, so the cause is in sampling: check temperature, top_p, top_k "
@@ -236,7 +239,7 @@ def _disagreements(measured: Measured) -> list[str]:
     return [f"{problem}; {advice}"]
 
 
-def as_text(measured: Measured) -> str:
+def as_text(measured: NoiseMeasurement) -> str:
     """Format the table, and the margin of each bound over the noise."""
     columns = measured.columns
     low, high = TRUSTED_RATIO

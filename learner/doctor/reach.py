@@ -16,14 +16,14 @@ from protocol.channel.sockets import LearnerChannel
 from protocol.doctor import Finding, in_one_line, ok, package_version, problem
 from protocol.endpoint import join_address, split_endpoint
 from protocol.errors import DeadlineExceeded, ProtocolError
-from protocol.messages import Message, Probe, Pulse, Refused, TrialEnded, Vitals
+from protocol.messages import Message, Probe, Pulse, Refused, ServerInfo, TrialResult
 
 CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 6.0
 """Twice the server's own timeout, so that the handshake is retried."""
 ANSWER_TIMEOUT_S = 10.0
 HANDSHAKE_CHECK_S = 0.25
-M = TypeVar("M", Vitals, TrialEnded)
+M = TypeVar("M", ServerInfo, TrialResult)
 
 
 class NotReached(Exception):
@@ -77,8 +77,8 @@ def port(endpoint: str) -> Finding:
     return ok("port", f"{where} accepts connections")
 
 
-async def ask(channel: LearnerChannel, keys: LearnerKeys | None) -> tuple[Vitals, float, float]:
-    """Return the server's vitals, its clock's lead over ours, and the lead's error.
+async def ask(channel: LearnerChannel, keys: LearnerKeys | None) -> tuple[ServerInfo, float, float]:
+    """Return the server's info, its clock's lead over ours, and the lead's error.
 
     Raises:
         HandshakeRefused: If the keys do not match.
@@ -86,9 +86,9 @@ async def ask(channel: LearnerChannel, keys: LearnerKeys | None) -> tuple[Vitals
     """
     await _send_first(channel, Probe(probe_id=uuid.uuid4().hex), keys)
     sent_s = time.time()
-    vitals = await answer(channel, Vitals, ANSWER_TIMEOUT_S)
+    server_info = await answer(channel, ServerInfo, ANSWER_TIMEOUT_S)
     slack_s = (time.time() - sent_s) / 2
-    return vitals, vitals.clock_s - (sent_s + slack_s), slack_s
+    return server_info, server_info.clock_s - (sent_s + slack_s), slack_s
 
 
 async def _send_first(channel: LearnerChannel, message: Message, keys: LearnerKeys | None) -> None:

@@ -33,7 +33,7 @@ from learner.config import (
     ReportConfig,
 )
 from learner.controller import Controller
-from learner.doctor.noise import ComparedTokens, Measured, bounds, floor
+from learner.doctor.noise import ComparedTokens, NoiseMeasurement, bounds, floor
 from learner.forward.logprobs import token_logprobs
 from learner.interrupt import Interrupt
 from learner.rollouts.rollout_group import RolloutGroup
@@ -53,7 +53,7 @@ SETTLE_S = 0.1
 """Time for new groups to start, so that they are in flight during the next sync."""
 
 
-def self_test(run: LearnerRun) -> Measured:
+def self_test(run: LearnerRun) -> NoiseMeasurement:
     """Measure the noise against a running server.
 
     Raises:
@@ -68,7 +68,7 @@ def self_test(run: LearnerRun) -> Measured:
         dtype = coarser(
             run.dtype, *(one.link.welcome.dtype for one in controller.fleet.connected() if one.link.welcome)
         )
-        measured = Measured(
+        measured = NoiseMeasurement(
             dtype=dtype,
             objective=config.loss.objective,
             temperature=config.sampling.temperature,
@@ -150,7 +150,7 @@ def sample_across_pushes(controller: Controller) -> list[list[RolloutGroup]]:
     for version in range(NUM_BATCHES):
         if version:
             time.sleep(SETTLE_S)
-            controller.pusher.push(version)
+            controller.weight_sync.push(version)
             controller.publish(version)
         groups = controller.next_batch(version, interrupt)
         assert groups is not None

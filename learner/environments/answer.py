@@ -58,7 +58,7 @@ NO_FORMATS = ("auto", "default")
 """Names in `renderers` that query the hub by the model's name, or that parse nothing."""
 
 
-class Unreadable(Exception):
+class UnreadableAnswer(Exception):
     """A tool call that cannot be parsed. The error message gives the reason."""
 
 
@@ -68,7 +68,7 @@ def read_answer(template: ChatTemplate, prompt: list[int], token_ids: list[int])
     `prompt`: all tokens before the turn, because some templates start the turn there.
 
     Raises:
-        Unreadable: If the turn cannot be parsed.
+        UnreadableAnswer: If the turn cannot be parsed.
     """
     try:
         if template.renderer is not None:
@@ -77,7 +77,7 @@ def read_answer(template: ChatTemplate, prompt: list[int], token_ids: list[int])
             message = _read_by_transformers(template, prompt, token_ids)
         return storable(message)
     except Exception as error:  # the policy wrote this, and no parser foresees all it may write
-        raise Unreadable(f"{type(error).__name__}: {error}") from error
+        raise UnreadableAnswer(f"{type(error).__name__}: {error}") from error
 
 
 def _read_by_transformers(template: ChatTemplate, prompt: list[int], token_ids: list[int]) -> Message:
@@ -95,22 +95,22 @@ def _read_by_transformers(template: ChatTemplate, prompt: list[int], token_ids: 
 
 
 def calls_of(message: Message) -> list[Call]:
-    """Return the tool calls of a message. Raises Unreadable if one is malformed."""
+    """Return the tool calls of a message. Raises UnreadableAnswer if one is malformed."""
     return [_call(each.get("function") if isinstance(each, dict) else each) for each in message.get("tool_calls") or ()]
 
 
 def _call(function: Any) -> Call:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise Unreadable(f"the call {function!r} is not an object with name and arguments")
+        raise UnreadableAnswer(f"the call {function!r} is not an object with name and arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = storable(json.loads(arguments))
         except (ValueError, RecursionError, OverflowError) as error:
-            raise Unreadable(f"the arguments of {name} are not JSON: {error}") from error
+            raise UnreadableAnswer(f"the arguments of {name} are not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise Unreadable(f"the arguments of {name} are {arguments!r}; expected an object")
+        raise UnreadableAnswer(f"the arguments of {name} are {arguments!r}; expected an object")
     return Call(name, arguments)
 
 
@@ -148,7 +148,8 @@ def renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Any:
 
 
 def read_by_renderer(
-    tokenizer: "PreTrainedTokenizerBase", name: str, prompt: list[int], token_ids: list[int], tools: list[dict[str, Any]]
+    tokenizer: "PreTrainedTokenizerBase", name: str, prompt: list[int], token_ids: list[int],
+    tools: list[dict[str, Any]]
 ) -> Message:  # fmt: skip
     """Parse a turn with the package `renderers`.
 
@@ -253,7 +254,7 @@ def _written(template: ChatTemplate, call: Call) -> tuple[list[int], list[int]]:
 def _problem(template: ChatTemplate, prompt: list[int], turn: list[int], call: Call) -> str | None:
     try:
         read = calls_of(read_answer(template, prompt, turn))
-    except Unreadable as error:
+    except UnreadableAnswer as error:
         return f"it cannot be parsed ({error})"
     if [one.name for one in read] == [call.name]:
         return None

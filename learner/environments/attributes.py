@@ -1,6 +1,6 @@
 """Copy environments' final attributes for reward functions: TRL's `environments`.
 
-    instance ─▶ attributes_of (in its process) ─▶ Episode ─▶ ledger ─▶ Remembered (in the reward process)
+    instance ─▶ attributes_of (in its process) ─▶ Episode ─▶ ledger ─▶ AttributeView (in the reward process)
 
 `host.py` and `rewards/call.py` use this module, which imports nothing of the learner.
 Invariant: an episode keeps only plain data, at most MAX_BYTES, which nobody can change.
@@ -17,7 +17,7 @@ MAX_DEPTH = 32
 """Maximum nesting of lists and dicts. Deeper values are hardly data."""
 
 
-class Remembered:
+class AttributeView:
     """Read-only copy of an environment instance, outside the instance's process."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:

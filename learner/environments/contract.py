@@ -70,8 +70,8 @@ def method_of_turns(factory: type) -> str:
     if len(names) != 1:
         raise NotLoaded(
             f"the class has {len(names)} public methods besides reset and get_reward ({', '.join(names) or 'none'}); "
-            "expected one, which gets the text of each turn, because the prompts are plain texts. Prefix the names of the "
-            "other methods with _, or use prompts that are conversations, in which methods are tools"
+            "expected one, which gets the text of each turn, because the prompts are plain texts. Prefix the names of "
+            "the other methods with _, or use prompts that are conversations, in which methods are tools"
         )
     return names[0]
 
@@ -89,7 +89,8 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
         from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
     except ImportError as error:
         raise NotLoaded(
-            f"transformers, which describes tools to the policy, is missing in {sys.executable} ({error}); install it there"
+            f"transformers, which describes tools to the policy, is missing in {sys.executable} ({error}); install it "
+            "there"
         ) from error
 
     schemas = []
@@ -98,7 +99,7 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
             schemas.append(get_json_schema(tool))
         except (DocstringParsingException, TypeHintParsingException) as error:
             raise NotLoaded(
-                f"the tool {name} cannot be described to the policy: {error} Expected type hints for all arguments and a "
-                "docstring in Google style that describes the tool, and each argument under Args"
+                f"the tool {name} cannot be described to the policy: {error} Expected type hints for all arguments and "
+                "a docstring in Google style that describes the tool, and each argument under Args"
             ) from error
     return schemas

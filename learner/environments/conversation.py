@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from learner.environments.answer import Unreadable, calls_of, read_answer
+from learner.environments.answer import UnreadableAnswer, calls_of, read_answer
 from learner.environments.host import Call, StepResult, Turn
 from learner.prompts.chat_template import ChatTemplate, Message, num_shared
 from learner.prompts.reasoning import OPENS_REASONING
@@ -33,7 +33,7 @@ class TextConversation:
         self._template = template
 
     def begin(self, result: StepResult) -> NextPrompt:
-        return self.hear([result])
+        return self.add_results([result])
 
     @property
     def messages(self) -> list[Message]:
@@ -42,11 +42,11 @@ class TextConversation:
     def cut_off(self, token_ids: list[int]) -> None:
         """Ignore a turn that was cut off. The environment does not see it."""
 
-    def orders(self, prompt: list[int], token_ids: list[int]) -> Sequence[Turn]:
+    def commands_of(self, prompt: list[int], token_ids: list[int]) -> Sequence[Turn]:
         """Return the turn as a command. `prompt`: all tokens before the turn."""
         return [Turn(self._template.spoken(token_ids))]
 
-    def hear(self, results: list[StepResult]) -> NextPrompt:
+    def add_results(self, results: list[StepResult]) -> NextPrompt:
         text = "".join(one.text for one in results)
         return NextPrompt(self._template.tokenizer.encode(text, add_special_tokens=False) if text else [])
 
@@ -73,19 +73,19 @@ class ChatConversation:
         self._messages[-1] = last | {"content": _joined(last["content"], result.text)}
         return NextPrompt(self._template.prompt_ids(self._messages), begins_branch=True)
 
-    def orders(self, prompt: list[int], token_ids: list[int]) -> list[Call]:
+    def commands_of(self, prompt: list[int], token_ids: list[int]) -> list[Call]:
         """Return the tool calls of a turn, or none if it is the last turn.
 
         `prompt`: all tokens before the turn.
 
         Raises:
-            Unreadable: If the turn cannot be parsed.
+            UnreadableAnswer: If the turn cannot be parsed.
         """
         try:
             message = read_answer(self._template, prompt, token_ids)
             self._calls, self._recorded = calls_of(message), [*prompt, *token_ids]
             self._name_calls(message)
-        except Unreadable:
+        except UnreadableAnswer:
             self.cut_off(token_ids)
             raise
         self._say(message)
@@ -119,7 +119,7 @@ class ChatConversation:
         """Record the last turn as text, without parsing it."""
         self._say({"role": "assistant", "content": self._template.spoken(token_ids)})
 
-    def hear(self, results: list[StepResult]) -> NextPrompt:
+    def add_results(self, results: list[StepResult]) -> NextPrompt:
         """Return the tokens of the tools' answers, which are in the order of the calls.
 
         The last calls have no answer if the environment was done before.

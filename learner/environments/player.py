@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerConfig
-from learner.environments.answer import Unreadable
+from learner.environments.answer import UnreadableAnswer
 from learner.environments.conversation import ChatConversation, NextPrompt, TextConversation
 from learner.environments.episode import REWARDED, EndState, Episode, EpisodeGroup, EpisodeStats, Recording
 from learner.environments.host import Call, Command, Rate, Reset, RewardResult, StepResult
@@ -85,8 +85,9 @@ class Player:
         if isinstance(prompt.prompt, str) != self._environments.takes_text:
             kinds = ("conversations", "a text") if isinstance(prompt.prompt, str) else ("texts", "a conversation")
             raise DataError(
-                f"the prompts are {kinds[0]}, but the prompt in row {prompt.prompt_id} is {kinds[1]}; expected prompts of one kind with "
-                f"{self._config.environment.named}, because texts go to one method and conversations have tools. Make them alike"
+                f"the prompts are {kinds[0]}, but the prompt in row {prompt.prompt_id} is {kinds[1]}; expected prompts "
+                f"of one kind with {self._config.environment.named}, because texts go to one method and conversations "
+                "have tools. Make them alike"
             )
         played = await asyncio.gather(
             *(
@@ -132,8 +133,8 @@ class Player:
                 conversation.cut_off(completion.token_ids.tolist())
                 return progress.end("length")
             try:
-                commands = conversation.orders(before, completion.token_ids.tolist())
-            except Unreadable as error:
+                commands = conversation.commands_of(before, completion.token_ids.tolist())
+            except UnreadableAnswer as error:
                 log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
                 return progress.end("parse_error")
             if not commands:
@@ -142,7 +143,7 @@ class Player:
             if answers is None:
                 return None
             try:
-                next_prompt, results = conversation.hear(answers), answers
+                next_prompt, results = conversation.add_results(answers), answers
             except DataError as error:  # for example two calls, if the template allows one per turn
                 log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
                 return progress.end("parse_error")

@@ -1,6 +1,6 @@
 """Evaluations during training: started after a step, run in a thread, reported with a later step.
 
-    after_step ─▶ (every_steps) ─▶ evaluate.py (thread) ─▶ evaluations.jsonl ─▶ take_metrics at a later step
+    after_step ─▶ (every_steps) ─▶ evaluate.py (thread) ─▶ evaluations.jsonl ─▶ pop_metrics at a later step
                                    PartialResults: each answer on disk ─▶ a resume requests only the others
                                    pin_policy: holds until all is answered ─▶ the next step starts
 
@@ -25,7 +25,7 @@ from learner.evaluation import results
 from learner.evaluation.episodes import open_players
 from learner.evaluation.eval_sets import digest_of, sets_of
 from learner.evaluation.evaluate import ask_and_rate_all
-from learner.evaluation.openai_client import Answered
+from learner.evaluation.openai_client import PromptAnswers
 from learner.evaluation.results import Evaluation, describe_versions, metrics_of, summarize
 from learner.rewards.workers import RewardWorkers
 from learner.run_inputs import RunInputs
@@ -95,7 +95,7 @@ class Evaluations:
     def resume(self, version: int) -> None:
         """Continue the evaluations of the previous process."""
         self._newest_step = version
-        results.take_back(self._path, version)
+        results.remove_later(self._path, version)
         if not self._sets:
             return
         recorded = [one for one in results.earlier(self._path) if one.step is not None]
@@ -105,7 +105,7 @@ class Evaluations:
         of_step: dict[int | None, set[str | None]] = {}
         for one in recorded:
             of_step.setdefault(one.step, set()).add(one.set_name)
-        wanted = {questions.set_name for questions in self._sets}
+        wanted = {eval_set.set_name for eval_set in self._sets}
         ended = {step for step, names in of_step.items() if step is not None and names >= wanted}
         self._ended_step = max(ended, default=-1)
         left = self._kept.left()
@@ -113,8 +113,8 @@ class Evaluations:
             return
         header, answers = left
         # Weights of a later step are gone, and the step will run again.
-        if header.asked == self._digest and header.step <= version and header.step not in ended:
-            total = sum(len(questions.prompts) for questions in self._sets)
+        if header.questions_digest == self._digest and header.step <= version and header.step not in ended:
+            total = sum(len(eval_set.prompts) for eval_set in self._sets)
             log.info(
                 "resuming the evaluation after step %d (%d of %d answers received)",
                 header.step,
@@ -154,7 +154,7 @@ class Evaluations:
         """Return the mean reward by step; None where it is not known yet. Thread-safe."""
         return dict(self._score_of)
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of an evaluation that has ended since the last call.
 
         The metrics of IN_EVERY_STEP are always included, for the newest evaluation.
@@ -182,7 +182,7 @@ class Evaluations:
         else:
             self._ask(step, {}, {})
 
-    def _ask(self, step: int, known: Mapping[int, Answered], recorded: Mapping[str | None, Evaluation]) -> None:
+    def _ask(self, step: int, known: Mapping[int, PromptAnswers], recorded: Mapping[str | None, Evaluation]) -> None:
         assert self._thread is not None
         self._concurrent_s.clear()
         self._score_of.setdefault(step, None)
@@ -213,15 +213,15 @@ class Evaluations:
         for one in made:
             if self._config.pin_policy and one.versions is not None and one.versions[0] != one.versions[1]:
                 log.warning(
-                    "learner.evaluation.pin_policy = true, but %s answered; check that no other learner syncs weights to "
-                    "the server at %s",
+                    "learner.evaluation.pin_policy = true, but %s answered; check that no other learner syncs weights "
+                    "to the server at %s",
                     describe_versions(one.versions, ""), one.url,
                 )  # fmt: skip
 
     def _record(self, running: "RunningEvaluation") -> list[Evaluation]:
         """Record the results. Raises SlipstreamError if the evaluation failed."""
         made = [msgspec.structs.replace(one, step=running.step) for one in running.result.result()]
-        return [running.recorded.get(one.set_name) or results.note(self._path, one) for one in made]
+        return [running.recorded.get(one.set_name) or results.record_evaluation(self._path, one) for one in made]
 
     def _judge(self, made: Evaluation) -> None:
         """Set or remove the score of a step in one operation.
@@ -269,7 +269,7 @@ class PartialHeader(msgspec.Struct, frozen=True):
     """First line of the file."""
 
     step: int
-    asked: str
+    questions_digest: str = msgspec.field(name="asked")
     """Digest of the questions."""
 
 
@@ -277,7 +277,7 @@ class PartialLine(msgspec.Struct, frozen=True):
     """Later line of the file: the answer to one prompt."""
 
     place: int
-    answered: Answered
+    answered: PromptAnswers
 
 
 class PartialResults:
@@ -292,11 +292,11 @@ class PartialResults:
         self.forget()
         self._append(header)
 
-    def add(self, place: int, answered: Answered) -> None:
+    def add(self, place: int, answered: PromptAnswers) -> None:
         """Append an answer. Raises DiskError."""
         self._append(PartialLine(place, answered))
 
-    def left(self) -> tuple[PartialHeader, dict[int, Answered]] | None:
+    def left(self) -> tuple[PartialHeader, dict[int, PromptAnswers]] | None:
         """Return the first line and the answers by prompt index that are in the file.
 
         None if there is no file or it cannot be read.

@@ -1,6 +1,6 @@
 """Play the episodes of an evaluation with the players used in training and a server's OpenAI API.
 
-    prompt ─▶ environment or agent ─▶ turn ─▶ POST URL/completions ─▶ … ─▶ EpisodeGroup ─▶ Answered ─▶ rated
+    prompt ─▶ environment or agent ─▶ turn ─▶ POST URL/completions ─▶ … ─▶ EpisodeGroup ─▶ PromptAnswers ─▶ rated
 
 Used between openai_client.py and the players of open_players.py.
 Invariant: every episode counts with its end state. As in training, an episode that reveals nothing about the
@@ -18,8 +18,15 @@ import numpy as np
 from learner.config import LearnerRun
 from learner.environments.episode import REWARDED, EpisodeGroup, num_sampled
 from learner.environments.player import TurnPrompt, TurnResult
-from learner.evaluation.eval_sets import Questions
-from learner.evaluation.openai_client import Answered, EvaluationError, OpenAIClient, Served, answer_of, request_of
+from learner.evaluation.eval_sets import EvalSet
+from learner.evaluation.openai_client import (
+    EvaluationError,
+    ListedModel,
+    OpenAIClient,
+    PromptAnswers,
+    answer_of,
+    request_of,
+)
 from learner.open_players import open_agents, open_player
 from learner.prompts.prompts import Prompt
 from learner.rewards.call import TrainerState
@@ -35,51 +42,51 @@ SILENT = "silent"
 """End state of an episode without tokens: no turn was requested, or none was answered."""
 
 
-def open_players(sets: Sequence[Questions], workers: RewardWorkers, loop: LoopThread, cleanup: ExitStack) -> None:
+def open_players(sets: Sequence[EvalSet], workers: RewardWorkers, loop: LoopThread, cleanup: ExitStack) -> None:
     """Open the player of each set, if the run has one. Raises ConfigError."""
-    for questions in sets:
-        run = as_evaluated(questions)
-        questions.player = open_player(
-            run, questions.source, cleanup, asks_attributes=bool(workers.with_environments)
-        ) or open_agents(run, questions.source, loop, cleanup)
+    for eval_set in sets:
+        run = as_evaluated(eval_set)
+        eval_set.player = open_player(
+            run, eval_set.source, cleanup, asks_attributes=bool(workers.with_environments)
+        ) or open_agents(run, eval_set.source, loop, cleanup)
 
 
-def as_evaluated(questions: Questions) -> LearnerRun:
+def as_evaluated(eval_set: EvalSet) -> LearnerRun:
     """Return the run with the sampling of the evaluation.
 
     The gateway gets any free port, because the gateway of the training occupies the configured one.
     """
-    learner = questions.run.learner
+    learner = eval_set.run.learner
     changed = msgspec.structs.replace(
         learner,
-        sampling=msgspec.structs.replace(learner.sampling, max_tokens=max_tokens_of(questions)),
+        sampling=msgspec.structs.replace(learner.sampling, max_tokens=max_tokens_of(eval_set)),
         environment=msgspec.structs.replace(learner.environment, gateway_port=0),
     )
-    return msgspec.structs.replace(questions.run, learner=changed)
+    return msgspec.structs.replace(eval_set.run, learner=changed)
 
 
-def max_tokens_of(questions: Questions) -> int:
+def max_tokens_of(eval_set: EvalSet) -> int:
     """Return the maximum number of tokens of a turn."""
-    return questions.config.max_tokens or questions.run.learner.sampling.max_tokens
+    return eval_set.config.max_tokens or eval_set.run.learner.sampling.max_tokens
 
 
-async def episodes_of(questions: Questions, client: OpenAIClient, served: Served, prompt: Prompt) -> Answered:
+async def episodes_of(eval_set: EvalSet, client: OpenAIClient, served: ListedModel, prompt: Prompt) -> PromptAnswers:
     """Play all episodes of one prompt. Raises EvaluationError."""
-    assert questions.player is not None
-    most = questions.run.learner.environment.max_episode_tokens or served.max_model_len
+    assert eval_set.player is not None
+    most = eval_set.run.learner.environment.max_episode_tokens or served.max_model_len
     if most is None:
         raise EvaluationError(
-            f"{questions.url}/models does not report the maximum sequence length (max_model_len, as vLLM does); set "
+            f"{eval_set.url}/models does not report the maximum sequence length (max_model_len, as vLLM does); set "
             "learner.environment.max_episode_tokens"
         )
-    turns = EpisodeTurns(questions, client, served, prompt)
-    num_samples = questions.config.num_samples
-    group = await questions.player.play(
+    turns = EpisodeTurns(eval_set, client, served, prompt)
+    num_samples = eval_set.config.num_samples
+    group = await eval_set.player.play(
         f"of prompt {prompt.prompt_id}", prompt, turns.ask, num_episodes=num_samples, max_tokens=most
     )
     if turns.failure is not None:
         raise turns.failure
-    return Answered(
+    return PromptAnswers(
         texts_K=[],
         token_ids_K=None,
         num_tokens=num_sampled(group),
@@ -92,8 +99,8 @@ async def episodes_of(questions: Questions, client: OpenAIClient, served: Served
 class EpisodeTurns:
     """EpisodeTurns in the episodes of one prompt, sampled by the server."""
 
-    def __init__(self, questions: Questions, client: OpenAIClient, served: Served, prompt: Prompt) -> None:
-        self._questions, self._client, self._served, self._prompt = questions, client, served, prompt
+    def __init__(self, eval_set: EvalSet, client: OpenAIClient, served: ListedModel, prompt: Prompt) -> None:
+        self._eval_set, self._client, self._served, self._prompt = eval_set, client, served, prompt
         self.versions: tuple[int, int] | None = None
         self.failure: EvaluationError | None = None
         """Reason why the evaluation cannot continue, raised after the episodes have ended."""
@@ -102,10 +109,10 @@ class EpisodeTurns:
         if self.failure is not None:
             return None
         try:
-            answer = await answer_of(self._questions, self._client, self._request(turn))
+            answer = await answer_of(self._eval_set, self._client, self._request(turn))
             if answer.token_ids_K is None:
                 raise EvaluationError(
-                    f"the server at {self._questions.url} does not return the token ids of its answers "
+                    f"the server at {self._eval_set.url} does not return the token ids of its answers "
                     "(return_token_ids), which episodes need; set learner.evaluation.url to a Slipstream or vLLM "
                     "server"
                 )
@@ -119,9 +126,9 @@ class EpisodeTurns:
         return self._sampled(token_ids, is_finished=is_finished) if token_ids else None
 
     def _request(self, turn: TurnPrompt) -> dict[str, Any]:
-        config, environment = self._questions.config, self._questions.run.learner.environment
+        config, environment = self._eval_set.config, self._eval_set.run.learner.environment
         prompt = msgspec.structs.replace(self._prompt, token_ids=turn.token_ids.tolist())
-        request = request_of(self._questions, self._served.name, prompt)
+        request = request_of(self._eval_set, self._served.name, prompt)
         episode = self._prompt.prompt_id * config.num_samples + turn.episode
         return request | {
             "n": 1,
@@ -138,17 +145,17 @@ class EpisodeTurns:
             versions=[(0, len(token_ids))],
             finish_reason="stop" if is_finished else "length",
         )
-        return TurnResult(Group(group_id="evaluated", entered_version=0, completions=[completion]), self._questions.url)
+        return TurnResult(Group(group_id="evaluated", entered_version=0, completions=[completion]), self._eval_set.url)
 
 
-async def rate_played(questions: Questions, workers: RewardWorkers, prompt: Prompt, played: bytes) -> GroupRewards:
+async def rate_played(eval_set: EvalSet, workers: RewardWorkers, prompt: Prompt, played: bytes) -> GroupRewards:
     """Rate all samples as in training."""
     episodes = unpack(played, EpisodeGroup).episodes
-    num_samples, names = questions.config.num_samples, questions.run.learner.reward.names
+    num_samples, names = eval_set.config.num_samples, eval_set.run.learner.reward.names
     if not any(episode.course.state in REWARDED for episode in episodes):
         nothing: list[float | None] = [None] * num_samples
         return GroupRewards(rewards=nothing, functions=[FunctionRewards(name=name, rewards=nothing) for name in names])
-    scorer = Scorer(questions.run.learner, questions.tokenizer, workers)
+    scorer = Scorer(eval_set.run.learner, eval_set.tokenizer, workers)
     rewards = await scorer.rate(prompt, episodes, TrainerState())
     return GroupRewards(
         rewards=filled(rewards.rewards, num_samples, None),
@@ -158,7 +165,7 @@ async def rate_played(questions: Questions, workers: RewardWorkers, prompt: Prom
     )
 
 
-def ends_of(answers: Sequence[Answered]) -> tuple[dict[str, int], float]:
+def ends_of(answers: Sequence[PromptAnswers]) -> tuple[dict[str, int], float]:
     """Return the number of episodes by end state, and the mean number of turns.
 
     All answers must be played.

@@ -1,6 +1,6 @@
 """The questions of an evaluation: the prompts of each set in [learner.evaluation], read only once.
 
-    [learner.evaluation] ─▶ prompts ─▶ Questions ─▶ evaluate.py
+    [learner.evaluation] ─▶ prompts ─▶ EvalSet ─▶ evaluate.py
 
 Invariant: two evaluations with equal digests used the same prompts and sampled in the same way.
 """
@@ -12,11 +12,11 @@ import xxhash
 
 from learner.config import DataConfig, EvaluationConfig, LearnerRun
 from learner.prompts.prompts import Prompts
-from learner.rollouts.turns import Plays
+from learner.rollouts.turns import EpisodePlayer
 from learner.run_inputs import RunInputs
 
 
-class Questions:
+class EvalSet:
     """Questions of one set. Raises DataError."""
 
     def __init__(self, run_inputs: RunInputs, set_name: str | None = None) -> None:
@@ -27,17 +27,17 @@ class Questions:
         self.name = self.source.name
         self.prompts = [self.source.prompt_at(place) for place in range(len(self.source))]
         self.digest = _digest(run, self.config, self.source)
-        self.player: Plays | None = None
+        self.player: EpisodePlayer | None = None
         """Player of the episodes. None: the set has only completions (episodes.py)."""
 
 
-def sets_of(run_inputs: RunInputs) -> list[Questions]:
+def sets_of(run_inputs: RunInputs) -> list[EvalSet]:
     """Return the sets of a run in evaluation order; the default set has no name."""
-    return [Questions(run_inputs, name) for name in run_inputs.run.learner.evaluation.set_names()]
+    return [EvalSet(run_inputs, name) for name in run_inputs.run.learner.evaluation.set_names()]
 
 
-def digest_of(sets: Sequence[Questions]) -> str:
-    return "+".join(questions.digest for questions in sets)
+def digest_of(sets: Sequence[EvalSet]) -> str:
+    return "+".join(eval_set.digest for eval_set in sets)
 
 
 def evaluated_data(config: EvaluationConfig, data: DataConfig) -> DataConfig:

@@ -1,6 +1,6 @@
 """Run one evaluation: rewards with confidence intervals, and the change from the previous evaluation.
 
-    Questions ─▶ openai_client.py, or episodes.py ─▶ rewards as in training, as answers arrive ─▶ Evaluation
+    EvalSet ─▶ openai_client.py, or episodes.py ─▶ rewards as in training, as answers arrive ─▶ Evaluation
 
 Called by `slipstream evaluate`, and during training by background.py. It uses the OpenAI API of a server, so
 training continues, and `vllm serve` with a checkpoint works too.
@@ -20,9 +20,18 @@ import numpy as np
 
 from learner.config import LearnerRun
 from learner.evaluation.episodes import ends_of, episodes_of, open_players, rate_played
-from learner.evaluation.eval_sets import Questions, sets_of
-from learner.evaluation.openai_client import Answered, ask_all, completions_of
-from learner.evaluation.results import FILE, Evaluation, estimate, is_binary, note, of_majority, pass_at, problem_means
+from learner.evaluation.eval_sets import EvalSet, sets_of
+from learner.evaluation.openai_client import PromptAnswers, ask_all, completions_of
+from learner.evaluation.results import (
+    FILE,
+    Evaluation,
+    estimate,
+    is_binary,
+    majority_values,
+    pass_at,
+    problem_means,
+    record_evaluation,
+)
 from learner.prompts.reasoning import texts_of
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from learner.run_inputs import RunInputs
@@ -46,14 +55,14 @@ def evaluate(run: LearnerRun) -> list[Evaluation]:
         open_players(sets, workers, loop, cleanup)
         work = ask_and_rate_all(sets, workers, {}, lambda place, answered: None)
         made = loop.submit(work).result()
-    return [note(Path(run.run_dir) / FILE, one) for one in made]
+    return [record_evaluation(Path(run.run_dir) / FILE, one) for one in made]
 
 
 async def ask_and_rate_all(
-    sets: Sequence[Questions],
+    sets: Sequence[EvalSet],
     workers: RewardWorkers,
-    known: Mapping[int, Answered],
-    when_answered: Callable[[int, Answered], None],
+    known: Mapping[int, PromptAnswers],
+    when_answered: Callable[[int, PromptAnswers], None],
     *,
     of_run: str | None = None,
 ) -> list[Evaluation]:
@@ -62,23 +71,25 @@ async def ask_and_rate_all(
     `of_run`: training run whose policy alone may answer. It also hides the progress bar.
     """
     made, first = [], 0
-    for questions in sets:
-        end = first + len(questions.prompts)
+    for eval_set in sets:
+        end = first + len(eval_set.prompts)
         of_set = {place - first: answered for place, answered in known.items() if first <= place < end}
-        made.append(await ask_and_rate(questions, workers, of_set, _counted_from(first, when_answered), of_run=of_run))
+        made.append(await ask_and_rate(eval_set, workers, of_set, _counted_from(first, when_answered), of_run=of_run))
         first = end
     return made
 
 
-def _counted_from(first: int, when_answered: Callable[[int, Answered], None]) -> Callable[[int, Answered], None]:
+def _counted_from(
+    first: int, when_answered: Callable[[int, PromptAnswers], None]
+) -> Callable[[int, PromptAnswers], None]:
     return lambda place, answered: when_answered(first + place, answered)
 
 
 async def ask_and_rate(
-    questions: Questions,
+    eval_set: EvalSet,
     workers: RewardWorkers,
-    known: Mapping[int, Answered],
-    when_answered: Callable[[int, Answered], None],
+    known: Mapping[int, PromptAnswers],
+    when_answered: Callable[[int, PromptAnswers], None],
     *,
     of_run: str | None = None,
 ) -> Evaluation:
@@ -93,40 +104,40 @@ async def ask_and_rate(
         RewardError: A reward function failed.
     """
     started = time.monotonic()
-    ratings = {place: _submit(questions, workers, place, answered) for place, answered in known.items()}
+    ratings = {place: _submit(eval_set, workers, place, answered) for place, answered in known.items()}
 
-    def take(place: int, answered: Answered) -> None:
+    def take(place: int, answered: PromptAnswers) -> None:
         when_answered(place, answered)
-        ratings[place] = _submit(questions, workers, place, answered)
+        ratings[place] = _submit(eval_set, workers, place, answered)
 
-    missing = [place for place in range(len(questions.prompts)) if place not in known]
-    answer_to = completions_of if questions.player is None else episodes_of
-    model, new = await ask_all(questions, missing, answer_to, take, of_run=of_run)
+    missing = [place for place in range(len(eval_set.prompts)) if place not in known]
+    answer_to = completions_of if eval_set.player is None else episodes_of
+    model, new = await ask_all(eval_set, missing, answer_to, take, of_run=of_run)
     answers = dict(known) | new
-    rewards = [await _rated(questions, ratings[place]) for place in range(len(questions.prompts))]
-    made = summed_up(questions, model, [answers[place] for place in range(len(answers))], rewards)
+    rewards = [await _rated(eval_set, ratings[place]) for place in range(len(eval_set.prompts))]
+    made = summarize_ratings(eval_set, model, [answers[place] for place in range(len(answers))], rewards)
     return msgspec.structs.replace(made, seconds=time.monotonic() - started)
 
 
-def _submit(questions: Questions, workers: RewardWorkers, place: int, answered: Answered) -> "Rating":
+def _submit(eval_set: EvalSet, workers: RewardWorkers, place: int, answered: PromptAnswers) -> "Rating":
     if answered.played is not None:
-        return asyncio.ensure_future(rate_played(questions, workers, questions.prompts[place], answered.played))
-    texts_K, ids_K = _texts(questions, answered), answered.token_ids_K
+        return asyncio.ensure_future(rate_played(eval_set, workers, eval_set.prompts[place], answered.played))
+    texts_K, ids_K = _texts(eval_set, answered), answered.token_ids_K
     if ids_K is None:
-        ids_K = [questions.tokenizer.encode(text, add_special_tokens=False) for text in texts_K]
-    return workers.submit(questions.prompts[place], texts_K, ids_K)
+        ids_K = [eval_set.tokenizer.encode(text, add_special_tokens=False) for text in texts_K]
+    return workers.submit(eval_set.prompts[place], texts_K, ids_K)
 
 
-def _texts(questions: Questions, answered: Answered) -> list[str]:
+def _texts(eval_set: EvalSet, answered: PromptAnswers) -> list[str]:
     """Return the texts, decoded as in training if the server returned tokens."""
     if answered.token_ids_K is None:
         return answered.texts_K
-    return texts_of(questions.tokenizer, answered.token_ids_K, questions.run.learner.reward.skip_special_tokens)
+    return texts_of(eval_set.tokenizer, answered.token_ids_K, eval_set.run.learner.reward.skip_special_tokens)
 
 
-async def _rated(questions: Questions, rating: "Rating") -> GroupRewards:
-    config = questions.run.learner.reward
-    limit_s = SCORING_S + config.unreachable_s + len(questions.prompts) * len(config.functions) * config.timeout_s
+async def _rated(eval_set: EvalSet, rating: "Rating") -> GroupRewards:
+    config = eval_set.run.learner.reward
+    limit_s = SCORING_S + config.unreachable_s + len(eval_set.prompts) * len(config.functions) * config.timeout_s
     try:
         async with asyncio.timeout(limit_s):
             group = await (asyncio.wrap_future(rating) if isinstance(rating, Future) else rating)
@@ -143,11 +154,11 @@ async def _rated(questions: Questions, rating: "Rating") -> GroupRewards:
     return group
 
 
-def summed_up(
-    questions: Questions, model: str, answers: Sequence[Answered], rewards: Sequence[GroupRewards]
+def summarize_ratings(
+    eval_set: EvalSet, model: str, answers: Sequence[PromptAnswers], rewards: Sequence[GroupRewards]
 ) -> Evaluation:
-    run, config = questions.run, questions.config
-    is_played = questions.player is not None
+    run, config = eval_set.run, eval_set.config
+    is_played = eval_set.player is not None
     ends, turns_mean = ends_of(answers) if is_played else ({}, None)
     values_PK = _table(group.rewards for group in rewards)
     by_name = {
@@ -156,13 +167,13 @@ def summed_up(
     }
     is_finished_PK = np.array([answered.is_finished_K for answered in answers])
     versions = [answered.versions for answered in answers if answered.versions is not None]
-    texts_PK = [_texts(questions, answered) for answered in answers]
+    texts_PK = [_texts(eval_set, answered) for answered in answers]
     return Evaluation(
         time=time.time(),
-        set_name=questions.set_name,
-        data=questions.name,
-        asked=questions.digest,
-        url=questions.url,
+        set_name=eval_set.set_name,
+        data=eval_set.name,
+        questions_digest=eval_set.digest,
+        url=eval_set.url,
         model=model,
         versions=(min(low for low, _ in versions), max(high for _, high in versions)) if versions else None,
         num_prompts=len(answers),
@@ -180,7 +191,7 @@ def summed_up(
             for name, table in by_name.items()
             if config.num_samples > 1 and is_binary(table) and not np.isnan(table).all()
         },
-        majority=estimate(of_majority(texts_PK, values_PK)[:, None])
+        majority=estimate(majority_values(texts_PK, values_PK)[:, None])
         if config.num_samples > 2 and not is_played
         else None,
         reward_finished=estimate(np.where(is_finished_PK, values_PK, np.nan)),

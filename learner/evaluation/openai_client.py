@@ -1,7 +1,7 @@
 """Client of an OpenAI-compatible server for evaluations: Slipstream's server or `vllm serve`.
 
-    prompts ─▶ POST URL/completions, max_concurrent at once ─▶ Answered: texts, tokens, ends, versions
-                  └▶ turn after turn of its episodes (episodes.py) ─▶ Answered: the played episodes
+    prompts ─▶ POST URL/completions, max_concurrent at once ─▶ PromptAnswers: texts, tokens, ends, versions
+                  └▶ turn after turn of its episodes (episodes.py) ─▶ PromptAnswers: the played episodes
 
 OpenAI servers accept four stop strings. If there are more, the server gets the first four. The answer is then
 cut here, where the run's own servers would have ended it.
@@ -25,10 +25,10 @@ import aiohttp
 import msgspec
 from tqdm import tqdm
 
-from learner.evaluation.eval_sets import Questions
+from learner.evaluation.eval_sets import EvalSet
 from learner.prompts.prompts import Prompt
 from protocol.answer_headers import END, NO_VERSION, RUN, START
-from protocol.console import PROGRESS_EVERY_S, counted, manner
+from protocol.console import PROGRESS_EVERY_S, counted, output_mode
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class EvaluationError(SlipstreamError):
     """Missing or unexpected answer of a server."""
 
 
-class Answered(msgspec.Struct, frozen=True):
+class PromptAnswers(msgspec.Struct, frozen=True):
     """Completions or episodes of one prompt."""
 
     texts_K: list[str]
@@ -61,13 +61,13 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 async def ask_all(
-    questions: Questions,
+    eval_set: EvalSet,
     places: Sequence[int],
     answer_to: "AnswerTo",
-    when_answered: Callable[[int, Answered], None],
+    when_answered: Callable[[int, PromptAnswers], None],
     *,
     of_run: str | None,
-) -> tuple[str, dict[int, Answered]]:
+) -> tuple[str, dict[int, PromptAnswers]]:
     """Request answers to these prompts; return the model's name and the answers.
 
     Args:
@@ -77,23 +77,23 @@ async def ask_all(
     Raises:
         EvaluationError: The server does not answer, or not as requested.
     """
-    config, prompts = questions.config, questions.prompts
+    config, prompts = eval_set.config, eval_set.prompts
     room = asyncio.Semaphore(config.max_concurrent)
-    answers: dict[int, Answered] = {}
-    async with open_client(questions.url, config.timeout_s, of_run=of_run) as client:
+    answers: dict[int, PromptAnswers] = {}
+    async with open_client(eval_set.url, config.timeout_s, of_run=of_run) as client:
         served = await client.model_served()
         bar = tqdm(
             total=len(places),
-            desc=f"evaluating {questions.set_name or ''}".strip(),
+            desc=f"evaluating {eval_set.set_name or ''}".strip(),
             unit="prompt",
             mininterval=PROGRESS_EVERY_S,
             leave=False,
-            disable=of_run is not None or not manner().has_bars,
+            disable=of_run is not None or not output_mode().has_bars,
         )
 
         async def ask(place: int) -> None:
             async with room:
-                answers[place] = await answer_to(questions, client, served, prompts[place])
+                answers[place] = await answer_to(eval_set, client, served, prompts[place])
             when_answered(place, answers[place])
             bar.update()
 
@@ -108,18 +108,20 @@ async def ask_all(
     return served.name, answers
 
 
-async def completions_of(questions: Questions, client: "OpenAIClient", served: "Served", prompt: Prompt) -> Answered:
+async def completions_of(
+    eval_set: EvalSet, client: "OpenAIClient", served: "ListedModel", prompt: Prompt
+) -> PromptAnswers:
     """Request all samples of a prompt at once. Raises EvaluationError."""
-    return await answer_of(questions, client, request_of(questions, served.name, prompt))
+    return await answer_of(eval_set, client, request_of(eval_set, served.name, prompt))
 
 
-async def answer_of(questions: Questions, client: "OpenAIClient", request: dict[str, Any]) -> Answered:
+async def answer_of(eval_set: EvalSet, client: "OpenAIClient", request: dict[str, Any]) -> PromptAnswers:
     """Request completions with any number of stop strings. Raises EvaluationError."""
     stops = request["stop"]
     if len(stops) <= MAX_STOPS:
         return answered(*await client.send("POST", "completions", request), request["n"])
     cut = partial(
-        cut_choice, stops=stops, tokenizer=questions.tokenizer, skip_special_tokens=request["skip_special_tokens"]
+        cut_choice, stops=stops, tokenizer=eval_set.tokenizer, skip_special_tokens=request["skip_special_tokens"]
     )
     return answered(*await client.send("POST", "completions", request | {"stop": stops[:MAX_STOPS]}), request["n"], cut)
 
@@ -137,9 +139,9 @@ async def open_client(url: str, timeout_s: float, *, of_run: str | None = None) 
         yield OpenAIClient(session, url.rstrip("/"), timeout_s, of_run)
 
 
-def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, Any]:
+def request_of(eval_set: EvalSet, model: str, prompt: Prompt) -> dict[str, Any]:
     """Return a request that overrides every key of generation_config.json."""
-    config, run = questions.config, questions.run
+    config, run = eval_set.config, eval_set.run
     return {
         "model": model,
         "prompt": prompt.token_ids,
@@ -158,7 +160,7 @@ def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, An
     }
 
 
-class Served(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     """Model that the server lists."""
 
     name: str
@@ -173,7 +175,7 @@ class OpenAIClient:
         self._session, self._url, self._timeout_s, self._of_run = session, url, timeout_s, of_run
         self._has_warned = False
 
-    async def model_served(self) -> Served:
+    async def model_served(self) -> ListedModel:
         """Return the model of the server. Raises EvaluationError."""
         models, _ = await self.send("GET", "models", None)
         return _served(models, self._url)
@@ -251,18 +253,18 @@ def _remedy(status: int) -> str:
             variable = _key_variable()
             sent = f"the key in {variable} is not the server's" if variable else "no key was sent"
             return (
-                f"{sent}. Set {variable or ' or '.join(KEY_VARIABLES)} to the server's key, which a Slipstream server reads from "
-                "server.api_key_file or VLLM_API_KEY"
+                f"{sent}. Set {variable or ' or '.join(KEY_VARIABLES)} to the server's key, which a Slipstream server "
+                "reads from server.api_key_file or VLLM_API_KEY"
             )
         case 404:
             return 'end learner.evaluation.url with the API version, such as "http://127.0.0.1:8000/v1"'
     return "correct the setting that it names in [learner.evaluation] or [learner.sampling]"
 
 
-def _served(models: Any, url: str) -> Served:
+def _served(models: Any, url: str) -> ListedModel:
     try:
         model = models["data"][0]
-        return Served(str(model["id"]), model.get("max_model_len"))
+        return ListedModel(str(model["id"]), model.get("max_model_len"))
     except (AttributeError, KeyError, IndexError, TypeError):
         raise EvaluationError(
             f"{url}/models returned {str(models)[:200]}, which lists no model; set learner.evaluation.url to an "
@@ -272,7 +274,7 @@ def _served(models: Any, url: str) -> Served:
 
 def answered(
     answer: Any, headers: Mapping[str, str], num_samples: int, cut: Callable[[Any], Any] = lambda choice: choice
-) -> Answered:
+) -> PromptAnswers:
     """Parse an answer and cut each choice. Raises EvaluationError."""
     try:
         whole = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -280,7 +282,7 @@ def answered(
         num_cut = sum(len(choice.get("token_ids") or ()) for choice in whole) - sum(
             len(choice.get("token_ids") or ()) for choice in choices
         )
-        found = Answered(
+        found = PromptAnswers(
             texts_K=[choice["text"] for choice in choices],
             token_ids_K=[choice["token_ids"] for choice in choices] if choices[0].get("token_ids") else None,
             num_tokens=int(answer["usage"]["completion_tokens"]) - num_cut,
@@ -300,7 +302,7 @@ def answered(
     return found
 
 
-AnswerTo = Callable[[Questions, OpenAIClient, Served, Prompt], Awaitable[Answered]]
+AnswerTo = Callable[[EvalSet, OpenAIClient, ListedModel, Prompt], Awaitable[PromptAnswers]]
 
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ def estimate(values_PK: np.ndarray) -> Estimate | None:
     # Also if samples of a problem never differ: their deviation of 0 would claim certainty.
     if is_binary(values_PK) and is_binary(means_P):
         return wilson(float(means_P.sum()), len(means_P))
-    return of_means(means_P)
+    return mean_estimate(means_P)
 
 
 def is_binary(values: np.ndarray) -> bool:
@@ -75,7 +75,7 @@ def wilson(num_right: float, count: int) -> Estimate:
     return Estimate(share, max(0.0, centre - half), min(1.0, centre + half))
 
 
-def of_means(values_P: np.ndarray) -> Estimate:
+def mean_estimate(values_P: np.ndarray) -> Estimate:
     """Return Student's t interval of the mean of independent values.
 
     The values are the problems' means or their differences. Equal values have no interval, because they do
@@ -124,7 +124,7 @@ def pass_at(k: int, values_PK: np.ndarray) -> np.ndarray:
     )
 
 
-def of_majority(texts_PK: list[list[str]], values_PK: np.ndarray) -> np.ndarray:
+def majority_values(texts_PK: list[list[str]], values_PK: np.ndarray) -> np.ndarray:
     """Return for each problem the value of its most frequent answer.
 
     Texts with equal short answers count as equal, whatever their reasoning. If several answers are the most
@@ -147,7 +147,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     set_name: str | None = None
     """Name of the set in learner.evaluation.sets. None: the default set."""
     data: str
-    asked: str
+    questions_digest: str = msgspec.field(name="asked")
     """Digest of the prompts and the sampling. Evaluations with equal digests are comparable."""
     url: str
     model: str
@@ -183,7 +183,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Difference to the first comparable evaluation, unless that is the previous one."""
 
 
-def note(path: Path, made: Evaluation) -> Evaluation:
+def record_evaluation(path: Path, made: Evaluation) -> Evaluation:
     """Append an evaluation, compared with the earlier ones.
 
     Raises:
@@ -205,7 +205,7 @@ def compared(made: Evaluation, before: Sequence[Evaluation]) -> Evaluation:
 
     They cover the prompts that both could score.
     """
-    alike = [one for one in before if one.asked == made.asked]
+    alike = [one for one in before if one.questions_digest == made.questions_digest]
     if not alike:
         return made
     return msgspec.structs.replace(
@@ -229,7 +229,7 @@ def earlier(path: Path) -> list[Evaluation]:
         ) from error
 
 
-def take_back(path: Path, step: int) -> None:
+def remove_later(path: Path, step: int) -> None:
     """Remove the evaluations of steps after `step`, from which a run resumes.
 
     These steps will run again, with other weights.
@@ -327,4 +327,4 @@ def describe_versions(versions: tuple[int, int] | None, otherwise: str) -> str:
 def _difference(made: Evaluation, other: Evaluation) -> Estimate | None:
     pairs = zip(made.rewards_P, other.rewards_P, strict=True)
     differences = [now - then for now, then in pairs if now is not None and then is not None]
-    return of_means(np.array(differences)) if differences else None
+    return mean_estimate(np.array(differences)) if differences else None

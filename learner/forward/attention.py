@@ -6,8 +6,8 @@ On GPUs, one call of torch's variable-length kernel pairs every segment with the
 V of a prompt are gathered once for each completion, its queries are not. The kernel's causal mask aligns the
 ends of queries and keys. On CPUs, tree_attention.py computes the attention.
 
-Invariant: a layer that needs a feature that packing does not support raises Unpackable. packing_check.py then
-pads the model; in a later pass, Unpackable ends the run.
+Invariant: a layer that needs a feature that packing does not support raises PackingError. packing_check.py then
+pads the model; in a later pass, PackingError ends the run.
 Suffixes: N packed tokens, L gathered keys, H heads, K key-value heads, D head size.
 """
 
@@ -37,7 +37,8 @@ Before torch 2.12, it accepted fewer key heads than query heads without it. The 
 NAME = "slipstream_pack"
 """Name of this attention in transformers' registry."""
 HARMLESS = {
-    "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "is_causal", "layer_idx",
+    "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "is_causal",
+    "layer_idx",
     "dropout", "sliding_window",
 }  # fmt: skip
 """Additional arguments that layers pass to their attention and that change nothing here."""
@@ -105,7 +106,7 @@ def _key_layout(pack: Pack) -> KeyLayout:
     )
 
 
-class Unpackable(RuntimeError):
+class PackingError(RuntimeError):
     """Error of a model that cannot run over a pack. Its message gives the reason."""
 
 
@@ -150,7 +151,7 @@ def packed(model: PreTrainedModel, pack: Pack, *, cut_layer: nn.Module | None = 
     The attention of `cut_layer` computes only the rows that predict.
 
     Raises:
-        Unpackable: Some layers did not use the attention for packs.
+        PackingError: Some layers did not use the attention for packs.
     """
     of_predicting_only = frozenset(map(id, cut_layer.modules())) if cut_layer else frozenset()
     current = Pass(pack, of_predicting_only=of_predicting_only)
@@ -161,7 +162,7 @@ def packed(model: PreTrainedModel, pack: Pack, *, cut_layer: nn.Module | None = 
         _current.reset(token)
     expected = model.config.get_text_config().num_hidden_layers - sum(m in compiled_layers for m in layers_of(model))
     if len(current.layers) < expected:
-        raise Unpackable(f"only {len(current.layers)} of its {expected} layers have an attention that can be packed")
+        raise PackingError(f"only {len(current.layers)} of its {expected} layers have an attention that can be packed")
 
 
 def layers_of(model: Any) -> list[nn.Module]:
@@ -183,7 +184,7 @@ def pack_mask(
     """
     current = _current.get()
     if current is None:
-        raise Unpackable("the model was called without a pack; compute its logprobs with token_logprobs")
+        raise PackingError("the model was called without a pack; compute its logprobs with token_logprobs")
     problem = None
     if (batch_size, q_length, kv_length) != (1, current.pack.num_tokens, current.pack.num_tokens):
         problem = f"a mask of shape {(batch_size, q_length, kv_length)} for {current.pack.num_tokens} tokens"
@@ -243,15 +244,15 @@ def pack_attention(
 
 
 def _admit(module: nn.Module, key: torch.Tensor, ticket: Ticket, wanted: dict[str, Any], *, has_sinks: bool) -> None:
-    """Record that the layer has run. Raises Unpackable if it cannot be packed."""
+    """Record that the layer has run. Raises PackingError if it cannot be packed."""
     layer = type(module).__name__
     if not isinstance(ticket, Ticket):
-        raise Unpackable(f"{layer} creates its own mask, a {type(ticket).__name__}")
+        raise PackingError(f"{layer} creates its own mask, a {type(ticket).__name__}")
     problem = ticket.problem or _problem(wanted, ticket.window, key.shape[2], ticket.current.pack.num_tokens)
     if problem is not None:
-        raise Unpackable(f"{layer} has {problem}")
+        raise PackingError(f"{layer} has {problem}")
     if has_sinks and ticket.keys is not None:
-        raise Unpackable(f"{layer} has attention sinks, which the kernel for {key.device.type} does not support")
+        raise PackingError(f"{layer} has attention sinks, which the kernel for {key.device.type} does not support")
     ticket.current.layers.add(id(module))
 
 

@@ -26,7 +26,7 @@ TILE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}
 TILE_COLUMNS = 8192
 
 
-class Reading(msgspec.Struct, frozen=True):
+class LogprobSettings(msgspec.Struct, frozen=True):
     """Settings for reading logits and for computing logprobs and entropy."""
 
     logit_map: LogitMap
@@ -44,10 +44,10 @@ class Reading(msgspec.Struct, frozen=True):
 class HeadLogprobs(torch.autograd.Function):
     """Autograd function for logprobs and entropies of the head's logits.
 
-        (hidden_ME, weight_VE, bias_V or None, targets_M, reading) → (logprobs_M, entropy_M)
+        (hidden_ME, weight_VE, bias_V or None, targets_M, settings) → (logprobs_M, entropy_M)
 
     The distribution is the softmax of map(hidden weightᵀ + bias) / temperature, in float32. The product is in
-    the weights' dtype, as on the server, unless `reading.in_float32`.
+    the weights' dtype, as on the server, unless `settings.in_float32`.
     """
 
     @staticmethod
@@ -57,19 +57,19 @@ class HeadLogprobs(torch.autograd.Function):
         weight_VE: torch.Tensor,
         bias_V: torch.Tensor | None,
         targets_M: torch.Tensor,
-        reading: Reading,
+        settings: LogprobSettings,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         num_rows, num_columns = len(hidden_ME), len(weight_VE)
         dtype = torch.promote_types(hidden_ME.dtype, torch.float32)
         logprobs_M, lse_M = (hidden_ME.new_empty(num_rows, dtype=dtype) for _ in range(2))
-        entropy_M = None if reading.entropy == "none" else torch.empty_like(lse_M)
+        entropy_M = None if settings.entropy == "none" else torch.empty_like(lse_M)
         for rows in _rows(hidden_ME, num_columns):
             sums = no_sums(rows.stop - rows.start, hidden_ME.device, dtype)
             for columns in _columns(num_columns):
-                product_mv = _product(hidden_ME[rows], weight_VE, bias_V, columns, reading)
+                product_mv = _product(hidden_ME[rows], weight_VE, bias_V, columns, settings)
                 targets_m1 = (targets_M[rows] - columns.start).unsqueeze(1)
-                sums = reading.tiles.sums(
-                    product_mv, targets_m1, sums, reading.numbers, with_entropy=entropy_M is not None
+                sums = settings.tiles.sums(
+                    product_mv, targets_m1, sums, settings.numbers, with_entropy=entropy_M is not None
                 )
                 del product_mv  # otherwise it would coexist with the next tile
             lse_M[rows] = (sums.top_m1 + sums.total_m1.log()).squeeze(1)
@@ -77,8 +77,8 @@ class HeadLogprobs(torch.autograd.Function):
             if entropy_M is not None:
                 entropy_M[rows] = (sums.total_m1.log() - sums.weighed_m1 / sums.total_m1).squeeze(1)
         ctx.save_for_backward(hidden_ME, weight_VE, bias_V, targets_M, lse_M, entropy_M)
-        ctx.reading = reading
-        if reading.entropy == "value":
+        ctx.settings = settings
+        if settings.entropy == "value":
             ctx.mark_non_differentiable(entropy_M)
         return logprobs_M, entropy_M
 
@@ -94,13 +94,13 @@ class HeadLogprobs(torch.autograd.Function):
         for rows in _rows(hidden_ME, len(weight_VE)):
             hidden_mE, grad_m1 = hidden_ME[rows], grad_M[rows].unsqueeze(1)
             of_rows = RowGradients(lse_M[rows].unsqueeze(1), grad_m1)
-            if ctx.reading.entropy == "gradient" and entropy_grad_M is not None:
+            if ctx.settings.entropy == "gradient" and entropy_grad_M is not None:
                 of_entropy = (x_M.detach()[rows].unsqueeze(1) for x_M in (entropy_M, entropy_grad_M))
                 of_rows = RowGradients(*of_rows[:2], *of_entropy)
             for columns in _columns(len(weight_VE)):
-                product_mv = _product(hidden_mE, weight_VE, bias_V, columns, ctx.reading)
+                product_mv = _product(hidden_mE, weight_VE, bias_V, columns, ctx.settings)
                 targets_m1 = (targets_M[rows] - columns.start).unsqueeze(1)
-                d_product_mv = ctx.reading.tiles.gradient(product_mv, targets_m1, of_rows, ctx.reading.numbers)
+                d_product_mv = ctx.settings.tiles.gradient(product_mv, targets_m1, of_rows, ctx.settings.numbers)
                 if d_hidden_ME is not None:
                     _add_product(d_hidden_ME[rows], d_product_mv, weight_VE[columns])
                 if d_weight_VE is not None:
@@ -114,10 +114,14 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 def _product(
-    hidden_mE: torch.Tensor, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, columns: slice, reading: Reading
+    hidden_mE: torch.Tensor,
+    weight_VE: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    columns: slice,
+    settings: LogprobSettings,
 ) -> torch.Tensor:
     weight_vE, bias_v = weight_VE[columns], None if bias_V is None else bias_V[columns]
-    if not reading.in_float32 or hidden_mE.dtype == torch.float32:
+    if not settings.in_float32 or hidden_mE.dtype == torch.float32:
         return nn.functional.linear(hidden_mE, weight_vE, bias_v)
     if hidden_mE.device.type != "cuda":
         return nn.functional.linear(hidden_mE.float(), weight_vE.float(), None if bias_v is None else bias_v.float())

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from learner.forward.attention import is_packed, layers_of, packed
-from learner.forward.lm_head import EntropyUse, HeadLogprobs, Reading
+from learner.forward.lm_head import EntropyUse, HeadLogprobs, LogprobSettings
 from learner.forward.pack import Pack, pack
 from learner.forward.tile import PLAIN, LogitMap, Tiles
 from protocol.errors import ConfigError
@@ -58,13 +58,13 @@ def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy
     inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
     if inner not in logit_maps:
         logit_maps[inner] = logit_map_of(inner)
-    reading = Reading(
+    settings = LogprobSettings(
         logit_maps[inner], temperature, entropy, tiles_of.get(inner, PLAIN), in_float32=inner in float32_heads
     )
 
     def of_hidden(hidden_ME: torch.Tensor) -> Answer:
         weight_VE, bias_V = _weight_and_bias(inner.get_output_embeddings(), hidden_ME.dtype)
-        return HeadLogprobs.apply(hidden_ME, weight_VE, bias_V, batch.targets_M, reading)
+        return HeadLogprobs.apply(hidden_ME, weight_VE, bias_V, batch.targets_M, settings)
 
     with _answering(inner, predicting_rows(inner, batch), of_hidden):
         logprobs_M, entropy_M = run_model(model, inner, batch)

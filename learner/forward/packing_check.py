@@ -90,7 +90,7 @@ class ExpectedLogprobs(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return [("", self.quiet_M, {}), ("where its attention scores are large ", self.loud_M, self.largest)]
 
 
-def settle_attention(model: Any, device: torch.device, dtype: torch.dtype, wanted: str = PACKED) -> None:
+def choose_attention(model: Any, device: torch.device, dtype: torch.dtype, wanted: str = PACKED) -> None:
     """Set a newly loaded model to the attention with which it will train.
 
     `device` and `dtype` are those of training.

@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from learner.config import LearnerConfig
-from learner.environments.answer import Unreadable, calls_of, read_answer
+from learner.environments.answer import UnreadableAnswer, calls_of, read_answer
 from learner.gateway.messages import REASONING, read_messages, spoken
 from learner.gateway.refusal import NO_RETRY, RefusedRequest, episode_over, unknown_key
 from learner.gateway.reply import Reply, chat_reply, events, text_reply
@@ -158,7 +158,7 @@ class Gateway:
             try:
                 message = read_answer(template, turn.prompt, turn.token_ids)
                 calls = calls_of(message)
-            except Unreadable:
+            except UnreadableAnswer:
                 pass
             else:
                 if template.tools or not calls:
@@ -195,7 +195,7 @@ async def answered(request: web.Request, reply: Reply, body: Body) -> web.Stream
         return web.Response(body=json.dumps(reply), content_type="application/json")
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     await response.prepare(request)
-    for event in events(reply, tells_usage=body.tells_usage):
+    for event in events(reply, includes_usage=body.includes_usage):
         await response.write(event)
     await response.write_eof()
     return response

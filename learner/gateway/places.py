@@ -41,7 +41,7 @@ class RecordedText(msgspec.Struct, frozen=True, eq=False):
     token_ids: list[int]
 
 
-class Places:
+class PrefixIndex:
     """Places of one episode."""
 
     def __init__(self) -> None:

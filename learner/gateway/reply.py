@@ -44,7 +44,7 @@ def text_reply(turn: SessionTurn, text: str, body: Body, model: str) -> Reply:
     return _reply("text_completion", "cmpl", turn, choice, body, model)
 
 
-def events(reply: Reply, *, tells_usage: bool) -> Iterator[bytes]:
+def events(reply: Reply, *, includes_usage: bool) -> Iterator[bytes]:
     """Yield the events of a stream. The turn is complete, so each part is one event."""
     (choice,) = reply["choices"]
     common = {key: value for key, value in reply.items() if key not in ("choices", "usage")}
@@ -60,7 +60,7 @@ def events(reply: Reply, *, tells_usage: bool) -> Iterator[bytes]:
         is_last = number == len(parts) - 1
         end = {"finish_reason": choice["finish_reason"], **more} if is_last else {"finish_reason": None}
         yield _event(common | {"choices": [{"index": 0, **part, **end}]})
-    if tells_usage:
+    if includes_usage:
         yield _event(common | {"choices": [], "usage": reply["usage"]})
     yield END_OF_STREAM
 
@@ -74,7 +74,8 @@ def _reply(kind: str, prefix: str, turn: SessionTurn, choice: dict[str, Any], bo
         "prompt_tokens_details": {"cached_tokens": turn.num_cached_tokens},
     }
     reply = {
-        "id": f"{prefix}-{turn.turn_id}", "object": kind, "created": int(time.time()), "model": model, "choices": [choice],
+        "id": f"{prefix}-{turn.turn_id}", "object": kind, "created": int(time.time()), "model": model,
+        "choices": [choice],
         "usage": usage,
     }  # fmt: skip
     if body.return_token_ids:

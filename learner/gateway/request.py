@@ -32,7 +32,7 @@ class Body(msgspec.Struct, kw_only=True):
     """vLLM's key to return the tokens."""
 
     @property
-    def tells_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         """True if the stream is to report the usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 
@@ -53,10 +53,14 @@ AnyBody = TypeVar("AnyBody", ChatBody, TextBody)
 OF_RUN = ("temperature", "top_p", "top_k")
 """Keys that learner.sampling sets."""
 FIXED: dict[str, Any] = {
-    "n": 1, "best_of": 1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
-    "echo": False, "suffix": "", "top_logprobs": 0, "min_tokens": 0, "ignore_eos": False, "use_beam_search": False, "length_penalty": 1,
-    "stop_token_ids": [], "bad_words": [], "allowed_token_ids": [], "logits_processors": [], "repetition_detection": None,
-    "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None, "guided_grammar": None,
+    "n": 1, "best_of": 1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
+    "logit_bias": {},
+    "echo": False, "suffix": "", "top_logprobs": 0, "min_tokens": 0, "ignore_eos": False, "use_beam_search": False,
+    "length_penalty": 1,
+    "stop_token_ids": [], "bad_words": [], "allowed_token_ids": [], "logits_processors": [],
+    "repetition_detection": None,
+    "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None,
+    "guided_grammar": None,
 }  # fmt: skip
 """Keys with the only value that the run accepts."""
 OMIT = "omit it, or set learner.environment.override_sampling = true to ignore it"

@@ -18,7 +18,7 @@ from learner.config import LearnerConfig
 from learner.environments.episode import REWARDED, EndState, Episode, EpisodeStats, RecordedBranch
 from learner.environments.player import Ask, TurnPrompt, TurnResult
 from learner.gateway.messages import starts_with
-from learner.gateway.places import Places
+from learner.gateway.places import PrefixIndex
 from learner.gateway.refusal import RefusedRequest, episode_over
 from learner.prompts.chat_template import Message
 from learner.prompts.prompts import Prompt
@@ -52,7 +52,7 @@ class Session:
     def __init__(self, config: LearnerConfig, prompt: Prompt, number: int, ask: Ask, max_tokens: int) -> None:
         self._config, self._prompt, self._number, self._ask = config, prompt, number, ask
         self._max_tokens = max_tokens
-        self.places = Places()
+        self.places = PrefixIndex()
         self.turn_ids: set[str] = set()
         self.num_calls = 0
         self.state: EndState | None = None

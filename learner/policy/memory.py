@@ -198,7 +198,8 @@ def describe(memory: Memory) -> str:
     Parts below 0.05 GiB are left out.
     """
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.device.items() if size >= 0.05 * GIB)
-    return f"{memory.device_gib:.1f} GiB per GPU{f' ({parts})' if parts else ''} and {memory.host_gib:.1f} GiB of host memory"
+    per_gpu = f"{memory.device_gib:.1f} GiB per GPU{f' ({parts})' if parts else ''}"
+    return f"{per_gpu} and {memory.host_gib:.1f} GiB of host memory"
 
 
 def _bytes_of(dtype: str) -> int:

@@ -54,7 +54,7 @@ class ShardPart(msgspec.Struct, frozen=True, kw_only=True):
         return ()
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor of the index."""
 
     dtype: str
@@ -72,7 +72,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         return torch.empty(self.size, dtype=dtype)
 
 
-Index = dict[str, Kept]
+Index = dict[str, StoredTensor]
 
 
 class ShardWriter(dcp.FileSystemWriter):
@@ -84,7 +84,7 @@ class ShardWriter(dcp.FileSystemWriter):
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata), f"{name} is not a tensor"
             parts = [(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in tensor.chunks]
-            index[name] = Kept(
+            index[name] = StoredTensor(
                 dtype=str(tensor.properties.dtype).removeprefix("torch."),
                 size=tuple(tensor.size),
                 parts=tuple(

@@ -161,7 +161,8 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         more = ({"tools": self.tools} if self.tools else {}) | self.arguments
         try:
             return self.tokenizer.apply_chat_template(
-                [_without_nulls(message) for message in messages], tokenize=tokenize, return_dict=False, add_generation_prompt=opens_turn,
+                [_without_nulls(message) for message in messages], tokenize=tokenize, return_dict=False,
+                add_generation_prompt=opens_turn,
                 continue_final_message=goes_on, **more,
             )  # fmt: skip
         except Exception as error:  # template code can raise anything, also over the policy's messages

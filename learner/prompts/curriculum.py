@@ -84,7 +84,7 @@ class Curriculum:
             "above 0, or change drop_above and drop_below"
         )
 
-    def note(self, slot: int, prompt_id: int, rewards_by_function: Mapping[str, Sequence[float | None]]) -> None:
+    def record(self, slot: int, prompt_id: int, rewards_by_function: Mapping[str, Sequence[float | None]]) -> None:
         """Record the pass rate of a slot's group until the slot is counted.
 
         Raises RewardError if the pass rate is outside 0 to 1.

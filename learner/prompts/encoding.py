@@ -261,6 +261,7 @@ def _cache_name(source: Source, encoder: Encoder) -> str | None:
     parts = [
         ENCODING, transformers.__version__, source.fingerprint, len(source), type(tokenizer).__name__, backend.to_str(),
         tokenizer.chat_template, tokenizer.special_tokens_map, config.prompt_column, config.system_prompt,
-        config.chat_template_kwargs, encoder.template.tools, encoder.template.turns.goes_on, config.overlong_prompts == "truncate" and config.max_prompt_tokens,
+        config.chat_template_kwargs, encoder.template.tools, encoder.template.turns.goes_on,
+        config.overlong_prompts == "truncate" and config.max_prompt_tokens,
     ]  # fmt: skip
     return xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -155,8 +155,8 @@ class Prompts:
             raise DataError(
                 f"the prompt in {first}, but the limit is {config.max_prompt_tokens}; {len(rows)} of "
                 f"{len(num_tokens)} prompts are longer. Raise server.max_model_len (and "
-                "learner.data.max_prompt_tokens, if set), filter the data, or set learner.data.overlong_prompts to drop or "
-                "truncate"
+                "learner.data.max_prompt_tokens, if set), filter the data, or set learner.data.overlong_prompts to "
+                "drop or truncate"
             )
         logger.warning(
             "%s %d of %d prompts with more than learner.data.max_prompt_tokens = %d tokens (the prompt in %s)",

@@ -165,7 +165,8 @@ def _pairs(
 
 
 TASKS: dict[str, Callable[..., list[dict[str, Any]]]] = {
-    "arithmetic": arithmetic, "calculator": calculator, "guess": guess, "products": products, "products_held_out": products_held_out,
+    "arithmetic": arithmetic, "calculator": calculator, "guess": guess, "products": products,
+    "products_held_out": products_held_out,
     "reverse": reverse, "sort": sort, "sums": sums, "sums_held_out": sums_held_out,
 }  # fmt: skip
 

@@ -132,7 +132,7 @@ def evaluations_of_run(evaluations: Sequence[Evaluation]) -> Chart | None:
         return None
     by_prompts: dict[str, list[Evaluation]] = {}
     for evaluation in evaluations:
-        by_prompts.setdefault(evaluation.asked, []).append(evaluation)
+        by_prompts.setdefault(evaluation.questions_digest, []).append(evaluation)
     sets = list(by_prompts.values())[-len(COLORS) :]
     curves = [_evaluated_curve(made, color) for made, color in zip(sets, COLORS, strict=False)]
     curves = [curve for curve in curves if curve.x]

@@ -28,7 +28,7 @@ from learner.report.summary import (
 )
 from learner.report.templates import render_page
 from learner.storage.files import replace_file
-from protocol.config import flatten
+from protocol.config_keys import flatten
 from protocol.former_keys import renamed
 
 TITLES = ("Reward per step", "Reward over time", "Entropy", "Completion length", "Clipped tokens", "Throughput")
@@ -51,7 +51,7 @@ IN_ANY_CASE = {"run_dir"}
 """Keys that differ between any two runs."""
 
 
-class Compared(msgspec.Struct, frozen=True):
+class ComparedRun(msgspec.Struct, frozen=True):
     """A run in the comparison."""
 
     name: str
@@ -67,7 +67,7 @@ class Comparison(msgspec.Struct, frozen=True):
     Example of `differences`: {"learner.max_staleness": [0, None]}, where None is the default.
     """
 
-    runs: list[Compared]
+    runs: list[ComparedRun]
     differences: dict[str, list[Any]]
 
 
@@ -79,7 +79,7 @@ def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, f
         raise RunDirectoryError(f"{', '.join(sorted(twice))} is given more than once; give each run once")
     metrics = [read_metrics(path) for path in run_dirs]
     runs = [
-        Compared(name, str(path), summary_of(lines, read_ledger(path), read_evaluations(path)), _config_of(path))
+        ComparedRun(name, str(path), summary_of(lines, read_ledger(path), read_evaluations(path)), _config_of(path))
         for name, path, lines in zip(_names(run_dirs), run_dirs, metrics, strict=True)
     ]
     keys = sorted({key for run in runs for key in run.config} - IN_ANY_CASE)
@@ -96,7 +96,7 @@ def write_comparison(comparison: Comparison, metrics: Sequence[Metrics]) -> Path
         [chart for chart in charts if isinstance(chart, Chart)],
         names=[run.name for run in comparison.runs],
         rows=[(label, [describe(run.summary) for run in comparison.runs]) for label, describe in ROWS],
-        differences=[(key, list(map(_in_words, values))) for key, values in comparison.differences.items()],
+        differences=[(key, list(map(_format_value, values))) for key, values in comparison.differences.items()],
     )
     path = Path(comparison.runs[0].path).resolve().parent / "comparison.html"
     replace_file(path, page.encode("utf-8", "replace"))
@@ -109,7 +109,7 @@ def as_text(comparison: Comparison) -> str:
     rows += [(label, *(describe(run.summary) for run in comparison.runs)) for label, describe in ROWS]
     if comparison.differences:
         rows += [("",) * len(rows[0])]
-        rows += [(key, *map(_in_words, values)) for key, values in comparison.differences.items()]
+        rows += [(key, *map(_format_value, values)) for key, values in comparison.differences.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -152,5 +152,5 @@ def _config_of(run_dir: Path) -> dict[str, Any]:
         ) from error
 
 
-def _in_words(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "–" if value is None else str(value)

@@ -97,8 +97,8 @@ class Dashboard:
         except (OSError, OverflowError) as error:
             await web.TCPSite(dashboard._runner, host, 0).start()
             log.warning(
-                "the dashboard cannot use port %d (%s), so it took port %d; set learner.report.dashboard_port to a free port, "
-                "or to 0 for no dashboard",
+                "the dashboard cannot use port %d (%s), so it took port %d; set learner.report.dashboard_port to a "
+                "free port, or to 0 for no dashboard",
                 port, error, dashboard._runner.addresses[0][1],
             )  # fmt: skip
         dashboard.address = f"http://{join_address(host, dashboard._runner.addresses[0][1])}"

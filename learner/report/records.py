@@ -127,7 +127,7 @@ class Timeline:
     def __init__(self, path: Path) -> None:
         self._lines = JsonLinesFile(path)
 
-    def note(self, what: str) -> None:
+    def record(self, what: str) -> None:
         try:
             self._lines.append({"time": time.time(), "what": what})
         except DiskError as error:

@@ -55,8 +55,8 @@ def list_runs(directory: Path) -> list[ListedRun]:
     runs = [read_run(path, locked) for path in _run_dirs(directory, MAX_DEPTH)]
     if not runs:
         raise RunDirectoryError(
-            f"no run in {directory} or up to {MAX_DEPTH} directories below it; start one with `slipstream train`, or use "
-            "another directory: `slipstream runs DIR`"
+            f"no run in {directory} or up to {MAX_DEPTH} directories below it; start one with `slipstream train`, or "
+            "use another directory: `slipstream runs DIR`"
         )
     return sorted(runs, key=lambda run: run.newest_at or 0.0, reverse=True)
 

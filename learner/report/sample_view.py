@@ -139,7 +139,9 @@ def shown(line: dict[str, Any], low: float, high: float) -> Sample:
 
 def _passage(branch: dict[str, Any], colors: dict[int, str]) -> Passage:
     prompt = branch["prompt"]
-    pieces = [Piece(readable(text), "said" if version is None else colors[version]) for version, text in branch["runs"]]
+    pieces = [
+        Piece(readable(text), "environment" if version is None else colors[version]) for version, text in branch["runs"]
+    ]
     return Passage(None if prompt is None else readable(prompt), pieces)
 
 

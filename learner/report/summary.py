@@ -188,8 +188,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise RunDirectoryError(
-            f"{run_dir} is not a run directory: metrics.jsonl is missing; start a run with `slipstream train`, or use the "
-            "directory that it printed at the start"
+            f"{run_dir} is not a run directory: metrics.jsonl is missing; start a run with `slipstream train`, or use "
+            "the directory that it printed at the start"
         )
     metrics = [current_metrics(step) for step in read_steps(path)]
     if not metrics:

@@ -19,7 +19,8 @@ import msgspec
 from learner.config import LearnerRun
 from learner.storage.files import DiskError, writing
 from learner.storage.run_dir import RunDir
-from protocol.config import flatten, to_toml
+from protocol.config import to_toml
+from protocol.config_keys import flatten
 from protocol.errors import ConfigError
 from protocol.installation import install_command
 

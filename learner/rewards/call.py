@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from learner.config import RewardConfig
-from learner.environments.attributes import Remembered
+from learner.environments.attributes import AttributeView
 from learner.rewards.function import BUILT_IN, accepts, load_function, names
 from learner.rewards.reach import UnreachableService, is_unreachable
 from learner.sandbox.user_code import describe, shorten
@@ -145,7 +145,7 @@ def _arguments(call: RewardCall, log: Log) -> dict[str, Any]:
     if call.environment_rewards is not None:
         given["environment_rewards"] = call.environment_rewards
     if call.environments is not None:
-        given["environments"] = [Remembered(attributes) for attributes in call.environments]
+        given["environments"] = [AttributeView(attributes) for attributes in call.environments]
     return _repeated(call) | {
         "prompts": [call.prompt if call.prefill is None else call.prompt[:-1]] * num_completions,
         "completions": [_as_messages(one, call.prefill or "") for one in completions]

@@ -131,14 +131,14 @@ class SerialCalls:
             else:
                 return answer
         log.warning(
-            "reward function %s did not return within %g s; rated its %d completions one by one, of which %d timed out again and "
-            "have a reward of 0 (learner.reward.timeout_s)",
+            "reward function %s did not return within %g s; rated its %d completions one by one, of which %d timed out "
+            "again and have a reward of 0 (learner.reward.timeout_s)",
             job.name, self._config.timeout_s, len(rewards), num_late,
         )  # fmt: skip
         return RewardAnswer(rewards)
 
     def _call(self, call: RewardCall) -> RewardAnswer | ProcessFailure:
-        process = self._pool.take()
+        process = self._pool.acquire()
         try:
             return process.call(call)
         finally:

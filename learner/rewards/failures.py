@@ -31,7 +31,7 @@ class RewardFailures:
         """Functions for which the warning was logged."""
         self._calls: defaultdict[str, deque[FunctionRewards]] = defaultdict(lambda: deque(maxlen=WINDOW_CALLS))
 
-    def note(self, rewards: GroupRewards) -> None:
+    def record(self, rewards: GroupRewards) -> None:
         """Record the calls of a group.
 
         Raises:
@@ -64,7 +64,8 @@ class RewardFailures:
             if num_taken and function.name not in self._returned_none:
                 self._returned_none.add(function.name)
                 log.warning(
-                    "reward function %s returned None for %d of %d completions that other functions scored; they have no reward. "
+                    "reward function %s returned None for %d of %d completions that other functions scored; they have "
+                    "no reward. "
                     'Set learner.reward.on_none = "skip" to add up the others instead',
                     function.name, num_taken, len(function.rewards),
                 )  # fmt: skip
@@ -73,7 +74,8 @@ class RewardFailures:
         num_timed_out = sum(call.outcome == "timed_out" for call in broken)
         examples = "".join(f"\n  {call.message}" for call in broken[-NUM_EXAMPLES:])
         return RewardError(
-            f"reward function {broken[0].name} timed out {counted(num_timed_out, 'time')} and failed {counted(len(broken) - num_timed_out, 'time')} in "
-            f"its last {counted(num_calls, 'call')}, more than learner.reward.max_failed_share = {self._max_share:g} allows (of the last "
-            f"{WINDOW_CALLS}, at first of {MIN_CALLS}):{examples}"
+            f"reward function {broken[0].name} timed out {counted(num_timed_out, 'time')} and failed "
+            f"{counted(len(broken) - num_timed_out, 'time')} in its last {counted(num_calls, 'call')}, more than "
+            f"learner.reward.max_failed_share = {self._max_share:g} allows (of the last {WINDOW_CALLS}, at first of "
+            f"{MIN_CALLS}):{examples}"
         )

@@ -79,8 +79,8 @@ def _check_signature(function: RewardFunction, spec: str) -> None:
     missing = [name for name in ("prompts", "completions", "completion_ids") if name not in parameters]
     if missing:
         raise RewardError(
-            f"reward function {spec!r} takes ({', '.join(parameters)}) but not {', '.join(missing)}; it is called, as in "
-            "TRL, with prompts, completions, completion_ids and every column: add **kwargs to its parameters"
+            f"reward function {spec!r} takes ({', '.join(parameters)}) but not {', '.join(missing)}; it is called, as "
+            "in TRL, with prompts, completions, completion_ids and every column: add **kwargs to its parameters"
         )
 
 
@@ -103,9 +103,10 @@ def load_all(config: RewardConfig) -> LoadedFunctions:
             importlib.import_module("aiohttp")  # importing it takes as long as a verdict may
         if passes_tests.__name__ in functions and not config.unconfined_programs and (reason := why_not_confined()):
             raise RewardError(
-                f"passes_tests cannot confine programs on this machine ({reason}). Allow unprivileged user namespaces (docker: --security-opt "
-                "seccomp=unconfined --security-opt apparmor=unconfined; Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0), or set "
-                "learner.reward.unconfined_programs = true to run programs with all of your permissions"
+                f"passes_tests cannot confine programs on this machine ({reason}). Allow unprivileged user namespaces "
+                "(docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; Ubuntu: sysctl "
+                "kernel.apparmor_restrict_unprivileged_userns=0), or set learner.reward.unconfined_programs = true to "
+                "run programs with all of your permissions"
             )
         return LoadedFunctions(
             asynchronous=frozenset(spec for spec in functions if is_asynchronous(load_function(spec))),

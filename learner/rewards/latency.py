@@ -6,17 +6,17 @@ from collections import defaultdict
 
 
 class Latencies:
-    """Call durations of each function since the last `take`. Thread-safe."""
+    """Call durations of each function since the last `pop_metrics`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds: dict[str, list[float]] = defaultdict(list)
 
-    def note(self, function: str, seconds: float) -> None:
+    def record(self, function: str, seconds: float) -> None:
         with self._lock:
             self._seconds[function].append(seconds)
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the mean and the longest call of each function as metrics, and reset."""
         with self._lock:
             seconds, self._seconds = self._seconds, defaultdict(list)

@@ -1,6 +1,6 @@
 """Detect that a reward function cannot reach a service, and schedule its retries.
 
-    an exception of a function (call.py) ─▶ is_unreachable ─▶ UnreachableService ─▶ workers.py: Patience ─▶ a retry
+    an exception of a function (call.py) ─▶ is_unreachable ─▶ UnreachableService ─▶ workers.py: RetrySchedule ─▶ a retry
 
 Invariant: a service that is down for a while costs time but no group. One that stays down is a failure after
 learner.reward.unreachable_s, and a warning precedes it.
@@ -16,7 +16,8 @@ import msgspec
 log = logging.getLogger(__name__)
 
 NAMES = {
-    "APIConnectionError", "ClientConnectionError", "ConnectError", "ConnectTimeout", "ConnectionError", "NewConnectionError", "ReadError",
+    "APIConnectionError", "ClientConnectionError", "ConnectError", "ConnectTimeout", "ConnectionError",
+    "NewConnectionError", "ReadError",
     "RemoteProtocolError",
 }  # fmt: skip
 """Exceptions of openai, aiohttp, httpx, requests and urllib3. None of them is imported here."""
@@ -57,7 +58,7 @@ def _status(error: BaseException) -> object:
     return next((status for status in found if isinstance(status, int)), None)
 
 
-class Patience:
+class RetrySchedule:
     """Retry schedule of all functions of a run. Thread-safe."""
 
     def __init__(self, unreachable_s: float) -> None:
@@ -83,7 +84,7 @@ class Patience:
             )  # fmt: skip
         return min(FIRST_S * 2 ** (num_calls - 1), LONGEST_S, left_s)
 
-    def note_reached(self, name: str) -> None:
+    def record_reached(self, name: str) -> None:
         with self._lock:
             was_waited_for = name in self._waited_for
             self._waited_for.discard(name)

@@ -32,7 +32,7 @@ class Scorer:
             RewardError: If a function fails too often.
         """
         rewards = await self.rate(prompt, episodes_G, TrainerState(global_step=step, max_steps=self._config.steps))
-        self._failures.note(rewards)
+        self._failures.record(rewards)
         config = self._config.reward
         if config.overlong_buffer_tokens is None:
             return rewards

@@ -22,7 +22,7 @@ from learner.rewards.call import CompletionContent, Extra, RewardAnswer, RewardC
 from learner.rewards.call_queues import ConcurrentCalls, Job, SerialCalls
 from learner.rewards.latency import Latencies
 from learner.rewards.process import RewardProcess
-from learner.rewards.reach import Patience
+from learner.rewards.reach import RetrySchedule
 from learner.sandbox.pool import ProcessPool
 from learner.sandbox.process import ProcessFailure
 from learner.sandbox.user_code import shorten
@@ -119,7 +119,7 @@ class RewardWorkers:
     def __init__(self, config: RewardConfig) -> None:
         """Start the processes. Raises RewardError if a function cannot be loaded in them."""
         self._config = config
-        self.latencies, self._patience = Latencies(), Patience(config.unreachable_s)
+        self.latencies, self._retry_schedule = Latencies(), RetrySchedule(config.unreachable_s)
         self._pending: set[Future[GroupRewards]] = set()
         self._lock, self._closed = threading.Lock(), False
         self._pool = ProcessPool(partial(RewardProcess, config), config.max_memory_mib)
@@ -201,7 +201,7 @@ class RewardWorkers:
             future.set_exception(RewardError("the reward workers were closed before the group was scored"))
 
     def _follow(self, job: Job, group: "Future[GroupRewards]", jobs: list[Job]) -> None:
-        job.future.add_done_callback(partial(self._note_latency, job))
+        job.future.add_done_callback(partial(self._record_latency, job))
         job.future.add_done_callback(partial(self._done, group, jobs, job))
 
     def _queue_of(self, job: Job) -> SerialCalls | ConcurrentCalls:
@@ -209,9 +209,9 @@ class RewardWorkers:
         assert queue is not None
         return queue
 
-    def _note_latency(self, job: Job, _: "Future[Any]") -> None:
+    def _record_latency(self, job: Job, _: "Future[Any]") -> None:
         if job.started_at is not None:
-            self.latencies.note(job.name, time.monotonic() - job.started_at)
+            self.latencies.record(job.name, time.monotonic() - job.started_at)
 
     def _done(self, group: "Future[GroupRewards]", jobs: list[Job], job: Job, _: "Future[Any]") -> None:
         """Finish the group if this was its last job and no retry is scheduled.
@@ -235,10 +235,10 @@ class RewardWorkers:
         answer = None if job.future.exception() else job.future.result()
         if not isinstance(answer, ProcessFailure) or answer.outcome != "unreachable":
             if isinstance(answer, RewardAnswer):
-                self._patience.note_reached(job.name)
+                self._retry_schedule.record_reached(job.name)
             return False
         since, num_calls = job.unreached_since or time.monotonic(), job.num_unreached + 1
-        delay_s = self._patience.again_in_s(job.name, since, num_calls, answer.problem)
+        delay_s = self._retry_schedule.again_in_s(job.name, since, num_calls, answer.problem)
         if delay_s is None:
             return False
         again = Job(job.name, job.call, Future(), num_unreached=num_calls, unreached_since=since)

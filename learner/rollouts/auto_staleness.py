@@ -1,6 +1,6 @@
 """Choose how many policy versions ahead of the learner groups are requested.
 
-    takes of rollout_buffer.py ─▶ AutoStaleness.note ─▶ max_staleness of the admission rule (slot_order.py)
+    takes of rollout_buffer.py ─▶ AutoStaleness.update ─▶ max_staleness of the admission rule (slot_order.py)
 
 If the learner is the bottleneck, groups become as stale as the rule allows. "auto" finds the smallest
 lookahead that keeps the learner fed. By Little's law, this is the smallest L with L · (seconds of a step) ≥
@@ -36,7 +36,7 @@ class AutoStaleness:
         """Number of next batches that do not reflect the current lookahead yet."""
         self._spare_takes = 0
 
-    def note(self, *, waited_share: float, has_room: bool, has_spare: bool) -> None:
+    def update(self, *, waited_share: float, has_room: bool, has_spare: bool) -> None:
         """Record that a batch was taken.
 
         Args:

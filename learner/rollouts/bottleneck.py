@@ -37,7 +37,7 @@ class WaitTimes:
         """Add waiting time; `metrics` splits the server's part between server and link."""
         self._seconds[part] += seconds
 
-    def note_arrival(self, round_trip_s: float, server_s: float) -> None:
+    def record_arrival(self, round_trip_s: float, server_s: float) -> None:
         """Record a group's round trip and the server's share of it, in seconds."""
         self._at_server_s += min(server_s, round_trip_s)
         self._on_link_s += max(0.0, round_trip_s - server_s)

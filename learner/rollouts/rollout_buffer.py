@@ -52,7 +52,7 @@ class Slot(msgspec.Struct, eq=False, kw_only=True):
     num_failures: int = 0
 
 
-class Scored(NamedTuple):
+class ScoredGroup(NamedTuple):
     """Group with its prompt and rewards."""
 
     group: RolloutGroup
@@ -80,7 +80,7 @@ class RolloutBuffer:
         self._curriculum = Curriculum(config.curriculum, reward, prompts, run.seed, ledger.next_position())
         if self._curriculum.is_on:
             for row in ledger.scored_rows(self._curriculum.restore(kept)):
-                self._curriculum.note(row.slot, row.prompt_id, rewards_of(row).by_function)
+                self._curriculum.record(row.slot, row.prompt_id, rewards_of(row).by_function)
         self._curriculum.count(self._order.next_to_take)
         self._selection = Selection(config)
         self._wait_times = WaitTimes()
@@ -181,19 +181,19 @@ class RolloutBuffer:
             slot.num_failures += 1
             return self._retry(slot, reason, version)
 
-    def note_capacity(self, max_concurrent_sequences: int) -> None:
+    def record_capacity(self, max_concurrent_sequences: int) -> None:
         """Record how many completions the ready servers can generate at once."""
         with self._changed:
             self._max_running = max_concurrent_sequences / self._config.sampling.group_size
 
-    def note_arrival(self, round_trip_s: float, server_s: float) -> None:
+    def record_arrival(self, round_trip_s: float, server_s: float) -> None:
         """Record a group's round trip and the server's share of it, in seconds."""
         with self._changed:
-            self._wait_times.note_arrival(round_trip_s, server_s)
+            self._wait_times.record_arrival(round_trip_s, server_s)
 
     # --- called in worker threads, because it commits -------------------------------------------------------
 
-    def score(self, scored: list[Scored]) -> None:
+    def score(self, scored: list[ScoredGroup]) -> None:
         """Make groups ready, or pass over the slots of groups without signal.
 
         Resampling is decided here, so that the replacement starts at once. Score and drop are one commit, so a
@@ -203,7 +203,7 @@ class RolloutBuffer:
             with self._ledger.batch():
                 for group, prompt_id, rewards in scored:
                     self._ledger.score(group.group_id, rewards.to_json(), rewards.mean)
-                    self._curriculum.note(group.slot, prompt_id, rewards.by_function)
+                    self._curriculum.record(group.slot, prompt_id, rewards.by_function)
                     self._selection.count(rewards)
                     num_replaced = self._order.num_replaced_with(group.slot, self._config.groups_per_step)
                     if self._selection.accepts(group, num_replaced):
@@ -217,7 +217,7 @@ class RolloutBuffer:
 
     # --- called in the main thread --------------------------------------------------------------------------
 
-    def take(
+    def pop_batch(
         self,
         version: int,
         timeout_s: float,
@@ -336,7 +336,7 @@ class RolloutBuffer:
         self.batch_metrics |= self._curriculum.metrics(self._order.next_to_admit)
         self.batch_metrics["staleness/allowed"] = float(self._auto_staleness.versions)
         step_s, self._taken_at = time.monotonic() - self._taken_at, time.monotonic()
-        self._auto_staleness.note(
+        self._auto_staleness.update(
             waited_share=self._wait_times.for_groups_s / step_s,
             has_room=self.num("admitted", "requested") < self._max_running,
             has_spare=self._next_if_scored() is not None,

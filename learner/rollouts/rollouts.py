@@ -25,9 +25,9 @@ from learner.rollouts.bottleneck import DESCRIPTIONS
 from learner.rollouts.dispatcher import Dispatcher
 from learner.rollouts.group_requests import GroupRequest, survivors
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.rollout_buffer import RolloutBuffer, Scored
+from learner.rollouts.rollout_buffer import RolloutBuffer, ScoredGroup
 from learner.rollouts.rollout_group import RolloutGroup, keep, scored_group
-from learner.rollouts.turns import Plays, Turns
+from learner.rollouts.turns import EpisodePlayer, Turns
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
 from protocol.console import counted
@@ -68,7 +68,7 @@ class Rollouts:
 
     # --- called in the main thread --------------------------------------------------------------------------
 
-    def start(self, version: int, player: Plays | None = None) -> None:
+    def start(self, version: int, player: EpisodePlayer | None = None) -> None:
         """Restore all groups from the ledger, connect to the servers and start the tasks.
 
         With a `player`, groups are played as episodes.
@@ -87,7 +87,7 @@ class Rollouts:
         self._version = version
         self._loop.call_soon(self._published, version, server_ids)
 
-    def take(self, version: int, timeout_s: float) -> list[RolloutGroup] | None:
+    def next_batch(self, version: int, timeout_s: float) -> list[RolloutGroup] | None:
         """Return the next step's groups in slot order, or None after `timeout_s`.
 
         `version` is the learner's, from which staleness is counted. Servers may have an older one during a
@@ -103,8 +103,9 @@ class Rollouts:
         while True:
             self._loop.raise_failure()
             remaining_s = deadline - time.monotonic()
-            groups = self._buffer.take(
-                version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)), is_connected=self._fleet.is_generating, published=self._version,
+            groups = self._buffer.pop_batch(
+                version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)), is_connected=self._fleet.is_generating,
+                published=self._version,
                 on_stale=lambda retry: self._loop.spawn(self._begin_retry(retry)),
             )  # fmt: skip
             if groups is not None or remaining_s <= 0:
@@ -121,11 +122,11 @@ class Rollouts:
         """Description of what the next batch waits for."""
         part = self._buffer.waits_for(is_connected=self._fleet.is_generating)
         num_pending, num_scoring = self._buffer.num("admitted", "requested"), self._buffer.num("received")
-        in_words = {"link": self._fleet.in_words(), "server": f"{counted(num_pending, 'group')} from the server"}
+        waited_for = {"link": self._fleet.describe(), "server": f"{counted(num_pending, 'group')} from the server"}
         return {
             "reward": f"{counted(num_scoring, 'group')} to be scored",
             "weight_sync": DESCRIPTIONS["weight_sync"],
-            **in_words,
+            **waited_for,
         }[part]
 
     def close(self) -> None:
@@ -137,25 +138,25 @@ class Rollouts:
     # --- called in the loop thread --------------------------------------------------------------------------
 
     def _on_welcome(self, member: Member) -> None:
-        self._note_capacity()
+        self._record_capacity()
         if self._fleet.is_ready(member):
             self._loop.spawn(self._dispatcher.resend_all(member))
             self._loop.spawn(self._dispatcher.send_unassigned())
 
     def _on_lost(self, member: Member) -> None:
-        self._note_capacity()
+        self._record_capacity()
         self._dispatcher.unassign_all(member)
         self._loop.spawn(self._dispatcher.send_unassigned())
 
     def _published(self, version: int, server_ids: tuple[str, ...]) -> None:
         self._fleet.published(version, server_ids)
-        self._note_capacity()
+        self._record_capacity()
         self._loop.spawn(self._dispatcher.send_unassigned())
         self._wake.set()
 
-    def _note_capacity(self) -> None:
+    def _record_capacity(self) -> None:
         if num_sequences := self._fleet.max_concurrent_sequences:
-            self._buffer.note_capacity(num_sequences)
+            self._buffer.record_capacity(num_sequences)
 
     async def _admit(self) -> None:
         """Admit prompts when the staleness rule has room, after the first weight sync.
@@ -230,7 +231,7 @@ class Rollouts:
         if member is not None and isinstance(group, Group):
             request.answered_by = member.endpoint
             if request.sent_at is not None:
-                self._buffer.note_arrival(time.monotonic() - request.sent_at, group.server_s)
+                self._buffer.record_arrival(time.monotonic() - request.sent_at, group.server_s)
         usable, reason = None, "too_few_survivors"
         try:
             usable = survivors(group, self._config.sampling, self._fleet.hello.model.vocab_size)
@@ -250,8 +251,8 @@ class Rollouts:
             self._retry(request, "unscorable", rewards)
             return
         ready = scored_group(slot, prompt, group, rewards, request.answered_by)
-        self._scored.put(Scored(ready, prompt.prompt_id, rewards))
+        self._scored.put(ScoredGroup(ready, prompt.prompt_id, rewards))
 
-    async def _book(self, scored: list[Scored]) -> None:
+    async def _book(self, scored: list[ScoredGroup]) -> None:
         await asyncio.to_thread(self._buffer.score, scored)
         self._wake.set()

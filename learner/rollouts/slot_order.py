@@ -81,12 +81,12 @@ def num_places_allowed(*, version: int, max_staleness: int, groups_per_step: int
 
     accepted + running ≤ (max_staleness + version + 1) · groups_per_step       (AReaL, arXiv 2505.24298 eq. 3)
 
-    A slot's place (its consumption index) is its number minus the skipped slots before it (given up, or resampled without signal).
-    Groups are consumed in slot order, so accepted + running is the number of places sent. The group at place
-    k is consumed at version ⌊k / groups_per_step⌋. This is at most max_staleness above the version when it
-    was sent. Skipping a slot later moves only the slots behind it to lower places, that is to earlier
-    versions. It also frees the slot's own place. The bound therefore holds by construction, and a replacement
-    can always be sent.
+    A slot's place (its consumption index) is its number minus the skipped slots before it (given up, or
+    resampled without signal). Groups are consumed in slot order, so accepted + running is the number of places
+    sent. The group at place k is consumed at version ⌊k / groups_per_step⌋. This is at most max_staleness
+    above the version when it was sent. Skipping a slot later moves only the slots behind it to lower places,
+    that is to earlier versions. It also frees the slot's own place. The bound therefore holds by construction,
+    and a replacement can always be sent.
 
     `total_groups`: number of groups that the run needs.
     """

@@ -25,7 +25,7 @@ from protocol.messages import Group, GroupFailed
 log = logging.getLogger(__name__)
 
 
-class Plays(Protocol):
+class EpisodePlayer(Protocol):
     """Player of a prompt's episodes: environments or agents."""
 
     async def play(
@@ -36,7 +36,9 @@ class Plays(Protocol):
 class Turns:
     """Dispatcher of one run's turns, used in its event loop."""
 
-    def __init__(self, dispatcher: Dispatcher, player: Plays, on_played: Callable[[EpisodeGroup], None]) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, player: EpisodePlayer, on_played: Callable[[EpisodeGroup], None]
+    ) -> None:
         self._run, self._fleet, self._dispatcher, self._player = dispatcher.run, dispatcher.fleet, dispatcher, player
         self._on_played = on_played
         self._life = uuid.uuid4().hex[:8]

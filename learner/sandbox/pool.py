@@ -40,7 +40,7 @@ class ProcessPool(Generic[P]):
         """Lease a process in the event loop, in order of arrival. Canceled once the pool is closed."""
         async with self._leases:
             try:
-                process = self.take()
+                process = self.acquire()
             except PoolClosed as error:
                 raise asyncio.CancelledError from error
             try:
@@ -48,7 +48,7 @@ class ProcessPool(Generic[P]):
             finally:
                 self.release(process)
 
-    def take(self) -> P:
+    def acquire(self) -> P:
         """Return a free process, or a new one. Drop those that were killed while free.
 
         Raises:

@@ -27,7 +27,7 @@ from typing import Any
 from learner.sandbox.descendants import adopt_orphans, end_with_descendants
 from protocol.errors import ConfigError
 from protocol.installation import is_elsewhere
-from protocol.signals import held_from_children, leave_to_parent
+from protocol.signals import ignore_shutdown_signals, signals_blocked
 
 SPAWNED = multiprocessing.get_context("spawn")
 FORKED = multiprocessing.get_context("forkserver")
@@ -43,7 +43,7 @@ class ForkedChild:
     def __init__(self, process: BaseProcess) -> None:
         """Start the process. It unblocks signals in _end_with_the_learner."""
         self._process = process
-        with _POLLING, held_from_children():
+        with _POLLING, signals_blocked():
             process.start()
         assert process.pid is not None
         self.pid, self.sentinel = process.pid, process.sentinel
@@ -126,7 +126,7 @@ def fork(name: str, preloaded: str, serve: Callable[..., None], *arguments: Any)
     if is_elsewhere():  # only the environment variable reaches multiprocessing's `python -c`
         os.environ[SAFE_PATH] = "1"
     try:
-        with _POLLING, held_from_children():  # if a signal ended the fork server, the learner would lose all forks
+        with _POLLING, signals_blocked():  # if a signal ended the fork server, the learner would lose all forks
             forkserver.ensure_running()
     finally:
         _set_safe_path(safe_path)
@@ -180,7 +180,7 @@ def _end_with_the_learner() -> None:
     The process then leads its own session and leaves signals to the learner. It prints to stderr, because
     stdout belongs to the learner's command (`--json`).
     """
-    leave_to_parent()
+    ignore_shutdown_signals()
     os.setsid()
     adopt_orphans()
     os.dup2(2, 1)

@@ -39,8 +39,8 @@ def _import(module_name: str) -> Any:
         return importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise NotLoaded(
-            f"importing {module_name} failed with {describe(error)}; expected module:name, importable from the working directory, "
-            "or path/to/file.py:name"
+            f"importing {module_name} failed with {describe(error)}; expected module:name, importable from the working "
+            "directory, or path/to/file.py:name"
         ) from error
 
 

@@ -114,7 +114,8 @@ class FanOut:
                 raise PushError(share.failure)
             if not is_ready:
                 raise PushError(
-                    f"the policy's next tensor was not ready within {self._timeout_s:g} s (learner.weight_sync.timeout_s)"
+                    f"the policy's next tensor was not ready within {self._timeout_s:g} s "
+                    "(learner.weight_sync.timeout_s)"
                 )
             if not share.waiting:
                 raise StopIteration
@@ -160,8 +161,8 @@ class FanOut:
                 late = [share for share in open_shares if len(share.waiting) == slowest]
                 self.cut_off(
                     late,
-                    f"it kept other servers waiting for {self._patience_s:g} s (learner.weight_sync.straggler_timeout_s) and gets its "
-                    "own weight sync",
+                    f"it kept other servers waiting for {self._patience_s:g} s "
+                    "(learner.weight_sync.straggler_timeout_s) and gets its own weight sync",
                 )
                 starving_since = None
                 continue

@@ -133,7 +133,7 @@ class Fleet:
             self.loop.raise_failure()
             self.on_wait()
             if closing is not None and closing.is_set():
-                raise ServerLost(f"stopped waiting for {self.in_words()}: the learner is shutting down")
+                raise ServerLost(f"stopped waiting for {self.describe()}: the learner is shutting down")
             if time.monotonic() > deadline:
                 raise self.no_server()
             time.sleep(min(CHECK_INTERVAL_S, max(0.0, deadline - time.monotonic())))
@@ -157,11 +157,11 @@ class Fleet:
             "learner.connect_timeout_s"
         )
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Describe the servers that the run waits for."""
         return f"{'any of the inference servers' if self.is_several else 'the inference server'} at {self._places()}"
 
-    def expel(self, member: Member, error: SlipstreamError) -> None:
+    def exclude(self, member: Member, error: SlipstreamError) -> None:
         """Exclude a server that does not fit this run. Raises `error` if it is the last."""
         if all(other is member or other.is_gone for other in self.members):
             raise error
@@ -242,13 +242,13 @@ class Fleet:
         except* HandshakeRefused as refused:
             error = refused.exceptions[0]
             assert isinstance(error, HandshakeRefused)
-            self.expel(member, error)
+            self.exclude(member, error)
 
     async def _reread(self, membership: Membership) -> None:
         """Add servers that are new in the list, and drain those that left it."""
         while True:
             await asyncio.sleep(REREAD_EVERY_S)
-            endpoints = await asyncio.to_thread(membership.look)
+            endpoints = await asyncio.to_thread(membership.reread)
             self.members = tuple(
                 member for member in self.members if not member.is_gone or member.endpoint in endpoints
             )
@@ -319,7 +319,7 @@ class Fleet:
             if other is member or other.is_gone or other.welcome is None:
                 continue
             if other.welcome.server_id == welcome.server_id:
-                self.expel(member, ConfigError(f"it is the server at {other.endpoint} under another address"))
+                self.exclude(member, ConfigError(f"it is the server at {other.endpoint} under another address"))
                 return
         if member.served is not None and member.served[0] != welcome.server_id:
             self._dropped(member)

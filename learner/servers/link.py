@@ -163,7 +163,7 @@ class ServerLink:
     async def _stay_connected(self) -> None:
         while True:
             self._note_failed_handshakes()
-            if self._channel.look_at_connection():
+            if self._channel.poll_connection():
                 self._last_message_s = time.monotonic()  # heartbeats queue behind a long message on a slow link
             silent_s = time.monotonic() - self._last_message_s
             if self._connected and (silent_s > DEAD_AFTER_S or self._channel.num_broken > self._num_broken):
@@ -236,7 +236,7 @@ class ServerLink:
                 waiting = self._scores.pop(request_id, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
-            case PushReady() | PushDone() | PushFailed() if (message.epoch, message.version) == self._push:
+            case PushReady() | PushDone() | PushFailed() if (message.session, message.version) == self._push:
                 self._push_replies.put_nowait(message)
 
     def _welcomed(self, welcome: Welcome) -> None:
@@ -345,31 +345,31 @@ class ServerLink:
 
     async def begin_push(self, begin: PushBegin, timeout_s: float) -> None:
         """Send PushBegin and wait for PushReady. Raises PushError or DeadlineExceeded."""
-        self._push, self._push_replies = (begin.epoch, begin.version), asyncio.Queue()
+        self._push, self._push_replies = (begin.session, begin.version), asyncio.Queue()
         await self._channel.send(begin, SEND_TIMEOUT_S)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._push_reply(PushReady, begin.epoch)
+                await self._push_reply(PushReady, begin.session)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"no PushReady for version {begin.version} in epoch {begin.epoch} from {self.endpoint} within "
+                f"no PushReady for version {begin.version} in session {begin.session} from {self.endpoint} within "
                 f"{timeout_s:g} s (learner.weight_sync.timeout_s)"
             ) from error
 
-    async def finish_push(self, epoch: str) -> PushDone:
+    async def finish_push(self, session: str) -> PushDone:
         """Wait for PushDone while the server sends heartbeats. Raises PushError."""
-        return await self._push_reply(PushDone, epoch)
+        return await self._push_reply(PushDone, session)
 
     def end_push(self, reason: str) -> None:
         """Make the caller that waits for a push reply fail with PushError."""
         self._push_replies.put_nowait(reason)
 
-    async def abort_push(self, epoch: str) -> None:
+    async def abort_push(self, session: str) -> None:
         """Notify the server that a session is aborted, if it can be reached.
 
         The server would also find out without this message.
         """
-        await self._try_send(PushAbort(epoch=epoch), HELLO_INTERVAL_S)
+        await self._try_send(PushAbort(session=session), HELLO_INTERVAL_S)
 
     async def greet_again(self) -> None:
         """Treat the server as lost until it has welcomed this run again.
@@ -385,7 +385,7 @@ class ServerLink:
         if self.welcome is not None:
             await self._try_send(Farewell(is_over=True), HELLO_INTERVAL_S)
 
-    async def _push_reply(self, wanted: type[R], epoch: str) -> R:
+    async def _push_reply(self, wanted: type[R], session: str) -> R:
         connection = self._connection
         while True:
             try:
@@ -394,7 +394,7 @@ class ServerLink:
             except TimeoutError as error:
                 if self._is_gone(connection):
                     raise PushError(
-                        f"the server at {self.endpoint} went away before {wanted.__name__} in epoch {epoch}"
+                        f"the server at {self.endpoint} went away before {wanted.__name__} in session {session}"
                     ) from error
                 continue
             if isinstance(reply, str):

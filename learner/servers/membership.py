@@ -39,7 +39,7 @@ class Membership:
         self.endpoints = self._read()
         """Endpoints of the last successful read."""
 
-    def look(self) -> tuple[str, ...]:
+    def reread(self) -> tuple[str, ...]:
         """Read the source again. An error is logged once and keeps the endpoints."""
         try:
             self.endpoints, self._problem = self._read(), None

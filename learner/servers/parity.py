@@ -130,7 +130,7 @@ class ParityProbe:
     def check_level(self, member: Member, replica: int, difference_T: torch.Tensor, tokens: str) -> float:
         """Return the mean |Δ logprob|. Raises ParityError above the server's bound."""
         mismatch = difference_T.mean().item()
-        self.note({"parity/abs_logprob": mismatch})
+        self.record({"parity/abs_logprob": mismatch})
         where = f" at its replica {replica}" if len(replicas(member)) > 1 else ""
         self._check(mismatch, f"{tokens}{where}", member.endpoint)
         return mismatch
@@ -144,11 +144,11 @@ class ParityProbe:
         for endpoint, mismatch in mean_abs_logprob.items():
             self._check(mismatch, "fresh tokens", endpoint)
 
-    def note(self, metrics: Mapping[str, float]) -> None:
-        """Keep the maximum of each metric since the last `take_metrics`."""
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Keep the maximum of each metric since the last `pop_metrics`."""
         self._metrics |= {name: max(value, self._metrics.get(name, value)) for name, value in metrics.items()}
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return and reset the metrics since the last call."""
         taken, self._metrics = self._metrics, {}
         return taken
@@ -241,7 +241,7 @@ def of_version(member: Member, scores: Sequence[Scores], version: int | None) ->
     return torch.cat([torch.from_numpy(one.logprobs.copy()) for one in scores])
 
 
-class Untouched(msgspec.Struct, frozen=True, eq=False):
+class FreshServerScores(msgspec.Struct, frozen=True, eq=False):
     """Logprobs of the fixed texts on a fresh server, before any weight sync.
 
     Suffixes: R replicas, T tokens of all texts after the first of each.
@@ -254,7 +254,7 @@ class Untouched(msgspec.Struct, frozen=True, eq=False):
     """Mean |Δ logprob| between two scorings of the same weights. 0 unless other requests run concurrently."""
 
 
-def score_untouched(run: LearnerRun, probe: ParityProbe, member: Member, version: int) -> Untouched | None:
+def score_fresh_server(run: LearnerRun, probe: ParityProbe, member: Member, version: int) -> FreshServerScores | None:
     """Score the texts before the first sync; None if the server has other weights.
 
     A server in a finer dtype than the wire also gives None: the first sync rounds the weights of its model
@@ -270,10 +270,12 @@ def score_untouched(run: LearnerRun, probe: ParityProbe, member: Member, version
     if is_finer(welcome.dtype, run.dtype):
         return None
     logprobs_RT = probe.server_logprobs(member, None)
-    return Untouched(welcome.dtype, logprobs_RT, _distance(logprobs_RT, probe.server_logprobs(member, None)))
+    return FreshServerScores(welcome.dtype, logprobs_RT, _distance(logprobs_RT, probe.server_logprobs(member, None)))
 
 
-def check_identity(run: LearnerRun, probe: ParityProbe, member: Member, untouched: Untouched, version: int) -> None:
+def check_identity(
+    run: LearnerRun, probe: ParityProbe, member: Member, fresh_scores: FreshServerScores, version: int
+) -> None:
     """Check that the first sync changed nothing on a fresh server.
 
     The server has loaded the same weights on its own. The bound is therefore far tighter than one between two
@@ -284,13 +286,13 @@ def check_identity(run: LearnerRun, probe: ParityProbe, member: Member, untouche
         ServerLost: The server went away.
         DeadlineExceeded: The server did not score in time.
     """
-    changed = _distance(untouched.logprobs_RT, probe.server_logprobs(member, version))
-    bound = run.learner.parity.identity_bound(untouched.dtype) + NOISE_FACTOR * untouched.noise
+    changed = _distance(fresh_scores.logprobs_RT, probe.server_logprobs(member, version))
+    bound = run.learner.parity.identity_bound(fresh_scores.dtype) + NOISE_FACTOR * fresh_scores.noise
     if not changed <= bound:
         raise ParityError(
             f"the first weight sync sent the weights that the server at {member.endpoint} had already loaded, but its "
             f"logprobs changed by {changed:.2g} (mean |Δ logprob| of fixed sequences); the bound is {bound:.2g} for "
-            f"{untouched.dtype} with a noise of {untouched.noise:.2g} (learner.parity.max_identity_abs_logprob). "
+            f"{fresh_scores.dtype} with a noise of {fresh_scores.noise:.2g} (learner.parity.max_identity_abs_logprob). "
             "Either vLLM loads this model differently the second time, or the model files of server and learner "
             "differ; compare the files"
         )

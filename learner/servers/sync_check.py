@@ -63,7 +63,7 @@ class BeforeSync(msgspec.Struct, frozen=True, eq=False):
     """Answers of the servers, including pending ones."""
 
 
-class Expected(msgspec.Struct, frozen=True, eq=False):
+class ExpectedAnswers(msgspec.Struct, frozen=True, eq=False):
     """Learner's logprobs under a version, for comparison with the servers'."""
 
     version: int
@@ -89,7 +89,7 @@ class SyncCheck:
         self._lock = threading.Lock()
         """Held while `ask_before` sends its requests."""
         self._pending_answers: Answers = {}
-        self._expected: Expected | None = None
+        self._expected: ExpectedAnswers | None = None
         self._num_unanswered = 0
         """Number of consecutive unanswered checks."""
         self._spent_s = self._next_at = 0.0
@@ -120,7 +120,7 @@ class SyncCheck:
             if before is not None and not before.answers:
                 before.answers.update(self._ask(before.sequences, members, self._probe.timeout_s))
 
-    def expect(self, version: int) -> Expected | None:
+    def expect(self, version: int) -> ExpectedAnswers | None:
         """Return what to `ask` once the servers have `version`; None if no check is due.
 
         `version` is the learner's current one. Waits up to `patience_s` for the answers to `ask_before`,
@@ -135,9 +135,9 @@ class SyncCheck:
             late.cancel()
         logprobs_T = self._probe.logprobs(before.sequences)
         self._spent_s += time.monotonic() - started_at
-        return Expected(version, logprobs_T, before)
+        return ExpectedAnswers(version, logprobs_T, before)
 
-    def ask(self, members: Collection[Member], expected: Expected | None) -> None:
+    def ask(self, members: Collection[Member], expected: ExpectedAnswers | None) -> None:
         """Request the expected scores without waiting for them, from any thread.
 
         Servers score before they generate. A server that is too busy to score within `patience_s` is checked
@@ -172,17 +172,19 @@ class SyncCheck:
 
     def _count(self, is_answered: bool) -> None:
         """Warn once if the checks stay unanswered."""
-        self._probe.note({"parity/checked": float(is_answered)})
+        self._probe.record({"parity/checked": float(is_answered)})
         self._num_unanswered = 0 if is_answered else self._num_unanswered + 1
         if self._num_unanswered == MAX_UNANSWERED:
             log.warning(
                 "%d weight syncs in a row could not be checked: a server did not score the texts of the step both "
-                "before and after them. Raise learner.weight_sync.straggler_timeout_s, or set learner.parity.every_steps = 0 to "
-                "disable the check",
+                "before and after them. Raise learner.weight_sync.straggler_timeout_s, or set "
+                "learner.parity.every_steps = 0 to disable the check",
                 MAX_UNANSWERED,
             )  # fmt: skip
 
-    def _check_change(self, place: Place, expected: Expected, before_T: torch.Tensor, theirs_T: torch.Tensor) -> None:
+    def _check_change(
+        self, place: Place, expected: ExpectedAnswers, before_T: torch.Tensor, theirs_T: torch.Tensor
+    ) -> None:
         member, replica = place
         ours_T = expected.logprobs_T - expected.before.logprobs_T
         is_sensitive_T = expected.before.logprobs_T < MAX_LOGPROB
@@ -195,7 +197,7 @@ class SyncCheck:
             return
         change_T = theirs_T - before_T
         unchanged_frac = float((change_T[is_changed_T] == 0).float().mean())
-        self._probe.note(
+        self._probe.record(
             {
                 "parity/learner_change": float(ours_T.abs().mean()),
                 "parity/server_change": float(change_T.abs().mean()),

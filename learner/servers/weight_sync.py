@@ -5,8 +5,9 @@
 
 A sync has succeeded when one server has the weights. Much slower servers count as failed (`Stragglers`). A
 failed server gets no requests until a later sync, which starts automatically after a pause. While no server
-has the weights, the sync is retried at once, `learner.weight_sync.max_attempts` times. With `learner.weight_sync.overlap_with_training`,
-a sync sends a copy of the weights from its own thread, one sync at a time.
+has the weights, the sync is retried at once, `learner.weight_sync.max_attempts` times. With
+`learner.weight_sync.overlap_with_training`, a sync sends a copy of the weights from its own thread, one sync
+at a time.
 Invariant: while no server has weights of this run, none is dropped as a straggler. Only
 `learner.weight_sync.timeout_s` limits a sync then.
 """
@@ -22,10 +23,10 @@ from typing import Protocol
 import torch
 
 from learner.config import WeightSyncConfig
-from learner.servers.epoch import manifest_of
 from learner.servers.fan_out import FanOut, Share
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
+from learner.servers.sync_session import manifest_of
 from learner.servers.weight_transfer import PushReport, ServerPush, WeightCopy, WeightSample
 from protocol.errors import ConfigError, DeadlineExceeded, PushError, PushIncomplete
 from protocol.messages import Manifest
@@ -58,7 +59,7 @@ class Stragglers:
         self._first_at: float | None = None
         """Time when a server of this round was first seen to have the version."""
 
-    def look(self, pushes: Mapping[Member, tuple[ServerPush, Share]]) -> None:
+    def end_late(self, pushes: Mapping[Member, tuple[ServerPush, Share]]) -> None:
         """End the syncs of all stragglers.
 
         Repeats the reason at every call, because a sync may have started to wait for something else.
@@ -77,14 +78,14 @@ class Stragglers:
             return share.failure
         if self._first_at is not None and now - self._first_at > self._patience_s:
             return (
-                f"another server had the version {self._patience_s:g} s earlier (learner.weight_sync.straggler_timeout_s); this "
-                "server gets its own weight sync"
+                f"another server had the version {self._patience_s:g} s earlier "
+                "(learner.weight_sync.straggler_timeout_s); this server gets its own weight sync"
             )
         moved_at = max(self._began_at, push.moved_at, share.moved_at)
         if self._others_serve and now - moved_at > self._patience_s:
             return (
-                f"it has made no progress for {self._patience_s:g} s (learner.weight_sync.straggler_timeout_s), and the other servers "
-                "do not wait; it gets another weight sync"
+                f"it has made no progress for {self._patience_s:g} s (learner.weight_sync.straggler_timeout_s), and "
+                "the other servers do not wait; it gets another weight sync"
             )
         return None
 
@@ -157,7 +158,7 @@ class WeightSync:
         Raises the error of the previous sync.
         """
         self.wait()
-        self._copy.take(self.sample.watch(version, self._weights.tensors()))
+        self._copy.update(self.sample.watch(version, self._weights.tensors()))
 
         def push() -> PushReport | None:
             report = self._push_until_done(version, self._copy.tensors)
@@ -179,7 +180,7 @@ class WeightSync:
             wait([pending], timeout=WAIT_SLICE_S)
         self._report = pending.result()
 
-    def take_report(self) -> PushReport | None:
+    def pop_report(self) -> PushReport | None:
         """Return the report of the last sync that `begin` started, once."""
         report, self._report = self._report, None
         return report
@@ -276,16 +277,20 @@ class WeightSync:
         return reports, failures
 
     def _read_once(
-        self, tensors: Tensors, members: list[Member], push: Callable[[Member, NamedTensors], None], stragglers: Stragglers
-    ) -> None:  # fmt: skip
-        def look() -> None:
+        self,
+        tensors: Tensors,
+        members: list[Member],
+        push: Callable[[Member, NamedTensors], None],
+        stragglers: Stragglers,
+    ) -> None:
+        def poll() -> None:
             self._fleet.on_wait()
-            stragglers.look(under_way)
+            stragglers.end_late(under_way)
 
         is_copied = tensors == self._copy.tensors  # the copy is in memory anyway
         window_bytes = math.inf if is_copied else float(self._config.bucket_mib << 20)
         config = self._config
-        fan_out = FanOut(len(members), window_bytes, config.timeout_s, config.straggler_timeout_in_effect_s, look)
+        fan_out = FanOut(len(members), window_bytes, config.timeout_s, config.straggler_timeout_in_effect_s, poll)
         shares = dict(zip(members, fan_out.shares, strict=True))
         under_way = {member: (self._push_of(member), share) for member, share in shares.items()}
         with ThreadPoolExecutor(len(members), "push-server") as threads:
@@ -297,7 +302,7 @@ class WeightSync:
                     straggler.end("the policy could not be read")
                 raise
             while not all(future.done() for future in pushing):
-                look()
+                poll()
                 wait(pushing, timeout=WAIT_SLICE_S)
         for future in pushing:
             future.result()
@@ -307,7 +312,7 @@ class WeightSync:
         push = self._push_of(member)
         if isinstance(error, PushIncomplete | ConfigError):  # a retry would fail too
             push.give_up(greet_again=False)
-            self._fleet.expel(member, error)
+            self._fleet.exclude(member, error)
             return
         if self._closing.is_set():
             push.give_up(greet_again=False)

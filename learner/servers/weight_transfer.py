@@ -20,10 +20,10 @@ import torch
 from tqdm import tqdm
 
 from learner.config import WeightSyncConfig
-from learner.servers.epoch import Epoch, Epochs
 from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import Member
-from protocol.console import PROGRESS_EVERY_S, manner
+from learner.servers.sync_session import SyncSession, SyncSessions
+from protocol.console import PROGRESS_EVERY_S, output_mode
 from protocol.errors import DeadlineExceeded, PushError, PushIncomplete, SlipstreamError
 from protocol.messages import Manifest, PushBegin, PushDone
 from protocol.transports.group import Collective
@@ -70,8 +70,8 @@ class ServerPush:
 
     def __init__(self, member: Member, loop: LoopThread, config: WeightSyncConfig, device: torch.device) -> None:
         self.member, self._link, self._loop, self._config = member, member.link, loop, config
-        self._epochs = Epochs(self._link, config, device)
-        self._epoch: Epoch | None = None
+        self._sessions = SyncSessions(self._link, config, device)
+        self._session: SyncSession | None = None
         self.state: PushState = "pausing"
         """Stage of the current or last sync."""
         self.moved_at = time.monotonic()
@@ -96,23 +96,23 @@ class ServerPush:
             DeadlineExceeded: The server or its workers did not answer in time.
         """
         started = time.monotonic()
-        if self.version is None or self._epoch is None:
-            self._abandon_epoch()
-            self._epoch = self._epochs.begin(manifest)
-        epoch, timeout_s = self._epoch, self._config.timeout_s
-        is_new = epoch.collective is None
+        if self.version is None or self._session is None:
+            self._abandon_session()
+            self._session = self._sessions.begin(manifest)
+        session, timeout_s = self._session, self._config.timeout_s
+        is_new = session.collective is None
         begin = PushBegin(
-            epoch=epoch.name,
+            session=session.name,
             version=version,
-            rendezvous=epoch.rendezvous if is_new else None,
-            manifest=epoch.manifest if is_new else None,
+            rendezvous=session.rendezvous if is_new else None,
+            manifest=session.manifest if is_new else None,
         )
         self._enter("pausing")
         self._loop.call(self._link.begin_push(begin, timeout_s), timeout_s + CALL_SLACK_S)
         ready = time.monotonic()
-        done = self._loop.submit(self._link.finish_push(epoch.name))
+        done = self._loop.submit(self._link.finish_push(session.name))
         try:
-            sent = self._send(epoch, version, tensors, done)
+            sent = self._send(session, version, tensors, done)
             transferred = time.monotonic()
             self._enter("finishing")
             report = self._result(done, begin, sent)
@@ -122,7 +122,7 @@ class ServerPush:
             raise PushError(
                 f"the weights of version {version} arrived with checksum {report.checksum}; expected {sent.checksum}"
             )
-        self.done = (epoch.server_id, version)
+        self.done = (session.server_id, version)
         return PushReport(
             total_s=time.monotonic() - started, transfer_s=transferred - ready, load_s=report.load_s,
             stall_s=report.stall_s, num_bytes=sent.num_bytes, pause_s=report.pause_s,
@@ -133,7 +133,7 @@ class ServerPush:
 
         With `greet_again`, the server must welcome this run again before the next attempt.
         """
-        self._abandon_epoch()
+        self._abandon_session()
         if greet_again:
             self._notify(self._link.greet_again())
 
@@ -143,20 +143,20 @@ class ServerPush:
 
     def close(self) -> None:
         """Close the session. No sync may be in progress."""
-        self._abandon_epoch()
-        self._epochs.close()
+        self._abandon_session()
+        self._sessions.close()
 
     def _enter(self, state: PushState) -> None:
         self.state, self.moved_at = state, time.monotonic()
 
-    def _send(self, epoch: Epoch, version: int, tensors: NamedTensors, done: Future[PushDone]) -> Sent:
+    def _send(self, session: SyncSession, version: int, tensors: NamedTensors, done: Future[PushDone]) -> Sent:
         """Join the session if needed and send; a failure of `done` is raised as the cause."""
-        if epoch.collective is None:
+        if session.collective is None:
             self._enter("joining")
-            epoch.collective = self._join(epoch, done)
+            session.collective = self._join(session, done)
         self._enter("sending")
-        done.add_done_callback(lambda ended: epoch.abort() if ended.cancelled() or ended.exception() else None)
-        num_bytes = epoch.num_bytes
+        done.add_done_callback(lambda ended: session.abort() if ended.cancelled() or ended.exception() else None)
+        num_bytes = session.num_bytes
 
         def progress(num_more: int) -> None:
             self.moved_at = time.monotonic()
@@ -165,9 +165,9 @@ class ServerPush:
         try:
             with tqdm(
                 total=num_bytes, unit="B", unit_scale=True, desc=f"weight sync {version}", mininterval=PROGRESS_EVERY_S,
-                disable=num_bytes < PROGRESS_BYTES or not manner().has_bars,
+                disable=num_bytes < PROGRESS_BYTES or not output_mode().has_bars,
             ) as bar:  # fmt: skip
-                return epoch.send(tensors, progress)
+                return session.send(tensors, progress)
         except PushError as effect:
             cause = done.exception() if done.done() and not done.cancelled() else None
             if isinstance(cause, PushIncomplete):
@@ -176,14 +176,14 @@ class ServerPush:
                 raise PushError(f"{cause}; the transfer failed: {effect}") from cause
             raise
 
-    def _join(self, epoch: Epoch, done: Future[PushDone]) -> Collective:
+    def _join(self, session: SyncSession, done: Future[PushDone]) -> Collective:
         """Wait until every worker has joined, or until the server has failed."""
         with ThreadPoolExecutor(1, "push-join") as thread:
-            joining = thread.submit(epoch.join)
+            joining = thread.submit(session.join)
             either: list[Future[Any]] = [joining, done]
             wait(either, return_when="FIRST_COMPLETED")
             if not joining.done():
-                epoch.abort()
+                session.abort()
             try:
                 return joining.result()
             except PushError:
@@ -197,17 +197,17 @@ class ServerPush:
             return done.result(timeout_s)
         except NotInTime as error:
             raise DeadlineExceeded(
-                f"no PushDone for version {begin.version} in epoch {begin.epoch} from {self._link.endpoint} within "
+                f"no PushDone for version {begin.version} in session {begin.session} from {self._link.endpoint} within "
                 f"{timeout_s:g} s after the last of {sent.num_bytes} bytes (learner.weight_sync.timeout_s)"
             ) from error
 
-    def _abandon_epoch(self) -> None:
-        epoch, self._epoch, self.done = self._epoch, None, None
-        if epoch is None:
+    def _abandon_session(self) -> None:
+        session, self._session, self.done = self._session, None, None
+        if session is None:
             return
-        epoch.close()
+        session.close()
         if self._link.connected:
-            self._notify(self._link.abort_push(epoch.name))
+            self._notify(self._link.abort_push(session.name))
 
     def _notify(self, call: Coroutine[Any, Any, None]) -> None:
         try:
@@ -228,7 +228,7 @@ class WeightCopy:
         self._wire_dtype, self._device = wire_dtype, device
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, tensors: NamedTensors) -> None:
+    def update(self, tensors: NamedTensors) -> None:
         """Copy all tensors, in the dtype of the wire."""
         for name, tensor in tensors:
             mine = self._tensors.get(name)

@@ -19,8 +19,8 @@ from protocol.durable import sync
 from protocol.errors import SlipstreamError
 
 MIB = 1 << 20
-NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "afs", "9p", "sshfs", "pvfs", "orangefs", "wekafs",
-           "panfs", "virtiofs", "s3fs", "gcsfuse", "gfs", "ocfs")  # fmt: skip
+NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "afs", "9p", "sshfs", "pvfs",
+           "orangefs", "wekafs", "panfs", "virtiofs", "s3fs", "gcsfuse", "gfs", "ocfs")  # fmt: skip
 """Substrings of the types of file systems that other machines may also write to."""
 BLOCK_BYTES = 1 << 16
 

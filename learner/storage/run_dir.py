@@ -1,7 +1,7 @@
 """Run directory: its lock, the paths of its files, and the checks before a resume.
 
 A run never overwrites another. An existing run is resumed with --resume and the same config, except for keys
-that may change (protocol/config.py), or refused. The data is recorded as one digest per prompt: the ledger
+that may change (protocol/config_keys.py), or refused. The data is recorded as one digest per prompt: the ledger
 refers to prompts by number, so changed data would attribute its groups to other prompts.
 """
 
@@ -21,7 +21,8 @@ from learner.config import KlConfig, LearnerRun, LossConfig
 from learner.config.algorithm import is_plug_in
 from learner.prompts.prompts import Prompts
 from learner.storage.files import network_file_system, replace_file
-from protocol.config import flatten, keys_of, may_change, to_toml
+from protocol.config import to_toml
+from protocol.config_keys import flatten, keys_of, may_change
 from protocol.console import counted
 from protocol.errors import ConfigError, DataError
 from protocol.former_keys import renamed
@@ -30,7 +31,8 @@ log = logging.getLogger(__name__)
 DUAL_CLIP = "learner.loss.dual_clip"
 """Key that every config.toml spells out. A file without it is from a version without a bound by default."""
 LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
-                          "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests", "evaluations.jsonl",
+                          "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests",
+                          "evaluations.jsonl",
                           "evaluation.partial.jsonl", "tensorboard", "wandb"}  # fmt: skip
 """Files of a start that ended before its first group; they do not block the next start."""
 

@@ -145,7 +145,7 @@ class CheckpointWriter:
         work = (_complete, pending, started_s, stall_s, when_complete) if is_main else (_accompany, shards)
         self._pending = self._thread.submit(*work)
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of a checkpoint completed since the last call.
 
         An error that stopped the checkpoint is raised on every rank.

@@ -161,8 +161,11 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
 
 def _masked_row() -> BatchRow:
     branch = TokenSequence(
-        token_ids=np.zeros(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(0, 1)], finish_reason="stop"
-    )  # fmt: skip
+        token_ids=np.zeros(1, np.int32),
+        behaviour_logprobs=np.zeros(1, np.float32),
+        versions=[(0, 1)],
+        finish_reason="stop",
+    )
     return BatchRow(
         prompt_token_ids=np.zeros(1, np.int32),
         branch=branch,

@@ -25,14 +25,15 @@ from learner.rank_agreement import broadcast_bytes, require_agreement
 from learner.rank_watch import RankWatch
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.training.batch import BatchRow, MicroBatch, micro_batch
-from learner.training.packing import Layout, cut, share_out
+from learner.training.packing import Layout, share_out, split_into_micro_batches
 from protocol.codec import pack, unpack
 from protocol.errors import ConfigError
 from protocol.messages import Part
 
 log = logging.getLogger(__name__)
 PINNED = {
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "every step makes one update of all its rows (learner.groups_per_step)"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS":
+        ("1", "every step makes one update of all its rows (learner.groups_per_step)"),
     "ACCELERATE_MIXED_PRECISION": ("no", "passes compute in the run's dtype (dtype)"),
     "ACCELERATE_DYNAMO_BACKEND": ("no", "learner.compile decides what is compiled"),
 }  # fmt: skip
@@ -157,7 +158,7 @@ def my_batches(
         RanksDisagree: The ranks would train on different rows, or run their passes differently.
     """
     layout = layout_of(accelerator, policy, config)
-    shares = [cut(share, layout) for share in share_out(rows, accelerator.num_processes, layout)]
+    shares = [split_into_micro_batches(share, layout) for share in share_out(rows, accelerator.num_processes, layout)]
     if accelerator.num_processes > 1:
         model: Any = accelerator.unwrap_model(policy)
         require_agreement(accelerator, plan_of(model, rows, shares, layout, step), DISAGREEMENT)

@@ -53,7 +53,8 @@ def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
         shares = ", ".join(f"{share:.0%}" for share in by_length.values())
         signs["loss/kept_frac"] = (
             f"the objective excludes completions by length: it keeps {shares} of the tokens of completions up to a "
-            "quarter, a half, three quarters and all of max_tokens; check the masks of learner.off_policy_correction (try granularity = "
+            "quarter, a half, three quarters and all of max_tokens; check the masks of learner.off_policy_correction "
+            "(try granularity = "
             '"geometric") and top_entropy_frac'
         )
     return signs

@@ -39,7 +39,8 @@ MIN_PULL = 1e-12
 OF_SERVER = "mismatch of "
 """Prefix of per-server values, which are not metrics; the server's endpoint follows."""
 PEAK_TFLOPS = {
-    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0, "A10": 125.0,
+    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0,
+    "A10": 125.0,
     "RTX 4090": 165.0,
 }  # fmt: skip
 """Peak dense bfloat16 TFLOPS by substring of the device name; the first match counts."""
@@ -190,14 +191,14 @@ class StepTimer:
 
 
 class RatioRange:
-    """Extreme ratios and gradient shares since the last `take`."""
+    """Extreme ratios and gradient shares since the last `pop_metrics`."""
 
     def __init__(self) -> None:
         self._seen: list[torch.Tensor] = []
         """Per micro-batch: negated lowest log-ratio, highest log-ratio, largest pull, its multiplier, and the
         sum of pulls. The tensors stay on the GPU, because reading them now would wait for it."""
 
-    def see(self, log_ratio_BT: torch.Tensor, pull_BT: torch.Tensor, plain_pull_B: torch.Tensor) -> None:
+    def update(self, log_ratio_BT: torch.Tensor, pull_BT: torch.Tensor, plain_pull_B: torch.Tensor) -> None:
         """Record log-ratios to the behavior policy and pulls, |∂ loss / ∂ logprob|.
 
         Both are 0 outside the mask: a ratio of 1 is never extreme. `plain_pull_B` is the pull of a row's
@@ -209,7 +210,7 @@ class RatioRange:
         pull, plain_pull = pull_BT.flatten()[heaviest], plain_pull_B[heaviest // pull_BT.shape[1]].float()
         self._seen.append(torch.stack([-low, high, pull, pull / plain_pull.clamp(min=MIN_PULL), pull_BT.sum()]))
 
-    def take(self, accelerator: Accelerator, num_updates: int) -> dict[str, float]:
+    def pop_metrics(self, accelerator: Accelerator, num_updates: int) -> dict[str, float]:
         """Return the metrics since the last call, over all ranks.
 
         Every rank must call this. Each update has the same number of micro-batches.
@@ -238,18 +239,18 @@ def _joined(seen_UN5: torch.Tensor) -> torch.Tensor:
 
 
 class Mismatch:
-    """Logprob differences to the servers since the last `take`."""
+    """Logprob differences to the servers since the last `pop_metrics`."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Per micro-batch: places_B, and per branch the sum and number of tokens, on their device."""
 
-    def see(self, places_B: torch.Tensor, fresh_BT: torch.Tensor, mismatch_BT: torch.Tensor) -> None:
+    def update(self, places_B: torch.Tensor, fresh_BT: torch.Tensor, mismatch_BT: torch.Tensor) -> None:
         """Record |Δ logprob| of the fresh tokens."""
         sums_B = torch.where(fresh_BT, mismatch_BT, 0.0).sum(dim=1)
         self._seen.append((places_B, torch.stack([sums_B.double(), fresh_BT.sum(dim=1).double()], dim=1)))
 
-    def take(self, accelerator: Accelerator, groups: list[RolloutGroup]) -> dict[str, float]:
+    def pop_metrics(self, accelerator: Accelerator, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return each server's mean over all ranks, or nothing if there is one server.
 
         Every rank must call this.
@@ -270,7 +271,7 @@ class Mismatch:
         }
 
 
-def take_mismatches(metrics: dict[str, float], groups: list[RolloutGroup]) -> dict[str, float]:
+def pop_mismatches(metrics: dict[str, float], groups: list[RolloutGroup]) -> dict[str, float]:
     """Remove the per-server mismatches from a step's metrics; return them by endpoint.
 
     The mismatch of a single server is a metric, and stays.

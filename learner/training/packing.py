@@ -113,7 +113,7 @@ def _halved(piece: Piece, most: float, layout: Layout) -> list[Piece]:
     return [*_halved(piece[:middle], most, layout), *_halved(piece[middle:], most, layout)]
 
 
-def cut(pieces: Sequence[Piece], layout: Layout) -> list[list[BatchRow]]:
+def split_into_micro_batches(pieces: Sequence[Piece], layout: Layout) -> list[list[BatchRow]]:
     """Return the rows of each micro-batch.
 
     Pieces are placed longest first, each into the first micro-batch with room.

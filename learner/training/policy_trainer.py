@@ -16,7 +16,7 @@ from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.compile import fuse
 from learner.forward.logprobs import float32_heads, logit_map_of, logit_maps
-from learner.forward.packing_check import PACKED, settle_attention
+from learner.forward.packing_check import PACKED, choose_attention
 from learner.forward.tile import LogitMap
 from learner.policy.lora import add_adapter
 from learner.policy.memory import ModelShape
@@ -87,7 +87,7 @@ class PolicyTrainer(msgspec.Struct, eq=False, kw_only=True):
         )
 
 
-class Passes(msgspec.Struct, frozen=True, kw_only=True):
+class ForwardSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of the policy's passes, measured on the loaded model."""
 
     attention: str
@@ -201,12 +201,12 @@ def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun) -> Non
     `accelerate launch --use_fsdp`, the other ranks hold zeros until `prepare`, and zeros always agree.
     """
 
-    def settle() -> Passes:
-        settle_attention(policy, accelerator.device, getattr(torch, run.dtype), run.learner.attn_implementation)
+    def settle() -> ForwardSetup:
+        choose_attention(policy, accelerator.device, getattr(torch, run.dtype), run.learner.attn_implementation)
         logits = logit_maps.get(policy) or logit_map_of(policy)
-        return Passes(attention=policy.config._attn_implementation, logits=logits)
+        return ForwardSetup(attention=policy.config._attn_implementation, logits=logits)
 
-    settled = decide_on_rank_0(accelerator, settle, Passes)
+    settled = decide_on_rank_0(accelerator, settle, ForwardSetup)
     if settled.attention != policy.config._attn_implementation:
         policy.set_attn_implementation(settled.attention)
     logit_maps[policy] = settled.logits

@@ -69,8 +69,10 @@ def train_on(trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, t
         "lower learner.optimizer.learning_rate, then continue with --resume",
     )
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
-    metrics = loss_metrics(total, config) | trainer.extremes.take(accelerator, config.updates_per_batch) | metrics
-    metrics |= trainer.mismatch.take(accelerator, groups)
+    metrics = (
+        loss_metrics(total, config) | trainer.extremes.pop_metrics(accelerator, config.updates_per_batch) | metrics
+    )
+    metrics |= trainer.mismatch.pop_metrics(accelerator, groups)
     metrics["perf/train_tflop"] = train_tflop(trainer, rows)
     metrics["batch/no_signal_groups"] = float(sum(not any(advantages_G) for advantages_G in advantages_P_G))
     metrics["optim/skipped_updates"] = float(num_skipped)
@@ -172,7 +174,8 @@ def _skip(trainer: PolicyTrainer, version: int, grad_norm: float) -> None:
         raise NotFiniteError(
             f"step {version + 1}: {reason}, {limit} times in a row (learner.optimizer.max_skipped_updates). All these "
             "updates were skipped, and the checkpoints are intact. Lower learner.optimizer.learning_rate, set "
-            'learner.off_policy_correction if policy/ratio_max grew before, or try dtype = "float32"; then continue with --resume'
+            'learner.off_policy_correction if policy/ratio_max grew before, or try dtype = "float32"; then continue '
+            "with --resume"
         )
     if trainer.accelerator.is_main_process:
         log.warning(
@@ -223,8 +226,8 @@ def _micro_batch_loss(
     # How strongly each token moves the policy. The gradient stops at the logprobs, so it costs next to
     # nothing.
     (pull_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)
-    trainer.extremes.see(log_ratio_BT, pull_BT.abs(), (batch.weights_B * batch.advantages_B).abs())
-    trainer.mismatch.see(batch.places_B, fresh_BT, mismatch_BT)
+    trainer.extremes.update(log_ratio_BT, pull_BT.abs(), (batch.weights_B * batch.advantages_B).abs())
+    trainer.mismatch.update(batch.places_B, fresh_BT, mismatch_BT)
     sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
     sums["fresh_tokens"] = fresh_BT.sum().float()
     sums["fresh_mismatch"] = torch.where(fresh_BT, mismatch_BT, 0.0).sum()

@@ -27,7 +27,7 @@ from learner.run_inputs import RunInputs
 from learner.training.batch import BatchRow, MicroBatch
 from learner.training.distributed import gradient_sync, my_batches
 from learner.training.optimizer import NotFiniteError, make_optimizer
-from protocol.console import PROGRESS_EVERY_S, manner
+from protocol.console import PROGRESS_EVERY_S, output_mode
 from protocol.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def warm_start(run_inputs: RunInputs, accelerator: Accelerator, policy: nn.Modul
     steps = tqdm(
         range(settings.steps),
         "warm start",
-        disable=not (accelerator.is_main_process and manner().has_bars),
+        disable=not (accelerator.is_main_process and output_mode().has_bars),
         mininterval=PROGRESS_EVERY_S,
     )
     for step in steps:

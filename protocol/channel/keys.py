@@ -152,8 +152,8 @@ def _folder(directory: str) -> Path:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(
-            f"keys = {directory!r} cannot be read ({error.strerror}); use a directory that `slipstream keys keys` created and "
-            "that this user can access"
+            f"keys = {directory!r} cannot be read ({error.strerror}); use a directory that `slipstream keys keys` "
+            "created and that this user can access"
         ) from error
     return Path(directory)
 
@@ -178,7 +178,8 @@ def _checked(text: str, path: Path) -> bytes:
         zmq.curve_public(key)  # fails if the text is not Z85
     except (ValueError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"{path} is not a valid key: {error}; expected {KEY_CHARACTERS} Z85 characters, as `slipstream keys keys` writes them"
+            f"{path} is not a valid key: {error}; expected {KEY_CHARACTERS} Z85 characters, as `slipstream keys keys` "
+            "writes them"
         ) from error
     return key
 
@@ -187,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with console.exit_on_user_error():
         parser = console.ArgumentParser("slipstream keys", "Make the CURVE keys of a server and of one learner.")
         parser.add_argument("directory", type=Path, metavar="DIR", help="new directory of the keys")
-        directory = parser.parse_args(console.take_switches(sys.argv[1:] if arguments is None else arguments)).directory
+        directory = parser.parse_args(console.pop_switches(sys.argv[1:] if arguments is None else arguments)).directory
         make_keys(directory)
     print(
         f'created keys in {directory}; set keys = "{directory}" in the config of both sides\n'

@@ -182,7 +182,7 @@ class Monitor:
                 case failed:
                     self._failures.append(_failure(failed, event["value"]))
 
-    def take(self) -> list[Failure]:
+    def pop_failures(self) -> list[Failure]:
         self.read()
         failures, self._failures = self._failures, []
         return failures

@@ -6,7 +6,7 @@ tcp is supported: `ipc://` loses messages when a peer exits while the reader is 
 
 With keys, every connection is CURVE. Unknown keys, keys of another server and plain-text clients fail in
 libzmq's own threads and never reach `receive`. With or without keys, a peer that is not admitted may send
-enough for any Hello, and is cut off above that (`Strangers`).
+enough for any Hello, and is cut off above that (`PeerLimits`).
 """
 
 import asyncio
@@ -52,7 +52,7 @@ LINGER_MS = 1_000
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
-class Strangers:
+class PeerLimits:
     """Rate limits for peers that are not admitted, and the peers cut off last."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class ServerChannel:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.RCVHWM, SERVER_RECEIVE_HIGH_WATER_MARK)
         self._decoder: Decoder[LearnerMessage] = Decoder(LearnerMessage)  # type: ignore[arg-type]
-        self._strangers = Strangers()
+        self._peer_limits = PeerLimits()
         self._admitted: bytes | None = None
         self.num_shut_out = 0
         """Number of messages dropped unread, beyond what strangers may send."""
@@ -195,15 +195,15 @@ class ServerChannel:
         self._admitted = peer
 
     def _is_shut_out(self, peer: bytes, descriptor: int, frames: list[zmq.Frame]) -> bool:
-        if self._strangers.is_cut_off(peer):
+        if self._peer_limits.is_cut_off(peer):
             return True
-        if self._strangers.allow(peer, sum(len(frame) for frame in frames)):
+        if self._peer_limits.allow(peer, sum(len(frame) for frame in frames)):
             return False
-        self._strangers.cut_off(peer)
+        self._peer_limits.cut_off(peer)
         self._connections.disconnect(descriptor, "it exceeded the limits for a peer whose Hello is not accepted")
         return True
 
-    def look_at_connections(self) -> None:
+    def poll_connections(self) -> None:
         """Disconnect silent peers, and those that send an endless message.
 
         Call it twice a second.
@@ -211,9 +211,9 @@ class ServerChannel:
         self._monitor.read()
         self._connections.check(self._monitor.descriptors)
 
-    def take_failed_handshakes(self) -> Counter[Failure]:
+    def pop_failed_handshakes(self) -> Counter[Failure]:
         """Return the number of failed handshakes since the last call, by reason."""
-        return Counter(self._monitor.take())
+        return Counter(self._monitor.pop_failures())
 
     async def send(self, peer: bytes, message: Message) -> SendResult:
         """Send without waiting.
@@ -317,7 +317,7 @@ class LearnerChannel:
         """
         return self._decoder.decode(await self._messages.receive())
 
-    def look_at_connection(self) -> bool:
+    def poll_connection(self) -> bool:
         """Close the connection if the server is silent, so that ZeroMQ restores it.
 
         Return whether part of a long message has arrived since the last check.
@@ -333,7 +333,7 @@ class LearnerChannel:
         Raises:
             HandshakeRefused: If ZeroMQ does not retry after such a failure.
         """
-        failures = self._monitor.take()
+        failures = self._monitor.pop_failures()
         if Failure.UNKNOWN_KEY in failures:
             raise HandshakeRefused(
                 f"the server at {self.endpoint} does not know this learner's key; copy its public key "

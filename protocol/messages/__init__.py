@@ -2,7 +2,7 @@
 
     learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort, Farewell ──▶ server
     learner ◀── Welcome, Refused, Pulse, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── server
-    doctor ── Probe, Trial ──▶ server ── Vitals, TrialEnded ──▶ doctor
+    doctor ── Probe, Trial ──▶ server ── ServerInfo, TrialResult ──▶ doctor
 
 Messages are frozen and tagged: codec.py decodes them with one typed decoder per direction, and `match`
 dispatches them. Each topic has a file.
@@ -33,7 +33,7 @@ from protocol.messages.handshake import (
     new_learner_id,
 )
 from protocol.messages.parts import DTYPES, Message, Part
-from protocol.messages.probe import MAX_TRIAL_BYTES, Probe, Trial, TrialEnded, Vitals
+from protocol.messages.probe import MAX_TRIAL_BYTES, Probe, ServerInfo, Trial, TrialResult
 from protocol.messages.push import (
     Manifest,
     PushAbort,
@@ -47,13 +47,57 @@ from protocol.messages.push import (
 )
 
 __all__ = [
-    "DTYPES", "MAX_STOPS", "MAX_STOP_LENGTH", "MAX_TRIAL_BYTES", "PROTOCOL_VERSION", "Ack", "Cancel", "Completion", "Farewell", "Generate",
-    "Group", "GroupFailed", "Hello", "LearnerMessage", "Manifest", "Message", "ModelFingerprint", "Part", "Probe", "Pulse", "PushAbort",
-    "PushBegin", "PushDone", "PushFailed", "PushReady", "Refused", "Rendezvous", "Sampling", "Score", "Scores", "ServerMessage",
-    "TensorSpec", "Transport", "Trial", "TrialEnded", "Vitals", "Welcome", "new_learner_id",
+    "DTYPES",
+    "MAX_STOPS",
+    "MAX_STOP_LENGTH",
+    "MAX_TRIAL_BYTES",
+    "PROTOCOL_VERSION",
+    "Ack",
+    "Cancel",
+    "Completion",
+    "Farewell",
+    "Generate",
+    "Group",
+    "GroupFailed",
+    "Hello",
+    "LearnerMessage",
+    "Manifest",
+    "Message",
+    "ModelFingerprint",
+    "Part",
+    "Probe",
+    "Pulse",
+    "PushAbort",
+    "PushBegin",
+    "PushDone",
+    "PushFailed",
+    "PushReady",
+    "Refused",
+    "Rendezvous",
+    "Sampling",
+    "Score",
+    "Scores",
+    "ServerInfo",
+    "ServerMessage",
+    "TensorSpec",
+    "Transport",
+    "Trial",
+    "TrialResult",
+    "Welcome",
+    "new_learner_id",
 ]  # fmt: skip
 
 LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort | Farewell | Probe | Trial
 ServerMessage = (
-    Welcome | Refused | Pulse | Group | GroupFailed | Scores | PushReady | PushDone | PushFailed | Vitals | TrialEnded
+    Welcome
+    | Refused
+    | Pulse
+    | Group
+    | GroupFailed
+    | Scores
+    | PushReady
+    | PushDone
+    | PushFailed
+    | ServerInfo
+    | TrialResult
 )

@@ -23,7 +23,7 @@ class Probe(Message):
     probe_id: Name
 
 
-class Vitals(Message):
+class ServerInfo(Message):
     """State of a server, as the answer to a Probe."""
 
     probe_id: Name
@@ -48,7 +48,7 @@ class Trial(Message):
     num_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_TRIAL_BYTES)]
 
 
-class TrialEnded(Message):
+class TrialResult(Message):
     """Result of a Trial: the duration `receive_s`, or `error` with the reason."""
 
     trial_id: Name

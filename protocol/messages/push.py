@@ -79,7 +79,7 @@ class PushBegin(Message):
     `rendezvous` and `manifest` are set only in the first weight sync of a session.
     """
 
-    epoch: Name
+    session: Name
     version: Version
     rendezvous: Rendezvous | None = None
     manifest: Manifest | None = None
@@ -91,7 +91,7 @@ class PushReady(Message):
     Generation is paused by then, unless the server receives weights during generation.
     """
 
-    epoch: Name
+    session: Name
     version: Version
 
 
@@ -101,7 +101,7 @@ class PushDone(Message):
     `checksum` is that of the bytes, which all workers have verified.
     """
 
-    epoch: Name
+    session: Name
     version: Version
     checksum: str
     pause_s: float
@@ -117,7 +117,7 @@ class PushFailed(Message):
     If `weights_intact`, the server continues with the old weights. Otherwise, it waits for a resend.
     """
 
-    epoch: Name
+    session: Name
     version: Version
     state: str
     message: str
@@ -130,4 +130,4 @@ class PushFailed(Message):
 class PushAbort(Message):
     """Abandonment of a session by the learner. The server leaves the session."""
 
-    epoch: Name
+    session: Name

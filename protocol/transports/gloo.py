@@ -34,8 +34,8 @@ class GlooCollective:
     device = torch.device("cpu")
     sends_in_place = True
 
-    def __init__(self, store: Store, epoch: str, rank: int, world_size: int, own_host: str, timeout_s: float) -> None:
-        self._epoch, self._timeout_s = epoch, timeout_s
+    def __init__(self, store: Store, session: str, rank: int, world_size: int, own_host: str, timeout_s: float) -> None:
+        self._session, self._timeout_s = session, timeout_s
         self._peers = [peer for peer in range(world_size) if peer != rank]
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # Without a named device, gloo listens on the address that the host name resolves to.
@@ -52,7 +52,7 @@ class GlooCollective:
             self._group = ProcessGroupGloo(store, rank, world_size, options)
         except (RuntimeError, PushError) as error:  # errors of gloo and of its store
             raise PushError(
-                f"rank {rank} of {world_size} could not connect to the other ranks of epoch {epoch}: {error} "
+                f"rank {rank} of {world_size} could not connect to the other ranks of session {session}: {error} "
                 f"(deadline {timeout_s:g} s, learner.weight_sync.timeout_s)"
             ) from error
 
@@ -92,7 +92,7 @@ class GlooCollective:
 
     def _failed(self, tensor: torch.Tensor, error: RuntimeError) -> PushError:
         return PushError(
-            f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
+            f"broadcast of {tensor.nbytes} bytes in session {self._session} failed: {error} "
             f"(deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
         )
 
@@ -102,7 +102,7 @@ class GlooCollective:
             self._open_group().barrier().wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise PushError(
-                f"waiting for the other ranks of epoch {self._epoch} failed: {error} "
+                f"waiting for the other ranks of session {self._session} failed: {error} "
                 f"(deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
             ) from error
 
@@ -130,7 +130,7 @@ class GlooCollective:
 
     def _work(self, number: int) -> Any:
         if number not in self._under_way:
-            raise PushError(f"the collective of epoch {self._epoch} is closed")
+            raise PushError(f"the collective of session {self._session} is closed")
         return self._under_way[number]
 
     def _open_group(self) -> ProcessGroupGloo:
@@ -139,5 +139,5 @@ class GlooCollective:
         Callers do not keep it in a local: the traceback of a failure would keep the sockets open.
         """
         if self._group is None:
-            raise PushError(f"the collective of epoch {self._epoch} is closed")
+            raise PushError(f"the collective of session {self._session} is closed")
         return self._group

@@ -32,14 +32,14 @@ from protocol.transports.cuda_ipc import IpcCollective
 from protocol.transports.gloo import GlooCollective
 from protocol.transports.nccl import NcclCollective, new_unique_id, use_interface_of
 from protocol.transports.rendezvous import (
-    CALLED_OFF,
+    CANCEL_REASON,
     MAX_LINE_BYTES,
-    Board,
-    EpochStore,
-    HostedBoard,
-    Question,
-    RemoteBoard,
-    was_called_off,
+    RendezvousStore,
+    SessionStore,
+    StoreAccess,
+    StoreClient,
+    StoreQuery,
+    canceled_error,
 )
 from protocol.transports.tcp import TcpCollective, TransferCall
 
@@ -119,7 +119,7 @@ def address_towards(endpoint: str) -> str:
         return str(probe.getsockname()[0])
 
 
-class Meeting:
+class RendezvousHost:
     """Meeting point of all ranks of a session, on the learner.
 
     Until `close`, it listens on the address by which the server reaches the learner, on the first free port
@@ -130,7 +130,7 @@ class Meeting:
         self, host: str, timeout_s: float, *, ports: Sequence[int] = (0,), advertise: str | None = None
     ) -> None:
         self._host, self._advertised, self._timeout_s = host, advertise or host, timeout_s
-        self._board = HostedBoard(host, ports)
+        self._store = RendezvousStore(host, ports)
 
     def rendezvous(self, num_workers: int, transport: Transport) -> Rendezvous:
         """Return where and how the ranks of a new session connect.
@@ -141,58 +141,62 @@ class Meeting:
         if transport == "nccl":
             use_interface_of(self._host)
         return Rendezvous(
-            transport=transport, host=self._advertised, port=self._board.port, world_size=1 + num_workers,
+            transport=transport, host=self._advertised, port=self._store.port, world_size=1 + num_workers,
             timeout_s=self._timeout_s, nccl_unique_id=new_unique_id() if transport == "nccl" else None,
-            tcp_secret=self._board.callers.expect(1 + num_workers, self._timeout_s) if transport == "tcp" else None,
+            tcp_secret=self._tcp_secret(1 + num_workers) if transport == "tcp" else None,
         )  # fmt: skip
 
-    def host_collective(self, epoch: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
+    def _tcp_secret(self, world_size: int) -> bytes:
+        return self._store.worker_connections.expect(world_size, self._timeout_s)
+
+    def host_collective(self, session: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
         """Join as rank 0, and block until every worker has joined.
 
         Raises:
-            PushError: At the deadline, or after `call_off`.
+            PushError: At the deadline, or after `cancel`.
         """
-        return _join(epoch, rendezvous, 0, device, self._board)
+        return _join(session, rendezvous, 0, device, self._store)
 
-    def call_off(self, epoch: str, reason: str) -> None:
+    def cancel(self, session: str, reason: str) -> None:
         """Cancel a session, from any thread.
 
         Every rank that is joining, here and at the server, raises PushError at once.
         """
-        EpochStore(epoch, self._board, self._timeout_s).call_off(reason)
+        SessionStore(session, self._store, self._timeout_s).cancel(reason)
 
     def close(self) -> None:
         """Stop listening. A worker that is joining gets an error."""
-        self._board.close()
+        self._store.close()
 
 
-def join_collective(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:
+def join_collective(session: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:
     """Join the learner's session from a worker of the server.
 
     Raises:
         PushError: At the deadline, if a rank has given up, or soon after the learner is gone or suspended.
     """
     answer_timeout_s = min(ANSWER_TIMEOUT_S, rendezvous.timeout_s)
-    with closing(RemoteBoard(rendezvous.host, rendezvous.port, answer_timeout_s)) as board:
-        return _join(epoch, rendezvous, rank, device, board)
+    with closing(StoreClient(rendezvous.host, rendezvous.port, answer_timeout_s)) as access:
+        return _join(session, rendezvous, rank, device, access)
 
 
-def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, board: Board) -> Collective:
-    store = EpochStore(epoch, board, rendezvous.timeout_s)
+def _join(session: str, rendezvous: Rendezvous, rank: int, device: torch.device, access: StoreAccess) -> Collective:
+    store = SessionStore(session, access, rendezvous.timeout_s)
     deadline = time.monotonic() + rendezvous.timeout_s + JOIN_SLACK_S
 
     def check() -> None:
-        store.check_not_called_off()
+        store.check_not_canceled()
         if time.monotonic() > deadline:
             raise PushError(
-                f"rank {rank} of {rendezvous.world_size} could not form epoch {epoch} within {rendezvous.timeout_s:g} "
-                "s (learner.weight_sync.timeout_s): the process of another rank is suspended or unreachable"
+                f"rank {rank} of {rendezvous.world_size} could not form session {session} within "
+                f"{rendezvous.timeout_s:g} s (learner.weight_sync.timeout_s): the process of another rank is suspended "
+                "or unreachable"
             )
 
     def meet_and_form() -> Collective:
         store.set(f"rank {rank}", b"")
         store.wait([f"rank {other}" for other in range(rendezvous.world_size)])
-        return _form(store, epoch, rank, rendezvous, board, device)
+        return _form(store, session, rank, rendezvous, access, device)
 
     try:
         if rendezvous.transport == "nccl":
@@ -200,21 +204,21 @@ def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, b
         return _form_while(check, meet_and_form)
     except PushError as error:
         with suppress(PushError):
-            store.call_off(f"rank {rank} gave up: {error}")
+            store.cancel(f"rank {rank} gave up: {error}")
         raise
 
 
 def _form(
-    store: EpochStore, epoch: str, rank: int, rendezvous: Rendezvous, board: Board, device: torch.device
+    store: SessionStore, session: str, rank: int, rendezvous: Rendezvous, access: StoreAccess, device: torch.device
 ) -> Collective:
     world_size, timeout_s = rendezvous.world_size, rendezvous.timeout_s
     if rendezvous.nccl_unique_id is not None:
-        use_interface_of(board.own_host)
-        return NcclCollective(rendezvous.nccl_unique_id, epoch, rank, world_size, device, timeout_s)
+        use_interface_of(access.own_host)
+        return NcclCollective(rendezvous.nccl_unique_id, session, rank, world_size, device, timeout_s)
     if rendezvous.tcp_secret is not None:
-        lines = board.open_lines(TransferCall(rendezvous.tcp_secret, rank), store.check_not_called_off, timeout_s)
-        return TcpCollective(lines, epoch, rank, timeout_s)
-    group = GlooCollective(store, epoch, rank, world_size, board.own_host, timeout_s)
+        peers = access.open_connections(TransferCall(rendezvous.tcp_secret, rank), store.check_not_canceled, timeout_s)
+        return TcpCollective(peers, session, rank, timeout_s)
+    group = GlooCollective(store, session, rank, world_size, access.own_host, timeout_s)
     return IpcCollective(group, rank, device) if rendezvous.transport == "ipc" else group
 
 
@@ -265,13 +269,13 @@ def _check_few_are_stuck() -> None:
 
 
 @contextmanager
-def watched(collective: Collective, rendezvous: Rendezvous, epoch: str) -> Iterator[None]:
+def watched(collective: Collective, rendezvous: Rendezvous, session: str) -> Iterator[None]:
     """Abort the broadcasts soon after the session is canceled or the learner is gone.
 
     Raises:
         PushError: If a broadcast fails, with the reason if there is one.
     """
-    watch = _Watch(collective, (rendezvous.host, rendezvous.port), epoch)
+    watch = _Watch(collective, (rendezvous.host, rendezvous.port), session)
     watch.start()
     try:
         yield
@@ -284,9 +288,9 @@ def watched(collective: Collective, rendezvous: Rendezvous, epoch: str) -> Itera
 
 
 class _Watch(threading.Thread):
-    def __init__(self, collective: Collective, address: tuple[str, int], epoch: str) -> None:
+    def __init__(self, collective: Collective, address: tuple[str, int], session: str) -> None:
         super().__init__(name="push-watch", daemon=True)
-        self._collective, self._address, self._epoch = collective, address, epoch
+        self._collective, self._address, self._session = collective, address, session
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         """Lock around `stop` and the abort. After `stop`, the collective belongs to another transfer."""
@@ -322,19 +326,19 @@ class _Watch(threading.Thread):
         Raises:
             PushError: If the session is canceled.
         """
-        question = msgspec.json.encode(Question(self._epoch, CALLED_OFF)) + b"\n"
+        query = msgspec.json.encode(StoreQuery(self._session, CANCEL_REASON)) + b"\n"
         with socket.create_connection(self._address, DEAD_AFTER_S) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE.items():
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
             while not self._is_over.is_set():
-                connection.sendall(question)
+                connection.sendall(query)
                 answer = self._answer(connection)
                 if answer is None:
                     return
                 reason = msgspec.json.decode(answer, type=bytes | None)
                 if reason is not None:
-                    raise was_called_off(self._epoch, reason)
+                    raise canceled_error(self._session, reason)
                 self._is_over.wait(INTERVAL_S)
 
     def _answer(self, connection: socket.socket) -> bytes | None:

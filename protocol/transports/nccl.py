@@ -194,10 +194,10 @@ class NcclCollective:
     sends_in_place = True
 
     def __init__(
-        self, unique_id: bytes, epoch: str, rank: int, world_size: int, device: torch.device, timeout_s: float
+        self, unique_id: bytes, session: str, rank: int, world_size: int, device: torch.device, timeout_s: float
     ) -> None:
         self.device = device
-        self._epoch, self._timeout_s = epoch, timeout_s
+        self._session, self._timeout_s = session, timeout_s
         self._nccl = _bindings()
         self._stream = SideStream(device)
         self._lock = threading.Lock()
@@ -210,7 +210,7 @@ class NcclCollective:
                 self._communicator = self._nccl.NcclCommunicator(world_size, unique_id, rank)
         except RuntimeError as error:
             raise PushError(
-                f"rank {rank} of {world_size} on {device} could not form epoch {epoch} over nccl: {error}"
+                f"rank {rank} of {world_size} on {device} could not form session {session} over nccl: {error}"
             ) from error
         # The first broadcast connects the GPUs and blocks in C meanwhile. Later ones only queue a kernel.
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
@@ -220,7 +220,7 @@ class NcclCollective:
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Queue a broadcast behind earlier ones. Its deadline starts with the wait for it."""
-        what = f"broadcast of {tensor.nbytes} bytes over nccl in epoch {self._epoch}"
+        what = f"broadcast of {tensor.nbytes} bytes over nccl in session {self._session}"
         with self._aborting_on_failure(what):
             while len(self._queued) >= MAX_QUEUED:
                 self._wait(self._queued.popleft(), what)
@@ -281,5 +281,5 @@ class NcclCollective:
 
     def _open_communicator(self) -> Any:
         if self._communicator is None:
-            raise PushError(f"the collective of epoch {self._epoch} was aborted or closed")
+            raise PushError(f"the collective of session {self._session} was aborted or closed")
         return self._communicator

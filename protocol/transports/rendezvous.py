@@ -1,6 +1,6 @@
 """Rendezvous store: key-value pairs in the learner's memory, shared by all ranks.
 
-    RemoteBoard (a rank) ── a line: epoch, key, value or null ──▶ HostedBoard (the learner's)
+    StoreClient (a rank) ── a line: session, key, value or null ──▶ RendezvousStore (the learner's)
                          ◀── a line: value or null ──────────────
     a worker's connection for weights (tcp.py) ──▶ the same port
 
@@ -22,7 +22,7 @@ from torch.distributed import Store
 
 from protocol.endpoint import join_address, needs_ipv6
 from protocol.errors import PushError
-from protocol.transports.tcp import Callers, Line, TransferCall, call_learner
+from protocol.transports.tcp import TcpConnection, TransferCall, WorkerConnections, call_learner
 
 POLL_S = 0.02
 IDLE_TIMEOUT_S = 10.0
@@ -30,33 +30,33 @@ IDLE_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 1 << 16
 MAX_KEYS = 1_000
 """Maximum number of entries of all sessions. The oldest entries are dropped first."""
-CALLED_OFF = "called off"
+CANCEL_REASON = "cancel reason"
 """Key of the reason why a session was canceled."""
 
 
-class Question(msgspec.Struct, frozen=True, tag="question"):
+class StoreQuery(msgspec.Struct, frozen=True, tag="query"):
     """Query for the value of a key, which is set first if the query has a value."""
 
-    epoch: str
+    session: str
     key: str
     value: bytes | None = None
 
 
-def was_called_off(epoch: str, reason: bytes) -> PushError:
-    return PushError(f"epoch {epoch} was canceled: {reason.decode()}")
+def canceled_error(session: str, reason: bytes) -> PushError:
+    return PushError(f"session {session} was canceled: {reason.decode()}")
 
 
-class Board(Protocol):
+class StoreAccess(Protocol):
     """Interface of a rank to the learner's rendezvous store."""
 
     own_host: str
     """Address of this rank toward the other ranks."""
 
-    def ask(self, question: Question) -> bytes | None:
+    def query(self, query: StoreQuery) -> bytes | None:
         """Return the value of a key. Raises PushError if the store cannot be reached."""
         ...
 
-    def open_lines(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[Line]:
+    def open_connections(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[TcpConnection]:
         """Return rank 0's connections to all workers, or a worker's connection to rank 0.
 
         Raises:
@@ -65,7 +65,7 @@ class Board(Protocol):
         ...
 
 
-class HostedBoard:
+class RendezvousStore:
     """Rendezvous store in the learner's process.
 
     Until `close`, it listens on one address, on the first free port of `ports` (0: any).
@@ -73,7 +73,7 @@ class HostedBoard:
 
     def __init__(self, host: str, ports: Sequence[int] = (0,)) -> None:
         self.own_host = host
-        self.callers = Callers()
+        self.worker_connections = WorkerConnections()
         self._values: dict[tuple[str, str], bytes] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -82,19 +82,19 @@ class HostedBoard:
         self._thread = threading.Thread(target=self._listen, name="rendezvous", daemon=True)
         self._thread.start()
 
-    def ask(self, question: Question) -> bytes | None:
+    def query(self, query: StoreQuery) -> bytes | None:
         if self._is_closed:
             raise PushError("the learner's rendezvous is closed")
-        name = (question.epoch, question.key)
+        name = (query.session, query.key)
         with self._lock:
-            if question.value is not None:
-                self._values[name] = question.value
+            if query.value is not None:
+                self._values[name] = query.value
             while len(self._values) > MAX_KEYS:
                 del self._values[next(iter(self._values))]
             return self._values.get(name)
 
-    def open_lines(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[Line]:
-        return self.callers.collect(call.secret, check, timeout_s)
+    def open_connections(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[TcpConnection]:
+        return self.worker_connections.collect(call.secret, check, timeout_s)
 
     def close(self) -> None:
         """Stop listening. A rank that still sends a query gets an error."""
@@ -103,7 +103,7 @@ class HostedBoard:
             self._listener.shutdown(socket.SHUT_RDWR)  # otherwise `accept` keeps it open
         self._thread.join()
         self._listener.close()
-        self.callers.close()
+        self.worker_connections.close()
 
     def _listen(self) -> None:
         while not self._is_closed:
@@ -122,16 +122,16 @@ class HostedBoard:
             connection.makefile("rwb") as lines,
         ):
             while line := lines.readline(MAX_LINE_BYTES):
-                request = msgspec.json.decode(line, type=Question | TransferCall)
+                request = msgspec.json.decode(line, type=StoreQuery | TransferCall)
                 if isinstance(request, TransferCall):
-                    self.callers.admit(connection, request)
+                    self.worker_connections.admit(connection, request)
                     return
-                answer = self.ask(request)
+                answer = self.query(request)
                 lines.write(msgspec.json.encode(answer) + b"\n")
                 lines.flush()
 
 
-class RemoteBoard:
+class StoreClient:
     """Client of the rendezvous store in another process.
 
     Raises:
@@ -149,10 +149,10 @@ class RemoteBoard:
         self._lines = self._socket.makefile("rwb")
         self._lock = threading.Lock()
 
-    def ask(self, question: Question) -> bytes | None:
+    def query(self, query: StoreQuery) -> bytes | None:
         try:
             with self._lock:
-                self._lines.write(msgspec.json.encode(question) + b"\n")
+                self._lines.write(msgspec.json.encode(query) + b"\n")
                 self._lines.flush()
                 line = self._lines.readline(MAX_LINE_BYTES)
         except (OSError, ValueError) as error:  # ValueError: it was closed in the meantime
@@ -161,7 +161,7 @@ class RemoteBoard:
             raise self._unreachable("it closed the connection")
         return self._value_in(line)
 
-    def open_lines(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[Line]:
+    def open_connections(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[TcpConnection]:
         check()
         return [call_learner(self._host, self._port, call, timeout_s)]
 
@@ -178,8 +178,8 @@ class RemoteBoard:
         except msgspec.DecodeError as error:
             self.close()  # the rest of the line would be read as the next answer
             raise PushError(
-                f"the rendezvous {self._address} answered {line[:80]!r} ({len(line)} bytes); expected a line of at most "
-                f"{MAX_LINE_BYTES} bytes with a value in JSON. Check that no other program answers there"
+                f"the rendezvous {self._address} answered {line[:80]!r} ({len(line)} bytes); expected a line of at "
+                f"most {MAX_LINE_BYTES} bytes with a value in JSON. Check that no other program answers there"
             ) from error
 
     def _unreachable(self, reason: object) -> PushError:
@@ -203,19 +203,19 @@ def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:
     )
 
 
-class EpochStore(Store):
+class SessionStore(Store):
     """Entries of one session as a torch Store. Every wait may raise PushError."""
 
-    def __init__(self, epoch: str, board: Board, timeout_s: float) -> None:
+    def __init__(self, session: str, access: StoreAccess, timeout_s: float) -> None:
         super().__init__()
-        self._epoch, self._board, self._timeout_s = epoch, board, timeout_s
+        self._session, self._access, self._timeout_s = session, access, timeout_s
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        self._ask(key, value)
+        self._query(key, value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._ask(key) or b""
+        return self._query(key) or b""
 
     def wait(self, keys: Sequence[str], _: object = None) -> None:
         """Wait until all keys are set.
@@ -225,24 +225,24 @@ class EpochStore(Store):
         """
         deadline = time.monotonic() + self._timeout_s
         missing = list(keys)
-        while missing := [key for key in missing if self._ask(key) is None]:
+        while missing := [key for key in missing if self._query(key) is None]:
             if time.monotonic() > deadline:
                 raise PushError(
-                    f"epoch {self._epoch} did not form within {self._timeout_s:g} s (learner.weight_sync.timeout_s): missing "
-                    f"{', '.join(missing)}"
+                    f"session {self._session} did not form within {self._timeout_s:g} s "
+                    f"(learner.weight_sync.timeout_s): missing {', '.join(missing)}"
                 )
-            self.check_not_called_off()
+            self.check_not_canceled()
             time.sleep(POLL_S)
-        self.check_not_called_off()
+        self.check_not_canceled()
 
-    def call_off(self, reason: str) -> None:
+    def cancel(self, reason: str) -> None:
         """Cancel the session: all its joins and transfers fail. The first reason stays."""
-        if self._ask(CALLED_OFF) is None:
-            self._ask(CALLED_OFF, reason.encode())
+        if self._query(CANCEL_REASON) is None:
+            self._query(CANCEL_REASON, reason.encode())
 
-    def check_not_called_off(self) -> None:
-        if (reason := self._ask(CALLED_OFF)) is not None:
-            raise was_called_off(self._epoch, reason)
+    def check_not_canceled(self) -> None:
+        if (reason := self._query(CANCEL_REASON)) is not None:
+            raise canceled_error(self._session, reason)
 
-    def _ask(self, key: str, value: bytes | None = None) -> bytes | None:
-        return self._board.ask(Question(self._epoch, key, value))
+    def _query(self, key: str, value: bytes | None = None) -> bytes | None:
+        return self._access.query(StoreQuery(self._session, key, value))

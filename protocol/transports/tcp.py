@@ -46,7 +46,7 @@ class TransferCall(msgspec.Struct, frozen=True, tag="call"):
     rank: int
 
 
-class Line:
+class TcpConnection:
     """Connection between rank 0 and another rank.
 
     It blocks in the kernel, a tick at a time, until its deadline.
@@ -102,11 +102,11 @@ class Line:
                 raise TimeoutError(f"{memory.nbytes} of {num_bytes} bytes were not transferred in time")
 
 
-class Callers:
+class WorkerConnections:
     """Workers that have connected with the secret of a session, for rank 0 to collect."""
 
     def __init__(self) -> None:
-        self._lines: dict[bytes, dict[int, Line | None]] = {}
+        self._peers: dict[bytes, dict[int, TcpConnection | None]] = {}
         self._timeouts_s: dict[bytes, float] = {}
         self._changed = threading.Condition()
 
@@ -114,10 +114,10 @@ class Callers:
         """Return the secret of a new session, whose workers may connect from now on."""
         secret = secrets.token_bytes(SECRET_BYTES)
         with self._changed:
-            self._lines[secret] = dict.fromkeys(range(1, world_size))
+            self._peers[secret] = dict.fromkeys(range(1, world_size))
             self._timeouts_s[secret] = timeout_s
-            while len(self._lines) > MAX_EXPECTED:
-                self._forget(next(iter(self._lines)))
+            while len(self._peers) > MAX_EXPECTED:
+                self._forget(next(iter(self._peers)))
         return secret
 
     def admit(self, connection: socket.socket, call: TransferCall) -> None:
@@ -126,17 +126,17 @@ class Callers:
         A caller with a wrong secret or a taken rank gets no place. Its connection is left to the owner.
         """
         with self._changed:
-            secret = next((known for known in self._lines if hmac.compare_digest(known, call.secret)), None)
-            if secret is None or self._lines[secret].get(call.rank, connection) is not None:
+            secret = next((known for known in self._peers if hmac.compare_digest(known, call.secret)), None)
+            if secret is None or self._peers[secret].get(call.rank, connection) is not None:
                 return
-            line = Line(connection.dup(), self._timeouts_s[secret])
+            peer = TcpConnection(connection.dup(), self._timeouts_s[secret])
             # Sent before rank 0 sees the connection, because weights could otherwise precede it. One byte
             # never fills the buffer.
-            line.send(memoryview(LET_IN))
-            self._lines[secret][call.rank] = line
+            peer.send(memoryview(LET_IN))
+            self._peers[secret][call.rank] = peer
             self._changed.notify_all()
 
-    def collect(self, secret: bytes, check: Callable[[], None], timeout_s: float) -> list[Line]:
+    def collect(self, secret: bytes, check: Callable[[], None], timeout_s: float) -> list[TcpConnection]:
         """Return the connections of all workers, which connect once all ranks have met.
 
         Raises:
@@ -149,8 +149,8 @@ class Callers:
                 if time.monotonic() > deadline:
                     raise PushError(
                         f"{missing} did not connect within {timeout_s:g} s (learner.weight_sync.timeout_s); make the "
-                        "learner's port for weight syncs reachable from the server's machine (learner.weight_sync.ports, "
-                        "learner.weight_sync.advertise)"
+                        "learner's port for weight syncs reachable from the server's machine "
+                        "(learner.weight_sync.ports, learner.weight_sync.advertise)"
                     )
         except PushError:
             with self._changed:
@@ -158,31 +158,31 @@ class Callers:
             raise
         with self._changed:
             del self._timeouts_s[secret]
-            return [line for line in self._lines.pop(secret).values() if line is not None]
+            return [peer for peer in self._peers.pop(secret).values() if peer is not None]
 
     def close(self) -> None:
         """Close all connections that were not collected."""
         with self._changed:
-            for secret in list(self._lines):
+            for secret in list(self._peers):
                 self._forget(secret)
 
     def _missing(self, secret: bytes) -> str:
         with self._changed:
-            if secret not in self._lines:
-                raise PushError("the learner's rendezvous no longer waits for the workers of this epoch")
-            missing = [f"rank {rank}" for rank, line in self._lines[secret].items() if line is None]
+            if secret not in self._peers:
+                raise PushError("the learner's rendezvous no longer waits for the workers of this session")
+            missing = [f"rank {rank}" for rank, peer in self._peers[secret].items() if peer is None]
             if missing:
                 self._changed.wait(TICK_S)
         return ", ".join(missing)
 
     def _forget(self, secret: bytes) -> None:
         self._timeouts_s.pop(secret, None)
-        for line in self._lines.pop(secret, {}).values():
-            if line is not None:
-                line.close()
+        for peer in self._peers.pop(secret, {}).values():
+            if peer is not None:
+                peer.close()
 
 
-def call_learner(host: str, port: int, call: TransferCall, timeout_s: float) -> Line:
+def call_learner(host: str, port: int, call: TransferCall, timeout_s: float) -> TcpConnection:
     """Return a worker's connection to rank 0.
 
     Raises:
@@ -195,8 +195,8 @@ def call_learner(host: str, port: int, call: TransferCall, timeout_s: float) -> 
         connection.settimeout(timeout_s)
         connection.connect((host, port))
         connection.sendall(msgspec.json.encode(call) + b"\n")
-        line = Line(connection, timeout_s)
-        line.receive(memoryview(answer))
+        peer = TcpConnection(connection, timeout_s)
+        peer.receive(memoryview(answer))
     except OSError as error:
         connection.close()
         raise PushError(
@@ -205,9 +205,9 @@ def call_learner(host: str, port: int, call: TransferCall, timeout_s: float) -> 
             "learner.weight_sync.advertise)"
         ) from error
     if bytes(answer) != LET_IN:
-        line.close()
+        peer.close()
         raise PushError(f"the process at {where} is not the learner: it sent {bytes(answer)!r}, expected {LET_IN!r}")
-    return line
+    return peer
 
 
 class TcpCollective:
@@ -219,9 +219,9 @@ class TcpCollective:
     device = torch.device("cpu")
     sends_in_place = True
 
-    def __init__(self, lines: Sequence[Line], epoch: str, rank: int, timeout_s: float) -> None:
-        self._lines, self._epoch, self._rank, self._timeout_s = lines, epoch, rank, timeout_s
-        self._threads = [ThreadPoolExecutor(1, "push-line") for _ in lines]
+    def __init__(self, peers: Sequence[TcpConnection], session: str, rank: int, timeout_s: float) -> None:
+        self._peers, self._session, self._rank, self._timeout_s = peers, session, rank, timeout_s
+        self._threads = [ThreadPoolExecutor(1, "push-tcp") for _ in peers]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self.start_broadcast(tensor)()
@@ -231,10 +231,10 @@ class TcpCollective:
         move = self._send if self._rank == 0 else self._receive
         try:
             under_way = [
-                thread.submit(move, line, memory) for thread, line in zip(self._threads, self._lines, strict=True)
+                thread.submit(move, peer, memory) for thread, peer in zip(self._threads, self._peers, strict=True)
             ]
         except RuntimeError as error:
-            raise PushError(f"the collective of epoch {self._epoch} is closed") from error
+            raise PushError(f"the collective of session {self._session} is closed") from error
 
         def wait_for_all() -> None:
             wait(under_way, return_when=FIRST_EXCEPTION)
@@ -242,45 +242,45 @@ class TcpCollective:
                 for transfer in under_way:
                     transfer.result()
             except CancelledError as error:
-                raise PushError(f"the collective of epoch {self._epoch} is closed") from error
+                raise PushError(f"the collective of session {self._session} is closed") from error
             except OSError as error:
                 wait(under_way)  # all connections are shut, but the others read the tensor until they fail
                 raise PushError(
-                    f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
+                    f"broadcast of {tensor.nbytes} bytes in session {self._session} failed: {error} "
                     f"(deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
                 ) from error
 
         return wait_for_all
 
     def abort(self) -> None:
-        for line in self._lines:
-            line.shut()
+        for peer in self._peers:
+            peer.shut()
 
     def close(self) -> None:
         self.abort()
         for thread in self._threads:
             thread.shutdown(cancel_futures=True)
-        for line in self._lines:
-            line.close()
+        for peer in self._peers:
+            peer.close()
 
-    def _send(self, line: Line, memory: memoryview) -> None:
+    def _send(self, peer: TcpConnection, memory: memoryview) -> None:
         try:
-            line.send(memoryview(LENGTH.pack(memory.nbytes)))
-            line.send(memory)
+            peer.send(memoryview(LENGTH.pack(memory.nbytes)))
+            peer.send(memory)
         except OSError:
             self.abort()
             raise
 
-    def _receive(self, line: Line, memory: memoryview) -> None:
+    def _receive(self, peer: TcpConnection, memory: memoryview) -> None:
         length = bytearray(LENGTH.size)
         try:
-            line.receive(memoryview(length))
+            peer.receive(memoryview(length))
             (num_bytes,) = LENGTH.unpack(length)
             if num_bytes != memory.nbytes:
                 raise ConnectionAbortedError(
                     f"rank 0 broadcasts {num_bytes} bytes, rank {self._rank} expects {memory.nbytes}"
                 )
-            line.receive(memory)
+            peer.receive(memory)
         except OSError:
             self.abort()
             raise

@@ -15,7 +15,7 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import Trial
-from protocol.transports.group import Collective, Meeting, join_collective
+from protocol.transports.group import Collective, RendezvousHost, join_collective
 
 CHUNK_BYTES = 4 << 20
 MAX_TRIAL_S = 20.0
@@ -23,7 +23,7 @@ MAX_TRIAL_S = 20.0
 CPU = torch.device("cpu")
 
 
-def send_trial(meeting: Meeting, trial: Trial) -> Collective:
+def send_trial(rendezvous_host: RendezvousHost, trial: Trial) -> Collective:
     """Send the bytes and return the collective.
 
     Close the collective once the other side has reported that everything arrived.
@@ -31,7 +31,7 @@ def send_trial(meeting: Meeting, trial: Trial) -> Collective:
     Raises:
         PushError: If the transfer fails.
     """
-    collective = meeting.host_collective(trial.trial_id, trial.rendezvous, CPU)
+    collective = rendezvous_host.host_collective(trial.trial_id, trial.rendezvous, CPU)
     _transfer(collective, trial.num_bytes)
     return collective
 

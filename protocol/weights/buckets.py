@@ -119,7 +119,7 @@ def dtype_on_wire(tensor: torch.Tensor, wire_dtype: torch.dtype) -> torch.dtype:
     return wire_dtype if tensor.is_floating_point() else tensor.dtype
 
 
-def cut(manifest: Manifest) -> list[Bucket]:
+def split_into_buckets(manifest: Manifest) -> list[Bucket]:
     """Return the buckets of a manifest."""
     buckets: list[Bucket] = []
     slots: list[BucketSlot] = []
@@ -167,7 +167,7 @@ class BucketMemory:
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self._device = device
-        sizes = [aligned(bucket.num_bytes) for bucket in cut(manifest)]
+        sizes = [aligned(bucket.num_bytes) for bucket in split_into_buckets(manifest)]
         self._num_bytes = min(sum(sizes), max(int(MOST_BUCKETS * manifest.bucket_bytes), max(sizes, default=0)))
         # Pages that no bucket has used yet take no memory.
         self._whole = torch.empty(self._num_bytes if device.type == "cpu" else 0, dtype=torch.uint8).numpy().data

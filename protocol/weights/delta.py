@@ -24,11 +24,19 @@ import torch
 from protocol.errors import PushError
 from protocol.messages import Manifest
 from protocol.transports.group import Collective
-from protocol.weights.buckets import ALIGNMENT_BYTES, Bucket, Checksum, NamedTensors, checksum_of, cut, spec_dtype
+from protocol.weights.buckets import (
+    ALIGNMENT_BYTES,
+    Bucket,
+    Checksum,
+    NamedTensors,
+    checksum_of,
+    spec_dtype,
+    split_into_buckets,
+)
 from protocol.weights.dense import (
-    Arrived,
     Frames,
     Progress,
+    ReceivedBucket,
     Sent,
     broadcast_frames,
     check_trailer,
@@ -318,7 +326,7 @@ def send_changes(
     return Sent(checksum=checksum_of(checksums), num_bytes=num_bytes)
 
 
-def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[Arrived]:
+def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[ReceivedBucket]:
     """Yield every bucket in order while the next one is in transit.
 
     The buffers are those of the baseline. In the first weight sync, they are on the collective's device.
@@ -329,7 +337,7 @@ def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseli
     if baseline.is_empty:
         yield from _receive_first(collective, manifest, baseline)
         return
-    buckets = cut(manifest)
+    buckets = split_into_buckets(manifest)
     with _transfer_thread(collective) as thread:
         in_transit = deque(thread.submit(_receive_frames, collective, bucket) for bucket in buckets[:1])
         for bucket in buckets:
@@ -346,10 +354,10 @@ def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseli
                     check_trailer(bucket, trailer, checksum)
             except PushError as error:
                 raise in_bucket(bucket, len(buckets), error) from error
-            yield Arrived(bucket, base, checksum)
+            yield ReceivedBucket(bucket, base, checksum)
 
 
-def _receive_first(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[Arrived]:
+def _receive_first(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[ReceivedBucket]:
     for arrived in receive_weights(collective, manifest):
         # Tensor by tensor: the gaps between tensors are zeros in the baseline, and not always sent.
         with baseline.changing(arrived.bucket) as is_ours:

@@ -27,9 +27,9 @@ from protocol.weights.buckets import (
     NamedTensors,
     TensorRun,
     checksum_of,
-    cut,
     span_bytes_on,
     spec_dtype,
+    split_into_buckets,
     view,
 )
 
@@ -123,7 +123,7 @@ def broadcast_frames(collective: Collective, frames: Frames) -> int:
     return num_sent
 
 
-class Arrived(msgspec.Struct, frozen=True, eq=False):
+class ReceivedBucket(msgspec.Struct, frozen=True, eq=False):
     """Bucket that is complete and has been checked."""
 
     bucket: Bucket
@@ -134,7 +134,7 @@ class Arrived(msgspec.Struct, frozen=True, eq=False):
 
 def receive_weights(
     collective: Collective, manifest: Manifest, memory: BucketMemory | None = None
-) -> Iterator[Arrived]:
+) -> Iterator[ReceivedBucket]:
     """Yield every bucket in order, while the next one is in transit.
 
     The next one waits if there is no memory for both. A bucket's memory is reused once nothing refers to it.
@@ -143,7 +143,7 @@ def receive_weights(
     Raises:
         PushError: If the transfer or a check fails.
     """
-    buckets = cut(manifest)
+    buckets = split_into_buckets(manifest)
     memory = memory or BucketMemory(manifest, collective.device)
     with transfers(collective) as start:
         in_transit: deque[_BucketInTransit] = deque()
@@ -168,7 +168,7 @@ class _BucketInTransit:
         self._spans = [(span, start(span)) for span in bucket.spans(self._buffer)]
         self._wait_for_trailer = start(self._trailer)
 
-    def wait(self) -> Arrived:
+    def wait(self) -> ReceivedBucket:
         """Return the bucket. Each span is checked as it arrives.
 
         Raises:
@@ -180,7 +180,7 @@ class _BucketInTransit:
             checksum.update(span)
         self._wait_for_trailer()
         check_trailer(self._bucket, self._trailer, checksum.value())
-        return Arrived(self._bucket, self._buffer, checksum.value())
+        return ReceivedBucket(self._bucket, self._buffer, checksum.value())
 
 
 def receive_bytes(collective: Collective, num_bytes: int) -> torch.Tensor:
@@ -270,7 +270,7 @@ def _next_tensor(slot: BucketSlot, source: Iterator[tuple[str, torch.Tensor]]) -
     if name != slot.spec.name or tuple(tensor.shape) != slot.spec.shape:
         raise ValueError(
             f"the manifest expects {slot.spec.name} of shape {slot.spec.shape}, but the model has {name} of shape "
-            f"{tuple(tensor.shape)}; a model must not change its parameters within an epoch"
+            f"{tuple(tensor.shape)}; a model must not change its parameters within a session"
         )
     return tensor.detach()
 

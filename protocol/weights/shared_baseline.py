@@ -27,7 +27,7 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import Manifest
-from protocol.weights.buckets import Bucket, aligned, cut
+from protocol.weights.buckets import Bucket, aligned, split_into_buckets
 from protocol.weights.delta import Baseline
 
 log = logging.getLogger(__name__)
@@ -48,15 +48,15 @@ class SharedBaseline(Baseline):
         OSError: If the host's shared memory has no room for it.
     """
 
-    def __init__(self, owner_pid: int, epoch: str, manifest: Manifest) -> None:
+    def __init__(self, owner_pid: int, session: str, manifest: Manifest) -> None:
         super().__init__()
         _sweep()
-        buckets = cut(manifest)
+        buckets = split_into_buckets(manifest)
         starts, end = [], aligned(8 * len(buckets))
         for bucket in buckets:
             starts.append(end)
             end += aligned(bucket.num_bytes)
-        self._path = DIRECTORY / f"{PREFIX}-{owner_pid}-{hashlib.sha256(epoch.encode()).hexdigest()[:32]}"
+        self._path = DIRECTORY / f"{PREFIX}-{owner_pid}-{hashlib.sha256(session.encode()).hexdigest()[:32]}"
         self._file = _open_in_use(self._path)
         try:
             if os.fstat(self._file).st_uid != os.geteuid():
@@ -95,7 +95,7 @@ class SharedBaseline(Baseline):
                 yield False
             else:
                 raise PushError(
-                    "another worker of this host failed during the change; the learner must start a new epoch"
+                    "another worker of this host failed during the change; the learner must start a new session"
                 )
         self._seen[bucket.index] = seen + 1
 
@@ -126,7 +126,7 @@ class SharedBaseline(Baseline):
         return True
 
 
-def worker_baseline(owner_pid: int, num_workers: int, epoch: str, manifest: Manifest) -> Baseline:
+def worker_baseline(owner_pid: int, num_workers: int, session: str, manifest: Manifest) -> Baseline:
     """Return the baseline that a worker decodes deltas onto.
 
     It is shared if there are other workers and the host has room for it.
@@ -134,9 +134,9 @@ def worker_baseline(owner_pid: int, num_workers: int, epoch: str, manifest: Mani
     if num_workers == 1:
         return Baseline()
     try:
-        return SharedBaseline(owner_pid, epoch, manifest)
+        return SharedBaseline(owner_pid, session, manifest)
     except OSError as error:
-        num_bytes = sum(bucket.num_bytes for bucket in cut(manifest))
+        num_bytes = sum(bucket.num_bytes for bucket in split_into_buckets(manifest))
         log.warning(
             "each of %d workers keeps its own baseline of %.1f GiB, because %s has no room for a shared one (%s); "
             "in a container, raise --shm-size",

@@ -88,7 +88,7 @@ def one_round(
     writer.begin(step, RunProgress(), None, lambda: None)
     writer.wait()
     waited_s = time.monotonic() - started
-    writer.take_metrics()
+    writer.pop_metrics()
     before = {name: tensor.clone() for name, tensor in trained(trainer.policy, trainer.optimizer).items()}
     complete: list[bool] = []
     writer.begin(step + 1, RunProgress(), None, lambda: complete.append(True))
@@ -96,7 +96,7 @@ def one_round(
     while not complete:
         beside_s.append(train())
     writer.wait()
-    metrics = writer.take_metrics()
+    metrics = writer.pop_metrics()
     found = whole_tensors(checkpoint_of(directory, step + 1) / "trained")
     return {
         "step_beside_over_alone": statistics.median(beside_s[:-1] or beside_s) / alone_s,

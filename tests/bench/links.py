@@ -96,12 +96,12 @@ async def looks_of_links(endpoints: list[str], seconds: float) -> dict[str, floa
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             while not all(link.connected for link in links):
                 await asyncio.sleep(0.05)
-        look, spent = LearnerChannel.look_at_connection, Spent()
-        LearnerChannel.look_at_connection = spent.counting(look)  # type: ignore[method-assign]
+        look, spent = LearnerChannel.poll_connection, Spent()
+        LearnerChannel.poll_connection = spent.counting(look)  # type: ignore[method-assign]
         began, thread_began = time.monotonic(), time.thread_time()
         await asyncio.sleep(seconds)
         took_s, thread_s = time.monotonic() - began, time.thread_time() - thread_began
-        LearnerChannel.look_at_connection = look  # type: ignore[method-assign]
+        LearnerChannel.poll_connection = look  # type: ignore[method-assign]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -121,10 +121,10 @@ async def looks_of_a_server(num_connections: int) -> float:
             learner = stack.enter_context(closing(LearnerChannel(server.endpoint)))
             await learner.send(Ack(group_ids=[]), CONNECT_TIMEOUT_S)
             await server.receive()
-        server.look_at_connections()
+        server.poll_connections()
         started, num_looks = time.thread_time(), 20
         for _ in range(num_looks):
-            server.look_at_connections()
+            server.poll_connections()
         return LOOKS_PER_S * (time.thread_time() - started) / num_looks
 
 

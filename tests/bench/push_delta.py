@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, send_changes
 from protocol.weights.dense import send_weights
 from tests.bench.push_peer import Order, Peer
@@ -64,7 +64,7 @@ class Versions:
         self._peer, self._tensors = peer, tensors
         self._dense = make_manifest(tensors, WIRE_DTYPE, bucket_bytes)
         self._delta = make_manifest(tensors, WIRE_DTYPE, bucket_bytes, "delta")
-        self._buckets, self._baseline = cut(self._dense), Baseline()
+        self._buckets, self._baseline = split_into_buckets(self._dense), Baseline()
 
     def push(self) -> dict[str, float]:
         """Return the bytes and seconds of both ways. Raises AssertionError if what arrives is not what was sent."""

@@ -21,7 +21,7 @@ from learner.servers.weight_sync import WeightSync
 from learner.servers.weight_transfer import PushReport
 from protocol.messages import Sampling
 from protocol.model_files import resolve_model
-from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.buckets import make_manifest, split_into_buckets
 from tests.bench.push_server import BusyLink, ServedModel, peak_memory
 from tests.inference_server import tiny_gpt2
 
@@ -88,7 +88,10 @@ def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampl
 
 def first_pushes(server: ServedModel, pusher: WeightSync, trainer: Trainer) -> dict[str, Any]:
     """Push three times without load; return the memory this took on each side, also in buckets of the size configured."""
-    largest = max(bucket.num_bytes for bucket in cut(make_manifest(trainer.tensors(), torch.float32, BUCKET_MIB << 20)))
+    largest = max(
+        bucket.num_bytes
+        for bucket in split_into_buckets(make_manifest(trainer.tensors(), torch.float32, BUCKET_MIB << 20))
+    )
     trainer.step()
     with peak_memory(server.processes) as server_peak, peak_memory([psutil.Process()]) as learner_peak:
         for version in range(3):

@@ -14,14 +14,14 @@ from typing import Literal, NamedTuple
 import torch
 
 from protocol.messages import Manifest, Rendezvous
-from protocol.transports.group import Collective, Meeting, join_collective
+from protocol.transports.group import Collective, RendezvousHost, join_collective
 from protocol.weights import dense as weights
 from protocol.weights.buckets import BucketMemory, Checksum, checksum_of
 from protocol.weights.delta import Baseline, receive_changes
 from protocol.weights.dense import receive_weights
 
 HOST = "127.0.0.1"
-EPOCH = "bench"
+SESSION = "bench"
 TIMEOUT_S = 120.0
 
 Variant = Literal["raw", "raw into fresh memory", "push", "push without checksums"]
@@ -68,12 +68,12 @@ class Peer:
     def __init__(self, transport: str, device: torch.device, peer_device: torch.device) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._meeting = Meeting(HOST, TIMEOUT_S)
-        rendezvous = self._meeting.rendezvous(1, transport)
+        self._rendezvous_host = RendezvousHost(HOST, TIMEOUT_S)
+        rendezvous = self._rendezvous_host.rendezvous(1, transport)
         self._process = context.Process(target=serve, args=(theirs, rendezvous, str(peer_device)), daemon=True)
         self._process.start()
         theirs.close()
-        self.collective: Collective = self._meeting.host_collective(EPOCH, rendezvous, device)
+        self.collective: Collective = self._rendezvous_host.host_collective(SESSION, rendezvous, device)
 
     def order(self, order: Order) -> None:
         """Return once the peer is ready for it."""
@@ -90,13 +90,13 @@ class Peer:
         self._pipe.send(None)
         self._process.join(TIMEOUT_S)
         self.collective.close()
-        self._meeting.close()
+        self._rendezvous_host.close()
 
 
 def serve(pipe: Connection, rendezvous: Rendezvous, device: str) -> None:
     """The peer's process."""
     torch.set_num_threads(1)
-    collective = join_collective(EPOCH, rendezvous, 1, torch.device(device))
+    collective = join_collective(SESSION, rendezvous, 1, torch.device(device))
     raw = torch.empty(0, dtype=torch.uint8, device=device)
     kept: dict[str, Kept] = {}
     order: Order | None

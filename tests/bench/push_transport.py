@@ -15,7 +15,7 @@ import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from protocol.weights.buckets import Checksum, cut, make_manifest
+from protocol.weights.buckets import Checksum, make_manifest, split_into_buckets
 from protocol.weights.dense import send_weights
 from tests.bench.push_peer import Order, Peer, Variant, as_ordered
 
@@ -64,7 +64,7 @@ class Transfers:
     def __init__(self, peer: Peer, tensors: NamedTensors, bucket_bytes: int) -> None:
         self._peer, self._tensors = peer, tensors
         self._manifest = make_manifest(tensors, WIRE_DTYPE, bucket_bytes)
-        self._buckets = cut(self._manifest)
+        self._buckets = split_into_buckets(self._manifest)
         self.num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         self._raw = torch.ones(self.num_bytes, dtype=torch.uint8, device=peer.collective.device)
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import transformers
 
-from learner.forward.lm_head import TILE_COLUMNS, TILE_LOGITS, HeadLogprobs, Reading
+from learner.forward.lm_head import TILE_COLUMNS, TILE_LOGITS, HeadLogprobs, LogprobSettings
 from learner.forward.tile import LogitMap
 from learner.training.batch import BatchRow
 from learner.training.distributed import my_batches
@@ -202,7 +202,7 @@ def head_peak(vocab_size: int, num_rows: int = 2048, hidden_size: int = 896) -> 
     targets_M = torch.randint(0, vocab_size, (num_rows,))
     with LiveBytes() as live:
         logprobs_M, entropy_M = HeadLogprobs.apply(
-            hidden_ME, weight_VE, None, targets_M, Reading(LogitMap(), 0.7, "gradient")
+            hidden_ME, weight_VE, None, targets_M, LogprobSettings(LogitMap(), 0.7, "gradient")
         )
         (logprobs_M.sum() + entropy_M.sum()).backward()
     assert hidden_ME.grad is not None and weight_VE.grad is not None

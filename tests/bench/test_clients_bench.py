@@ -14,5 +14,5 @@ def test_the_share_is_the_median_of_the_repetitions_and_the_answer_the_slowest_o
     assert (result["num_answers"], result["median_answer_s"]) == (4, 0.25)
 
 
-def test_a_minute_and_three_repetitions_unless_told_otherwise() -> None:
+def test_a_minute_and_three_repetitions_unless_set_otherwise() -> None:
     assert (parse_options([]).seconds, parse_options(["--repetitions", "1"]).repetitions) == (60.0, 1)

@@ -75,7 +75,7 @@ def test_the_expected_length_is_that_of_completions_that_end_with_a_probability_
     assert workload.mean_length == pytest.approx(sum(survived))
 
 
-def test_a_ratio_is_ours_to_theirs_of_medians_and_unequal_lengths_are_told() -> None:
+def test_a_ratio_is_ours_to_theirs_of_medians_and_unequal_lengths_are_reported() -> None:
     workload = WORKLOADS["b"]
     trl = [
         TrlRun(processes=1, threads=2, steps=steps_of([5.0, seconds, seconds], length=100.0))

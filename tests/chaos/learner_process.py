@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save
 
 import learner.evaluation.results
-import learner.servers.epoch
 import learner.servers.fleet
+import learner.servers.sync_session
 import learner.storage.retention
 import learner.storage.writer
 import protocol.transports.group
@@ -36,10 +36,10 @@ from learner.gateway.agent_process import AgentProcess
 from learner.gateway.session import Session
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.ledger_row import GroupPayload
-from learner.servers.epoch import Epoch, Epochs
 from learner.servers.fleet import Fleet
 from learner.servers.link import ServerLink
 from learner.servers.membership import Member
+from learner.servers.sync_session import SyncSession, SyncSessions
 from learner.servers.weight_sync import WeightSync
 from learner.servers.weight_transfer import ServerPush
 from learner.storage.run_dir import RunDir
@@ -86,11 +86,11 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "consume", "before step is committed")
     traps.wrap(Player, "_turn", "between turns")
     traps.wrap(PartialResults, "add", "before an answer is kept")
-    traps.wrap(learner.evaluation.results, "note", "before evaluation is noted")
+    traps.wrap(learner.evaluation.results, "record_evaluation", "before evaluation is noted")
     traps.wrap(PartialResults, "forget", "before answers are forgotten")
     traps.wrap(Session, "turn", "between turns")
     traps.wrap(ServerLink, "begin_push", "before ready")
-    traps.wrap(Epoch, "join", "joining")
+    traps.wrap(SyncSession, "join", "joining")
     traps.wrap(ServerPush, "_result", "before done")
     traps.wrap(learner.storage.writer, "make_durable", "checkpoint written, not renamed")
     traps.wrap(learner.storage.retention, "prune", "checkpoint renamed")
@@ -99,10 +99,10 @@ def _set_traps(traps: Traps) -> None:
     flips = _name_flips_by_server()
 
     class TrappedCollective(GlooCollective):
-        def __init__(self, store: Any, epoch: str, *args: Any) -> None:
-            self._flip = flips[epoch]
+        def __init__(self, store: Any, session: str, *args: Any) -> None:
+            self._flip = flips[session]
             traps.reach("forming")
-            super().__init__(store, epoch, *args)
+            super().__init__(store, session, *args)
 
         def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
             traps.reach("mid-bucket")
@@ -112,21 +112,21 @@ def _set_traps(traps: Traps) -> None:
             return super().start_broadcast(tensor)
 
     protocol.transports.group.GlooCollective = TrappedCollective  # type: ignore[misc]
-    learner.servers.epoch.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
+    learner.servers.sync_session.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
         tensors, dtype, BUCKET_BYTES, wire
     )
 
 
 def _name_flips_by_server() -> dict[str, str]:
-    """Return the name of the trap that flips a byte in an epoch; filled as epochs begin."""
-    begin, flips = Epochs.begin, dict[str, str]()
+    """Return the name of the trap that flips a byte in a session; filled as sessions begin."""
+    begin, flips = SyncSessions.begin, dict[str, str]()
 
-    def begin_and_name(epochs: Epochs, *args: Any) -> Epoch:
-        epoch = begin(epochs, *args)
-        flips[epoch.name] = flip_of(_port_of(epochs._link.endpoint))
-        return epoch
+    def begin_and_name(sessions: SyncSessions, *args: Any) -> SyncSession:
+        session = begin(sessions, *args)
+        flips[session.name] = flip_of(_port_of(sessions._link.endpoint))
+        return session
 
-    Epochs.begin = begin_and_name  # type: ignore[method-assign]
+    SyncSessions.begin = begin_and_name  # type: ignore[method-assign]
     return flips
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from learner.sandbox.start import ForkedChild
-from protocol.signals import TO_END
+from protocol.signals import SHUTDOWN_SIGNALS
 
 ROOT = Path(__file__).parent.parent.parent
 LEARNER, FAKE_SERVER, SERVER = "tests.chaos.learner_process", "tests.chaos.fake_server", "tests.chaos.server_process"
@@ -88,7 +88,7 @@ def start_as_user(module: str, chaos_dir: Path, log: Path, arguments: list[str])
 
 def _in_session(module: str, chaos_dir: Path, log: Path, arguments: list[str]) -> None:
     """In the forked process."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_END)  # the fork server holds them back
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)  # the fork server holds them back
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)

@@ -252,7 +252,7 @@ def test_a_campaign_in_which_a_process_ended_in_a_traceback_is_not_clean() -> No
     assert crashed.problems == ["leg 0: crash: server with exit code 1: TypeError: of ours"]
 
 
-def test_a_campaign_in_which_a_server_that_was_told_to_end_did_not_do_so_in_order_is_not_clean() -> None:
+def test_a_campaign_in_which_a_server_that_did_not_shut_down_in_order_is_not_clean() -> None:
     report = report_of(1, [strike("server", "drain")], undrained=["exit code -15 after 0.1 s: stopping"])
     assert not report.is_clean and report.undrained == 1
     assert report.problems == ["leg 0: not drained: exit code -15 after 0.1 s: stopping"]

@@ -15,7 +15,8 @@ from deploy.config import DeployRun
 from inference_server.config import ServerRun
 from learner.__main__ import COMMANDS as OF_THE_LEARNER
 from learner.config import LearnerRun
-from protocol.config import SharedConfig, keys_of
+from protocol.config import SharedConfig
+from protocol.config_keys import keys_of
 from protocol.help_text import summary
 from protocol.messages import PROTOCOL_VERSION
 

@@ -47,7 +47,7 @@ def test_cores_are_halved_unless_the_config_names_any() -> None:
     assert with_cores(named, a_server(), a_learner()) == named
 
 
-def test_a_learner_that_evaluates_is_told_the_port_that_a_flag_gave_the_server() -> None:
+def test_a_learner_that_evaluates_gets_the_port_that_a_flag_gave_the_server() -> None:
     evaluating = a_learner(evaluation={"every_steps": 2})
     assert evaluation_flags(a_learner(), a_server(http_port=9000)) == ()
     assert evaluation_flags(evaluating, a_server(http_port=9000)) == (
@@ -63,7 +63,7 @@ def test_a_learner_that_evaluates_is_told_the_port_that_a_flag_gave_the_server()
         evaluation_flags(evaluating, a_server(http_port=0))
 
 
-def test_several_ranks_are_told_of_each_other_and_only_a_learner_that_was_begun_is_resumed(
+def test_several_ranks_know_each_other_and_only_a_learner_that_was_started_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []

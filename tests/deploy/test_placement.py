@@ -42,7 +42,7 @@ def test_each_server_has_its_gpus_its_workers_and_its_ports() -> None:
     )  # fmt: skip
 
 
-def test_each_rank_is_told_what_torchrun_tells_and_sees_the_gpus_of_all() -> None:
+def test_each_rank_gets_what_torchrun_sets_and_sees_the_gpus_of_all() -> None:
     places = rank_places(EIGHT_GPUS, a_learner(), port=29500)
     assert [place.name for place in places] == [f"learner{rank}" for rank in range(4)]
     assert [place.environment["LOCAL_RANK"] for place in places] == ["0", "1", "2", "3"]
@@ -57,7 +57,7 @@ def test_each_rank_is_told_what_torchrun_tells_and_sees_the_gpus_of_all() -> Non
     }  # fmt: skip
 
 
-def test_cores_become_flags_and_ranks_without_gpus_are_told_so() -> None:
+def test_cores_become_flags_and_ranks_without_gpus_are_notified() -> None:
     config = DeployConfig(server_cores=((0, 1),), learner_cores=((2,), (3,)))
     (server,) = server_places(config, a_server())
     assert (server.name, server.flags, server.environment) == ("server", ("--server.cpu-cores", "0", "1"), {})
@@ -66,7 +66,7 @@ def test_cores_become_flags_and_ranks_without_gpus_are_told_so() -> None:
     assert first.environment["ACCELERATE_USE_CPU"] == "true" and "CUDA_VISIBLE_DEVICES" not in first.environment
 
 
-def test_without_a_section_there_are_a_server_and_a_learner_that_are_told_nothing() -> None:
+def test_without_a_section_there_are_a_server_and_a_learner_that_get_no_flags() -> None:
     (server,), (learner,) = server_places(DeployConfig(), a_server()), rank_places(DeployConfig(), a_learner(), 1)
     assert (server.name, server.flags, server.environment) == ("server", (), {})
     assert (learner.name, learner.flags, learner.environment) == ("learner", (), {})

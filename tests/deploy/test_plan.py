@@ -25,7 +25,7 @@ def planned(*arguments: str) -> dict[str, Any]:
     return plan(*parse_options([RECIPE, *arguments]))
 
 
-def test_the_best_split_of_gpus_is_found_and_told_with_what_is_assumed() -> None:
+def test_the_best_split_of_gpus_is_found_and_reported_with_what_is_assumed() -> None:
     result = planned(*RATES, "--gpus", "4", "8", "--push-s", "0.5", "--push-feed-s", "0.1", "--steps", "30")
     small, large = (row["outcome"] for row in result["rows"])
     assert large["num_servers"] + large["num_ranks"] == 8
@@ -121,7 +121,7 @@ def test_a_measured_run_is_predicted_beside_what_it_was(tmp_path: Path) -> None:
     rates = replace(CONSTANT, lengths=SPREAD, score_s=0.01, push_s=0.05, push_stall_s=0.05)
     write_run(tmp_path / "run", setup(rates), steps=24)
     write_run(tmp_path / "two", setup(rates, servers=2), steps=24)
-    result = planned("--measured", str(tmp_path / "run"), "--beside", str(tmp_path / "two"))
+    result = planned("--measured", str(tmp_path / "run"), "--predict", str(tmp_path / "two"))
     assert [check["servers"] for check in result["checks"]] == [1, 2]
     for check in result["checks"]:
         assert check["predicted"]["samples_per_s"] == pytest.approx(check["measured"]["samples_per_s"], rel=0.15)

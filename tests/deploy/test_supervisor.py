@@ -13,7 +13,7 @@ import pytest
 
 from deploy.config import DeployConfig
 from deploy.supervisor import Supervisor
-from protocol.signals import TO_END
+from protocol.signals import SHUTDOWN_SIGNALS
 from tests.deploy.supervised import Spec
 
 ROOT = Path(__file__).parent.parent.parent
@@ -151,7 +151,7 @@ class Rank:
 
 @pytest.mark.timeout(30)
 def test_a_signal_that_comes_while_ranks_are_being_started_reaches_them() -> None:
-    handlers = {number: signal.getsignal(number) for number in TO_END}
+    handlers = {number: signal.getsignal(number) for number in SHUTDOWN_SIGNALS}
     rank = Rank()
 
     def start(*, again: bool) -> Any:
@@ -167,7 +167,7 @@ def test_a_signal_that_comes_while_ranks_are_being_started_reaches_them() -> Non
 
 
 def test_a_signal_that_comes_before_a_restart_reaches_the_new_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers = {number: signal.getsignal(number) for number in TO_END}
+    handlers = {number: signal.getsignal(number) for number in SHUTDOWN_SIGNALS}
     dead, rank = Rank(), Rank()
     dead.returncode = 1
     ranks = iter([dead, rank])

@@ -1,5 +1,5 @@
 """`python -m inference_server` whose last worker does wrong while there is a file: `BREAK_FILE` flips one bit that it receives in
-every epoch it joins, `HANG_FILE` keeps it for ever in the call that loads a push.
+every session it joins, `HANG_FILE` keeps it for ever in the call that loads a push.
 
 vLLM's processes are spawned and import this module again, so each of them has the change. No test may import it.
 """
@@ -21,8 +21,8 @@ from tests.inference_server.broken_transfer import BREAK_FILE, HANG_FILE, OneBit
 LAST_RANK = 2
 
 
-def join_breakable(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:
-    collective: Any = join_collective(epoch, rendezvous, rank, device)
+def join_breakable(session: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:
+    collective: Any = join_collective(session, rendezvous, rank, device)
     file = Path(os.environ[BREAK_FILE])
     if rank == LAST_RANK and file.exists():
         return OneBitFlippedOnArrival(collective, int(file.read_text()))

@@ -45,12 +45,12 @@ class ScriptedLearner:
         self.learner = uuid.uuid4().hex[:8]
         """This process, as it says; another may say the same."""
         self.unread: list[Any] = []
-        self._meeting: Any = None
+        self._rendezvous_host: Any = None
         self.collective: Any = None
         """May be replaced by one that does harm."""
         self._manifest: Any = None
         self._baseline: Any = None
-        self.epoch = ""
+        self.session = ""
         self.num_workers = 1
         self.push_timeout_s = PUSH_TIMEOUT_S
 
@@ -105,38 +105,40 @@ class ScriptedLearner:
     async def begin_push(
         self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense"
     ) -> Manifest:
-        """Begin the first push of a new epoch; return its manifest once the server is ready and the group is formed."""
+        """Begin the first push of a new session; return its manifest once the server is ready and the group is formed."""
         import torch
 
-        from protocol.transports.group import Meeting
+        from protocol.transports.group import RendezvousHost
         from protocol.weights.buckets import make_manifest
         from protocol.weights.delta import Baseline
 
-        if self._meeting is None:
-            self._meeting = Meeting("127.0.0.1", self.push_timeout_s)
-        self.epoch = uuid.uuid4().hex[:8]
-        rendezvous = self._meeting.rendezvous(self.num_workers, "gloo")
+        if self._rendezvous_host is None:
+            self._rendezvous_host = RendezvousHost("127.0.0.1", self.push_timeout_s)
+        self.session = uuid.uuid4().hex[:8]
+        rendezvous = self._rendezvous_host.rendezvous(self.num_workers, "gloo")
         self._manifest = make_manifest(tensors, tensors[0][1].dtype, bucket_bytes, wire)
         self._baseline = Baseline()
-        await self.send(PushBegin(epoch=self.epoch, version=version, rendezvous=rendezvous, manifest=self._manifest))
+        await self.send(
+            PushBegin(session=self.session, version=version, rendezvous=rendezvous, manifest=self._manifest)
+        )
         await self.receive(PushReady)
         self.collective = await asyncio.to_thread(
-            self._meeting.host_collective, self.epoch, rendezvous, torch.device("cpu")
+            self._rendezvous_host.host_collective, self.session, rendezvous, torch.device("cpu")
         )
         return self._manifest
 
     async def begin_push_again(self, version: int) -> None:
-        """Begin a push in the epoch there is; return once the server is ready."""
-        await self.send(PushBegin(epoch=self.epoch, version=version))
+        """Begin a push in the session there is; return once the server is ready."""
+        await self.send(PushBegin(session=self.session, version=version))
         await self.receive(PushReady)
 
     async def transfer(self, tensors: Iterable[tuple[str, Any]]) -> Any:
         """Send the bytes of the push that was begun; return what left. Raises PushError."""
-        from protocol.weights.buckets import cut
+        from protocol.weights.buckets import split_into_buckets
         from protocol.weights.delta import send_changes
         from protocol.weights.dense import send_weights
 
-        buckets = cut(self._manifest)
+        buckets = split_into_buckets(self._manifest)
         if self._manifest.wire == "delta":
             return await asyncio.to_thread(send_changes, self.collective, buckets, tensors, self._baseline)
         return await asyncio.to_thread(send_weights, self.collective, buckets, tensors)
@@ -149,7 +151,7 @@ class ScriptedLearner:
             await self.transfer(tensors)
         except PushError as error:
             # As the real learner does: gloo forgets a broadcast that began as its connection broke.
-            self._meeting.call_off(self.epoch, str(error))
+            self._rendezvous_host.cancel(self.session, str(error))
         failed = await self.receive((PushDone, PushFailed))
         assert isinstance(failed, PushFailed)
         return failed
@@ -157,23 +159,23 @@ class ScriptedLearner:
     async def push(
         self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense"
     ) -> tuple[PushDone | PushFailed, str]:
-        """Push in a new epoch; return what the server said and the checksum of what was sent."""
+        """Push in a new session; return what the server said and the checksum of what was sent."""
         await self.begin_push(version, tensors, bucket_bytes, wire)
         sent = await self.transfer(tensors)
         return await self.receive((PushDone, PushFailed)), sent.checksum
 
     async def push_again(self, version: int, tensors: list) -> tuple[PushDone | PushFailed, str]:
-        """Push in the epoch there is."""
+        """Push in the session there is."""
         await self.begin_push_again(version)
         sent = await self.transfer(tensors)
         return await self.receive((PushDone, PushFailed)), sent.checksum
 
     async def break_push(self, manifest: Any, tensors: list) -> PushFailed:
         """Send the first bucket of a push and vanish from the collective."""
-        from protocol.weights.buckets import cut
+        from protocol.weights.buckets import split_into_buckets
         from protocol.weights.dense import send_weights
 
-        first = cut(manifest)[:1]
+        first = split_into_buckets(manifest)[:1]
         await asyncio.to_thread(send_weights, self.collective, first, tensors[: len(first[0].slots)])
         self.close_collective()
         return await self.receive(PushFailed)

@@ -107,7 +107,7 @@ def test_an_attention_backend_goes_by_its_name() -> None:
     assert len(refusal(attention_backend="FLASH_ATN")) < 500
 
 
-def test_an_unknown_name_is_told_with_the_nearest_one() -> None:
+def test_an_unknown_name_is_reported_with_the_nearest_one() -> None:
     said = refusal(max_num_batched_token=300)
     assert said.startswith("server.vllm.max_num_batched_token = 300 is not an argument of vLLM; ")
     assert said.endswith("did you mean server.vllm.max_num_batched_tokens?")
@@ -131,7 +131,7 @@ def test_an_unknown_name_is_told_with_the_nearest_one() -> None:
         ({"ignore_patterns": 3}, "ignore_patterns = 3: Input should be a valid string"),
     ],
 )
-def test_a_value_of_another_type_is_told_in_vllms_words_with_its_key(given: dict[str, Any], expected: str) -> None:
+def test_a_value_of_another_type_is_reported_in_vllms_words_with_its_key(given: dict[str, Any], expected: str) -> None:
     assert refusal(**given).startswith(f"server.vllm.{expected}")
 
 

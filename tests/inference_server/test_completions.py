@@ -36,11 +36,11 @@ def piece(index: int, tokens: list[int], finish_reason: str | None = None) -> Co
 
 def test_a_completion_is_given_out_whole_and_once_when_it_has_ended() -> None:
     completions = Completions(4)
-    assert completions.take([piece(0, [7]), piece(1, [8])]) == {}
-    ended = completions.take([piece(1, [5, 6], "length"), piece(0, [2])])
+    assert completions.add([piece(0, [7]), piece(1, [8])]) == {}
+    ended = completions.add([piece(1, [5, 6], "length"), piece(0, [2])])
     assert ended[1].token_ids.tolist() == [8, 5, 6] and ended[1].behaviour_logprobs.tolist() == [-8, -5, -6]
     assert (ended[1].versions, ended[1].finish_reason, list(ended)) == ([(4, 3)], "length", [1])
-    ended = completions.take([piece(0, [3], "stop"), piece(2, [], "abort"), piece(3, [], "error")])
+    ended = completions.add([piece(0, [3], "stop"), piece(2, [], "abort"), piece(3, [], "error")])
     assert (ended[0].token_ids.tolist(), ended[0].finish_reason, list(ended)) == ([7, 2, 3], "stop", [0])
 
 
@@ -48,7 +48,7 @@ def test_a_completion_is_given_out_whole_and_once_when_it_has_ended() -> None:
 def test_a_request_of_which_vllm_did_not_finish_all_fails_with_what_became_of_each(reasons: list[str]) -> None:
     completions = Completions(max(2, len(reasons)))
     for index, reason in enumerate(reasons):
-        completions.take([piece(index, [1, 2, 3] if reason == "stop" else [], reason)])
+        completions.add([piece(index, [1, 2, 3] if reason == "stop" else [], reason)])
     with pytest.raises(EngineFailed, match=rf"vLLM finished {reasons.count('stop')} of .*{reasons[0]}"):
         completions.check()
 
@@ -57,14 +57,14 @@ def sampled(front_end: FrontEnd, completions: Completions, index: int) -> Iterat
     """Sample all tokens of one completion."""
     for token in range(1, NUM_TOKENS + 1):
         is_last = token == NUM_TOKENS
-        yield completions.take(front_end.sample(index, token, FinishReason.LENGTH if is_last else None))
+        yield completions.add(front_end.sample(index, token, FinishReason.LENGTH if is_last else None))
 
 
 def test_what_vllm_remembers_of_a_completion_goes_when_it_ends_whatever_its_siblings_do() -> None:
     sampling = Sampling(num_completions=NUM_COMPLETIONS, max_tokens=NUM_TOKENS)
     front_end, completions = FrontEnd(params_of(sampling, set())), Completions(NUM_COMPLETIONS)
     ended: dict[int, Completion] = {}
-    completions.take(front_end.sample(NUM_COMPLETIONS - 1, 5))  # the one that goes on
+    completions.add(front_end.sample(NUM_COMPLETIONS - 1, 5))  # the one that goes on
     tracemalloc.start()
     try:
         for index in range(NUM_COMPLETIONS - 1):

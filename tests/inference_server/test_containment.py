@@ -31,9 +31,9 @@ from protocol.messages import (
     Sampling,
     Score,
     Scores,
+    ServerInfo,
     Trial,
-    TrialEnded,
-    Vitals,
+    TrialResult,
     Welcome,
 )
 from tests.fakes import ScriptedEngine, Serving, report, serving
@@ -98,7 +98,7 @@ class Thrower:
         return called
 
     def wrap(self, engine: ScriptedEngine, running: Serving) -> None:
-        for name in ("score", "pause", "resume", "stage_push", "load_push", "leave_epoch", "set_version"):
+        for name in ("score", "pause", "resume", "stage_push", "load_push", "leave_session", "set_version"):
             setattr(engine, name, self.throwing(getattr(engine, name)))
         engine.generate = self.throwing_iterator(engine.generate)  # type: ignore[method-assign]
         channel = running.server._channel
@@ -114,16 +114,16 @@ def every_traceback_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.server.RECEIVE_PAUSE_S", 0.001)
 
 
-def begin(version: int, epoch: str) -> PushBegin:
+def begin(version: int, session: str) -> PushBegin:
     rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
     return PushBegin(
-        epoch=epoch, version=version, rendezvous=rendezvous, manifest=Manifest(tensors=(), bucket_bytes=1)
+        session=session, version=version, rendezvous=rendezvous, manifest=Manifest(tensors=(), bucket_bytes=1)
     )  # fmt: skip
 
 
-async def push(engine: ScriptedEngine, learner: ScriptedLearner, version: int, epoch: str) -> None:
+async def push(engine: ScriptedEngine, learner: ScriptedLearner, version: int, session: str) -> None:
     engine.scripted_reports[:] = [[report()], [report()]]
-    await learner.send(begin(version, epoch))
+    await learner.send(begin(version, session))
     await learner.receive(PushDone)
 
 
@@ -151,8 +151,8 @@ async def push_once(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
     assert isinstance(answer, PushDone) or ("unexpected Boom" in answer.message and answer.retryable)
 
 
-async def give_up_the_epoch(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(PushAbort(epoch="first"))
+async def give_up_the_session(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
+    await learner.send(PushAbort(session="first"))
 
 
 async def acknowledge(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
@@ -188,19 +188,19 @@ async def probe(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
     while True:
         await learner.send(Probe(probe_id="asked"))
         with contextlib.suppress(TimeoutError):
-            await learner.receive(Vitals, timeout_s=0.25)
+            await learner.receive(ServerInfo, timeout_s=0.25)
             return
 
 
 async def try_the_way(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
     nowhere = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=1)
     await learner.send(Trial(trial_id="asked", num_bytes=8, rendezvous=nowhere))
-    assert (await learner.receive(TrialEnded)).error
+    assert (await learner.receive(TrialResult)).error
 
 
 ASKED: dict[str, Ask] = {
     "Hello": greet_anew, "Generate": ask_for_a_group, "Score": ask_for_a_score, "PushBegin": push_once,
-    "PushAbort": give_up_the_epoch, "Ack": acknowledge, "Cancel": cancel, "Farewell": say_farewell, "Probe": probe,
+    "PushAbort": give_up_the_session, "Ack": acknowledge, "Cancel": cancel, "Farewell": say_farewell, "Probe": probe,
     "Trial": try_the_way,
 }  # fmt: skip
 
@@ -314,7 +314,7 @@ def test_the_pulse_goes_on_after_an_exception(number: int) -> None:
             thrower.arm(number, lambda name: name == "pulse")
             await throw_at_pulses(engine, learner)
             assert thrower.disarm()
-            running.server._channel.look_at_connections = raising  # type: ignore[method-assign]
+            running.server._channel.poll_connections = raising  # type: ignore[method-assign]
             await throw_at_pulses(engine, learner)
             learner.close()
 
@@ -326,7 +326,7 @@ def raising(*_: object) -> Any:
 
 
 def test_a_look_at_groups_and_engine_that_raises_costs_that_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.01)
 
     async def run() -> None:
         engine, num_looks = HoldingEngine(), 0
@@ -376,7 +376,7 @@ def test_an_exception_while_the_engine_is_started_again_is_one_more_death_of_it(
 
 
 def test_a_group_that_takes_long_to_end_at_its_deadline_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.01)
     ended = asyncio.Event()
 
     class SlowToEnd(HoldingEngine):

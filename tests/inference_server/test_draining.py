@@ -50,7 +50,7 @@ async def hear_of_it(learner: ScriptedLearner) -> None:
     await learner.send(Farewell())
 
 
-def test_what_has_begun_is_finished_what_has_not_is_handed_back_and_the_end_waits_for_the_ack() -> None:
+def test_what_has_started_is_finished_what_has_not_is_handed_back_and_the_end_waits_for_the_ack() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await join_and_push(engine, learner)
         let_some_begin(engine)

@@ -8,7 +8,7 @@ import pytest
 
 from inference_server.engine.interface import EngineDead
 from inference_server.shutdown import until_ended
-from protocol.signals import TO_END
+from protocol.signals import SHUTDOWN_SIGNALS
 
 TIMEOUT_S = 20.0
 
@@ -32,7 +32,7 @@ def tell(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", TO_END)
+@pytest.mark.parametrize("number", SHUTDOWN_SIGNALS)
 def test_the_first_signal_drains_and_then_every_part_ends(number: signal.Signals) -> None:
     async def run() -> None:
         part, drains, is_drained = Part(), asyncio.Event(), asyncio.Event()
@@ -78,7 +78,7 @@ def test_another_signal_ends_what_drains(number: signal.Signals) -> None:
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
-@pytest.mark.parametrize("first", TO_END)
+@pytest.mark.parametrize("first", SHUTDOWN_SIGNALS)
 def test_a_terminal_that_closes_says_so_more_than_once_and_ends_nothing_sooner(first: signal.Signals) -> None:
     """Both the kernel and the shell send SIGHUP, and systemd may send one after its SIGTERM."""
 

@@ -48,7 +48,7 @@ Test = Callable[[ScriptedEngine, Serving, ScriptedLearner], Awaitable[None]]
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.02)
 
 
 def run_with_server(test: Test, **options: Any) -> None:
@@ -64,17 +64,17 @@ def run_with_server(test: Test, **options: Any) -> None:
     asyncio.run(run())
 
 
-def begin(version: int, epoch: str) -> PushBegin:
+def begin(version: int, session: str) -> PushBegin:
     rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
     return PushBegin(
-        epoch=epoch, version=version, rendezvous=rendezvous, manifest=Manifest(tensors=(), bucket_bytes=1)
+        session=session, version=version, rendezvous=rendezvous, manifest=Manifest(tensors=(), bucket_bytes=1)
     )  # fmt: skip
 
 
-async def push(engine: ScriptedEngine, learner: ScriptedLearner, version: int = 0, epoch: str = "e") -> None:
+async def push(engine: ScriptedEngine, learner: ScriptedLearner, version: int = 0, session: str = "e") -> None:
     """Give the engine weights, without any transport."""
     engine.scripted_reports.append([report()])
-    await learner.send(begin(version, epoch))
+    await learner.send(begin(version, session))
     await learner.receive(PushDone)
 
 
@@ -108,7 +108,7 @@ def test_a_dead_engine_is_replaced_finished_groups_stay_and_running_ones_may_be_
         assert engine.cancelled == 1 and (status["groups_running"], status["groups_unacked"]) == (0, 1)
         assert not any(isinstance(message, GroupFailed) for message in learner.unread), "it would cost an attempt"
 
-        await push(engine, learner, version=4, epoch="e2")
+        await push(engine, learner, version=4, session="e2")
         engine.release.set()
         await learner.generate("running", [1])
         again = await learner.receive(Group)
@@ -148,7 +148,7 @@ def test_a_death_is_noticed_wherever_it_shows(monkeypatch: pytest.MonkeyPatch, d
             case "score":
                 await learner.send(score_of([1, 2]))
             case "pause":
-                await learner.send(PushBegin(epoch="e", version=1))
+                await learner.send(PushBegin(session="e", version=1))
         await new_server_id(learner, first_id)
         await until(lambda: running.server.status()["engine_restarts"] == 1)
         assert not any(isinstance(message, (Scores, GroupFailed)) for message in learner.unread)
@@ -158,7 +158,7 @@ def test_a_death_is_noticed_wherever_it_shows(monkeypatch: pytest.MonkeyPatch, d
     run_with_server(test)
 
 
-@pytest.mark.parametrize("call", ["pause", "load_push", "set_version", "resume", "leave_epoch"])
+@pytest.mark.parametrize("call", ["pause", "load_push", "set_version", "resume", "leave_session"])
 def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_next_push_goes_to_the_next_engine(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -177,21 +177,21 @@ def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_next_push
                 spec = TensorSpec(name="weight", shape=(1,), dtype="float32")
                 manifest = Manifest(tensors=(spec,) * 10_000, bucket_bytes=1)  # as many deadlines, had it not given up
                 quick = msgspec.structs.replace(begin(4, "f").rendezvous, timeout_s=0.1)
-                await learner.send(PushBegin(epoch="f", version=4, rendezvous=quick, manifest=manifest))
+                await learner.send(PushBegin(session="f", version=4, rendezvous=quick, manifest=manifest))
                 await learner.receive(PushReady)
-                await learner.send(PushAbort(epoch="f"))
-                await learner.send(PushBegin(epoch="g", version=4))
+                await learner.send(PushAbort(session="f"))
+                await learner.send(PushBegin(session="g", version=4))
                 await learner.hello()
-            elif call == "leave_epoch":
-                await learner.send(PushAbort(epoch="e"))
+            elif call == "leave_session":
+                await learner.send(PushAbort(session="e"))
             else:
                 engine.scripted_reports.append([report()])
-                await learner.send(PushBegin(epoch="e", version=4))
+                await learner.send(PushBegin(session="e", version=4))
             await until(lambda: running.server.status()["unavailable"] is not None)
         knob = "learner.weight_sync.timeout_s" if call == "load_push" else "server.pause_timeout_s"
         reason = running.server.status()["unavailable"]
         assert "is restarting: the engine did not answer within 0.2 s while" in reason and knob in reason
-        if call != "leave_epoch":
+        if call != "leave_session":
             failed = await learner.receive(PushFailed)
             assert knob in failed.message and not failed.weights_intact
             assert failed.state in ("pausing", "receiving", "resuming")
@@ -200,11 +200,11 @@ def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_next_push
         await new_server_id(learner, first_id)
         await until(lambda: running.server.status()["engine_restarts"] == 1)
         await learner.join()
-        await push(engine, learner, version=4, epoch="h")
+        await push(engine, learner, version=4, session="h")
         await learner.generate("g", [1])
         assert (await learner.receive(Group)).completions[0].versions == [(4, 1)]
         status = running.server.status()
-        assert (status["pushes_done"], status["pushes_failed"]) == (2, int(call != "leave_epoch"))
+        assert (status["pushes_done"], status["pushes_failed"]) == (2, int(call != "leave_session"))
 
     run_with_server(test, pause_timeout_s=0.2)
 
@@ -220,11 +220,11 @@ def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_one_tha
             await asyncio.sleep(0.02)
             engine.num_steps = [(engine.num_steps[0] or 0) + 1]
         engine.scripted_reports.append([report(ok=False, state="loading", weights_intact=False, error="torn")])
-        await learner.send(PushBegin(epoch="e", version=4))
+        await learner.send(PushBegin(session="e", version=4))
         await learner.receive(PushFailed)
         await asyncio.sleep(2.0)  # nothing may be generated
         assert running.server.status()["groups_running"] == 1
-        await push(engine, learner, version=4, epoch="f")
+        await push(engine, learner, version=4, session="f")
         assert running.server.status()["engine_restarts"] == 0
         engine.release_restart.clear()
         await until(lambda: running.server.status()["unavailable"] is not None)
@@ -245,12 +245,12 @@ def test_a_learner_that_gave_a_push_up_is_welcomed_again_once_it_has_ended_here(
         engine.scripted_reports.append([report()])
         await learner.send(begin(0, "a"))
         await until(lambda: engine.calls == ["pause"])
-        await learner.send(PushAbort(epoch="a"))
+        await learner.send(PushAbort(session="a"))
         await learner.hello()
         with pytest.raises(TimeoutError):
             await learner.receive(Welcome, timeout_s=0.3)
         engine.release_pause.set()
-        await until(lambda: engine.calls[-1] == "leave_epoch a")
+        await until(lambda: engine.calls[-1] == "leave_session a")
         assert (await learner.join()).server_id == first_id
 
     run_with_server(test)
@@ -285,7 +285,7 @@ def test_until_the_next_engine_is_there_acks_count_and_nothing_else_is_answered(
         engine.release_restart.set()
         await until(lambda: running.server.status()["engine_restarts"] == 1)
         assert (await learner.join()).policy_version is None
-        await push(engine, learner, version=1, epoch="e3")
+        await push(engine, learner, version=1, session="e3")
         await learner.generate("g", [1])
         assert (await learner.receive(Group)).group_id == "g"
 
@@ -304,7 +304,7 @@ def test_an_engine_that_had_pushed_weights_is_unavailable_without_them_and_one_t
                 await push(engine, learner)
         await until(lambda: "neither old nor new weights" in (running.server.status()["unavailable"] or ""))
         await learner.join()
-        await push(engine, learner, version=1, epoch="e2")
+        await push(engine, learner, version=1, session="e2")
         status = running.server.status()
         assert (status["unavailable"], status["push_state"], status["policy_version"]) == (None, "idle", 1)
 
@@ -321,7 +321,7 @@ def test_an_engine_that_dies_in_a_push_takes_the_push_with_it() -> None:
         await new_server_id(learner, first_id)
         engine.release_pause.set()
         await learner.join()
-        await push(engine, learner, version=0, epoch="b")
+        await push(engine, learner, version=0, session="b")
         status = running.server.status()
         assert (status["pushes_failed"], status["pushes_done"], status["push_state"]) == (1, 1, "idle")
         assert engine.calls.count("load_push") == 1, "the push of the first engine must not go on in the second"
@@ -386,7 +386,7 @@ def test_the_link_learns_at_once_that_weights_scores_and_pushes_are_gone_and_is_
             engine.release_pause.clear()
             engine.release_restart.clear()
             scoring = asyncio.create_task(link.score([1, 2, 3], 600))
-            pushing = asyncio.create_task(link.begin_push(PushBegin(epoch="e", version=1), 600))
+            pushing = asyncio.create_task(link.begin_push(PushBegin(session="e", version=1), 600))
             await until(lambda: engine.calls.count("pause") == 2)
             engine.fail_with = DEAD
             async with asyncio.timeout(2):  # long before a silent server is given up

@@ -68,7 +68,7 @@ async def push(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
     engine.scripted_reports.append([report()])
     rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
     manifest = Manifest(tensors=(), bucket_bytes=1)
-    await learner.send(PushBegin(epoch="e", version=0, rendezvous=rendezvous, manifest=manifest))
+    await learner.send(PushBegin(session="e", version=0, rendezvous=rendezvous, manifest=manifest))
     await learner.receive(PushDone)
 
 
@@ -249,7 +249,7 @@ def run_link(endpoint_keys: ServerKeys | None, link_keys: LearnerKeys | None) ->
 
 
 @pytest.mark.parametrize("wrong_keys", ["unknown key"], indirect=True)
-def test_a_learner_whose_key_is_not_listed_is_told_at_once(keys: Path, wrong_keys: Path) -> None:
+def test_a_learner_whose_key_is_not_listed_is_reported_at_once(keys: Path, wrong_keys: Path) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         run_link(server_keys(str(keys)), learner_keys(str(wrong_keys)))
     assert caught.group_contains(HandshakeRefused, match="does not know this learner's key; copy its public key")

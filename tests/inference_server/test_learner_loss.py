@@ -30,7 +30,7 @@ def learn(endpoint: str, pipe: Connection) -> None:
         pipe.send((await learner.join()).server_id)
         rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
         manifest = Manifest(tensors=(), bucket_bytes=1)
-        await learner.send(PushBegin(epoch="e", version=0, rendezvous=rendezvous, manifest=manifest))
+        await learner.send(PushBegin(session="e", version=0, rendezvous=rendezvous, manifest=manifest))
         await learner.receive(PushDone)
         await learner.generate("finished", [1])
         pipe.send((await learner.receive(Group)).group_id)

@@ -51,7 +51,7 @@ def test_port_0_turns_http_off() -> None:
         ("http://127.0.0.1", "Correct server.http_host"),
     ],
 )
-def test_an_address_that_cannot_be_taken_is_told_with_what_to_do(host: str, expected: str) -> None:
+def test_an_address_that_cannot_be_taken_is_reported_with_what_to_do(host: str, expected: str) -> None:
     with pytest.raises(ConfigError) as refused:
         listen(ServerConfig(http_host=host, http_port=free_port()))
     assert f"(server.http_host = {host!r})" in str(refused.value) and expected in str(refused.value)

@@ -216,7 +216,7 @@ def test_a_streamed_tool_call_is_read_too(server: RealServer) -> None:
 
 
 @pytest.mark.vllm
-def test_reasoning_is_told_from_the_answer(server: RealServer) -> None:
+def test_reasoning_is_distinguished_from_the_answer(server: RealServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         said: Any = (
             client.chat.completions.create(model=str(server.model), messages=HELLO, temperature=0).choices[0].message

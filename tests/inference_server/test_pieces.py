@@ -111,7 +111,7 @@ def completions_of(history: History) -> tuple[dict[int, Completion], list[Engine
         engine.step(outputs)
         for of_step in engine.sent():
             sent.append(of_step)
-            ended |= completions.take(front_end.take(of_step.outputs, of_step.weight_version or "none"))
+            ended |= completions.add(front_end.take(of_step.outputs, of_step.weight_version or "none"))
     completions.check()
     return ended, sent
 

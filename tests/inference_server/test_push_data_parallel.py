@@ -16,7 +16,7 @@ import torch
 from learner.train import train
 from protocol.messages import Group, PushDone, Score, Scores
 from protocol.model_files import resolve_model
-from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.shared_baseline import PREFIX
 from tests.inference_server.broken_transfer import BREAK_FILE, HANG_FILE
 from tests.inference_server.scripted_learner import ScriptedLearner
@@ -145,7 +145,7 @@ def test_the_replica_that_is_asked_must_be_one_there_is(served: Served) -> None:
 
 def test_wrong_bytes_in_one_replica_fail_the_push_of_both_and_the_next_push_works(served: Served) -> None:
     server, policy, break_file = served
-    num_buckets = len(cut(make_manifest(policy.tensors(0), torch.float32, BUCKET_BYTES)))
+    num_buckets = len(split_into_buckets(make_manifest(policy.tensors(0), torch.float32, BUCKET_BYTES)))
 
     async def test(learner: ScriptedLearner) -> None:
         await learner.push(0, policy.tensors(0), BUCKET_BYTES)
@@ -228,7 +228,7 @@ def test_nothing_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
         assert not alive
 
 
-def test_a_server_that_is_told_to_end_does_not_wait_for_vllms_coordinator(tmp_path: Path) -> None:
+def test_a_server_that_is_shut_down_does_not_wait_for_vllms_coordinator(tmp_path: Path) -> None:
     """vLLM would for 5 s: it sends SIGTERM, which is held from all of its processes."""
     for server in running_server(tmp_path, *FLAGS):
         family = server.family()

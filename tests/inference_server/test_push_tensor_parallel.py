@@ -16,7 +16,7 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import PushAbort, PushDone, PushFailed
-from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.shared_baseline import PREFIX
 from tests.inference_server.broken_transfer import BREAK_FILE, HANG_FILE
 from tests.inference_server.scripted_learner import ScriptedLearner
@@ -80,7 +80,7 @@ def test_scores_and_sampled_tokens_are_of_the_pushed_version_push_after_push(ser
 @pytest.mark.parametrize("bucket", [1, 4, -1])
 def test_wrong_bytes_in_one_worker_fail_the_push_of_both_and_the_next_push_works(served: Served, bucket: int) -> None:
     server, policy, break_file = served
-    buckets = cut(make_manifest(policy.tensors(0), torch.float32, BUCKET_BYTES))
+    buckets = split_into_buckets(make_manifest(policy.tensors(0), torch.float32, BUCKET_BYTES))
     if bucket == -1:
         bucket = len(buckets)  # by then the other worker has all that it needs
 
@@ -126,7 +126,7 @@ def test_a_worker_that_never_returns_from_a_push_is_killed_and_the_next_engine_g
         await learner.begin_push_again(1)
         with pytest.raises(PushError):
             await learner.transfer(policy.tensors(1))
-        await learner.send(PushAbort(epoch=learner.epoch))
+        await learner.send(PushAbort(session=learner.session))
         failed = await learner.receive((PushDone, PushFailed))
         assert isinstance(failed, PushFailed) and not failed.weights_intact
         assert "did not answer within 10 s while receiving (learner.weight_sync.timeout_s + 5)" in failed.message

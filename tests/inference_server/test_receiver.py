@@ -10,9 +10,9 @@ import protocol.transports.group
 from inference_server.engine.interface import PushOrder
 from inference_server.engine.weight_receiver import Receiver, in_host_memory
 from protocol.errors import PushError
-from protocol.transports.group import Meeting
-from protocol.weights.buckets import cut, make_manifest
-from protocol.weights.dense import Arrived
+from protocol.transports.group import RendezvousHost
+from protocol.weights.buckets import make_manifest, split_into_buckets
+from protocol.weights.dense import ReceivedBucket
 
 CPU = torch.device("cpu")
 
@@ -23,14 +23,14 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
     """So it looks when its host has vanished: the collective alone would wait for a minute."""
     monkeypatch.setattr(protocol.transports.group, "INTERVAL_S", 0.05)
     manifest = make_manifest([("weight", torch.zeros(8))], torch.float32, 1024, "dense")
-    meeting, receiver = Meeting("127.0.0.1", 60.0), Receiver(1, CPU)
-    rendezvous = meeting.rendezvous(1, "gloo")
-    order = PushOrder(epoch="epoch", version=1, rendezvous=rendezvous, manifest=manifest)
-    with closing(meeting), ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(meeting.host_collective, "epoch", rendezvous, CPU)
+    rendezvous_host, receiver = RendezvousHost("127.0.0.1", 60.0), Receiver(1, CPU)
+    rendezvous = rendezvous_host.rendezvous(1, "gloo")
+    order = PushOrder(session="session", version=1, rendezvous=rendezvous, manifest=manifest)
+    with closing(rendezvous_host), ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(rendezvous_host.host_collective, "session", rendezvous, CPU)
         receiver.join(order)
         with closing(joining.result()):
-            meeting.close()
+            rendezvous_host.close()
             with pytest.raises(PushError, match=r"the learner at .* is gone .*; the transfer failed: bucket 1 of 1"):
                 list(receiver.receive())
             receiver.leave()
@@ -47,8 +47,8 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
     ],
 )
 def test_what_is_kept_until_a_whole_push_has_come_takes_no_memory_of_a_gpu(device: str) -> None:
-    (bucket,) = cut(make_manifest([("weight", torch.zeros(8))], torch.float32, 1024))
-    arrived = Arrived(bucket, torch.arange(32, dtype=torch.uint8, device=device), 7)
+    (bucket,) = split_into_buckets(make_manifest([("weight", torch.zeros(8))], torch.float32, 1024))
+    arrived = ReceivedBucket(bucket, torch.arange(32, dtype=torch.uint8, device=device), 7)
     kept = in_host_memory(arrived)
     assert (kept.bucket, kept.checksum, kept.buffer.device) == (bucket, 7, CPU)
     assert kept.buffer.tolist() == list(range(32)) and kept.buffer.is_pinned() == (device == "cuda")

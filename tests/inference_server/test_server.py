@@ -60,8 +60,10 @@ def run_with_server(
     asyncio.run(run())
 
 
-def begin(version: int, epoch: str = "e1") -> PushBegin:
-    return PushBegin(epoch=epoch, version=version, rendezvous=RENDEZVOUS, manifest=Manifest(tensors=(), bucket_bytes=1))
+def begin(version: int, session: str = "e1") -> PushBegin:
+    return PushBegin(
+        session=session, version=version, rendezvous=RENDEZVOUS, manifest=Manifest(tensors=(), bucket_bytes=1)
+    )
 
 
 async def join_and_push(engine: ScriptedEngine, learner: ScriptedLearner, version: int = 0) -> None:
@@ -79,7 +81,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.02)
 
 
 # --- handshake ---------------------------------------------------------------------------------------------------
@@ -521,7 +523,7 @@ def test_a_push_pauses_receives_labels_and_resumes_in_this_order() -> None:
         await learner.send(begin(5))
         ready = await learner.receive(PushReady)
         done = await learner.receive(PushDone)
-        assert (ready.epoch, ready.version) == (done.epoch, done.version) == ("e1", 5)
+        assert (ready.session, ready.version) == (done.session, done.version) == ("e1", 5)
         assert (done.checksum, done.receive_s, done.load_s) == ("c0ffee", 2.0, 0.5)
         assert engine.calls == ["pause", "load_push", "set_version 5", "resume"]
         status = running.server.status()
@@ -548,7 +550,7 @@ def test_generation_goes_on_with_the_old_weights_when_a_push_fails_before_loadin
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await join_and_push(engine, learner, version=1)
         engine.scripted_reports.append([report(ok=False, state="receiving", error="the sender is gone")])
-        await learner.send(begin(2, epoch="e2"))
+        await learner.send(begin(2, session="e2"))
         failed = await learner.receive(PushFailed)
         assert (failed.version, failed.state, failed.weights_intact) == (2, "receiving", True)
         assert "worker 0 failed while receiving: the sender is gone" in failed.message
@@ -571,16 +573,16 @@ def test_torn_weights_stay_paused_until_a_whole_push_succeeds(reports: list) -> 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await join_and_push(engine, learner, version=1)
         engine.scripted_reports.append(reports)
-        await learner.send(begin(2, epoch="e2"))
+        await learner.send(begin(2, session="e2"))
         assert not (await learner.receive(PushFailed)).weights_intact
         assert running.server.status()["push_state"] == "torn"
         await learner.generate("g", [1])
         # A push that fails before loading anything does not heal.
         engine.scripted_reports.append([report(ok=False, state="joining", weights_intact=True, error="no way")])
-        await learner.send(begin(2, epoch="e3"))
+        await learner.send(begin(2, session="e3"))
         assert not (await learner.receive(PushFailed)).weights_intact
         engine.scripted_reports.append([report()])
-        await learner.send(begin(3, epoch="e4"))
+        await learner.send(begin(3, session="e4"))
         await learner.receive(PushDone)
         assert (await learner.receive(Group)).completions[0].versions == [(3, 1)]
         assert running.server.status()["push_state"] == "idle"
@@ -588,37 +590,37 @@ def test_torn_weights_stay_paused_until_a_whole_push_succeeds(reports: list) -> 
     run_with_server(test)
 
 
-def test_an_unknown_epoch_without_a_rendezvous_fails_before_the_pause() -> None:
+def test_an_unknown_session_without_a_rendezvous_fails_before_the_pause() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await learner.join()
-        await learner.send(PushBegin(epoch="e9", version=1))
+        await learner.send(PushBegin(session="e9", version=1))
         failed = await learner.receive(PushFailed)
-        assert failed.weights_intact and "e9" in failed.message and "start a new epoch" in failed.message
+        assert failed.weights_intact and "e9" in failed.message and "start a new session" in failed.message
         assert engine.calls == []
 
     run_with_server(test)
 
 
-def test_a_failed_push_ends_its_epoch() -> None:
+def test_a_failed_push_ends_its_session() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await join_and_push(engine, learner)
         engine.scripted_reports.append([report(ok=False, state="receiving", error="x")])
-        await learner.send(PushBegin(epoch="e1", version=2))
+        await learner.send(PushBegin(session="e1", version=2))
         await learner.receive(PushFailed)
-        await learner.send(PushBegin(epoch="e1", version=2))
-        assert "start a new epoch" in (await learner.receive(PushFailed)).message
+        await learner.send(PushBegin(session="e1", version=2))
+        assert "start a new session" in (await learner.receive(PushFailed)).message
 
     run_with_server(test)
 
 
-def test_an_abort_leaves_the_epoch() -> None:
+def test_an_abort_leaves_the_session() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await join_and_push(engine, learner)
-        await learner.send(PushAbort(epoch="another"))
-        await learner.send(PushAbort(epoch="e1"))
-        await until(lambda: engine.calls[-1] == "leave_epoch e1")
-        await learner.send(PushBegin(epoch="e1", version=1))
-        assert "the learner abandoned epoch e1" in (await learner.receive(PushFailed)).message
+        await learner.send(PushAbort(session="another"))
+        await learner.send(PushAbort(session="e1"))
+        await until(lambda: engine.calls[-1] == "leave_session e1")
+        await learner.send(PushBegin(session="e1", version=1))
+        assert "the learner abandoned session e1" in (await learner.receive(PushFailed)).message
 
     run_with_server(test)
 
@@ -652,18 +654,18 @@ def test_a_learner_that_was_forgotten_meets_a_server_with_a_new_id() -> None:
     run_with_server(test)
 
 
-def test_a_push_of_an_epoch_that_was_given_up_meanwhile_is_not_begun() -> None:
+def test_a_push_of_a_session_that_was_given_up_meanwhile_is_not_started() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await learner.join()
         engine.release_pause.clear()
-        await learner.send(begin(0, epoch="a"))
+        await learner.send(begin(0, session="a"))
         await until(lambda: engine.calls == ["pause"])
-        await learner.send(begin(0, epoch="b"))
-        await learner.send(PushAbort(epoch="b"))
+        await learner.send(begin(0, session="b"))
+        await learner.send(PushAbort(session="b"))
         await asyncio.sleep(0.2)
         engine.scripted_reports = [[report()], [report()]]
         engine.release_pause.set()
-        assert (await learner.receive(PushDone)).epoch == "a"
+        assert (await learner.receive(PushDone)).session == "a"
         assert "abandoned" in (await learner.receive(PushFailed)).message
         assert engine.calls.count("load_push") == 1
 

@@ -17,7 +17,7 @@ from protocol.channel.keys import make_keys
 from protocol.config import load_config
 from protocol.doctor import Finding
 from protocol.hardware import GpuChoice
-from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialEnded
+from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialResult
 from tests.fakes import ScriptedEngine, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.ports import free_port
@@ -202,14 +202,14 @@ def trial(trial_id: str, timeout_s: float = 0.5, world_size: int = 2) -> Trial:
     return Trial(trial_id=trial_id, rendezvous=rendezvous, num_bytes=MAX_TRIAL_BYTES)
 
 
-def test_a_trial_that_comes_to_nothing_is_told_and_harms_nobody() -> None:
+def test_a_trial_that_comes_to_nothing_is_reported_and_harms_nobody() -> None:
     async def visit() -> None:
         async with serving(ScriptedEngine()) as server:
             visitor = ScriptedLearner(server.endpoint)
             await visitor.send(trial("a"))
-            assert "cannot reach the learner's rendezvous" in (await visitor.receive(TrialEnded)).error
+            assert "cannot reach the learner's rendezvous" in (await visitor.receive(TrialResult)).error
             await visitor.send(trial("b", world_size=3))
-            assert "expected gloo or tcp, and 2 ranks" in (await visitor.receive(TrialEnded)).error
+            assert "expected gloo or tcp, and 2 ranks" in (await visitor.receive(TrialResult)).error
             await visitor.join()
             visitor.close()
 
@@ -226,7 +226,7 @@ def test_one_trial_at_a_time() -> None:
                 visitor = ScriptedLearner(server.endpoint)
                 await visitor.send(Trial(trial_id="a", rendezvous=rendezvous, num_bytes=1))
                 await visitor.send(Trial(trial_id="b", rendezvous=rendezvous, num_bytes=1))
-                second, first = await visitor.receive(TrialEnded), await visitor.receive(TrialEnded)
+                second, first = await visitor.receive(TrialResult), await visitor.receive(TrialResult)
                 assert (second.trial_id, first.trial_id) == ("b", "a")
                 assert second.error == "another transfer test is running on this server" and first.error
                 visitor.close()

@@ -62,12 +62,12 @@ def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() ->
     assert not tenancy.hold(holder(peer=b"another connection"), 115.0)
     assert status(116.0) == ("held", "a", "1", 1.0, None)
     tenancy.lose(116.0)
-    tenancy.hear("b", 120.0)
+    tenancy.extend("b", 120.0)
     assert tenancy.free_in_s(120.0) == 6.0
-    tenancy.hear("a", 120.0)
+    tenancy.extend("a", 120.0)
     assert tenancy.free_in_s(120.0) == TIMEOUT_S
     tenancy.free(117.0)
-    tenancy.hear("a", 117.0)
+    tenancy.extend("a", 117.0)
     assert status(118.0) == ("free", None, None, 1.0, 0.0)
 
 
@@ -291,7 +291,7 @@ def test_a_run_that_says_hello_while_the_engine_starts_again_keeps_the_server(mo
     run_with_server(test, ServerConfig(orphan_timeout_s=0.5))
 
 
-def test_the_name_by_which_a_process_may_take_the_server_over_is_told_to_nobody() -> None:
+def test_the_name_by_which_a_process_may_take_the_server_over_is_known_to_nobody() -> None:
     secret = "9f3ac2d1"
 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
@@ -414,7 +414,7 @@ def test_a_push_that_ends_under_the_next_run_is_of_the_run_that_began_it() -> No
     run_with_server(test, FOR_EVER)
 
 
-def test_a_push_that_has_not_begun_when_another_run_is_served_is_not_begun() -> None:
+def test_a_push_that_has_not_started_when_another_run_is_served_is_not_started() -> None:
     async def run() -> None:
         said: list[Message] = []
 
@@ -437,7 +437,7 @@ def test_a_push_that_has_not_begun_when_another_run_is_served_is_not_begun() -> 
     asyncio.run(run())
 
 
-def test_a_learner_of_another_version_is_told_so_in_a_message_that_it_can_read() -> None:
+def test_a_learner_of_another_version_is_notified_in_a_message_that_it_can_read() -> None:
     class Hello7(msgspec.Struct, frozen=True, tag="Hello"):
         """As before this process had a name."""
 

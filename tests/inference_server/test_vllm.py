@@ -262,7 +262,7 @@ def test_torn_weights_are_a_503_with_the_reason_for_openai_clients_until_a_whole
     with_learner(server, test)
 
 
-def test_the_epoch_is_kept_from_push_to_push(server: RealServer) -> None:
+def test_the_session_is_kept_from_push_to_push(server: RealServer) -> None:
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)
         outcome, checksum = await learner.push(1, tiny_gpt2.named_tensors(OLD))

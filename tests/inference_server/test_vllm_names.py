@@ -267,7 +267,7 @@ def test_a_vllm_that_is_not_known_is_one_error_with_what_is_missing_and_the_comm
     assert re.search(r"; install a supported version: .*(server-gpu|server-cpu|make -C .* install)", said)
 
 
-def test_a_parameter_that_is_gone_or_moved_is_told(other_vllm: Path) -> None:
+def test_a_parameter_that_is_gone_or_moved_is_reported(other_vllm: Path) -> None:
     source = PackageSource("vllm", other_vllm.parent)
     core = other_vllm / "v1/engine/core_client.py"
     core.parent.mkdir(parents=True)

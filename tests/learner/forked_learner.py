@@ -17,7 +17,7 @@ import learner.doctor.self_test
 import learner.report.page
 import learner.train  # noqa: F401  (these are for the fork server)
 from learner.__main__ import main
-from protocol.signals import TO_END
+from protocol.signals import SHUTDOWN_SIGNALS
 from tests.peer import PROCESSES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,7 +55,7 @@ def end_of(process: Process, log: Path, timeout_s: float = TIMEOUT_S) -> int:
 
 def _live(arguments: tuple[str, ...], out: Path, err: Path, prepare: Callable[[], None] | None) -> None:
     # The fork server may be that of environments, which holds them back.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_END)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
     for descriptor, path in ((1, out), (2, err)):
         with path.open("a") as file:
             os.dup2(file.fileno(), descriptor)

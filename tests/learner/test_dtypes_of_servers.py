@@ -50,7 +50,7 @@ class Reloading(Engine):
         await super().set_version(version)
 
 
-def test_a_coarser_server_is_used_beside_an_exact_one_and_its_bound_is_told(
+def test_a_coarser_server_is_used_beside_an_exact_one_and_its_bound_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "learner")

@@ -141,7 +141,7 @@ def fail_alone() -> None:
         accelerator.wait_for_everyone()
 
 
-def test_an_error_of_one_rank_is_told_by_it_alone(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_reported_by_it_alone(tmp_path: Path) -> None:
     codes, log = run_ranks(tmp_path / "log", fail_alone)
     assert codes == [2, 1]
     assert log.count("Traceback") == 1 and "ZeroDivisionError: a bug" in log

@@ -92,7 +92,7 @@ def test_a_run_on_two_servers_uses_both_and_consumes_every_prompt_once(tmp_path:
     assert one.engine.versions == other.engine.versions == list(range(9))
 
 
-def test_one_server_alone_is_told_of_as_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_server_alone_is_reported_as_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "learner")
     with servers(Engine()) as (one,):
         run = make_run(tmp_path, one.endpoint, steps=2)
@@ -181,7 +181,7 @@ def test_servers_come_and_go_with_a_file(
 
 
 @pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_server_that_is_told_to_end_costs_nothing_and_no_warning(
+def test_a_server_that_is_shut_down_costs_nothing_and_no_warning(
     tmp_path: Path, overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "learner")
@@ -203,7 +203,7 @@ def test_a_server_that_is_told_to_end_costs_nothing_and_no_warning(
 
 
 @pytest.mark.parametrize("crosses_a_push", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_only_server_is_told_to_end_and_the_next_one_at_its_endpoint_goes_on(
+def test_the_only_server_is_shut_down_and_the_next_one_at_its_endpoint_goes_on(
     tmp_path: Path, crosses_a_push: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "learner")

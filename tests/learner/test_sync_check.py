@@ -147,7 +147,7 @@ def always_one(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-def test_checks_that_are_never_made_are_counted_and_told_once(
+def test_checks_that_are_never_made_are_counted_and_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(SyncCheck, "ask_before", lambda self, members: None)
@@ -228,7 +228,7 @@ class Probe:
 
     def check_level(self, *_: Any) -> None: ...
 
-    def note(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
 
 
 class StaysAsItWas:

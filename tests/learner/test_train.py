@@ -291,13 +291,13 @@ def test_metrics_have_the_names_of_the_design(tmp_path: Path) -> None:
     assert logged == [(line["step"], pytest.approx(line["loss/policy"])) for line in metrics]
 
 
-def test_a_push_that_fails_is_tried_again_in_a_new_epoch(tmp_path: Path) -> None:
+def test_a_push_that_fails_is_tried_again_in_a_new_session(tmp_path: Path) -> None:
     engine = ModelEngine(resolve_model("tiny:digits"))
     engine.scripted_reports = [[report(ok=False, state="joining", error="scripted failure")]]
     with tiny_server(engine) as server:
         run = make_run(tmp_path, server.endpoint, steps=2, weight_sync={"timeout_s": 20})
         train(run, resume=False)
-    first, second = (order.epoch for order in engine.orders[:2])
+    first, second = (order.session for order in engine.orders[:2])
     assert first != second and engine.orders[1].rendezvous is not None
     assert [order.version for order in engine.orders] == [0, 0, 1, 2]
     assert len(metrics_of(run)) == 2

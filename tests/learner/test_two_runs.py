@@ -106,7 +106,7 @@ def test_a_second_run_waits_for_the_first_and_is_served_as_soon_as_that_is_over(
         assert rows_of(run, "count(*)", "state = 'consumed'") == [(18,)] and metrics_of(run)[-1]["step"] == 6
 
 
-def test_a_second_process_of_a_run_is_told_and_takes_nothing_from_the_first(tmp_path: Path) -> None:
+def test_a_second_process_of_a_run_is_reported_and_takes_nothing_from_the_first(tmp_path: Path) -> None:
     with a_server() as server:
         first_run = run_at(tmp_path / "one", server)
         copied_run = run_at(tmp_path / "copy", server, connect_timeout_s=2)

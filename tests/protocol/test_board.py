@@ -1,4 +1,4 @@
-"""The board on which ranks meet: what is asked has an answer or an error soon, and strangers get neither notes nor memory."""
+"""The store through which ranks meet: what is asked has an answer or an error soon, and strangers get neither notes nor memory."""
 
 import socket
 import threading
@@ -9,38 +9,38 @@ import msgspec
 import pytest
 
 from protocol.errors import PushError
-from protocol.transports import rendezvous as board
-from protocol.transports.rendezvous import MAX_LINE_BYTES, EpochStore, HostedBoard, Question, RemoteBoard
+from protocol.transports import rendezvous
+from protocol.transports.rendezvous import MAX_LINE_BYTES, RendezvousStore, SessionStore, StoreClient, StoreQuery
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
 
 
 @contextmanager
-def two_ranks() -> Iterator[tuple[HostedBoard, RemoteBoard]]:
-    """The learner's end of a board and a worker's."""
-    hosted = HostedBoard(HOST)
+def two_ranks() -> Iterator[tuple[RendezvousStore, StoreClient]]:
+    """The learner's end of a store and a worker's."""
+    hosted = RendezvousStore(HOST)
     try:
-        with closing(RemoteBoard(HOST, hosted.port, TIMEOUT_S)) as remote:
+        with closing(StoreClient(HOST, hosted.port, TIMEOUT_S)) as remote:
             yield hosted, remote
     finally:
         hosted.close()
 
 
-def test_what_one_rank_pins_the_others_read_and_only_in_its_epoch() -> None:
+def test_what_one_rank_pins_the_others_read_and_only_in_its_session() -> None:
     with two_ranks() as (hosted, remote):
         address = bytes(range(256))
-        EpochStore("e1", remote, TIMEOUT_S).set("0/1", address)
-        assert EpochStore("e1", hosted, TIMEOUT_S).get("0/1") == address
-        assert EpochStore("e1", remote, TIMEOUT_S).get("0/1") == address
-        with pytest.raises(PushError, match=r"epoch e2 did not form within 0.1 s .*: missing 0/1$"):
-            EpochStore("e2", remote, 0.1).get("0/1")
+        SessionStore("e1", remote, TIMEOUT_S).set("0/1", address)
+        assert SessionStore("e1", hosted, TIMEOUT_S).get("0/1") == address
+        assert SessionStore("e1", remote, TIMEOUT_S).get("0/1") == address
+        with pytest.raises(PushError, match=r"session e2 did not form within 0.1 s .*: missing 0/1$"):
+            SessionStore("e2", remote, 0.1).get("0/1")
 
 
 def test_a_rank_that_waits_goes_on_when_the_last_note_is_pinned() -> None:
     with two_ranks() as (hosted, remote):
-        store = EpochStore("e1", hosted, TIMEOUT_S)
-        waiting = threading.Thread(target=EpochStore("e1", remote, TIMEOUT_S).wait, args=(["a", "b"],))
+        store = SessionStore("e1", hosted, TIMEOUT_S)
+        waiting = threading.Thread(target=SessionStore("e1", remote, TIMEOUT_S).wait, args=(["a", "b"],))
         waiting.start()
         store.set("b", b"")
         assert waiting.is_alive()
@@ -49,22 +49,22 @@ def test_a_rank_that_waits_goes_on_when_the_last_note_is_pinned() -> None:
         assert not waiting.is_alive()
 
 
-def test_the_first_reason_for_calling_off_is_the_one_that_all_are_told() -> None:
+def test_the_first_reason_for_calling_off_is_the_one_that_all_get() -> None:
     with two_ranks() as (hosted, remote):
-        stores = [EpochStore("e1", each, TIMEOUT_S) for each in (hosted, remote)]
+        stores = [SessionStore("e1", each, TIMEOUT_S) for each in (hosted, remote)]
         for number, store in enumerate(stores):
-            store.call_off(f"reason {number}")
+            store.cancel(f"reason {number}")
         for store in stores:
-            with pytest.raises(PushError, match="epoch e1 was canceled: reason 0"):
+            with pytest.raises(PushError, match="session e1 was canceled: reason 0"):
                 store.wait([])
 
 
-def test_a_board_that_is_closed_is_an_error_for_all() -> None:
+def test_a_store_that_is_closed_is_an_error_for_all() -> None:
     with two_ranks() as (hosted, remote):
         hosted.close()
         for each in (hosted, remote):
             with pytest.raises(PushError, match="rendezvous"):
-                each.ask(Question("e1", "key"))
+                each.query(StoreQuery("e1", "key"))
 
 
 @pytest.mark.parametrize(
@@ -72,28 +72,28 @@ def test_a_board_that_is_closed_is_an_error_for_all() -> None:
     [
         b"\xff\n",
         b"{}\n",
-        b'{"epoch": 1, "key": "a"}\n',
-        b'{"type": "question", "epoch": "\xff", "key": "a"}\n',
+        b'{"session": 1, "key": "a"}\n',
+        b'{"type": "query", "session": "\xff", "key": "a"}\n',
         b"x" * (MAX_LINE_BYTES + 1),
         b"GET / HTTP/1.1\r\n",
     ],
 )
-def test_what_is_no_question_costs_its_sender_the_connection(line: bytes) -> None:
+def test_what_is_no_query_costs_its_sender_the_connection(line: bytes) -> None:
     with two_ranks() as (hosted, remote):
         with socket.create_connection((HOST, hosted.port), TIMEOUT_S) as stranger:
             stranger.sendall(line)
             with pytest.raises(ConnectionResetError) if len(line) > MAX_LINE_BYTES else closing(stranger):
                 assert stranger.recv(1) == b""
-        assert remote.ask(Question("e1", "key", b"value")) == b"value"
+        assert remote.query(StoreQuery("e1", "key", b"value")) == b"value"
 
 
 @pytest.mark.parametrize(
     "answer", [b"\xff\n", b"{}\n", b"[" * 1000 + b"\n", b"HTTP/1.1 400\r\n", b"1" * MAX_LINE_BYTES]
 )
-def test_an_answer_of_no_board_is_an_error_and_takes_no_more_memory_than_a_line(answer: bytes) -> None:
+def test_an_answer_of_no_store_is_an_error_and_takes_no_more_memory_than_a_line(answer: bytes) -> None:
     with (
         socket.create_server((HOST, 0)) as listener,
-        closing(RemoteBoard(HOST, listener.getsockname()[1], 2.0)) as remote,
+        closing(StoreClient(HOST, listener.getsockname()[1], 2.0)) as remote,
     ):
         connection, _ = listener.accept()
         with connection:
@@ -101,18 +101,18 @@ def test_an_answer_of_no_board_is_an_error_and_takes_no_more_memory_than_a_line(
             with pytest.raises(
                 PushError, match=r"answered b.* expected a line of at most 65536 bytes.* Check that no other"
             ):
-                remote.ask(Question("e1", "key"))
+                remote.query(StoreQuery("e1", "key"))
             with pytest.raises(PushError, match="cannot reach the learner's rendezvous"):
-                remote.ask(Question("e1", "key"))
+                remote.query(StoreQuery("e1", "key"))
 
 
 def test_more_notes_than_there_is_room_for_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "MAX_KEYS", 3)
+    monkeypatch.setattr(rendezvous, "MAX_KEYS", 3)
     with two_ranks() as (hosted, remote):
         for number in range(5):
-            remote.ask(Question("e1", f"{number}", b"value"))
-        assert [hosted.ask(Question("e1", f"{number}")) for number in range(5)] == [None, None] + 3 * [b"value"]
+            remote.query(StoreQuery("e1", f"{number}", b"value"))
+        assert [hosted.query(StoreQuery("e1", f"{number}")) for number in range(5)] == [None, None] + 3 * [b"value"]
 
 
-def test_a_question_is_one_line_whatever_is_in_it() -> None:
-    assert b"\n" not in msgspec.json.encode(Question("e\n1", "k\ney", b"\n"))
+def test_a_query_is_one_line_whatever_is_in_it() -> None:
+    assert b"\n" not in msgspec.json.encode(StoreQuery("e\n1", "k\ney", b"\n"))

@@ -184,7 +184,7 @@ asyncio.run(run())
             peer, _ = await server.receive()
             await asyncio.sleep(3)
             while await server.send(peer, Refused(reason="are you there?")):
-                server.look_at_connections()
+                server.poll_connections()
                 await asyncio.sleep(0.1)
         finally:
             frozen.kill()

@@ -137,7 +137,7 @@ def test_an_unknown_field_is_refused() -> None:
 
 
 SCORE = {"type": "Score", "request_id": "r", "token_ids": [0, "int32", 0], "deadline_s": 1.0}
-BEGIN = {"type": "PushBegin", "epoch": "e", "version": 1}
+BEGIN = {"type": "PushBegin", "session": "e", "version": 1}
 TENSOR = {"name": "w", "shape": [2], "dtype": "float32"}
 
 

@@ -18,7 +18,7 @@ import torch
 import protocol.transports.group
 from protocol.errors import PushError
 from protocol.messages import Rendezvous, Transport
-from protocol.transports.group import Collective, Meeting, join_collective
+from protocol.transports.group import Collective, RendezvousHost, join_collective
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -32,20 +32,22 @@ def zeros(num_bytes: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def meeting(timeout_s: float) -> Iterator[Meeting]:
-    hosted = Meeting(HOST, timeout_s)
+def rendezvous_host(timeout_s: float) -> Iterator[RendezvousHost]:
+    hosted = RendezvousHost(HOST, timeout_s)
     try:
         yield hosted
     finally:
         hosted.close()
 
 
-def join_all(hosted: Meeting, epoch: str, num_workers: int = 1, transport: Transport = "gloo") -> list[Collective]:
+def join_all(
+    hosted: RendezvousHost, session: str, num_workers: int = 1, transport: Transport = "gloo"
+) -> list[Collective]:
     """Form a group whose ranks are all in this process."""
     rendezvous = hosted.rendezvous(num_workers, transport)
     with ThreadPoolExecutor(num_workers) as pool:
-        workers = [pool.submit(join_collective, epoch, rendezvous, 1 + index, CPU) for index in range(num_workers)]
-        return [hosted.host_collective(epoch, rendezvous, CPU), *(worker.result() for worker in workers)]
+        workers = [pool.submit(join_collective, session, rendezvous, 1 + index, CPU) for index in range(num_workers)]
+        return [hosted.host_collective(session, rendezvous, CPU), *(worker.result() for worker in workers)]
 
 
 class Waiting:
@@ -74,7 +76,7 @@ class Waiting:
 
 
 def test_the_rendezvous_listens_on_the_named_address_only_and_until_it_is_closed() -> None:
-    with meeting(timeout_s=1) as hosted:
+    with rendezvous_host(timeout_s=1) as hosted:
         port = hosted.rendezvous(num_workers=1, transport="gloo").port
         with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=1):
             pass
@@ -86,28 +88,28 @@ def test_the_rendezvous_listens_on_the_named_address_only_and_until_it_is_closed
 
 @BETWEEN_CPUS
 def test_workers_that_never_come_are_named_at_the_deadline(transport: Transport) -> None:
-    with meeting(timeout_s=0.5) as hosted:
+    with rendezvous_host(timeout_s=0.5) as hosted:
         rendezvous = hosted.rendezvous(num_workers=3, transport=transport)
         waiting = Waiting(lambda: join_collective("e1", rendezvous, 2, CPU))
         with pytest.raises(
             PushError,
-            match=r"epoch e1 did not form within 0.5 s \(learner.weight_sync.timeout_s\): missing rank 1, rank 3$",
+            match=r"session e1 did not form within 0.5 s \(learner.weight_sync.timeout_s\): missing rank 1, rank 3$",
         ):
             hosted.host_collective("e1", rendezvous, CPU)
         assert waiting.ends_promptly()
 
 
-def test_a_worker_that_comes_when_the_learner_has_given_up_is_told_so() -> None:
-    with meeting(timeout_s=0.2) as hosted:
+def test_a_worker_that_comes_when_the_learner_has_given_up_is_notified() -> None:
+    with rendezvous_host(timeout_s=0.2) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         with pytest.raises(PushError):
             hosted.host_collective("e1", rendezvous, CPU)
-        with pytest.raises(PushError, match="epoch e1 was canceled: rank 0 gave up"):
+        with pytest.raises(PushError, match="session e1 was canceled: rank 0 gave up"):
             join_collective("e1", rendezvous, 1, CPU)
 
 
 def test_a_learner_that_never_comes_ends_the_join_of_the_worker_at_the_deadline() -> None:
-    with meeting(timeout_s=0.5) as hosted:
+    with rendezvous_host(timeout_s=0.5) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         with pytest.raises(PushError, match=r"did not form within 0.5 s .*: missing rank 0$"):
             join_collective("e1", rendezvous, 1, CPU)
@@ -134,8 +136,8 @@ def test_a_learner_that_is_silent_ends_the_join_of_the_worker_long_before_the_de
 
 
 @BETWEEN_CPUS
-def test_an_epoch_that_is_called_off_ends_the_join_on_both_sides(transport: Transport) -> None:
-    with meeting(timeout_s=60) as hosted:
+def test_a_session_that_is_canceled_ends_the_join_on_both_sides(transport: Transport) -> None:
+    with rendezvous_host(timeout_s=60) as hosted:
         rendezvous = hosted.rendezvous(num_workers=2, transport=transport)
         waits = [
             Waiting(lambda: hosted.host_collective("e1", rendezvous, CPU)),
@@ -143,9 +145,9 @@ def test_an_epoch_that_is_called_off_ends_the_join_on_both_sides(transport: Tran
         ]
         time.sleep(0.2)
         assert all(wait.is_waiting() for wait in waits)
-        hosted.call_off("e1", "the server refused")
+        hosted.cancel("e1", "the server refused")
         assert all(wait.ends_promptly() for wait in waits)
-        assert all("epoch e1 was canceled: the server refused" in wait.error for wait in waits)
+        assert all("session e1 was canceled: the server refused" in wait.error for wait in waits)
 
 
 def test_a_learner_that_dies_while_a_worker_joins_ends_the_join_long_before_the_deadline() -> None:
@@ -185,8 +187,8 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckForming]:
     forming.set()
 
 
-def test_nobody_waits_for_the_forming_of_a_group_that_was_called_off(stuck: StuckForming) -> None:
-    with meeting(timeout_s=60) as hosted:
+def test_nobody_waits_for_the_forming_of_a_group_that_was_canceled(stuck: StuckForming) -> None:
+    with rendezvous_host(timeout_s=60) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         waits = [
             Waiting(lambda: hosted.host_collective("e1", rendezvous, CPU)),
@@ -194,13 +196,13 @@ def test_nobody_waits_for_the_forming_of_a_group_that_was_called_off(stuck: Stuc
         ]
         stuck.wait_for_ranks(2)
         assert all(wait.is_waiting() for wait in waits)
-        hosted.call_off("e1", "the server went away")
+        hosted.cancel("e1", "the server went away")
         assert all(wait.ends_promptly() for wait in waits)
-        assert {wait.error for wait in waits} == {"epoch e1 was canceled: the server went away"}
+        assert {wait.error for wait in waits} == {"session e1 was canceled: the server went away"}
 
 
 def test_a_worker_does_not_wait_for_the_forming_of_a_group_whose_learner_has_gone(stuck: StuckForming) -> None:
-    with meeting(timeout_s=60) as hosted:
+    with rendezvous_host(timeout_s=60) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         Waiting(lambda: hosted.host_collective("e1", rendezvous, CPU))
         wait = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
@@ -213,7 +215,7 @@ def test_a_worker_does_not_wait_for_the_forming_of_a_group_whose_learner_has_gon
 
 @BETWEEN_CPUS
 def test_every_rank_gets_the_bytes_of_rank_0(transport: Transport) -> None:
-    with meeting(timeout_s=10) as hosted:
+    with rendezvous_host(timeout_s=10) as hosted:
         ranks = join_all(hosted, "e1", num_workers=3, transport=transport)
         sent = torch.arange(100_000).to(torch.uint8)
         received = [zeros(sent.numel()) for _ in ranks[1:]]
@@ -230,7 +232,7 @@ def test_every_rank_gets_the_bytes_of_rank_0(transport: Transport) -> None:
 def _join_and_stop(rank: int, port_pipe) -> None:
     """Be one rank of two, take part in one broadcast, then stop without closing anything, as a stopped machine would."""
     if rank == 0:
-        hosted = Meeting(HOST, timeout_s=60)
+        hosted = RendezvousHost(HOST, timeout_s=60)
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         port_pipe.send(rendezvous)
         collective = hosted.host_collective("e1", rendezvous, CPU)
@@ -246,7 +248,7 @@ def test_abort_wakes_a_broadcast_that_waits_for_a_stopped_process(own_rank: int)
     ours, theirs = context.Pipe()
     process = context.Process(target=_join_and_stop, args=(1 - own_rank, theirs))
     process.start()
-    with meeting(timeout_s=60) as hosted:
+    with rendezvous_host(timeout_s=60) as hosted:
         if own_rank == 0:
             rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
             ours.send(rendezvous)
@@ -258,13 +260,13 @@ def test_abort_wakes_a_broadcast_that_waits_for_a_stopped_process(own_rank: int)
         time.sleep(0.5)
         assert waiting.is_waiting()
         collective.abort()
-        assert waiting.ends_promptly() and "broadcast of 33554432 bytes in epoch e1 failed" in waiting.error
+        assert waiting.ends_promptly() and "broadcast of 33554432 bytes in session e1 failed" in waiting.error
         collective.abort()
         with pytest.raises(PushError):
             collective.broadcast(zeros(16))
         collective.close()
         collective.close()
-        with pytest.raises(PushError, match="the collective of epoch e1 is closed"):
+        with pytest.raises(PushError, match="the collective of session e1 is closed"):
             collective.broadcast(zeros(16))
     process.kill()
     process.join()
@@ -273,7 +275,7 @@ def test_abort_wakes_a_broadcast_that_waits_for_a_stopped_process(own_rank: int)
 @BETWEEN_CPUS
 @pytest.mark.parametrize("leave", ["abort", "close"])
 def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(leave: str, transport: Transport) -> None:
-    with meeting(timeout_s=60) as hosted:
+    with rendezvous_host(timeout_s=60) as hosted:
         ranks = join_all(hosted, "e1", num_workers=3, transport=transport)
         waits = [Waiting(lambda rank=rank: rank.broadcast(zeros(1024))) for rank in ranks[1:3]]
         time.sleep(0.2)
@@ -288,7 +290,7 @@ def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(le
 
 @BETWEEN_CPUS
 def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline(transport: Transport) -> None:
-    with meeting(timeout_s=0.5) as hosted:
+    with rendezvous_host(timeout_s=0.5) as hosted:
         learner, worker = join_all(hosted, "e1", transport=transport)
         with pytest.raises(PushError, match=r"deadline 0.5 s, learner.weight_sync.timeout_s"):
             worker.broadcast(zeros(16))
@@ -325,14 +327,14 @@ class ForgetfulGroup:
 
 def test_neither_an_abort_nor_a_close_waits_for_a_send_that_gloo_has_forgotten() -> None:
     freed = threading.Event()
-    with meeting(timeout_s=60) as hosted:
+    with rendezvous_host(timeout_s=60) as hosted:
         learner, worker = join_all(hosted, "e1")
         learner._group = ForgetfulGroup(freed)  # type: ignore[attr-defined]
         waiting = Waiting(lambda: learner.broadcast(zeros(16)))
         time.sleep(0.5)
         assert waiting.is_waiting()
         learner.abort()
-        assert waiting.ends_promptly() and "broadcast of 16 bytes in epoch e1 failed: it was aborted" in waiting.error
+        assert waiting.ends_promptly() and "broadcast of 16 bytes in session e1 failed: it was aborted" in waiting.error
         assert Waiting(learner.close).ends_promptly()
         worker.close()
     freed.set()
@@ -347,19 +349,19 @@ def num_held() -> int:
     return process.num_threads() + process.num_fds()
 
 
-def fail_to_meet(hosted: Meeting, epoch: str) -> list[Collective]:
+def fail_to_meet(hosted: RendezvousHost, session: str) -> list[Collective]:
     rendezvous = hosted.rendezvous(num_workers=2, transport="gloo")
     waits = [
-        Waiting(lambda: hosted.host_collective(epoch, rendezvous, CPU)),
-        Waiting(lambda: join_collective(epoch, rendezvous, 1, CPU)),
+        Waiting(lambda: hosted.host_collective(session, rendezvous, CPU)),
+        Waiting(lambda: join_collective(session, rendezvous, 1, CPU)),
     ]
-    hosted.call_off(epoch, "test")
+    hosted.cancel(session, "test")
     assert all(wait.ends_promptly() and wait.error for wait in waits)
     return []
 
 
-def abort_a_broadcast(hosted: Meeting, epoch: str, transport: Transport = "gloo") -> list[Collective]:
-    learner, worker = join_all(hosted, epoch, transport=transport)
+def abort_a_broadcast(hosted: RendezvousHost, session: str, transport: Transport = "gloo") -> list[Collective]:
+    learner, worker = join_all(hosted, session, transport=transport)
     waiting = Waiting(lambda: worker.broadcast(zeros(16)))
     time.sleep(0.01)
     worker.abort()
@@ -369,13 +371,15 @@ def abort_a_broadcast(hosted: Meeting, epoch: str, transport: Transport = "gloo"
     return [learner, worker]
 
 
-def abort_a_broadcast_over_tcp(hosted: Meeting, epoch: str) -> list[Collective]:
-    return abort_a_broadcast(hosted, epoch, "tcp")
+def abort_a_broadcast_over_tcp(hosted: RendezvousHost, session: str) -> list[Collective]:
+    return abort_a_broadcast(hosted, session, "tcp")
 
 
 @pytest.mark.parametrize("fail", [fail_to_meet, abort_a_broadcast, abort_a_broadcast_over_tcp])
-def test_failed_epochs_leave_neither_threads_nor_sockets(fail: Callable[[Meeting, str], list[Collective]]) -> None:
-    with meeting(timeout_s=60) as hosted:
+def test_failed_sessions_leave_neither_threads_nor_sockets(
+    fail: Callable[[RendezvousHost, str], list[Collective]],
+) -> None:
+    with rendezvous_host(timeout_s=60) as hosted:
         fail(hosted, "warm up")
         allowed = num_held() + 2
         kept = [fail(hosted, f"e{index}") for index in range(50)]  # a closed collective may be held on to

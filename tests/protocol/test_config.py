@@ -6,7 +6,8 @@ from typing import Literal
 import msgspec
 import pytest
 
-from protocol.config import PassedOn, SharedConfig, load_config, to_toml
+from protocol.config import SharedConfig, load_config, to_toml
+from protocol.config_keys import PassedOn
 from protocol.errors import ConfigError
 
 

@@ -96,7 +96,7 @@ def test_a_message_that_does_not_end_costs_its_sender_the_connection_and_others_
                 _, message = await server.receive()
                 assert isinstance(message, Ack)
                 await asyncio.sleep(0.01)
-                server.look_at_connections()
+                server.poll_connections()
         assert LIMIT_BYTES < endless.num_bytes < MOST_BYTES
         learner.close()
         server.close()
@@ -132,7 +132,7 @@ def test_a_peer_that_falls_silent_after_a_message_is_cut_off_and_one_that_pings_
             peers = [(await server.receive())[0] for _ in range(2)]
             give_up_at = time.monotonic() + 2
             while time.monotonic() < give_up_at:
-                server.look_at_connections()
+                server.poll_connections()
                 await asyncio.sleep(0.05)
             assert sorted([bool(await server.send(peer, Refused(reason=""))) for peer in peers]) == [False, True]
             assert isinstance(await learner.receive(Refused), Refused)
@@ -158,8 +158,8 @@ def test_a_frame_that_takes_longer_than_a_dead_peer_comes_through_a_slow_link(
         async def look() -> None:
             nonlocal parts_seen
             while True:
-                server.look_at_connections()
-                parts_seen += learner.look_at_connection()
+                server.poll_connections()
+                parts_seen += learner.poll_connection()
                 if slow == "bytes_per_s_to_server":
                     await server.send(peer, Refused(reason=""))  # in place of pulses
                 await asyncio.sleep(0.1)
@@ -187,7 +187,7 @@ def test_a_server_that_falls_silent_is_cut_off_and_found_again(monkeypatch: pyte
         first = await name_of_peer(server, learner)
         link.stall()
         while learner.num_broken == 0:
-            learner.look_at_connection()
+            learner.poll_connection()
             learner.check_handshake()
             await asyncio.sleep(0.05)
         link.restore()
@@ -207,13 +207,13 @@ def test_servers_on_one_port_of_two_addresses_do_not_keep_each_other_alive() -> 
             ):
                 await name_of_peer(silent, of_silent)
                 peer = await name_of_peer(talking, of_talking)
-                of_silent.look_at_connection()
-                of_talking.look_at_connection()
+                of_silent.poll_connection()
+                of_talking.poll_connection()
                 for _ in range(5):
                     assert await talking.send(peer, Refused(reason="x" * LONG_BYTES))
                     await of_talking.receive()
-                    assert of_talking.look_at_connection()
-                    assert not of_silent.look_at_connection()
+                    assert of_talking.poll_connection()
+                    assert not of_silent.poll_connection()
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
@@ -226,12 +226,12 @@ def test_a_look_after_a_long_time_cuts_nobody_off_who_was_stopped_too(monkeypatc
         server = ServerChannel("tcp://127.0.0.1:*")
         with greet(server.endpoint) as connection:
             connection.setblocking(False)
-            server.look_at_connections()
+            server.poll_connections()
             await asyncio.sleep(0.5)
-            server.look_at_connections()
+            server.poll_connections()
             with pytest.raises(BlockingIOError):
                 connection.recv(1)
-            server.look_at_connections()
+            server.poll_connections()
             assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
         server.close()
 
@@ -248,10 +248,10 @@ def test_one_long_message_after_the_other_is_no_endless_one(monkeypatch: pytest.
         async with asyncio.timeout(TIMEOUT_S):
             for _ in range(20):
                 await learner.send(Ack(group_ids=["x" * MIB]))
-                server.look_at_connections()
+                server.poll_connections()
                 _, message = await server.receive()
                 assert isinstance(message, Ack)
-                server.look_at_connections()
+                server.poll_connections()
         learner.close()
         server.close()
 
@@ -283,8 +283,8 @@ def test_a_look_at_one_link_costs_the_same_however_many_others_there_are() -> No
                 while len(learners) < num_links:
                     learners.append(links.enter_context(closing(LearnerChannel(server.endpoint))))
                     await name_of_peer(server, learners[-1])
-                learners[0].look_at_connection()  # reads what has happened until now
-                calls[num_links] = calls_of(learners[0].look_at_connection)
+                learners[0].poll_connection()  # reads what has happened until now
+                calls[num_links] = calls_of(learners[0].poll_connection)
             assert 0 < calls[128] <= calls[8]
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
@@ -298,11 +298,11 @@ def test_a_servers_look_costs_the_same_whatever_else_its_process_has_open() -> N
             ExitStack() as others,
         ):
             await name_of_peer(server, learner)
-            server.look_at_connections()
-            alone = calls_of(server.look_at_connections)
+            server.poll_connections()
+            alone = calls_of(server.poll_connections)
             for _ in range(100):
                 for one in socket.socketpair():
                     others.enter_context(one)
-            assert 0 < calls_of(server.look_at_connections) <= alone
+            assert 0 < calls_of(server.poll_connections) <= alone
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))

@@ -21,7 +21,7 @@ from tests.learner.test_train import make_run
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
     yield
-    console.take_switches([])
+    console.pop_switches([])
 
 
 def trained(tmp_path: Path, *switches: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +48,7 @@ def test_every_line_is_json_for_machines(tmp_path: Path) -> None:
     assert any("report: " in one["message"] for one in told)
 
 
-def test_only_warnings_are_told_to_who_wants_quiet(tmp_path: Path) -> None:
+def test_only_warnings_are_printed_with_quiet(tmp_path: Path) -> None:
     done = trained(tmp_path, "--quiet")
     assert done.stdout == "" and "the evaluation after step 2 failed" in done.stderr
     assert all(" WARNING " in line for line in done.stderr.splitlines()), done.stderr
@@ -64,15 +64,17 @@ def test_an_error_is_json_too(tmp_path: Path, command: tuple[str, ...]) -> None:
 
 
 def test_switches_may_stand_anywhere_and_reach_no_config() -> None:
-    assert console.take_switches(["--quiet", "train", "run.toml", "--json-logs", "--seed", "3"]) == [
+    assert console.pop_switches(["--quiet", "train", "run.toml", "--json-logs", "--seed", "3"]) == [
         "train", "run.toml", "--seed", "3"
     ]  # fmt: skip
-    assert console.manner() == console.Manner(is_quiet=True, is_json=True) and not console.manner().has_bars
-    assert console.take_switches(["runs"]) == ["runs"] and console.manner() == console.Manner()
+    assert (
+        console.output_mode() == console.OutputMode(is_quiet=True, is_json=True) and not console.output_mode().has_bars
+    )
+    assert console.pop_switches(["runs"]) == ["runs"] and console.output_mode() == console.OutputMode()
 
 
 def test_what_json_has_no_word_for_is_null(capsys: pytest.CaptureFixture[str]) -> None:
-    console.take_switches(["--json-logs"])
+    console.pop_switches(["--json-logs"])
     console.say("Step 1 – ε", {"reward/mean": float("nan"), "loss/policy": float("-inf"), "step": 1})
     said = capsys.readouterr().out
     assert json.loads(said)["reward/mean"] is None and '"loss/policy": null' in said and "Step 1 – ε" in said
@@ -85,12 +87,12 @@ def test_colours_are_for_terminals_whose_users_have_not_declined_them(
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = os.openpty()
     with os.fdopen(ours, "rb"), os.fdopen(theirs, "w") as terminal, (tmp_path / "file").open("w") as file:
-        assert console.in_colour(terminal) and not console.in_colour(file)
+        assert console.supports_color(terminal) and not console.supports_color(file)
         monkeypatch.setenv("NO_COLOR", "1")
-        assert not console.in_colour(terminal)
+        assert not console.supports_color(terminal)
     record = logging.LogRecord("learner", logging.WARNING, "", 0, "look out", None, None)
-    assert console.ForPeople("%(message)s", True).format(record) == "\033[33mlook out\033[0m"
-    assert console.ForPeople("%(message)s", False).format(record) == "look out"
+    assert console.HumanFormatter("%(message)s", True).format(record) == "\033[33mlook out\033[0m"
+    assert console.HumanFormatter("%(message)s", False).format(record) == "look out"
 
 
 def test_a_count_of_one_has_a_noun_without_an_s() -> None:

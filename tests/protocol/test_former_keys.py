@@ -7,7 +7,8 @@ import pytest
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol import former_keys
-from protocol.config import WARNED, keys_of, load_config, to_toml
+from protocol.config import WARNED, load_config, to_toml
+from protocol.config_keys import keys_of
 from protocol.errors import ConfigError
 
 START = """

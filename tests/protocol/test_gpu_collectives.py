@@ -17,11 +17,11 @@ from protocol.errors import PushError
 from protocol.installation import install_command
 from protocol.messages import Manifest, Rendezvous, Transport
 from protocol.transports.cuda_ipc import GpuMemory, TensorHandle
-from protocol.transports.group import Collective, Meeting, address_towards, join_collective, watched
+from protocol.transports.group import Collective, RendezvousHost, address_towards, join_collective, watched
 from protocol.transports.interface import interface_of
 from protocol.transports.nccl import FAMILY, INTERFACE, SHARED_GPU_SWITCH, is_installed, ranks_may_share_a_gpu
 from protocol.transports.transport import offered_transports, own_device_name
-from protocol.weights.buckets import checksum_of, cut, make_manifest
+from protocol.weights.buckets import checksum_of, make_manifest, split_into_buckets
 from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
 from tests.protocol.test_collective import HOST, Waiting
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 NUM_BYTES = 64 << 20
 TIMEOUT_S = 30.0
-EPOCH = "e1"
+SESSION = "e1"
 LONG_CYCLES = 1 << 31
 """About a second of a GPU."""
 
@@ -75,14 +75,14 @@ def _wait_watched(pipe: Any, collective: Collective, *, rendezvous: Rendezvous) 
     collective.broadcast(buffer)
     pipe.send("first")
     try:
-        with watched(collective, rendezvous, EPOCH):
+        with watched(collective, rendezvous, SESSION):
             collective.broadcast(buffer)
     except PushError as error:
         pipe.send(str(error))
 
 
 def _be_worker(pipe: Any, rendezvous: Rendezvous, device: torch.device, work: Callable[..., None], how: dict) -> None:
-    collective = join_collective(EPOCH, rendezvous, 1, device)
+    collective = join_collective(SESSION, rendezvous, 1, device)
     work(pipe, collective, **how)
     pipe.send(os.environ.get(INTERFACE))
     collective.close()
@@ -94,12 +94,12 @@ def _layers() -> tuple[list[tuple[str, torch.Tensor]], Manifest]:
     return tensors, make_manifest(tensors, torch.bfloat16, 4 << 20)
 
 
-class Epochs:
-    """Forms an epoch with a worker in a process of its own."""
+class Sessions:
+    """Forms a session with a worker in a process of its own."""
 
     def __init__(self) -> None:
         self._processes: list[Any] = []
-        self.meetings: list[Meeting] = []
+        self.rendezvous_hosts: list[RendezvousHost] = []
 
     def join(
         self,
@@ -111,8 +111,8 @@ class Epochs:
         **how: Any,
     ) -> tuple[Collective, Any]:
         """Return the learner's collective and the worker's pipe."""
-        self.meetings.append(Meeting(host, timeout_s))
-        rendezvous = self.meetings[-1].rendezvous(1, transport)
+        self.rendezvous_hosts.append(RendezvousHost(host, timeout_s))
+        rendezvous = self.rendezvous_hosts[-1].rendezvous(1, transport)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         device = torch.device("cuda", 1 if transport == "nccl" and torch.cuda.device_count() > 1 else 0)
@@ -121,20 +121,20 @@ class Epochs:
         self._processes.append(context.Process(target=_be_worker, args=(theirs, rendezvous, device, work, how)))
         self._processes[-1].start()
         theirs.close()
-        return self.meetings[-1].host_collective(EPOCH, rendezvous, torch.device("cuda", 0)), ours
+        return self.rendezvous_hosts[-1].host_collective(SESSION, rendezvous, torch.device("cuda", 0)), ours
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
-        for meeting in self.meetings:
-            meeting.close()
+        for rendezvous_host in self.rendezvous_hosts:
+            rendezvous_host.close()
 
 
 @pytest.fixture
-def epochs() -> Iterator[Epochs]:
-    with closing(Epochs()) as epochs:
-        yield epochs
+def sessions() -> Iterator[Sessions]:
+    with closing(Sessions()) as sessions:
+        yield sessions
 
 
 def answer(pipe: Any, timeout_s: float = 2 * TIMEOUT_S) -> Any:
@@ -156,9 +156,9 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_bytes_of_rank_0_arrive_in_every_broadcast_although_all_are_queued_at_once(
-    transport: Transport, epochs: Epochs
+    transport: Transport, sessions: Sessions
 ) -> None:
-    learner, worker = epochs.join(transport, _receive, num_broadcasts=4)
+    learner, worker = sessions.join(transport, _receive, num_broadcasts=4)
     buffers = [torch.empty(2 * NUM_BYTES, dtype=torch.uint8, device=learner.device) for _ in range(4)]
     parts = [buffer[NUM_BYTES // 2 : NUM_BYTES // 2 + NUM_BYTES] for buffer in buffers]
     waits = []
@@ -171,8 +171,10 @@ def test_the_bytes_of_rank_0_arrive_in_every_broadcast_although_all_are_queued_a
     learner.close()
 
 
-def test_a_broadcast_comes_after_what_either_sides_own_stream_has_queued(transport: Transport, epochs: Epochs) -> None:
-    learner, worker = epochs.join(transport, _load_and_receive)
+def test_a_broadcast_comes_after_what_either_sides_own_stream_has_queued(
+    transport: Transport, sessions: Sessions
+) -> None:
+    learner, worker = sessions.join(transport, _load_and_receive)
     with torch.cuda.stream(torch.cuda.Stream(learner.device)):
         gathered = torch.zeros(NUM_BYTES, dtype=torch.uint8, device=learner.device)
         torch.cuda._sleep(LONG_CYCLES)
@@ -182,43 +184,45 @@ def test_a_broadcast_comes_after_what_either_sides_own_stream_has_queued(transpo
     learner.close()
 
 
-def test_a_push_arrives_bit_for_bit_through_a_few_storages(transport: Transport, epochs: Epochs) -> None:
+def test_a_push_arrives_bit_for_bit_through_a_few_storages(transport: Transport, sessions: Sessions) -> None:
     tensors, manifest = _layers()
-    learner, worker = epochs.join(transport, _receive_pushes, manifest=manifest)
-    sent = send_weights(learner, cut(manifest), tensors)
+    learner, worker = sessions.join(transport, _receive_pushes, manifest=manifest)
+    sent = send_weights(learner, split_into_buckets(manifest), tensors)
     arrived, num_opened = answer(worker)
     assert arrived == sent.checksum
     assert num_opened == (NUM_BUFFERS + 1 if transport == "ipc" else 0)
     learner.close()
 
 
-def test_many_pushes_hold_no_more_memory_of_the_learner_than_two(transport: Transport, epochs: Epochs) -> None:
+def test_many_pushes_hold_no_more_memory_of_the_learner_than_two(transport: Transport, sessions: Sessions) -> None:
     tensors, manifest = _layers()
-    learner, worker = epochs.join(transport, _receive_pushes, manifest=manifest, num_pushes=8)
+    learner, worker = sessions.join(transport, _receive_pushes, manifest=manifest, num_pushes=8)
     gc.collect()
     allocated = torch.cuda.memory_allocated(0)
     for _ in range(8):
-        sent = send_weights(learner, cut(manifest), tensors)
+        sent = send_weights(learner, split_into_buckets(manifest), tensors)
         assert answer(worker)[0] == sent.checksum
     assert torch.cuda.memory_allocated(0) - allocated <= 2 * NUM_BUFFERS * manifest.bucket_bytes
     learner.close()
 
 
-def test_a_worker_is_free_soon_after_a_learner_that_lives_has_given_up(transport: Transport, epochs: Epochs) -> None:
-    learner, worker = epochs.join(transport, _wait_watched, timeout_s=10 * TIMEOUT_S)
+def test_a_worker_is_free_soon_after_a_learner_that_lives_has_given_up(
+    transport: Transport, sessions: Sessions
+) -> None:
+    learner, worker = sessions.join(transport, _wait_watched, timeout_s=10 * TIMEOUT_S)
     learner.broadcast(torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device))
     assert answer(worker) == "first"
     time.sleep(2.0)  # so that it is in the broadcast
-    epochs.meetings[-1].call_off(EPOCH, "the learner gave up")
+    sessions.rendezvous_hosts[-1].cancel(SESSION, "the learner gave up")
     learner.abort()
     assert "gave up" in answer(worker, TIMEOUT_S) or transport == "ipc"  # gloo, which ipc has beside it, may be first
     learner.close()
 
 
 def test_a_stopped_worker_ends_the_broadcast_at_the_deadline_and_the_gpu_goes_on(
-    transport: Transport, epochs: Epochs
+    transport: Transport, sessions: Sessions
 ) -> None:
-    learner, worker = epochs.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=10.0)
+    learner, worker = sessions.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=10.0)
     tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
     learner.broadcast(tensor)
     answer(worker)
@@ -229,8 +233,8 @@ def test_a_stopped_worker_ends_the_broadcast_at_the_deadline_and_the_gpu_goes_on
     assert int(tensor.sum(dtype=torch.int64)) == NUM_BYTES
 
 
-def test_abort_wakes_a_broadcast_in_another_thread(transport: Transport, epochs: Epochs) -> None:
-    learner, worker = epochs.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=60.0)
+def test_abort_wakes_a_broadcast_in_another_thread(transport: Transport, sessions: Sessions) -> None:
+    learner, worker = sessions.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=60.0)
     tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
     learner.broadcast(tensor)
     answer(worker)
@@ -242,9 +246,9 @@ def test_abort_wakes_a_broadcast_in_another_thread(transport: Transport, epochs:
     torch.cuda.synchronize()
 
 
-def test_failed_epochs_leave_no_memory_on_the_gpu(transport: Transport, epochs: Epochs) -> None:
+def test_failed_sessions_leave_no_memory_on_the_gpu(transport: Transport, sessions: Sessions) -> None:
     def fail() -> None:
-        learner, worker = epochs.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=60.0)
+        learner, worker = sessions.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=60.0)
         tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
         learner.broadcast(tensor)
         answer(worker)
@@ -264,7 +268,9 @@ def test_failed_epochs_leave_no_memory_on_the_gpu(transport: Transport, epochs: 
         gc.enable()
 
 
-def test_nccl_goes_by_the_interface_by_which_the_ranks_meet(epochs: Epochs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_goes_by_the_interface_by_which_the_ranks_meet(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not is_installed():
         pytest.skip(f"no cupy with a libnccl: {install_command('nccl')}")
     if torch.cuda.device_count() < 2:
@@ -276,7 +282,7 @@ def test_nccl_goes_by_the_interface_by_which_the_ranks_meet(epochs: Epochs, monk
     for name in (INTERFACE, FAMILY):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    learner, worker = epochs.join("nccl", _receive, num_broadcasts=1, host=host)
+    learner, worker = sessions.join("nccl", _receive, num_broadcasts=1, host=host)
     learner.broadcast(torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device))
     answer(worker)
     assert os.environ[INTERFACE] == answer(worker) == f"={interface_of(host)}"

@@ -10,7 +10,7 @@ import torch
 
 from protocol import hardware
 from protocol.config import SharedConfig
-from protocol.doctor import of_dtype
+from protocol.doctor import dtype_finding
 from protocol.hardware import dtype_choice, gpu_choice, has_gpu
 
 AMX = "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\nbugs\t\t:\n"
@@ -171,7 +171,7 @@ def test_what_onednn_must_not_use_makes_nothing_faster(
 
 def test_check_and_doctors_name_the_faster_dtype_and_why(machine) -> None:
     machine(AMX)
-    assert str(of_dtype("bfloat16")).startswith("ok       speed      dtype = bfloat16: this CPU has AMX")
-    (slow, fast) = of_dtype("float32"), of_dtype("bfloat16")
+    assert str(dtype_finding("bfloat16")).startswith("ok       speed      dtype = bfloat16: this CPU has AMX")
+    (slow, fast) = dtype_finding("float32"), dtype_finding("bfloat16")
     assert (slow.verdict, fast.verdict) == ("unknown", "ok")
     assert slow.text.startswith("dtype = float32 may be slower here than bfloat16: this CPU has AMX")

@@ -22,8 +22,8 @@ from protocol.transports.cuda_ipc import (
     encode_handle,
     has_expandable_segments,
 )
-from protocol.transports.group import Collective, Meeting, join_collective
-from protocol.weights.buckets import ALIGNMENT_BYTES, cut, make_manifest, span_bytes_on
+from protocol.transports.group import Collective, RendezvousHost, join_collective
+from protocol.weights.buckets import ALIGNMENT_BYTES, make_manifest, span_bytes_on, split_into_buckets
 from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
 
@@ -102,12 +102,12 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> ScriptedMemory:
 
 
 def join_all(num_workers: int = 1) -> list[Collective]:
-    meeting = Meeting(HOST, timeout_s=60)
-    rendezvous = meeting.rendezvous(num_workers, "ipc")
+    rendezvous_host = RendezvousHost(HOST, timeout_s=60)
+    rendezvous = rendezvous_host.rendezvous(num_workers, "ipc")
     with ThreadPoolExecutor(num_workers) as pool:
         workers = [pool.submit(join_collective, "e1", rendezvous, 1 + index, CPU) for index in range(num_workers)]
-        ranks = [meeting.host_collective("e1", rendezvous, CPU), *(worker.result() for worker in workers)]
-    meeting.close()
+        ranks = [rendezvous_host.host_collective("e1", rendezvous, CPU), *(worker.result() for worker in workers)]
+    rendezvous_host.close()
     return ranks
 
 
@@ -164,7 +164,7 @@ def test_the_few_buffers_and_trailers_of_a_push_are_opened_once(
     manifest = make_manifest(tensors, wire_dtype, num_bytes)
     with ThreadPoolExecutor(1) as thread:
         receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
-        sent = send_weights(learner, cut(manifest), tensors)
+        sent = send_weights(learner, split_into_buckets(manifest), tensors)
         arrived = receiving.result()
     assert len(arrived) == 32 and sent.num_bytes == 32 * (num_bytes + ALIGNMENT_BYTES)  # in 64 broadcasts
     opened = [call for call in memory.calls if call[0] == "open"]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from protocol.errors import PushError
-from protocol.transports.tcp import MAX_EXPECTED, Callers, Line, TransferCall, call_learner
+from protocol.transports.tcp import MAX_EXPECTED, TcpConnection, TransferCall, WorkerConnections, call_learner
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
@@ -18,14 +18,14 @@ NOBODY = b"x" * 32
 
 
 def do_nothing() -> None:
-    """The check of an epoch that nobody has called off."""
+    """The check of a session that nobody has canceled."""
 
 
 class Door:
     """The learner's port: every caller is shown to the callers, and hung up on by this end of the connection."""
 
     def __init__(self) -> None:
-        self.callers = Callers()
+        self.callers = WorkerConnections()
         self._listener = socket.create_server((HOST, 0))
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._open, daemon=True)
@@ -56,12 +56,12 @@ def door() -> Iterator[Door]:
 
 
 @contextlib.contextmanager
-def pair(timeout_s: float) -> Iterator[tuple[Line, Line]]:
+def pair(timeout_s: float) -> Iterator[tuple[TcpConnection, TcpConnection]]:
     """Both ends of one line."""
     with socket.create_server((HOST, 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
-    ends = Line(near, timeout_s), Line(far, timeout_s)
+    ends = TcpConnection(near, timeout_s), TcpConnection(far, timeout_s)
     try:
         yield ends
     finally:
@@ -69,7 +69,7 @@ def pair(timeout_s: float) -> Iterator[tuple[Line, Line]]:
             end.close()
 
 
-def in_thread(pool: ThreadPoolExecutor, line: Line, num_bytes: int) -> "Future[None]":
+def in_thread(pool: ThreadPoolExecutor, line: TcpConnection, num_bytes: int) -> "Future[None]":
     return pool.submit(line.receive, memoryview(bytearray(num_bytes)))
 
 
@@ -132,17 +132,17 @@ def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_loo
         worker.close()
 
 
-def test_an_epoch_that_is_called_off_ends_the_wait_for_its_workers() -> None:
-    def called_off() -> None:
-        raise PushError("called off")
+def test_a_session_that_is_canceled_ends_the_wait_for_its_workers() -> None:
+    def canceled() -> None:
+        raise PushError("canceled")
 
-    callers = Callers()
-    with pytest.raises(PushError, match="called off"):
-        callers.collect(callers.expect(2, TIMEOUT_S), called_off, TIMEOUT_S)
+    callers = WorkerConnections()
+    with pytest.raises(PushError, match="canceled"):
+        callers.collect(callers.expect(2, TIMEOUT_S), canceled, TIMEOUT_S)
 
 
-def test_of_epochs_whose_workers_never_call_only_the_last_are_remembered() -> None:
-    callers = Callers()
+def test_of_sessions_whose_workers_never_call_only_the_last_are_remembered() -> None:
+    callers = WorkerConnections()
     secrets = [callers.expect(2, TIMEOUT_S) for _ in range(MAX_EXPECTED + 1)]
     with pytest.raises(PushError, match="no longer waits"):
         callers.collect(secrets[0], do_nothing, TIMEOUT_S)

@@ -16,7 +16,7 @@ from protocol.errors import PushError
 from protocol.messages import Rendezvous
 from protocol.transports import group
 from protocol.transports import nccl as nccl_collective
-from protocol.transports.group import Collective, Meeting, join_collective
+from protocol.transports.group import Collective, RendezvousHost, join_collective
 from protocol.transports.nccl import (
     NcclCollective,
     is_installed,
@@ -25,7 +25,7 @@ from protocol.transports.nccl import (
     why_not_installed,
 )
 from protocol.transports.transport import offered_transports
-from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.dense import receive_weights, send_weights
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
 
@@ -126,23 +126,23 @@ def formed(timeout_s: float = 60) -> NcclCollective:
     return NcclCollective(UNIQUE_ID, "e1", 1, 2, CPU, timeout_s)
 
 
-def join(meeting: Meeting, epoch: str, rendezvous: Rendezvous, rank: int) -> Collective:
+def join(rendezvous_host: RendezvousHost, session: str, rendezvous: Rendezvous, rank: int) -> Collective:
     """Join as the learner or as a worker of a server."""
     if rank == 0:
-        return meeting.host_collective(epoch, rendezvous, CPU)
-    return join_collective(epoch, rendezvous, rank, CPU)
+        return rendezvous_host.host_collective(session, rendezvous, CPU)
+    return join_collective(session, rendezvous, rank, CPU)
 
 
 def test_both_sides_join_with_the_id_that_the_rendezvous_carries(nccl: ScriptedNccl) -> None:
-    meeting = Meeting(HOST, timeout_s=10)
-    rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
+    rendezvous_host = RendezvousHost(HOST, timeout_s=10)
+    rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
     assert rendezvous.nccl_unique_id == UNIQUE_ID
     worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU).close())
-    meeting.host_collective("e1", rendezvous, CPU).close()
+    rendezvous_host.host_collective("e1", rendezvous, CPU).close()
     assert worker.ends_promptly() and not worker.error
     inits = sorted(call for call in nccl.calls if call[0] == "init")
     assert inits == [("init", 2, UNIQUE_ID, 0), ("init", 2, UNIQUE_ID, 1)]
-    meeting.close()
+    rendezvous_host.close()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_what_the_thread_that_gathers_has_queued_comes_before_each_broadcast_of_
     collective = formed()
     nccl.calls.clear()
     manifest = make_manifest(TENSORS, torch.float32, 1024)
-    pushing = Waiting(lambda: send_weights(collective, cut(manifest), TENSORS), name="push")
+    pushing = Waiting(lambda: send_weights(collective, split_into_buckets(manifest), TENSORS), name="push")
     assert pushing.ends_promptly() and not pushing.error
     assert waited_for(nccl) == ["stream of push"] * 6
 
@@ -242,7 +242,7 @@ def test_a_broadcast_that_an_abort_has_ended_is_not_taken_for_done(nccl: Scripte
     collective = formed()
     wait = collective.start_broadcast(zeros(48))
     collective.abort()
-    with pytest.raises(PushError, match="epoch e1 was aborted or closed"):
+    with pytest.raises(PushError, match="session e1 was aborted or closed"):
         wait()
 
 
@@ -258,55 +258,57 @@ def test_connecting_belongs_to_joining(nccl: ScriptedNccl) -> None:
 
 def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_it_return(nccl: ScriptedNccl) -> None:
     nccl.may_init.clear()
-    meeting = Meeting(HOST, timeout_s=2)
-    rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
+    rendezvous_host = RendezvousHost(HOST, timeout_s=2)
+    rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
     worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
-    with pytest.raises(PushError, match=r"of 2 could not form epoch e1 within 2 s \(learner.weight_sync.timeout_s\)"):
-        meeting.host_collective("e1", rendezvous, CPU)
-    assert worker.ends_promptly() and "of 2 could not form epoch e1 within 2 s" in worker.error
+    with pytest.raises(PushError, match=r"of 2 could not form session e1 within 2 s \(learner.weight_sync.timeout_s\)"):
+        rendezvous_host.host_collective("e1", rendezvous, CPU)
+    assert worker.ends_promptly() and "of 2 could not form session e1 within 2 s" in worker.error
     assert not nccl.released.is_set()
     nccl.may_init.set()
     assert nccl.released.wait(60)
-    meeting.close()
+    rendezvous_host.close()
 
 
 def test_any_number_of_servers_joins_at_once(nccl: ScriptedNccl) -> None:
     """The learner is rank 0 of one group for each server, all in one process; here the workers are in it too."""
     num_servers = 24
     nccl.may_init.clear()
-    meetings = [Meeting(HOST, timeout_s=60) for _ in range(num_servers)]
+    rendezvous_hosts = [RendezvousHost(HOST, timeout_s=60) for _ in range(num_servers)]
     joins = []
-    for number, meeting in enumerate(meetings):
-        rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
+    for number, rendezvous_host in enumerate(rendezvous_hosts):
+        rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
         for rank in (0, 1):
-            joins.append(Waiting(lambda joining=(meeting, f"e{number}", rendezvous, rank): join(*joining).close()))
+            joins.append(
+                Waiting(lambda joining=(rendezvous_host, f"e{number}", rendezvous, rank): join(*joining).close())
+            )
     give_up_at = time.monotonic() + 60
     while [call[0] for call in nccl.calls].count("init") < 2 * num_servers:
         assert all(wait.is_waiting() for wait in joins) and time.monotonic() < give_up_at
         time.sleep(0.01)
     nccl.may_init.set()
     assert all(wait.ends_promptly() and not wait.error for wait in joins)
-    for meeting in meetings:
-        meeting.close()
+    for rendezvous_host in rendezvous_hosts:
+        rendezvous_host.close()
 
 
 def test_joins_that_hang_in_c_are_few_and_then_refused(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "MAX_STUCK_JOINS", 2)
     nccl.may_init.clear()
-    meeting = Meeting(HOST, timeout_s=0.3)
-    rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
-    stuck = [Waiting(lambda rank=rank: join(meeting, "e1", rendezvous, rank)) for rank in (0, 1)]
-    assert all(wait.ends_promptly() and "could not form epoch e1" in wait.error for wait in stuck)
-    again = meeting.rendezvous(num_workers=1, transport="nccl")
+    rendezvous_host = RendezvousHost(HOST, timeout_s=0.3)
+    rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
+    stuck = [Waiting(lambda rank=rank: join(rendezvous_host, "e1", rendezvous, rank)) for rank in (0, 1)]
+    assert all(wait.ends_promptly() and "could not form session e1" in wait.error for wait in stuck)
+    again = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
     with pytest.raises(PushError, match=r"2 abandoned joins still hang .* restart the process, .* \"gloo\""):
-        meeting.host_collective("e2", again, CPU)
+        rendezvous_host.host_collective("e2", again, CPU)
     nccl.may_init.set()
     while nccl.calls.count(("abort",)) < 2:  # both have returned, and are closed
         assert nccl.released.wait(60)
         time.sleep(0.01)
-    joins = [Waiting(lambda rank=rank: join(meeting, "e3", again, rank).close()) for rank in (0, 1)]
+    joins = [Waiting(lambda rank=rank: join(rendezvous_host, "e3", again, rank).close()) for rank in (0, 1)]
     assert all(wait.ends_promptly() and not wait.error for wait in joins)
-    meeting.close()
+    rendezvous_host.close()
 
 
 def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
@@ -316,7 +318,7 @@ def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
         raise RuntimeError("Duplicate GPU detected")
 
     monkeypatch.setattr(nccl, "NcclCommunicator", refuse)
-    with pytest.raises(PushError, match="rank 1 of 2 on cpu could not form epoch e1 over nccl: Duplicate GPU"):
+    with pytest.raises(PushError, match="rank 1 of 2 on cpu could not form session e1 over nccl: Duplicate GPU"):
         formed()
 
 
@@ -324,7 +326,7 @@ def test_a_broadcast_that_never_ends_is_aborted_at_the_deadline(nccl: ScriptedNc
     collective = formed(timeout_s=0.2)
     nccl.may_finish.clear()
     with pytest.raises(
-        PushError, match=r"48 bytes over nccl in epoch e1 did not finish within 0.2 s \(learner.weight_sync.tim"
+        PushError, match=r"48 bytes over nccl in session e1 did not finish within 0.2 s \(learner.weight_sync.tim"
     ):
         collective.broadcast(zeros(48))
     assert nccl.calls[-1] == ("abort",)
@@ -334,7 +336,7 @@ def test_an_error_that_nccl_notices_ends_the_broadcast_at_once(nccl: ScriptedNcc
     collective = formed()
     nccl.may_finish.clear()
     nccl.async_error = "remote process exited"
-    with pytest.raises(PushError, match="48 bytes over nccl in epoch e1 failed: remote process exited"):
+    with pytest.raises(PushError, match="48 bytes over nccl in session e1 failed: remote process exited"):
         collective.broadcast(zeros(48))
     assert nccl.calls[-1] == ("abort",)
 
@@ -347,7 +349,7 @@ def test_abort_from_another_thread_wakes_a_broadcast(nccl: ScriptedNccl, leave: 
     while [call[0] for call in nccl.calls].count("broadcast") < 2:
         assert waiting.is_waiting()
     getattr(collective, leave)()
-    assert waiting.ends_promptly() and "epoch e1 was aborted or closed" in waiting.error
+    assert waiting.ends_promptly() and "session e1 was aborted or closed" in waiting.error
     collective.close()
     assert nccl.calls.count(("abort",)) == 1
     with pytest.raises(PushError, match="aborted or closed"):
@@ -400,7 +402,7 @@ def test_nccl_is_installed_where_a_libnccl_answers_and_not_where_cupy_alone_is(
         ("12.8", "cupy-cuda13x", None, 12080, "is built for CUDA 13, but torch for CUDA 12; .*nccl-cuda12\\]"),
     ],
 )
-def test_a_cupy_for_another_cuda_is_told_with_the_extra_for_this_one(
+def test_a_cupy_for_another_cuda_is_reported_with_the_extra_for_this_one(
     nccl: ScriptedNccl,
     monkeypatch: pytest.MonkeyPatch,
     of_torch: str,
@@ -446,7 +448,7 @@ def choices() -> list[str | None]:
         ("192.0.2.1", [None, None]),
     ],
 )
-def test_nccl_goes_by_the_interface_of_the_board_if_it_is_known_and_leads_out(host: str, chosen: list[str]) -> None:
+def test_nccl_goes_by_the_interface_of_the_store_if_it_is_known_and_leads_out(host: str, chosen: list[str]) -> None:
     use_interface_of(host)
     assert choices() == chosen
 
@@ -463,25 +465,25 @@ def test_the_interface_is_chosen_before_nccl_is_used_on_either_side(
 ) -> None:
     monkeypatch.setattr(group, "use_interface_of", lambda host: nccl.calls.append(("interface", host)))
     monkeypatch.setattr(group, "new_unique_id", lambda: nccl.calls.append(("id",)) or UNIQUE_ID)
-    meeting = Meeting(HOST, timeout_s=10)
-    rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
+    rendezvous_host = RendezvousHost(HOST, timeout_s=10)
+    rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
     assert nccl.calls == [("interface", HOST), ("id",)]
     nccl.calls.clear()
     worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU).close())
-    meeting.host_collective("e1", rendezvous, CPU).close()
+    rendezvous_host.host_collective("e1", rendezvous, CPU).close()
     assert worker.ends_promptly() and not worker.error
     calls = [call for call in nccl.calls if call[0] in ("interface", "init")]
     assert calls[0] == ("interface", HOST) and calls.count(("interface", HOST)) == 2
-    meeting.close()
+    rendezvous_host.close()
 
 
 def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    meeting = Meeting(HOST, timeout_s=1)
+    rendezvous_host = RendezvousHost(HOST, timeout_s=1)
     with pytest.raises(PushError, match=r"needs cupy .*; .*pip install .*\[nccl\]'"):
-        meeting.rendezvous(num_workers=1, transport="nccl")
-    meeting.close()
+        rendezvous_host.rendezvous(num_workers=1, transport="nccl")
+    rendezvous_host.close()
 
 
 def test_a_cupy_without_libnccl_is_refused(nccl: ScriptedNccl) -> None:

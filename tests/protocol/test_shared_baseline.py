@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from protocol.errors import PushError
-from protocol.transports.group import Collective, Meeting, join_collective
+from protocol.transports.group import Collective, RendezvousHost, join_collective
 from protocol.weights import delta, shared_baseline
-from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.shared_baseline import DIRECTORY, PREFIX, SharedBaseline, worker_baseline
 
@@ -36,7 +36,7 @@ def files() -> list[Path]:
 
 @pytest.fixture
 def shared() -> Iterator[list[SharedBaseline]]:
-    baselines = [SharedBaseline(os.getpid(), "an epoch", MANIFEST) for _ in range(NUM_WORKERS)]
+    baselines = [SharedBaseline(os.getpid(), "a session", MANIFEST) for _ in range(NUM_WORKERS)]
     yield baselines
     for baseline in baselines:
         baseline.close()
@@ -45,11 +45,11 @@ def shared() -> Iterator[list[SharedBaseline]]:
 
 @contextmanager
 def group() -> Iterator[tuple[Collective, list[Collective]]]:
-    meeting = Meeting("127.0.0.1", timeout_s=10)
-    rendezvous = meeting.rendezvous(NUM_WORKERS, "gloo")
+    rendezvous_host = RendezvousHost("127.0.0.1", timeout_s=10)
+    rendezvous = rendezvous_host.rendezvous(NUM_WORKERS, "gloo")
     with ThreadPoolExecutor(NUM_WORKERS) as threads:
         joining = [threads.submit(join_collective, "e1", rendezvous, 1 + rank, CPU) for rank in range(NUM_WORKERS)]
-        host = meeting.host_collective("e1", rendezvous, CPU)
+        host = rendezvous_host.host_collective("e1", rendezvous, CPU)
         workers = [each.result() for each in joining]
     yield host, workers
     for one in (host, *workers):
@@ -76,40 +76,43 @@ def test_every_version_reaches_all_and_each_bucket_is_decoded_once(
                 threads.submit(lambda pair: [*receive_changes(pair[0], MANIFEST, pair[1])], pair)
                 for pair in zip(workers, shared, strict=True)
             ]
-            send_changes(host, cut(MANIFEST), tensors, mine)
+            send_changes(host, split_into_buckets(MANIFEST), tensors, mine)
             for arrived in (each.result() for each in receiving):
                 got = {name: tensor for one in arrived for name, tensor in one.bucket.views(one.buffer)}
                 assert all(torch.equal(got[name], tensor) for name, tensor in tensors)
-            assert len(decoded) == version * len(cut(MANIFEST)) and len(cut(MANIFEST)) > 1
+            assert len(decoded) == version * len(split_into_buckets(MANIFEST)) and len(split_into_buckets(MANIFEST)) > 1
             assert len(files()) == (1 if version == 0 else 0), "its name goes once all workers have it"
 
 
 def test_they_share_their_memory(shared: list[SharedBaseline]) -> None:
     one, other = shared
-    for bucket in cut(MANIFEST):
+    for bucket in split_into_buckets(MANIFEST):
         one.of(bucket).fill_(7 + bucket.index)
         assert torch.equal(other.of(bucket), one.of(bucket))
 
 
-def die_in_the_middle(epoch: str) -> None:
-    with SharedBaseline(os.getppid(), epoch, MANIFEST).changing(cut(MANIFEST)[0]):
+def die_in_the_middle(session: str) -> None:
+    with SharedBaseline(os.getppid(), session, MANIFEST).changing(split_into_buckets(MANIFEST)[0]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared: list[SharedBaseline]) -> None:
-    process = multiprocessing.get_context("fork").Process(target=die_in_the_middle, args=("an epoch",))
+    process = multiprocessing.get_context("fork").Process(target=die_in_the_middle, args=("a session",))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    with pytest.raises(PushError, match="must start a new epoch"), shared[0].changing(cut(MANIFEST)[0]):
+    with (
+        pytest.raises(PushError, match="must start a new session"),
+        shared[0].changing(split_into_buckets(MANIFEST)[0]),
+    ):
         pytest.fail("it was taken for whole")
-    with shared[0].changing(cut(MANIFEST)[1]) as is_ours:  # the dead one's lock is nobody's
+    with shared[0].changing(split_into_buckets(MANIFEST)[1]) as is_ours:  # the dead one's lock is nobody's
         assert is_ours
 
 
 def test_a_change_whose_checksum_is_wrong_is_not_taken_by_the_others_for_done(shared: list[SharedBaseline]) -> None:
     one, other = shared
-    bucket = cut(MANIFEST)[0]
+    bucket = split_into_buckets(MANIFEST)[0]
     with pytest.raises(ValueError, match="wrong"), one.changing(bucket):
         raise ValueError("wrong")
     with pytest.raises(PushError, match="failed during the change"), other.changing(bucket):
@@ -122,9 +125,9 @@ def test_who_holds_the_lock_for_too_long_is_an_error(
     monkeypatch.setattr(shared_baseline, "LOCK_TIMEOUT_S", 0.1)
     one, other = shared
     with (
-        one.changing(cut(MANIFEST)[0]),
+        one.changing(split_into_buckets(MANIFEST)[0]),
         pytest.raises(PushError, match="has held the shared baseline for"),
-        other.changing(cut(MANIFEST)[1]),
+        other.changing(split_into_buckets(MANIFEST)[1]),
     ):
         pytest.fail("both have it")
 
@@ -148,7 +151,7 @@ def hold_until_killed(owner_pid: int, is_held: Event) -> None:
     signal.pause()
 
 
-def test_what_killed_servers_left_goes_with_the_next_epoch_and_a_living_ones_stays(
+def test_what_killed_servers_left_goes_with_the_next_session_and_a_living_ones_stays(
     shared: list[SharedBaseline],
 ) -> None:
     """Whatever process ids mean here: a server in a container is process 1, as may be another beside it."""
@@ -162,12 +165,12 @@ def test_what_killed_servers_left_goes_with_the_next_epoch_and_a_living_ones_sta
     try:
         assert is_held.wait(60)
         (living,) = DIRECTORY.glob(f"{PREFIX}-{not_here}-*")
-        SharedBaseline(os.getpid(), "another epoch", MANIFEST).close()
+        SharedBaseline(os.getpid(), "another session", MANIFEST).close()
         assert not left.exists() and len(files()) == 1 and living.exists()
     finally:
         process.kill()
         process.join()
-    SharedBaseline(os.getpid(), "another epoch", MANIFEST).close()
+    SharedBaseline(os.getpid(), "another session", MANIFEST).close()
     assert not living.exists()
 
 
@@ -181,7 +184,7 @@ def test_a_file_that_is_removed_before_it_could_be_locked_is_made_again(monkeypa
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    baseline = SharedBaseline(os.getpid(), "an epoch", MANIFEST)
+    baseline = SharedBaseline(os.getpid(), "a session", MANIFEST)
     assert files() == removed
     baseline.close()
 
@@ -193,7 +196,7 @@ def test_what_another_user_left_is_no_reason_to_have_no_shared_one() -> None:
     try:
         os.seteuid(NOBODY)
         try:
-            baseline = worker_baseline(os.getpid(), 2, "an epoch", MANIFEST)
+            baseline = worker_baseline(os.getpid(), 2, "a session", MANIFEST)
             baseline.close()
         finally:
             os.seteuid(0)

@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 from learner.interrupt import Interrupt
-from protocol.signals import TO_END, held_from_children, signals_to_end
+from protocol.signals import SHUTDOWN_SIGNALS, shutdown_signals, signals_blocked
 
 TIMEOUT_S = 60.0
 GROUP = """
 import multiprocessing, os, signal, subprocess, sys, time
-from protocol.signals import held_from_children, leave_to_parent, signals_to_end
+from protocol.signals import signals_blocked, ignore_shutdown_signals, shutdown_signals
 
 def held(pipe):
     pipe.send(os.getpid())
     time.sleep(1000)
 
 def left(pipe):
-    leave_to_parent()
+    ignore_shutdown_signals()
     theirs = subprocess.Popen(["sleep", "1000"])
     pipe.send((os.getpid(), theirs.pid))
     theirs.wait()
@@ -33,13 +33,13 @@ def left(pipe):
 
 def main():
     heard = []
-    for number in signals_to_end():
+    for number in shutdown_signals():
         signal.signal(number, lambda number, frame: heard.append(number))
     context = multiprocessing.get_context(sys.argv[1])
     pipe, theirs = context.Pipe()
     processes = [context.Process(target=target, args=(theirs,), daemon=True) for target in (held, left)]
     for process in processes:
-        with held_from_children():
+        with signals_blocked():
             process.start()
         print(pipe.recv(), flush=True)
     while not heard:
@@ -76,7 +76,7 @@ def group_of(
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("number", TO_END)
+@pytest.mark.parametrize("number", SHUTDOWN_SIGNALS)
 def test_a_signal_to_the_group_is_heard_by_its_first_process_and_the_others_go_on(
     method: str, number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -92,8 +92,8 @@ def test_a_signal_to_the_group_is_heard_by_its_first_process_and_the_others_go_o
 
 def test_this_process_itself_hears_signals_while_it_starts_others_in_a_thread_and_afterwards() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    with held_from_children():
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) >= set(TO_END)
+    with signals_blocked():
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) >= set(SHUTDOWN_SIGNALS)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
@@ -130,9 +130,9 @@ def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path: Path) -> None:
 def test_signals_to_end_are_all_unless_hangups_are_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        assert signals_to_end() == TO_END
+        assert shutdown_signals() == SHUTDOWN_SIGNALS
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert signals_to_end() == (signal.SIGINT, signal.SIGTERM)
+        assert shutdown_signals() == (signal.SIGINT, signal.SIGTERM)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -150,10 +150,10 @@ def test_the_process_that_keeps_count_of_shared_memory_outlives_a_closed_termina
     script = """
 import os, signal, sys, time
 from multiprocessing import resource_tracker
-from protocol.signals import held_from_children
+from protocol.signals import signals_blocked
 told = []
 signal.signal(signal.SIGHUP, lambda *_: told.append(True))
-with held_from_children():
+with signals_blocked():
     pass
 tracker = resource_tracker._resource_tracker._pid
 print(tracker, flush=True)

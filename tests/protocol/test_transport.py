@@ -95,7 +95,7 @@ def test_ranks_share_a_gpu_over_nccl_only_if_asked_for_by_name(wanted, chosen) -
     assert choose_transport(wanted, "a/1", ["a/1", "a/2"], **offers) == chosen
 
 
-def test_gpus_that_are_joined_over_their_cpus_are_told_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_gpus_that_are_joined_over_their_cpus_are_reported_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         choose_transport("auto", "a/1", ["cpu"], learner_transports=ALL, server_transports=["gloo"])
         assert not caplog.messages

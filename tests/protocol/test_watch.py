@@ -12,7 +12,7 @@ import protocol.transports.group
 import protocol.transports.rendezvous
 from protocol.errors import PushError
 from protocol.messages import Rendezvous
-from protocol.transports.group import Meeting, watched
+from protocol.transports.group import RendezvousHost, watched
 from tests.protocol.test_collective import Waiting
 from tests.watching import WaitingCollective, transfer
 
@@ -25,37 +25,37 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def meeting() -> Iterator[Meeting]:
-    meeting = Meeting("127.0.0.1", 30.0)
-    yield meeting
-    meeting.close()
+def rendezvous_host() -> Iterator[RendezvousHost]:
+    rendezvous_host = RendezvousHost("127.0.0.1", 30.0)
+    yield rendezvous_host
+    rendezvous_host.close()
 
 
-def test_a_transfer_ends_when_the_learner_is_gone(meeting: Meeting) -> None:
-    rendezvous = meeting.rendezvous(1, "gloo")
-    meeting.close()
+def test_a_transfer_ends_when_the_learner_is_gone(rendezvous_host: RendezvousHost) -> None:
+    rendezvous = rendezvous_host.rendezvous(1, "gloo")
+    rendezvous_host.close()
     with pytest.raises(PushError, match=r"the learner at .* is gone or .*refused.*; the transfer failed: a broadcast"):
         transfer(rendezvous)
 
 
-def test_a_transfer_ends_when_the_learner_lives_and_has_called_its_epoch_off(meeting: Meeting) -> None:
-    rendezvous = meeting.rendezvous(1, "gloo")
-    meeting.call_off("e1", "it gave up")
-    with pytest.raises(PushError, match=r"^epoch e1 was canceled: it gave up; the transfer failed: a broadcast"):
+def test_a_transfer_ends_when_the_learner_lives_and_has_canceled_its_session(rendezvous_host: RendezvousHost) -> None:
+    rendezvous = rendezvous_host.rendezvous(1, "gloo")
+    rendezvous_host.cancel("e1", "it gave up")
+    with pytest.raises(PushError, match=r"^session e1 was canceled: it gave up; the transfer failed: a broadcast"):
         transfer(rendezvous)
 
 
-def test_a_transfer_ends_when_its_epoch_is_called_off_long_after_it_began(meeting: Meeting) -> None:
-    waiting = Waiting(lambda: transfer(meeting.rendezvous(1, "gloo")))
+def test_a_transfer_ends_when_its_session_is_canceled_long_after_it_began(rendezvous_host: RendezvousHost) -> None:
+    waiting = Waiting(lambda: transfer(rendezvous_host.rendezvous(1, "gloo")))
     assert not waiting.ends_promptly(10 * INTERVAL_S)
-    meeting.call_off("e1", "it gave up")
-    assert waiting.ends_promptly(30.0) and "epoch e1 was canceled" in waiting.error
+    rendezvous_host.cancel("e1", "it gave up")
+    assert waiting.ends_promptly(30.0) and "session e1 was canceled" in waiting.error
 
 
-def test_a_transfer_goes_on_when_another_epoch_is_called_off(meeting: Meeting) -> None:
+def test_a_transfer_goes_on_when_another_session_is_canceled(rendezvous_host: RendezvousHost) -> None:
     collective = WaitingCollective()
-    meeting.call_off("e0", "it gave up")
-    with watched(collective, meeting.rendezvous(1, "gloo"), "e1"):
+    rendezvous_host.cancel("e0", "it gave up")
+    with watched(collective, rendezvous_host.rendezvous(1, "gloo"), "e1"):
         assert not collective.aborted.wait(10 * INTERVAL_S)
 
 
@@ -86,16 +86,16 @@ def test_a_transfer_goes_on_while_the_learner_stands_still() -> None:
             assert not collective.aborted.wait(10 * INTERVAL_S)
 
 
-def test_a_transfer_goes_on_when_the_board_ends_a_connection_that_says_nothing(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+def test_a_transfer_goes_on_when_the_store_ends_a_connection_that_says_nothing(
+    rendezvous_host: RendezvousHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol.transports.rendezvous, "IDLE_TIMEOUT_S", INTERVAL_S)
     collective = WaitingCollective()
-    with watched(collective, meeting.rendezvous(1, "gloo"), "e1"):
+    with watched(collective, rendezvous_host.rendezvous(1, "gloo"), "e1"):
         assert not collective.aborted.wait(20 * INTERVAL_S)
 
 
-def test_a_transfer_goes_on_when_a_question_meets_a_connection_that_the_board_has_just_ended() -> None:
+def test_a_transfer_goes_on_when_a_query_meets_a_connection_that_the_store_has_just_ended() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         is_asked_again = threading.Event()
 
@@ -120,17 +120,17 @@ def test_a_transfer_goes_on_when_a_question_meets_a_connection_that_the_board_ha
         answering.join(30.0)
 
 
-def test_what_comes_after_a_transfer_is_not_ended_with_its_learner(meeting: Meeting) -> None:
+def test_what_comes_after_a_transfer_is_not_ended_with_its_learner(rendezvous_host: RendezvousHost) -> None:
     collective = WaitingCollective()
-    with watched(collective, meeting.rendezvous(1, "gloo"), "e1"):
+    with watched(collective, rendezvous_host.rendezvous(1, "gloo"), "e1"):
         time.sleep(3 * INTERVAL_S)
-    meeting.close()
+    rendezvous_host.close()
     assert not collective.aborted.wait(10 * INTERVAL_S)
 
 
-def test_another_failure_of_a_transfer_stays_as_it_is(meeting: Meeting) -> None:
+def test_another_failure_of_a_transfer_stays_as_it_is(rendezvous_host: RendezvousHost) -> None:
     with (
         pytest.raises(PushError, match=r"^another$"),
-        watched(WaitingCollective(), meeting.rendezvous(1, "gloo"), "e1"),
+        watched(WaitingCollective(), rendezvous_host.rendezvous(1, "gloo"), "e1"),
     ):
         raise PushError("another")

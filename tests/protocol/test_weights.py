@@ -16,10 +16,10 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import Manifest, Rendezvous
-from protocol.transports.group import Collective, Meeting, join_collective
-from protocol.weights.buckets import BucketMemory, NamedTensors, cut, make_manifest
+from protocol.transports.group import Collective, RendezvousHost, join_collective
+from protocol.weights.buckets import BucketMemory, NamedTensors, make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, receive_changes, send_changes
-from protocol.weights.dense import Arrived, Sent, receive_weights, send_weights
+from protocol.weights.dense import ReceivedBucket, Sent, receive_weights, send_weights
 from tests.inference_server.broken_transfer import OneBitFlippedOnArrival
 
 HOST = "127.0.0.1"
@@ -42,27 +42,27 @@ def some_tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def pair() -> Iterator[tuple[Collective, Collective]]:
-    """Both ends of one epoch, in this process."""
-    meeting = Meeting(HOST, timeout_s=10)
-    rendezvous = meeting.rendezvous(1, "gloo")
+    """Both ends of one session, in this process."""
+    rendezvous_host = RendezvousHost(HOST, timeout_s=10)
+    rendezvous = rendezvous_host.rendezvous(1, "gloo")
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(join_collective, "e1", rendezvous, 1, CPU)
-        host = meeting.host_collective("e1", rendezvous, CPU)
+        host = rendezvous_host.host_collective("e1", rendezvous, CPU)
         worker = joining.result()
     yield host, worker
     host.close()
     worker.close()
 
 
-def transfer(tensors: NamedTensors, wire_dtype: torch.dtype, bucket_bytes: int) -> tuple[Sent, list[Arrived]]:
+def transfer(tensors: NamedTensors, wire_dtype: torch.dtype, bucket_bytes: int) -> tuple[Sent, list[ReceivedBucket]]:
     """Send from this thread, receive in another."""
     manifest = make_manifest(tensors, wire_dtype, bucket_bytes)
     with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
         receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
-        return send_weights(host, cut(manifest), tensors), receiving.result()
+        return send_weights(host, split_into_buckets(manifest), tensors), receiving.result()
 
 
-def tensors_of(arrived: list[Arrived]) -> dict[str, torch.Tensor]:
+def tensors_of(arrived: list[ReceivedBucket]) -> dict[str, torch.Tensor]:
     return {name: tensor for one in arrived for name, tensor in one.bucket.views(one.buffer)}
 
 
@@ -121,7 +121,7 @@ def test_the_gaps_between_tensors_travel_as_zeros_whatever_the_memory_held_befor
     full = [(f"full {index}", torch.full((32,), 255, dtype=torch.uint8)) for index in range(8)]
     with_gap = [(name, torch.full((5,), 7, dtype=torch.uint8)) for name in ("one", "other")]
     sent = Recorded()
-    send_weights(sent, cut(make_manifest(full + with_gap, torch.float32, 32)), full + with_gap)
+    send_weights(sent, split_into_buckets(make_manifest(full + with_gap, torch.float32, 32)), full + with_gap)
     assert sent.frames[-2].tolist() == [7] * 5 + [0] * 11 + [7] * 5
 
 
@@ -141,7 +141,7 @@ def test_a_bucket_waits_for_memory_where_the_one_before_it_is_a_tensor_larger_th
     tensors.insert(4, ("large", torch.randn(900)))
     manifest = make_manifest(tensors, torch.float32, 1024)
     with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
-        sending = thread.submit(send_weights, host, cut(manifest), tensors)
+        sending = thread.submit(send_weights, host, split_into_buckets(manifest), tensors)
         arrived = {}
         for one in receive_weights(worker, manifest, OnlyKept(manifest, CPU)):
             arrived |= {name: tensor.clone() for name, tensor in one.bucket.views(one.buffer)}
@@ -153,7 +153,7 @@ def test_a_bucket_waits_for_memory_where_the_one_before_it_is_a_tensor_larger_th
 def test_tensors_in_another_order_than_the_manifest_are_refused() -> None:
     manifest = make_manifest(some_tensors(), torch.float32, 1 << 20)
     with pair() as (host, _), pytest.raises(ValueError, match="expects embedding of shape"):
-        send_weights(host, cut(manifest), reversed(some_tensors()))
+        send_weights(host, split_into_buckets(manifest), reversed(some_tensors()))
 
 
 @pytest.mark.parametrize("broadcast_index", [0, 1, 2])
@@ -162,7 +162,7 @@ def test_a_flipped_bit_is_found_before_its_bucket_is_handed_on(broadcast_index: 
     manifest = make_manifest(tensors, torch.float32, 1 << 20)
     loaded = []
     with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
-        sending = thread.submit(send_weights, host, cut(manifest), tensors)
+        sending = thread.submit(send_weights, host, split_into_buckets(manifest), tensors)
         with pytest.raises(PushError, match=r"bucket . of 2 .*checksum"):
             for arrived in receive_weights(OneBitFlippedOnArrival(worker, broadcast_index), manifest):
                 loaded.append(arrived.bucket.index)
@@ -177,7 +177,7 @@ def push_changes(pushes: list[list[tuple[str, torch.Tensor]]]) -> tuple[list[Sen
     with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
         for tensors in pushes:
             receiving = thread.submit(lambda: [*receive_changes(worker, manifest, theirs)])
-            sent.append(send_changes(host, cut(manifest), tensors, mine))
+            sent.append(send_changes(host, split_into_buckets(manifest), tensors, mine))
             arrived.append({name: tensor.clone() for name, tensor in tensors_of(receiving.result()).items()})
     return sent, arrived
 
@@ -195,7 +195,7 @@ def test_changes_alone_give_every_version_bit_for_bit_and_far_fewer_bytes() -> N
     assert sent[2].num_bytes < 1000 and sent[2].checksum == sent[1].checksum
 
 
-def test_the_first_push_of_an_epoch_is_dense_and_the_next_is_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_push_of_a_session_is_dense_and_the_next_is_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of zeros, which a comparison with nothing would have made next to nothing of, into memory that has held other things."""
     empty = torch.empty
 
@@ -221,9 +221,11 @@ def test_changes_to_another_baseline_are_refused() -> None:
     manifest = make_manifest(first, torch.float32, 1 << 20, "delta")
     mine, theirs = Baseline(), Baseline()
     for baseline, byte in ((mine, 0), (theirs, 1)):
-        baseline.of(cut(manifest)[0])[0] = byte
+        baseline.of(split_into_buckets(manifest)[0])[0] = byte
     with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
-        sending = thread.submit(send_changes, host, cut(manifest), [("weight", torch.zeros(700, 1000))], mine)
+        sending = thread.submit(
+            send_changes, host, split_into_buckets(manifest), [("weight", torch.zeros(700, 1000))], mine
+        )
         with pytest.raises(PushError, match="checksum"):
             list(receive_changes(worker, manifest, theirs))
         sending.result(10)
@@ -237,9 +239,9 @@ def one_tensor(num_floats: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_a_worker_that_never_comes_ends_the_join_at_the_deadline() -> None:
-    meeting = Meeting(HOST, timeout_s=0.5)
+    rendezvous_host = RendezvousHost(HOST, timeout_s=0.5)
     with pytest.raises(PushError, match=r"did not form within 0\.5 s"):
-        meeting.host_collective("e1", meeting.rendezvous(1, "gloo"), CPU)
+        rendezvous_host.host_collective("e1", rendezvous_host.rendezvous(1, "gloo"), CPU)
 
 
 def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
@@ -252,11 +254,11 @@ def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
 
 
 def send_and_stop(connection, manifest: Manifest, stop_by: signal.Signals) -> None:  # type: ignore[no-untyped-def]
-    meeting = Meeting(HOST, timeout_s=5)
-    rendezvous = meeting.rendezvous(1, "gloo")
+    rendezvous_host = RendezvousHost(HOST, timeout_s=5)
+    rendezvous = rendezvous_host.rendezvous(1, "gloo")
     connection.send(rendezvous)
-    collective = meeting.host_collective("e1", rendezvous, CPU)
-    first = cut(manifest)[:1]
+    collective = rendezvous_host.host_collective("e1", rendezvous, CPU)
+    first = split_into_buckets(manifest)[:1]
     send_weights(collective, first, [(slot.spec.name, torch.ones(slot.spec.shape)) for slot in first[0].slots])
     connection.send("sent")
     os.kill(os.getpid(), stop_by)
@@ -293,8 +295,8 @@ def test_an_abort_from_another_thread_ends_a_receive_that_waits() -> None:
 def test_the_rendezvous_listens_on_the_named_address_only() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))
-    meeting = Meeting(HOST, timeout_s=5)
-    port = meeting.rendezvous(1, "gloo").port
+    rendezvous_host = RendezvousHost(HOST, timeout_s=5)
+    port = rendezvous_host.rendezvous(1, "gloo").port
     with socket.create_connection((HOST, port), timeout=5):
         pass
     with pytest.raises(ConnectionRefusedError):

@@ -1,6 +1,6 @@
 """One family: loaded, settled and passed as the learner does, against eager attention one row at a time.
 
-tiny model ─▶ checkpoint ─▶ load_policy ─▶ settle_attention ─▶ token_logprobs     ─▶ how far from the plain pass, in both dtypes
+tiny model ─▶ checkpoint ─▶ load_policy ─▶ choose_attention ─▶ token_logprobs     ─▶ how far from the plain pass, in both dtypes
 """
 
 import logging
@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from learner.forward.attention import is_packed
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Group, pack
-from learner.forward.packing_check import settle_attention
+from learner.forward.packing_check import choose_attention
 from learner.forward.probed_model import listening, loud
 from learner.policy.model import compute_in, load_policy
 from learner.run_inputs import RunInputs
@@ -122,7 +122,7 @@ def refusal_of(family: str, directory: Path) -> str | None:
 
 def load(directory: Path, loaded: torch.dtype, computed: torch.dtype) -> Any:
     policy = load_policy(directory, gradient_checkpointing=False, dtype=loaded)
-    settle_attention(policy, CPU, computed)
+    choose_attention(policy, CPU, computed)
     compute_in(computed, policy, Accelerator(cpu=True))
     return policy
 

@@ -42,7 +42,7 @@ async def judge(
     import aiohttp  # imported only for runs with a judge
 
     config, deadline = reward_config.judge, time.monotonic() + IN_TIME * timeout_s
-    asked = [
+    questions = [
         filled(config.prompt, prompt, answer_of(completion, opens_reasoning=opens_reasoning), gold)
         for prompt, completion, gold in zip(prompts, completions, answer or [None] * len(prompts), strict=True)
     ]
@@ -52,7 +52,7 @@ async def judge(
         model = config.model or await _first_model(session, config)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_verdict(session, config, model, text)) for text in asked]
+                tasks = [group.create_task(_verdict(session, config, model, text)) for text in questions]
                 _, late = await asyncio.wait(tasks, timeout=max(0.0, deadline - time.monotonic()))
                 for task in late:
                     task.cancel()

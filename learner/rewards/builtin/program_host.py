@@ -27,7 +27,8 @@ SET_MOUNT_ATTRIBUTES, READ_ONLY, AT_WORKING_DIRECTORY, AT_RECURSIVE = 442, 0x1, 
 CAPABILITIES_VERSION = 0x2008_0522
 
 SEEN = (
-    "/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/dev/null", "/dev/zero", "/dev/urandom",
+    "/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/dev/null",
+    "/dev/zero", "/dev/urandom",
     *(path(prefix) for prefix in (sys.prefix, sys.base_prefix) for path in (str, os.path.realpath)),
 )  # fmt: skip
 FOLDER = "/program"

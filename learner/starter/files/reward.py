@@ -4,6 +4,6 @@
 def places_right(completions, answer, **row):
     """Return the share of characters in the right place, counting the end as one more."""
     return [
-        sum(a == b for a, b in zip(said.ljust(len(right) + 1), f"{right} ", strict=False)) / (len(right) + 1)
-        for said, right in zip(completions, answer, strict=True)
+        sum(a == b for a, b in zip(text.ljust(len(right) + 1), f"{right} ", strict=False)) / (len(right) + 1)
+        for text, right in zip(completions, answer, strict=True)
     ]

@@ -54,7 +54,7 @@ def test_two_answers_to_one_question_are_refused(tmp_path: Path, endpoints: str,
         load_config(LearnerRun, [file(tmp_path, endpoints)], "learner train")
 
 
-def test_a_server_of_several_is_told_which_it_is(tmp_path: Path) -> None:
+def test_a_server_of_several_knows_which_it_is(tmp_path: Path) -> None:
     path = file(tmp_path, f'endpoints = ["{ONE}", "{OTHER}"]')
     assert load_config(ServerRun, [path, "--endpoint", OTHER], "inference-server").endpoint == OTHER
     with pytest.raises(ConfigError, match=f"does not identify this server; .* with --endpoint {ONE}"):

@@ -122,7 +122,7 @@ def test_a_key_that_does_nothing_is_named_and_is_as_if_it_were_not_set(
 ) -> None:
     run = load(tmp_path, merged(ALWAYS, settings))
     assert run.learner.idle_keys() == idle
-    note = run.note_on_idle_keys() or ""
+    note = run.idle_keys_note() or ""
     assert all(f"learner.{key} = " in note and f" (needs {need})" in note for key, need in idle.items()), note
     without = merged(ALWAYS, settings)
     for key in idle:
@@ -137,12 +137,12 @@ def test_a_key_that_does_nothing_is_named_and_is_as_if_it_were_not_set(
 
 def test_a_config_without_such_keys_is_in_effect_as_it_is(tmp_path: Path) -> None:
     run = load(tmp_path, merged(ALWAYS, ADAPTIVE))
-    assert run.note_on_idle_keys() is None and run.in_effect() == run
+    assert run.idle_keys_note() is None and run.in_effect() == run
 
 
 def test_the_line_names_key_value_and_need(tmp_path: Path) -> None:
     run = load(tmp_path, merged(ALWAYS, FIXED | {"loss": {"tv_low": 0.1}}))
-    assert run.note_on_idle_keys() == (
+    assert run.idle_keys_note() == (
         'these keys have no effect alongside the others: learner.loss.tv_low = 0.1 (needs objective = "dppo"); '
         "learner.reference.kind = 'fixed' (needs kl.coef above 0)"
     )

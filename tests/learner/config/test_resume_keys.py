@@ -1,7 +1,7 @@
 """Which keys a resume may change is said at the key. Who adds one decides: MayChange[...] there, or a name here."""
 
 from learner.config import LearnerRun
-from protocol.config import keys_of, may_change
+from protocol.config_keys import keys_of, may_change
 
 FIXED = {
     "": "model dtype head_dtype seed",

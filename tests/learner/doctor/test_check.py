@@ -67,7 +67,7 @@ def told(run: LearnerRun, subject: str) -> list[tuple[str, str]]:
     return [(found.verdict, found.text) for found in check(run) if found.subject == subject]
 
 
-def test_prompts_rewards_and_the_course_are_told_before_the_servers_are_asked(tmp_path: Path) -> None:
+def test_prompts_rewards_and_the_course_are_reported_before_the_servers_are_asked(tmp_path: Path) -> None:
     found = list(check(a_run(tmp_path)))
     by_subject = {one.subject: one.text for one in found}
     assert [one.verdict for one in found[:-1]] == ["ok"] * (len(found) - 1) and found[-2].subject == "server"
@@ -142,7 +142,7 @@ def test_the_command_goes_on_to_the_doctor_and_ends_with_1(tmp_path: Path) -> No
     assert {"config", "prompts", "rewards", "course", "memory", "disk"} <= {one["subject"] for one in found}
 
 
-def test_what_will_be_evaluated_is_told_or_what_keeps_it_from_being(tmp_path: Path) -> None:
+def test_what_will_be_evaluated_is_reported_or_what_keeps_it_from_being(tmp_path: Path) -> None:
     every = ("--learner.evaluation.every-steps", "4", "--learner.evaluation.num-prompts", "7")
     assert told(a_run(tmp_path), "evaluation") == []
     ((verdict, text),) = told(a_run(tmp_path, *every, "--learner.evaluation.at-start"), "evaluation")

@@ -19,8 +19,17 @@ from learner.doctor.doctor import examine, transport
 from protocol.channel.keys import make_keys, server_keys
 from protocol.channel.sockets import ServerChannel
 from protocol.config import load_config
-from protocol.doctor import Finding, of_disk, package_version
-from protocol.messages import PROTOCOL_VERSION, LearnerMessage, Probe, Refused, ServerMessage, Trial, TrialEnded, Vitals
+from protocol.doctor import Finding, disk_finding, package_version
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    LearnerMessage,
+    Probe,
+    Refused,
+    ServerInfo,
+    ServerMessage,
+    Trial,
+    TrialResult,
+)
 from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ScriptedEngine, ServerThread
 from tests.fingerprint import MODEL
@@ -91,16 +100,16 @@ def answering(answer: Callable[[LearnerMessage], ServerMessage | None]) -> Itera
 
 
 def healthy(message: LearnerMessage, **changes: object) -> ServerMessage | None:
-    """What a server says that is well and takes no trials, with changes to its vitals."""
+    """What a server says that is well and takes no trials, with changes to it."""
     match message:
         case Probe(probe_id=probe_id):
-            vitals = Vitals(
+            server_info = ServerInfo(
                 probe_id=probe_id, protocol_version=PROTOCOL_VERSION, package_version=package_version(), clock_s=time.time(),
                 run=None, model=TINY, dtype="float32", transports=["gloo"], devices=["cpu"],
             )  # fmt: skip
-            return msgspec.structs.replace(vitals, **changes)
+            return msgspec.structs.replace(server_info, **changes)
         case Trial(trial_id=trial_id):
-            return TrialEnded(trial_id=trial_id, error="cannot reach the learner's\nrendezvous\x1b[31m")
+            return TrialResult(trial_id=trial_id, error="cannot reach the learner's\nrendezvous\x1b[31m")
     return None
 
 
@@ -269,7 +278,7 @@ def test_a_server_from_before_there_were_doctors(tmp_path: Path) -> None:
         ("float16", True, "float16 at the server, float32 here"),
     ],
 )
-def test_another_dtype_is_told_and_one_without_a_bound_is_a_problem(
+def test_another_dtype_is_reported_and_one_without_a_bound_is_a_problem(
     tmp_path: Path, theirs: str, is_problem: bool, expected: str
 ) -> None:
     with answering(lambda message: healthy(message, dtype=theirs)) as endpoint:
@@ -349,12 +358,14 @@ def test_what_is_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "does not respond like an inference server; correct `endpoint`" in line
 
 
-def test_too_little_memory_and_disk_are_told_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_and_disk_are_reported_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "free_memory_bytes", lambda: 1 << 20)
     found = list(doctor.resources(run_at("tcp://127.0.0.1:1", tmp_path)))
     assert [finding.verdict for finding in found] == ["problem", "ok"]
     assert "0.0 GiB are free" in found[0].text and "learner.micro_batch_tokens" in found[0].remedy
-    full = of_disk(tmp_path / "not" / "yet", "run_dir", 1 << 60)
+    full = disk_finding(tmp_path / "not" / "yet", "run_dir", 1 << 60)
     assert full.verdict == "problem" and f"in {tmp_path}" in full.text
 
 

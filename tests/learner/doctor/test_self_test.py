@@ -117,7 +117,7 @@ def test_tokens_that_are_off_only_after_a_push_point_at_the_push(tmp_path: Path)
     )
 
 
-def test_a_server_that_ignores_the_temperature_is_told_so(tmp_path: Path) -> None:
+def test_a_server_that_ignores_the_temperature_is_reported(tmp_path: Path) -> None:
     sampling = {"group_size": 4, "max_tokens": 5, "temperature": 0.7}
     with tiny_server() as server:
         measured = self_test(make_run(tmp_path, server.endpoint, sampling=sampling))

@@ -21,7 +21,7 @@ from learner.environments.episode import EpisodeGroup
 from learner.environments.token_sequence import TokenSequence
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
-from learner.forward.packing_check import settle_attention
+from learner.forward.packing_check import choose_attention
 from learner.policy.model import load_policy
 from learner.rollouts.ledger import Ledger
 from learner.run_inputs import RunInputs
@@ -118,7 +118,7 @@ def turns_of(
 
 def policy_of_learner(path: Path) -> Any:
     policy = load_policy(path, gradient_checkpointing=False)
-    settle_attention(policy, CPU, torch.float32)
+    choose_attention(policy, CPU, torch.float32)
     return policy
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from learner.config import RewardConfig
-from learner.environments.attributes import MAX_BYTES, Remembered, attributes_of
+from learner.environments.attributes import MAX_BYTES, AttributeView, attributes_of
 from learner.environments.episode import EndState, Episode, EpisodeGroup, EpisodeStats
 from learner.environments.token_sequence import TokenSequence
 from learner.policy.model import load_tokenizer
@@ -76,7 +76,7 @@ def test_what_has_no_room_is_left_out_and_the_rest_comes() -> None:
 
 
 def test_what_does_not_come_is_an_attribute_error_that_says_why_and_nothing_can_be_changed() -> None:
-    environment = Remembered({"counter": 3, "target": 4})
+    environment = AttributeView({"counter": 3, "target": 4})
     assert environment.counter == 3
     with pytest.raises(
         AttributeError,
@@ -84,7 +84,7 @@ def test_what_does_not_come_is_an_attribute_error_that_says_why_and_nothing_can_
     ):
         environment.step(1)
     with pytest.raises(AttributeError, match=r"for this instance: none\. Keep"):
-        _ = Remembered({}).counter
+        _ = AttributeView({}).counter
     with pytest.raises(AttributeError, match="'counter' cannot be set"):
         environment.counter = 5
     assert not hasattr(environment, "client")

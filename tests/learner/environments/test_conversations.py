@@ -113,7 +113,7 @@ def test_what_reset_says_stands_at_the_end_of_the_question(keeping: ChatTemplate
 
 
 @pytest.mark.parametrize(("begun", "content"), [("Let me see: ", "Let me see: first"), ("<think>", "first")])
-def test_an_answer_that_the_prompt_has_begun_goes_on_in_the_same_message(
+def test_an_answer_that_the_prompt_has_started_goes_on_in_the_same_message(
     keeping: ChatTemplate, begun: str, content: str
 ) -> None:
     prompt = [*QUESTION, {"role": "assistant", "content": begun}]
@@ -177,7 +177,7 @@ def test_several_calls_in_a_turn_are_made_in_their_order(keeping: ChatTemplate) 
         (call("add", numbers=1), "got an unexpected keyword argument 'numbers'"),
     ],
 )
-def test_a_call_that_fails_is_told_to_the_policy_and_counted(keeping: ChatTemplate, turn: str, answer: str) -> None:
+def test_a_call_that_fails_is_reported_to_the_policy_and_counted(keeping: ChatTemplate, turn: str, answer: str) -> None:
     episode, asked = conversed(keeping, turn, "oh")
     assert answer in shown(keeping, asked[1]).rpartition("<|im_start|>tool\n")[2]
     assert (episode.course.state, episode.course.num_failed_calls, episode.reward) == ("finished", 1, 0.0)
@@ -239,7 +239,7 @@ def test_a_turn_that_the_template_cannot_show_ends_its_episode_alone() -> None:
     assert [message["tool_call_id"] for message in episode.messages if message["role"] == "tool"] == ids
 
 
-def test_a_turn_that_is_cut_off_is_told_as_text_and_nothing_in_it_is_called(keeping: ChatTemplate) -> None:
+def test_a_turn_that_is_cut_off_is_reported_as_text_and_nothing_in_it_is_called(keeping: ChatTemplate) -> None:
     def script(asked: TurnPrompt) -> Completion:
         ids = keeping.tokenizer.encode(call("add", number=2), add_special_tokens=False)
         return completion(ids, version=4, reason="length")
@@ -271,7 +271,7 @@ def test_a_tool_that_never_returns_ends_its_episode_alone(keeping: ChatTemplate)
     assert (second.course.state, second.reward) == ("finished", 0.0)
 
 
-def test_reasoning_that_the_template_has_begun_is_read_as_such(keeping: ChatTemplate) -> None:
+def test_reasoning_that_the_template_has_started_is_read_as_such(keeping: ChatTemplate) -> None:
     begun = template(KEEPING, opens_reasoning=True)
     episode, asked = conversed(begun, "two</think>" + call("add", number=2), "so</think>2")
     # The template opens the reasoning that it shows anew, so the tool's answer follows the turn as it was recorded.

@@ -22,7 +22,7 @@ from learner.environments.pool import Environments
 from learner.environments.process import EnvironmentProcess, tools_of
 from learner.sandbox.process import ProcessFailure
 from protocol.errors import ConfigError
-from protocol.signals import TO_END
+from protocol.signals import SHUTDOWN_SIGNALS
 
 ROOT = Path(__file__).parents[3]
 USER = "tests.learner.environments.user_environments"
@@ -339,7 +339,7 @@ def test_an_environment_may_live_in_an_interpreter_of_its_own_which_needs_msgspe
     process.kill()
 
 
-def test_what_an_interpreter_of_its_own_lacks_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_an_interpreter_of_its_own_lacks_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
     factory, python = f"{tmp_path}/alone.py:Alone", interpreter(tmp_path)
     with pytest.raises(ConfigError, match="ended its process with exit code 1"):
@@ -351,7 +351,7 @@ def test_what_an_interpreter_of_its_own_lacks_is_told(tmp_path: Path, capfd: pyt
         Environments(EnvironmentConfig(factory=factory, python="/no/python"), takes_text=True)
 
 
-@pytest.mark.parametrize("number", TO_END)
+@pytest.mark.parametrize("number", SHUTDOWN_SIGNALS)
 def test_signals_to_end_are_the_learners_and_an_environment_goes_on(
     treacherous: EnvironmentProcess, number: signal.Signals
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.environments.answer import Unreadable
+from learner.environments.answer import UnreadableAnswer
 from learner.environments.conversation import ChatConversation
 from learner.environments.host import StepResult
 from protocol.errors import DataError
@@ -65,12 +65,12 @@ def test_whatever_a_policy_writes_is_read_or_unreadable(name: str, num_turns: in
         if not token_ids:
             return
         talk = ChatConversation(template, QUESTION)
-        with contextlib.suppress(Unreadable):
-            calls = talk.orders(before, token_ids)
+        with contextlib.suppress(UnreadableAnswer):
+            calls = talk.commands_of(before, token_ids)
             msgspec.msgpack.encode([talk.messages, [(call.name, call.arguments) for call in calls]])
             num_read += bool(calls)
             with contextlib.suppress(DataError):  # of a template that does not take such a call: its episode ends
-                talk.hear([StepResult("2")] * len(calls))
+                talk.add_results([StepResult("2")] * len(calls))
 
     say()
     assert num_read > num_turns / 50, "hardly a turn was read as a call"

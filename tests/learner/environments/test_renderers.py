@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from learner.environments.answer import Unreadable, read_answer, renderer_of
+from learner.environments.answer import UnreadableAnswer, read_answer, renderer_of
 from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from protocol.errors import ConfigError
 from tests.learner.environments.chat_tokenizer import END, chat_tokenizer
@@ -67,13 +67,13 @@ def test_reasoning_that_the_prompt_has_opened_is_no_content() -> None:
     assert (message["reasoning_content"].strip(), message["content"].strip()) == ("two", "first")
 
 
-def test_a_call_of_what_is_not_there_is_a_call_whose_caller_is_told() -> None:
+def test_a_call_of_what_is_not_there_is_a_call_whose_caller_gets_an_error() -> None:
     message = read(of_family("glm-4.5"), SAID["glm-4.5"].replace("add", "subtract"))
     assert message["tool_calls"][0]["function"] == {"name": "subtract", "arguments": {"number": 2}}
 
 
 def test_a_call_that_cannot_be_made_out_is_unreadable() -> None:
-    with pytest.raises(Unreadable, match=r"is not a valid call \(invalid_json\)"):
+    with pytest.raises(UnreadableAnswer, match=r"is not a valid call \(invalid_json\)"):
         read(of_family("qwen3"), '<tool_call>\n{"name": "add", "arguments"\n</tool_call>' + END)
 
 

@@ -80,7 +80,7 @@ def test_a_format_that_the_tokenizer_says_counts() -> None:
     check_calls(spoken)
 
 
-def test_a_template_that_shows_no_calls_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_shows_no_calls_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     check_calls(writing(""))
     assert "does not render calls: one of add is '<|im_end|>'" in caplog.text
 
@@ -101,7 +101,7 @@ def test_arguments_that_templates_write_in_their_own_way_say_nothing(schema: dic
     check_calls(msgspec.structs.replace(spoken, tools=tools))
 
 
-def test_who_lacks_the_package_of_formats_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_of_formats_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "renderers", None)
     with pytest.raises(ConfigError, match=r"the package renderers has more formats: .*pip install .*\[renderers\]"):
         check_calls(writing(LLAMA_CALL, "llama-3"))

@@ -118,10 +118,10 @@ def _called(family: Family, template: ChatTemplate, num_calls: int, reasoning: s
     talk, recorded, ways = ChatConversation(template, QUESTION), template.prompt_ids(QUESTION), []
     for _ in range(2):
         turn = encoded(template, family.says(calls=[ADD] * num_calls, reasoning=reasoning))
-        calls = talk.orders(recorded, turn)
+        calls = talk.commands_of(recorded, turn)
         assert [(call.name, call.arguments) for call in calls] == [ADD] * num_calls
         try:
-            heard = talk.hear([StepResult("2")] * num_calls)
+            heard = talk.add_results([StepResult("2")] * num_calls)
         except DataError:
             return REFUSED
         ways.append(way_of(template, heard, [*recorded, *turn], [*QUESTION, *talk.messages]))
@@ -201,8 +201,8 @@ def test_what_was_said_stays_as_it_was_sampled_unless_the_template_shows_more_th
     template = chat_of(name, TOOLS)
     talk, before = ChatConversation(template, QUESTION), template.prompt_ids(QUESTION)
     turn = encoded(template, f"<tool_call>{written}</tool_call><|im_end|>")
-    talk.orders(before, turn)
-    heard = talk.hear([StepResult("2")])
+    talk.commands_of(before, turn)
+    heard = talk.add_results([StepResult("2")])
     shown = rendered(template, [*QUESTION, *talk.messages])
     assert heard.begins_branch == begins_branch
     if begins_branch:

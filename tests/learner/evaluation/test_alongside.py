@@ -13,7 +13,7 @@ import pytest
 from learner.config import LearnerRun
 from learner.evaluation import results
 from learner.evaluation.background import Evaluations, PartialHeader, PartialResults
-from learner.evaluation.openai_client import Answered
+from learner.evaluation.openai_client import PromptAnswers
 from learner.evaluation.results import FILE, Evaluation, earlier
 from learner.report.summary import read_metrics
 from learner.rewards.workers import RewardWorkers
@@ -130,7 +130,7 @@ def test_a_step_is_judged_or_awaited_at_every_moment(
 ) -> None:
     began: list[Evaluations] = []
     scores: list[dict[int, float | None]] = []
-    start, note = Evaluations.start, results.note
+    start, note = Evaluations.start, results.record_evaluation
 
     def watched(self: Evaluations, workers: RewardWorkers) -> None:
         began.append(self)
@@ -141,13 +141,13 @@ def test_a_step_is_judged_or_awaited_at_every_moment(
         return note(path, made)
 
     monkeypatch.setattr(Evaluations, "start", watched)
-    monkeypatch.setattr(results, "note", asked_meanwhile)
+    monkeypatch.setattr(results, "record_evaluation", asked_meanwhile)
     train(evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin_policy": True}), resume=False)
     assert [known[step] for known, step in zip(scores, (3, 6), strict=True)] == [None, None]
     assert None not in began[0].scores().values() and set(began[0].scores()) == {3, 6}
 
 
-def test_what_is_due_while_another_is_under_way_is_left_out_and_told(
+def test_what_is_due_while_another_is_under_way_is_left_out_and_reported(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     openai.delay_s = 1.0
@@ -159,7 +159,7 @@ def test_what_is_due_while_another_is_under_way_is_left_out_and_told(
     assert "skipping the evaluation after step 2 (that of step 1 still running)" in caplog.text
 
 
-def test_an_evaluation_that_fails_is_told_and_training_goes_on(
+def test_an_evaluation_that_fails_is_reported_and_training_goes_on(
     tmp_path: Path, server: ServerThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"http://127.0.0.1:{free_port()}/v1"
@@ -211,7 +211,7 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_that_is_finished(
     noted.write_text(first + second)
     under_way.begin(PartialHeader(STEPS, json.loads(last)["asked"]))
     for place in (1, 4, 6):
-        under_way.add(place, Answered([""], [[0]], 1, [True], (STEPS, STEPS)))
+        under_way.add(place, PromptAnswers([""], [[0]], 1, [True], (STEPS, STEPS)))
     under_way.close()
     openai.requests.clear()
     train(run, resume=True)
@@ -297,7 +297,7 @@ def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(
     run = evaluating(tmp_path, server, openai.url, {"pin_policy": True}, checkpoint={"every_steps": 3})
     train(run, resume=False)
     noted = Path(run.run_dir) / FILE
-    by_hand = results.note(noted, msgspec.structs.replace(made_by(run)[0], step=None))
+    by_hand = results.record_evaluation(noted, msgspec.structs.replace(made_by(run)[0], step=None))
     remove_checkpoint(complete_checkpoints(RunDir.checkpoints_of(run.run_dir))[-1])
     train(run, resume=True)
     again = made_by(run)

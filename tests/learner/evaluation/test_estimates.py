@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from learner.evaluation.results import Estimate, estimate, of_majority, of_means, pass_at, t_quantile, wilson
+from learner.evaluation.results import Estimate, estimate, majority_values, mean_estimate, pass_at, t_quantile, wilson
 
 NUM_EVALUATIONS = 2000
 
@@ -25,7 +25,7 @@ def test_a_paired_difference_has_the_interval_of_students_own_example() -> None:
     """The sleep of ten patients under two drugs (Student, 1908), as R's t.test(paired = TRUE) gives it."""
     first = np.array([0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0])
     second = np.array([1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4])
-    found = of_means(second - first)
+    found = mean_estimate(second - first)
     assert found.mean == pytest.approx(1.58)
     assert (found.low, found.high) == (pytest.approx(0.7001142, abs=1e-4), pytest.approx(2.4598858, abs=1e-4))
 
@@ -48,7 +48,7 @@ def test_means_that_happen_to_be_0_or_1_are_no_shares_where_rewards_are_not() ->
     balanced = np.tile([-1.0, 1.0], (20, 1))
     assert estimate(balanced) == Estimate(0.0), "Wilson's interval would be [0, 0.161]"
     varied = np.array([[1.0, 1.0]] * 10 + [[-1.0, 1.0]] * 9 + [[0.5, 1.5]])
-    assert estimate(varied) == of_means(varied.mean(axis=1))
+    assert estimate(varied) == mean_estimate(varied.mean(axis=1))
     assert estimate(np.ones((20, 2))) == wilson(20, 20)
 
 
@@ -57,7 +57,7 @@ def test_intervals_over_problems_cover_where_those_over_samples_do_not() -> None
     shares = generator.beta(0.5, 0.5, (NUM_EVALUATIONS, 100))  # most problems are nearly always solved, or nearly never
     draws = (generator.random((NUM_EVALUATIONS, 100, 4)) < shares[:, :, None]).astype(float)
     assert 0.93 <= covered([estimate(draw) for draw in draws], 0.5) <= 0.97
-    assert covered([of_means(draw.ravel()) for draw in draws], 0.5) < 0.85, "samples of one problem are alike"
+    assert covered([mean_estimate(draw.ravel()) for draw in draws], 0.5) < 0.85, "samples of one problem are alike"
 
 
 def covered(found: list[Estimate | None], truth: float) -> float:
@@ -79,7 +79,7 @@ def test_a_sample_that_was_not_scored_costs_pass_at_k_itself_alone() -> None:
 
 
 def test_differences_that_are_all_the_same_have_no_interval() -> None:
-    assert of_means(np.zeros(50)) == Estimate(0.0) and str(of_means(np.zeros(50))) == "0"
+    assert mean_estimate(np.zeros(50)) == Estimate(0.0) and str(mean_estimate(np.zeros(50))) == "0"
 
 
 def test_what_was_not_scored_counts_for_nothing() -> None:
@@ -97,9 +97,9 @@ def test_samples_that_never_differ_do_not_claim_certainty() -> None:
 
 def test_the_majority_is_the_answer_given_most_often_and_of_several_the_first() -> None:
     texts = [["7", " 8", "8 "], ["1", "2", "3"]]
-    assert of_majority(texts, np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).tolist() == [1.0, 1.0]
+    assert majority_values(texts, np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).tolist() == [1.0, 1.0]
     texts = [
         ["<think>first</think>so \\boxed{8}", "I guess \\boxed{7}.", "it must be \\boxed{8}"],
         ["one way: 3", "The answer is 4.", "#### 4"],
     ]
-    assert of_majority(texts, np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])).tolist() == [1.0, 1.0]
+    assert majority_values(texts, np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])).tolist() == [1.0, 1.0]

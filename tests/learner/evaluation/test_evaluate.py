@@ -99,7 +99,7 @@ def test_an_evaluation_is_compared_prompt_by_prompt_with_the_one_before_that_ask
     assert "difference to policy versions 3 to 4: 0.2  [-" in told and "by policy versions 7 to 8" in told
 
 
-def test_of_several_samples_pass_at_k_and_the_majority_are_told(tmp_path: Path, server: OpenAIServer) -> None:
+def test_of_several_samples_pass_at_k_and_the_majority_are_reported(tmp_path: Path, server: OpenAIServer) -> None:
     server.answer = lambda prompt, count: (
         [prompt[:-1]] + ["9"] * (count - 1) if prompt[1] < "5" else [prompt[:-1]] * count
     )
@@ -112,7 +112,7 @@ def test_of_several_samples_pass_at_k_and_the_majority_are_told(tmp_path: Path, 
     assert len({asked["seed"] for asked in server.requests}) == 10
 
 
-def test_a_server_that_is_gone_is_waited_for_and_that_is_told_once(
+def test_a_server_that_is_gone_is_waited_for_and_that_is_reported_once(
     tmp_path: Path, server: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.failures = [503, 502, 500]

@@ -40,13 +40,13 @@ def test_each_pinned_game_is_played_as_the_weights_of_its_step_play_it(
         )
         train(run, resume=False)
     run_inputs = RunInputs(run)
-    (questions,) = sets_of(run_inputs)
+    (eval_set,) = sets_of(run_inputs)
     policy, made = policy_in_float64(run_inputs.model_path), earlier(Path(run.run_dir) / FILE)
     assert [one.step for one in made] == [0, 4, 8, 12] and all(one.versions == (one.step, one.step) for one in made)
     games = []
     for one in made:
         load(policy, weights[one.step])
-        played = [game(policy, run_inputs, prompt.token_ids, prompt.columns["secret"]) for prompt in questions.prompts]
+        played = [game(policy, run_inputs, prompt.token_ids, prompt.columns["secret"]) for prompt in eval_set.prompts]
         assert one.rewards_P == [float(is_won) for is_won, _ in played]
         assert one.turns_mean == sum(turns for _, turns in played) / NUM_PROMPTS
         games.append(played)

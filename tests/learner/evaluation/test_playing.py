@@ -70,7 +70,7 @@ def test_who_bisects_guesses_every_secret_by_an_environment_and_as_an_agent(
     assert f"episodes ended: {NUM_PROMPTS} finished" in as_text(made)
 
 
-def test_a_policy_that_never_learns_from_what_it_is_told_is_right_by_chance_and_ends_at_the_most_turns(
+def test_a_policy_that_never_learns_from_feedback_is_right_by_chance_and_ends_at_the_most_turns(
     tmp_path: Path, server: OpenAIServer
 ) -> None:
     server.answer = lambda prompt, count: ["4"] * count

@@ -32,7 +32,7 @@ FEW, MANY = 3, 5
 SETS = {"few": {"num_prompts": FEW}, "many": {"num_prompts": MANY, "num_samples": 2, "temperature": 1.0}}
 
 
-def test_each_set_is_asked_noted_and_told_under_its_name(
+def test_each_set_is_asked_noted_and_reported_under_its_name(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer
 ) -> None:
     run = evaluating(tmp_path, server, openai.url, {"sets": SETS, "pin_policy": True, "every_steps": 3})
@@ -154,7 +154,7 @@ def test_a_set_that_cannot_be_is_named(tmp_path: Path, evaluation: dict[str, Any
         ("luck", r'best_by = "luck" is not a known ranking; use "training_reward", "evaluation"'),
     ],
 )
-def test_the_best_are_told_by_a_set_that_there_is(tmp_path: Path, best_by: str, told: str) -> None:
+def test_the_best_are_judged_by_a_set_that_there_is(tmp_path: Path, best_by: str, told: str) -> None:
     with pytest.raises((ConfigError, msgspec.ValidationError), match=told):
         make_run(
             tmp_path,

@@ -11,10 +11,10 @@ import transformers
 
 from learner.config.policy import LoraConfig
 from learner.forward import attention
-from learner.forward.attention import Unpackable, is_packed
+from learner.forward.attention import PackingError, is_packed
 from learner.forward.logprobs import logit_map_of, token_logprobs
 from learner.forward.pack import pack
-from learner.forward.packing_check import settle_attention
+from learner.forward.packing_check import choose_attention
 from learner.forward.tree_attention import TreePart, TreePlan
 from learner.policy.lora import add_adapter
 from learner.policy.model import load_policy
@@ -84,7 +84,7 @@ def assert_same(model: Any, *, checkpointing: bool = False) -> None:
     right_logprobs_M, right_entropy_M = torch.cat(logprobs), torch.cat(entropies)
     right = gradients(model, loss_of(right_logprobs_M, right_entropy_M))
     model.set_attn_implementation(loaded_with)
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     if checkpointing:
         model.gradient_checkpointing_enable()
     logprobs_BT, entropy_BT = token_logprobs(model, batch, TEMPERATURE, entropy="gradient")
@@ -180,14 +180,14 @@ def test_a_packed_pass_that_would_mix_sequences_is_found_before_the_first_step(
     monkeypatch.setattr(attention, "plan_of", everything_before)
     model = tiny("Qwen2Config", {})
     with caplog.at_level(logging.WARNING):
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
 
 
 def test_a_packed_model_that_is_called_without_a_pack_says_what_to_do() -> None:
     model = tiny("Qwen2Config", {})
-    settle_attention(model, CPU, torch.float32)
-    with pytest.raises(Unpackable, match="called without a pack; compute its logprobs with token_logprobs"):
+    choose_attention(model, CPU, torch.float32)
+    with pytest.raises(PackingError, match="called without a pack; compute its logprobs with token_logprobs"):
         model(torch.tensor([[1, 2]]))
 
 

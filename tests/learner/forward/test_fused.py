@@ -15,7 +15,7 @@ from learner.config.policy import LoraConfig
 from learner.forward.compile import ROTARY, fuse
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
-from learner.forward.packing_check import settle_attention
+from learner.forward.packing_check import choose_attention
 from learner.policy.lora import add_adapter
 from learner.policy.model import compute_in
 from tests.learner.forward.test_families import CPU, TEMPERATURE, gradients, loss_of, make_groups, tiny
@@ -36,7 +36,7 @@ def tiny_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         model = tiny(name, keys or {})
         home = sys.modules[type(model).__module__]
         monkeypatch.setattr(home, ROTARY, getattr(home, ROTARY))
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
         return model
 
     return make

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.forward import lm_head
-from learner.forward.lm_head import HeadLogprobs, Reading
+from learner.forward.lm_head import HeadLogprobs, LogprobSettings
 from learner.forward.tile import LogitMap
 
 MAPS = {"none": LogitMap(), "scaled": LogitMap(scale=0.25), "soft cap": LogitMap(scale=1.5, cap=3.0)}
@@ -23,11 +23,11 @@ def inputs(num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float64) -
     return [*leaves, targets]
 
 
-def whole(hidden_ME, weight_VE, bias_V, targets_M, reading: Reading) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_MV = reading.logit_map.scale * (hidden_ME @ weight_VE.T + (0 if bias_V is None else bias_V))
-    if reading.logit_map.cap is not None:
-        logits_MV = reading.logit_map.cap * torch.tanh(logits_MV / reading.logit_map.cap)
-    logprobs_MV = (logits_MV / reading.temperature).log_softmax(-1)
+def whole(hidden_ME, weight_VE, bias_V, targets_M, settings: LogprobSettings) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_MV = settings.logit_map.scale * (hidden_ME @ weight_VE.T + (0 if bias_V is None else bias_V))
+    if settings.logit_map.cap is not None:
+        logits_MV = settings.logit_map.cap * torch.tanh(logits_MV / settings.logit_map.cap)
+    logprobs_MV = (logits_MV / settings.temperature).log_softmax(-1)
     return logprobs_MV.gather(1, targets_M[:, None])[:, 0], -(logprobs_MV.exp() * logprobs_MV).sum(-1)
 
 
@@ -36,13 +36,15 @@ def test_a_head_in_float32_does_not_round_the_logits_of_a_model_in_bfloat16(has_
     hidden, weight, bias, targets = inputs(200, 9000, torch.bfloat16)
     bias = bias if has_bias else None
     exact, _ = whole(
-        *(x if x is None else x.double() for x in (hidden, weight, bias)), targets, Reading(LogitMap(), 1.0, "none")
+        *(x if x is None else x.double() for x in (hidden, weight, bias)),
+        targets,
+        LogprobSettings(LogitMap(), 1.0, "none"),
     )
     errors, gradients = [], []
     leaves = [x for x in (hidden, weight, bias) if x is not None]
     for in_float32 in (True, False):
         found, _ = HeadLogprobs.apply(
-            hidden, weight, bias, targets, Reading(LogitMap(), 1.0, "none", in_float32=in_float32)
+            hidden, weight, bias, targets, LogprobSettings(LogitMap(), 1.0, "none", in_float32=in_float32)
         )
         errors.append(float((found - exact).detach().abs().mean()))
         gradients.append(torch.autograd.grad(found.sum(), leaves))
@@ -61,9 +63,9 @@ def test_tiles_add_up_to_the_whole(
 ) -> None:
     monkeypatch.setitem(lm_head.TILE_LOGITS, "cpu", 5 * min(vocab_size, lm_head.TILE_COLUMNS))  # five rows a tile
     hidden, weight, bias, targets = inputs(13, vocab_size)
-    reading = Reading(logit_map, 0.7, entropy)
-    found, found_entropy = HeadLogprobs.apply(hidden, weight, bias, targets, reading)
-    right, right_entropy = whole(hidden, weight, bias, targets, reading)
+    settings = LogprobSettings(logit_map, 0.7, entropy)
+    found, found_entropy = HeadLogprobs.apply(hidden, weight, bias, targets, settings)
+    right, right_entropy = whole(hidden, weight, bias, targets, settings)
     torch.testing.assert_close(found, right, atol=1e-12, rtol=1e-12)
     use = torch.linspace(-1, 1, 13, dtype=torch.float64)
     loss, right_loss = (use * found.exp()).sum(), (use * right.exp()).sum()
@@ -82,7 +84,7 @@ def test_tiles_add_up_to_the_whole(
 
 def test_what_needs_no_gradient_gets_none() -> None:
     hidden, weight, _, targets = inputs(3, 20, torch.float32)
-    logprobs, _ = HeadLogprobs.apply(hidden, weight.detach(), None, targets, Reading(LogitMap(), 1.0, "none"))
+    logprobs, _ = HeadLogprobs.apply(hidden, weight.detach(), None, targets, LogprobSettings(LogitMap(), 1.0, "none"))
     logprobs.sum().backward()
     assert hidden.grad is not None and weight.grad is None
 
@@ -90,7 +92,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
 def test_logits_far_apart_stay_finite() -> None:
     hidden, weight, _, targets = inputs(3, 20_000, torch.float32)
     logprobs, entropy = HeadLogprobs.apply(
-        1e4 * hidden.detach(), weight, None, targets, Reading(LogitMap(), 1.0, "gradient")
+        1e4 * hidden.detach(), weight, None, targets, LogprobSettings(LogitMap(), 1.0, "gradient")
     )
     (logprobs.sum() + entropy.sum()).backward()
     assert torch.isfinite(logprobs).all() and torch.isfinite(entropy).all() and torch.isfinite(weight.grad).all()
@@ -99,9 +101,9 @@ def test_logits_far_apart_stay_finite() -> None:
 def test_products_in_bfloat16_are_added_up_in_float32() -> None:
     """As many tiles as there are: the gradient of a weight is off by one rounding, not by one for each tile."""
     hidden, weight, _, targets = inputs(4096, 9000, torch.bfloat16)
-    reading = Reading(LogitMap(), 1.0, "none")
-    HeadLogprobs.apply(hidden, weight, None, targets, reading)[0].sum().backward()
-    right = torch.autograd.grad(whole(hidden.double(), weight.double(), None, targets, reading)[0].sum(), weight)[0]
+    settings = LogprobSettings(LogitMap(), 1.0, "none")
+    HeadLogprobs.apply(hidden, weight, None, targets, settings)[0].sum().backward()
+    right = torch.autograd.grad(whole(hidden.double(), weight.double(), None, targets, settings)[0].sum(), weight)[0]
     error = (weight.grad.double() - right.double()).norm() / right.double().norm()
     assert error < 0.01 and math.isfinite(error)
 
@@ -122,9 +124,11 @@ class LargestTensor(TorchDispatchMode):
 def test_no_tensor_of_rows_times_vocabulary_is_ever_made() -> None:
     hidden, weight, _, targets = inputs(2000, 20_000, torch.float32)
     with LargestTensor() as largest:
-        logprobs, entropy = HeadLogprobs.apply(hidden, weight, None, targets, Reading(LogitMap(), 0.7, "gradient"))
+        logprobs, entropy = HeadLogprobs.apply(
+            hidden, weight, None, targets, LogprobSettings(LogitMap(), 0.7, "gradient")
+        )
         (logprobs.sum() + entropy.sum()).backward()
     assert largest.num_elements <= lm_head.TILE_LOGITS["cpu"] < 2000 * 20_000 / 8
     with LargestTensor() as largest:
-        whole(hidden, weight, None, targets, Reading(LogitMap(), 0.7, "gradient"))
+        whole(hidden, weight, None, targets, LogprobSettings(LogitMap(), 0.7, "gradient"))
     assert largest.num_elements == 2000 * 20_000, "it would be seen"

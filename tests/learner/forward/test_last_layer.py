@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from learner.forward.attention import Unpackable
+from learner.forward.attention import PackingError
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack, pack
-from learner.forward.packing_check import settle_attention
+from learner.forward.packing_check import choose_attention
 from tests.learner.forward.test_families import CPU, tiny
 
 LAST_ROW, COMPLETIONS = 1, 4 + 6
@@ -22,7 +22,7 @@ def a_group(num_prompt_tokens: int) -> Pack:
 
 def a_model() -> Any:
     model = tiny("Qwen2Config", {})
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     return model
 
 
@@ -67,9 +67,9 @@ def test_after_a_pass_that_broke_off_the_model_is_as_it_was(monkeypatch: pytest.
     model = a_model()
 
     def broken(*_: object) -> torch.Tensor:
-        raise Unpackable("no down projection today")
+        raise PackingError("no down projection today")
 
     monkeypatch.setattr(model.model.layers[-1].mlp.down_proj, "forward", broken)
-    with pytest.raises(Unpackable, match="today"):
+    with pytest.raises(PackingError, match="today"):
         token_logprobs(model, a_group(40), 1.0)
     assert all(module._compiled_call_impl is None for module in model.modules())

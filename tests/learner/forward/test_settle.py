@@ -19,7 +19,7 @@ from learner.forward import probed_model
 from learner.forward.attention import is_packed, key_layout
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
-from learner.forward.packing_check import TIMES_ROUNDING, TOLERANCE, settle_attention
+from learner.forward.packing_check import TIMES_ROUNDING, TOLERANCE, choose_attention
 from learner.forward.probe import eager_logprobs, probe_of
 from learner.forward.probed_model import PROBE_WINDOW, computing_in, few_layers, listening, loud, short_windows
 from learner.forward.tree_attention import plan_of
@@ -45,7 +45,7 @@ def test_a_hybrid_whose_state_would_go_on_into_the_next_sequence_is_padded(
     dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = falcon_h1(dtype)
-    settle_attention(model, CPU, dtype)
+    choose_attention(model, CPU, dtype)
     assert not is_packed(model) and "layers of the kind Conv1d, which carry state" in caplog.text
 
 
@@ -55,7 +55,7 @@ def test_a_state_that_no_name_tells_of_is_found_by_its_gradient(
 ) -> None:
     monkeypatch.setattr("learner.forward.packing_check._state_problem", lambda model: None)
     model = falcon_h1(dtype)
-    settle_attention(model, CPU, dtype)
+    choose_attention(model, CPU, dtype)
     assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
 
 
@@ -78,13 +78,13 @@ def three_before(hidden_BSE: torch.Tensor) -> torch.Tensor:
 def test_a_leak_far_below_rounding_is_found(layer: int, caplog: pytest.LogCaptureFixture) -> None:
     """From three tokens before, as a convolution has it: padded rows have nothing there that is not their own."""
     model = leaking(three_before, layer=layer)
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
 
 
 def test_a_leak_in_the_dtype_of_the_run_alone_is_found(caplog: pytest.LogCaptureFixture) -> None:
     model = leaking(lambda hidden_BSE: three_before(hidden_BSE) * (hidden_BSE.dtype == torch.bfloat16))
-    settle_attention(model, CPU, torch.bfloat16)
+    choose_attention(model, CPU, torch.bfloat16)
     assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
 
 
@@ -103,7 +103,7 @@ def test_a_leak_without_a_gradient_is_found(
     from_where: Callable[[torch.Tensor], torch.Tensor], amount: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = leaking(from_where, amount=amount)
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "depend on other sequences of the pass, by" in caplog.text
 
 
@@ -116,53 +116,53 @@ def largest_half(hidden_BSE: torch.Tensor) -> torch.Tensor:
 def test_a_model_that_chooses_tokens_among_later_ones_is_refused() -> None:
     model = leaking(largest_half, amount=1e-2)
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM cannot be trained: its logprobs depend on"):
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
 
 
 def test_a_model_that_reads_later_tokens_is_refused() -> None:
     model = leaking(lambda hidden_BSE: hidden_BSE.roll(-1, dims=1))
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM cannot be trained: its logprobs depend on later tokens"):
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
 
 
 def test_a_model_whose_gradient_is_no_number_is_refused() -> None:
     model = leaking(lambda hidden_BSE: (0 * hidden_BSE).abs().sqrt())
     with pytest.raises(ConfigError, match="the gradient of its logprobs is NaN or inf"):
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
 
 
 def test_a_model_that_embeds_more_than_its_rows_is_refused() -> None:
     model = leaking(lambda hidden_BSE: model.get_input_embeddings()(torch.arange(1, 8)).mean(0) + 0 * hidden_BSE)
     with pytest.raises(ConfigError, match="it embeds tokens other than those of its rows"):
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
 
 
-def test_an_encoder_that_was_never_told_to_decode_is_refused() -> None:
+def test_an_encoder_that_was_never_made_to_decode_is_refused() -> None:
     config = transformers.BertConfig(**LM, is_decoder=False)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ConfigError, match="BertLMHeadModel cannot be trained: its logprobs depend on later tokens"):
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
 
 
 def test_a_model_that_computes_at_random_is_refused() -> None:
     model = tiny("Qwen2Config", {})
     model.model.layers[0].register_forward_hook(lambda _layer, _inputs, out: out + 0.1 * torch.randn_like(out))
     with pytest.raises(ConfigError, match=r"the logprobs of Qwen2ForCausalLM in training differ by 0\.\d+ nats"):
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
 
 
 def test_a_model_that_is_dropped_from_only_in_training_is_refused() -> None:
     model = tiny("Qwen2Config", {})
     model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.1))
     with pytest.raises(ConfigError, match="It has dropout, jitter, another routing for training"):
-        settle_attention(model.train(), CPU, torch.float32)
+        choose_attention(model.train(), CPU, torch.float32)
 
 
 def test_a_model_that_computes_otherwise_in_training_is_refused_though_nothing_in_it_is_random() -> None:
     model = tiny("Qwen2Config", {})
     model.model.layers[0].mlp.register_forward_hook(lambda mlp, _inputs, out: out * 1.5 if mlp.training else out)
     with pytest.raises(ConfigError, match=r"the logprobs of Qwen2ForCausalLM in training differ by 0\.\d+ nats"):
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
 
 
 # What the family's attention asks of every implementation.
@@ -174,7 +174,7 @@ def test_a_soft_cap_that_neither_packing_nor_sdpa_knows_is_left_to_eager_attenti
     family: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny(family, {"query_pre_attn_scalar": 32})
-    settle_attention(model, CPU, dtype)
+    choose_attention(model, CPU, dtype)
     assert model.config._attn_implementation == "eager"
     assert "with sdpa attention where its attention scores are large its logprobs differ by" in caplog.text
     assert len(caplog.records) == 1
@@ -187,7 +187,7 @@ def test_a_policy_with_a_soft_cap_has_the_logprobs_of_eager_attention_where_the_
         plain(model, groups)
     with torch.no_grad(), loud(largest):
         right_M = torch.cat(plain(model, groups)[0])
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     batch = pack(groups, CPU)
     with torch.no_grad(), loud(largest):
         found_M = token_logprobs(model, batch, 0.7)[0][batch.is_token_BT]
@@ -199,7 +199,7 @@ def test_an_attention_that_the_config_names_is_refused_where_it_is_wrong(tmp_pat
     policy = load_policy(tmp_path, gradient_checkpointing=False, attn_implementation="sdpa")
     expected = r'attn_implementation = "sdpa" is wrong for Gemma2ForCausalLM: its logprobs differ .* Set it to "packed" or "eager"'
     with pytest.raises(ConfigError, match=expected):
-        settle_attention(policy, CPU, torch.float32, "sdpa")
+        choose_attention(policy, CPU, torch.float32, "sdpa")
 
 
 @pytest.mark.parametrize(("family", "wanted"), [("gemma2", "eager"), ("qwen2", "sdpa")])
@@ -208,7 +208,7 @@ def test_an_attention_that_the_config_names_is_taken_where_it_is_right(
 ) -> None:
     save_model(family, tmp_path)
     policy = load_policy(tmp_path, gradient_checkpointing=False, attn_implementation=wanted)
-    settle_attention(policy, CPU, torch.float32, wanted)
+    choose_attention(policy, CPU, torch.float32, wanted)
     assert policy.config._attn_implementation == wanted and not caplog.records
 
 
@@ -221,13 +221,13 @@ def test_an_attention_of_other_devices_is_held_to_a_soft_cap_too(monkeypatch: py
         ConfigError,
         match=r'"other" is wrong for .*: where its attention scores are large in torch.float32 on cpu its logprobs are off by 0\.\d+, those',
     ):
-        settle_attention(model, CPU, torch.float32, "other")
+        choose_attention(model, CPU, torch.float32, "other")
 
 
 def test_a_model_that_takes_no_attention_but_its_own_is_padded(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny("Qwen2Config", {})
     model.set_attn_implementation = lambda _name: None
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "transformers supports only its own attention" in caplog.text
 
 
@@ -236,7 +236,7 @@ def test_a_window_that_packing_would_forget_is_found_though_it_is_longer_than_th
 ) -> None:
     monkeypatch.setattr(attention_module, "plan_of", lambda batch, window, **how: plan_of(batch, None, **how))
     model = tiny("MistralConfig", {"sliding_window": 4096})
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "its logprobs differ by" in caplog.text
 
 
@@ -253,7 +253,7 @@ def test_a_sink_that_packing_would_forget_is_found(
     attention = attention_module.TreeAttention
     monkeypatch.setattr(attention_module, "TreeAttention", WithoutSinks)
     model = tiny("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64})
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "its logprobs differ by" in caplog.text
 
 
@@ -269,7 +269,7 @@ def test_an_attention_that_is_wrong_where_scores_are_small_alone_is_found(
     attention = attention_module.TreeAttention
     monkeypatch.setattr(attention_module, "TreeAttention", Quiet)
     model = tiny("Qwen2Config", {})
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     assert not is_packed(model) and " (its logprobs differ by" in caplog.text
 
 
@@ -288,7 +288,7 @@ def test_an_attention_that_is_wrong_in_the_dtype_of_the_run_alone_is_found(
     attention = attention_module.TreeAttention
     monkeypatch.setattr(attention_module, "TreeAttention", Narrow)
     model = tiny("Qwen2Config", {})
-    settle_attention(model, CPU, torch.bfloat16)
+    choose_attention(model, CPU, torch.bfloat16)
     assert not is_packed(model) and "in torch.bfloat16 on cpu its logprobs are off by" in caplog.text
 
 
@@ -320,13 +320,13 @@ def test_sinks_that_the_kernel_for_gpus_does_not_know_are_padded_there(
     family: str, with_a_gpu: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model(tiny_config(family)).eval()
-    settle_attention(model, GPU, torch.bfloat16)
+    choose_attention(model, GPU, torch.bfloat16)
     assert not is_packed(model) and "has attention sinks, which the kernel for cpu does not support" in caplog.text
 
 
 def test_windows_that_the_kernel_for_gpus_knows_are_packed_there(with_a_gpu: None) -> None:
     model = tiny("MistralConfig", {"sliding_window": 64})
-    settle_attention(model, GPU, torch.bfloat16)
+    choose_attention(model, GPU, torch.bfloat16)
     assert is_packed(model)
 
 
@@ -340,7 +340,7 @@ def test_a_kernel_that_is_wrong_on_gpus_alone_is_padded_there(
 
     monkeypatch.setattr(attention_module, "varlen_attention", forgetful)
     model = tiny("MistralConfig", {"sliding_window": 64})
-    settle_attention(model, GPU, dtype)
+    choose_attention(model, GPU, dtype)
     assert not is_packed(model) and "its logprobs are off by" in caplog.text
 
 
@@ -355,7 +355,7 @@ def test_too_little_memory_decides_nothing(error: Exception, is_hit: Callable[[A
 
     model.model.register_forward_pre_hook(run_out)
     with pytest.raises(ConfigError, match=rf"out of memory while comparing the model's passes .*{error}"):
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
 
 
 def chaotic(model: Any, amount: float) -> Any:
@@ -368,7 +368,7 @@ def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogC
     model, groups = chaotic(tiny("Qwen2Config", {}), 0.01), make_groups()
     with torch.no_grad():
         right_M = torch.cat(plain(model, groups)[0])
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     batch = pack(groups, CPU)
     with torch.no_grad():
         found_M = token_logprobs(model, batch, 0.7)[0][batch.is_token_BT]
@@ -381,7 +381,7 @@ def test_where_rounding_would_hide_a_missing_soft_cap_eager_attention_is_taken(
     amount: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = chaotic(tiny("Gemma2Config", {"query_pre_attn_scalar": 32}), amount)
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     assert model.config._attn_implementation == "eager"
     assert "with sdpa attention rounding alone changes its logprobs by" in caplog.text
 
@@ -401,7 +401,7 @@ def test_probing_leaves_a_model_and_the_random_numbers_as_they_were(dtype: torch
     tensors = [(tensor, tensor.dtype, tensor.clone()) for tensor in (*model.parameters(), *model.buffers())]
     config, is_training = model.config.to_dict(), [module.training for module in model.modules()]
     windows, random = [layer.self_attn.sliding_window for layer in model.model.layers], torch.get_rng_state()
-    settle_attention(model, CPU, torch.bfloat16)
+    choose_attention(model, CPU, torch.bfloat16)
     assert all(
         now is before for now, (before, _, _) in zip((*model.parameters(), *model.buffers()), tensors, strict=True)
     )
@@ -415,14 +415,14 @@ def test_probing_leaves_a_model_and_the_random_numbers_as_they_were(dtype: torch
 def test_a_model_that_draws_random_numbers_as_it_is_probed_takes_none_from_the_run() -> None:
     model = leaking(torch.randn_like, amount=0.0)
     random = torch.get_rng_state()
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     assert is_packed(model) and torch.equal(torch.get_rng_state(), random)
 
 
 def test_a_model_that_is_refused_keeps_the_attention_that_it_was_loaded_with() -> None:
     model = leaking(lambda hidden_BSE: hidden_BSE.roll(-1, dims=1))
     with pytest.raises(ConfigError):
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -433,7 +433,7 @@ def test_a_deep_model_is_probed_by_as_many_layers_as_show_each_kind() -> None:
     calls: list[int] = []
     for i, layer in enumerate(model.model.layers):
         layer.register_forward_hook(lambda *_, i=i: calls.append(i))
-    settle_attention(model, CPU, torch.float32)
+    choose_attention(model, CPU, torch.float32)
     assert set(calls) == {0, 1, 2}
 
 
@@ -504,5 +504,5 @@ def test_what_limits_the_keys_of_a_query_is_shortened_for_the_probe_alone(family
 
 def test_the_log_of_a_model_without_a_problem_is_empty(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        settle_attention(tiny("Qwen2Config", {}), CPU, torch.bfloat16)
+        choose_attention(tiny("Qwen2Config", {}), CPU, torch.bfloat16)
     assert not caplog.records

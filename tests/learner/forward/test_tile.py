@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from learner.forward.lm_head import HeadLogprobs, Reading
+from learner.forward.lm_head import HeadLogprobs, LogprobSettings
 from learner.forward.tile import PLAIN, LogitMap, RowSums, Tiles, fused_tiles, tiles_problem
 
 CPU = torch.device("cpu")
@@ -32,7 +32,9 @@ def test_a_head_of_compiled_tiles_has_the_numbers_of_the_plain_one(fused: Tiles,
     answers = []
     for tiles in (fused, PLAIN):
         leaves = [x.clone().requires_grad_() for x in (hidden_ME, weight_VE)]
-        logprobs_M, entropy_M = HeadLogprobs.apply(*leaves, None, targets_M, Reading(logit_map, 0.7, entropy, tiles))
+        logprobs_M, entropy_M = HeadLogprobs.apply(
+            *leaves, None, targets_M, LogprobSettings(logit_map, 0.7, entropy, tiles)
+        )
         loss = logprobs_M.square().sum() + (entropy_M.sum() if entropy == "gradient" else 0)
         answers.append(
             [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from learner.forward.attention import is_packed
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import MIN_SHARED, Group, TokenRun, common_length, pack, pack_trees, runs_of
-from learner.forward.packing_check import settle_attention
+from learner.forward.packing_check import choose_attention
 from tests.learner.forward.test_families import MIXED, gradients, loss_of, tiny
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def trees() -> list[list[Group]]:
 )
 def test_a_pack_of_trees_gives_the_logprobs_and_gradients_of_one_without(keys: dict[str, Any]) -> None:
     policy = tiny("Qwen2Config", keys)
-    settle_attention(policy, CPU, torch.float32)
+    choose_attention(policy, CPU, torch.float32)
     assert is_packed(policy)
     plain = pack([group for groups in trees() for group in groups], CPU)
     shared = pack_trees(trees(), CPU)

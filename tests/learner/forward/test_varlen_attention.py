@@ -5,7 +5,7 @@ import torch
 
 from learner.forward.attention import key_layout, varlen_attention
 from learner.forward.pack import Pack
-from learner.forward.packing_check import settle_attention
+from learner.forward.packing_check import choose_attention
 from learner.forward.tree_attention import Tree, TreeAttention, plan_of
 from tests.learner.forward.test_families import tiny
 from tests.learner.forward.test_tree_attention import HEADS, KEY_HEADS, a_pack, a_trie, visible
@@ -53,7 +53,7 @@ def test_the_kernel_gives_the_numbers_of_the_parts_forward_and_backward(make, wi
 @NEEDS_GPU
 def test_a_model_goes_packed_on_a_gpu() -> None:
     model = tiny("Qwen2Config", {})
-    settle_attention(model, torch.device("cuda"), torch.bfloat16)
+    choose_attention(model, torch.device("cuda"), torch.bfloat16)
     assert model.config._attn_implementation == "slipstream_pack"
 
 

@@ -16,7 +16,7 @@ from learner.forward import attention, compile
 from learner.forward.attention import KeyLayout, compiled_layers, is_packed, key_layout, layers_of
 from learner.forward.compile import ROTARY, fuse
 from learner.forward.logprobs import token_logprobs
-from learner.forward.packing_check import settle_attention
+from learner.forward.packing_check import choose_attention
 from learner.forward.probe import probe_of
 from learner.policy.model import load_policy
 from tests.learner.forward.test_families import CPU, TEMPERATURE, tiny
@@ -124,7 +124,7 @@ def tiny_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def make(name: str, keys: dict[str, Any]) -> Any:
         model = tiny(name, keys)
         keep_rotary(model, monkeypatch)
-        settle_attention(model, CPU, torch.float32)
+        choose_attention(model, CPU, torch.float32)
         return model
 
     return make
@@ -192,7 +192,7 @@ def test_a_family_has_the_same_numbers_with_whole_layers_or_goes_on_without_them
     save_model(family, tmp_path)
     policy: Any = load_policy(tmp_path, gradient_checkpointing=False)
     keep_rotary(policy, monkeypatch)
-    settle_attention(policy, CPU, torch.float32)
+    choose_attention(policy, CPU, torch.float32)
     loss, right = loss_and_gradients(policy)
     fuse(policy, torch.float32)
     assert_same(*loss_and_gradients(policy), loss, right)

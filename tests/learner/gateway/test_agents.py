@@ -295,7 +295,7 @@ def test_keys_that_contradict_each_other_are_refused(environment: dict[str, Any]
         config_of(**environment)
 
 
-def test_keys_that_do_nothing_are_told() -> None:
+def test_keys_that_do_nothing_are_reported() -> None:
     assert config_of(agent="a:b", timeout_s=3.0).idle_keys() == {"environment.timeout_s": "factory or tools"}
     assert config_of(command="a", python="b").idle_keys() == {"environment.python": "factory, tools or agent"}
 

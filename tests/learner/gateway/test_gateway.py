@@ -87,7 +87,7 @@ def test_an_agent_asks_and_records_the_same_tokens_as_the_same_tools_of_an_envir
     asyncio.run(run())
 
 
-def test_what_the_client_is_told_of_a_turn_is_what_is_recorded() -> None:
+def test_what_the_client_gets_of_a_turn_is_what_is_recorded() -> None:
     async def run() -> None:
         async with opened(says("<think>two</think>Well" + call("add", number=2))) as agent:
             reply = await agent.chat(QUESTION, tools=[ADD], logprobs=True, extra_body={"return_token_ids": True})
@@ -384,7 +384,7 @@ def test_a_prompt_without_room_is_refused_in_openais_words_and_shorter_ones_are_
     asyncio.run(run())
 
 
-def test_a_turn_that_was_cut_off_is_told_so_and_ends_its_episode_as_length() -> None:
+def test_a_turn_that_was_cut_off_is_reported_and_ends_its_episode_as_length() -> None:
     async def run() -> None:
         async with opened(says("one", "two" + call("add"), reason="length", end="")) as agent:
             reply = await agent.chat(QUESTION, tools=[ADD])
@@ -501,7 +501,7 @@ def test_what_nobody_waits_for_any_more_is_given_up_and_not_recorded() -> None:
     asyncio.run(run())
 
 
-def test_what_is_asked_when_the_episode_ends_is_given_up_and_told_so() -> None:
+def test_what_is_asked_when_the_episode_ends_is_given_up_and_reported() -> None:
     async def run() -> None:
         async with opened(policy := OnceOnly()) as agent:
             told = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]

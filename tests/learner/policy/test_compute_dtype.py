@@ -112,7 +112,7 @@ def test_a_pass_that_breaks_off_leaves_the_parameters_as_they_were() -> None:
     logits_of(policy)
 
 
-def test_the_dtype_is_told_and_in_float32_nothing_is_done() -> None:
+def test_the_dtype_is_reported_and_in_float32_nothing_is_done() -> None:
     policy = make_model("qwen2")
     assert compute_dtype(policy) == torch.float32
     assert compute_dtype(policy.bfloat16()) == torch.bfloat16

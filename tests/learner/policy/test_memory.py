@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from learner.config import LearnerRun
-from learner.forward.lm_head import TILE_LOGITS, HeadLogprobs, Reading
+from learner.forward.lm_head import TILE_LOGITS, HeadLogprobs, LogprobSettings
 from learner.forward.tile import LogitMap
 from learner.policy.lora import add_adapter
 from learner.policy.memory import (
@@ -152,8 +152,8 @@ def test_the_head_takes_a_tile_and_its_gradient_whatever_the_vocabulary(dtype: t
         targets_M = torch.randint(0, vocab_size, (1000,))
         cast_VE = weight_VE.to(dtype)
         with LiveBytes() as live:
-            reading = Reading(LogitMap(), 0.7, "value")
-            HeadLogprobs.apply(hidden_ME, cast_VE, None, targets_M, reading)[0].sum().backward()
+            settings = LogprobSettings(LogitMap(), 0.7, "value")
+            HeadLogprobs.apply(hidden_ME, cast_VE, None, targets_M, settings)[0].sum().backward()
         run = run_of({}, str(dtype).removeprefix("torch."))
         assert live.peak == pytest.approx(head_bytes(shape, run, tile_logits=TILE_LOGITS["cpu"]), rel=0.15)
 

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
-from learner.forward.packing_check import settle_attention
+from learner.forward.packing_check import choose_attention
 from learner.policy.model import load_policy
 from learner.policy.rope import check_rope, check_server_rope, default_max_model_len, pin_rope
 from learner.run_inputs import RunInputs
@@ -101,7 +101,7 @@ def test_every_type_of_transformers_is_among_them() -> None:
 def test_logprobs_of_a_short_row_are_the_same_beside_a_long_one_and_alone(tmp_path: Path, max_model_len: int) -> None:
     model_of(phi3()).save_pretrained(tmp_path)
     policy = load_policy(tmp_path, gradient_checkpointing=False, max_model_len=max_model_len)
-    settle_attention(policy, CPU, torch.float32)
+    choose_attention(policy, CPU, torch.float32)
     rng = np.random.default_rng(0)
     short, long = (
         (rng.integers(1, 16, prompt), [rng.integers(1, 16, length)]) for prompt, length in ((10, 30), (40, 60))

@@ -23,7 +23,7 @@ def prompts() -> Prompts:
 def curriculum(prompts: Prompts, next_position: int = 0, **config) -> Curriculum:
     made = Curriculum(CurriculumConfig(kind="pass_rate", **config), "right", prompts, 7, next_position)
     for slot, (prompt_id, rewards) in enumerate([(EASY, [1.0, 1.0]), (HARD, [0.0, 0.0]), (NORMAL, [0.0, 1.0])]):
-        made.note(slot, prompt_id, {"right": rewards, "other": [5.0, 5.0]})
+        made.record(slot, prompt_id, {"right": rewards, "other": [5.0, 5.0]})
     made.count(3)
     return made
 
@@ -34,7 +34,7 @@ def asked(prompts: Prompts, made: Curriculum, num_slots: int) -> list[int]:
 
 def test_without_a_curriculum_a_slot_asks_the_position_of_its_own_number(prompts: Prompts) -> None:
     made = Curriculum(CurriculumConfig(), "right", prompts, 7, 0)
-    made.note(0, 1, {"right": [9.0, 9.0]})
+    made.record(0, 1, {"right": [9.0, 9.0]})
     made.count(1)
     assert [made.ask() for _ in range(20)] == list(range(20)) and made.metrics(20) == {}
 
@@ -65,7 +65,7 @@ def test_prompts_at_or_beyond_a_gate_are_not_asked_again(prompts: Prompts) -> No
 def test_an_epoch_in_which_nothing_may_be_asked_ends_the_run_with_the_reason(prompts: Prompts) -> None:
     made = curriculum(prompts, drop_above=0.8, drop_below=0.2, decay=0.0)
     for slot, prompt_id in enumerate(range(NUM_PROMPTS), start=3):
-        made.note(slot, prompt_id, {"right": [float(prompt_id % 2)]})
+        made.record(slot, prompt_id, {"right": [float(prompt_id % 2)]})
     made.count(3 + NUM_PROMPTS)
     with pytest.raises(DataError, match="skipped a whole data epoch: of 6 prompts, 3 are too easy and 3 too hard"):
         made.ask()
@@ -74,9 +74,9 @@ def test_an_epoch_in_which_nothing_may_be_asked_ends_the_run_with_the_reason(pro
 def test_bad_luck_in_the_draw_is_no_reason_to_end(prompts: Prompts) -> None:
     made = curriculum(prompts, easy_weight=0.01)
     for slot, prompt_id in enumerate(range(NUM_PROMPTS), start=3):
-        made.note(slot, prompt_id, {"right": [1.0]})
-        made.note(slot + NUM_PROMPTS, prompt_id, {"right": [1.0]})
-        made.note(slot + 2 * NUM_PROMPTS, prompt_id, {"right": [1.0]})
+        made.record(slot, prompt_id, {"right": [1.0]})
+        made.record(slot + NUM_PROMPTS, prompt_id, {"right": [1.0]})
+        made.record(slot + 2 * NUM_PROMPTS, prompt_id, {"right": [1.0]})
     made.count(100)
     positions = [made.ask() for _ in range(20)]
     assert positions[-1] > 20 * NUM_PROMPTS, "whole epochs went by without a prompt"
@@ -85,7 +85,7 @@ def test_bad_luck_in_the_draw_is_no_reason_to_end(prompts: Prompts) -> None:
 def test_pass_rates_are_moving_averages_in_slot_order_whatever_order_they_were_scored_in(prompts: Prompts) -> None:
     made = Curriculum(CurriculumConfig(kind="pass_rate", decay=0.75), "right", prompts, 7, 0)
     for slot, rewards in ((4, [0.0, None]), (0, [1.0, 0.5]), (2, [1.0, 1.0]), (9, [0.0]), (3, [None, None])):
-        made.note(slot, 5, {"right": rewards})
+        made.record(slot, 5, {"right": rewards})
     made.count(5)
     expected = 0.75 * (0.75 * 0.75 + 0.25 * 1.0) + 0.25 * 0.0
     assert made._pass_rates == {5: pytest.approx(expected)}
@@ -98,14 +98,14 @@ def test_pass_rates_that_were_kept_go_on_as_if_they_had_been_counted_from_the_fi
     groups = {slot: (slot % NUM_PROMPTS, {"right": [slot % 3 / 2]}) for slot in range(3, 40)}
     for made, slots in ((whole, range(3, 40)), (first, range(3, 20))):
         for slot in slots:
-            made.note(slot, *groups[slot])
+            made.record(slot, *groups[slot])
     whole.count(40)
     first.count(20)
     kept = msgspec.json.decode(msgspec.json.encode(first.pass_rates(20)), type=PassRates)
     resumed = Curriculum(CurriculumConfig(kind="pass_rate"), "right", prompts, 7, 0)
     assert resumed.restore(kept) == 20
     for slot in range(20, 40):
-        resumed.note(slot, *groups[slot])
+        resumed.record(slot, *groups[slot])
     resumed.count(40)
     assert resumed.pass_rates(40) == whole.pass_rates(40)
     assert Curriculum(CurriculumConfig(kind="pass_rate"), "another", prompts, 7, 0).restore(kept) == 0
@@ -114,7 +114,7 @@ def test_pass_rates_that_were_kept_go_on_as_if_they_had_been_counted_from_the_fi
 
 def test_a_function_whose_mean_is_no_pass_rate_is_named(prompts: Prompts) -> None:
     with pytest.raises(RewardError, match=r"function right has a mean of 1\.5 .*slot 8.*learner\.curriculum\.reward"):
-        curriculum(prompts).note(8, 0, {"right": [1.0, 2.0]})
+        curriculum(prompts).record(8, 0, {"right": [1.0, 2.0]})
 
 
 @pytest.mark.parametrize(

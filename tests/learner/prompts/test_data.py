@@ -180,7 +180,7 @@ def test_an_answer_that_a_prompt_begins_keeps_the_space_that_a_template_trims(
     assert prompt.prefill == (content if content.strip() else None)
 
 
-def test_agents_open_a_turn_of_their_own_behind_an_answer_that_is_begun(tokenizer, tmp_path):
+def test_agents_open_a_turn_of_their_own_behind_an_answer_that_is_started(tokenizer, tmp_path):
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2+"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
     prompt = Prompts(DataConfig(path=path), tokenizer, 0, turns=TurnFormat(goes_on=False)).prompt_at(0)

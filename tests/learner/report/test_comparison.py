@@ -25,7 +25,7 @@ def runs(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_each_run_has_its_own_numbers_and_only_keys_that_differ_are_told(runs: list[Path]) -> None:
+def test_each_run_has_its_own_numbers_and_only_keys_that_differ_are_reported(runs: list[Path]) -> None:
     comparison, metrics = compare(runs)
     assert [run.name for run in comparison.runs] == ["with-care", "bold"]
     assert [run.summary for run in comparison.runs] == [summarize(path) for path in runs]
@@ -71,7 +71,7 @@ def test_evaluations_are_points_at_their_steps(runs: list[Path]) -> None:
     assert [curve["y"] for curve in curves] == [[0.25, 0.5], [0.25, 0.75]]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(runs: list[Path], tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished_by_their_paths(runs: list[Path], tmp_path: Path) -> None:
     write_run(other := tmp_path / "elsewhere/bold", steps=5)
     comparison, _ = compare([runs[1], other])
     assert [run.name for run in comparison.runs] == [str(runs[1]), str(other)]

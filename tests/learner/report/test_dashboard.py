@@ -100,7 +100,7 @@ def test_a_page_gets_what_was_written_last_with_who_said_what(tmp_path):
     table = observed(tmp_path / "run", look)
     assert table.index(">11</td>") < table.index(">1</td>"), "the newest first"
     assert table.count('<tr class="completion">') == 3
-    assert '<span class="v0">37+45=</span><span class="said">82&gt;</span><span class="v1">82</span>' in table
+    assert '<span class="v0">37+45=</span><span class="environment">82&gt;</span><span class="v1">82</span>' in table
     assert "finished · 2 turns · 1 tool call · 0.1 s in the environment" in table
     assert '<span class="reward t10">1.00</span>' in table and '<span class="reward none">–</span>' in table
     assert "&lt;b&gt;82&lt;/b&gt;" in table and "<b>" not in table

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from learner.config import LearnerRun
-from protocol.config import keys_of
+from protocol.config_keys import keys_of
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/metrics.md"

@@ -31,7 +31,7 @@ def begin(path: Path, steps: int, num_done: int = 0, ended_at: float = 0.0) -> R
     return run_dir
 
 
-def test_runs_that_go_on_ended_and_stopped_are_told_apart(tmp_path: Path) -> None:
+def test_runs_that_go_on_ended_and_stopped_are_distinguished(tmp_path: Path) -> None:
     now = time.time()
     going = begin(tmp_path / "going", steps=9, num_done=4, ended_at=now)
     begin(tmp_path / "more" / "ended", steps=3, num_done=3, ended_at=now - 50).close()
@@ -50,7 +50,7 @@ def test_runs_that_go_on_ended_and_stopped_are_told_apart(tmp_path: Path) -> Non
     assert list_runs(tmp_path)[0].state == "stopped"
 
 
-def test_a_step_that_is_being_written_is_not_told_yet(tmp_path: Path) -> None:
+def test_a_step_that_is_being_written_is_not_reported_yet(tmp_path: Path) -> None:
     run_dir = begin(tmp_path / "run", steps=9, num_done=2)
     with run_dir.metrics.open("a") as metrics:
         metrics.write('{"step": 3, "ti')
@@ -73,7 +73,7 @@ def test_looking_at_a_run_never_keeps_a_learner_from_it(tmp_path: Path) -> None:
         looker.kill()
 
 
-def test_a_run_whose_files_are_broken_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_a_run_whose_files_are_broken_is_reported_with_the_reason(tmp_path: Path) -> None:
     begin(tmp_path / "whole", steps=1, num_done=1, ended_at=5.0).close()
     begin(tmp_path / "config", steps=1).close()
     (tmp_path / "config" / "config.toml").write_text("steps = [")

@@ -194,12 +194,12 @@ def test_the_report_shows_who_said_what_under_which_version(tmp_path: Path) -> N
     write(tmp_path / "samples.jsonl", range(1, 2), 1, an_episode(load_tokenizer(resolve_model("tiny:digits"))))
     page = render(tmp_path)
     told = (
-        '<span class="v0">1</span><span class="v1">2</span><span class="said">89</span><span class="v1">3</span>',
+        '<span class="v0">1</span><span class="v1">2</span><span class="environment">89</span><span class="v1">3</span>',
         "finished · 2 turns · 1 tool call · 1 answered with an error · 0.5 s in the environment",
         "tool_timeout · 1 turn · 0.0 s in the environment",
         '<span class="mono">77</span>',
         '<span class="key v0">policy version 4</span><span class="key v1">policy version 5</span>'
-        '<span class="key v2">policy version 7</span><span class="key said">the environment</span>',
+        '<span class="key v2">policy version 7</span><span class="key environment">the environment</span>',
     )
     for part in told:
         assert part in page, part

@@ -69,14 +69,14 @@ def test_every_number_agrees_with_an_independent_computation(tmp_path):
     assert list(summary.wait_shares.values()) == sorted(summary.wait_shares.values(), reverse=True)
 
 
-def test_prompts_that_were_too_long_are_told_where_there_were_any(tmp_path):
+def test_prompts_that_were_too_long_are_reported_where_there_were_any(tmp_path):
     metrics = write_run(tmp_path, steps=3)
     assert "prompts " not in as_text(summarize(tmp_path))
     write_lines(tmp_path / "metrics.jsonl", [line | {"data/dropped_prompts": 1200.0} for line in metrics])
     assert "\nprompts      1,200 too long, dropped\n" in as_text(summarize(tmp_path))
 
 
-def test_what_evaluations_cost_the_steps_beside_them_is_told_where_there_were_any(tmp_path):
+def test_what_evaluations_cost_the_steps_beside_them_is_reported_where_there_were_any(tmp_path):
     metrics = write_run(tmp_path, steps=3)
     assert "slowdown " not in as_text(summarize(tmp_path)) and "Slowdown" not in page_of(tmp_path)
     slowdowns = [{"evaluation/training_slowdown": slowdown} for slowdown in (1.25, 3.0, 1.5)]
@@ -126,7 +126,7 @@ def test_a_group_missing_from_the_ledger_is_lost(tmp_path):
     assert summarize(tmp_path).groups_lost == 2
 
 
-def test_the_larger_of_the_two_mismatches_is_told(tmp_path):
+def test_the_larger_of_the_two_mismatches_is_reported(tmp_path):
     write_run(tmp_path, steps=4)
     base = {"elapsed_s": 1.0, "policy/mismatch_abs_logprob": 1e-6}
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **base, "parity/abs_logprob": 5e-3}, {"step": 2, **base}])

@@ -15,8 +15,8 @@ def test_the_report_tells_what_happened_and_a_run_without_a_story_has_no_such_pa
     write_run(tmp_path, steps=5)
     assert "<h2>Events</h2>" not in write_report(tmp_path).read_text()
     told = Timeline(tmp_path / "timeline.jsonl")
-    told.note("the run started")
-    told.note("the server at tcp://<b>:1: ready → joining")
+    told.record("the run started")
+    told.record("the server at tcp://<b>:1: ready → joining")
     told.close()
     html = write_report(tmp_path).read_text()
     assert (
@@ -30,7 +30,7 @@ def test_a_story_goes_on_after_a_kill_without_the_line_that_was_cut_off(tmp_path
     path.write_text('{"time": 5.0, "what": "the run started"}\n{"time": 6.0, "wh')
     assert read_events(path) == [Event(5.0, "the run started")]
     told = Timeline(path)
-    told.note("the learner resumed after step 3")
+    told.record("the learner resumed after step 3")
     told.close()
     assert [event.what for event in read_events(path)] == ["the run started", "the learner resumed after step 3"]
     assert all(json.loads(line) for line in path.read_text().splitlines())
@@ -40,7 +40,7 @@ def test_of_a_long_story_the_ends_are_shown(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(records, "SHOWN_BYTES", 400)
     told = Timeline(tmp_path / "timeline.jsonl")
     for i in range(100):
-        told.note(f"event {i}")
+        told.record(f"event {i}")
     told.close()
     events = [event.what for event in read_events(tmp_path / "timeline.jsonl")]
     assert events[0] == "event 0" and events[-1] == "event 99" and len(events) < 20
@@ -48,6 +48,6 @@ def test_of_a_long_story_the_ends_are_shown(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_disk_that_takes_no_more_costs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     told = Timeline(Path("/dev/full"))
-    told.note("a server came")
+    told.record("a server came")
     told.close()
     assert "cannot record an event for the report: a server came" in caplog.text

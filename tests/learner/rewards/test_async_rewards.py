@@ -224,6 +224,6 @@ def test_the_seconds_of_a_call_are_its_own_and_not_those_of_the_calls_it_waited_
         for group in groups:
             group.result(DEADLINE_S)
         elapsed_s = time.monotonic() - started
-        seconds = workers.latencies.take()
+        seconds = workers.latencies.pop_metrics()
     assert 0.15 < seconds[f"reward_seconds/{name}"] <= seconds[f"reward_seconds_max/{name}"]
     assert 4 * seconds[f"reward_seconds/{name}"] <= elapsed_s

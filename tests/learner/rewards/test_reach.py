@@ -157,7 +157,7 @@ def caused_by(cause: Exception) -> Exception:
     ],
     ids=repr,
 )  # fmt: skip
-def test_somebody_who_is_not_there_is_told_from(error: Exception) -> None:
+def test_somebody_who_is_not_there_is_reported(error: Exception) -> None:
     assert is_unreachable(error)
 
 

@@ -16,7 +16,7 @@ def num_groups_until_the_end(outcomes: str, **config: float) -> int | None:
     for number, outcome in enumerate(outcomes, start=1):
         function = FunctionRewards(name="f", rewards=[], outcome=OUTCOMES[outcome], message=f"call {number}")
         try:
-            failures.note(GroupRewards(rewards=[], functions=[function]))
+            failures.record(GroupRewards(rewards=[], functions=[function]))
         except RewardError:
             return number
     return None
@@ -56,10 +56,10 @@ def test_each_function_is_judged_by_itself_and_the_error_shows_what_it_was_calle
         )
         return GroupRewards(rewards=[1.0], functions=[fine, broken])
 
-    failures.note(group(0))
-    failures.note(group(1))
+    failures.record(group(0))
+    failures.record(group(1))
     with pytest.raises(RewardError) as error:
-        failures.note(group(2))
+        failures.record(group(2))
     assert str(error.value) == (
         "reward function g timed out 1 time and failed 2 times in its last 3 calls, more than "
         "learner.reward.max_failed_share = 0.2 allows (of the last 100, at first of 10):\n  call 0\n  call 1\n  call 2"
@@ -77,7 +77,7 @@ def test_a_none_that_takes_the_reward_from_a_completion_is_logged_once(caplog: p
     for on_none in ("skip", "unscorable"):
         failures = RewardFailures(RewardConfig(functions=("f", "g"), on_none=on_none))
         for _ in range(2):
-            failures.note(rewards)
+            failures.record(rewards)
     (line,) = caplog.messages
     assert line.startswith("reward function f returned None for 1 of 3 completions that other functions scored")
     assert 'Set learner.reward.on_none = "skip"' in line
@@ -88,5 +88,5 @@ def test_a_none_that_takes_no_reward_is_not_logged(caplog: pytest.LogCaptureFixt
     timed_out = FunctionRewards(name="g", rewards=[None], outcome="timed_out", message="call 1")
     fine = FunctionRewards(name="h", rewards=[1.0])
     failures = RewardFailures(RewardConfig(functions=("f", "g", "h"), weights=(0.0, 1.0, 1.0)))
-    failures.note(GroupRewards(rewards=[None], functions=[only_watches, timed_out, fine]))
+    failures.record(GroupRewards(rewards=[None], functions=[only_watches, timed_out, fine]))
     assert caplog.messages == ["call 1"]

@@ -68,7 +68,7 @@ def test_a_conversation_comes_as_trl_passes_it():
     assert result.rewards == [2.0, 1.0]
 
 
-def test_an_answer_that_the_prompt_has_begun_is_rated_whole():
+def test_an_answer_that_the_prompt_has_started_is_rated_whole():
     begun = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     assert score(
         ["exact_match"], ["2", "42"], msgspec.structs.replace(prompt(begun, answer="42"), prefill="4")
@@ -317,7 +317,7 @@ def test_without_a_gold_nothing_can_be_scored(gold):
 
 
 @pytest.mark.parametrize(("opens_reasoning", "expected"), [(False, [1.0, 1.0]), (True, [0.0, 1.0])])
-def test_functions_that_ask_are_told_whether_the_prompt_has_opened_the_reasoning(opens_reasoning, expected):
+def test_functions_that_ask_know_whether_the_prompt_has_opened_the_reasoning(opens_reasoning, expected):
     opened = msgspec.structs.replace(prompt("21>", answer="12"), opens_reasoning=opens_reasoning)
     assert score(["exact_match"], ["12", "21</think>12"], opened).rewards == expected
 

@@ -40,7 +40,7 @@ def simulate(
         came_at = max(now, ready_at[version])
         step_s = max(came_at - last_take, 1e-9)
         num_running = sum(at > came_at for at in ready_at)
-        lookahead.note(
+        lookahead.update(
             waited_share=(came_at - now) / step_s,
             has_room=num_running < num_at_once,
             has_spare=len(ready_at) > version + 1 and ready_at[version + 1] <= came_at,
@@ -96,11 +96,11 @@ def test_a_number_stays_what_it_is(tmp_path: Path, versions: int) -> None:
 def test_a_single_hiccup_of_the_server_is_given_back(tmp_path: Path) -> None:
     lookahead = AutoStaleness(config_of(tmp_path, max_staleness="auto"))
     for _ in range(9):
-        lookahead.note(waited_share=0.0, has_room=True, has_spare=False)
-    lookahead.note(waited_share=0.6, has_room=True, has_spare=False)
+        lookahead.update(waited_share=0.0, has_room=True, has_spare=False)
+    lookahead.update(waited_share=0.6, has_room=True, has_spare=False)
     assert lookahead.versions == 3
     for _ in range(SPARE_TAKES):
-        lookahead.note(waited_share=0.0, has_room=True, has_spare=True)
+        lookahead.update(waited_share=0.0, has_room=True, has_spare=True)
     assert lookahead.versions == 2
 
 
@@ -119,7 +119,7 @@ def test_a_queue_that_waits_asks_for_more_if_the_server_has_room(
         allowed = []
         for version in range(9):
             rollouts.publish(version, server.server_id)
-            assert len(slots(rollouts.take(version, TIMEOUT_S))) == 3
+            assert len(slots(rollouts.next_batch(version, TIMEOUT_S))) == 3
             allowed.append(rollouts.batch_metrics["staleness/allowed"])
             assert len(server.generated) <= (allowed[-1] + version + 1) * 3
     assert allowed[0] == 2 and (max(allowed) > 2) == is_more_asked_for

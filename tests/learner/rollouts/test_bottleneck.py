@@ -88,7 +88,7 @@ def test_a_wait_turns_from_the_link_to_the_reward_when_the_group_has_come(tmp_pa
     at_once = HandServer(lambda server, request: [group_of(request, 0)])
     with at_once as server, rollouts_on(server, tmp_path, reward=reward) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert rollouts.take(0, TIMEOUT_S) is not None
+        assert rollouts.next_batch(0, TIMEOUT_S) is not None
     waits = rollouts.batch_metrics
     assert waits["bottleneck/reward"] > waits["bottleneck/link"] + waits["bottleneck/server"]
 
@@ -109,15 +109,15 @@ def test_what_the_server_owed_is_divided_by_what_it_says_of_the_groups_that_came
     waits.add("server", 4.0)
     waits.add("reward", 3.0)
     waits.add("link", 2.0)
-    waits.note_arrival(round_trip_s=3.0, server_s=2.0)
-    waits.note_arrival(round_trip_s=5.0, server_s=4.0)
+    waits.record_arrival(round_trip_s=3.0, server_s=2.0)
+    waits.record_arrival(round_trip_s=5.0, server_s=4.0)
     assert waits.metrics() == {
         "bottleneck/server": 3.0,
         "bottleneck/reward": 3.0,
         "bottleneck/link": 3.0,
         "bottleneck/weight_sync": 0.0,
     }
-    waits.note_arrival(round_trip_s=1.0, server_s=7.0)  # generated once, asked for again
+    waits.record_arrival(round_trip_s=1.0, server_s=7.0)  # generated once, asked for again
     assert waits.metrics()["bottleneck/link"] == pytest.approx(2.0 + 4.0 * 2 / 9)
     assert WaitTimes().metrics()["bottleneck/server"] == 0.0
 

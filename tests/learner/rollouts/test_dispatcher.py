@@ -85,8 +85,8 @@ def test_what_a_lost_server_owes_is_asked_for_elsewhere_under_the_same_ids(tmp_p
         rollouts.publish(0, "server-0", "server-1")
         until(lambda: len(one.generated) == 3, "it owes three")
         one.close()
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [3, 4, 5]
         assert [member.state(0) for member in fleet.members] == ["joining", "ready"]
     assert sorted(other.generated) == [f"{slot}.0" for slot in range(6)]
     assert counts(tmp_path).lost == 0
@@ -101,11 +101,11 @@ def test_a_late_answer_of_a_server_that_was_given_up_is_only_acknowledged(tmp_pa
             until(lambda: len(late.generated) == 3, "it owes three")
             asked = list(late.generated)
             wire.cut()
-            assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
-            assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+            assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2]
+            assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [3, 4, 5]
             wire.restore()
             until(lambda: set(late.acked) == set(asked), "what came late is acknowledged")
-            assert rollouts.take(0, 0.3) is None
+            assert rollouts.next_batch(0, 0.3) is None
             assert counts(tmp_path).admitted == 6
         wire.close()
     assert sorted(other.acked) == [f"{slot}.0" for slot in range(6)]
@@ -150,7 +150,7 @@ def test_a_late_failure_of_what_another_server_owes_by_now_changes_nothing(tmp_p
             until(lambda: len(other.generated) == 6, "all are asked for elsewhere")
             wire.restore()
             until(lambda: fleet.members[0].state(0) == "ready", "it is back")
-            assert rollouts.take(0, 0.5) is None
+            assert rollouts.next_batch(0, 0.5) is None
             assert sorted(rollouts._dispatcher.group_ids) == [f"{slot}.0" for slot in range(6)]
         wire.close()
 
@@ -159,15 +159,19 @@ def test_a_server_that_lacks_the_version_is_asked_for_nothing_until_it_has_it(tm
     one, other = HandServer(answers), HandServer(answers)
     with hand_servers(one, other), rollouts_on(tmp_path, one.endpoint, other.endpoint) as (fleet, rollouts):
         rollouts.publish(0, "server-1")
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.next_batch(0, TIMEOUT_S)) == [
+            3,
+            4,
+            5,
+        ]
         assert one.generated == [] and [member.state(0) for member in fleet.members] == ["syncing", "ready"]
         one.version = 1
         rollouts.publish(1, "server-0")
-        assert slots(rollouts.take(1, TIMEOUT_S)) == [6, 7, 8]
+        assert slots(rollouts.next_batch(1, TIMEOUT_S)) == [6, 7, 8]
         assert sorted(one.generated) == ["6.0", "7.0", "8.0"] and len(other.generated) == 6
         one.version = other.version = 2
         rollouts.publish(2, "server-0", "server-1")
-        assert slots(rollouts.take(2, TIMEOUT_S)) == [9, 10, 11]
+        assert slots(rollouts.next_batch(2, TIMEOUT_S)) == [9, 10, 11]
         assert len(one.generated) in (4, 5) and len(one.generated) + len(other.generated) == 12
 
 
@@ -177,7 +181,11 @@ def test_a_server_that_was_dropped_is_not_asked_though_it_is_connected(tmp_path:
         rollouts.publish(0, "server-0", "server-1")
         until(lambda: len(one.generated) == 3, "it owes three")
         fleet.drop(fleet.members[0])
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.next_batch(0, TIMEOUT_S)) == [
+            3,
+            4,
+            5,
+        ]
         assert fleet.members[0].state(0) == "syncing" and len(one.generated) == 3
 
 
@@ -207,9 +215,13 @@ def test_a_server_that_is_taken_out_finishes_what_it_owes_and_is_asked_for_nothi
         leaving = fleet.members[0]
         listed.write_text(other.endpoint)
         until(lambda: leaving.state(0) == "draining", "it is taken out")
-        assert rollouts.take(0, 0.3) is None and leaving.state(0) == "draining" and len(other.generated) == 3
+        assert rollouts.next_batch(0, 0.3) is None and leaving.state(0) == "draining" and len(other.generated) == 3
         rollouts._loop.call(leaving.link._channel.send(fleet.hello, TIMEOUT_S), TIMEOUT_S)  # it answers then
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.next_batch(0, TIMEOUT_S)) == [
+            3,
+            4,
+            5,
+        ]
         until(lambda: leaving.state(0) == "gone" and len(fleet.members) == 1, "it is gone")
         until(lambda: leaving.link._channel._socket.closed, "it may serve another run")
     assert len(late.generated) == 3 and sorted(late.acked + other.acked)[:6] == [f"{slot}.0" for slot in range(6)]
@@ -227,7 +239,11 @@ def test_a_server_that_is_taken_out_and_does_not_finish_is_left(
         rollouts.publish(0, "server-0", "server-1")
         until(lambda: len(one.generated) == 3, "it owes three")
         listed.write_text(other.endpoint)
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.next_batch(0, TIMEOUT_S)) == [
+            3,
+            4,
+            5,
+        ]
     assert sorted(other.generated) == [f"{slot}.0" for slot in range(6)]
     assert "still has 3 pending groups after 0.2 s (learner.drain_timeout_s)" in caplog.text
 
@@ -248,9 +264,13 @@ def test_a_server_that_says_that_it_ends_finishes_what_it_owes_and_is_follpendin
         until(lambda: len(late.generated) == 3 and len(other.acked) == 3, "each is asked for three")
         leaving, late.is_draining = fleet.members[0], True
         until(lambda: leaving.state(0) == "draining", "it has said so")
-        assert rollouts.take(0, 0.3) is None and len(other.generated) == 3 and leaving in fleet.members
+        assert rollouts.next_batch(0, 0.3) is None and len(other.generated) == 3 and leaving in fleet.members
         rollouts._loop.call(leaving.link._channel.send(fleet.hello, TIMEOUT_S), TIMEOUT_S)  # it answers then
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.next_batch(0, TIMEOUT_S)) == [
+            3,
+            4,
+            5,
+        ]
         until(lambda: len(late.acked) == 3, "all that it gave is acknowledged")
         late.close()
         until(lambda: leaving.state(0) == "gone", "it has ended")
@@ -261,11 +281,15 @@ def test_a_server_that_says_that_it_ends_finishes_what_it_owes_and_is_follpendin
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
-def test_what_a_server_that_ends_has_not_begun_is_asked_for_elsewhere_and_costs_no_attempt(tmp_path: Path) -> None:
+def test_what_a_server_that_ends_has_not_started_is_asked_for_elsewhere_and_costs_no_attempt(tmp_path: Path) -> None:
     ending, other = HandServer(drains), HandServer(answers)
     with hand_servers(ending, other), rollouts_on(tmp_path, ending.endpoint, other.endpoint) as (fleet, rollouts):
         rollouts.publish(0, "server-0", "server-1")
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.next_batch(0, TIMEOUT_S)) == [
+            3,
+            4,
+            5,
+        ]
         assert fleet.members[0].state(0) == "draining", "its refusal says so too"
     assert len(ending.generated) <= 3, "it is asked for nothing more once it has refused"
     assert sorted(other.generated) == [f"{slot}.0" for slot in range(6)]
@@ -282,7 +306,9 @@ def test_a_server_that_says_that_it_ends_and_does_not_is_left(tmp_path: Path, ca
             rollouts.publish(0, "server-0", "server-1")
             until(lambda: len(one.generated) == 3, "it owes three")
             one.is_draining = True
-            assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+            assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2] and slots(
+                rollouts.next_batch(0, TIMEOUT_S)
+            ) == [3, 4, 5]
     assert sorted(other.generated) == [f"{slot}.0" for slot in range(6)]
     assert "still has 3 pending groups after 0.2 s (learner.drain_timeout_s)" in caplog.text
 
@@ -313,7 +339,7 @@ def test_when_the_only_server_ends_one_line_says_that_another_is_waited_for(
         until(lambda: not fleet.is_connected, "it has said so")
         one.close()
         until(lambda: [member.state(0) for member in fleet.members] == ["joining"], "another is waited for")
-        assert rollouts.take(0, 0.1) is None and len(rollouts._dispatcher.group_ids) == 6
+        assert rollouts.next_batch(0, 0.1) is None and len(rollouts._dispatcher.group_ids) == 6
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"the server at {one.endpoint} is shutting down and no other server is connected")
     assert "(learner.connect_timeout_s)" in line
@@ -337,7 +363,11 @@ def test_what_a_live_server_has_lost_is_asked_of_it_again_after_the_deadline_and
     server = HandServer(loses_first("1.0", "2.0"))
     with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_idle_timeout_s=DEADLINE_S) as (_, rollouts):
         rollouts.publish(0, "server-0")
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.next_batch(0, TIMEOUT_S)) == [
+            3,
+            4,
+            5,
+        ]
         assert rollouts.batch_metrics["rollout/resent_requests"] == 2
     assert sorted(server.generated) == ["0.0", "1.0", "1.0", "2.0", "2.0", "3.0", "4.0", "5.0"]
     (line,) = [record.getMessage() for record in caplog.records if "resending" in record.getMessage()]
@@ -358,16 +388,16 @@ def test_a_server_that_has_all_it_owes_is_not_asked_again_however_long_it_pauses
     server = HandServer(counts_and_is_silent)
     with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_idle_timeout_s=DEADLINE_S) as (_, rollouts):
         rollouts.publish(0, "server-0")
-        assert rollouts.take(0, 5 * DEADLINE_S) is None
+        assert rollouts.next_batch(0, 5 * DEADLINE_S) is None
         server.version = 1
         rollouts.publish(1, "server-0")
         until(lambda: len(server.generated) >= 9, "more is asked of it, which its last count lacks")
-        assert rollouts.take(0, 5 * DEADLINE_S) is None
+        assert rollouts.next_batch(0, 5 * DEADLINE_S) is None
         assert sorted(server.generated) == [f"{slot}.0" for slot in range(9)]
         assert "resending" not in caplog.text
         server.num_running = 8  # it has lost one, and nobody knows which
         until(lambda: len(server.generated) >= 18, "all are asked for again")
-        assert rollouts.take(0, 5 * DEADLINE_S) is None and len(server.generated) == 18
+        assert rollouts.next_batch(0, 5 * DEADLINE_S) is None and len(server.generated) == 18
     assert sorted(server.generated) == sorted(2 * [f"{slot}.0" for slot in range(9)])
 
 

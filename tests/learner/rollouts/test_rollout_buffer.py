@@ -10,7 +10,7 @@ from learner.prompts.curriculum import PassRates
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.group_requests import GroupRequest
 from learner.rollouts.ledger import Ledger, Row
-from learner.rollouts.rollout_buffer import RolloutBuffer, Scored
+from learner.rollouts.rollout_buffer import RolloutBuffer, ScoredGroup
 from learner.run_inputs import RunInputs
 from tests.learner.ledgers import receive
 from tests.learner.rollouts.test_admission import group
@@ -76,7 +76,7 @@ def test_a_slot_goes_from_admitted_to_consumed_and_the_ledger_mirrors_it(tmp_pat
         assert buffer.receive("0.0") is not None and buffer.num("received") == 1
         buffer.score([scored_in(ledger, "0.0")])
         assert buffer.num("scored") == 1 and states(ledger) == {"0.0": "scored"}
-        (taken,) = buffer.take(0, 0.0, is_connected=True, published=0, on_stale=print) or ()
+        (taken,) = buffer.pop_batch(0, 0.0, is_connected=True, published=0, on_stale=print) or ()
         assert taken.group_id == "0.0" and buffer.num("scored") == 0
         assert [request.group_id for request in buffer.admit(1)] == ["1.0"]
 
@@ -117,7 +117,7 @@ def test_a_stale_group_is_requested_again_and_does_not_count_as_a_failure(tmp_pa
         buffer.receive("0.0")
         buffer.score([scored_in(ledger, "0.0")])
         retries: list[GroupRequest | None] = []
-        assert buffer.take(1, 0.0, is_connected=True, published=0, on_stale=retries.append) is None
+        assert buffer.pop_batch(1, 0.0, is_connected=True, published=0, on_stale=retries.append) is None
         assert [retry and retry.group_id for retry in retries] == ["0.1"]
         assert buffer.num("requested") == 1 and states(ledger) == {"0.0": "dropped", "0.1": "admitted"}
 
@@ -126,10 +126,10 @@ def states(ledger: Ledger) -> dict[str, str]:
     return dict(ledger._all("SELECT group_id, state FROM groups"))
 
 
-def scored_in(ledger: Ledger, group_id: str) -> Scored:
+def scored_in(ledger: Ledger, group_id: str) -> ScoredGroup:
     """A group of version 0 with signal, stored in the ledger."""
     slot = int(group_id.partition(".")[0])
     made = msgspec.structs.replace(group(slot, 0, signal=True), group_id=group_id)
     assert receive(ledger, group_id, b"payload", 0, 10)
     rewards = GroupRewards(rewards=[0.0, 1.0], functions=[FunctionRewards(name="f", rewards=[0.0, 1.0])])
-    return Scored(made, 0, rewards)
+    return ScoredGroup(made, 0, rewards)

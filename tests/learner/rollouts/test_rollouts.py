@@ -207,8 +207,8 @@ def test_a_group_that_comes_twice_is_taken_once_and_acknowledged_twice(tmp_path:
 
     with HandServer(twice) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [3, 4, 5]
     assert sorted(server.acked) == sorted(2 * [f"{slot}.0" for slot in range(6)])
     assert counts(tmp_path).admitted == 6
 
@@ -222,7 +222,7 @@ def test_groups_are_taken_in_slot_order_whatever_order_they_come_in(tmp_path: Pa
 
     with HandServer(backwards) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2]
 
 
 def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_rule_allows(tmp_path: Path) -> None:
@@ -230,14 +230,14 @@ def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_ru
         return [group_of(request, server.version)]
 
     with HandServer(answer) as server, rollouts_on(server, tmp_path) as rollouts:
-        assert rollouts.take(0, 0.3) is None and server.generated == []
+        assert rollouts.next_batch(0, 0.3) is None and server.generated == []
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2]
         assert rollouts.batch_metrics["bottleneck/weight_sync"] >= 0.3
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
-        assert rollouts.take(0, 0.3) is None and len(server.generated) == 6
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [3, 4, 5]
+        assert rollouts.next_batch(0, 0.3) is None and len(server.generated) == 6
         rollouts.publish(1, server.server_id)
-        assert slots(rollouts.take(1, TIMEOUT_S)) == [6, 7, 8]
+        assert slots(rollouts.next_batch(1, TIMEOUT_S)) == [6, 7, 8]
 
 
 def test_a_group_older_than_allowed_is_dropped_counted_and_asked_for_again(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_group_older_than_allowed_is_dropped_counted_and_asked_for_again(tmp_p
 
     with HandServer(old_at_first) as server, rollouts_on(server, tmp_path, version=5) as rollouts:
         rollouts.publish(5, server.server_id)
-        groups = rollouts.take(5, TIMEOUT_S)
+        groups = rollouts.next_batch(5, TIMEOUT_S)
         assert slots(groups) == [0, 1, 2] and groups is not None and groups[1].group_id == "1.1"
     assert counts(tmp_path).dropped == 1
 
@@ -257,15 +257,15 @@ def test_a_new_server_is_asked_again_for_everything_that_has_not_come(tmp_path: 
 
     with HandServer(nothing_at_first) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert rollouts.take(0, 0.5) is None
+        assert rollouts.next_batch(0, 0.5) is None
         before = list(server.generated)
         server.server_id = "server-2"
         (member,) = rollouts._fleet.members
         rollouts._loop.call(member.link._channel.send(rollouts._fleet.hello, TIMEOUT_S), TIMEOUT_S)
         while member.welcome is None or member.welcome.server_id != "server-2":
-            rollouts.take(0, 0.1)
+            rollouts.next_batch(0, 0.1)
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2]
     assert sorted(server.generated) == sorted(before * 2)
 
 
@@ -302,8 +302,8 @@ def test_groups_that_come_together_are_committed_together_beside_the_loop_and_on
             time.sleep(0.01)
         assert server.acked == []
         disk_writes.set()
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [3, 4, 5]
     received = [statement for statement in statements if "'received'" in statement or statement == "COMMIT"]
     batches = [batch for batch in "".join("r" if "re" in s else "C" for s in received).split("C") if batch]
     assert sum(map(len, batches)) == 6 and len(batches) <= 2, batches
@@ -316,13 +316,13 @@ def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -
 
     with HandServer(answer) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2]
         rollouts._ledger.consume([(f"{slot}.0", 0) for slot in range(3)], step=1)
         while len(server.acked) < 4:
-            rollouts.take(0, 0.1)
+            rollouts.next_batch(0, 0.1)
         rollouts.publish(1, server.server_id)  # the rule now allows slots 0 to 8
         while len(server.generated) < 9:
-            rollouts.take(1, 0.1)
+            rollouts.next_batch(1, 0.1)
     assert sorted(server.cancelled) == ["3.0", "5.0", "6.0", "7.0", "8.0"]
 
     everything = HandServer(lambda server, request: [group_of(request, server.version)])
@@ -331,12 +331,12 @@ def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -
     ledger.close()
     with everything as server, rollouts_on(server, tmp_path, version=0) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [3, 4, 5]
         # Slots 6 to 8 were sent before the restart; at version 0 they would be too old when their turn comes.
         assert sorted(server.generated) == ["3.0", "5.0"]
         rollouts.publish(1, server.server_id)
-        assert slots(rollouts.take(1, TIMEOUT_S)) == [6, 7, 8]
+        assert slots(rollouts.next_batch(1, TIMEOUT_S)) == [6, 7, 8]
     assert sorted(server.generated) == ["3.0", "5.0", "6.0", "7.0", "8.0"]
     assert counts(tmp_path).lost == 0
 
@@ -379,7 +379,7 @@ def test_a_group_goes_on_with_two_survivors_and_is_asked_again_with_one(tmp_path
 
     with HandServer(lossy) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        groups = rollouts.take(0, TIMEOUT_S)
+        groups = rollouts.next_batch(0, TIMEOUT_S)
         assert groups is not None
         assert [(group.group_id, len(group.completions), len(group.rewards_G)) for group in groups] == [
             ("0.0", 2, 2), ("1.2", 4, 4), ("2.0", 3, 3),
@@ -396,7 +396,7 @@ def test_a_prompt_whose_groups_never_survive_is_given_up(tmp_path: Path) -> None
 
     with HandServer(lossy) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 2, 3]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 2, 3]
     assert [reason for _, reason in dropped(tmp_path)] == ["too_few_survivors", "too_few_survivors", "failed"]
 
 
@@ -411,7 +411,7 @@ def test_a_group_that_could_not_be_scored_is_asked_again_and_its_prompt_then_rec
 
     with HandServer(unlucky) as server, rollouts_on(server, tmp_path, reward=reward) as rollouts:
         rollouts.publish(0, server.server_id)
-        groups = rollouts.take(0, TIMEOUT_S)
+        groups = rollouts.next_batch(0, TIMEOUT_S)
         assert groups is not None and [group.group_id for group in groups] == ["0.0", "1.1", "3.0"]
         assert (
             rollouts.batch_metrics["rollout/rewards_failed"],
@@ -438,7 +438,7 @@ def test_a_resume_remembers_how_often_a_prompt_has_failed(tmp_path: Path) -> Non
             assert asked_again.wait(TIMEOUT_S)
         with rollouts_on(server, tmp_path) as rollouts:
             rollouts.publish(0, server.server_id)
-            assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 2, 3]
+            assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 2, 3]
     assert dropped(tmp_path) == [("1.0", "too_few_survivors"), ("1.1", "too_few_survivors"), ("1.2", "failed")]
 
 
@@ -469,7 +469,7 @@ def test_a_group_that_is_not_what_was_asked_for_is_refused_counted_and_asked_for
 
     with HandServer(spoils_first_attempts) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        taken = rollouts.take(0, TIMEOUT_S)
+        taken = rollouts.next_batch(0, TIMEOUT_S)
         assert [group.group_id for group in taken or []] == ["0.1", "1.1", "2.1"]
         assert rollouts._fleet.members[0].link.num_refused >= 3
     assert {reason for _, reason in dropped(tmp_path)} == {"malformed"}
@@ -484,7 +484,7 @@ def test_how_to_sample_reaches_the_server(tmp_path: Path) -> None:
         rollouts_on(server, tmp_path, sampling=sampling) as rollouts,
     ):
         rollouts.publish(0, server.server_id)
-        rollouts.take(0, TIMEOUT_S)
+        rollouts.next_batch(0, TIMEOUT_S)
     assert {request.sampling for request in server.requests} == {
         Sampling(num_completions=3, max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, stop=("</a>", "\n\n"))
     }
@@ -500,9 +500,9 @@ def test_groups_without_signal_are_replaced_also_over_a_resume(tmp_path: Path) -
     with HandServer(some_alike) as server, rollouts_on(server, tmp_path, **active) as rollouts:
         server.silent = {4}  # type: ignore[attr-defined]
         rollouts.publish(0, server.server_id)
-        assert rollouts.take(0, 1.0) is None
+        assert rollouts.next_batch(0, 1.0) is None
         while len(server.acked) < 4:
-            rollouts.take(0, 0.1)
+            rollouts.next_batch(0, 0.1)
     # Slot 1 made room for slot 3, and that for slot 4; no more than three places were ever taken.
     assert sorted(server.generated) == ["0.0", "1.0", "2.0", "3.0", "4.0"] and server.cancelled == ["4.0"]
     assert dropped(tmp_path) == [("1.0", "no_signal"), ("3.0", "no_signal")]
@@ -510,12 +510,12 @@ def test_groups_without_signal_are_replaced_also_over_a_resume(tmp_path: Path) -
     with HandServer(some_alike) as server, rollouts_on(server, tmp_path, **active) as rollouts:
         server.silent = set()  # type: ignore[attr-defined]
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 2, 5]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 2, 5]
         assert rollouts.batch_metrics["batch/replaced_groups"] == 3
-        assert rollouts.take(0, 0.3) is None, "nothing of the next step before its version"
+        assert rollouts.next_batch(0, 0.3) is None, "nothing of the next step before its version"
         server.version = 1
         rollouts.publish(1, server.server_id)
-        assert slots(rollouts.take(1, TIMEOUT_S)) == [6, 7, 8]
+        assert slots(rollouts.next_batch(1, TIMEOUT_S)) == [6, 7, 8]
         assert rollouts.batch_metrics["batch/replaced_groups"] == 0
     assert sorted(server.generated) == ["4.0", "5.0", "6.0", "7.0", "8.0"], "what was dropped is not asked again"
     assert counts(tmp_path).lost == 0
@@ -531,7 +531,7 @@ def test_a_step_that_has_replaced_too_many_takes_what_comes_and_says_why(
         for version in range(2):
             server.version = version
             rollouts.publish(version, server.server_id)
-            groups = rollouts.take(0, TIMEOUT_S)
+            groups = rollouts.next_batch(0, TIMEOUT_S)
             assert groups is not None and rollouts.batch_metrics["batch/replaced_groups"] == 6
     assert len(server.generated) == 2 * (6 + 3)
     assert "training on 3 of 3 groups without signal: this step has already replaced 6 groups" in caplog.text
@@ -545,14 +545,14 @@ def test_what_was_received_and_not_scored_before_a_resume_waits_for_the_server_b
     with HandServer(lambda server, request: []) as server, rollouts_on(server, tmp_path, **active) as rollouts:
         rollouts.publish(0, server.server_id)
         while len(server.requests) < 3:
-            rollouts.take(0, 0.1)
+            rollouts.next_batch(0, 0.1)
     ledger = Ledger(tmp_path / "ledger.db")
     group = alike(server.requests[0], 0)
     receive(ledger, group.group_id, pack(group), 0, 8)
     ledger.close()
     answer_all = HandServer(lambda server, request: [group_of(request, server.version)])
     with answer_all as server, rollouts_on(server, tmp_path, **active) as rollouts:
-        assert rollouts.take(0, 1.0) is None and server.generated == []
+        assert rollouts.next_batch(0, 1.0) is None and server.generated == []
         assert dropped(tmp_path) == [("0.0", "no_signal")]
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [1, 2, 3]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [1, 2, 3]

@@ -79,7 +79,7 @@ def test_a_group_that_is_asked_again_is_sampled_with_other_seeds(tmp_path: Path)
     sampling = {"group_size": NUM_COMPLETIONS, "max_tokens": 8, "seeded": True}
     with HandServer(fails_once) as server, rollouts_on(server, tmp_path, sampling=sampling) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.next_batch(0, TIMEOUT_S)) == [0, 1, 2]
     seeds = {request.group_id: request.sampling.seed for request in server.requests}
     assert len({seeds[group_id] for group_id in ("0.0", "1.0", "1.1", "2.0")}) == 4
 

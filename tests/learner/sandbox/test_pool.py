@@ -23,19 +23,19 @@ def pool() -> Iterator[ProcessPool[PipeProcess]]:
 
 
 def test_a_process_that_is_released_is_taken_again_by_the_next(pool: ProcessPool[PipeProcess]) -> None:
-    first = pool.take()
-    second = pool.take()
+    first = pool.acquire()
+    second = pool.acquire()
     assert first is not second
     pool.release(first)
-    assert pool.take() is first
+    assert pool.acquire() is first
 
 
 def test_a_process_that_ended_or_has_a_pending_answer_is_replaced(pool: ProcessPool[PipeProcess]) -> None:
-    unanswered = pool.take()
+    unanswered = pool.acquire()
     unanswered.has_pending_answer = True
     pool.release(unanswered)
     wait_until_gone(unanswered.pid)
-    idle = pool.take()
+    idle = pool.acquire()
     assert idle is not unanswered and idle.ask("hello", TEXT, DEADLINE_S, "") == "hello"
     pool.release(idle)
     os.kill(idle.pid, signal.SIGKILL)
@@ -43,7 +43,7 @@ def test_a_process_that_ended_or_has_a_pending_answer_is_replaced(pool: ProcessP
     while idle.is_usable:  # the fork server reports the end of a process after it is gone
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
-    assert pool.take() is not idle
+    assert pool.acquire() is not idle
 
 
 def test_as_many_are_leased_at_once_as_may_be(pool: ProcessPool[PipeProcess]) -> None:
@@ -66,14 +66,14 @@ def test_as_many_are_leased_at_once_as_may_be(pool: ProcessPool[PipeProcess]) ->
 
 
 def test_close_kills_all_processes_and_ends_pending_calls(pool: ProcessPool[PipeProcess]) -> None:
-    busy, idle = pool.take(), pool.take()
+    busy, idle = pool.acquire(), pool.acquire()
     pool.release(idle)
     threading.Timer(0.2, pool.close).start()
     assert isinstance(busy.ask("spin", TEXT, DEADLINE_S, ""), ProcessFailure)
     for process in (busy, idle):
         wait_until_gone(process.pid)
     with pytest.raises(PoolClosed):
-        pool.take()
+        pool.acquire()
 
 
 def test_a_lease_of_a_closed_pool_is_canceled(pool: ProcessPool[PipeProcess]) -> None:
@@ -97,5 +97,5 @@ def test_a_process_that_starts_while_the_pool_closes_does_not_outlive_it() -> No
 
     pool = ProcessPool(start_and_close, None)
     with pytest.raises(PoolClosed):
-        pool.take()
+        pool.acquire()
     wait_until_gone(started[0].pid)

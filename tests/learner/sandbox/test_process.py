@@ -16,7 +16,7 @@ import pytest
 
 from learner.sandbox.memory_watch import MemoryWatch
 from learner.sandbox.process import PipeProcess, ProcessFailure, SandboxLimits
-from protocol.signals import TO_END
+from protocol.signals import SHUTDOWN_SIGNALS
 from tests.learner.sandbox.service import LARGE, forked, spawned
 
 ROOT = Path(__file__).parents[3]
@@ -127,14 +127,14 @@ def test_a_process_with_a_pending_answer_is_not_used_again(process: PipeProcess)
     assert process.is_usable
 
 
-@pytest.mark.parametrize("number", TO_END)
+@pytest.mark.parametrize("number", SHUTDOWN_SIGNALS)
 def test_signals_to_end_are_left_to_the_learner(process: PipeProcess, number: signal.Signals) -> None:
     os.kill(process.pid, number)
     assert process.ask("hello", TEXT, DEADLINE_S, "") == "hello" and process.is_usable
 
 
 @pytest.mark.parametrize("process", ["forked"], indirect=True)
-@pytest.mark.parametrize("number", TO_END)
+@pytest.mark.parametrize("number", SHUTDOWN_SIGNALS)
 def test_signals_to_end_leave_the_fork_server_alone(process: PipeProcess, number: signal.Signals) -> None:
     """Without it, the learner would lose track of every forked process, and take each for ended."""
     os.kill(forkserver._forkserver._forkserver_pid, number)  # type: ignore[attr-defined]

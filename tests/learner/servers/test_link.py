@@ -57,7 +57,7 @@ def with_link(
                 await until(lambda: link.connected)
                 if version is not None:
                     engine.scripted_reports = [[report()]]
-                    begin = PushBegin(epoch="e", version=version, rendezvous=NOWHERE, manifest=NOTHING)
+                    begin = PushBegin(session="e", version=version, rendezvous=NOWHERE, manifest=NOTHING)
                     await link.begin_push(begin, TIMEOUT_S)
                     await link.finish_push("e")
                 await test(link, engine, server)
@@ -120,10 +120,10 @@ def test_a_score_the_engine_cannot_give_is_an_error_that_says_why() -> None:
     with_link(test)
 
 
-def test_who_waits_for_a_push_that_is_ended_is_told_why_and_the_next_push_is_another() -> None:
+def test_who_waits_for_a_push_that_is_ended_gets_the_reason_and_the_next_push_is_another() -> None:
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
         engine.release_pause.clear()
-        push = asyncio.create_task(link.begin_push(PushBegin(epoch="e", version=1), 600))
+        push = asyncio.create_task(link.begin_push(PushBegin(session="e", version=1), 600))
         await until(lambda: engine.calls[-1] == "pause")
         link.end_push("it is late")
         link.end_push("it is late")
@@ -131,7 +131,7 @@ def test_who_waits_for_a_push_that_is_ended_is_told_why_and_the_next_push_is_ano
             await push
         engine.release_pause.set()
         engine.scripted_reports = [[report()], [report()]]
-        await link.begin_push(PushBegin(epoch="f", version=1, rendezvous=NOWHERE, manifest=NOTHING), TIMEOUT_S)
+        await link.begin_push(PushBegin(session="f", version=1, rendezvous=NOWHERE, manifest=NOTHING), TIMEOUT_S)
         assert (await link.finish_push("f")).version == 1
 
     with_link(test)
@@ -166,7 +166,7 @@ def test_a_server_that_dies_during_a_request_is_noticed_long_before_the_deadline
         engine.release.clear()
         engine.release_pause.clear()
         score = asyncio.create_task(link.score([1, 2, 3], 600))
-        push = asyncio.create_task(link.begin_push(PushBegin(epoch="e", version=1), 600))
+        push = asyncio.create_task(link.begin_push(PushBegin(session="e", version=1), 600))
         await asyncio.sleep(0.2)
         server.task.cancel()
         with pytest.raises(ServerLost, match="went away before it scored"):
@@ -233,7 +233,7 @@ def test_connections_that_broke_before_the_welcome_do_not_end_the_one_it_came_ov
 def test_a_push_that_the_server_cannot_do_fails_with_the_servers_words() -> None:
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
         engine.scripted_reports = [[report(ok=False, state="receiving", error="scripted failure")]]
-        await link.begin_push(PushBegin(epoch="e", version=1), TIMEOUT_S)
+        await link.begin_push(PushBegin(session="e", version=1), TIMEOUT_S)
         with pytest.raises(PushError, match="scripted failure"):
             await link.finish_push("e")
 
@@ -243,10 +243,10 @@ def test_a_push_that_the_server_cannot_do_fails_with_the_servers_words() -> None
 def test_a_reply_that_is_replayed_neither_ends_a_push_nor_is_kept() -> None:
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
         engine.scripted_reports = [[report()]]
-        await link.begin_push(PushBegin(epoch="f", version=1, rendezvous=NOWHERE, manifest=NOTHING), TIMEOUT_S)
-        for epoch in ("e", "f"):
-            link._dispatch(PushReady(epoch=epoch, version=1))
-            link._dispatch(PushReady(epoch=epoch, version=0))
+        await link.begin_push(PushBegin(session="f", version=1, rendezvous=NOWHERE, manifest=NOTHING), TIMEOUT_S)
+        for session in ("e", "f"):
+            link._dispatch(PushReady(session=session, version=1))
+            link._dispatch(PushReady(session=session, version=0))
         assert link._push_replies.qsize() <= 2
         assert (await link.finish_push("f")).version == 1
 
@@ -256,7 +256,7 @@ def test_a_reply_that_is_replayed_neither_ends_a_push_nor_is_kept() -> None:
 def test_a_push_without_an_answer_names_the_knob() -> None:
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
         engine.release_pause.clear()
-        begin = PushBegin(epoch="e", version=7, rendezvous=NOWHERE, manifest=NOTHING)
+        begin = PushBegin(session="e", version=7, rendezvous=NOWHERE, manifest=NOTHING)
         with pytest.raises(DeadlineExceeded, match=r"no PushReady for version 7 .*learner\.weight_sync\.timeout_s"):
             await link.begin_push(begin, 0.2)
 

@@ -21,17 +21,17 @@ def test_a_file_has_one_endpoint_a_line_and_remarks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "# all gone\n", "not an endpoint\n", "tcp://10.0.0.5:6001\n", None])
-def test_a_list_that_is_empty_wrong_or_gone_leaves_the_servers_of_before_and_is_told_once(
+def test_a_list_that_is_empty_wrong_or_gone_leaves_the_servers_of_before_and_is_reported_once(
     tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "servers.txt"
     file.write_text(ONE)
     membership = of(f"file:{file}")
     file.unlink() if content is None else file.write_text(content)
-    assert membership.look() == membership.look() == (ONE,)
+    assert membership.reread() == membership.reread() == (ONE,)
     assert len(caplog.messages) == 1 and "keeping the current servers" in caplog.text
     file.write_text(OTHER)
-    assert membership.look() == (OTHER,)
+    assert membership.reread() == (OTHER,)
 
 
 def test_a_name_stands_for_each_of_its_addresses() -> None:

@@ -183,15 +183,15 @@ def test_nobody_is_late_while_nobody_has_the_version(monkeypatch: pytest.MonkeyP
     pushes, have_it = under_way(one, other), set[Member]()
     stragglers = Stragglers(5.0, have_it, set(), others_serve=False)
     clock.now_s += 1000.0
-    stragglers.look(pushes)
+    stragglers.end_late(pushes)
     have_it.add(next(iter(pushes)))
-    stragglers.look(pushes)
+    stragglers.end_late(pushes)
     clock.now_s += 4.9
     other.moved_at = clock.now_s  # which does not count: the others of its push have waited
-    stragglers.look(pushes)
+    stragglers.end_late(pushes)
     assert other.reasons == []
     clock.now_s += 0.2
-    stragglers.look(pushes)
+    stragglers.end_late(pushes)
     assert one.reasons == [] and "another server had the version 5 s earlier" in other.reasons[0]
 
 
@@ -202,11 +202,11 @@ def test_a_push_of_its_own_may_take_long_but_not_stand_still(monkeypatch: pytest
     for _ in range(10):
         clock.now_s += 4.9
         late.moved_at = clock.now_s
-        stragglers.look(pushes)
+        stragglers.end_late(pushes)
     assert late.reasons == []
     clock.now_s += 5.1
-    stragglers.look(pushes)
-    stragglers.look(pushes)
+    stragglers.end_late(pushes)
+    stragglers.end_late(pushes)
     assert len(late.reasons) == 2 and "no progress for 5 s" in late.reasons[0], (
         "said again, for it may wait elsewhere by now"
     )
@@ -217,9 +217,9 @@ def test_who_has_failed_or_has_it_is_not_late(monkeypatch: pytest.MonkeyPatch) -
     pushes = under_way(has_it, has_failed)
     first, second = pushes
     stragglers = Stragglers(5.0, {first}, {second}, others_serve=True)
-    stragglers.look(pushes)
+    stragglers.end_late(pushes)
     clock.now_s += 100.0
-    stragglers.look(pushes)
+    stragglers.end_late(pushes)
     assert has_it.reasons == has_failed.reasons == []
 
 
@@ -229,5 +229,5 @@ def test_who_was_cut_off_for_keeping_others_waiting_is_not_waited_for_again(monk
     pushes = under_way(late)
     ((_, share),) = pushes.values()
     share.cut_off("it kept the others waiting")
-    Stragglers(5.0, set(), set(), others_serve=False).look(pushes)
+    Stragglers(5.0, set(), set(), others_serve=False).end_late(pushes)
     assert late.reasons == ["it kept the others waiting"]

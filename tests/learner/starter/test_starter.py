@@ -34,7 +34,7 @@ def test_what_it_writes_is_a_recipe_for_both_programs(tmp_path: Path, monkeypatc
     learner = load_config(LearnerRun, ["tasks/mine/run.toml"], "learner train")
     server = load_config(ServerRun, ["tasks/mine/run.toml"], "inference-server")
     assert learner.model == server.model and learner.run_dir == "runs/mine" and "runs/mine/report.html" in said
-    assert learner.note_on_idle_keys() is None
+    assert learner.idle_keys_note() is None
     assert len(open_source(learner.learner.data, 0)) == 3
     (spec,) = learner.learner.reward.functions
     assert load_named(spec)(completions=["371", "37", ""], answer=["371"] * 3) == [1.0, 0.75, 0.25]

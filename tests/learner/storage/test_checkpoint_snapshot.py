@@ -72,7 +72,7 @@ class RunWithoutServer:
             rewards = GroupRewards(rewards=[0.0], functions=functions)
             ready = msgspec.structs.replace(group, slot=slot, group_id=group_id)
             self._buffer.score([Scored(ready, slot % 3, rewards)])
-        assert self._buffer.take(VERSION, 0.0, is_connected=True, published=0, on_stale=print) is not None
+        assert self._buffer.pop_batch(VERSION, 0.0, is_connected=True, published=0, on_stale=print) is not None
 
 
 def contents(directory: Path) -> dict[str, bytes]:

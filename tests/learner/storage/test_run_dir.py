@@ -37,7 +37,7 @@ def now(run_dir: Path, **learner: Any) -> LearnerRun:
     return msgspec.convert(table | {"run_dir": str(run_dir)}, LearnerRun)
 
 
-def test_a_run_that_was_begun_before_keys_moved_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_was_started_before_keys_moved_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.toml").write_bytes(BEFORE_SECTIONS.read_bytes())
     with caplog.at_level(logging.INFO):
         run_dir = open_run_dir(now(tmp_path), resume=True)
@@ -58,7 +58,7 @@ def test_it_is_still_refused_with_another_value_of_a_key_that_changes_what_is_le
         open_run_dir(now(tmp_path, groups_per_step=8), resume=True)
 
 
-def test_a_key_inside_a_table_is_told_as_one_that_differs(tmp_path: Path) -> None:
+def test_a_key_inside_a_table_is_reported_as_one_that_differs(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_bytes(BEFORE_SECTIONS.read_bytes())
     data = renamed(old_config())[0]["learner"]["data"] | {"chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(
@@ -163,7 +163,7 @@ def test_a_run_whose_config_has_the_estimator_of_its_time_resumes_without_naming
         open_run_dir(now(tmp_path, kl={"estimator": "k2"}), resume=True)
 
 
-def test_a_run_of_gspo_that_was_begun_weighing_tokens_goes_on_with_that_said_and_not_without(tmp_path: Path) -> None:
+def test_a_run_of_gspo_that_was_started_weighing_tokens_goes_on_with_that_said_and_not_without(tmp_path: Path) -> None:
     before = tomllib.loads(to_toml(now(tmp_path, loss={"objective": "gspo", "normalization": "token"})))
     (tmp_path / "config.toml").write_text(tomli_w.dumps(before))
     open_run_dir(now(tmp_path, loss={"objective": "gspo", "normalization": "token"}), resume=True).close()

@@ -138,7 +138,7 @@ def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
     before_writing(monkeypatch, lambda: until(may_write.is_set))
     with CheckpointWriter(a_trainer(accelerator, timeout_s=0.1), tmp_path) as writer:
         writer.begin(1, RunProgress(), None, lambda: None)
-        assert writer.take_metrics() == {}
+        assert writer.pop_metrics() == {}
         with pytest.raises(
             DeadlineExceeded, match=r"step-000001 was not written within 0\.1 s.*learner\.checkpoint\.timeout_s"
         ):
@@ -167,7 +167,7 @@ def test_who_wants_to_stop_now_waits_for_none(
     may_write.set()
 
 
-def test_a_disk_that_fails_in_the_background_is_told_at_the_next_step_and_leaves_nothing(
+def test_a_disk_that_fails_in_the_background_is_reported_at_the_next_step_and_leaves_nothing(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before_writing(monkeypatch, no_space)
@@ -175,7 +175,7 @@ def test_a_disk_that_fails_in_the_background_is_told_at_the_next_step_and_leaves
     with CheckpointWriter(a_trainer(accelerator), tmp_path) as writer:
         writer.begin(1, RunProgress(), None, lambda: completed.append(1))
         with pytest.raises(DiskError, match=r"step-000001\S* could not be written \(.*No space left.*--resume"):
-            until(lambda: bool(writer.take_metrics()))
+            until(lambda: bool(writer.pop_metrics()))
         assert list(tmp_path.iterdir()) == completed == []
         writer.begin(2, RunProgress(), None, lambda: None)
         with caplog.at_level(logging.WARNING):

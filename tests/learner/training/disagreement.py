@@ -25,7 +25,7 @@ from learner.training import distributed
 from learner.training.batch import BatchRow, trained_rows
 from learner.training.distributed import my_batches
 from learner.training.metrics import StepTimer
-from learner.training.packing import Layout, Piece, cut, share_out
+from learner.training.packing import Layout, Piece, share_out, split_into_micro_batches
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import advantages, train_on
 from protocol.errors import RanksDisagree
@@ -108,7 +108,7 @@ def settle_on_one(accelerator: Accelerator) -> None:
         assert accelerator.is_main_process, "only rank 0 is sure to have weights"
         model.set_attn_implementation("eager")
 
-    learner.training.policy_trainer.settle_attention = settle
+    learner.training.policy_trainer.choose_attention = settle
     assert attention_of(accelerator, a_trainer(accelerator, a_run())) == ["eager", "eager"]
 
 
@@ -189,10 +189,10 @@ def differing(
 def share_out_otherwise(rows: list[BatchRow], num_ranks: int, layout: Layout) -> list[list[Piece]]:
     """As many micro-batches on each rank, of other rows."""
     (mine, other) = shares = share_out(rows, num_ranks, layout)
-    sizes = [len(cut(share, layout)) for share in shares]
+    sizes = [len(split_into_micro_batches(share, layout)) for share in shares]
     for i, j in itertools.product(range(len(mine)), range(len(other))):
         mine[i], other[j] = other[j], mine[i]
-        if [len(cut(share, layout)) for share in shares] == sizes:
+        if [len(split_into_micro_batches(share, layout)) for share in shares] == sizes:
             return shares
         mine[i], other[j] = other[j], mine[i]
     raise AssertionError("no two pieces can change places")

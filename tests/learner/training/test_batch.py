@@ -97,7 +97,7 @@ def test_groups_without_signal_are_not_trained_on_but_counted_in_the_weights() -
         ({"objective": "cispo", "normalization": "sequence"}, [1 / (2 * 1), 1 / (2 * 3)]),
     ],
 )
-def test_gspo_weighs_completions_alike_and_the_others_tokens_unless_they_are_told_otherwise(
+def test_gspo_weighs_completions_alike_and_the_others_tokens_unless_set_otherwise(
     loss: dict[str, str], weights: list[float]
 ) -> None:
     group = msgspec.structs.replace(make_group(), completions=[make_completion([5]), make_completion([5, 6, 7])])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.training.batch import BatchRow
-from learner.training.packing import Layout, cut, num_tokens, pieces_of, share_out
+from learner.training.packing import Layout, num_tokens, pieces_of, share_out, split_into_micro_batches
 from tests.learner.config.settings import ALWAYS, load
 from tests.learner.training.test_batch import make_completion, make_row
 
@@ -39,7 +39,7 @@ def test_every_row_is_in_exactly_one_micro_batch_of_one_rank(
     shapes: Shapes, budget: int, num_ranks: int, is_packed: bool
 ) -> None:
     rows, how = rows_of(shapes), layout(budget, is_packed=is_packed)
-    batches = [batch for pieces in share_out(rows, num_ranks, how) for batch in cut(pieces, how)]
+    batches = [batch for pieces in share_out(rows, num_ranks, how) for batch in split_into_micro_batches(pieces, how)]
     assert sorted(value for batch in batches for value in advantages_of(batch)) == advantages_of(rows)
     for batch in batches:
         computed = sum(
@@ -53,7 +53,10 @@ def test_a_group_that_fits_stays_together_and_a_larger_one_is_cut_as_seldom_as_p
     rows = rows_of([(10, [5, 5, 5, 5]), (3, [2])])
     assert [advantages_of(piece) for piece in pieces_of(rows, layout(30))] == [[0, 1, 2, 3], [4]]
     assert [advantages_of(piece) for piece in pieces_of(rows, layout(20))] == [[0, 1], [2, 3], [4]]
-    assert [advantages_of(batch) for batch in cut(pieces_of(rows, layout(25)), layout(25))] == [[0, 1, 2], [3, 4]]
+    assert [advantages_of(batch) for batch in split_into_micro_batches(pieces_of(rows, layout(25)), layout(25))] == [
+        [0, 1, 2],
+        [3, 4],
+    ]
 
 
 def test_passes_are_smaller_on_a_cpu_unless_a_number_is_set(tmp_path: Path) -> None:
@@ -64,7 +67,7 @@ def test_passes_are_smaller_on_a_cpu_unless_a_number_is_set(tmp_path: Path) -> N
 
 def test_without_packing_a_row_costs_the_longest_of_its_micro_batch() -> None:
     how = layout(20, is_packed=False)
-    batches = cut(pieces_of(rows_of([(4, [6, 1]), (2, [8])]), how), how)
+    batches = split_into_micro_batches(pieces_of(rows_of([(4, [6, 1]), (2, [8])]), how), how)
     assert [advantages_of(batch) for batch in batches] == [[0, 2], [1]]
 
 

@@ -122,7 +122,7 @@ class TwoH100(Devices):
     name = "NVIDIA H100 80GB HBM3"
 
 
-def test_the_share_of_the_peak_is_told_where_the_peak_is_known(accelerator: Accelerator) -> None:
+def test_the_share_of_the_peak_is_reported_where_the_peak_is_known(accelerator: Accelerator) -> None:
     groups = make_groups(make_moved_trainer(make_run(), accelerator).policy)
     found = throughput(groups, 989.0, 2.0, TwoH100(torch.device("cpu"), 2))
     assert found["perf/tflops_per_device"] == 989 / 4 and found["perf/mfu"] == 0.25
@@ -187,22 +187,22 @@ def test_the_extreme_ratios_are_those_of_all_ranks() -> None:
 def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:
     extremes = RatioRange()
     ratios = torch.tensor([[0.0, 50.0], [-1.0, math.nan]])
-    extremes.see(ratios, torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.tensor([1.0, 0.5]))
-    extremes.see(torch.zeros(1, 2), torch.tensor([[0.5, 0.5]]), torch.tensor([0.5]))
-    assert extremes.take(accelerator, 1) == {
+    extremes.update(ratios, torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.tensor([1.0, 0.5]))
+    extremes.update(torch.zeros(1, 2), torch.tensor([[0.5, 0.5]]), torch.tensor([0.5]))
+    assert extremes.pop_metrics(accelerator, 1) == {
         "policy/ratio_min": pytest.approx(math.exp(-1)),
         "policy/ratio_max": pytest.approx(math.exp(20)),
         "loss/max_token_share": pytest.approx(0.5),
         "loss/max_token_multiplier": pytest.approx(4.0),
     }
-    assert extremes.take(accelerator, 1) == {"policy/ratio_min": 1.0, "policy/ratio_max": 1.0}
+    assert extremes.pop_metrics(accelerator, 1) == {"policy/ratio_min": 1.0, "policy/ratio_max": 1.0}
 
 
 def test_the_share_of_a_token_is_that_of_the_update_in_which_it_is_largest(accelerator: Accelerator) -> None:
     extremes = RatioRange()
     for pulls in ([1.0, 1.0], [9.0, 1.0]):  # an update of one micro-batch each
-        extremes.see(torch.zeros(1, 2), torch.tensor([pulls]), torch.tensor([1.0]))
-    metrics = extremes.take(accelerator, 2)
+        extremes.update(torch.zeros(1, 2), torch.tensor([pulls]), torch.tensor([1.0]))
+    metrics = extremes.pop_metrics(accelerator, 2)
     assert (metrics["loss/max_token_share"], metrics["loss/max_token_multiplier"]) == pytest.approx((0.9, 9.0))
 
 
@@ -215,22 +215,22 @@ def test_a_token_is_said_to_rule_an_update_only_if_it_pulls_more_than_its_advant
         ratio_BT = torch.ones(16, 3)
         ratio_BT[0, 1] = ratio
         extremes = RatioRange()
-        extremes.see(ratio_BT.log(), ratio_BT * advantages_B.abs().unsqueeze(1), advantages_B.abs())
-        assert unhealthy(extremes.take(accelerator, 1)).keys() == expected
+        extremes.update(ratio_BT.log(), ratio_BT * advantages_B.abs().unsqueeze(1), advantages_B.abs())
+        assert unhealthy(extremes.pop_metrics(accelerator, 1)).keys() == expected
 
 
 def test_a_pull_that_is_no_number_hides_no_other(accelerator: Accelerator) -> None:
     extremes = RatioRange()
-    extremes.see(torch.zeros(1, 3), torch.tensor([[math.nan, 1.0, 3.0]]), torch.ones(1))
-    assert extremes.take(accelerator, 1)["loss/max_token_share"] == 0.75
+    extremes.update(torch.zeros(1, 3), torch.tensor([[math.nan, 1.0, 3.0]]), torch.ones(1))
+    assert extremes.pop_metrics(accelerator, 1)["loss/max_token_share"] == 0.75
 
 
 def test_calls_of_reward_functions_are_timed_until_they_are_asked_for() -> None:
     latencies = Latencies()
     for seconds in (1.0, 3.0):
-        latencies.note("exact_match", seconds)
-    assert latencies.take() == {"reward_seconds/exact_match": 2.0, "reward_seconds_max/exact_match": 3.0}
-    assert latencies.take() == {}
+        latencies.record("exact_match", seconds)
+    assert latencies.pop_metrics() == {"reward_seconds/exact_match": 2.0, "reward_seconds_max/exact_match": 3.0}
+    assert latencies.pop_metrics() == {}
 
 
 def test_memory_is_that_of_the_process() -> None:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
-from learner.forward.packing_check import settle_attention
+from learner.forward.packing_check import choose_attention
 from learner.policy.model import load_policy, load_tokenizer
 from learner.prompts.prompts import Prompts
 from learner.run_inputs import RunInputs
@@ -31,7 +31,7 @@ WARM = {"steps": 5, "learning_rate": 3e-3, "rows_per_step": 6}
 
 def warmed(run: LearnerRun) -> tuple[torch.nn.Module, float]:
     policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)
-    settle_attention(policy, torch.device("cpu"), torch.float32)
+    choose_attention(policy, torch.device("cpu"), torch.float32)
     return policy, warm_start(RunInputs(run), Accelerator(cpu=True), policy)
 
 

@@ -118,7 +118,7 @@ def run_on(directory: Path, *names: str) -> Iterator[tuple[LearnerOf, list[Serve
 
 
 @pytest.mark.slow
-def test_one_of_two_servers_is_told_to_end_and_another_comes_to_its_place(tmp_path: Path) -> None:
+def test_one_of_two_servers_is_shut_down_and_another_comes_to_its_place(tmp_path: Path) -> None:
     with run_on(tmp_path, "first", "second") as (learner, servers):
         first = servers[0]
         num_steps = learner.num_steps
@@ -132,7 +132,7 @@ def test_one_of_two_servers_is_told_to_end_and_another_comes_to_its_place(tmp_pa
         assert metrics_of(learner.run)[-1]["servers/ready"] == 2
 
 
-def test_the_only_server_is_told_to_end_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_the_only_server_is_shut_down_and_the_next_one_goes_on(tmp_path: Path) -> None:
     with run_on(tmp_path, "first") as (learner, servers):
         first = servers[0]
         first.tell_to_end()

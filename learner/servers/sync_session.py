@@ -13,15 +13,15 @@ from learner.config import WeightSyncConfig
 from learner.servers.link import ServerLink
 from protocol.errors import PushError
 from protocol.messages import Manifest, Rendezvous, Transport, Welcome
-from protocol.transports.group import Collective, Meeting, address_towards
+from protocol.transports.group import Collective, RendezvousHost, address_towards
 from protocol.transports.nccl import ranks_may_share_a_gpu
 from protocol.transports.transport import choose_transport, offered_transports, own_device_name
-from protocol.weights.buckets import NamedTensors, cut, make_manifest
+from protocol.weights.buckets import NamedTensors, make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, send_changes
 from protocol.weights.dense import Progress, Sent, send_weights
 
 
-class Epoch:
+class SyncSession:
     """Weight-sync session, joined at its first sync. `abort` is thread-safe."""
 
     def __init__(
@@ -29,14 +29,14 @@ class Epoch:
         server_id: str,
         manifest: Manifest,
         rendezvous: Rendezvous,
-        meeting: Meeting,
+        rendezvous_host: RendezvousHost,
         device: torch.device,
     ) -> None:
         self.name = uuid.uuid4().hex[:8]
         self.server_id, self.manifest, self.rendezvous = server_id, manifest, rendezvous
         self.collective: Collective | None = None
-        self._meeting, self._device = meeting, device
-        self._buckets = cut(manifest)
+        self._rendezvous_host, self._device = rendezvous_host, device
+        self._buckets = split_into_buckets(manifest)
         self._baseline = Baseline() if manifest.wire == "delta" else None
 
     @property
@@ -46,7 +46,7 @@ class Epoch:
 
     def join(self) -> Collective:
         """Block until every worker has joined. Raises PushError at the deadline."""
-        return self._meeting.host_collective(self.name, self.rendezvous, self._device)
+        return self._rendezvous_host.host_collective(self.name, self.rendezvous, self._device)
 
     def send(self, tensors: NamedTensors, progress: Progress) -> Sent:
         """Send all weights, or only the changes since the session's last sync.
@@ -61,32 +61,32 @@ class Epoch:
 
     def abort(self) -> None:
         """Abort the join or broadcast in progress, here and at every worker."""
-        self._call_off()
+        self._cancel()
         if self.collective is not None:
             self.collective.abort()
 
     def close(self) -> None:
         """Leave the collective, and release workers that still join or receive."""
-        self._call_off()
+        self._cancel()
         if self.collective is not None:
             self.collective.close()
 
-    def _call_off(self) -> None:
+    def _cancel(self) -> None:
         """Call off the session, even after all ranks have joined.
 
         NCCL does not notify a worker on this host that the learner has left.
         """
-        self._meeting.call_off(self.name, "the learner abandoned the session")
+        self._rendezvous_host.cancel(self.name, "the learner abandoned the session")
 
 
-class Epochs:
+class SyncSessions:
     """Factory of sessions with one server, which share its rendezvous point."""
 
     def __init__(self, link: ServerLink, config: WeightSyncConfig, device: torch.device) -> None:
         self._link, self._config, self._device = link, config, device
-        self._meeting: Meeting | None = None
+        self._rendezvous_host: RendezvousHost | None = None
 
-    def begin(self, manifest: Manifest) -> Epoch:
+    def begin(self, manifest: Manifest) -> SyncSession:
         """Return a new session with the connected server.
 
         Raises:
@@ -96,17 +96,20 @@ class Epochs:
         welcome = self._link.welcome
         if welcome is None:
             raise PushError(f"no server is connected at {self._link.endpoint}")
-        if self._meeting is None:
-            self._meeting = Meeting(
+        if self._rendezvous_host is None:
+            self._rendezvous_host = RendezvousHost(
                 address_towards(self._link.endpoint),
                 self._config.timeout_s,
                 ports=self._config.port_range(),
                 advertise=self._config.advertise,
             )
-        return Epoch(
-            welcome.server_id, manifest,
-            self._meeting.rendezvous(welcome.num_workers, self._transport(welcome)), self._meeting, self._device,
-        )  # fmt: skip
+        return SyncSession(
+            welcome.server_id,
+            manifest,
+            self._rendezvous_host.rendezvous(welcome.num_workers, self._transport(welcome)),
+            self._rendezvous_host,
+            self._device,
+        )
 
     def _transport(self, welcome: Welcome) -> Transport:
         offered = offered_transports()
@@ -120,8 +123,8 @@ class Epochs:
         )
 
     def close(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._rendezvous_host is not None:
+            self._rendezvous_host.close()
 
 
 def manifest_of(tensors: NamedTensors, wire_dtype: torch.dtype, config: WeightSyncConfig) -> Manifest:

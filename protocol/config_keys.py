@@ -1,0 +1,80 @@
+"""Keys of a config: their names, and what their types state about them."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar, get_args
+
+import msgspec
+import tyro
+
+T = TypeVar("T")
+
+MAY_CHANGE = "may change at a resume"
+MayChange = Annotated[T, MAY_CHANGE]
+"""Type of a key that a resume may change. Such a key does not decide what is learned, or an error or a
+warning advises to change it. All other keys are fixed when the run starts."""
+
+PASSED_ON = "passed on"
+"""Marker of a section whose names are not defined here. Its type states what this program knows about the
+values."""
+PassedOn = Annotated[dict[str, Any], PASSED_ON, tyro.conf.Suppress]
+"""Type of a section that a library defines. Its names and TOML values are free. A flag is `--section.name
+VALUE`."""
+
+
+def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec.structs.FieldInfo]:
+    """Return all keys, those of a section with its name: `learner.loss.clip_low`."""
+    keys: dict[str, msgspec.structs.FieldInfo] = {}
+    for field in msgspec.structs.fields(struct):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            keys |= keys_of(field.type, f"{prefix}{field.name}.")
+        else:
+            keys[prefix + field.name] = field
+    return keys
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by their whole keys, such as learner.loss.clip_low."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def may_change(field: msgspec.structs.FieldInfo) -> bool:
+    """Return whether a resume may change this key."""
+    return MAY_CHANGE in getattr(field.type, "__metadata__", ())
+
+
+def is_passed_on(field: msgspec.structs.FieldInfo) -> bool:
+    """Return whether this is a section whose names and types a library defines."""
+    return PASSED_ON in getattr(field.type, "__metadata__", ())
+
+
+def section_of_each(annotated: Any) -> type[msgspec.Struct] | None:
+    """Return the section type of a table of sections with user-defined names.
+
+    Such a table is a dict[str, Section]. Return None for other types.
+    """
+    values = get_args(get_args(annotated)[0])[1:] if PASSED_ON in getattr(annotated, "__metadata__", ()) else ()
+    is_section = values and isinstance(values[0], type) and issubclass(values[0], msgspec.Struct)
+    return values[0] if is_section else None
+
+
+def explain(message: str, raw: dict[str, Any]) -> str:
+    """Add the received value to an error of msgspec.
+
+    Example: `Expected int, got str - at $.learner.steps`.
+    """
+    problem, _, location = message.partition(" - at `$")
+    keys = location.replace("...", "").strip("`.").split(".") if location else []
+    found: list[tuple[str, Any]] = [("", raw)]
+    for key in keys:
+        name, _, index = key.partition("[")
+        found = [(f"{at}.{name}", value.get(name)) if isinstance(value, dict) else (at, value) for at, value in found]
+        if index and isinstance(found[0][1], dict):  # in a table of sections, msgspec does not name which one
+            found = [(f"{at}.{one}", section) for at, table in found for one, section in table.items()]
+    if problem.startswith("Expected") or not any(isinstance(value, dict) for _, value in found):
+        assignments = [f"{at[1:]} = {value!r}" for at, value in found if value is not None or len(found) == 1]
+        return f"{', '.join(assignments)}: {problem}"
+    # A section's own checks start with one of its keys, msgspec's with a capital letter.
+    return ".".join([*keys, problem]) if problem[0].islower() else message
