@@ -23,7 +23,7 @@ from deploy.supervisor import SupervisedProcess, Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol import console
-from protocol.config import load_config, to_toml, until_its_reader_leaves
+from protocol.config import load_config, to_toml
 from protocol.cores import halves
 from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
@@ -70,10 +70,9 @@ def colocate(arguments: list[str]) -> int:
     first_endpoint = ["--endpoint", learner_run.servers[0]]  # every server gets its own later
     server_run = load_config(ServerRun, config_file + flags_of["server"] + first_endpoint, PROGRAM)
     if "--dry-run" in switches:
-        with until_its_reader_leaves():
-            # Each process reads the sections of the other processes as they are in the file.
-            own = {"learner": msgspec.to_builtins(learner_run.learner), "deploy": msgspec.to_builtins(config)}
-            print(to_toml(msgspec.structs.replace(server_run, **own)))
+        # Each process reads the sections of the other processes as they are in the file.
+        own = {"learner": msgspec.to_builtins(learner_run.learner), "deploy": msgspec.to_builtins(config)}
+        print(to_toml(msgspec.structs.replace(server_run, **own)))
         if note := learner_run.note_on_idle_keys():
             log.warning(note)
         return 0

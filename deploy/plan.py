@@ -26,7 +26,6 @@ from deploy.planning.servers import Failures
 from deploy.planning.simulation import MOST_SERVERS, Setup, simulate
 from deploy.planning.split import Split, search, splits
 from protocol import console
-from protocol.config import until_its_reader_leaves
 from protocol.errors import ConfigError
 
 HEAD = ("GPUs", "servers × ranks", "groups", "samples/s", "step s", "server idle", "stalled", "fill", "learner idle", "syncing",
@@ -119,7 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with console.exit_on_user_error(lambda: "plan"):
         options, flags = parse_options(words)
         result = plan(options, flags)
-    with until_its_reader_leaves():
         print(json.dumps(result) if options.json else format_plan(result))
 
 

@@ -23,7 +23,7 @@ from inference_server.config import ServerRun
 from inference_server.engine.socket_directory import socket_directory
 from inference_server.shutdown import until_ended
 from protocol import console
-from protocol.config import load_config, to_toml, until_its_reader_leaves
+from protocol.config import load_config, to_toml
 from protocol.cores import share_of_cores
 from protocol.hardware import gpu_choice
 from protocol.installation import version_line
@@ -82,8 +82,7 @@ def _serve_command(words: list[str]) -> None:
         {DRY_RUN: "print the config with all keys, and start nothing"} | console.SWITCHES,
     )
     if DRY_RUN in words:
-        with until_its_reader_leaves():
-            print(to_toml(run))
+        print(to_toml(run))
         return
     _set_environment(run)
     asyncio.run(_serve(run))

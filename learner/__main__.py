@@ -73,7 +73,7 @@ def new_command(arguments: list[str]) -> None:
 
 def train_command(arguments: list[str]) -> None:
     from learner.config import LearnerRun
-    from protocol.config import load_config, to_toml, until_its_reader_leaves
+    from protocol.config import load_config, to_toml
 
     flags = {
         "--resume": "continue the run in run_dir",
@@ -83,8 +83,7 @@ def train_command(arguments: list[str]) -> None:
     arguments = [argument for argument in arguments if argument not in switches]
     run = load_config(LearnerRun, arguments, "slipstream train", flags | console.SWITCHES)
     if "--dry-run" in switches:
-        with until_its_reader_leaves():
-            print(to_toml(run))
+        print(to_toml(run))
         if note := run.note_on_idle_keys():
             log.warning(note)
         return
@@ -246,11 +245,9 @@ def runs_command(arguments: list[str]) -> None:
     import msgspec
 
     from learner.report.runs import as_table, list_runs
-    from protocol.config import until_its_reader_leaves
 
     runs = list_runs(options.directory)
-    with until_its_reader_leaves():
-        print(msgspec.json.encode(runs).decode() if options.json else as_table(runs))
+    print(msgspec.json.encode(runs).decode() if options.json else as_table(runs))
 
 
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {

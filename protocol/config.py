@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import re
-import sys
 import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -161,20 +160,6 @@ def to_toml(config: msgspec.Struct) -> str:
     TOML has no null.
     """
     return msgspec.toml.encode(_without_none(msgspec.to_builtins(config))).decode()
-
-
-@contextlib.contextmanager
-def until_its_reader_leaves() -> Iterator[None]:
-    """Print into a pipe that may close, as in `--help | head`.
-
-    If the pipe closes, the program exits with status 0.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
-        raise SystemExit(0) from None
 
 
 def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec.structs.FieldInfo]:
@@ -342,7 +327,7 @@ def _with_flags(
     _refuse_wrong_number_of_values(config_type, flags)
     complaint = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint), until_its_reader_leaves():
+        with contextlib.redirect_stderr(complaint):
             default = tyro.MISSING_NONPROP if base is None else base
             conversions = (tyro.conf.FlagConversionOff,)
             text = describe() if {"-h", "--help"} & set(flags) else None
