@@ -47,18 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name, rest = (words[0], words[1:]) if words else (HELP[0], [])
     with console.exit_on_user_error(lambda: "plan" if name == "plan" else "learner"):
         if name in HELP:
-            show(usage())
+            print(usage())
         elif name not in (*COMMANDS, VERSION):
             raise console.unknown_command(name, COMMANDS)
         elif VERSION in words:
-            show(version_line("slipstream"))
+            print(version_line("slipstream"))
         else:
             start(name, [*rest, *switches])
-
-
-def show(text: str) -> None:
-    with console.exit_on_closed_pipe():
-        print(text)
 
 
 def usage() -> str:

@@ -70,10 +70,9 @@ def colocate(arguments: list[str]) -> int:
     first_endpoint = ["--endpoint", learner_run.servers[0]]  # every server gets its own later
     server_run = load_config(ServerRun, config_file + flags_of["server"] + first_endpoint, PROGRAM)
     if "--dry-run" in switches:
-        with console.exit_on_closed_pipe():
-            # Each process reads the sections of the other processes as they are in the file.
-            own = {"learner": msgspec.to_builtins(learner_run.learner), "deploy": msgspec.to_builtins(config)}
-            print(to_toml(msgspec.structs.replace(server_run, **own)))
+        # Each process reads the sections of the other processes as they are in the file.
+        own = {"learner": msgspec.to_builtins(learner_run.learner), "deploy": msgspec.to_builtins(config)}
+        print(to_toml(msgspec.structs.replace(server_run, **own)))
         if note := learner_run.idle_keys_note():
             log.warning(note)
         return 0

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -25,6 +26,8 @@ TORCH = "torch==2.13.0+cpu"
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX") or "https://download.pytorch.org/whl/cpu"
 UV = "uv==0.13.9"
 NEEDED_GB = 5
+TIMEOUT_S = float(os.environ.get("SLIPSTREAM_INSTALL_TIMEOUT_S") or 3600)  # of each command
+STOP_TIMEOUT_S = 10
 
 # uv ignores pip's configuration. These are pip's settings for package sources, with their names in uv.
 UV_NAMES = {
@@ -114,9 +117,9 @@ def prepare_venv() -> None:
     if not reason and free_gb < NEEDED_GB:
         fail(f"{NEEDED_GB} GB of disk space are needed under {ROOT}, but {free_gb:.1f} GB are free. Free some space")
     say(f"recreating .venv: {reason}" if reason else f"creating .venv with Python {platform.python_version()}")
-    made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], stdout=subprocess.PIPE, text=True)
+    made = run([sys.executable, "-m", "venv", "--clear", str(VENV)])
     if made.returncode:
-        fail(f"{sys.executable} -m venv failed: {made.stdout.strip()}")
+        fail(f"{sys.executable} -m venv failed: {(made.stdout + made.stderr).strip()}")
 
 
 def install_uv(venv: Path) -> None:
@@ -128,7 +131,7 @@ def install_uv(venv: Path) -> None:
 def install_torch(venv: Path) -> None:
     # PyPI has no CPU build of torch, but pip may be configured for a mirror or wheel directory that has one.
     source = []
-    if subprocess.run(pip_command(venv, ["install", "--no-deps", "--dry-run", TORCH]), capture_output=True).returncode:
+    if run(pip_command(venv, ["install", "--no-deps", "--dry-run", TORCH])).returncode:
         say(f"{TORCH} is not in the configured package index, using {TORCH_CPU_INDEX}")
         source = ["--index-url", TORCH_CPU_INDEX]
     install_packages(venv, TORCH, [TORCH, *source])
@@ -146,7 +149,7 @@ def check_imports() -> str:
     # This also writes the bytecode of the loaded modules. Compiling every package takes a minute longer.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     python = str(VENV / "bin" / "python")
-    result = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=str(ROOT), env=environment)
+    result = run([python, "-c", code], cwd=str(ROOT), env=environment)
     if result.returncode:
         sys.stderr.write(result.stderr)
         fail("the installed packages cannot be imported (above); run `make install` to start over")
@@ -164,7 +167,7 @@ def lock() -> None:
     requirements += [*extras["server-cpu"], *extras["learner"], *extras["dev"]]
     with tempfile.TemporaryDirectory() as scratch:
         venv, report = Path(scratch, "venv"), Path(scratch, "report.json")
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        run([sys.executable, "-m", "venv", str(venv)]).check_returncode()
         install_torch(venv)
         resolve = pip_command(venv, ["install", "--dry-run", "--report", str(report), TORCH, *requirements])
         output = run_quietly(venv, "resolving", resolve, dict(os.environ))
@@ -205,7 +208,7 @@ def install_packages(venv: Path, what: str, arguments: "list[str]", num_packages
 
 def uv_environment(venv: Path) -> "dict[str, str]":
     """Return an environment in which uv uses `venv` and pip's configuration."""
-    config = subprocess.run(pip_command(venv, ["config", "list"]), capture_output=True, text=True).stdout
+    config = run(pip_command(venv, ["config", "list"])).stdout
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("UV_")},
         **uv_settings(config),
@@ -231,7 +234,7 @@ def uv_settings(pip_config: str) -> "dict[str, str]":
 
 
 def run_quietly(venv: Path, what: str, command: "list[str]", env: "dict[str, str]", num_packages=0) -> "str | None":
-    """Run an installer under a progress line; return its output if it failed.
+    """Run an installer under a progress line; return its output if it failed or was stopped at the deadline.
 
     Installers print nothing for minutes, so progress is measured on the disk.
     Their temporary files are in a directory under `venv`, because /tmp is small on many machines.
@@ -245,6 +248,10 @@ def run_quietly(venv: Path, what: str, command: "list[str]", env: "dict[str, str
             while process.poll() is None:
                 time.sleep(0.25)
                 elapsed_s = time.monotonic() - started
+                if elapsed_s > TIMEOUT_S:
+                    stop(process)
+                    output.seek(0)
+                    return output.read() + f"\n{too_slow()}\n"
                 written_mb = (free_b - shutil.disk_usage(venv).free) // 1_000_000
                 line = progress(what, elapsed_s, written_mb, num_installed(venv) - installed, num_packages)
                 if sys.stdout.isatty():
@@ -253,8 +260,7 @@ def run_quietly(venv: Path, what: str, command: "list[str]", env: "dict[str, str
                     next_line_s += 20.0
                     say(line)
         except BaseException:
-            process.terminate()
-            process.wait()
+            stop(process)
             raise
         if sys.stdout.isatty():
             show("")
@@ -263,6 +269,30 @@ def run_quietly(venv: Path, what: str, command: "list[str]", env: "dict[str, str
             return output.read()
     say(f"{what}: {time.monotonic() - started:.0f} s")
     return None
+
+
+def run(command: "list[str]", **options) -> "subprocess.CompletedProcess[str]":
+    """Run a command that prints little, and exit if it does not end in time."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, **options)
+    except subprocess.TimeoutExpired:
+        fail(f"{' '.join(command)}: {too_slow()}")
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def too_slow() -> str:
+    return (
+        f"stopped after {TIMEOUT_S:g} s. Set SLIPSTREAM_INSTALL_TIMEOUT_S to more seconds if the network or the disk "
+        "is slow; otherwise check the package index and the proxy in `pip config list`"
+    )
 
 
 def progress(what: str, elapsed_s: float, written_mb: int, num_new: int, num_packages: int) -> str:
@@ -287,7 +317,7 @@ def read_text(path: Path) -> str:
 
 def runs(venv: Path, code: str) -> bool:
     try:
-        return subprocess.run([str(venv / "bin" / "python"), "-c", code], capture_output=True).returncode == 0
+        return run([str(venv / "bin" / "python"), "-c", code]).returncode == 0
     except OSError:
         return False
 
@@ -301,7 +331,7 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     print(f"install: {message}", file=sys.stderr)
     sys.exit(1)
 

@@ -116,7 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with console.exit_on_user_error(lambda: "plan"):
         options, flags = parse_options(words)
         result = plan(options, flags)
-    with console.exit_on_closed_pipe():
         print(json.dumps(result) if options.json else format_plan(result))
 
 

@@ -78,8 +78,7 @@ def _serve_command(words: list[str]) -> None:
         {DRY_RUN: "print the config with all keys, and start nothing"} | console.SWITCHES,
     )
     if DRY_RUN in words:
-        with console.exit_on_closed_pipe():
-            print(to_toml(run))
+        print(to_toml(run))
         return
     _set_environment(run)
     asyncio.run(_serve(run))

@@ -86,8 +86,7 @@ def train_command(arguments: list[str]) -> None:
     arguments = [argument for argument in arguments if argument not in switches]
     run = load_config(LearnerRun, arguments, "slipstream train", flags | console.SWITCHES)
     if "--dry-run" in switches:
-        with console.exit_on_closed_pipe():
-            print(to_toml(run))
+        print(to_toml(run))
         if note := run.idle_keys_note():
             log.warning(note)
         return
@@ -256,8 +255,7 @@ def runs_command(arguments: list[str]) -> None:
     from learner.report.runs import as_table, list_runs
 
     runs = list_runs(options.directory)
-    with console.exit_on_closed_pipe():
-        print(msgspec.json.encode(runs).decode() if options.json else as_table(runs))
+    print(msgspec.json.encode(runs).decode() if options.json else as_table(runs))
 
 
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {

@@ -9,14 +9,14 @@ import io
 import re
 import tomllib
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import tyro
 
 from protocol.config_keys import explain, is_passed_on, keys_of
-from protocol.console import exit_on_closed_pipe
 from protocol.errors import ConfigError
 
 C = TypeVar("C", bound=msgspec.Struct)
@@ -42,9 +42,10 @@ def with_flags(
     flags, passed_on = _split_passed_on(config_type, flags)
     _refuse_unknown_flags(config_type, flags, switches)
     flags = _spell_out_booleans(config_type, flags)
+    _refuse_wrong_number_of_values(config_type, flags)
     complaint = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint), exit_on_closed_pipe():
+        with contextlib.redirect_stderr(complaint):
             default = tyro.MISSING_NONPROP if base is None else base
             conversions = (tyro.conf.FlagConversionOff,)
             text = describe() if {"-h", "--help"} & set(flags) else None
@@ -54,7 +55,7 @@ def with_flags(
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
-        raise ConfigError(_plain(complaint.getvalue())) from exit_
+        raise ConfigError(_plain(config_type, flags, complaint.getvalue())) from exit_
     # Tyro builds the structs field by field. Only a conversion runs every check again.
     raw = msgspec.to_builtins(config)
     for path, value in passed_on:
@@ -96,7 +97,7 @@ def _spell_out_booleans(config_type: type[msgspec.Struct], flags: list[str]) -> 
     Raises:
         ConfigError: If another word follows it.
     """
-    names = {f"--{key.replace('_', '-')}" for key, field in keys_of(config_type).items() if _is_boolean(field)}
+    names = {_flag_of(key) for key, field in keys_of(config_type).items() if _is_boolean(field)}
     spelled, left = [], deque(flags)
     while left:
         flag = left.popleft()
@@ -133,18 +134,98 @@ def _set(raw: dict[str, Any], path: list[str], value: Any) -> None:
     raw[name] = value
 
 
+def _flag_of(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
 def _refuse_unknown_flags(config_type: type[msgspec.Struct], flags: list[str], switches: Iterable[str]) -> None:
-    keys = [key for key, field in keys_of(config_type).items() if not is_passed_on(field)]
-    known = {"--help", "-h", *(f"--{key.replace('_', '-')}" for key in keys)}
-    for flag in flags:
-        if flag.startswith("--") and flag.partition("=")[0] not in known:
-            near = difflib.get_close_matches(flag, [*known, *switches], n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "see --help for all flags"
-            raise ConfigError(f"unknown flag {flag}; {hint}")
+    """Raise ConfigError for a flag of no key, and for a key that only the file can set."""
+    keys = {key: field for key, field in keys_of(config_type).items() if not is_passed_on(field)}
+    in_file = [_flag_of(key) for key, field in keys.items() if _is_only_in_file(field)]
+    known = {"--help", "-h", *(_flag_of(key) for key in keys)} - set(in_file)
+    for name, _ in _with_values(flags):
+        if not name or name in known:
+            continue
+        if any(name == flag or name.startswith(f"{flag}.") for flag in in_file):
+            key = name.removeprefix("--").replace("-", "_")
+            raise ConfigError(
+                f"{name} is no flag of this command; set {key} in the config file, or see --help for all flags"
+            )
+        near = difflib.get_close_matches(name, [*known, *switches], n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else "see --help for all flags"
+        raise ConfigError(f"unknown flag {name}; {hint}")
 
 
-def _plain(box: str) -> str:
-    """Return the text inside tyro's error box, without tyro's own phrases."""
+def _refuse_wrong_number_of_values(config_type: type[msgspec.Struct], flags: list[str]) -> None:
+    """Raise ConfigError for a flag without its value, and for a word that belongs to no flag."""
+    types = {_flag_of(key): field.type for key, field in keys_of(config_type).items()}
+    for name, values in _with_values(flags):
+        if not name:
+            raise ConfigError(f"{values[0]!r} belongs to no flag; expected: --key VALUE after the config file")
+        if name not in types or _takes_several(types[name]):
+            continue
+        expected = _expected(types[name])
+        if not values:
+            raise ConfigError(
+                f"{name} has no value; use {name} VALUE with {expected} ({name}=VALUE if it begins with -)"
+            )
+        if len(values) > 1:
+            raise ConfigError(
+                f"{name} got {len(values)} values: {' '.join(values)}; use one, {expected}, in quotes if it has spaces"
+            )
+
+
+def _with_values(flags: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag and the words after it; words before the first flag come with an empty name."""
+    name, values = "", list[str]()
+    for word in flags:
+        if not word.startswith("-") or _is_number(word):
+            values.append(word)
+            continue
+        if name or values:
+            yield name, values
+        name, has_value, value = word.partition("=")
+        values = [value] if has_value else []
+    if name or values:
+        yield name, values
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_only_in_file(field: msgspec.structs.FieldInfo) -> bool:
+    return tyro.conf.Suppress in getattr(field.type, "__metadata__", ())
+
+
+def _takes_several(annotated: Any) -> bool:
+    return get_origin(annotated) is tuple or any(_takes_several(inner) for inner in get_args(annotated))
+
+
+def _expected(annotated: Any) -> str:
+    """Describe the values of a type, such as `an integer or auto`."""
+    origin, inner = get_origin(annotated), get_args(annotated)
+    if origin is Annotated:
+        return _expected(inner[0])
+    if origin is Literal:
+        return " or ".join(map(str, inner))
+    if origin is tuple:
+        return f"any number of values, each {_expected(inner[0])}"
+    if origin in (Union, UnionType):
+        return " or ".join(_expected(one) for one in inner)
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}.get(annotated, "None")
+
+
+def _plain(config_type: type[msgspec.Struct], flags: list[str], box: str) -> str:
+    """Return the error in tyro's box without tyro's own phrases."""
     lines = (line.strip("│╭╮╰╯─ \n") for line in box.splitlines())
     text = " ".join(line for line in lines if line).removeprefix("Value error ").partition(" For full helptext")[0]
+    types = {_flag_of(key): field.type for key, field in keys_of(config_type).items()}
+    for name, values in _with_values(flags):
+        if re.search(rf"(Error parsing |argument '){name}[:']", text):
+            return f"{name} {' '.join(values) or repr('')} is not valid; use {_expected(types[name])}"
     return re.sub(r"^Error parsing ([\w.]+): ", r"\1.", text)

@@ -11,6 +11,7 @@ import difflib
 import json
 import logging
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ import msgspec
 from protocol.errors import ConfigError, SlipstreamError
 from protocol.installation import install_command
 
+log = logging.getLogger(__name__)
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
 """Format of a log record for people."""
 QUIET, JSON_LOGS = "--quiet", "--json-logs"
@@ -86,30 +88,21 @@ def supports_color(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-@contextmanager
-def exit_on_closed_pipe() -> Iterator[None]:
-    """Print into a pipe that may close, as in `--help | head`.
-
-    If the pipe closes, the program exits with status 0.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
-        raise SystemExit(0) from None
-
-
 def say(line: str, fields: Mapping[str, float] | None = None) -> None:
     """Print a line outside the log, such as the summary of a step.
 
-    `fields` holds its numbers, which only the JSON includes.
+    `fields` holds its numbers, which only the JSON includes. If the reader of the output has left, as in
+    `slipstream train run.toml | head`, the run goes on without it.
     """
     if _output_mode.is_quiet:
         return
     text = _object("INFO", line, time.time(), fields or {}) if _output_mode.is_json else line
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        log.warning("the reader of the output has left; continuing without output (metrics.jsonl has all steps)")
 
 
 def print_error(error: object) -> None:
@@ -121,16 +114,39 @@ def print_error(error: object) -> None:
 def exit_on_user_error(extra: Callable[[], str] = lambda: "learner") -> Iterator[None]:
     """Print an error that the user can resolve without a traceback, and exit with code 2.
 
-    `extra` returns the name of the extra that has the packages of the command.
+    Exit with code 0 if the reader of the output has left, as in `slipstream doctor run.toml | head`. `extra`
+    returns the name of the extra that has the packages of the command.
     """
     try:
-        yield
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # a flush at exit would print its error
+    except BrokenPipeError:
+        if not _has_reader_left():
+            raise
+        _discard_output()
+        sys.exit(0)
     except SlipstreamError as error:
         print_error(error)
         sys.exit(2)
     except ModuleNotFoundError as error:
         print_error(f"{error.name} is not installed; install it with: {install_command(extra())}")
         sys.exit(2)
+
+
+def _has_reader_left() -> bool:
+    """Return whether the output is a pipe that nobody reads, since a run has other pipes that may break."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _discard_output() -> None:
+    """Redirect the output to nowhere, because the text that is left would fail again at the next flush."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def unknown_command(name: str, known: Iterable[str]) -> ConfigError:

@@ -14,6 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.lm_head import TILE_LOGITS
+from protocol.weights.buckets import SPAN_BYTES
+from protocol.weights.dense import NUM_BUFFERS
 
 GIB = 1 << 30
 BYTES_PER_HIDDEN = {"float32": 40, "bfloat16": 24}
@@ -24,7 +26,7 @@ Measured on Qwen2 and Llama, whose MLP is gated.
 """
 BYTES_OF_MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
 """Bytes of both moments of a parameter. 8-bit moments have a float32 scale for each block of 256."""
-LEARNER_BUCKETS, SERVER_BUCKETS = 2, 3
+SERVER_BUCKETS = 3
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +140,7 @@ def learner_memory(
         "weights in bfloat16": _cast_bytes(shape, run, is_sharded=is_sharded),
         "activations": activation_bytes(shape, run, device_type),
         "head": head_bytes(shape, run, tile_logits=TILE_LOGITS[device_type]),
-        "weight sync": LEARNER_BUCKETS * (config.weight_sync.bucket_mib << 20) + (0 if is_sharded else copy),
+        "weight sync": sync_bytes(run, device_type) + (0 if is_sharded else copy),
     }
     host = {
         "weights while they are loaded": 4 * total * num_ranks,
@@ -173,6 +175,16 @@ def head_bytes(shape: ModelShape, run: LearnerRun, *, tile_logits: int) -> int:
     if run.learner.lora.rank:
         return tile
     return tile + (4 + (2 if run.dtype == "bfloat16" else 0)) * shape.vocab_size * shape.hidden_size
+
+
+def sync_bytes(run: LearnerRun, device_type: str = "cuda") -> int:
+    """Return the bytes of the buffers of a weight sync.
+
+    Each server's sync has its own spans. With several servers, the fastest is up to a bucket ahead.
+    """
+    bucket, num_servers = run.learner.weight_sync.bucket_mib << 20, len(run.servers)
+    window = bucket if num_servers > 1 else 0
+    return num_servers * NUM_BUFFERS * min(SPAN_BYTES[device_type], bucket) + window
 
 
 def server_memory(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -> Memory:

@@ -190,14 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument("directory", type=Path, metavar="DIR", help="new directory of the keys")
         directory = parser.parse_args(console.pop_switches(sys.argv[1:] if arguments is None else arguments)).directory
         make_keys(directory)
-    print(
-        f'created keys in {directory}; set keys = "{directory}" in the config of both sides\n'
-        f"  the server keeps   {directory}/server.key and {directory}/allowed/\n"
-        f"  the learner needs  {directory}/learner.key and {directory}/server.pub: copy them (scp -p), "
-        "then delete learner.key here\n"
-        "  another learner    creates its own keys and uses this server.pub; copy its allowed/learner.pub to\n"
-        f"                     {directory}/allowed/ under another name, even while the server runs"
-    )
+        print(
+            f'created keys in {directory}; set keys = "{directory}" in the config of both sides\n'
+            f"  the server keeps   {directory}/server.key and {directory}/allowed/\n"
+            f"  the learner needs  {directory}/learner.key and {directory}/server.pub: copy them (scp -p), "
+            "then delete learner.key here\n"
+            "  another learner    creates its own keys and uses this server.pub; copy its allowed/learner.pub to\n"
+            f"                     {directory}/allowed/ under another name, even while the server runs"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
 
-from deploy.cpu_environment import install_packages, uv_settings
+import deploy.cpu_environment
+from deploy.cpu_environment import LOCK, LOCK_HEADER, TORCH, install_packages, install_torch, uv_settings
 
 PIP = """#!/bin/sh
 case "$*" in
@@ -78,3 +81,42 @@ def test_pip_installs_what_uv_could_not(venv: Path, capsys: pytest.CaptureFixtur
 def test_pip_installs_where_there_is_no_uv(venv: Path) -> None:
     install_packages(venv, "toy", ["toy==1"])
     assert pip_calls(venv).strip().endswith("install --no-deps --no-compile toy==1")
+
+
+def test_the_committed_lock_has_the_header_that_make_lock_writes() -> None:
+    header = "".join(line for line in LOCK.read_text().splitlines(True) if line.startswith("#"))
+    python = re.search(r"on Python (3\.\d+\.\d+),", header)
+    assert python is not None and header == LOCK_HEADER.format(torch=TORCH, python=python[1])
+
+
+HANGS = """#!/bin/sh
+case "$*" in
+    *"config list") ;;
+    *) exec sleep 60 ;;
+esac
+"""
+
+
+def test_an_installer_that_hangs_is_stopped_with_what_to_raise(
+    venv: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(deploy.cpu_environment, "TIMEOUT_S", 0.5)
+    for name in ("python", "uv"):
+        write_program(venv / "bin" / name, HANGS)
+    began_at = time.monotonic()
+    with pytest.raises(SystemExit):
+        install_packages(venv, "toy", ["toy==1"])
+    assert time.monotonic() - began_at < 30
+    said = capsys.readouterr()
+    assert "uv could not install toy, using pip instead: stopped after 0.5 s" in said.out
+    assert "stopped after 0.5 s. Set SLIPSTREAM_INSTALL_TIMEOUT_S" in said.err
+
+
+def test_a_question_to_pip_that_hangs_is_stopped_too(
+    venv: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(deploy.cpu_environment, "TIMEOUT_S", 0.5)
+    write_program(venv / "bin" / "python", HANGS)
+    with pytest.raises(SystemExit):
+        install_torch(venv)
+    assert "Set SLIPSTREAM_INSTALL_TIMEOUT_S" in capsys.readouterr().err

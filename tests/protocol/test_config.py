@@ -1,10 +1,11 @@
 """Precedence flag > file > default, and errors that name key, value and remedy."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
+import tyro
 
 from protocol.config import SharedConfig, load_config, to_toml
 from protocol.config_keys import PassedOn
@@ -43,6 +44,8 @@ class Run(SharedConfig):
 
     learner: Side
     """One side."""
+    server: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    """The other side."""
 
 
 TOML = 'model = "m"\nrun_dir = "r"\n[learner]\nsteps = 3\n'
@@ -111,7 +114,26 @@ def test_the_resolved_config_reads_back_as_the_same(tmp_path: Path) -> None:
             ("--endpoints", "tcp://127.0.0.1:1", "tcp://10.0.0.5:1"),
             r"tcp://10\.0\.0\.5:1.*is open to other machines",
         ),
-        (TOML, ("--seed", "x"), r"invalid literal for int.*'x'"),
+        (TOML, ("--seed", "x"), r"^--seed x is not valid; use an integer$"),
+        (TOML, ("--seed=",), r"^--seed '' is not valid; use an integer$"),
+        (TOML, ("--seed",), r"^--seed has no value; use --seed VALUE with an integer"),
+        (TOML, ("--seed", "--insecure"), r"^--seed has no value"),
+        (TOML, ("--seed", "1", "2"), r"^--seed got 2 values: 1 2; use one, an integer"),
+        (TOML, ("--model", "--seed", "1"), r"^--model has no value; use --model VALUE with a text \(--model=VALUE if"),
+        (TOML, ("stray", "--seed", "1"), r"^'stray' belongs to no flag; expected: --key VALUE"),
+        (TOML, ("-x",), r"^unknown flag -x; did you mean -h"),
+        (TOML, ("--learner.loss.kind", "c"), r"^--learner\.loss\.kind c is not valid; use a or b$"),
+        (
+            TOML,
+            ("--learner.cores", "1", "b"),
+            r"cores 1 b is not valid; use any number of values, each an integer or None$",
+        ),
+        (TOML, ("--server",), r"^--server is no flag of this command; set server in the config file, or see --help"),
+        (
+            TOML,
+            ("--server.port", "1"),
+            r"^--server\.port is no flag of this command; set server\.port in the config file",
+        ),
     ],
 )
 def test_a_wrong_config_is_refused_with_key_value_and_remedy(

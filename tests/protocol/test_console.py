@@ -17,6 +17,8 @@ from tests.learner.forked_learner import run_learner
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.test_train import make_run
 
+ROOT = Path(__file__).parent.parent.parent
+
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
@@ -102,3 +104,41 @@ def test_a_count_of_one_has_a_noun_without_an_s() -> None:
         "2 groups",
         "1,000 groups",
     ]
+
+
+WITHOUT_READER = """
+from protocol import console
+console.start_logging()
+with console.exit_on_user_error():
+    console.say("Step 1")
+    console.say("Step 2")
+    open("went_on", "w").close()
+"""
+WITH_ANOTHER_PIPE = """
+import os
+from protocol import console
+theirs, ours = os.pipe()
+os.close(theirs)
+with console.exit_on_user_error():
+    os.write(ours, b"x")
+"""
+
+
+def test_a_run_goes_on_when_the_reader_of_its_lines_leaves(tmp_path: Path) -> None:
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    with os.fdopen(ours, "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_READER], cwd=tmp_path, stdout=output, stderr=subprocess.PIPE, text=True,
+            timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    assert done.returncode == 0 and (tmp_path / "went_on").exists()
+    (line,) = done.stderr.splitlines()
+    assert "WARNING the reader of the output has left; continuing without output" in line
+
+
+def test_another_pipe_that_breaks_is_not_taken_for_the_output() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_ANOTHER_PIPE], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "BrokenPipeError" in done.stderr

@@ -266,6 +266,15 @@ def test_the_learner_keeps_a_baseline_of_deltas_for_each_server() -> None:
     assert learner_memory(shape, unknown).host["weight sync"] == 4 * shape.num_parameters
 
 
+def test_the_sync_of_each_server_has_its_own_buffers_on_the_gpu() -> None:
+    shape, run = shape_of(TINY["llama"]), run_of({"weight_sync": {"bucket_mib": 256}})
+    for num_servers, mib in ((1, 5 * 64), (3, 3 * 5 * 64 + 256)):
+        of_servers = msgspec.structs.replace(run, endpoints=tuple(f"tcp://a:{port + 1}" for port in range(num_servers)))
+        assert learner_memory(shape, of_servers).device["weight sync"] == mib << 20
+    small = run_of({"weight_sync": {"bucket_mib": 8}})
+    assert learner_memory(shape, small).device["weight sync"] == 5 * 8 << 20
+
+
 def test_every_part_is_explained_in_the_page() -> None:
     memory, text = learner_memory(shape_of(TINY["llama"]), run_of({})), PAGE.read_text()
     assert [part for part in (*memory.device, *memory.host) if f"| {part} |" not in text] == []
