@@ -43,14 +43,13 @@ from protocol.messages.push import (
     PushReady,
     Rendezvous,
     TensorSpec,
-    Transport,
 )
 
 __all__ = [
     "DTYPES", "MAX_STOPS", "MAX_STOP_LENGTH", "MAX_TRIAL_BYTES", "PROTOCOL_VERSION", "Ack", "Cancel", "Completion", "Farewell", "Generate",
     "Group", "GroupFailed", "Hello", "LearnerMessage", "Manifest", "Message", "ModelFingerprint", "Part", "Probe", "Pulse", "PushAbort",
     "PushBegin", "PushDone", "PushFailed", "PushReady", "Refused", "Rendezvous", "Sampling", "Score", "Scores", "ServerMessage",
-    "TensorSpec", "Transport", "Trial", "TrialEnded", "Vitals", "Welcome", "new_learner_id",
+    "TensorSpec", "Trial", "TrialEnded", "Vitals", "Welcome", "new_learner_id",
 ]  # fmt: skip
 
 LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort | Farewell | Probe | Trial

@@ -2,7 +2,7 @@
 
     RemoteBoard (a rank) ── a line: epoch, key, value or null ──▶ HostedBoard (the learner's)
                          ◀── a line: value or null ──────────────
-    a worker's connection for weights (tcp.py) ──▶ the same port
+    a worker's connection for weights (lines.py) ──▶ the same port
 
 It replaces torch's TCPStore, which resolves the learner's name before it connects. Without a name server,
 that takes 5 s. TCPStore also keeps connecting to a dead learner.
@@ -22,7 +22,7 @@ from torch.distributed import Store
 
 from protocol.endpoint import join_address, needs_ipv6
 from protocol.errors import PushError
-from protocol.transports.tcp import Callers, Line, TransferCall, call_learner
+from protocol.transports.lines import Callers, Line, TransferCall, call_learner
 
 POLL_S = 0.02
 IDLE_TIMEOUT_S = 10.0

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from protocol.errors import PushError
-from protocol.transports.tcp import MAX_EXPECTED, Callers, Line, TransferCall, call_learner
+from protocol.transports.lines import MAX_EXPECTED, Callers, Line, TransferCall, call_learner
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0

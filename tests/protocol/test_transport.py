@@ -90,8 +90,9 @@ def test_auto_that_finds_no_transport_does_not_advise_itself() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "chosen"), [("nccl", "nccl"), ("auto", "gloo")])
-def test_ranks_share_a_gpu_over_nccl_only_if_asked_for_by_name(wanted, chosen) -> None:
-    offers = {"learner_transports": ALL, "server_transports": ALL, "ranks_may_share_a_gpu": True}
+def test_ranks_share_a_gpu_over_nccl_only_if_asked_for_by_name(wanted, chosen, monkeypatch) -> None:
+    monkeypatch.setattr("protocol.transports.nccl.ranks_may_share_a_gpu", lambda: True)
+    offers = {"learner_transports": ALL, "server_transports": ALL}
     assert choose_transport(wanted, "a/1", ["a/1", "a/2"], **offers) == chosen
 
 

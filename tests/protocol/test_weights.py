@@ -16,7 +16,8 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import Manifest, Rendezvous
-from protocol.transports.group import Collective, Meeting, join_collective
+from protocol.transports.collective import Collective
+from protocol.transports.group import Meeting, join_collective
 from protocol.weights.buckets import BucketMemory, NamedTensors, cut, make_manifest
 from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.dense import Arrived, Sent, receive_weights, send_weights
