@@ -215,7 +215,7 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
         )
     except (ConfigError, PushError) as error:
         return problem_of("transport", error, 'set learner.weight_sync.transport = "gloo"')
-    detour = why_over_cpus([own_device, *vitals.devices], offered, vitals.transports)
+    detour = why_over_cpus([own_device, *vitals.devices], {"learner": offered, "server": vitals.transports})
     if wanted == "auto" and detour is not None:
         reasons = (load_transport(name).why_not_here() for name in TRANSPORTS if name not in offered)
         remedy = next(filter(None, reasons), "run `slipstream doctor --server` on the server's machine")

@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 from torch.distributed import Store
@@ -46,25 +45,6 @@ def was_called_off(epoch: str, reason: bytes) -> PushError:
     return PushError(f"epoch {epoch} was canceled: {reason.decode()}")
 
 
-class Board(Protocol):
-    """Interface of a rank to the learner's rendezvous store."""
-
-    own_host: str
-    """Address of this rank toward the other ranks."""
-
-    def ask(self, question: Question) -> bytes | None:
-        """Return the value of a key. Raises PushError if the store cannot be reached."""
-        ...
-
-    def open_lines(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[Line]:
-        """Return rank 0's connections to all workers, or a worker's connection to rank 0.
-
-        Raises:
-            PushError: If they cannot be opened, or if `check` raises it.
-        """
-        ...
-
-
 class HostedBoard:
     """Rendezvous store in the learner's process.
 
@@ -73,6 +53,7 @@ class HostedBoard:
 
     def __init__(self, host: str, ports: Sequence[int] = (0,)) -> None:
         self.own_host = host
+        """Address of this rank toward the other ranks."""
         self.callers = Callers()
         self._values: dict[tuple[str, str], bytes] = {}
         self._lock = threading.Lock()
@@ -83,6 +64,7 @@ class HostedBoard:
         self._thread.start()
 
     def ask(self, question: Question) -> bytes | None:
+        """Return the value of a key. Raises PushError if the store is closed or cannot be reached."""
         if self._is_closed:
             raise PushError("the learner's rendezvous is closed")
         name = (question.epoch, question.key)
@@ -94,6 +76,11 @@ class HostedBoard:
             return self._values.get(name)
 
     def open_lines(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[Line]:
+        """Return rank 0's connections to all workers, or a worker's connection to rank 0.
+
+        Raises:
+            PushError: If they cannot be opened, or if `check` raises it.
+        """
         return self.callers.collect(call.secret, check, timeout_s)
 
     def close(self) -> None:
@@ -188,6 +175,10 @@ class RemoteBoard:
                 f"no answer within {self._answer_timeout_s:g} s; the learner is suspended or its host is unreachable"
             )
         return PushError(f"cannot reach the learner's rendezvous {self._address}: {reason}")
+
+
+Board = HostedBoard | RemoteBoard
+"""Interface of a rank to the learner's rendezvous store. Both have the same methods."""
 
 
 def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:

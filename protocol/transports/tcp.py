@@ -41,10 +41,10 @@ class TcpCollective(Collective):
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         memory = tensor.numpy().data
-        move = self._send if self._rank == 0 else self._receive
         try:
             under_way = [
-                thread.submit(move, line, memory) for thread, line in zip(self._threads, self._lines, strict=True)
+                thread.submit(self._transfer, line, memory)
+                for thread, line in zip(self._threads, self._lines, strict=True)
             ]
         except RuntimeError as error:
             raise PushError(f"the collective of epoch {self._epoch} is closed") from error
@@ -73,17 +73,13 @@ class TcpCollective(Collective):
         for line in self._lines:
             line.close()
 
-    def _send(self, line: Line, memory: memoryview) -> None:
+    def _transfer(self, line: Line, memory: memoryview) -> None:
+        length = bytearray(LENGTH.pack(memory.nbytes))
         try:
-            line.send(memoryview(LENGTH.pack(memory.nbytes)))
-            line.send(memory)
-        except OSError:
-            self.abort()
-            raise
-
-    def _receive(self, line: Line, memory: memoryview) -> None:
-        length = bytearray(LENGTH.size)
-        try:
+            if self._rank == 0:
+                line.send(memoryview(length))
+                line.send(memory)
+                return
             line.receive(memoryview(length))
             (num_bytes,) = LENGTH.unpack(length)
             if num_bytes != memory.nbytes:

@@ -5,7 +5,7 @@ It depends on where both sides compute and on what both have installed.
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -50,57 +50,42 @@ def choose_transport(
     Raises:
         ConfigError: If the wanted transport is impossible.
     """
-    devices = [learner_device, *worker_devices]
-    where = f"The learner computes on {learner_device}, the server's workers on {', '.join(worker_devices)}"
-    if wanted != "auto":
-        obstacles = {wanted: _obstacle(wanted, devices, learner_transports, server_transports, is_explicit=True)}
-        remedy = 'set learner.weight_sync.transport = "auto" to use a transport that works'
-    else:
-        obstacles = _automatic(devices, learner_transports, server_transports)
-        remedy = "no transport fits both sides. Install the same slipstream-rl on both"
+    devices, is_explicit = [learner_device, *worker_devices], wanted != "auto"
+    offers = {"learner": learner_transports, "server": server_transports}
+    names = [wanted] if is_explicit else [name for name, entry in TRANSPORTS.items() if entry.is_automatic]
+    obstacles = {name: _obstacle(name, devices, offers, is_explicit=is_explicit) for name in names}
     chosen = next((name for name, obstacle in obstacles.items() if obstacle is None), None)
+    where = f"The learner computes on {learner_device}, the server's workers on {', '.join(worker_devices)}"
     if chosen is None:
         name, reason = obstacles.popitem()
+        remedy = "no transport fits both sides. Install the same slipstream-rl on both"
+        if is_explicit:
+            remedy = 'set learner.weight_sync.transport = "auto" to use a transport that works'
         raise ConfigError(f"weights cannot be sent over {name}: {reason}. {where}; {remedy}")
-    if wanted == "auto" and (detour := why_over_cpus(devices, learner_transports, server_transports)) is not None:
+    if not is_explicit and (detour := why_over_cpus(devices, offers)) is not None:
         log.warning(
             "sending weights over %s through the CPUs: %s. %s (learner.weight_sync.transport)", chosen, detour, where
         )
     return chosen
 
 
-def why_over_cpus(
-    devices: Sequence[str], learner_transports: Sequence[str], server_transports: Sequence[str]
-) -> str | None:
+def why_over_cpus(devices: Sequence[str], offers: Mapping[str, Sequence[str]]) -> str | None:
     """Return why "auto" sends weights between GPUs through the CPUs, which is slow.
 
-    Return None if it does not, or if a side has no GPU.
+    Return None if it does not, or if a side has no GPU. `offers` are the transports of learner and server.
     """
-    obstacles = _automatic(devices, learner_transports, server_transports)
-    direct = {name: obstacle for name, obstacle in obstacles.items() if load_transport(name).between_gpus}
-    if CPU in devices or None in direct.values():
+    direct = [name for name, entry in TRANSPORTS.items() if entry.is_automatic and load_transport(name).between_gpus]
+    obstacles = {name: _obstacle(name, devices, offers) for name in direct}
+    if CPU in devices or None in obstacles.values():
         return None
-    return ", and ".join(f"{name} is not possible because {obstacle}" for name, obstacle in direct.items())
-
-
-def _automatic(
-    devices: Sequence[str], learner_transports: Sequence[str], server_transports: Sequence[str]
-) -> dict[str, str | None]:
-    """Return the obstacle of each transport that "auto" may choose."""
-    names = [name for name, entry in TRANSPORTS.items() if entry.is_automatic]
-    return {name: _obstacle(name, devices, learner_transports, server_transports) for name in names}
+    return ", and ".join(f"{name} is not possible because {obstacle}" for name, obstacle in obstacles.items())
 
 
 def _obstacle(
-    name: str,
-    devices: Sequence[str],
-    learner_transports: Sequence[str],
-    server_transports: Sequence[str],
-    *,
-    is_explicit: bool = False,
+    name: str, devices: Sequence[str], offers: Mapping[str, Sequence[str]], *, is_explicit: bool = False
 ) -> str | None:
     transport = load_transport(name)
-    for side, offered in (("learner", learner_transports), ("server", server_transports)):
+    for side, offered in offers.items():
         if name not in offered:
             return f"the {side} does not offer {name}, which needs {transport.needs()}"
     if transport.between_gpus and CPU in devices:
