@@ -93,13 +93,13 @@ load_config(LearnerRun, ["--help"], "test")
 """
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    assert "{auto,ipc,nccl,gloo,tcp,pipe}" in "".join(ran.stdout.split())
+    assert f"{{{','.join(['auto', *TRANSPORTS, 'pipe'])}}}" in "".join(ran.stdout.split())
 
 
 def test_a_transport_that_only_the_learner_knows_is_named_with_those_that_are_known() -> None:
     with closing(Meeting(HOST, timeout_s=10)) as meeting:
         rendezvous = msgspec.structs.replace(meeting.rendezvous(1, "gloo"), transport="pigeon")
-        with pytest.raises(PushError, match=r"unknown transport 'pigeon'; expected one of ipc, nccl, gloo, tcp\. "):
+        with pytest.raises(PushError, match=rf"unknown transport 'pigeon'; expected one of {', '.join(TRANSPORTS)}\. "):
             join_collective("e1", rendezvous, 1, CPU)
         with pytest.raises(PushError, match=r"epoch e1 was canceled: rank 1 gave up: unknown transport 'pigeon'"):
             meeting.host_collective("e1", msgspec.structs.replace(rendezvous, transport="gloo"), CPU)

@@ -109,4 +109,4 @@ def test_gpus_that_are_joined_over_their_cpus_are_told_why(caplog: pytest.LogCap
 def test_a_cpu_offers_gloo_and_has_no_host_in_its_name() -> None:
     assert own_device_name(torch.device("cpu")) == "cpu"
     if not torch.cuda.is_available():
-        assert offered_transports() == ["gloo", "tcp"]
+        assert [name for name in offered_transports() if name in ALL] == ["gloo", "tcp"]
