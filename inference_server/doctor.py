@@ -39,6 +39,7 @@ from protocol.errors import ConfigError, PushError
 from protocol.hardware import gpu_choice
 from protocol.messages import PROTOCOL_VERSION
 from protocol.model_files import fingerprint, local_model, weight_bytes
+from protocol.transports.registry import TRANSPORTS
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
@@ -63,8 +64,7 @@ def examine(run: ServerRun) -> Iterator[Finding]:
     yield unknown("clock", "`slipstream doctor` compares it, like keys and bandwidth, while this server runs")
     yield dtype_finding(run.computes_in)
     yield from resources(run)
-    if (of_nccl := nccl(run)) is not None:
-        yield of_nccl
+    yield from transports(run)
     known = vllm_names()
     yield known
     if known.verdict == "ok" and run.server.vllm:
@@ -187,19 +187,24 @@ def resources(run: ServerRun) -> Iterator[Finding]:
     yield memory_finding("a worker's weights", weights // config.tensor_parallel_size + of_kv, share, remedy)
 
 
-def nccl(run: ServerRun) -> Finding | None:
-    """Check that weight syncs can use NCCL, or return None if they would not use it."""
+def transports(run: ServerRun) -> Iterator[Finding]:
+    """Check the transports that need an installation, if weight syncs would use them."""
     wanted = run.learner.get("weight_sync", {}).get("transport", "auto")
-    if gpu_memory_bytes() is None or wanted not in ("auto", "nccl"):
-        return None
-    from protocol.transports.nccl import why_not_installed
+    if gpu_memory_bytes() is None:
+        return
+    from protocol.transports.collective import load_transport
 
-    reason = why_not_installed()
-    if reason is None:
-        return ok("nccl", "cupy finds a working libnccl")
-    if wanted == "auto" and gpu_choice().num_gpus == 1 and is_loopback(split_endpoint(run.endpoint)[0]):
-        return ok("nccl", "not installed and not needed: the learner on this machine uses the same GPU (ipc)")
-    return problem_of("nccl", PushError(reason), 'set learner.weight_sync.transport = "gloo"')
+    shares_gpu = gpu_choice().num_gpus == 1 and is_loopback(split_endpoint(run.endpoint)[0])
+    for name in TRANSPORTS if wanted == "auto" else {wanted} & TRANSPORTS.keys():
+        transport = load_transport(name)
+        if not transport.finding:
+            continue
+        if (reason := transport.why_not_here()) is None:
+            yield ok(name, transport.finding)
+        elif wanted == "auto" and shares_gpu:
+            yield ok(name, "not installed and not needed: the learner on this machine uses the same GPU (ipc)")
+        else:
+            yield problem_of(name, PushError(reason), 'set learner.weight_sync.transport = "gloo"')
 
 
 def vllm_names() -> Finding:

@@ -20,7 +20,8 @@ import torch
 import inference_server.server
 import learner.servers.link
 import learner.servers.sync_session
-import protocol.transports.group
+import protocol.transports.gloo
+import protocol.transports.tcp
 from inference_server.config import ServerConfig
 from inference_server.engine.interface import EngineDead, PushOrder, WorkerReport
 from learner.config import LearnerRun
@@ -290,8 +291,8 @@ def _learner_run(directory: Path, setup: LearnerSetup) -> LearnerRun:
 
 def _begin(log: Path) -> None:
     logging.basicConfig(filename=log, level=logging.INFO, format="%(message)s")
-    protocol.transports.group.GlooCollective = TrappedGloo  # type: ignore[misc]
-    protocol.transports.group.TcpCollective = TrappedTcp  # type: ignore[misc]
+    protocol.transports.gloo.GlooCollective = TrappedGloo  # type: ignore[misc]
+    protocol.transports.tcp.TcpCollective = TrappedTcp  # type: ignore[misc]
 
 
 def _next_command(pipe: Connection) -> Any:

@@ -6,11 +6,11 @@ So no test has to sleep and hope. Points: pausing, joining, labelling (server); 
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import torch
 
+from protocol.transports.collective import RankContext
 from protocol.transports.gloo import GlooCollective
 from protocol.transports.tcp import TcpCollective
 
@@ -59,9 +59,9 @@ TRAPS = _Traps()
 class Trapped:
     """Before a real collective, with the points at which a push is caught in the middle."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, context: RankContext) -> None:
         time.sleep(TRAPS.reach("forming"))
-        super().__init__(*args)
+        super().__init__(context)  # type: ignore[call-arg]
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         time.sleep(TRAPS.reach("broadcast"))

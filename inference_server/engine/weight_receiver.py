@@ -17,7 +17,8 @@ import torch
 from inference_server.engine.interface import PushOrder
 from protocol.errors import PushError, PushIncomplete
 from protocol.messages import Manifest, Rendezvous
-from protocol.transports.group import Collective, join_collective, watched
+from protocol.transports.collective import Collective
+from protocol.transports.group import join_collective, watched
 from protocol.weights.buckets import BucketMemory, checksum_of
 from protocol.weights.delta import Baseline, receive_changes
 from protocol.weights.dense import ReceivedBucket, receive_weights

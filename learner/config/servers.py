@@ -2,11 +2,16 @@
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from learner.config.section import AtLeastOne, Positive, Section, any_of, require
 from protocol.config_keys import MayChange
+from protocol.transports.registry import TRANSPORTS
 
+if TYPE_CHECKING:
+    TransportName = str
+else:
+    TransportName = Literal["auto", *TRANSPORTS]
 PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
@@ -20,7 +25,7 @@ class WeightSyncConfig(Section):
     server gets a sync of its own, which may be slow but must not stall for this long. Raise the value if a
     collective takes longer to form, or a model to load. At most half of timeout_s counts. A server also has
     this long to score the texts of a check (learner.parity.every_steps)."""
-    transport: MayChange[Literal["auto", "gloo", "tcp", "nccl", "ipc"]] = "auto"
+    transport: MayChange[TransportName] = "auto"
     """Transport of the weights. auto: ipc if learner and server share one GPU, nccl between GPUs (needs
     cupy), otherwise gloo; gloo: TCP between CPUs, on any port of both sides; tcp: TCP between CPUs over one
     port of the learner, to which the server's workers connect."""
@@ -61,7 +66,9 @@ class WeightSyncConfig(Section):
         return min(self.straggler_timeout_s, self.timeout_s / 2)
 
     def unmet_needs(self) -> dict[str, str]:
-        return {} if self.transport == "tcp" else dict.fromkeys(("ports", "advertise"), any_of("transport", ["tcp"]))
+        one_port = [name for name, entry in TRANSPORTS.items() if entry.uses_one_port]
+        keys = () if self.transport in one_port else ("ports", "advertise")
+        return dict.fromkeys(keys, any_of("transport", one_port))
 
     def port_range(self) -> Sequence[int]:
         """Return the ports to try in turn.

@@ -40,10 +40,11 @@ from protocol.doctor import (
     unknown,
 )
 from protocol.errors import ConfigError, HandshakeRefused, PushError
-from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, ServerInfo, Transport, Trial, TrialResult
+from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, ServerInfo, Trial, TrialResult
 from protocol.model_files import fingerprint, local_model, weight_bytes
+from protocol.transports.collective import load_transport
 from protocol.transports.group import RendezvousHost, address_towards
-from protocol.transports.nccl import ranks_may_share_a_gpu, why_not_installed
+from protocol.transports.registry import TRANSPORTS
 from protocol.transports.transport import choose_transport, offered_transports, own_device_name, why_over_cpus
 from protocol.transports.trial import MAX_TRIAL_S, send_trial
 
@@ -204,42 +205,39 @@ def clock(offset_s: float, slack_s: float) -> Finding:
 def transport(run: LearnerRun, server_info: ServerInfo) -> Finding:
     """Report the transport that a weight sync would choose."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    offered = offered_transports()
+    wanted, own_device, offered = run.learner.weight_sync.transport, own_device_name(device), offered_transports()
     try:
         chosen = choose_transport(
-            run.learner.weight_sync.transport,
-            own_device_name(device),
+            wanted,
+            own_device,
             server_info.devices,
             learner_transports=offered,
             server_transports=server_info.transports,
-            ranks_may_share_a_gpu="nccl" in offered and ranks_may_share_a_gpu(),
         )
     except (ConfigError, PushError) as error:
         return problem_of("transport", error, 'set learner.weight_sync.transport = "gloo"')
-    detour = why_over_cpus(
-        own_device_name(device),
-        server_info.devices,
-        learner_transports=offered,
-        server_transports=server_info.transports,
-    )
-    if chosen == "gloo" and run.learner.weight_sync.transport == "auto" and detour is not None:
-        remedy = why_not_installed() or "run `slipstream doctor --server` on the server's machine"
-        text = f"weights are sent with gloo, over the CPUs: {detour}"
-        return problem("transport", text, f'{remedy}, or accept it: learner.weight_sync.transport = "gloo"')
+    detour = why_over_cpus([own_device, *server_info.devices], {"learner": offered, "server": server_info.transports})
+    if wanted == "auto" and detour is not None:
+        reasons = (load_transport(name).why_not_here() for name in TRANSPORTS if name not in offered)
+        remedy = next(filter(None, reasons), "run `slipstream doctor --server` on the server's machine")
+        text = f"weights are sent with {chosen}, over the CPUs: {detour}"
+        return problem("transport", text, f'{remedy}, or accept it: learner.weight_sync.transport = "{chosen}"')
     return ok("transport", f"weights are sent with {chosen} to {len(server_info.devices)} worker(s)")
 
 
 async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
-    """Send trial bytes as a weight sync between CPUs would, over tcp or gloo.
+    """Send trial bytes as a weight sync between CPUs would.
 
-    With gloo, both sides open ports on demand.
+    With a transport that stays on the GPUs, gloo carries them. Ports are opened on demand on both sides,
+    except by a transport that uses one port.
     """
     push, own_host = run.learner.weight_sync, address_towards(channel.endpoint)
     timeout_s = min(push.timeout_s, MAX_TRIAL_S)
-    by: Transport = "tcp" if push.transport == "tcp" else "gloo"
+    chosen = TRANSPORTS.get(push.transport)
+    by = "gloo" if chosen is None or load_transport(push.transport).between_gpus else push.transport
     called = push.advertise or own_host
     remedy = f"allow TCP between {own_host} and the server in the firewalls, on all ports and in both directions"
-    if by == "tcp":
+    if TRANSPORTS[by].uses_one_port:
         remedy = (
             f"allow connections from the server's machine to {called} on port {push.ports or 'any'} "
             "(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls"

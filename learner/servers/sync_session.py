@@ -12,9 +12,9 @@ import torch
 from learner.config import WeightSyncConfig
 from learner.servers.link import ServerLink
 from protocol.errors import PushError
-from protocol.messages import Manifest, Rendezvous, Transport, Welcome
-from protocol.transports.group import Collective, RendezvousHost, address_towards
-from protocol.transports.nccl import ranks_may_share_a_gpu
+from protocol.messages import Manifest, Rendezvous, Welcome
+from protocol.transports.collective import Collective
+from protocol.transports.group import RendezvousHost, address_towards
 from protocol.transports.transport import choose_transport, offered_transports, own_device_name
 from protocol.weights.buckets import NamedTensors, make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, send_changes
@@ -111,15 +111,13 @@ class SyncSessions:
             self._device,
         )
 
-    def _transport(self, welcome: Welcome) -> Transport:
-        offered = offered_transports()
+    def _transport(self, welcome: Welcome) -> str:
         return choose_transport(
             self._config.transport,
             own_device_name(self._device),
             welcome.devices,
-            learner_transports=offered,
+            learner_transports=offered_transports(),
             server_transports=welcome.transports,
-            ranks_may_share_a_gpu="nccl" in offered and ranks_may_share_a_gpu(),
         )
 
     def close(self) -> None:

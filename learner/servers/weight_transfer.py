@@ -26,7 +26,7 @@ from learner.servers.sync_session import SyncSession, SyncSessions
 from protocol.console import PROGRESS_EVERY_S, output_mode
 from protocol.errors import DeadlineExceeded, PushError, PushIncomplete, SlipstreamError
 from protocol.messages import Manifest, PushBegin, PushDone
-from protocol.transports.group import Collective
+from protocol.transports.collective import Collective
 from protocol.weights.buckets import NamedTensors, dtype_on_wire
 from protocol.weights.dense import Sent
 

@@ -43,7 +43,6 @@ from protocol.messages.push import (
     PushReady,
     Rendezvous,
     TensorSpec,
-    Transport,
 )
 
 __all__ = [
@@ -80,7 +79,6 @@ __all__ = [
     "ServerInfo",
     "ServerMessage",
     "TensorSpec",
-    "Transport",
     "Trial",
     "TrialResult",
     "Welcome",

@@ -9,7 +9,7 @@ import msgspec
 
 from protocol.messages.parts import Message, Name, Version
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_REPLICAS = 1024
 
 

@@ -35,42 +35,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Encoding of the weights. dense: all bytes; delta: changes since the last weight sync of the session."""
 
 
-Transport = Literal["gloo", "tcp", "nccl", "ipc"]
-"""Transport of the weights. gloo: between CPUs; tcp: between CPUs over one port of the learner; nccl: between
-GPUs; ipc: through the memory of one GPU."""
-
-NCCL_UNIQUE_ID_BYTES = 128
-TCP_SECRET_BYTES = 32
-
-
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Meeting point of the ranks of one session.
 
     The learner is rank 0, and the server's workers are ranks 1..N.
     """
 
-    transport: Transport
+    transport: Name
+    """Name in the registry of transports."""
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
     world_size: int
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-    nccl_unique_id: bytes | None = None
-    """Id that admits its holder to an NCCL session, so it travels only here."""
-    tcp_secret: bytes | None = None
-    """Secret that a worker must present to connect to a tcp session."""
-
-    def __post_init__(self) -> None:
-        expected = NCCL_UNIQUE_ID_BYTES if self.transport == "nccl" else 0
-        if len(self.nccl_unique_id or b"") != expected:
-            raise ValueError(
-                f"transport {self.transport} expects an NCCL id of {expected} bytes, got "
-                f"{len(self.nccl_unique_id or b'')}"
-            )
-        expected = TCP_SECRET_BYTES if self.transport == "tcp" else 0
-        if len(self.tcp_secret or b"") != expected:
-            raise ValueError(
-                f"transport {self.transport} expects a secret of {expected} bytes, got {len(self.tcp_secret or b'')}"
-            )
+    secret: bytes | None = None
+    """Secret by which the transport admits a rank, so it travels only here. None if the transport has none."""
 
 
 class PushBegin(Message):

@@ -7,7 +7,8 @@ reuse its tensor once its wait has ended. One thread runs the broadcasts in orde
 has reached the point at which the caller started it.
 """
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from protocol.errors import PushError
+from protocol.transports.collective import Collective, RankContext
 from protocol.transports.gloo import GlooCollective
 
 HEADER_BYTES = 1024
@@ -122,25 +124,35 @@ class GpuMemory:
         torch.cuda.ipc_collect()
 
 
-class IpcCollective:
+class IpcCollective(Collective):
     """Broadcasts within one GPU.
 
     The gloo group of the same session carries handles and acknowledgments.
     """
 
+    between_gpus = True
     sends_in_place = False
     """False, because each storage of the model would have to be lent and opened. A copy within the GPU costs
     almost nothing."""
 
-    def __init__(self, group: GlooCollective, rank: int, device: torch.device) -> None:
-        self.device = device
-        self._group, self._rank, self._memory = group, rank, GpuMemory(device)
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self._group, self._memory = GlooCollective(context), GpuMemory(context.device)
         self._thread = ThreadPoolExecutor(1, "push-transfer")
         self._lent: dict[int, tuple[StorageWeakRef, TensorHandle]] = {}
         self._opened: dict[tuple[bytes, int, int], torch.Tensor] = {}
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self.start_broadcast(tensor)()
+    @classmethod
+    def needs(cls) -> str:
+        return "an NVIDIA GPU on both sides, without expandable_segments in PYTORCH_ALLOC_CONF"
+
+    @classmethod
+    def why_not_here(cls) -> str | None:
+        return f"transport ipc needs {cls.needs()}" if has_expandable_segments(os.environ) else None
+
+    @classmethod
+    def obstacle(cls, devices: Sequence[str], is_explicit: bool) -> str | None:
+        return "it needs the learner and all workers on the same GPU of one host" if len(set(devices)) > 1 else None
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         try:

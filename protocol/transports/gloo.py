@@ -11,9 +11,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store
+from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from protocol.errors import PushError
+from protocol.transports.collective import Collective, RankContext
 
 NUM_THREADS = 4
 """Number of broadcasts in progress at a time. The connection stays busy while the ranks agree on the next
@@ -24,22 +25,20 @@ _NEVER_SENT = 1
 """Tag of the message that `abort` waits for and no rank sends."""
 
 
-class GlooCollective:
+class GlooCollective(Collective):
     """Gloo process group, separate from the default group of the process.
 
     Raises:
         PushError: If the group cannot be formed.
     """
 
-    device = torch.device("cpu")
-    sends_in_place = True
-
-    def __init__(self, store: Store, session: str, rank: int, world_size: int, own_host: str, timeout_s: float) -> None:
-        self._session, self._timeout_s = session, timeout_s
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        rank, world_size, timeout_s = context.rank, context.rendezvous.world_size, self._timeout_s
         self._peers = [peer for peer in range(world_size) if peer != rank]
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # Without a named device, gloo listens on the address that the host name resolves to.
-        options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=context.access.own_host)]
         options._threads = NUM_THREADS
         options._timeout = timedelta(seconds=timeout_s)
         self._group: ProcessGroupGloo | None = None
@@ -49,15 +48,12 @@ class GlooCollective:
         self._numbers = itertools.count()
         self._is_aborted = False
         try:
-            self._group = ProcessGroupGloo(store, rank, world_size, options)
+            self._group = ProcessGroupGloo(context.store, rank, world_size, options)
         except (RuntimeError, PushError) as error:  # errors of gloo and of its store
             raise PushError(
-                f"rank {rank} of {world_size} could not connect to the other ranks of session {session}: {error} "
+                f"rank {rank} of {world_size} could not connect to the other ranks of session {self._session}: {error} "
                 f"(deadline {timeout_s:g} s, learner.weight_sync.timeout_s)"
             ) from error
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self.start_broadcast(tensor)()
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Start a broadcast, and return a function that waits until it is done.
@@ -71,7 +67,7 @@ class GlooCollective:
         try:
             self._under_way[number] = self._open_group().broadcast([tensor], options)  # type: ignore[attr-defined]
         except RuntimeError as error:
-            raise self._failed(tensor, error) from error
+            raise self.failure(f"broadcast of {tensor.nbytes} bytes in", error) from error
 
         def wait() -> None:
             try:
@@ -84,27 +80,18 @@ class GlooCollective:
                         self._work(number).wait(ABORT_CHECK_INTERVAL)
                 self._work(number).wait()
             except RuntimeError as error:
-                raise self._failed(tensor, error) from error
+                raise self.failure(f"broadcast of {tensor.nbytes} bytes in", error) from error
             finally:
                 self._under_way.pop(number, None)
 
         return wait
-
-    def _failed(self, tensor: torch.Tensor, error: RuntimeError) -> PushError:
-        return PushError(
-            f"broadcast of {tensor.nbytes} bytes in session {self._session} failed: {error} "
-            f"(deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
-        )
 
     def barrier(self) -> None:
         """Wait until every rank has reached the barrier. Raises PushError if that fails."""
         try:
             self._open_group().barrier().wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
-            raise PushError(
-                f"waiting for the other ranks of session {self._session} failed: {error} "
-                f"(deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
-            ) from error
+            raise self.failure("waiting for the other ranks of", error) from error
 
     def abort(self) -> None:
         self._is_aborted = True

@@ -20,17 +20,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import closing, contextmanager, suppress
-from typing import Protocol
 
 import msgspec
 import torch
 
 from protocol.endpoint import join_address, needs_ipv6, split_endpoint
 from protocol.errors import PushError
-from protocol.messages import Rendezvous, Transport
-from protocol.transports.cuda_ipc import IpcCollective
-from protocol.transports.gloo import GlooCollective
-from protocol.transports.nccl import NcclCollective, new_unique_id, use_interface_of
+from protocol.messages import Rendezvous
+from protocol.transports.collective import Collective, RankContext, load_transport
 from protocol.transports.rendezvous import (
     CANCEL_REASON,
     MAX_LINE_BYTES,
@@ -41,7 +38,6 @@ from protocol.transports.rendezvous import (
     StoreQuery,
     canceled_error,
 )
-from protocol.transports.tcp import TcpCollective, TransferCall
 
 ANSWER_TIMEOUT_S = 3.0
 """Maximum time for an answer of the learner's store, which answers at once from its own thread."""
@@ -50,7 +46,7 @@ CHECK_INTERVAL_S = 0.05
 JOIN_SLACK_S = 1.0
 """Additional time of a join over its parts, so that the part that knows what is missing fails first."""
 MAX_STUCK_JOINS = 64
-"""Maximum number of abandoned joins. A join that hangs in NCCL cannot be canceled, and keeps a thread until its
+"""Maximum number of abandoned joins. A join that hangs in C cannot be canceled, and keeps a thread until its
 process exits. One outage may leave one join per server of a fleet."""
 INTERVAL_S = 1.0
 """Interval between two queries, in seconds. A shorter weight sync is not watched."""
@@ -63,48 +59,6 @@ KEEPALIVE = {
 }
 """Keepalive options. A link that loses one packet in a hundred loses this many in a row once in years of
 transfers."""
-
-
-class Collective(Protocol):
-    """Operations of a transport that a weight sync needs."""
-
-    device: torch.device
-    """Device of the tensors: the CPU for gloo and tcp, this rank's GPU for nccl and ipc."""
-    sends_in_place: bool
-    """Whether a tensor is best sent from its own memory, instead of from a few rotating buffers."""
-
-    def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Start to copy rank 0's flat uint8 tensor into every other rank's.
-
-        Return a function that blocks until the copy is done. Several broadcasts may be in progress. Every
-        rank starts them, and waits for them, in the same order.
-
-        On a GPU, a broadcast follows all work that the calling thread's stream has queued. That work may
-        fill, read or free the memory. Until the wait is over, the memory may not be touched.
-
-        Raises:
-            PushError: At the deadline, if a peer is gone, or after `abort`. The returned function raises it
-                too.
-        """
-        ...
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Start a broadcast and wait until it is done."""
-        ...
-
-    def abort(self) -> None:
-        """Abort the collective, from any thread.
-
-        A broadcast that another thread waits for raises PushError at once, as does every later one.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave the group and free its resources.
-
-        A peer that waits in a broadcast gets an error.
-        """
-        ...
 
 
 def address_towards(endpoint: str) -> str:
@@ -129,25 +83,20 @@ class RendezvousHost:
     def __init__(
         self, host: str, timeout_s: float, *, ports: Sequence[int] = (0,), advertise: str | None = None
     ) -> None:
-        self._host, self._advertised, self._timeout_s = host, advertise or host, timeout_s
+        self._advertised, self._timeout_s = advertise or host, timeout_s
         self._store = RendezvousStore(host, ports)
 
-    def rendezvous(self, num_workers: int, transport: Transport) -> Rendezvous:
+    def rendezvous(self, num_workers: int, transport: str) -> Rendezvous:
         """Return where and how the ranks of a new session connect.
 
         Raises:
-            PushError: If the transport is not installed.
+            PushError: If the transport is unknown or not installed.
         """
-        if transport == "nccl":
-            use_interface_of(self._host)
+        secret = load_transport(transport).new_secret(self._store, 1 + num_workers, self._timeout_s)
         return Rendezvous(
             transport=transport, host=self._advertised, port=self._store.port, world_size=1 + num_workers,
-            timeout_s=self._timeout_s, nccl_unique_id=new_unique_id() if transport == "nccl" else None,
-            tcp_secret=self._tcp_secret(1 + num_workers) if transport == "tcp" else None,
+            timeout_s=self._timeout_s, secret=secret,
         )  # fmt: skip
-
-    def _tcp_secret(self, world_size: int) -> bytes:
-        return self._store.worker_connections.expect(world_size, self._timeout_s)
 
     def host_collective(self, session: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
         """Join as rank 0, and block until every worker has joined.
@@ -196,30 +145,22 @@ def _join(session: str, rendezvous: Rendezvous, rank: int, device: torch.device,
     def meet_and_form() -> Collective:
         store.set(f"rank {rank}", b"")
         store.wait([f"rank {other}" for other in range(rendezvous.world_size)])
-        return _form(store, session, rank, rendezvous, access, device)
+        return transport(RankContext(session, rank, rendezvous, device, access, store))
 
     try:
-        if rendezvous.transport == "nccl":
+        transport = load_transport(rendezvous.transport)
+        if len(rendezvous.secret or b"") != transport.secret_bytes:
+            raise PushError(
+                f"transport {rendezvous.transport} expects a secret of {transport.secret_bytes} bytes, got "
+                f"{len(rendezvous.secret or b'')}; install the same slipstream-rl on both sides"
+            )
+        if transport.may_hang:
             _check_few_are_stuck()
         return _form_while(check, meet_and_form)
     except PushError as error:
         with suppress(PushError):
             store.cancel(f"rank {rank} gave up: {error}")
         raise
-
-
-def _form(
-    store: SessionStore, session: str, rank: int, rendezvous: Rendezvous, access: StoreAccess, device: torch.device
-) -> Collective:
-    world_size, timeout_s = rendezvous.world_size, rendezvous.timeout_s
-    if rendezvous.nccl_unique_id is not None:
-        use_interface_of(access.own_host)
-        return NcclCollective(rendezvous.nccl_unique_id, session, rank, world_size, device, timeout_s)
-    if rendezvous.tcp_secret is not None:
-        peers = access.open_connections(TransferCall(rendezvous.tcp_secret, rank), store.check_not_canceled, timeout_s)
-        return TcpCollective(peers, session, rank, timeout_s)
-    group = GlooCollective(store, session, rank, world_size, access.own_host, timeout_s)
-    return IpcCollective(group, rank, device) if rendezvous.transport == "ipc" else group
 
 
 def _form_while(check: Callable[[], None], form: Callable[[], Collective]) -> Collective:
@@ -256,14 +197,14 @@ def _form_while(check: Callable[[], None], form: Callable[[], Collective]) -> Co
 
 
 _abandoned: set[threading.Thread] = set()
-"""Threads of abandoned joins. Most exit soon, but those in NCCL may never exit."""
+"""Threads of abandoned joins. Most exit soon, but those that hang in C never do."""
 
 
 def _check_few_are_stuck() -> None:
     _abandoned.difference_update([thread for thread in tuple(_abandoned) if not thread.is_alive()])
     if len(_abandoned) >= MAX_STUCK_JOINS:
         raise PushError(
-            f"{len(_abandoned)} abandoned joins still hang in NCCL in this process and cannot be canceled; "
+            f"{len(_abandoned)} abandoned joins still hang in this process and cannot be canceled; "
             'restart the process, or set learner.weight_sync.transport = "gloo"'
         )
 

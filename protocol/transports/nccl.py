@@ -2,7 +2,7 @@
 
     start_broadcast: the caller's stream ─▶ (event) ─▶ side stream: broadcast, broadcast, … ─▶ (event) ─▶ wait
 
-The unique id that admits a rank travels in the Rendezvous, inside the control channel. NCCL has no deadline:
+The unique id that admits a rank is the secret of the Rendezvous, which travels inside the control channel. NCCL has no deadline:
 a dead peer leaves a kernel that spins forever. Every broadcast is therefore watched from outside, and its
 communicator aborted.
 """
@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ import torch
 from protocol.endpoint import is_loopback
 from protocol.errors import PushError
 from protocol.installation import install_command
+from protocol.transports.collective import Collective, RankContext
 from protocol.transports.interface import interface_of
+from protocol.transports.rendezvous import RendezvousStore
 
 log = logging.getLogger(__name__)
 POLL_S = 0.0005
@@ -43,11 +45,6 @@ def new_unique_id() -> bytes:
         PushError: If NCCL is not installed.
     """
     return _bindings().get_unique_id()
-
-
-def is_installed() -> bool:
-    """Return whether NCCL can be used here."""
-    return why_not_installed() is None
 
 
 def why_not_installed() -> str | None:
@@ -184,22 +181,24 @@ class SideStream:
         return self._stream.record_event()
 
 
-class NcclCollective:
+class NcclCollective(Collective):
     """NCCL communicator of one session. Its creation blocks until all ranks have it.
 
     Raises:
         PushError: If it cannot be formed.
     """
 
-    sends_in_place = True
+    between_gpus = True
+    secret_bytes = 128
+    may_hang = True
+    finding = "cupy finds a working libnccl"
 
-    def __init__(
-        self, unique_id: bytes, session: str, rank: int, world_size: int, device: torch.device, timeout_s: float
-    ) -> None:
-        self.device = device
-        self._session, self._timeout_s = session, timeout_s
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        use_interface_of(context.access.own_host)
         self._nccl = _bindings()
-        self._stream = SideStream(device)
+        self._stream = SideStream(self.device)
+        rank, world_size = context.rank, context.rendezvous.world_size
         self._lock = threading.Lock()
         """Lock that keeps the communicator from being aborted during use, because aborting frees it."""
         self._communicator: Any = None
@@ -207,16 +206,34 @@ class NcclCollective:
         """End events of the last broadcasts, done or not."""
         try:
             with self._stream.selected():
-                self._communicator = self._nccl.NcclCommunicator(world_size, unique_id, rank)
+                self._communicator = self._nccl.NcclCommunicator(world_size, context.rendezvous.secret, rank)
         except RuntimeError as error:
             raise PushError(
-                f"rank {rank} of {world_size} on {device} could not form session {session} over nccl: {error}"
+                f"rank {rank} of {world_size} on {self.device} could not form session {self._session} over nccl: {error}"
             ) from error
         # The first broadcast connects the GPUs and blocks in C meanwhile. Later ones only queue a kernel.
-        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
+        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self.start_broadcast(tensor)()
+    @classmethod
+    def needs(cls) -> str:
+        return f"an NVIDIA GPU and cupy with libnccl on both sides ({install_command(extra_for_nccl())})"
+
+    @classmethod
+    def why_not_here(cls) -> str | None:
+        return why_not_installed()
+
+    @classmethod
+    def obstacle(cls, devices: Sequence[str], is_explicit: bool) -> str | None:
+        gpus = {device.rpartition("/")[2] for device in devices}  # two containers on one GPU have two host names
+        # Ranks that share a GPU spin on it in turns, so they share one only if nccl is set explicitly.
+        if len(gpus) == len(devices) or (is_explicit and ranks_may_share_a_gpu()):
+            return None
+        return f"two ranks would share a GPU, which needs NCCL 2.30.3 or newer and {SHARED_GPU_SWITCH}=1 on both sides"
+
+    @classmethod
+    def new_secret(cls, host_store: RendezvousStore, world_size: int, timeout_s: float) -> bytes:
+        use_interface_of(host_store.own_host)
+        return new_unique_id()
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Queue a broadcast behind earlier ones. Its deadline starts with the wait for it."""

@@ -2,7 +2,7 @@
 
     StoreClient (a rank) ── a line: session, key, value or null ──▶ RendezvousStore (the learner's)
                          ◀── a line: value or null ──────────────
-    a worker's connection for weights (tcp.py) ──▶ the same port
+    a worker's connection for weights (worker_connections.py) ──▶ the same port
 
 It replaces torch's TCPStore, which resolves the learner's name before it connects. Without a name server,
 that takes 5 s. TCPStore also keeps connecting to a dead learner.
@@ -15,14 +15,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 from torch.distributed import Store
 
 from protocol.endpoint import join_address, needs_ipv6
 from protocol.errors import PushError
-from protocol.transports.tcp import TcpConnection, TransferCall, WorkerConnections, call_learner
+from protocol.transports.worker_connections import TcpConnection, TransferCall, WorkerConnections, call_learner
 
 POLL_S = 0.02
 IDLE_TIMEOUT_S = 10.0
@@ -46,25 +45,6 @@ def canceled_error(session: str, reason: bytes) -> PushError:
     return PushError(f"session {session} was canceled: {reason.decode()}")
 
 
-class StoreAccess(Protocol):
-    """Interface of a rank to the learner's rendezvous store."""
-
-    own_host: str
-    """Address of this rank toward the other ranks."""
-
-    def query(self, query: StoreQuery) -> bytes | None:
-        """Return the value of a key. Raises PushError if the store cannot be reached."""
-        ...
-
-    def open_connections(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[TcpConnection]:
-        """Return rank 0's connections to all workers, or a worker's connection to rank 0.
-
-        Raises:
-            PushError: If they cannot be opened, or if `check` raises it.
-        """
-        ...
-
-
 class RendezvousStore:
     """Rendezvous store in the learner's process.
 
@@ -73,6 +53,7 @@ class RendezvousStore:
 
     def __init__(self, host: str, ports: Sequence[int] = (0,)) -> None:
         self.own_host = host
+        """Address of this rank toward the other ranks."""
         self.worker_connections = WorkerConnections()
         self._values: dict[tuple[str, str], bytes] = {}
         self._lock = threading.Lock()
@@ -83,6 +64,7 @@ class RendezvousStore:
         self._thread.start()
 
     def query(self, query: StoreQuery) -> bytes | None:
+        """Return the value of a key. Raises PushError if the store is closed or cannot be reached."""
         if self._is_closed:
             raise PushError("the learner's rendezvous is closed")
         name = (query.session, query.key)
@@ -94,6 +76,11 @@ class RendezvousStore:
             return self._values.get(name)
 
     def open_connections(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[TcpConnection]:
+        """Return rank 0's connections to all workers, or a worker's connection to rank 0.
+
+        Raises:
+            PushError: If they cannot be opened, or if `check` raises it.
+        """
         return self.worker_connections.collect(call.secret, check, timeout_s)
 
     def close(self) -> None:
@@ -188,6 +175,10 @@ class StoreClient:
                 f"no answer within {self._answer_timeout_s:g} s; the learner is suspended or its host is unreachable"
             )
         return PushError(f"cannot reach the learner's rendezvous {self._address}: {reason}")
+
+
+StoreAccess = RendezvousStore | StoreClient
+"""Interface of a rank to the learner's rendezvous store. Both have the same methods."""
 
 
 def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:

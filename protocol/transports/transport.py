@@ -4,18 +4,14 @@ It depends on where both sides compute and on what both have installed.
 """
 
 import logging
-import os
 import socket
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from protocol.errors import ConfigError
-from protocol.installation import install_command
-from protocol.messages import Transport
-from protocol.transports.cuda_ipc import has_expandable_segments
-from protocol.transports.nccl import extra_for_nccl, is_installed
+from protocol.transports.collective import load_transport
+from protocol.transports.registry import TRANSPORTS
 
 log = logging.getLogger(__name__)
 CPU = "cpu"
@@ -28,114 +24,70 @@ def own_device_name(device: torch.device) -> str:
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
 
 
-def offered_transports() -> list[Transport]:
+def offered_transports() -> list[str]:
     """Return the transports that a weight sync may use, as seen from this process.
 
     A process that will fork must not call it, because it searches for a GPU.
     """
-    offered: list[Transport] = ["gloo", "tcp"]
-    if torch.cuda.is_available():
-        if not has_expandable_segments(os.environ):
-            offered.append("ipc")
-        if is_installed():
-            offered.append("nccl")
-    return offered
+    has_gpu, transports = torch.cuda.is_available(), {name: load_transport(name) for name in TRANSPORTS}
+    return [name for name, it in transports.items() if (has_gpu or not it.between_gpus) and it.why_not_here() is None]
 
 
 def choose_transport(
-    wanted: Literal["auto", "gloo", "tcp", "nccl", "ipc"],
+    wanted: str,
     learner_device: str,
     worker_devices: Sequence[str],
     *,
     learner_transports: Sequence[str],
     server_transports: Sequence[str],
-    ranks_may_share_a_gpu: bool = False,
-) -> Transport:
+) -> str:
     """Return the transport of a weight sync.
 
-    "auto" chooses ipc within one GPU, nccl between GPUs, and gloo otherwise. Devices have the names that
-    `own_device_name` returns.
+    "auto" chooses the first possible one of the registry: ipc within one GPU, nccl between GPUs, and gloo
+    otherwise. Devices have the names that `own_device_name` returns.
     Example: choose_transport("auto", "a/1", ["a/1"], learner_transports=["gloo", "ipc"], ...) == "ipc"
 
     Raises:
         ConfigError: If the wanted transport is impossible.
     """
-    devices = [learner_device, *worker_devices]
+    devices, is_explicit = [learner_device, *worker_devices], wanted != "auto"
+    offers = {"learner": learner_transports, "server": server_transports}
+    names = [wanted] if is_explicit else [name for name, entry in TRANSPORTS.items() if entry.is_automatic]
+    obstacles = {name: _obstacle(name, devices, offers, is_explicit=is_explicit) for name in names}
+    chosen = next((name for name, obstacle in obstacles.items() if obstacle is None), None)
     where = f"The learner computes on {learner_device}, the server's workers on {', '.join(worker_devices)}"
-
-    def obstacle(transport: Transport, may_share: bool = False) -> str | None:
-        return _obstacle(transport, devices, learner_transports, server_transports, may_share=may_share)
-
-    # Ranks that share a GPU spin on it in turns, so nccl shares a GPU only if it is set explicitly.
-    chosen: Transport = (
-        wanted if wanted != "auto" else "ipc" if not obstacle("ipc") else "nccl" if not obstacle("nccl") else "gloo"
-    )
-    reason = obstacle(chosen, may_share=ranks_may_share_a_gpu)
-    if reason:
-        remedy = 'set learner.weight_sync.transport = "auto" to use a transport that works'
-        if wanted == "auto":
-            remedy = "no transport fits both sides. Install the same slipstream-rl on both"
-        raise ConfigError(f"weights cannot be sent over {chosen}: {reason}. {where}; {remedy}")
-    if wanted == "auto" and chosen == "gloo":
-        detour = why_over_cpus(
-            learner_device, worker_devices, learner_transports=learner_transports, server_transports=server_transports
+    if chosen is None:
+        name, reason = obstacles.popitem()
+        remedy = "no transport fits both sides. Install the same slipstream-rl on both"
+        if is_explicit:
+            remedy = 'set learner.weight_sync.transport = "auto" to use a transport that works'
+        raise ConfigError(f"weights cannot be sent over {name}: {reason}. {where}; {remedy}")
+    if not is_explicit and (detour := why_over_cpus(devices, offers)) is not None:
+        log.warning(
+            "sending weights over %s through the CPUs: %s. %s (learner.weight_sync.transport)", chosen, detour, where
         )
-        if detour is not None:
-            log.warning(
-                "sending weights over gloo through the CPUs: %s. %s (learner.weight_sync.transport)", detour, where
-            )
     return chosen
 
 
-def why_over_cpus(
-    learner_device: str,
-    worker_devices: Sequence[str],
-    *,
-    learner_transports: Sequence[str],
-    server_transports: Sequence[str],
-) -> str | None:
-    """Return why weights between GPUs have to go through the CPUs, which is slow.
+def why_over_cpus(devices: Sequence[str], offers: Mapping[str, Sequence[str]]) -> str | None:
+    """Return why "auto" sends weights between GPUs through the CPUs, which is slow.
 
-    Return None if they need not, or if a side has no GPU.
+    Return None if it does not, or if a side has no GPU. `offers` are the transports of learner and server.
     """
-    devices = [learner_device, *worker_devices]
-    if CPU in devices:
+    direct = [name for name, entry in TRANSPORTS.items() if entry.is_automatic and load_transport(name).between_gpus]
+    obstacles = {name: _obstacle(name, devices, offers) for name in direct}
+    if CPU in devices or None in obstacles.values():
         return None
-    ipc, nccl = (_obstacle(transport, devices, learner_transports, server_transports) for transport in ("ipc", "nccl"))
-    return f"ipc is not possible because {ipc}, and nccl is not possible because {nccl}" if ipc and nccl else None
+    return ", and ".join(f"{name} is not possible because {obstacle}" for name, obstacle in obstacles.items())
 
 
 def _obstacle(
-    transport: Transport,
-    devices: Sequence[str],
-    learner_transports: Sequence[str],
-    server_transports: Sequence[str],
-    *,
-    may_share: bool = False,
+    name: str, devices: Sequence[str], offers: Mapping[str, Sequence[str]], *, is_explicit: bool = False
 ) -> str | None:
-    for side, offered in (("learner", learner_transports), ("server", server_transports)):
-        if transport not in offered:
-            return f"the {side} does not offer {transport}, which needs {_needs(transport)}"
-    return _obstacle_of_place(transport, devices, may_share)
-
-
-def _needs(transport: Transport) -> str:
-    if transport == "nccl":
-        return f"an NVIDIA GPU and cupy with libnccl on both sides ({install_command(extra_for_nccl())})"
-    if transport == "ipc":
-        return "an NVIDIA GPU on both sides, without expandable_segments in PYTORCH_ALLOC_CONF"
-    return "slipstream-rl on both sides"
-
-
-def _obstacle_of_place(transport: Transport, devices: Sequence[str], may_share: bool) -> str | None:
-    gpus = {device.rpartition("/")[2] for device in devices}  # two containers on one GPU have two host names
-    if transport in ("nccl", "ipc") and CPU in devices:
+    transport = load_transport(name)
+    for side, offered in offers.items():
+        if name not in offered:
+            return f"the {side} does not offer {name}, which needs {transport.needs()}"
+    if transport.between_gpus and CPU in devices:
         return "it works only between GPUs"
-    if transport == "ipc" and len(set(devices)) > 1:
-        return "it needs the learner and all workers on the same GPU of one host"
-    if transport == "nccl" and len(gpus) < len(devices) and not may_share:
-        return (
-            "two ranks would share a GPU, which needs NCCL 2.30.3 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1 on both "
-            "sides"
-        )
-    return None
+    return transport.obstacle(devices, is_explicit)

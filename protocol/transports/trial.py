@@ -1,6 +1,6 @@
 """Test transfer: whether the ranks of a weight sync can connect, and how fast.
 
-    send_trial (a doctor, rank 0) ═▶ gloo, tcp ═▶ receive_trial (the server, rank 1)
+    send_trial (a doctor, rank 0) ═▶ a transport between CPUs ═▶ receive_trial (the server, rank 1)
 
 It uses the path of a weight sync between the same hosts: first to the learner's rendezvous store. Then gloo
 connects free ports, and tcp connects to the store's own port.
@@ -15,7 +15,8 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import Trial
-from protocol.transports.group import Collective, RendezvousHost, join_collective
+from protocol.transports.collective import Collective, load_transport
+from protocol.transports.group import RendezvousHost, join_collective
 
 CHUNK_BYTES = 4 << 20
 MAX_TRIAL_S = 20.0
@@ -43,10 +44,10 @@ def receive_trial(trial: Trial) -> float:
         PushError: If the rendezvous is not that of a trial, or the transfer fails.
     """
     rendezvous = trial.rendezvous
-    if rendezvous.transport not in ("gloo", "tcp") or rendezvous.world_size != 2:
+    if load_transport(rendezvous.transport).between_gpus or rendezvous.world_size != 2:
         raise PushError(
-            f"received a trial over {rendezvous.transport} with {rendezvous.world_size} ranks; expected gloo or tcp, "
-            "and 2 ranks"
+            f"received a trial over {rendezvous.transport} with {rendezvous.world_size} ranks; expected a transport "
+            "between CPUs, and 2 ranks"
         )
     rendezvous = msgspec.structs.replace(rendezvous, timeout_s=min(rendezvous.timeout_s, MAX_TRIAL_S))
     with closing(join_collective(trial.trial_id, rendezvous, 1, CPU)) as collective:

@@ -23,7 +23,7 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import Manifest
-from protocol.transports.group import Collective
+from protocol.transports.collective import Collective
 from protocol.weights.buckets import (
     ALIGNMENT_BYTES,
     Bucket,

@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from protocol.messages import Manifest, Rendezvous
-from protocol.transports.group import Collective, RendezvousHost, join_collective
+from protocol.transports.collective import Collective
+from protocol.transports.group import RendezvousHost, join_collective
 from protocol.weights import dense as weights
 from protocol.weights.buckets import BucketMemory, Checksum, checksum_of
 from protocol.weights.delta import Baseline, receive_changes

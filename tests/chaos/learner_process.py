@@ -24,7 +24,7 @@ import learner.servers.fleet
 import learner.servers.sync_session
 import learner.storage.retention
 import learner.storage.writer
-import protocol.transports.group
+import protocol.transports.gloo
 from learner.__main__ import main
 from learner.controller import Controller
 from learner.environments.player import Player
@@ -45,6 +45,7 @@ from learner.servers.weight_transfer import ServerPush
 from learner.storage.run_dir import RunDir
 from protocol.channel.sockets import LearnerChannel
 from protocol.endpoint import split_endpoint
+from protocol.transports.collective import RankContext
 from protocol.transports.gloo import GlooCollective
 from protocol.weights.buckets import make_manifest
 from tests.chaos.environment import CHAOS_DIR
@@ -99,10 +100,10 @@ def _set_traps(traps: Traps) -> None:
     flips = _name_flips_by_server()
 
     class TrappedCollective(GlooCollective):
-        def __init__(self, store: Any, session: str, *args: Any) -> None:
-            self._flip = flips[session]
+        def __init__(self, context: RankContext) -> None:
+            self._flip = flips[context.session]
             traps.reach("forming")
-            super().__init__(store, session, *args)
+            super().__init__(context)
 
         def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
             traps.reach("mid-bucket")
@@ -111,7 +112,7 @@ def _set_traps(traps: Traps) -> None:
                 tensor.view(torch.uint8)[0] ^= 4
             return super().start_broadcast(tensor)
 
-    protocol.transports.group.GlooCollective = TrappedCollective  # type: ignore[misc]
+    protocol.transports.gloo.GlooCollective = TrappedCollective  # type: ignore[misc]
     learner.servers.sync_session.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
         tensors, dtype, BUCKET_BYTES, wire
     )

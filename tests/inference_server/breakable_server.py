@@ -15,7 +15,8 @@ from inference_server.__main__ import main
 from inference_server.engine import weight_receiver as receiver
 from inference_server.engine.interface import PushOrder
 from protocol.messages import Rendezvous
-from protocol.transports.group import Collective, join_collective
+from protocol.transports.collective import Collective
+from protocol.transports.group import join_collective
 from tests.inference_server.broken_transfer import BREAK_FILE, HANG_FILE, OneBitFlippedOnArrival
 
 LAST_RANK = 2

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from protocol.transports.group import Collective
+from protocol.transports.collective import Collective
 
 TIMEOUT_S = 10.0
 BREAK_FILE = "SLIPSTREAM_TEST_BREAK_FILE"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from inference_server.config import ServerRun
-from inference_server.doctor import examine, nccl, resources, vllm_names
+from inference_server.doctor import examine, resources, transports, vllm_names
 from inference_server.engine.vllm_names import all_names, installed_at
 from protocol.channel.keys import make_keys
 from protocol.config import load_config
@@ -144,7 +144,7 @@ def of_nccl(monkeypatch: pytest.MonkeyPatch, *flags: str, num_gpus: int = 2, rea
     monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30) if num_gpus else None)
     see_gpus(monkeypatch, num_gpus)
     monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: reason)
-    return nccl(load_config(ServerRun, [str(ROOT / RECIPE), *flags], "test"))
+    return next(transports(load_config(ServerRun, [str(ROOT / RECIPE), *flags], "test")), None)
 
 
 REMOTE = ("--endpoint", "tcp://10.0.0.5:5757", "--insecure")
@@ -166,7 +166,7 @@ def test_nccl_is_not_asked_for_where_it_would_not_be_used(monkeypatch: pytest.Mo
     assert of_nccl(monkeypatch, *REMOTE, num_gpus=0, reason=NO_CUPY) is None
     config = tmp_path / "run.toml"
     config.write_text('model = "tiny:digits"\nrun_dir = "r"\n[learner.weight_sync]\ntransport = "gloo"\n')
-    assert nccl(load_config(ServerRun, [str(config)], "test")) is None
+    assert not list(transports(load_config(ServerRun, [str(config)], "test")))
 
 
 def test_vllms_names_are_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_trial_that_comes_to_nothing_is_reported_and_harms_nobody() -> None:
             await visitor.send(trial("a"))
             assert "cannot reach the learner's rendezvous" in (await visitor.receive(TrialResult)).error
             await visitor.send(trial("b", world_size=3))
-            assert "expected gloo or tcp, and 2 ranks" in (await visitor.receive(TrialResult)).error
+            assert "expected a transport between CPUs, and 2 ranks" in (await visitor.receive(TrialResult)).error
             await visitor.join()
             visitor.close()
 

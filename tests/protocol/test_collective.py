@@ -17,8 +17,10 @@ import torch
 
 import protocol.transports.group
 from protocol.errors import PushError
-from protocol.messages import Rendezvous, Transport
-from protocol.transports.group import Collective, RendezvousHost, join_collective
+from protocol.messages import Rendezvous
+from protocol.transports.collective import Collective
+from protocol.transports.gloo import GlooCollective
+from protocol.transports.group import RendezvousHost, join_collective
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -40,9 +42,7 @@ def rendezvous_host(timeout_s: float) -> Iterator[RendezvousHost]:
         hosted.close()
 
 
-def join_all(
-    hosted: RendezvousHost, session: str, num_workers: int = 1, transport: Transport = "gloo"
-) -> list[Collective]:
+def join_all(hosted: RendezvousHost, session: str, num_workers: int = 1, transport: str = "gloo") -> list[Collective]:
     """Form a group whose ranks are all in this process."""
     rendezvous = hosted.rendezvous(num_workers, transport)
     with ThreadPoolExecutor(num_workers) as pool:
@@ -87,7 +87,7 @@ def test_the_rendezvous_listens_on_the_named_address_only_and_until_it_is_closed
 
 
 @BETWEEN_CPUS
-def test_workers_that_never_come_are_named_at_the_deadline(transport: Transport) -> None:
+def test_workers_that_never_come_are_named_at_the_deadline(transport: str) -> None:
     with rendezvous_host(timeout_s=0.5) as hosted:
         rendezvous = hosted.rendezvous(num_workers=3, transport=transport)
         waiting = Waiting(lambda: join_collective("e1", rendezvous, 2, CPU))
@@ -136,7 +136,7 @@ def test_a_learner_that_is_silent_ends_the_join_of_the_worker_long_before_the_de
 
 
 @BETWEEN_CPUS
-def test_a_session_that_is_canceled_ends_the_join_on_both_sides(transport: Transport) -> None:
+def test_a_session_that_is_canceled_ends_the_join_on_both_sides(transport: str) -> None:
     with rendezvous_host(timeout_s=60) as hosted:
         rendezvous = hosted.rendezvous(num_workers=2, transport=transport)
         waits = [
@@ -182,7 +182,7 @@ class StuckForming(threading.Event):
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckForming]:
     forming = StuckForming()
-    monkeypatch.setattr(protocol.transports.group, "GlooCollective", forming.form)
+    monkeypatch.setattr(GlooCollective, "__init__", forming.form)
     yield forming
     forming.set()
 
@@ -214,7 +214,7 @@ def test_a_worker_does_not_wait_for_the_forming_of_a_group_whose_learner_has_gon
 
 
 @BETWEEN_CPUS
-def test_every_rank_gets_the_bytes_of_rank_0(transport: Transport) -> None:
+def test_every_rank_gets_the_bytes_of_rank_0(transport: str) -> None:
     with rendezvous_host(timeout_s=10) as hosted:
         ranks = join_all(hosted, "e1", num_workers=3, transport=transport)
         sent = torch.arange(100_000).to(torch.uint8)
@@ -274,7 +274,7 @@ def test_abort_wakes_a_broadcast_that_waits_for_a_stopped_process(own_rank: int)
 
 @BETWEEN_CPUS
 @pytest.mark.parametrize("leave", ["abort", "close"])
-def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(leave: str, transport: Transport) -> None:
+def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(leave: str, transport: str) -> None:
     with rendezvous_host(timeout_s=60) as hosted:
         ranks = join_all(hosted, "e1", num_workers=3, transport=transport)
         waits = [Waiting(lambda rank=rank: rank.broadcast(zeros(1024))) for rank in ranks[1:3]]
@@ -289,7 +289,7 @@ def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(le
 
 
 @BETWEEN_CPUS
-def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline(transport: Transport) -> None:
+def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline(transport: str) -> None:
     with rendezvous_host(timeout_s=0.5) as hosted:
         learner, worker = join_all(hosted, "e1", transport=transport)
         with pytest.raises(PushError, match=r"deadline 0.5 s, learner.weight_sync.timeout_s"):
@@ -360,7 +360,7 @@ def fail_to_meet(hosted: RendezvousHost, session: str) -> list[Collective]:
     return []
 
 
-def abort_a_broadcast(hosted: RendezvousHost, session: str, transport: Transport = "gloo") -> list[Collective]:
+def abort_a_broadcast(hosted: RendezvousHost, session: str, transport: str = "gloo") -> list[Collective]:
     learner, worker = join_all(hosted, session, transport=transport)
     waiting = Waiting(lambda: worker.broadcast(zeros(16)))
     time.sleep(0.01)

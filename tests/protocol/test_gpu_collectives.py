@@ -15,11 +15,12 @@ import torch
 
 from protocol.errors import PushError
 from protocol.installation import install_command
-from protocol.messages import Manifest, Rendezvous, Transport
+from protocol.messages import Manifest, Rendezvous
+from protocol.transports.collective import Collective
 from protocol.transports.cuda_ipc import GpuMemory, TensorHandle
-from protocol.transports.group import Collective, RendezvousHost, address_towards, join_collective, watched
+from protocol.transports.group import RendezvousHost, address_towards, join_collective, watched
 from protocol.transports.interface import interface_of
-from protocol.transports.nccl import FAMILY, INTERFACE, SHARED_GPU_SWITCH, is_installed, ranks_may_share_a_gpu
+from protocol.transports.nccl import FAMILY, INTERFACE, SHARED_GPU_SWITCH, ranks_may_share_a_gpu, why_not_installed
 from protocol.transports.transport import offered_transports, own_device_name
 from protocol.weights.buckets import checksum_of, make_manifest, split_into_buckets
 from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
@@ -103,7 +104,7 @@ class Sessions:
 
     def join(
         self,
-        transport: Transport,
+        transport: str,
         work: Callable[..., None],
         *,
         timeout_s: float = TIMEOUT_S,
@@ -143,10 +144,10 @@ def answer(pipe: Any, timeout_s: float = 2 * TIMEOUT_S) -> Any:
 
 
 @pytest.fixture(params=["ipc", "nccl"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Transport:
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each transport that this machine can test."""
     if request.param == "nccl":
-        if not is_installed():
+        if why_not_installed() is not None:
             pytest.skip(f"no cupy with a libnccl: {install_command('nccl')}")
         if torch.cuda.device_count() < 2:
             monkeypatch.setenv(SHARED_GPU_SWITCH, "1")
@@ -156,7 +157,7 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_bytes_of_rank_0_arrive_in_every_broadcast_although_all_are_queued_at_once(
-    transport: Transport, sessions: Sessions
+    transport: str, sessions: Sessions
 ) -> None:
     learner, worker = sessions.join(transport, _receive, num_broadcasts=4)
     buffers = [torch.empty(2 * NUM_BYTES, dtype=torch.uint8, device=learner.device) for _ in range(4)]
@@ -171,9 +172,7 @@ def test_the_bytes_of_rank_0_arrive_in_every_broadcast_although_all_are_queued_a
     learner.close()
 
 
-def test_a_broadcast_comes_after_what_either_sides_own_stream_has_queued(
-    transport: Transport, sessions: Sessions
-) -> None:
+def test_a_broadcast_comes_after_what_either_sides_own_stream_has_queued(transport: str, sessions: Sessions) -> None:
     learner, worker = sessions.join(transport, _load_and_receive)
     with torch.cuda.stream(torch.cuda.Stream(learner.device)):
         gathered = torch.zeros(NUM_BYTES, dtype=torch.uint8, device=learner.device)
@@ -184,7 +183,7 @@ def test_a_broadcast_comes_after_what_either_sides_own_stream_has_queued(
     learner.close()
 
 
-def test_a_push_arrives_bit_for_bit_through_a_few_storages(transport: Transport, sessions: Sessions) -> None:
+def test_a_push_arrives_bit_for_bit_through_a_few_storages(transport: str, sessions: Sessions) -> None:
     tensors, manifest = _layers()
     learner, worker = sessions.join(transport, _receive_pushes, manifest=manifest)
     sent = send_weights(learner, split_into_buckets(manifest), tensors)
@@ -194,7 +193,7 @@ def test_a_push_arrives_bit_for_bit_through_a_few_storages(transport: Transport,
     learner.close()
 
 
-def test_many_pushes_hold_no_more_memory_of_the_learner_than_two(transport: Transport, sessions: Sessions) -> None:
+def test_many_pushes_hold_no_more_memory_of_the_learner_than_two(transport: str, sessions: Sessions) -> None:
     tensors, manifest = _layers()
     learner, worker = sessions.join(transport, _receive_pushes, manifest=manifest, num_pushes=8)
     gc.collect()
@@ -206,9 +205,7 @@ def test_many_pushes_hold_no_more_memory_of_the_learner_than_two(transport: Tran
     learner.close()
 
 
-def test_a_worker_is_free_soon_after_a_learner_that_lives_has_given_up(
-    transport: Transport, sessions: Sessions
-) -> None:
+def test_a_worker_is_free_soon_after_a_learner_that_lives_has_given_up(transport: str, sessions: Sessions) -> None:
     learner, worker = sessions.join(transport, _wait_watched, timeout_s=10 * TIMEOUT_S)
     learner.broadcast(torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device))
     assert answer(worker) == "first"
@@ -220,7 +217,7 @@ def test_a_worker_is_free_soon_after_a_learner_that_lives_has_given_up(
 
 
 def test_a_stopped_worker_ends_the_broadcast_at_the_deadline_and_the_gpu_goes_on(
-    transport: Transport, sessions: Sessions
+    transport: str, sessions: Sessions
 ) -> None:
     learner, worker = sessions.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=10.0)
     tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
@@ -233,7 +230,7 @@ def test_a_stopped_worker_ends_the_broadcast_at_the_deadline_and_the_gpu_goes_on
     assert int(tensor.sum(dtype=torch.int64)) == NUM_BYTES
 
 
-def test_abort_wakes_a_broadcast_in_another_thread(transport: Transport, sessions: Sessions) -> None:
+def test_abort_wakes_a_broadcast_in_another_thread(transport: str, sessions: Sessions) -> None:
     learner, worker = sessions.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=60.0)
     tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
     learner.broadcast(tensor)
@@ -246,7 +243,7 @@ def test_abort_wakes_a_broadcast_in_another_thread(transport: Transport, session
     torch.cuda.synchronize()
 
 
-def test_failed_sessions_leave_no_memory_on_the_gpu(transport: Transport, sessions: Sessions) -> None:
+def test_failed_sessions_leave_no_memory_on_the_gpu(transport: str, sessions: Sessions) -> None:
     def fail() -> None:
         learner, worker = sessions.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=60.0)
         tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
@@ -271,7 +268,7 @@ def test_failed_sessions_leave_no_memory_on_the_gpu(transport: Transport, sessio
 def test_nccl_goes_by_the_interface_by_which_the_ranks_meet(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_installed():
+    if why_not_installed() is not None:
         pytest.skip(f"no cupy with a libnccl: {install_command('nccl')}")
     if torch.cuda.device_count() < 2:
         pytest.skip("what it is used for needs two GPUs")
@@ -294,4 +291,4 @@ def test_a_gpu_is_named_by_its_host_and_id_and_offers_what_is_installed() -> Non
     assert first == own_device_name(torch.device("cuda", 0)) and first.count("/") == 1
     if torch.cuda.device_count() > 1:
         assert first != own_device_name(torch.device("cuda", 1))
-    assert set(offered_transports()) == {"gloo", "tcp", "ipc", *(["nccl"] if is_installed() else [])}
+    assert set(offered_transports()) == {"gloo", "tcp", "ipc", *(["nccl"] if why_not_installed() is None else [])}

@@ -14,6 +14,7 @@ import torch
 
 from protocol.errors import PushError
 from protocol.transports import cuda_ipc as ipc_collective
+from protocol.transports.collective import Collective
 from protocol.transports.cuda_ipc import (
     HEADER_BYTES,
     MAX_OPEN_STORAGES,
@@ -22,7 +23,7 @@ from protocol.transports.cuda_ipc import (
     encode_handle,
     has_expandable_segments,
 )
-from protocol.transports.group import Collective, RendezvousHost, join_collective
+from protocol.transports.group import RendezvousHost, join_collective
 from protocol.weights.buckets import ALIGNMENT_BYTES, make_manifest, span_bytes_on, split_into_buckets
 from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros

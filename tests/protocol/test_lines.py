@@ -10,7 +10,13 @@ import msgspec
 import pytest
 
 from protocol.errors import PushError
-from protocol.transports.tcp import MAX_EXPECTED, TcpConnection, TransferCall, WorkerConnections, call_learner
+from protocol.transports.worker_connections import (
+    MAX_EXPECTED,
+    TcpConnection,
+    TransferCall,
+    WorkerConnections,
+    call_learner,
+)
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0

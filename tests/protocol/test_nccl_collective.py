@@ -8,7 +8,9 @@ import threading
 import time
 import types
 from collections.abc import Iterator
+from contextlib import closing
 
+import msgspec
 import pytest
 import torch
 
@@ -16,14 +18,15 @@ from protocol.errors import PushError
 from protocol.messages import Rendezvous
 from protocol.transports import group
 from protocol.transports import nccl as nccl_collective
-from protocol.transports.group import Collective, RendezvousHost, join_collective
+from protocol.transports.collective import Collective, RankContext
+from protocol.transports.group import RendezvousHost, join_collective
 from protocol.transports.nccl import (
     NcclCollective,
-    is_installed,
     ranks_may_share_a_gpu,
     use_interface_of,
     why_not_installed,
 )
+from protocol.transports.rendezvous import RendezvousStore, SessionStore
 from protocol.transports.transport import offered_transports
 from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.dense import receive_weights, send_weights
@@ -123,7 +126,11 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNccl]:
 
 
 def formed(timeout_s: float = 60) -> NcclCollective:
-    return NcclCollective(UNIQUE_ID, "e1", 1, 2, CPU, timeout_s)
+    with closing(RendezvousStore(HOST)) as board:
+        rendezvous = Rendezvous(
+            transport="nccl", host=HOST, port=board.port, world_size=2, timeout_s=timeout_s, secret=UNIQUE_ID
+        )  # fmt: skip
+        return NcclCollective(RankContext("e1", 1, rendezvous, CPU, board, SessionStore("e1", board, timeout_s)))
 
 
 def join(rendezvous_host: RendezvousHost, session: str, rendezvous: Rendezvous, rank: int) -> Collective:
@@ -136,7 +143,7 @@ def join(rendezvous_host: RendezvousHost, session: str, rendezvous: Rendezvous, 
 def test_both_sides_join_with_the_id_that_the_rendezvous_carries(nccl: ScriptedNccl) -> None:
     rendezvous_host = RendezvousHost(HOST, timeout_s=10)
     rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
-    assert rendezvous.nccl_unique_id == UNIQUE_ID
+    assert rendezvous.secret == UNIQUE_ID
     worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU).close())
     rendezvous_host.host_collective("e1", rendezvous, CPU).close()
     assert worker.ends_promptly() and not worker.error
@@ -146,13 +153,15 @@ def test_both_sides_join_with_the_id_that_the_rendezvous_carries(nccl: ScriptedN
 
 
 @pytest.mark.parametrize(
-    ("transport", "unique_id"), [("nccl", None), ("nccl", b"short"), ("gloo", UNIQUE_ID), ("ipc", UNIQUE_ID)]
+    ("transport", "secret", "expected"),
+    [("nccl", None, 128), ("nccl", b"short", 128), ("gloo", UNIQUE_ID, 0), ("ipc", UNIQUE_ID, 0), ("tcp", None, 32)],
 )
-def test_the_id_goes_with_nccl_and_is_whole(transport, unique_id) -> None:
-    with pytest.raises(ValueError, match=f"transport {transport} expects an NCCL id of"):
-        Rendezvous(
-            transport=transport, host=HOST, port=1, world_size=2, timeout_s=1, nccl_unique_id=unique_id
-        )  # fmt: skip
+def test_a_secret_goes_with_its_transport_and_is_whole(transport, secret, expected) -> None:
+    with closing(RendezvousHost(HOST, timeout_s=10)) as rendezvous_host:
+        rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="gloo")
+        wrong = msgspec.structs.replace(rendezvous, transport=transport, secret=secret)
+        with pytest.raises(PushError, match=f"transport {transport} expects a secret of {expected} bytes, got"):
+            join_collective("e1", wrong, 1, CPU)
 
 
 def test_a_broadcast_waits_for_the_current_stream_and_runs_on_the_side_stream(nccl: ScriptedNccl) -> None:
@@ -372,17 +381,17 @@ def test_nccl_is_installed_where_a_libnccl_answers_and_not_where_cupy_alone_is(
     nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert is_installed() and "nccl" in offered_transports()
+    assert why_not_installed() is None and "nccl" in offered_transports()
 
     def fail(error: Exception) -> None:
         raise error
 
     for error in (RuntimeError("NCCL_ERROR_SYSTEM_ERROR"), AttributeError("get_version")):
         monkeypatch.setattr(nccl, "get_version", lambda error=error: fail(error))
-        assert not is_installed() and "nccl" not in offered_transports()
+        assert why_not_installed() is not None and "nccl" not in offered_transports()
     monkeypatch.undo()
     nccl.available = False
-    assert not is_installed()
+    assert why_not_installed() is not None
 
 
 @pytest.mark.parametrize(
@@ -419,8 +428,7 @@ def test_a_cupy_for_another_cuda_is_reported_with_the_extra_for_this_one(
     monkeypatch.setattr(runtime, "runtimeGetVersion", lambda: of_cupy)
     monkeypatch.setattr(runtime, "driverGetVersion", lambda: of_driver)
     found = why_not_installed()
-    assert (found is None and expected is None) or re.search(expected, found)
-    assert is_installed() is (expected is None)
+    assert re.search(expected, found) if expected is not None else found is None
 
 
 @pytest.fixture
@@ -463,8 +471,8 @@ def test_an_interface_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch)
 def test_the_interface_is_chosen_before_nccl_is_used_on_either_side(
     nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "use_interface_of", lambda host: nccl.calls.append(("interface", host)))
-    monkeypatch.setattr(group, "new_unique_id", lambda: nccl.calls.append(("id",)) or UNIQUE_ID)
+    monkeypatch.setattr(nccl_collective, "use_interface_of", lambda host: nccl.calls.append(("interface", host)))
+    monkeypatch.setattr(nccl_collective, "new_unique_id", lambda: nccl.calls.append(("id",)) or UNIQUE_ID)
     rendezvous_host = RendezvousHost(HOST, timeout_s=10)
     rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
     assert nccl.calls == [("interface", HOST), ("id",)]

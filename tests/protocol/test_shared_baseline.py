@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from protocol.errors import PushError
-from protocol.transports.group import Collective, RendezvousHost, join_collective
+from protocol.transports.collective import Collective
+from protocol.transports.group import RendezvousHost, join_collective
 from protocol.weights import delta, shared_baseline
 from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, receive_changes, send_changes

@@ -16,7 +16,8 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import Manifest, Rendezvous
-from protocol.transports.group import Collective, RendezvousHost, join_collective
+from protocol.transports.collective import Collective
+from protocol.transports.group import RendezvousHost, join_collective
 from protocol.weights.buckets import BucketMemory, NamedTensors, make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.dense import ReceivedBucket, Sent, receive_weights, send_weights

@@ -316,7 +316,9 @@ def test_gpus_whose_weights_would_go_over_the_cpus_are_a_problem(
 ) -> None:
     monkeypatch.setattr("learner.doctor.doctor.offered_transports", lambda: ["gloo", "tcp", "ipc"])
     monkeypatch.setattr("learner.doctor.doctor.own_device_name", lambda device: "a/1")
-    monkeypatch.setattr("learner.doctor.doctor.why_not_installed", lambda: "transport nccl needs cupy; pip install it")
+    monkeypatch.setattr(
+        "protocol.transports.nccl.why_not_installed", lambda: "transport nccl needs cupy; pip install it"
+    )
     theirs = msgspec.structs.replace(
         healthy(Probe(probe_id="p")), transports=["gloo", "tcp", "ipc", "nccl"], devices=["a/2"]
     )

@@ -1,0 +1,26 @@
+"""Registry of the transports: the values of `learner.weight_sync.transport` besides "auto".
+
+Invariant: importing it does not load torch, because the config reads it.
+"""
+
+import msgspec
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """Facts about a transport that are known before its file is imported."""
+
+    path: str
+    """Subclass of `Collective` (collective.py) as "module:class"."""
+    is_automatic: bool = False
+    """Whether "auto" may choose it."""
+    uses_one_port: bool = False
+    """Whether the ranks connect only to the learner's port, so that one open port is enough."""
+
+
+TRANSPORTS = {
+    "ipc": Entry("protocol.transports.cuda_ipc:IpcCollective", is_automatic=True),
+    "nccl": Entry("protocol.transports.nccl:NcclCollective", is_automatic=True),
+    "gloo": Entry("protocol.transports.gloo:GlooCollective", is_automatic=True),
+    "tcp": Entry("protocol.transports.tcp:TcpCollective", uses_one_port=True),
+}
+"""Transports by name. "auto" chooses the first that is possible."""
