@@ -68,7 +68,7 @@ OVERRIDDEN = {*OF_RUN, *FIXED, "seed", "response_format"}
 """Keys that learner.environment.override_sampling drops."""
 OTHERWISE: dict[str, tuple[Any, str]] = {
     "functions": ([], "use tools instead"),
-    "function_call": ("auto", "use tools instead"),
+    "function_call": ("auto", "omit it; tool_choice = 'none' leaves the tools out of the prompt"),
     "reasoning_effort": (None, "set the template's own argument in learner.data.chat_template_kwargs"),
     "chat_template": (None, "omit it: episodes use the tokenizer's chat template"),
     "documents": ([], "put them into the messages"),

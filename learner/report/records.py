@@ -5,7 +5,7 @@
 
 A sample is a few completions of one group, once every few steps. Episodes have every branch, with the
 version that sampled each text.
-Invariants: samples.jsonl has at most MAX_BYTES, and a cut keeps its head and its newest lines.
+Invariants: samples.jsonl has at most MAX_BYTES. A cut keeps its head and its newest lines, and marks the first.
 An event that cannot be written costs a warning, never the run.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the report needs no tokenizer
 from learner.environments.episode import EpisodeStats
 from learner.environments.token_sequence import TokenSequence
 from learner.prompts.reasoning import texts_of
-from learner.report.sample_view import MAX_COMPLETIONS
+from learner.report.sample_view import IS_CUT, MAX_COMPLETIONS
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.storage.files import DiskError, JsonLinesFile, ends_of, replace_file
 
@@ -78,7 +78,10 @@ class Samples:
 
     def _cut(self) -> None:
         self._lines.close()
-        replace_file(self._path, b"\n".join(ends_of(self._path, MAX_BYTES // 4)))
+        first, *others = ends_of(self._path, MAX_BYTES // 4)
+        if first:  # else one sample is longer than what is kept
+            first = json.dumps(json.loads(first) | {IS_CUT: True}).encode()
+        replace_file(self._path, b"\n".join([first, *others]))
         self._lines = JsonLinesFile(self._path)
 
 

@@ -15,6 +15,8 @@ from protocol.console import counted
 
 MAX_COMPLETIONS = 4
 """Maximum number of completions of a group that a run records and that a page shows."""
+IS_CUT = "is_cut"
+"""Key of the first line of a samples.jsonl that has lost its middle to the limit of its size."""
 MAX_CHARACTERS = 1200
 MAX_SAMPLES = 25
 """Number of samples at each end of a run that the report shows."""
@@ -77,10 +79,16 @@ class Table(msgspec.Struct, frozen=True):
 
 def table_of_run(path: Path) -> Table:
     """Return the first and the last samples of a run, for the report. Raises RunDirectoryError."""
-    is_cut = path.is_file() and path.stat().st_size > 2 * SAMPLED_BYTES
+    is_read_in_part = path.is_file() and path.stat().st_size > 2 * SAMPLED_BYTES
     lines = steps_in(ends_of(path, SAMPLED_BYTES), path) if path.is_file() else []
     kept = lines if len(lines) <= 2 * MAX_SAMPLES else lines[:MAX_SAMPLES] + lines[-MAX_SAMPLES:]
-    if is_cut:
+    if lines and lines[0].get(IS_CUT):
+        return table_of(
+            kept,
+            "Groups from both ends of the run. samples.jsonl has reached the limit of its size and no longer has those in "
+            "between; for samples of a whole run, raise learner.report.samples_every_steps.",
+        )
+    if is_read_in_part:
         return table_of(kept, "Groups from both ends of samples.jsonl. The groups in between are left out.")
     return table_of(kept, "" if kept == lines else f"The first and the last {MAX_SAMPLES} groups of samples.jsonl.")
 

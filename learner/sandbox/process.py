@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from learner.sandbox.descendants import kill_with_descendants
+from learner.sandbox.descendants import kill_with_descendants, num_children
 from learner.sandbox.start import Child
 
 T = TypeVar("T")
@@ -25,6 +25,8 @@ T = TypeVar("T")
 STARTUP_TIMEOUT_S = 120.0
 """Seconds for a process to start and import the user's module, which may import torch."""
 STARTUP_REMEDY = "move slow work out of the module's top level"
+MAX_CHILDREN = 128
+"""Number of processes that user code may leave behind before its process is replaced."""
 EXIT_WAIT_S = 1.0
 """Seconds from the end of the pipe to the exit code."""
 
@@ -81,7 +83,9 @@ class SandboxProcess:
     @property
     def is_usable(self) -> bool:
         """True if the process can serve another caller."""
-        return not (self._is_killed or self.has_pending_answer) and self._child.exitcode is None
+        if self._is_killed or self.has_pending_answer or self._child.exitcode is not None:
+            return False
+        return num_children(self.pid) <= MAX_CHILDREN
 
     def kill(self) -> None:
         """Kill the process and everything that it has started."""

@@ -232,6 +232,7 @@ def test_an_episode_that_is_over_answers_nothing_and_records_nothing_more() -> N
         ({"extra_body": {"allowed_token_ids": [3]}}, "allowed_token_ids = .* is not supported"),
         ({"extra_body": {"continue_final_message": True}}, "continue_final_message = True is not supported, expected False"),
         ({"reasoning_effort": "low"}, "reasoning_effort = low is not supported, .* learner.data.chat_template_kwargs"),
+        ({"extra_body": {"function_call": {"name": "add"}}}, "function_call = .* is not supported, expected 'auto'; omit it; tool_choice = 'none'"),
         ({"functions": [{"name": "add", "parameters": {}}]}, "functions = .* is not supported, .* use tools"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has parts that are not text"),

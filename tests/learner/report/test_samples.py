@@ -89,6 +89,7 @@ def test_a_file_that_grows_too_long_keeps_its_head_and_the_newest(
     assert path.stat().st_size <= 40_000
     head = next(i for i, step in enumerate(kept) if step != i + 1)
     assert head > 5 and kept[head:] == list(range(kept[head], 501)) and len(kept) - head > 5
+    assert "has reached the limit of its size" in table_of_run(path).note
     assert write(path, range(501, 503), 1) == [*kept, 501, 502], "a resume goes on"
 
 

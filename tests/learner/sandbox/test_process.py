@@ -114,6 +114,22 @@ def test_what_a_process_has_started_is_killed_with_it_in_whatever_session(proces
     wait_until_gone(int(started))
 
 
+def test_a_process_with_many_left_behind_is_not_used_again(
+    process: PipeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner.sandbox.process.MAX_CHILDREN", 2)
+    started = list[int]()
+    for _ in range(3):
+        assert process.is_usable
+        answer = process.ask("start", TEXT, DEADLINE_S, "")
+        assert isinstance(answer, str)
+        started.append(int(answer))
+    assert not process.is_usable
+    process.close()
+    for pid in started:
+        wait_until_gone(pid)
+
+
 def test_a_process_may_be_killed_by_another_thread_and_the_call_returns(process: PipeProcess) -> None:
     threading.Timer(SHORT_S, process.kill).start()
     assert failure_of(process, "spin").outcome == "killed"
