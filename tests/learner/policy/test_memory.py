@@ -240,9 +240,7 @@ def test_the_table_of_the_page_is_what_the_functions_give() -> None:
     assert [row for row in seven_b() if row not in text] == []
 
 
-@pytest.mark.parametrize(
-    ("size", "config"), [("0.5B", QWEN_HALF_B), ("1.5B", QWEN_ONE_AND_A_HALF_B), ("7B", QWEN_7B)]
-)
+@pytest.mark.parametrize(("size", "config"), [("0.5B", QWEN_HALF_B), ("1.5B", QWEN_ONE_AND_A_HALF_B), ("7B", QWEN_7B)])
 def test_the_sizes_that_the_page_begins_with_are_what_the_functions_give(size: str, config: PretrainedConfig) -> None:
     settings, shape = {"gradient_checkpointing": True, "micro_batch_tokens": 16384}, shape_of(config)
     whole, adapter = (
