@@ -32,10 +32,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def reference() -> str:
-    """Return one table per section, shared keys first."""
+    """Return one table per section, shared keys first, in a block that style.css lays out."""
     tops = {"": SharedConfig, "server": ServerConfig, "learner": LearnerConfig, "deploy": DeployConfig}
     tables = [table(name, struct) for top, root in tops.items() for name, struct in sections(top, root)]
-    return "\n\n".join(tables)
+    return "\n\n".join(['<div class="reference" markdown>', *tables, "</div>"])
 
 
 def sections(name: str, struct: Struct) -> Iterator[tuple[str, Struct]]:

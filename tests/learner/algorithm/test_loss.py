@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from learner.algorithm.loss import LossInputs, policy_loss
+from learner.algorithm.objectives import OBJECTIVES
 from learner.config import KlConfig, LossConfig, OffPolicyCorrectionConfig
 from learner.training.batch import row_weight
 from tests.learner.algorithm import oracle
@@ -96,9 +97,10 @@ def test_gspo_as_it_is_without_further_keys_is_the_mean_over_completions_of_its_
 
 
 def test_the_product_is_whole_and_every_further_option_meets_every_objective() -> None:
-    # 6 objectives, of which 5 take 3 proximal anchors × 10 corrections and the behaviour anchor × (none, 6 masks);
+    # All objectives but reinforce take 3 proximal anchors × 10 corrections and the behaviour anchor × (none, 6 masks);
     # reinforce takes the behaviour anchor × 10; gspo no mask of tokens, of which each of the 4 anchors has 2.
-    assert len(RULES) == 3 * (5 * (3 * 10 + 7) + 10 - 4 * 2)
+    assert BOUNDS.keys() == OBJECTIVES.keys()
+    assert len(RULES) == 3 * ((len(OBJECTIVES) - 1) * (3 * 10 + 7) + 10 - 4 * 2)
     for objective, bounds in BOUNDS.items():
         met = [rule for rule, _ in RULES.values() if rule.loss.objective == objective]
         for bound in bounds:
@@ -154,7 +156,7 @@ def test_on_policy_the_expected_gradient_is_the_policy_gradient(objective: str) 
     torch.testing.assert_close(gradient_V, expected_V, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("objective", ["grpo", "gspo", "cispo", "sapo", "dppo", "reinforce"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_no_token_of_thousands_is_most_of_the_gradient(objective: str) -> None:
     """Of one completion with a negative advantage, whose ratio has risen to e¹¹; without a bound it would be 94 %."""
 

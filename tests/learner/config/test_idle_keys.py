@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from learner.config.algorithm import OBJECTIVE_DEFAULTS
 from protocol.errors import ConfigError
 from tests.learner.config.settings import ALWAYS, Sections, load, merged
 
@@ -185,7 +186,7 @@ SWEEPS = {
     "lora.rank": ([0, 8], {"lora": {"alpha": 16.0, "target_modules": ["q_proj"]}}),
     "warm_start.steps": ([0, 9], {"warm_start": {"rows_per_step": 8}}),
     "sampling.top_p": ([0.9, 1.0], {"sampling": {"allow_partial_support": True}}),
-    "loss.objective": (["grpo", "gspo", "cispo", "sapo", "dppo", "reinforce"],
+    "loss.objective": (list(OBJECTIVE_DEFAULTS),
                        {"loss": {"clip_low": 0.1, "clip_high": 0.3, "tau_positive": 2.0, "tv_low": 0.1}}),
     "off_policy_correction.weight": (["none", "mask"], {"off_policy_correction": {"granularity": "geometric", "max_weight": 1.01, "min_weight": 0.9}}),
     "reference.every_steps": ([5, 10, 20], merged(EVERY, {"reference": {"growth": 2.0, "max_every_steps": 20}})),

@@ -214,7 +214,7 @@ def test_an_environment_may_rate_nothing() -> None:
 @pytest.mark.parametrize(
     ("factory", "problem"),
     [
-        ("gues", "it is not built in; known are: calculator, guess"),
+        ("gues", f"it is not built in; known are: {', '.join(BUILT_IN)}"),
         (f"{USER}:Nobody", "holds nothing under the name 'Nobody'"),
         ("no.such.module:Class", "importing no.such.module failed with ModuleNotFoundError"),
         (f"{USER}:not_a_class", "expected a class"),

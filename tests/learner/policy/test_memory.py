@@ -56,6 +56,10 @@ QWEN_HALF_B = Qwen2Config(
     hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
     vocab_size=151936, tie_word_embeddings=True,
 )  # fmt: skip
+QWEN_ONE_AND_A_HALF_B = Qwen2Config(
+    hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+    vocab_size=151936, tie_word_embeddings=True,
+)  # fmt: skip
 LLAMA_8B = LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
     vocab_size=128256, tie_word_embeddings=False,
@@ -234,6 +238,16 @@ def seven_b() -> list[str]:
 def test_the_table_of_the_page_is_what_the_functions_give() -> None:
     text = PAGE.read_text()
     assert [row for row in seven_b() if row not in text] == []
+
+
+@pytest.mark.parametrize(("size", "config"), [("0.5B", QWEN_HALF_B), ("1.5B", QWEN_ONE_AND_A_HALF_B), ("7B", QWEN_7B)])
+def test_the_sizes_that_the_page_begins_with_are_what_the_functions_give(size: str, config: PretrainedConfig) -> None:
+    settings, shape = {"gradient_checkpointing": True, "micro_batch_tokens": 16384}, shape_of(config)
+    whole, adapter = (
+        learner_memory(shape, run_of(settings | {"lora": {"rank": rank}}, "bfloat16")).device_gib for rank in (0, 16)
+    )
+    row = f"| {size} | {whole:.0f} | {adapter:.0f} | {2 * shape.num_parameters / GIB:.1f} |"
+    assert row in PAGE.read_text()
 
 
 def test_the_casts_of_a_pass_are_those_of_what_is_trained() -> None:
