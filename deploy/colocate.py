@@ -17,16 +17,14 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.config import DeployConfig, DeployRun
-from deploy.placement import ProcessSpec, rank_places, server_places
+from deploy.placement import DeployConfig, DeployRun, ProcessSpec, rank_places, server_places
 from deploy.supervisor import SupervisedProcess, Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol import console
 from protocol.config import load_config, to_toml
-from protocol.cores import halves
 from protocol.errors import ConfigError
-from protocol.hardware import has_gpu
+from protocol.hardware import halves, has_gpu
 from protocol.installation import module_command
 
 log = logging.getLogger(__name__)

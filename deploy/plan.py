@@ -23,8 +23,7 @@ from deploy.planning.measured import PROGRAM, learner_section, observed, rates_o
 from deploy.planning.outcome import Outcome
 from deploy.planning.rates import ASSUMPTIONS, Rates, decode_rate
 from deploy.planning.servers import Failures
-from deploy.planning.simulation import MOST_SERVERS, Setup, simulate
-from deploy.planning.split import Split, search, splits
+from deploy.planning.simulation import MOST_SERVERS, Setup, Split, search, simulate, splits
 from protocol import console
 from protocol.errors import ConfigError
 

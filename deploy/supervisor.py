@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from deploy.config import DeployConfig
+from deploy.placement import DeployConfig
 from protocol.signals import shutdown_signals
 
 GRACE_S = 20.0

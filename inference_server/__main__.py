@@ -24,8 +24,7 @@ from inference_server.engine.socket_directory import socket_directory
 from inference_server.shutdown import until_ended
 from protocol import console
 from protocol.config import load_config, to_toml
-from protocol.cores import share_of_cores
-from protocol.hardware import gpu_choice
+from protocol.hardware import gpu_choice, share_of_cores
 from protocol.installation import version_line
 from protocol.signals import shutdown_signals
 

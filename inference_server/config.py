@@ -7,9 +7,8 @@ import tyro
 
 from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MAX_SECONDS, Seconds, SharedConfig, Text
 from protocol.config_keys import PassedOn
-from protocol.cores import Cores
 from protocol.errors import ConfigError
-from protocol.hardware import Dtype, has_gpu
+from protocol.hardware import Cores, Dtype, has_gpu
 
 CPU_KV_MIB = 2048
 Tokens = Annotated[int, msgspec.Meta(ge=2, lt=1 << 31)]

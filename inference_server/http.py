@@ -41,7 +41,7 @@ from inference_server.config import ServerRun
 from inference_server.engine.openai_options import set_openai_options
 from inference_server.engine.versioned_llm import UNTOUCHED, sampled_by
 from inference_server.http_access import ApiKeyGate, RouteGate, Status, error_answer
-from protocol.answer_headers import END, NO_VERSION, START, header_of_runs
+from protocol.endpoint import END, NO_VERSION, START, header_of_runs
 
 Serving = Callable[[], tuple[str | None, int | None]]
 """Returns the run and the version of the current weights. None: the model's own weights."""

@@ -164,7 +164,7 @@ def _prepare_to_compute(run: "LearnerRun") -> None:
 
     OpenMP reads its thread count only once.
     """
-    from protocol.cores import bind_cores, share_of_cores
+    from protocol.hardware import bind_cores, share_of_cores
 
     cores = run.learner.cpu_cores
     if cores is None:
@@ -236,7 +236,7 @@ def report_end(run_dir: Path) -> None:
 def compare_runs(run_dirs: Sequence[Path], *, as_json: bool) -> None:
     import msgspec
 
-    from learner.report.comparison import as_text, compare, write_comparison
+    from learner.report.page import as_text, compare, write_comparison
 
     comparison, metrics = compare(run_dirs)
     if as_json:

@@ -17,8 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import msgspec
 
 from learner.evaluation.background import Evaluations
-from learner.interrupt import Interrupt
-from learner.open_players import open_agents, open_player
+from learner.gateway.players import open_agents, open_player
 from learner.policy.published import PublishedPolicy
 from learner.policy.rope import check_server_rope
 from learner.report.dashboard import start_dashboard
@@ -52,6 +51,7 @@ from protocol.endpoint import exposure
 from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello, new_learner_id
 from protocol.model_files import fingerprint
+from protocol.signals import Interrupt
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

@@ -19,17 +19,16 @@ from accelerate.utils import set_seed
 from learner.config import LearnerRun
 from learner.controller import Controller, RankZero
 from learner.evaluation.background import is_due
-from learner.interrupt import Interrupt
 from learner.rank_agreement import decide_on_rank_0
 from learner.run_inputs import RunInputs
-from learner.storage.checkpoint import load_checkpoint
-from learner.storage.resume import shared_checkpoint
+from learner.storage.checkpoint import load_checkpoint, shared_checkpoint
 from learner.storage.retention import Checkpoints, LearnerRecords
 from learner.storage.run_dir import RunDir, open_run_dir
 from learner.training.distributed import ranks_of, share_groups
 from learner.training.metrics import StepTimer, group_metrics
 from learner.training.policy_trainer import make_trainer
 from learner.training.step import train_on
+from protocol.signals import Interrupt
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,14 @@
 Loopback is open to the processes of the machine. Every other address needs keys or an explicit `insecure`.
 config.py refuses other addresses before anything is loaded. channel/sockets.py refuses them before it binds
 or connects.
+
+The HTTP headers name the policy behind a response of the OpenAI API. inference_server/http.py writes them, and
+learner/evaluation reads them. They carry the run and the versions of the oldest and the newest token.
 """
 
 import ipaddress
 import socket
+from urllib.parse import quote
 
 from protocol.errors import ConfigError
 
@@ -114,3 +118,20 @@ def _ipv6(host: str, endpoint: str) -> str:
             "fe80::/10"
         )
     return address
+
+
+NO_VERSION = -1
+"""Version of the model's own weights, before the first weight sync. /metrics uses it too."""
+START, END = "X-Slipstream-Policy-Version-Start", "X-Slipstream-Policy-Version-End"
+RUN = "X-Slipstream-Run"
+"""Run whose weights answered. Two runs, separated by a comma: the weights of another run arrived during the
+response. Absent: the weights belong to no run."""
+
+
+def header_of_runs(*runs: str | None) -> dict[str, str]:
+    """Return the header that names these runs, which may be equal.
+
+    Names are percent-encoded where a header cannot hold them.
+    """
+    names = dict.fromkeys(quote(run) for run in runs if run is not None)
+    return {RUN: ", ".join(names)} if names else {}

@@ -8,12 +8,18 @@
 
 Invariant: only the process that knows what to finish first acts on such a signal. Its children get the signal
 too. If they exited, the process would lose the work that it still waits for.
+
+`Interrupt` is the learner's: after the first signal, it finishes the step and writes a checkpoint. A second one
+stops it at once.
 """
 
+import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from types import FrameType, TracebackType
+from typing import Any
 
 SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -61,3 +67,36 @@ def ignore_shutdown_signals() -> None:
     for number in SHUTDOWN_SIGNALS:
         signal.signal(number, lambda *_: None)  # children would inherit SIG_IGN or a blocked signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
+
+
+log = logging.getLogger(__name__)
+
+
+class Interrupt:
+    """Signal handler with two stages.
+
+    The first signal sets `requested`. A second one, except SIGHUP, raises KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        for number in shutdown_signals():
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            if forces_exit(number):
+                raise KeyboardInterrupt
+            return
+        self.requested = True
+        log.warning("stopping after this step, with a checkpoint (interrupt again to stop now)")

@@ -27,11 +27,11 @@ FORBIDDEN = {
 }
 ORDER = (  # of the learner's rooms and top files: each may import those before it, and no other
     "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "run_inputs", "rewards", "rollouts", "training", "storage",
-    "open_players", "evaluation", "report", "controller", "doctor", "train", "starter", "__main__",
+    "evaluation", "report", "controller", "doctor", "train", "starter", "__main__",
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Of each other: what is asked, whom, how to learn, what is trained."""
-ANYWHERE = {"sandbox", "interrupt", "rank_agreement", "rank_watch", "commit_queue"}
+ANYWHERE = {"sandbox", "rank_agreement", "rank_watch"}
 """Import nothing of the learner, so anyone of it may import them."""
 MAX_FILES_OF_A_FOLDER = 15
 MAX_PARAMETERS = 6

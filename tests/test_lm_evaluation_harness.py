@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.answer_headers import END, START
+from protocol.endpoint import END, START
 from tests.test_system import TIMEOUT_S, Learner, Server, server, starting_server
 
 __all__ = ["server", "starting_server"]  # fixtures

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.config import DeployConfig
+from deploy.placement import DeployConfig
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
 from protocol.config import SharedConfig

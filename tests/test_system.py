@@ -22,8 +22,8 @@ from learner.evaluation.eval_sets import Questions
 from learner.evaluation.results import FILE, earlier
 from learner.rewards.builtin.text import share_right
 from learner.run_inputs import RunInputs
-from protocol.answer_headers import END, START
 from protocol.config import load_config
+from protocol.endpoint import END, START
 from protocol.hardware import has_gpu
 from protocol.messages import Sampling
 from tests.bench.bare_vllm import BareVllm, Order

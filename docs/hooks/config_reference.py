@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 from tyro._docstrings import get_field_docstring
 
-from deploy.config import DeployConfig
+from deploy.placement import DeployConfig
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
 from protocol.config import SharedConfig

@@ -1,4 +1,8 @@
-"""GPU memory of this process, for callers that run before vLLM."""
+"""Memory of an engine process: its GPU's before vLLM starts, and its heap, whose free pages go back to the system."""
+
+import ctypes
+import threading
+import time
 
 import torch
 
@@ -6,3 +10,27 @@ import torch
 def gpu_memory_bytes() -> tuple[int, int] | None:
     """Return free and total memory of the first GPU in bytes, or None without a GPU."""
     return torch.cuda.mem_get_info() if torch.cuda.is_available() else None
+
+
+TRIMMER = "heap-trim"
+LIBC = ctypes.CDLL(None)
+INTERVAL_S = 5.0
+"""Seconds between trims. A trim takes 10 ms, and reused pages cost page faults: together 1 % of the engine's
+CPU time. MALLOC_MMAP_THRESHOLD_ at 128 KiB keeps the heap as small, but costs 8 %. At 1 MiB, the heap still
+grows."""
+
+
+def keep_trimmed() -> None:
+    """Start a thread that trims the heap for as long as this process lives."""
+    threading.Thread(target=_trim_forever, name=TRIMMER, daemon=True).start()
+
+
+def _trim_forever() -> None:
+    while True:
+        time.sleep(INTERVAL_S)
+        trim()
+
+
+def trim() -> None:
+    """Return all free pages to the system. Other threads that allocate wait meanwhile."""
+    LIBC.malloc_trim(0)

@@ -24,8 +24,8 @@ from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.data_parallel import replicas_as_ours
 from inference_server.engine.guests import FIRST_OF_GUESTS
 from inference_server.engine.vllm_args import engine_arguments, is_in_engine_process
-from protocol.cores import bound_to_cores
 from protocol.errors import ConfigError
+from protocol.hardware import bound_to_cores
 from protocol.signals import signals_blocked
 
 UNTOUCHED = "default"

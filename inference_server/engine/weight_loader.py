@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-from inference_server.engine.heap import trim
+from inference_server.engine.memory import trim
 from protocol.errors import PushIncomplete
 from protocol.weights.dense import ReceivedBucket
 

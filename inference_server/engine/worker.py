@@ -19,8 +19,8 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from inference_server.engine.data_parallel import SERVER_PID, end_with_server
-from inference_server.engine.heap import keep_trimmed
 from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
+from inference_server.engine.memory import keep_trimmed
 from inference_server.engine.output import send_in_pieces
 from inference_server.engine.weight_loader import NextWeights, Reload, put_back
 from inference_server.engine.weight_receiver import Receiver

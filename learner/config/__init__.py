@@ -7,17 +7,13 @@ them.
 """
 
 from learner.config.algorithm import AdvantageConfig, KlConfig, LossConfig, OffPolicyCorrectionConfig
-from learner.config.environment import EnvironmentConfig
 from learner.config.evaluation import EvaluationConfig
 from learner.config.learner import LearnerConfig, LearnerRun
-from learner.config.policy import LoraConfig, ReferenceConfig
-from learner.config.prompts import CurriculumConfig, DataConfig
-from learner.config.report import ReportConfig
+from learner.config.outputs import CheckpointConfig, ReportConfig
+from learner.config.policy import LoraConfig, OptimizerConfig, ReferenceConfig, WarmStartConfig
 from learner.config.rewards import RewardConfig
-from learner.config.rollouts import SamplingConfig
-from learner.config.servers import ParityConfig, WeightSyncConfig
-from learner.config.storage import CheckpointConfig
-from learner.config.training import OptimizerConfig, WarmStartConfig
+from learner.config.servers import ParityConfig, SamplingConfig, WeightSyncConfig
+from learner.config.tasks import CurriculumConfig, DataConfig, EnvironmentConfig
 
 __all__ = [
     "AdvantageConfig",

@@ -7,22 +7,18 @@ import tyro
 
 from learner.config.algorithm import AdvantageConfig, KlConfig, LossConfig, OffPolicyCorrectionConfig
 from learner.config.contradictions import check_contradictions, unmet_requirements
-from learner.config.environment import EnvironmentConfig
 from learner.config.evaluation import EvaluationConfig
-from learner.config.policy import LoraConfig, ReferenceConfig
-from learner.config.prompts import CurriculumConfig, DataConfig
-from learner.config.report import ReportConfig
+from learner.config.outputs import CheckpointConfig, ReportConfig
+from learner.config.policy import LoraConfig, OptimizerConfig, ReferenceConfig, WarmStartConfig
 from learner.config.rewards import RewardConfig
-from learner.config.rollouts import SamplingConfig
 from learner.config.section import AtLeastOne, NotNegative, Positive, Section, require, value_at
-from learner.config.servers import ParityConfig, WeightSyncConfig
-from learner.config.storage import CheckpointConfig
-from learner.config.training import OptimizerConfig, WarmStartConfig
+from learner.config.servers import ParityConfig, SamplingConfig, WeightSyncConfig
+from learner.config.tasks import CurriculumConfig, DataConfig, EnvironmentConfig
 from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, SharedConfig
 from protocol.config_keys import MayChange
-from protocol.cores import Cores
 from protocol.endpoint import join_address, split_endpoint
 from protocol.errors import ConfigError
+from protocol.hardware import Cores
 
 AUTO_TOKENS, AUTO_TOKENS_ON_CPU = 16384, 4096
 

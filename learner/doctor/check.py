@@ -22,7 +22,6 @@ from learner.config import LearnerRun
 from learner.doctor.doctor import examine
 from learner.doctor.self_test import connected, in_directory
 from learner.evaluation.eval_sets import sets_of
-from learner.interrupt import Interrupt
 from learner.prompts.prompts import Prompt
 from learner.report.summary import duration, read_metrics
 from learner.report.trackers import refuse_absent
@@ -32,6 +31,7 @@ from learner.training.metrics import StepTimer, group_metrics
 from learner.training.step import train_on
 from protocol.doctor import Finding, ok, problem, problem_of, unknown
 from protocol.errors import ConfigError, RewardError, SlipstreamError
+from protocol.signals import Interrupt
 
 NUM_SHOWN = 3
 NUM_RATED = 8

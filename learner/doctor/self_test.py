@@ -35,7 +35,6 @@ from learner.config import (
 from learner.controller import Controller
 from learner.doctor.noise import ComparedTokens, NoiseMeasurement, bounds, floor
 from learner.forward.logprobs import token_logprobs
-from learner.interrupt import Interrupt
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
 from learner.servers.parity import coarser
@@ -46,6 +45,7 @@ from learner.training.metrics import num_nonfinite
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import advantages
 from protocol.errors import ConfigError
+from protocol.signals import Interrupt
 
 log = logging.getLogger(__name__)
 NUM_BATCHES = 4

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from learner.environments.calculator import Calculator
-from learner.environments.guess import Guess
+from learner.environments.builtin import Calculator, Guess
 from learner.sandbox.user_code import NotLoaded, load_named, shorten
 
 RESERVED = ("reset", "get_reward")

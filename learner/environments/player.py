@@ -23,7 +23,7 @@ from learner.environments.answer import UnreadableAnswer
 from learner.environments.conversation import ChatConversation, NextPrompt, TextConversation
 from learner.environments.episode import REWARDED, EndState, Episode, EpisodeGroup, EpisodeStats, Recording
 from learner.environments.host import Call, Command, Rate, Reset, RewardResult, StepResult
-from learner.environments.pool import Environments, Lease
+from learner.environments.process import Environments, Lease
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
 from learner.sandbox.process import ProcessFailure

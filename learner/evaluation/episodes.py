@@ -27,7 +27,7 @@ from learner.evaluation.openai_client import (
     answer_of,
     request_of,
 )
-from learner.open_players import open_agents, open_player
+from learner.gateway.players import open_agents, open_player
 from learner.prompts.prompts import Prompt
 from learner.rewards.call import TrainerState
 from learner.rewards.scoring import Scorer

@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from learner.evaluation.eval_sets import EvalSet
 from learner.prompts.prompts import Prompt
-from protocol.answer_headers import END, NO_VERSION, RUN, START
 from protocol.console import PROGRESS_EVERY_S, counted, output_mode
+from protocol.endpoint import END, NO_VERSION, RUN, START
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)

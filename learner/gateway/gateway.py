@@ -19,10 +19,29 @@ from aiohttp.typedefs import Handler
 
 from learner.config import LearnerConfig
 from learner.environments.answer import UnreadableAnswer, calls_of, read_answer
-from learner.gateway.messages import REASONING, read_messages, spoken
-from learner.gateway.refusal import NO_RETRY, RefusedRequest, episode_over, unknown_key
-from learner.gateway.reply import Reply, chat_reply, events, text_reply
-from learner.gateway.request import AnyBody, Body, ChatBody, TextBody, cut_at, max_tokens_of, read_body, stops_of
+from learner.gateway.messages import (
+    NO_RETRY,
+    REASONING,
+    RefusedRequest,
+    episode_over,
+    read_messages,
+    spoken,
+    unknown_key,
+)
+from learner.gateway.openai_api import (
+    AnyBody,
+    Body,
+    ChatBody,
+    Reply,
+    TextBody,
+    chat_reply,
+    cut_at,
+    events,
+    max_tokens_of,
+    read_body,
+    stops_of,
+    text_reply,
+)
 from learner.gateway.session import Session, SessionTurn
 from learner.prompts.chat_template import ChatTemplate, Message
 from protocol.errors import ConfigError, DataError

@@ -1,10 +1,11 @@
-"""Convert an agent's messages for the chat template and match recorded turns.
+"""Convert an agent's messages for the chat template, match recorded turns, and refuse in OpenAI's form.
 
     messages of a request ─▶ read ─▶ (starts_with: up to a recorded turn) ─▶ the template
 
-This sits between `request.py` and `session.py`.
-Invariant: messages that the agent has changed are another conversation. Only the reasoning may be missing,
-because OpenAI's clients do not send it back.
+This sits between `openai_api.py` and `session.py`.
+Invariants: messages that the agent has changed are another conversation. Only the reasoning may be missing,
+because OpenAI's clients do not send it back. No refusal invites a retry: the request would be refused again, and the
+run itself has already waited for its servers.
 """
 
 import json
@@ -13,8 +14,42 @@ from contextlib import suppress
 from typing import Any
 
 from learner.environments.host import Call
-from learner.gateway.refusal import RefusedRequest
 from learner.prompts.chat_template import Message, storable
+
+NO_RETRY = {"x-should-retry": "false"}
+"""Header that OpenAI's clients respect."""
+
+
+class RefusedRequest(Exception):
+    """Error response to a request."""
+
+    def __init__(
+        self, message: str, *, code: str = "invalid_request", parameter: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.status, self._code, self._parameter = status, code, parameter
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status == 400 else self._code
+        return {"error": {"message": str(self), "type": kind, "param": self._parameter, "code": self._code}}
+
+
+def unknown_key() -> RefusedRequest:
+    return RefusedRequest(
+        "the API key belongs to no episode; use the agent's key unchanged (api_key, or OPENAI_API_KEY)",
+        code="invalid_api_key",
+        status=401,
+    )
+
+
+def episode_over(state: str) -> RefusedRequest:
+    return RefusedRequest(
+        f"the episode is over ({state}); send no more requests for it",
+        code="episode_over",
+        status=410,
+    )
+
 
 REASONING = "reasoning_content"
 

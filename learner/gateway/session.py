@@ -17,9 +17,8 @@ import numpy as np
 from learner.config import LearnerConfig
 from learner.environments.episode import REWARDED, EndState, Episode, EpisodeStats, RecordedBranch
 from learner.environments.player import Ask, TurnPrompt, TurnResult
-from learner.gateway.messages import starts_with
+from learner.gateway.messages import RefusedRequest, episode_over, starts_with
 from learner.gateway.places import PrefixIndex
-from learner.gateway.refusal import RefusedRequest, episode_over
 from learner.prompts.chat_template import Message
 from learner.prompts.prompts import Prompt
 from learner.sandbox.process import ProcessFailure

@@ -22,8 +22,7 @@ import numpy as np
 if TYPE_CHECKING:  # the report needs no tokenizer
     from transformers import PreTrainedTokenizerBase
 
-from learner.environments.episode import EpisodeStats
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import EpisodeStats, TokenSequence
 from learner.prompts.reasoning import texts_of
 from learner.report.sample_view import IS_CUT, MAX_COMPLETIONS
 from learner.rollouts.rollout_group import RolloutGroup

@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.call import RewardAnswer, RewardCall, await_function, call_function
+from learner.rewards.call import RewardAnswer, RewardCall, UnreachableService, await_function, call_function
 from learner.rewards.function import LoadedFunctions, load_all
-from learner.rewards.reach import UnreachableService
 from learner.sandbox.process import (
     STARTUP_REMEDY,
     STARTUP_TIMEOUT_S,

@@ -1,21 +1,126 @@
-"""Score groups: decode episodes, call reward functions, add the overlong penalty.
+"""Score groups: decode episodes, call reward functions, add the overlong penalty, watch the functions' failures.
 
-This sits between the rollouts and the reward workers.
+This sits between the rollouts and the reward workers. Suffix: _G over the completions of one group, each a branch.
+One slow or broken completion costs its group that function's reward. A function that often fails would leave the run
+to train on the remaining groups, so it raises an error that shows example calls.
+Invariant: a completion that no function could score stays unscorable.
 """
 
 import asyncio
+import logging
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
+import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from learner.config import LearnerConfig
-from learner.environments.episode import REWARDED, Episode
+from learner.config import LearnerConfig, RewardConfig
+from learner.config.rewards import OVERLONG
+from learner.environments.episode import REWARDED, Episode, TokenSequence
 from learner.prompts.prompts import Prompt
 from learner.prompts.reasoning import texts_of
 from learner.rewards.call import TrainerState
-from learner.rewards.failures import RewardFailures
-from learner.rewards.overlong import overlong_rewards, with_overlong
-from learner.rewards.workers import GroupRewards, RewardWorkers, spread
+from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers, spread
+from protocol.console import counted
+from protocol.errors import RewardError
+
+
+def overlong_rewards(
+    branches: Sequence[TokenSequence], max_tokens: int, buffer_tokens: int, penalty: float
+) -> list[float]:
+    """Return rewards_G, which fall linearly to -penalty at max_tokens.
+
+    They are 0 up to max_tokens - buffer_tokens. This is DAPO's length reward (arXiv 2503.14476 eq. 13). A
+    truncated completion gets the whole penalty, however short it is.
+    """
+    free_tokens = max_tokens - buffer_tokens
+    return [
+        -penalty
+        if branch.finish_reason == "length"
+        else penalty * min(0, free_tokens - len(branch.token_ids)) / buffer_tokens
+        for branch in branches
+    ]
+
+
+def with_overlong(rewards: GroupRewards, overlong_G: list[float]) -> GroupRewards:
+    """Add the penalty to every scorable reward, and list it alongside the functions."""
+    scorable_G = [
+        None if reward is None else penalty for reward, penalty in zip(rewards.rewards, overlong_G, strict=True)
+    ]
+    total_G = [
+        None if reward is None or penalty is None else reward + penalty
+        for reward, penalty in zip(rewards.rewards, scorable_G, strict=True)
+    ]
+    named = FunctionRewards(name=OVERLONG, rewards=scorable_G)
+    return msgspec.structs.replace(rewards, rewards=total_G, functions=[*rewards.functions, named])
+
+
+log = logging.getLogger(__name__)
+
+WINDOW_CALLS = 100
+MIN_CALLS = 10
+"""Minimum denominator of the failed share. Otherwise a single early failure would be a share of 1."""
+NUM_EXAMPLES = 3
+
+
+class RewardFailures:
+    """The last calls of every function."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._max_share = config.max_failed_share
+        self._config = config
+        self._returned_none: set[str] = set()
+        """Functions for which the warning was logged."""
+        self._calls: defaultdict[str, deque[FunctionRewards]] = defaultdict(lambda: deque(maxlen=WINDOW_CALLS))
+
+    def record(self, rewards: GroupRewards) -> None:
+        """Record the calls of a group.
+
+        Raises:
+            RewardError: If a function now fails too often. The error shows examples.
+        """
+        self._warn_of_none(rewards)
+        for function in rewards.functions:
+            calls = self._calls[function.name]
+            calls.append(function)
+            if function.outcome == "ok":
+                continue
+            log.warning("%s", function.message)
+            broken = [call for call in calls if call.outcome != "ok"]
+            if len(broken) > self._max_share * max(len(calls), MIN_CALLS):
+                raise self._too_many(broken, len(calls))
+
+    def _warn_of_none(self, rewards: GroupRewards) -> None:
+        """Warn once per function whose None voids the scores of another function."""
+        if self._config.on_none == "skip":
+            return
+        weighed = [
+            one for one in rewards.functions if self._config.weight_by_name[one.name] != 0 and one.outcome == "ok"
+        ]
+        for function in weighed:
+            others = [other.rewards for other in weighed if other is not function]
+            num_taken = sum(
+                reward is None and any(scored is not None for scored in of_others)
+                for reward, *of_others in zip(function.rewards, *others, strict=True)
+            )
+            if num_taken and function.name not in self._returned_none:
+                self._returned_none.add(function.name)
+                log.warning(
+                    "reward function %s returned None for %d of %d completions that other functions scored; they have "
+                    "no reward. "
+                    'Set learner.reward.on_none = "skip" to add up the others instead',
+                    function.name, num_taken, len(function.rewards),
+                )  # fmt: skip
+
+    def _too_many(self, broken: list[FunctionRewards], num_calls: int) -> RewardError:
+        num_timed_out = sum(call.outcome == "timed_out" for call in broken)
+        examples = "".join(f"\n  {call.message}" for call in broken[-NUM_EXAMPLES:])
+        return RewardError(
+            f"reward function {broken[0].name} timed out {counted(num_timed_out, 'time')} and failed "
+            f"{counted(len(broken) - num_timed_out, 'time')} in its last {counted(num_calls, 'call')}, more than "
+            f"learner.reward.max_failed_share = {self._max_share:g} allows (of the last {WINDOW_CALLS}, at first of "
+            f"{MIN_CALLS}):{examples}"
+        )
 
 
 class Scorer:

@@ -3,13 +3,15 @@
     group ──▶ submit ──▶ a job per function ──▶ call_queues.py ──▶ processes ──▶ GroupRewards ──▶ advantages
 
 Invariant: every submitted group gets a result within the functions' deadlines, except while a function whose
-service is unreachable is retried (`reach.py`). Wrong (a reward of 0), timed out and failed stay
+service is unreachable is retried (`call.py`). Wrong (a reward of 0), timed out and failed stay
 distinct. A function that timed out or failed gives None for every completion. The call of a process that was
 killed from outside is repeated.
 """
 
+import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -18,11 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.call import CompletionContent, Extra, RewardAnswer, RewardCall, TrainerState
+from learner.rewards.call import CompletionContent, Extra, RetrySchedule, RewardAnswer, RewardCall, TrainerState
 from learner.rewards.call_queues import ConcurrentCalls, Job, SerialCalls
-from learner.rewards.latency import Latencies
 from learner.rewards.process import RewardProcess
-from learner.rewards.reach import RetrySchedule
 from learner.sandbox.pool import ProcessPool
 from learner.sandbox.process import ProcessFailure
 from learner.sandbox.user_code import shorten
@@ -30,6 +30,26 @@ from protocol.errors import RewardError
 
 if TYPE_CHECKING:
     from learner.prompts.prompts import Prompt
+
+
+class Latencies:
+    """Call durations of each function since the last `pop_metrics`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+
+    def record(self, function: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[function].append(seconds)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the mean and the longest call of each function as metrics, and reset."""
+        with self._lock:
+            seconds, self._seconds = self._seconds, defaultdict(list)
+        means = {f"reward_seconds/{name}": statistics.fmean(calls) for name, calls in seconds.items()}
+        return means | {f"reward_seconds_max/{name}": max(calls) for name, calls in seconds.items()}
+
 
 T = TypeVar("T")
 

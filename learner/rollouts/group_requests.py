@@ -13,7 +13,7 @@ from learner.config import LearnerRun, SamplingConfig
 from learner.environments.episode import REWARDED, AnyGroup, EpisodeGroup
 from learner.environments.player import TurnPrompt
 from learner.prompts.prompts import Prompt
-from learner.rollouts.ledger_row import group_id_of
+from learner.rollouts.ledger_storage import group_id_of
 from protocol.errors import ProtocolError
 from protocol.messages import Generate, Group, GroupFailed, Sampling
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from learner.rollouts.ledger_row import (
+from learner.rollouts.ledger_storage import (
     COLUMNS,
     FINAL_REASONS,
     OLDEST_SCHEMA_VERSION,
@@ -31,11 +31,12 @@ from learner.rollouts.ledger_row import (
     SCHEMA,
     SCHEMA_VERSION,
     GroupPayload,
+    PayloadFiles,
+    PayloadLocation,
     Row,
     group_id_of,
     migrate,
 )
-from learner.rollouts.payloads import PayloadFiles, PayloadLocation
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)

@@ -27,14 +27,13 @@ from learner.environments.episode import AnyGroup
 from learner.prompts.curriculum import Curriculum, PassRates
 from learner.prompts.prompts import Prompts
 from learner.rewards.workers import GroupRewards
-from learner.rollouts.auto_staleness import AutoStaleness
 from learner.rollouts.bottleneck import Part, WaitTimes
 from learner.rollouts.group_requests import GroupRequest
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.ledger_row import slot_of
+from learner.rollouts.ledger_storage import slot_of
 from learner.rollouts.rollout_group import RolloutGroup, recalled, received, rewards_of
 from learner.rollouts.selection import Selection
-from learner.rollouts.slot_order import SlotOrder, num_places_allowed
+from learner.rollouts.slot_order import AutoStaleness, SlotOrder, num_places_allowed
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,19 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from learner.environments.episode import AnyGroup, EpisodeGroup, EpisodeStats, episodes_of, num_sampled
-from learner.environments.token_sequence import UNKNOWN_VERSION, TokenSequence
+from learner.environments.episode import (
+    UNKNOWN_VERSION,
+    AnyGroup,
+    EpisodeGroup,
+    EpisodeStats,
+    TokenSequence,
+    episodes_of,
+    num_sampled,
+)
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.ledger_row import GroupPayload, Row
+from learner.rollouts.ledger_storage import GroupPayload, Row
 from protocol.codec import pack, unpack
 from protocol.messages import Part
 

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import time
 
-from learner.commit_queue import CommitQueue
 from learner.config import LearnerRun
 from learner.environments.episode import AnyGroup, episodes_of
 from learner.rewards.scoring import Scorer
@@ -25,6 +24,7 @@ from learner.rollouts.bottleneck import DESCRIPTIONS
 from learner.rollouts.dispatcher import Dispatcher
 from learner.rollouts.group_requests import GroupRequest, survivors
 from learner.rollouts.ledger import Ledger
+from learner.rollouts.ledger_storage import CommitQueue
 from learner.rollouts.rollout_buffer import RolloutBuffer, ScoredGroup
 from learner.rollouts.rollout_group import RolloutGroup, keep, scored_group
 from learner.rollouts.turns import EpisodePlayer, Turns

@@ -1,15 +1,18 @@
-"""Order of consumption of the slots: which are next, which are passed over, and where a slot is consumed.
+"""Order of the slots: which are consumed next, which are passed over, and how far ahead they are requested.
 
 A slot is filled by one group, and its number is the order of consumption. Only the number of skipped slots is
 kept below `next_to_take`. Slots above are found by bisection, so a long run costs no more.
-Invariant: every slot below `next_to_take` was taken or passed over. Slot order alone decides which groups are
+Invariants: every slot below `next_to_take` was taken or passed over. Slot order alone decides which groups are
 taken, not the order of arrivals.
 Not thread-safe: rollout_buffer.py holds its lock.
 """
 
+import logging
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping
 from typing import Literal
+
+from learner.config import LearnerConfig
 
 PassedOver = Literal["failed", "no_signal"]
 
@@ -91,3 +94,53 @@ def num_places_allowed(*, version: int, max_staleness: int, groups_per_step: int
     `total_groups`: number of groups that the run needs.
     """
     return min((max_staleness + version + 1) * groups_per_step, total_groups)
+
+
+log = logging.getLogger(__name__)
+
+LEAST = 1
+"""Minimum lookahead. At 0 the learner and the servers never work at the same time."""
+WAITED_SHARE = 0.05
+"""Share of a step spent waiting below which staler groups are not worth it."""
+SPARE_TAKES = 10
+
+
+class AutoStaleness:
+    """Controller of `versions`, the max_staleness of the admission rule."""
+
+    def __init__(self, config: LearnerConfig) -> None:
+        self._is_auto = config.max_staleness == "auto"
+        self._most = config.staleness_bound
+        self.versions = min(2, self._most) if self._is_auto else self._most
+        self._takes_until_effective = self.versions + 1
+        """Number of next batches that do not reflect the current lookahead yet."""
+        self._spare_takes = 0
+
+    def update(self, *, waited_share: float, has_room: bool, has_spare: bool) -> None:
+        """Record that a batch was taken.
+
+        Args:
+            waited_share: Share of the time since the last batch spent waiting for the server.
+            has_room: Whether the server could have generated more groups.
+            has_spare: Whether another whole batch is ready.
+        """
+        if not self._is_auto:
+            return
+        self._spare_takes = self._spare_takes + 1 if has_spare else 0
+        if self._takes_until_effective > 0:
+            self._takes_until_effective -= 1
+        elif waited_share > WAITED_SHARE and has_room:
+            self._change_to(
+                self.versions + 1,
+                f"the learner waited {waited_share:.0%} of a step for a server with room for more groups",
+            )
+        elif self._spare_takes >= SPARE_TAKES:
+            self._change_to(self.versions - 1, f"{SPARE_TAKES} batches were ready a whole step early")
+
+    def _change_to(self, versions: int, reason: str) -> None:
+        versions = min(max(versions, LEAST), self._most)
+        self._spare_takes = 0
+        if versions != self.versions:
+            log.info("changed max_staleness from %d to %d (%s)", self.versions, versions, reason)
+            self.versions = versions
+            self._takes_until_effective = versions + 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from learner.config.storage import EVALUATION
+from learner.config.outputs import EVALUATION
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.storage.checkpoint import (

@@ -14,7 +14,7 @@ import torch
 
 from learner.config import LearnerConfig
 from learner.config.algorithm import Normalization
-from learner.environments.token_sequence import UNKNOWN_VERSION, TokenSequence
+from learner.environments.episode import UNKNOWN_VERSION, TokenSequence
 from learner.forward.pack import Pack, pack_trees
 from learner.rollouts.rollout_group import RolloutGroup
 

@@ -12,7 +12,6 @@ from accelerate.utils import DistributedType, broadcast
 from torch import nn
 
 from learner.algorithm.plug_in import check_plug_ins, digest_of_plug_ins
-from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.compile import fuse
 from learner.forward.logprobs import float32_heads, logit_map_of, logit_maps
@@ -26,7 +25,7 @@ from learner.policy.reference import Reference, make_reference
 from learner.rank_agreement import decide_on_rank_0, first_problem, require_agreement
 from learner.run_inputs import RunInputs
 from learner.training.metrics import Mismatch, RatioRange
-from learner.training.optimizer import make_optimizer, require_finite_weights
+from learner.training.optimizer import make_optimizer, next_coef, require_finite_weights
 from learner.training.warm_start import warm_start
 from protocol.errors import ConfigError
 

@@ -20,7 +20,6 @@ from learner.algorithm.advantages import StepRewards, combined_advantages, step_
 from learner.algorithm.kl import masked
 from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
 from learner.algorithm.plug_in import advantages_of
-from learner.algorithm.schedules import learning_rate
 from learner.config import LearnerConfig
 from learner.forward.lm_head import EntropyUse
 from learner.forward.logprobs import token_logprobs
@@ -28,7 +27,7 @@ from learner.rollouts.rollout_group import RolloutGroup
 from learner.training.batch import BatchRow, MicroBatch, step_rows, trained_rows
 from learner.training.distributed import gradient_sync, layout_of, my_batches
 from learner.training.metrics import TERA, StepTimer, loss_metrics, train_flops
-from learner.training.optimizer import NotFiniteError, require_finite_weights
+from learner.training.optimizer import NotFiniteError, learning_rate, require_finite_weights
 from learner.training.packing import pieces_of
 from learner.training.policy_trainer import PolicyTrainer
 from learner.training.precompute import episode_kls, precompute_logprobs

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig
-from learner.environments.token_sequence import UNKNOWN_VERSION, TokenSequence
+from learner.environments.episode import UNKNOWN_VERSION, TokenSequence
 from learner.forward.logprobs import token_logprobs
 from learner.prompts.prompts import Prompt
 from learner.run_inputs import RunInputs

@@ -23,17 +23,21 @@ from protocol.messages.generation import (
     Scores,
 )
 from protocol.messages.handshake import (
+    MAX_TRIAL_BYTES,
     PROTOCOL_VERSION,
     Farewell,
     Hello,
     ModelFingerprint,
+    Probe,
     Pulse,
     Refused,
+    ServerInfo,
+    Trial,
+    TrialResult,
     Welcome,
     new_learner_id,
 )
 from protocol.messages.parts import DTYPES, Message, Part
-from protocol.messages.probe import MAX_TRIAL_BYTES, Probe, ServerInfo, Trial, TrialResult
 from protocol.messages.push import (
     Manifest,
     PushAbort,

@@ -1,4 +1,7 @@
-"""Handshake messages: the learner's first message, its answer, and the heartbeat."""
+"""Handshake messages: the learner's first message, its answer, the heartbeat, and the probes of a doctor.
+
+A doctor probes a server without becoming its learner: what runs there, and whether a transport works.
+"""
 
 import os
 import socket
@@ -8,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from protocol.messages.parts import Message, Name, Version
+from protocol.messages.push import Rendezvous
 
 PROTOCOL_VERSION = 9
 MAX_REPLICAS = 1024
@@ -99,3 +103,48 @@ class Farewell(Message):
     is_over: bool = False
     """Whether the run is over for this server, which frees it for another run at once. Otherwise, the learner
     answers a draining server: it still takes what it has requested, and the run may return."""
+
+
+MAX_TRIAL_BYTES = 256 << 20
+
+
+class Probe(Message):
+    """Request for a server's state.
+
+    The server answers on every connection that it accepts, also while it serves a run.
+    """
+
+    probe_id: Name
+
+
+class ServerInfo(Message):
+    """State of a server, as the answer to a Probe."""
+
+    probe_id: Name
+    protocol_version: int
+    package_version: Name
+    clock_s: float
+    """Server clock at the time of the answer, in seconds since 1970."""
+    run: Name | None
+    """Run that the server serves."""
+    model: ModelFingerprint
+    dtype: Name
+    transports: list[Name]
+    devices: list[Name]
+    """Device of each worker, as in Welcome."""
+
+
+class Trial(Message):
+    """Request to join the doctor's collective as rank 1, receive bytes, and leave."""
+
+    trial_id: Name
+    rendezvous: Rendezvous
+    num_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_TRIAL_BYTES)]
+
+
+class TrialResult(Message):
+    """Result of a Trial: the duration `receive_s`, or `error` with the reason."""
+
+    trial_id: Name
+    receive_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    error: str | None = None

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from inference_server.config import ServerRun
-from protocol.cores import bind_cores
+from protocol.hardware import bind_cores
 from protocol.messages import Sampling
 
 START_TIMEOUT_S = 240.0

@@ -140,7 +140,7 @@ def a_group(num_bytes: int) -> dict[str, Any]:
 
 
 def batches(arrivals: Arrivals, total: int) -> Iterator[list[int]]:
-    """All that has arrived while the last was handled, as learner/commit_queue.py has it."""
+    """All that has arrived while the last was handled, as learner/rollouts/ledger_storage.py has it."""
     while total:
         batch = [arrivals.get(timeout=PATIENCE_S)]
         while not arrivals.empty():

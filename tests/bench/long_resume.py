@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from learner.config import LearnerRun
-from learner.rollouts.ledger_row import COLUMNS
+from learner.rollouts.ledger_storage import COLUMNS
 from learner.train import train
 from protocol.config import to_toml
 from tests.learner.model_engine import tiny_server

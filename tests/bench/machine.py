@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.cores import bind_cores
+from protocol.hardware import bind_cores
 
 SIZE = 2048
 ROUNDS = 15

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import TokenSequence
 from learner.prompts.prompts import Prompt, Prompts
 from learner.rewards.function import BUILT_IN
 from learner.rollouts.rollout_group import RolloutGroup

@@ -22,7 +22,7 @@ import zmq
 from protocol.channel.keys import learner_keys, make_keys, server_keys
 from protocol.channel.sockets import LearnerChannel, ServerChannel
 from protocol.codec import encode
-from protocol.cores import bind_cores
+from protocol.hardware import bind_cores
 from protocol.messages import Ack, Completion, Group
 
 NUM_COMPLETIONS = 8

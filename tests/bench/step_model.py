@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from transformers import AutoTokenizer
 
 from learner.config import LearnerRun
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import TokenSequence
 from learner.run_inputs import RunInputs
 from learner.training.batch import BatchRow
 from learner.training.policy_trainer import PolicyTrainer, make_trainer

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from learner.environments.guess import Guess
+from learner.environments.builtin import Guess
 from tests.chaos.traps import Traps
 
 CHAOS_DIR = "SLIPSTREAM_TEST_CHAOS_DIR"

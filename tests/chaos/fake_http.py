@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from learner.policy.model import load_tokenizer
-from protocol.answer_headers import END, NO_VERSION, START, header_of_runs
+from protocol.endpoint import END, NO_VERSION, START, header_of_runs
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine
 

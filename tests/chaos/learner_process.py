@@ -28,14 +28,13 @@ import protocol.transports.gloo
 from learner.__main__ import main
 from learner.controller import Controller
 from learner.environments.player import Player
-from learner.environments.pool import Lease
+from learner.environments.process import Lease
 from learner.evaluation import background
 from learner.evaluation.background import PartialResults
-from learner.gateway.agent_player import AgentPlayer
-from learner.gateway.agent_process import AgentProcess
+from learner.gateway.players import AgentPlayer, AgentProcess
 from learner.gateway.session import Session
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.ledger_row import GroupPayload
+from learner.rollouts.ledger_storage import GroupPayload
 from learner.servers.fleet import Fleet
 from learner.servers.link import ServerLink
 from learner.servers.membership import Member

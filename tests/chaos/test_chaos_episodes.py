@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learner.environments.episode import EndState, Episode, EpisodeGroup, EpisodeStats
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import EndState, Episode, EpisodeGroup, EpisodeStats, TokenSequence
 from tests.chaos.__main__ import campaign
 from tests.chaos.episodes import ENDED, Groups, audit_episodes, ends_of
 from tests.chaos.schedule import Player

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from learner.environments.episode import AnyGroup, Episode, EpisodeGroup, EpisodeStats
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import AnyGroup, Episode, EpisodeGroup, EpisodeStats, TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompt, Prompts
 from learner.rollouts.ledger import Ledger

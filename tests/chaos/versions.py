@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
-from learner.environments.episode import AnyGroup, episodes_of
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import AnyGroup, TokenSequence, episodes_of
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
 from protocol.codec import unpack

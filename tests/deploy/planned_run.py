@@ -13,7 +13,7 @@ from deploy.planning.servers import SimulatedGroup
 from deploy.planning.simulation import Setup, Simulation
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig, LearnerRun
-from learner.rollouts.ledger_row import SCHEMA
+from learner.rollouts.ledger_storage import SCHEMA
 from protocol.config import to_toml
 
 PROMPTS = {"data": {"task": "reverse"}, "reward": {"functions": ["exact_match"]}, "steps": 10}

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 import deploy.supervisor
-from deploy.config import DeployConfig
+from deploy.placement import DeployConfig
 from deploy.supervisor import SupervisedProcess, Supervisor
 
 PART = Path(__file__).parent / "part.py"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import COMMANDS, usage
-from deploy.config import DeployRun
+from deploy.placement import DeployRun
 from inference_server.config import ServerRun
 from learner.__main__ import COMMANDS as OF_THE_LEARNER
 from learner.config import LearnerRun

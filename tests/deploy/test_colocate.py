@@ -16,7 +16,7 @@ import pytest
 
 from deploy import colocate
 from deploy.colocate import evaluation_flags, flags_by_section, with_cores
-from deploy.config import DeployConfig
+from deploy.placement import DeployConfig
 from deploy.supervisor import GRACE_S
 from protocol.errors import ConfigError
 from protocol.hardware import has_gpu

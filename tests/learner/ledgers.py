@@ -5,7 +5,7 @@ from pathlib import Path
 
 from learner.config import LearnerRun
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.ledger_row import GroupPayload, Row
+from learner.rollouts.ledger_storage import GroupPayload, Row
 
 
 def receive(

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from learner.policy.model import load_tokenizer
-from protocol.answer_headers import NO_VERSION, header_of_runs
+from protocol.endpoint import NO_VERSION, header_of_runs
 from protocol.model_files import resolve_model
 from tests.fakes import ScriptedEngine, ServerThread
 from tests.ports import free_port

@@ -10,8 +10,7 @@ import pytest
 from inference_server.__main__ import _on_own_cores
 from inference_server.config import ServerRun
 from protocol.config import load_config
-from protocol.cores import halves, share_of_cores
-from protocol.hardware import has_gpu
+from protocol.hardware import halves, has_gpu, share_of_cores
 
 RECIPE = str(Path(__file__).parent.parent.parent / "deploy/recipes/reverse.toml")
 LOOPBACK = ("tcp://127.0.0.1:5757",)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.interrupt import Interrupt
-from protocol.signals import SHUTDOWN_SIGNALS, shutdown_signals, signals_blocked
+from protocol.signals import SHUTDOWN_SIGNALS, Interrupt, shutdown_signals, signals_blocked
 
 TIMEOUT_S = 60.0
 GROUP = """
@@ -100,7 +99,7 @@ def test_this_process_itself_hears_signals_while_it_starts_others_in_a_thread_an
 NOHUP = """
 import asyncio, sys
 from inference_server.shutdown import until_ended
-from learner.interrupt import Interrupt
+from protocol.signals import Interrupt
 
 async def part():
     print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""Built-in reward functions for answers that are texts: words, a number, a letter.
+"""Built-in reward functions for answers that are texts: words, a number, a letter, JSON.
 
 They have TRL's signature, as users' functions have, and run in the reward workers. They import only what is
 installed in TRL's environment too.
@@ -8,10 +8,20 @@ wrong.
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from learner.rewards.builtin.answers import answer_of, as_number, chosen, completion_text, golds_of, last_number_in
+import msgspec
+
+from learner.rewards.builtin.answers import (
+    answer_of,
+    as_number,
+    chosen,
+    completion_text,
+    golds_of,
+    last_number_in,
+    without_fence,
+)
 from learner.sandbox.user_code import shorten
 
 _THINK_FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
@@ -109,3 +119,41 @@ def environment_reward(
 ) -> list[float | None]:
     """Return the environment's own reward of each episode (`get_reward`)."""
     return list(environment_rewards)
+
+
+def json_schema(
+    completions: Sequence[Any], schema: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any
+) -> list[float | None]:
+    """Return 1 if the answer is JSON that the `schema` column allows, else 0.
+
+    The answer may be one code block. An empty column gives None. The column holds a JSON Schema or its text.
+    `$schema` names the draft, by default 2020-12. References resolve only within the schema itself.
+    """
+    rewards: list[float | None] = []
+    for completion, column in zip(completions, schema, strict=True):
+        allows = _validator(column)
+        text = without_fence(answer_of(completion, opens_reasoning=opens_reasoning))
+        try:
+            rewards.append(None if allows is None else float(allows(msgspec.json.decode(text))))
+        except (
+            msgspec.DecodeError,
+            RecursionError,
+            UnicodeEncodeError,
+            OverflowError,
+        ):  # OverflowError: multipleOf with a huge number
+            rewards.append(0.0)
+    return rewards
+
+
+def _validator(schema: Any) -> Callable[[Any], bool] | None:
+    from jsonschema.validators import Draft202012Validator, validator_for
+    from referencing import Registry
+
+    if isinstance(schema, str) and schema.strip():
+        schema = msgspec.json.decode(schema)
+    if schema in (None, ""):
+        return None
+    kind = validator_for(schema, default=Draft202012Validator)
+    kind.check_schema(schema)
+    allows: Callable[[Any], bool] = kind(schema, registry=Registry()).is_valid
+    return allows

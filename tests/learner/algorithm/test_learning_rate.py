@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from learner.algorithm.schedules import learning_rate
 from learner.config import OptimizerConfig
+from learner.training.optimizer import learning_rate
 
 NUM_STEPS = 11
 

@@ -10,7 +10,7 @@ import numpy as np
 from learner.config import LearnerConfig
 from learner.environments.episode import EpisodeGroup
 from learner.environments.player import Player, TurnPrompt, TurnResult
-from learner.environments.pool import Environments
+from learner.environments.process import Environments
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
 from protocol.messages import Completion, Group

@@ -17,8 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
-from learner.environments.episode import EpisodeGroup
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import EpisodeGroup, TokenSequence
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
 from learner.forward.packing_check import choose_attention

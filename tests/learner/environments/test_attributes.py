@@ -12,8 +12,7 @@ import pytest
 
 from learner.config import RewardConfig
 from learner.environments.attributes import MAX_BYTES, AttributeView, attributes_of
-from learner.environments.episode import EndState, Episode, EpisodeGroup, EpisodeStats
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import EndState, Episode, EpisodeGroup, EpisodeStats, TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompt
 from learner.rewards.scoring import Scorer

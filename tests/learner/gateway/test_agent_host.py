@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from learner.gateway.agent_process import HOST
+from learner.gateway.players import HOST
 
 TIMEOUT_S = 60.0
 

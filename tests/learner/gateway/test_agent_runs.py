@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from learner.config import LearnerRun
-from learner.environments.episode import EpisodeGroup
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import EpisodeGroup, TokenSequence
 from learner.rollouts.ledger import Ledger
 from learner.train import train
 from protocol.codec import unpack

@@ -11,7 +11,7 @@ import pytest
 
 from learner.config import EnvironmentConfig
 from learner.environments.episode import Episode, EpisodeGroup
-from learner.gateway.agent_process import AgentReward, EpisodeRequest, start_agent_pool
+from learner.gateway.players import AgentReward, EpisodeRequest, start_agent_pool
 from protocol.errors import ConfigError
 from tests.learner.gateway.asking import OnceOnly, config_of, played_by_agent
 
@@ -174,7 +174,7 @@ def test_no_proxy_stands_between_an_agent_and_its_endpoint(monkeypatch: pytest.M
 
 LEARNER = f"""
 import asyncio, sys
-from learner.gateway.agent_process import AgentProcess, EpisodeRequest
+from learner.gateway.players import AgentProcess, EpisodeRequest
 from tests.learner.gateway.asking import config_of
 
 async def main():

@@ -152,7 +152,7 @@ not_a_function = 3
 
 async def guess(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
     """The built-in environment of this name, as an agent."""
-    from learner.environments.guess import Guess
+    from learner.environments.builtin import Guess
 
     game, text, headers = Guess(), data["prompt"], {"Authorization": f"Bearer {api_key}"}
     game.reset(**data)

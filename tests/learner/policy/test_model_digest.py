@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.policy.model_digest import digest_model
+from learner.run_inputs import digest_model
 from protocol.errors import ConfigError
 
 

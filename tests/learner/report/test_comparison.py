@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.report.comparison import as_text, compare, write_comparison
+from learner.report.page import as_text, compare, write_comparison
 from learner.report.series import series
 from learner.report.summary import RunDirectoryError, read_metrics, summarize
 from learner.report.templates import script

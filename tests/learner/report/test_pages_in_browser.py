@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from learner.report.comparison import compare, write_comparison
 from learner.report.dashboard import Dashboard
-from learner.report.page import write_report
+from learner.report.page import compare, write_comparison, write_report
 from learner.report.summary import read_metrics
 from tests.browser import CHROMIUM, Page, a_page
 from tests.learner.report.browser_pages import (

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 import learner.report.records
 from learner.config import ReportConfig
-from learner.environments.episode import EpisodeStats
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import EpisodeStats, TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.report.page import render
 from learner.report.records import Samples

@@ -5,7 +5,7 @@ import json
 import jsonschema
 import pytest
 
-from learner.rewards.builtin.json_schema import json_schema
+from learner.rewards.builtin.text import json_schema
 
 PERSON = {
     "type": "object",

@@ -14,7 +14,7 @@ import pytest
 
 from learner.config import RewardConfig
 from learner.config.rewards import JudgeConfig
-from learner.rewards import reach
+from learner.rewards import call
 from learner.rewards.builtin.judge import filled
 from learner.rewards.builtin.judge import score as score_of
 from tests.learner.rewards.test_rewards import prompt, score
@@ -149,7 +149,7 @@ def test_a_judge_that_refuses_is_named_with_what_it_says():
 
 
 def test_a_judge_that_starts_later_is_waited_for(monkeypatch):
-    monkeypatch.setattr(reach, "FIRST_S", 0.1)
+    monkeypatch.setattr(call, "FIRST_S", 0.1)
     port = free_port()
     results = []
     asking = threading.Thread(

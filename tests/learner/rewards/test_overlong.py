@@ -7,8 +7,8 @@ import pytest
 
 from learner.algorithm.advantages import combined_advantages
 from learner.config import AdvantageConfig
-from learner.environments.token_sequence import TokenSequence
-from learner.rewards.overlong import overlong_rewards, with_overlong
+from learner.environments.episode import TokenSequence
+from learner.rewards.scoring import overlong_rewards, with_overlong
 from learner.rewards.workers import FunctionRewards, GroupRewards, RewardConfig
 from learner.train import train
 from tests.learner.model_engine import tiny_server

@@ -3,7 +3,7 @@
 import pytest
 
 from learner.config import RewardConfig
-from learner.rewards.failures import RewardFailures
+from learner.rewards.scoring import RewardFailures
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from protocol.errors import RewardError
 

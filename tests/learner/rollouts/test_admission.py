@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.config import DataConfig, LearnerConfig, RewardConfig
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import TokenSequence
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.selection import Selection
 from learner.rollouts.slot_order import PassedOver, SlotOrder, num_places_allowed

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from learner.config.learner import LearnerConfig
-from learner.rollouts.auto_staleness import SPARE_TAKES, AutoStaleness
+from learner.rollouts.slot_order import SPARE_TAKES, AutoStaleness
 from learner.train import train
 from protocol.messages import Generate, Message
 from tests.learner.config.settings import ALWAYS, load

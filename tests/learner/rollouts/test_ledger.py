@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from learner.rollouts.ledger import SCHEMA_VERSION, Ledger, LedgerError
-from learner.rollouts.payloads import PayloadFiles
+from learner.rollouts.ledger_storage import PayloadFiles
 from protocol.errors import SlipstreamError
 from tests.learner.ledgers import receive
 
@@ -155,7 +155,7 @@ def test_a_resume_takes_back_what_was_consumed_after_the_checkpoint(ledger):
 
 @pytest.fixture
 def one_payload_a_file(monkeypatch):
-    monkeypatch.setattr("learner.rollouts.payloads.MAX_FILE_BYTES", 1)
+    monkeypatch.setattr("learner.rollouts.ledger_storage.MAX_FILE_BYTES", 1)
 
 
 def num_files(directory) -> int:
@@ -366,9 +366,9 @@ def test_a_kill_in_the_middle_of_the_migration_loses_nothing(tmp_path, point):
     child = f"""
 import os, signal, sqlite3
 from pathlib import Path
-import learner.rollouts.ledger_row
+import learner.rollouts.ledger_storage
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.payloads import PayloadFiles
+from learner.rollouts.ledger_storage import PayloadFiles
 
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 
@@ -382,7 +382,7 @@ def append_and_die(files, payload):
 if {point!r} == "a payload copied":
     PayloadFiles.append = append_and_die
 elif {point!r} == "the table changed":
-    learner.rollouts.ledger_row.TO_SCHEMA_3 += ("SELECT die()",)
+    learner.rollouts.ledger_storage.TO_SCHEMA_3 += ("SELECT die()",)
 class Deadly(sqlite3.Connection):
     def execute(self, sql, *args):
         if sql == "VACUUM": die()
@@ -438,7 +438,7 @@ def test_any_legal_history_consumes_every_slot_exactly_once(data, tmp_path_facto
     path = tmp_path_factory.mktemp("history") / "ledger.db"
     max_file_bytes = data.draw(st.sampled_from([1, 30, 1000]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("learner.rollouts.payloads.MAX_FILE_BYTES", max_file_bytes)
+        patch.setattr("learner.rollouts.ledger_storage.MAX_FILE_BYTES", max_file_bytes)
         play_history(data, path)
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from learner.sandbox.descendants import all_processes, descendants_of, kill_with_descendants
-from learner.sandbox.memory_watch import resident_bytes
+from learner.sandbox.pool import resident_bytes
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 30.0

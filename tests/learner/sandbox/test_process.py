@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from learner.sandbox.memory_watch import MemoryWatch
+from learner.sandbox.pool import MemoryWatch
 from learner.sandbox.process import PipeProcess, ProcessFailure, SandboxLimits
 from protocol.signals import SHUTDOWN_SIGNALS
 from tests.learner.sandbox.service import LARGE, forked, spawned

@@ -8,7 +8,7 @@ import pytest
 from accelerate import Accelerator
 
 from learner.storage import checkpoint
-from learner.storage.resume import shared_checkpoint
+from learner.storage.checkpoint import shared_checkpoint
 from protocol.errors import RanksDisagree
 from tests.learner.ranks import Place
 

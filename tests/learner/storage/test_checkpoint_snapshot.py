@@ -15,7 +15,7 @@ from learner.config import LearnerRun
 from learner.policy.shards import ShardWriter
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.ledger_row import group_id_of
+from learner.rollouts.ledger_storage import group_id_of
 from learner.rollouts.rollout_buffer import RolloutBuffer, Scored
 from learner.run_inputs import RunInputs
 from learner.storage.retention import Checkpoints, LearnerRecords

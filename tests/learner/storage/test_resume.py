@@ -15,8 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
-from learner.policy.model_digest import WINDOW_BYTES, digest_model
-from learner.run_inputs import RunInputs
+from learner.run_inputs import WINDOW_BYTES, RunInputs, digest_model
 from learner.storage.checkpoint import load_checkpoint
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from protocol.config import to_toml

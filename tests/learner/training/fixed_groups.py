@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.config import LearnerRun
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import TokenSequence
 from learner.forward.logprobs import sequences_logprobs
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from learner.config import LearnerConfig
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import TokenSequence
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.training.batch import BatchRow, micro_batch, trained_rows
 

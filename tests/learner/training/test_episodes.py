@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import TokenSequence
 from learner.forward import pack as forward_pack
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.training import packing

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from learner.training.health import HealthMonitor, unhealthy
+from learner.report.run_log import HealthMonitor, unhealthy
 
 HEALTHY = {
     "policy/ratio_mean": 1.01,

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from learner.environments.token_sequence import TokenSequence
+from learner.environments.episode import TokenSequence
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
 from learner.training.metrics import StepTimer, group_metrics

@@ -25,9 +25,9 @@ from transformers import (
 
 from learner.forward.logprobs import sequences_logprobs
 from learner.policy.memory import shape_of
-from learner.rewards.latency import Latencies
+from learner.report.run_log import unhealthy
+from learner.rewards.workers import Latencies
 from learner.train import train
-from learner.training.health import unhealthy
 from learner.training.metrics import (
     Devices,
     RatioRange,

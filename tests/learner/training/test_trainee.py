@@ -7,9 +7,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig
 from learner.run_inputs import RunInputs
+from learner.training.optimizer import next_coef
 from learner.training.policy_trainer import make_trainer
 from protocol.errors import ConfigError
 from tests.learner.training.fixed_groups import make_run

@@ -1,10 +1,4 @@
-"""Built-in environment to see a policy learn a tool within minutes: a calculator.
-
-    37,45> ▸ policy: 37+45= ▸ calculator: 82> ▸ policy: 82
-
-The policy lets the calculator add and repeats the sum. Set `learner.environment.factory = "calculator"` for
-rows of the task `calculator`.
-"""
+"""Built-in environments to see a policy learn a tool, or several turns, within minutes."""
 
 from typing import Any
 
@@ -51,3 +45,32 @@ class Calculator:
 def _share_right(text: str, gold: str) -> float:
     """Return the share of matching characters, relative to the longer text."""
     return sum(one == other for one, other in zip(text, gold, strict=False)) / max(len(text), len(gold))
+
+
+HIGHER, LOWER, RIGHT, NO_DIGIT = ">", ",", "=", " "
+"""Hints. tiny:digits knows these characters."""
+
+
+class Guess:
+    """Environment with a secret digit. `secret` is a column of the row.
+
+    The reward is 1 if the policy guessed the digit, else 0.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self._secret = 0
+
+    def reset(self, secret: int, **row: Any) -> None:
+        self.done, self._secret = False, secret
+
+    def guess(self, text: str) -> str:
+        """Return whether the secret is higher, lower or found, or the guess has no digit."""
+        digit = text.strip()[-1:]
+        if not digit.isdecimal():
+            return NO_DIGIT
+        self.done = int(digit) == self._secret
+        return RIGHT if self.done else HIGHER if self._secret > int(digit) else LOWER
+
+    def get_reward(self) -> float:
+        return float(self.done)
