@@ -18,7 +18,7 @@ import pytest
 
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
-from learner.evaluation.eval_sets import Questions
+from learner.evaluation.eval_sets import EvalSet
 from learner.evaluation.results import FILE, earlier
 from learner.rewards.builtin.text import share_right
 from learner.run_inputs import RunInputs
@@ -207,7 +207,7 @@ def test_a_pinned_evaluation_of_a_run_gives_what_plain_vllm_gives_with_the_expor
     assert [(one.step, one.versions, one.num_prompts) for one in made] == [(i, (i, i), 64) for i in range(2, 13, 2)]
 
     run = load_config(LearnerRun, [str(tmp_path / "run/config.toml")], "test").in_effect()
-    questions = Questions(RunInputs(run))
+    questions = EvalSet(RunInputs(run))
     served = load_config(ServerRun, [RECIPE, "--model", str(tmp_path / "run/checkpoints/step-000006/model")], "test")
     eos = questions.tokenizer.eos_token_id
     order = Order(

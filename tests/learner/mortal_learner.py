@@ -35,7 +35,7 @@ POINTS = {
     "old one unnamed": "pathlib:Path.rename",
     "best one named": "learner.storage.checkpoint:replace_file",
     "answer kept": "learner.evaluation.background:PartialResults.add",
-    "evaluation noted": "learner.evaluation.results:note",
+    "evaluation noted": "learner.evaluation.results:record_evaluation",
     "answers forgotten": "learner.evaluation.background:PartialResults.forget",
     "old one removed": "learner.storage.retention:remove_checkpoint",
 }

@@ -178,7 +178,7 @@ def test_where_steps_are_short_so_many_syncs_are_left_out_that_checks_take_their
         return torch.zeros(62)
 
     fleet = SimpleNamespace(on_wait=lambda: None, max_model_len=64, loop=SimpleNamespace(submit=None))
-    probe: Any = SimpleNamespace(fleet=fleet, patience_s=0.2, timeout_s=60.0, logprobs=logprobs, note=lambda _: None)
+    probe: Any = SimpleNamespace(fleet=fleet, patience_s=0.2, timeout_s=60.0, logprobs=logprobs, record=lambda _: None)
     check = SyncCheck(probe, ParityConfig(max_time_share=0.1), lambda version, dtype: 1.0)
     began_at, version, num_checks, spent_s = time.monotonic(), 0, 0, 0.0
     while (total_s := time.monotonic() - began_at) < 1.5:

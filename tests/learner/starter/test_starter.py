@@ -45,7 +45,7 @@ def test_its_test_passes_and_finds_a_reward_with_a_hole(tmp_path: Path) -> None:
     passed = run("pytest", "-q", "mine", where=tmp_path)
     assert passed.returncode == 0 and "3 passed" in passed.stdout, passed.stdout
     reward = tmp_path / "mine" / "reward.py"
-    reward.write_text(reward.read_text().replace("said.ljust(len(right) + 1)", "f'{said[:len(right)]} '"))
+    reward.write_text(reward.read_text().replace("text.ljust(len(right) + 1)", "f'{text[:len(right)]} '"))
     assert "3 failed" in run("pytest", "-q", "mine", where=tmp_path).stdout, "the end counts no more"
 
 
