@@ -1,4 +1,4 @@
-"""Flags of a config, which override its file: --section.key VALUE. Their help, above the list of all keys.
+"""Flags of a config, which override its file (--section.key VALUE), and the help of a command.
 
 flags ─▶ (sections that a library defines) ─▶ checked names ─▶ tyro ─▶ msgspec ─▶ config
 """
@@ -24,7 +24,7 @@ from protocol.errors import ConfigError
 
 C = TypeVar("C", bound=msgspec.Struct)
 SENTENCE = re.compile(r".+?[.:](?=\s|$)", re.DOTALL)
-MAX_WIDTH = 110
+MAX_HELP_WIDTH = 110
 """Maximum width of the help above the keys."""
 
 
@@ -262,7 +262,7 @@ def _plain(config_type: type[msgspec.Struct], flags: list[str], box: str) -> str
 
 def _columns(rows: Mapping[str, str]) -> str:
     indent = 4 + max(map(len, rows))
-    width = max(min(shutil.get_terminal_size().columns, MAX_WIDTH), indent + 30)
+    width = max(min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH), indent + 30)
     lines = []
     for name, text in rows.items():
         first, *others = textwrap.wrap(text, width - indent) or [""]

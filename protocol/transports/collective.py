@@ -26,6 +26,7 @@ class RankContext(msgspec.Struct, frozen=True):
     device: torch.device
     """Device on which the rank computes."""
     rendezvous_store: StoreOrClient
+    """Store of all sessions. It knows this rank's address, and opens connections to the learner's port."""
     store: SessionStore
     """Entries of the session, which all ranks share."""
 

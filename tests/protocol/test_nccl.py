@@ -326,7 +326,7 @@ def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
     def refuse(world_size: int, unique_id: bytes, rank: int) -> None:
         raise RuntimeError("Duplicate GPU detected")
 
-    monkeypatch.setattr(nccl_transport, "NcclCommunicator", refuse)
+    monkeypatch.setattr(nccl, "NcclCommunicator", refuse)
     with pytest.raises(PushError, match="rank 1 of 2 on cpu could not form session s1 over nccl: Duplicate GPU"):
         formed()
 
@@ -387,7 +387,7 @@ def test_nccl_is_installed_where_a_libnccl_answers_and_not_where_cupy_alone_is(
         raise error
 
     for error in (RuntimeError("NCCL_ERROR_SYSTEM_ERROR"), AttributeError("get_version")):
-        monkeypatch.setattr(nccl_transport, "get_version", lambda error=error: fail(error))
+        monkeypatch.setattr(nccl, "get_version", lambda error=error: fail(error))
         assert why_not_installed() is not None and "nccl" not in offered_transports()
     monkeypatch.undo()
     nccl.available = False
