@@ -16,6 +16,11 @@ from protocol.config import SharedConfig
 from protocol.errors import ConfigError
 
 Places = tuple[int, ...]
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+"""Environment that enables FSDP2 in accelerate.
+
+Every rank loads the model. With `accelerate launch`, only rank 0 does.
+"""
 
 
 def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
@@ -95,13 +100,6 @@ class DeployRun(SharedConfig):
     """Section of the server, ignored here."""
     learner: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
     """Section of the learner, ignored here."""
-
-
-FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-"""Environment that enables FSDP2 in accelerate.
-
-Every rank loads the model. With `accelerate launch`, only rank 0 does.
-"""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 
 from protocol import former_keys
-from protocol.config_flags import with_flags
+from protocol.config_flags import description, with_flags
 from protocol.config_keys import MayChange, explain, keys_of, section_of_each
 from protocol.endpoint import check_endpoint
 from protocol.errors import ConfigError
@@ -120,7 +120,7 @@ def load_config(
     if former := in_file | in_flags:
         _warn_once(former_keys.describe(former))
     usage = " ".join([program, "run.toml", *(f"[{switch}]" for switch in switches)])
-    describe = partial(_description, config_type, switches, purpose)
+    describe = partial(description, purpose or config_type.__doc__ or "", switches, config_type, config_type.COMMON)
     config = with_flags(config_type, base, flags, usage, switches, describe)
     _refuse_unusable(msgspec.to_builtins(config))
     config.check()
@@ -144,12 +144,6 @@ def to_toml(config: msgspec.Struct) -> str:
     TOML has no null.
     """
     return msgspec.toml.encode(_without_none(msgspec.to_builtins(config))).decode()
-
-
-def _description(config_type: type[SharedConfig], switches: Mapping[str, str], purpose: str | None) -> str:
-    from protocol.help_text import description  # only --help needs it
-
-    return description(purpose or config_type.__doc__ or "", switches, config_type, config_type.COMMON)
 
 
 def _split(argv: Sequence[str], program: str) -> tuple[Path | None, list[str]]:

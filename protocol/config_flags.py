@@ -1,4 +1,4 @@
-"""Flags of a config, which override its file: --section.key VALUE.
+"""Flags of a config, which override its file (--section.key VALUE), and the help of a command.
 
 flags ─▶ (sections that a library defines) ─▶ checked names ─▶ tyro ─▶ msgspec ─▶ config
 """
@@ -7,19 +7,25 @@ import contextlib
 import difflib
 import io
 import re
+import shutil
+import textwrap
 import tomllib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import tyro
+from tyro._docstrings import get_field_docstring
 
 from protocol.config_keys import explain, is_passed_on, keys_of
 from protocol.errors import ConfigError
 
 C = TypeVar("C", bound=msgspec.Struct)
+SENTENCE = re.compile(r".+?[.:](?=\s|$)", re.DOTALL)
+MAX_HELP_WIDTH = 110
+"""Maximum width of the help above the keys."""
 
 
 def with_flags(
@@ -64,6 +70,29 @@ def with_flags(
         return msgspec.convert(raw, config_type)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(str(error), raw)) from error
+
+
+def description(
+    purpose: str, flags: Mapping[str, str], config_type: type[msgspec.Struct], common: Sequence[str]
+) -> str:
+    """Return the text between the usage and the keys."""
+    parts = [purpose.strip()]
+    if flags:
+        parts.append(f"flags:\n{_columns(flags)}")
+    if common:
+        keys = {f"--{key.replace('_', '-')}": summary(config_type, key) for key in common}
+        parts.append(f"common keys:\n{_columns(keys)}")
+    return "\n\n".join([*parts, "all keys, by section:"])
+
+
+def summary(config_type: type[msgspec.Struct], key: str) -> str:
+    """Return the first sentence of what is documented of a key: `learner.steps`."""
+    *sections, name = key.split(".")
+    for section in sections:
+        config_type = {field.name: field.type for field in msgspec.structs.fields(config_type)}[section]
+    text = " ".join((get_field_docstring(config_type, name, ()) or "").split())
+    sentence = SENTENCE.match(text)
+    return (sentence[0] if sentence else text).rstrip(".:")
 
 
 def _split_passed_on(
@@ -229,3 +258,13 @@ def _plain(config_type: type[msgspec.Struct], flags: list[str], box: str) -> str
         if re.search(rf"(Error parsing |argument '){name}[:']", text):
             return f"{name} {' '.join(values) or repr('')} is not valid; use {_expected(types[name])}"
     return re.sub(r"^Error parsing ([\w.]+): ", r"\1.", text)
+
+
+def _columns(rows: Mapping[str, str]) -> str:
+    indent = 4 + max(map(len, rows))
+    width = max(min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH), indent + 30)
+    lines = []
+    for name, text in rows.items():
+        first, *others = textwrap.wrap(text, width - indent) or [""]
+        lines += [f"  {name:<{indent - 2}}{first}", *(" " * indent + other for other in others)]
+    return "\n".join(lines)

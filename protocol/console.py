@@ -173,9 +173,9 @@ class ArgumentParser(argparse.ArgumentParser):
 class HumanFormatter(logging.Formatter):
     """Formatter of lines with a time, and optional color for warnings and errors."""
 
-    def __init__(self, form: str, has_colour: bool) -> None:
+    def __init__(self, form: str, has_color: bool) -> None:
         super().__init__(form, datefmt="%H:%M:%S")
-        self._has_color = has_colour
+        self._has_color = has_color
 
     def format(self, record: logging.LogRecord) -> str:
         line, color = super().format(record), COLORS.get(record.levelno)

@@ -1,4 +1,4 @@
-"""Address at which server and learner meet, and the rules of access to it.
+"""Address at which server and learner meet, the rules of access to it, and headers of HTTP responses.
 
     tcp://HOST:PORT      HOST: a name, an IPv4 address, `*` (IPv4 only), or IPv6 in brackets, [::] for both
 
@@ -6,7 +6,7 @@ Loopback is open to the processes of the machine. Every other address needs keys
 config.py refuses other addresses before anything is loaded. channel/sockets.py refuses them before it binds
 or connects.
 
-The HTTP headers name the policy behind a response of the OpenAI API. inference_server/http.py writes them, and
+The headers name the policy behind a response of the OpenAI API. inference_server/http.py writes them, and
 learner/evaluation reads them. They carry the run and the versions of the oldest and the newest token.
 """
 
@@ -15,6 +15,13 @@ import socket
 from urllib.parse import quote
 
 from protocol.errors import ConfigError
+
+NO_VERSION = -1
+"""Version of the model's own weights, before the first weight sync. /metrics uses it too."""
+START, END = "X-Slipstream-Policy-Version-Start", "X-Slipstream-Policy-Version-End"
+RUN = "X-Slipstream-Run"
+"""Run whose weights answered. Two runs, separated by a comma: the weights of another run arrived during the
+response. Absent: the weights belong to no run."""
 
 
 def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool) -> None:
@@ -27,8 +34,7 @@ def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool) -> None:
         raise ConfigError(
             f"endpoint = {endpoint!r} is open to other machines, and without keys anyone there could act as the "
             'learner or the server. Create keys with `slipstream keys keys` and set keys = "keys" on both sides, or '
-            "set "
-            "insecure = true"
+            "set insecure = true"
         )
 
 
@@ -98,6 +104,15 @@ def needs_ipv6(host: str) -> bool:
     return families == {socket.AF_INET6}
 
 
+def header_of_runs(*runs: str | None) -> dict[str, str]:
+    """Return the header that names these runs, which may be equal.
+
+    Names are percent-encoded where a header cannot hold them.
+    """
+    names = dict.fromkeys(quote(run) for run in runs if run is not None)
+    return {RUN: ", ".join(names)} if names else {}
+
+
 def _ipv6(host: str, endpoint: str) -> str:
     address = host.removeprefix("[").removesuffix("]")
     try:
@@ -118,20 +133,3 @@ def _ipv6(host: str, endpoint: str) -> str:
             "fe80::/10"
         )
     return address
-
-
-NO_VERSION = -1
-"""Version of the model's own weights, before the first weight sync. /metrics uses it too."""
-START, END = "X-Slipstream-Policy-Version-Start", "X-Slipstream-Policy-Version-End"
-RUN = "X-Slipstream-Run"
-"""Run whose weights answered. Two runs, separated by a comma: the weights of another run arrived during the
-response. Absent: the weights belong to no run."""
-
-
-def header_of_runs(*runs: str | None) -> dict[str, str]:
-    """Return the header that names these runs, which may be equal.
-
-    Names are percent-encoded where a header cannot hold them.
-    """
-    names = dict.fromkeys(quote(run) for run in runs if run is not None)
-    return {RUN: ", ".join(names)} if names else {}

@@ -1,4 +1,4 @@
-"""Detection of GPUs and of the fastest dtype, and binding to cores, before torch or vLLM is imported.
+"""Detect GPUs and the fastest dtype, and bind to cores, before torch or vLLM is imported.
 
     CUDA_VISIBLE_DEVICES, NVML (or device files without it), installed torch ─▶ GpuChoice, with its reason
 
@@ -24,8 +24,14 @@ import msgspec
 
 from protocol.endpoint import is_loopback, split_endpoint
 
+log = logging.getLogger(__name__)
+
 Dtype = Literal["float32", "bfloat16"]
 """Dtypes of a computation, the finer one first."""
+Side = Literal["server", "learner"]
+OTHER: dict[Side, Side] = {"server": "learner", "learner": "server"}
+Cores = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
+"""Positions in the list of cores that a process may use."""
 
 DEVICES = Path("/dev")
 NVML = "libnvidia-ml.so.1"
@@ -170,15 +176,6 @@ def _cpu_flags() -> set[str]:
     except OSError:
         return set()
     return next((set(line.split()) for line in lines if line.startswith("flags")), set())
-
-
-log = logging.getLogger(__name__)
-
-Side = Literal["server", "learner"]
-Cores = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
-"""Positions in the list of cores that a process may use."""
-
-OTHER: dict[Side, Side] = {"server": "learner", "learner": "server"}
 
 
 def halves(num_cores: int) -> dict[Side, tuple[int, ...]]:

@@ -21,6 +21,7 @@ from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any
 
+log = logging.getLogger(__name__)
 SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -67,9 +68,6 @@ def ignore_shutdown_signals() -> None:
     for number in SHUTDOWN_SIGNALS:
         signal.signal(number, lambda *_: None)  # children would inherit SIG_IGN or a blocked signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
-
-
-log = logging.getLogger(__name__)
 
 
 class Interrupt:

@@ -1,4 +1,4 @@
-"""A discrete-event simulation of a run of n servers and m ranks: idle time, staleness and samples/s.
+"""Discrete-event simulation of a run of n servers and m ranks, and the search for the best split.
 
     take ─▶ train ─▶ weight sync ─▶ take …   a finished sync publishes its version, which admits new groups
     servers.py: groups ─▶ done ─▶ scored ─▶ ready, taken only in slot order, as in rollouts/slot_order.py
@@ -9,7 +9,7 @@ A weight sync still counts all servers.
 Invariant: every slot is taken once, in order, and no staler than the bound, which only that code enforces.
 Equal seeds give equal runs, and equal completions for any n and m.
 
-`best_split` finds the best division of GPUs between servers and ranks with few simulations.
+`search` finds the best division of GPUs between servers and ranks with few simulations.
 """
 
 import math
@@ -30,6 +30,10 @@ from protocol.errors import ConfigError
 
 MOST_SERVERS = 256
 WARM_UP_SHARE = 0.25
+MOST_SPLITS = 64
+"""Maximum number of splits to consider, evenly spaced."""
+AS_GOOD = 0.99
+"""Share of the highest samples/s. Among splits at or above it, the one with the least staleness is best."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,12 +225,6 @@ class Simulation:
             self._num_missing -= 1
             if self._num_missing == 0:
                 self._complete.succeed()
-
-
-MOST_SPLITS = 64
-"""Maximum number of splits to consider, evenly spaced."""
-AS_GOOD = 0.99
-"""Share of the highest samples/s. Among splits at or above it, the one with the least staleness is best."""
 
 
 class Split(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Memory of an engine process: its GPU's before vLLM starts, and its heap, whose free pages go back to the system."""
+"""Memory of an engine process: free GPU memory before vLLM starts, and a heap that returns its free pages."""
 
 import ctypes
 import threading
@@ -6,18 +6,17 @@ import time
 
 import torch
 
+TRIMMER = "heap-trim"
+LIBC = ctypes.CDLL(None)
+TRIM_INTERVAL_S = 5.0
+"""Seconds between trims. A trim takes 10 ms, and reused pages cost page faults: together 1 % of the engine's
+CPU time. MALLOC_MMAP_THRESHOLD_ at 128 KiB keeps the heap as small, but costs 8 %. At 1 MiB, the heap still
+grows."""
+
 
 def gpu_memory_bytes() -> tuple[int, int] | None:
     """Return free and total memory of the first GPU in bytes, or None without a GPU."""
     return torch.cuda.mem_get_info() if torch.cuda.is_available() else None
-
-
-TRIMMER = "heap-trim"
-LIBC = ctypes.CDLL(None)
-INTERVAL_S = 5.0
-"""Seconds between trims. A trim takes 10 ms, and reused pages cost page faults: together 1 % of the engine's
-CPU time. MALLOC_MMAP_THRESHOLD_ at 128 KiB keeps the heap as small, but costs 8 %. At 1 MiB, the heap still
-grows."""
 
 
 def keep_trimmed() -> None:
@@ -27,7 +26,7 @@ def keep_trimmed() -> None:
 
 def _trim_forever() -> None:
     while True:
-        time.sleep(INTERVAL_S)
+        time.sleep(TRIM_INTERVAL_S)
         trim()
 
 

@@ -15,6 +15,7 @@ from protocol.messages.push import Rendezvous
 
 PROTOCOL_VERSION = 9
 MAX_REPLICAS = 1024
+MAX_TRIAL_BYTES = 256 << 20
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,9 +104,6 @@ class Farewell(Message):
     is_over: bool = False
     """Whether the run is over for this server, which frees it for another run at once. Otherwise, the learner
     answers a draining server: it still takes what it has requested, and the run may return."""
-
-
-MAX_TRIAL_BYTES = 256 << 20
 
 
 class Probe(Message):

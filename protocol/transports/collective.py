@@ -14,7 +14,7 @@ import torch
 from protocol.errors import PushError
 from protocol.messages import Rendezvous
 from protocol.transports.registry import TRANSPORTS
-from protocol.transports.rendezvous import RendezvousStore, SessionStore, StoreAccess
+from protocol.transports.rendezvous import RendezvousStore, SessionStore, StoreOrClient
 
 
 class RankContext(msgspec.Struct, frozen=True):
@@ -25,7 +25,8 @@ class RankContext(msgspec.Struct, frozen=True):
     rendezvous: Rendezvous
     device: torch.device
     """Device on which the rank computes."""
-    access: StoreAccess
+    rendezvous_store: StoreOrClient
+    """Store of all sessions. It knows this rank's address, and opens connections to the learner's port."""
     store: SessionStore
     """Entries of the session, which all ranks share."""
 
@@ -75,18 +76,13 @@ class Collective(ABC):
         return None
 
     @classmethod
-    def new_secret(cls, host_store: RendezvousStore, world_size: int, timeout_s: float) -> bytes | None:
+    def new_secret(cls, store: RendezvousStore, world_size: int, timeout_s: float) -> bytes | None:
         """Return the secret of a new session. Raises PushError if the transport is not installed."""
         return None
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Start a broadcast and wait until it is done."""
         self.start_broadcast(tensor)()
-
-    def failure(self, what: str, reason: Exception) -> PushError:
-        return PushError(
-            f"{what} session {self._session} failed: {reason} (deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
-        )
 
     @abstractmethod
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
@@ -116,6 +112,13 @@ class Collective(ABC):
 
         A peer that waits in a broadcast gets an error.
         """
+
+    def failure(self, what: str, reason: Exception) -> PushError:
+        """Return the error for a failed operation, such as `broadcast of 48 bytes in`."""
+        return PushError(
+            f"{what} session {self._session} failed: {reason} "
+            f"(deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
+        )
 
 
 def load_transport(name: str) -> type[Collective]:

@@ -21,7 +21,7 @@ NUM_THREADS = 4
 ones."""
 ABORT_CHECK_INTERVAL = timedelta(seconds=0.2)
 LEAVE_TIMEOUT_S = 1.0
-_NEVER_SENT = 1
+NEVER_SENT = 1
 """Tag of the message that `abort` waits for and no rank sends."""
 
 
@@ -38,7 +38,7 @@ class GlooCollective(Collective):
         self._peers = [peer for peer in range(world_size) if peer != rank]
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # Without a named device, gloo listens on the address that the host name resolves to.
-        options._devices = [ProcessGroupGloo.create_device(hostname=context.access.own_host)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=context.rendezvous_store.own_host)]
         options._threads = NUM_THREADS
         options._timeout = timedelta(seconds=timeout_s)
         self._group: ProcessGroupGloo | None = None
@@ -102,7 +102,7 @@ class GlooCollective(Collective):
         for peer in self._peers:
             with contextlib.suppress(RuntimeError, PushError):
                 nothing = [torch.empty(1, dtype=torch.uint8)]
-                work = self._open_group().recv(nothing, peer, _NEVER_SENT)  # type: ignore[attr-defined]
+                work = self._open_group().recv(nothing, peer, NEVER_SENT)  # type: ignore[attr-defined]
                 work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:

@@ -33,8 +33,8 @@ from protocol.transports.rendezvous import (
     MAX_LINE_BYTES,
     RendezvousStore,
     SessionStore,
-    StoreAccess,
     StoreClient,
+    StoreOrClient,
     StoreQuery,
     canceled_error,
 )
@@ -48,8 +48,10 @@ JOIN_SLACK_S = 1.0
 MAX_STUCK_JOINS = 64
 """Maximum number of abandoned joins. A join that hangs in C cannot be canceled, and keeps a thread until its
 process exits. One outage may leave one join per server of a fleet."""
-INTERVAL_S = 1.0
-"""Interval between two queries, in seconds. A shorter weight sync is not watched."""
+_abandoned: set[threading.Thread] = set()
+"""Threads of abandoned joins. Most exit soon, but those that hang in C never do."""
+WATCH_INTERVAL_S = 1.0
+"""Interval between two queries of a watch, in seconds. A shorter weight sync is not watched."""
 DEAD_AFTER_S = 6
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 1,
@@ -125,12 +127,14 @@ def join_collective(session: str, rendezvous: Rendezvous, rank: int, device: tor
         PushError: At the deadline, if a rank has given up, or soon after the learner is gone or suspended.
     """
     answer_timeout_s = min(ANSWER_TIMEOUT_S, rendezvous.timeout_s)
-    with closing(StoreClient(rendezvous.host, rendezvous.port, answer_timeout_s)) as access:
-        return _join(session, rendezvous, rank, device, access)
+    with closing(StoreClient(rendezvous.host, rendezvous.port, answer_timeout_s)) as client:
+        return _join(session, rendezvous, rank, device, client)
 
 
-def _join(session: str, rendezvous: Rendezvous, rank: int, device: torch.device, access: StoreAccess) -> Collective:
-    store = SessionStore(session, access, rendezvous.timeout_s)
+def _join(
+    session: str, rendezvous: Rendezvous, rank: int, device: torch.device, rendezvous_store: StoreOrClient
+) -> Collective:
+    store = SessionStore(session, rendezvous_store, rendezvous.timeout_s)
     deadline = time.monotonic() + rendezvous.timeout_s + JOIN_SLACK_S
 
     def check() -> None:
@@ -145,7 +149,7 @@ def _join(session: str, rendezvous: Rendezvous, rank: int, device: torch.device,
     def meet_and_form() -> Collective:
         store.set(f"rank {rank}", b"")
         store.wait([f"rank {other}" for other in range(rendezvous.world_size)])
-        return transport(RankContext(session, rank, rendezvous, device, access, store))
+        return transport(RankContext(session, rank, rendezvous, device, rendezvous_store, store))
 
     try:
         transport = load_transport(rendezvous.transport)
@@ -196,10 +200,6 @@ def _form_while(check: Callable[[], None], form: Callable[[], Collective]) -> Co
     return formed.result()
 
 
-_abandoned: set[threading.Thread] = set()
-"""Threads of abandoned joins. Most exit soon, but those that hang in C never do."""
-
-
 def _check_few_are_stuck() -> None:
     _abandoned.difference_update([thread for thread in tuple(_abandoned) if not thread.is_alive()])
     if len(_abandoned) >= MAX_STUCK_JOINS:
@@ -229,6 +229,8 @@ def watched(collective: Collective, rendezvous: Rendezvous, session: str) -> Ite
 
 
 class _Watch(threading.Thread):
+    """Thread that queries the learner's store until `stop`."""
+
     def __init__(self, collective: Collective, address: tuple[str, int], session: str) -> None:
         super().__init__(name="push-watch", daemon=True)
         self._collective, self._address, self._session = collective, address, session
@@ -240,7 +242,7 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self._is_over.wait(INTERVAL_S):
+            while not self._is_over.wait(WATCH_INTERVAL_S):
                 # The store closed the connection during a query. The next attempt shows whether the store is
                 # still there.
                 with suppress(ConnectionResetError, BrokenPipeError):
@@ -252,6 +254,10 @@ class _Watch(threading.Thread):
             self._abort(f"the learner at {where} is gone or its host is unreachable ({error})")
         except msgspec.MsgspecError as error:
             self._abort(f"the process at {join_address(*self._address)} is not the learner ({error})")
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_over.set()
 
     def _abort(self, reason: str) -> None:
         with self._lock:
@@ -280,7 +286,7 @@ class _Watch(threading.Thread):
                 reason = msgspec.json.decode(answer, type=bytes | None)
                 if reason is not None:
                     raise canceled_error(self._session, reason)
-                self._is_over.wait(INTERVAL_S)
+                self._is_over.wait(WATCH_INTERVAL_S)
 
     def _answer(self, connection: socket.socket) -> bytes | None:
         """Return one line, or None if the transfer or the connection is over first."""
@@ -290,13 +296,9 @@ class _Watch(threading.Thread):
         while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
             if self._is_over.is_set():
                 return None
-            if events.poll(INTERVAL_S * 1000):
+            if events.poll(WATCH_INTERVAL_S * 1000):
                 part = connection.recv(MAX_LINE_BYTES)
                 if not part:
                     return None
                 line += part
         return line
-
-    def stop(self) -> None:
-        with self._lock:
-            self._is_over.set()

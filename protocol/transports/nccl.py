@@ -2,9 +2,9 @@
 
     start_broadcast: the caller's stream ─▶ (event) ─▶ side stream: broadcast, broadcast, … ─▶ (event) ─▶ wait
 
-The unique id that admits a rank is the secret of the Rendezvous, which travels inside the control channel. NCCL has no deadline:
-a dead peer leaves a kernel that spins forever. Every broadcast is therefore watched from outside, and its
-communicator aborted.
+The unique id that admits a rank is the secret of the Rendezvous, which travels inside the control channel.
+NCCL has no deadline: a dead peer leaves a kernel that spins forever. Every broadcast is therefore watched from
+outside, and its communicator aborted.
 """
 
 import contextlib
@@ -32,9 +32,10 @@ MAX_QUEUED = 64
 """Maximum number of queued broadcasts. A CUDA stream takes about a thousand entries. Adding more blocks in C,
 where nothing can interrupt it."""
 INTERFACE, FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
-SHARED_GPU_SINCE = (2, 30, 3)
 CUDA_VERSIONS = (11, 12, 13)
 """CUDA versions that cupy has packages for."""
+SHARED_GPU_SINCE = (2, 30, 3)
+"""Version of NCCL that admits two ranks on one GPU."""
 SHARED_GPU_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
@@ -195,7 +196,7 @@ class NcclCollective(Collective):
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        use_interface_of(context.access.own_host)
+        use_interface_of(context.rendezvous_store.own_host)
         self._nccl = _bindings()
         self._stream = SideStream(self.device)
         rank, world_size = context.rank, context.rendezvous.world_size
@@ -231,8 +232,8 @@ class NcclCollective(Collective):
         return f"two ranks would share a GPU, which needs NCCL 2.30.3 or newer and {SHARED_GPU_SWITCH}=1 on both sides"
 
     @classmethod
-    def new_secret(cls, host_store: RendezvousStore, world_size: int, timeout_s: float) -> bytes:
-        use_interface_of(host_store.own_host)
+    def new_secret(cls, store: RendezvousStore, world_size: int, timeout_s: float) -> bytes:
+        use_interface_of(store.own_host)
         return new_unique_id()
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:

@@ -21,7 +21,12 @@ from torch.distributed import Store
 
 from protocol.endpoint import join_address, needs_ipv6
 from protocol.errors import PushError
-from protocol.transports.worker_connections import TcpConnection, TransferCall, WorkerConnections, call_learner
+from protocol.transports.worker_connections import (
+    ConnectionRequest,
+    TcpConnection,
+    WorkerConnections,
+    connect_to_learner,
+)
 
 POLL_S = 0.02
 IDLE_TIMEOUT_S = 10.0
@@ -42,6 +47,7 @@ class StoreQuery(msgspec.Struct, frozen=True, tag="query"):
 
 
 def canceled_error(session: str, reason: bytes) -> PushError:
+    """Return the error of a rank whose session was canceled."""
     return PushError(f"session {session} was canceled: {reason.decode()}")
 
 
@@ -75,13 +81,15 @@ class RendezvousStore:
                 del self._values[next(iter(self._values))]
             return self._values.get(name)
 
-    def open_connections(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[TcpConnection]:
+    def open_connections(
+        self, request: ConnectionRequest, check: Callable[[], None], timeout_s: float
+    ) -> list[TcpConnection]:
         """Return rank 0's connections to all workers, or a worker's connection to rank 0.
 
         Raises:
             PushError: If they cannot be opened, or if `check` raises it.
         """
-        return self.worker_connections.collect(call.secret, check, timeout_s)
+        return self.worker_connections.collect(request.secret, check, timeout_s)
 
     def close(self) -> None:
         """Stop listening. A rank that still sends a query gets an error."""
@@ -109,8 +117,8 @@ class RendezvousStore:
             connection.makefile("rwb") as lines,
         ):
             while line := lines.readline(MAX_LINE_BYTES):
-                request = msgspec.json.decode(line, type=StoreQuery | TransferCall)
-                if isinstance(request, TransferCall):
+                request = msgspec.json.decode(line, type=StoreQuery | ConnectionRequest)
+                if isinstance(request, ConnectionRequest):
                     self.worker_connections.admit(connection, request)
                     return
                 answer = self.query(request)
@@ -148,9 +156,11 @@ class StoreClient:
             raise self._unreachable("it closed the connection")
         return self._value_in(line)
 
-    def open_connections(self, call: TransferCall, check: Callable[[], None], timeout_s: float) -> list[TcpConnection]:
+    def open_connections(
+        self, request: ConnectionRequest, check: Callable[[], None], timeout_s: float
+    ) -> list[TcpConnection]:
         check()
-        return [call_learner(self._host, self._port, call, timeout_s)]
+        return [connect_to_learner(self._host, self._port, request, timeout_s)]
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # already broken
@@ -177,29 +187,16 @@ class StoreClient:
         return PushError(f"cannot reach the learner's rendezvous {self._address}: {reason}")
 
 
-StoreAccess = RendezvousStore | StoreClient
-"""Interface of a rank to the learner's rendezvous store. Both have the same methods."""
-
-
-def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:
-    for port in ports:
-        try:
-            return socket.create_server((host, port), family=socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    raise PushError(
-        f"no port from {ports[0]} to {ports[-1]} is free on {host}, and each server needs one; stop the processes "
-        "that use them, or add ports to learner.weight_sync.ports"
-    )
+StoreOrClient = RendezvousStore | StoreClient
+"""The learner's rendezvous store, in its own process or from another. Both have the same methods."""
 
 
 class SessionStore(Store):
     """Entries of one session as a torch Store. Every wait may raise PushError."""
 
-    def __init__(self, session: str, access: StoreAccess, timeout_s: float) -> None:
+    def __init__(self, session: str, store: StoreOrClient, timeout_s: float) -> None:
         super().__init__()
-        self._session, self._access, self._timeout_s = session, access, timeout_s
+        self._session, self._store, self._timeout_s = session, store, timeout_s
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._query(key, value)
@@ -236,4 +233,17 @@ class SessionStore(Store):
             raise canceled_error(self._session, reason)
 
     def _query(self, key: str, value: bytes | None = None) -> bytes | None:
-        return self._access.query(StoreQuery(self._session, key, value))
+        return self._store.query(StoreQuery(self._session, key, value))
+
+
+def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise PushError(
+        f"no port from {ports[0]} to {ports[-1]} is free on {host}, and each server needs one; stop the processes "
+        "that use them, or add ports to learner.weight_sync.ports"
+    )

@@ -16,7 +16,7 @@ import torch
 from protocol.errors import PushError
 from protocol.transports.collective import Collective, RankContext
 from protocol.transports.rendezvous import RendezvousStore
-from protocol.transports.worker_connections import SECRET_BYTES, TcpConnection, TransferCall
+from protocol.transports.worker_connections import SECRET_BYTES, ConnectionRequest, TcpConnection
 
 LENGTH = struct.Struct("<Q")
 
@@ -31,13 +31,15 @@ class TcpCollective(Collective):
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        call = TransferCall(context.rendezvous.secret or b"", context.rank)
-        self._peers = context.access.open_connections(call, context.store.check_not_canceled, self._timeout_s)
+        request = ConnectionRequest(context.rendezvous.secret or b"", context.rank)
+        self._peers = context.rendezvous_store.open_connections(
+            request, context.store.check_not_canceled, self._timeout_s
+        )
         self._threads = [ThreadPoolExecutor(1, "push-tcp") for _ in self._peers]
 
     @classmethod
-    def new_secret(cls, host_store: RendezvousStore, world_size: int, timeout_s: float) -> bytes:
-        return host_store.worker_connections.expect(world_size, timeout_s)
+    def new_secret(cls, store: RendezvousStore, world_size: int, timeout_s: float) -> bytes:
+        return store.worker_connections.expect(world_size, timeout_s)
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         memory = tensor.numpy().data

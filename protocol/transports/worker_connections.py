@@ -24,7 +24,7 @@ from protocol.endpoint import join_address, needs_ipv6
 from protocol.errors import PushError
 
 SECRET_BYTES = 32
-LET_IN = b"+"
+ADMITTED = b"+"
 TICK_S = 0.2
 """Maximum time that one call into the kernel blocks, in seconds. The deadline is checked between calls."""
 TIMEVAL = struct.Struct("@ll")
@@ -33,8 +33,8 @@ MAX_EXPECTED = 16
 sessions no longer connect."""
 
 
-class TransferCall(msgspec.Struct, frozen=True, tag="call"):
-    """First and only line of a worker: its rank, and the secret of its session."""
+class ConnectionRequest(msgspec.Struct, frozen=True, tag="connect"):
+    """Only message of a worker: its rank, and the secret of its session."""
 
     secret: bytes
     rank: int
@@ -114,20 +114,20 @@ class WorkerConnections:
                 self._forget(next(iter(self._peers)))
         return secret
 
-    def admit(self, connection: socket.socket, call: TransferCall) -> None:
+    def admit(self, connection: socket.socket, request: ConnectionRequest) -> None:
         """Assign a connection to its rank.
 
-        A caller with a wrong secret or a taken rank gets no place. Its connection is left to the owner.
+        A worker with a wrong secret or a taken rank is not admitted. Its connection stays with the owner.
         """
         with self._changed:
-            secret = next((known for known in self._peers if hmac.compare_digest(known, call.secret)), None)
-            if secret is None or self._peers[secret].get(call.rank, connection) is not None:
+            secret = next((known for known in self._peers if hmac.compare_digest(known, request.secret)), None)
+            if secret is None or self._peers[secret].get(request.rank, connection) is not None:
                 return
             peer = TcpConnection(connection.dup(), self._timeouts_s[secret])
             # Sent before rank 0 sees the connection, because weights could otherwise precede it. One byte
             # never fills the buffer.
-            peer.send(memoryview(LET_IN))
-            self._peers[secret][call.rank] = peer
+            peer.send(memoryview(ADMITTED))
+            self._peers[secret][request.rank] = peer
             self._changed.notify_all()
 
     def collect(self, secret: bytes, check: Callable[[], None], timeout_s: float) -> list[TcpConnection]:
@@ -176,7 +176,7 @@ class WorkerConnections:
                 peer.close()
 
 
-def call_learner(host: str, port: int, call: TransferCall, timeout_s: float) -> TcpConnection:
+def connect_to_learner(host: str, port: int, request: ConnectionRequest, timeout_s: float) -> TcpConnection:
     """Return a worker's connection to rank 0.
 
     Raises:
@@ -184,21 +184,21 @@ def call_learner(host: str, port: int, call: TransferCall, timeout_s: float) -> 
     """
     where = join_address(host, port)
     connection = socket.socket(socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET, socket.SOCK_STREAM)
-    answer = bytearray(len(LET_IN))
+    answer = bytearray(len(ADMITTED))
     try:
         connection.settimeout(timeout_s)
         connection.connect((host, port))
-        connection.sendall(msgspec.json.encode(call) + b"\n")
+        connection.sendall(msgspec.json.encode(request) + b"\n")
         peer = TcpConnection(connection, timeout_s)
         peer.receive(memoryview(answer))
     except OSError as error:
         connection.close()
         raise PushError(
-            f"rank {call.rank} could not open a connection for weights to the learner at {where}: "
+            f"rank {request.rank} could not open a connection for weights to the learner at {where}: "
             f"{error or 'no answer'} (deadline {timeout_s:g} s, learner.weight_sync.timeout_s; the address is "
             "learner.weight_sync.advertise)"
         ) from error
-    if bytes(answer) != LET_IN:
+    if bytes(answer) != ADMITTED:
         peer.close()
-        raise PushError(f"the process at {where} is not the learner: it sent {bytes(answer)!r}, expected {LET_IN!r}")
+        raise PushError(f"the process at {where} is not the learner: it sent {bytes(answer)!r}, expected {ADMITTED!r}")
     return peer

@@ -16,8 +16,8 @@ from inference_server.config import ServerRun
 from learner.__main__ import COMMANDS as OF_THE_LEARNER
 from learner.config import LearnerRun
 from protocol.config import SharedConfig
+from protocol.config_flags import summary
 from protocol.config_keys import keys_of
-from protocol.help_text import summary
 from protocol.messages import PROTOCOL_VERSION
 
 ROOT = Path(__file__).parent.parent.parent

@@ -9,7 +9,7 @@ import pytest
 from protocol.messages import Ack, Cancel, Group, Pulse, PushDone
 from tests.fakes import ScriptedEngine, Serving, report, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.test_engine_life import begin
+from tests.inference_server.test_engine_supervisor import begin
 
 TIMEOUT_S = 60.0
 NUM_GROUPS = 12

@@ -24,17 +24,17 @@ class PipeCollective(Collective):
         secret = context.rendezvous.secret or b""
         if context.rank > 0:
             address = (context.rendezvous.host, int(context.store.get("pipe")))
-            self._lines = [TcpConnection(socket.create_connection(address, self._timeout_s), self._timeout_s)]
-            self._lines[0].send(memoryview(secret))
+            self._peers = [TcpConnection(socket.create_connection(address, self._timeout_s), self._timeout_s)]
+            self._peers[0].send(memoryview(secret))
             return
-        with socket.create_server((context.access.own_host, 0)) as listener:
+        with socket.create_server((context.rendezvous_store.own_host, 0)) as listener:
             listener.settimeout(self._timeout_s)
             context.store.set("pipe", str(listener.getsockname()[1]).encode())
             workers = range(1, context.rendezvous.world_size)
-            self._lines = [TcpConnection(listener.accept()[0], self._timeout_s) for _ in workers]
-        for line in self._lines:
+            self._peers = [TcpConnection(listener.accept()[0], self._timeout_s) for _ in workers]
+        for peer in self._peers:
             presented = bytearray(len(secret))
-            line.receive(memoryview(presented))
+            peer.receive(memoryview(presented))
             if presented != secret:
                 raise PushError("a worker presented another secret")
 
@@ -43,22 +43,22 @@ class PipeCollective(Collective):
         return "it connects at most two workers" if len(devices) > 3 else None
 
     @classmethod
-    def new_secret(cls, host_store: RendezvousStore, world_size: int, timeout_s: float) -> bytes:
+    def new_secret(cls, store: RendezvousStore, world_size: int, timeout_s: float) -> bytes:
         return SECRET
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         memory = memoryview(tensor.numpy())
         try:
-            for line in self._lines:
-                line.send(memory) if self._rank == 0 else line.receive(memory)
+            for peer in self._peers:
+                peer.send(memory) if self._rank == 0 else peer.receive(memory)
         except OSError as error:
             raise self.failure(f"broadcast of {tensor.nbytes} bytes in", error) from error
         return lambda: None
 
     def abort(self) -> None:
-        for line in self._lines:
-            line.shut()
+        for peer in self._peers:
+            peer.shut()
 
     def close(self) -> None:
-        for line in self._lines:
-            line.close()
+        for peer in self._peers:
+            peer.close()

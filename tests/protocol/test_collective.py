@@ -90,12 +90,12 @@ def test_the_rendezvous_listens_on_the_named_address_only_and_until_it_is_closed
 def test_workers_that_never_come_are_named_at_the_deadline(transport: str) -> None:
     with rendezvous_host(timeout_s=0.5) as hosted:
         rendezvous = hosted.rendezvous(num_workers=3, transport=transport)
-        waiting = Waiting(lambda: join_collective("e1", rendezvous, 2, CPU))
+        waiting = Waiting(lambda: join_collective("s1", rendezvous, 2, CPU))
         with pytest.raises(
             PushError,
-            match=r"session e1 did not form within 0.5 s \(learner.weight_sync.timeout_s\): missing rank 1, rank 3$",
+            match=r"session s1 did not form within 0.5 s \(learner.weight_sync.timeout_s\): missing rank 1, rank 3$",
         ):
-            hosted.host_collective("e1", rendezvous, CPU)
+            hosted.host_collective("s1", rendezvous, CPU)
         assert waiting.ends_promptly()
 
 
@@ -103,16 +103,16 @@ def test_a_worker_that_comes_when_the_learner_has_given_up_is_notified() -> None
     with rendezvous_host(timeout_s=0.2) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         with pytest.raises(PushError):
-            hosted.host_collective("e1", rendezvous, CPU)
-        with pytest.raises(PushError, match="session e1 was canceled: rank 0 gave up"):
-            join_collective("e1", rendezvous, 1, CPU)
+            hosted.host_collective("s1", rendezvous, CPU)
+        with pytest.raises(PushError, match="session s1 was canceled: rank 0 gave up"):
+            join_collective("s1", rendezvous, 1, CPU)
 
 
 def test_a_learner_that_never_comes_ends_the_join_of_the_worker_at_the_deadline() -> None:
     with rendezvous_host(timeout_s=0.5) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         with pytest.raises(PushError, match=r"did not form within 0.5 s .*: missing rank 0$"):
-            join_collective("e1", rendezvous, 1, CPU)
+            join_collective("s1", rendezvous, 1, CPU)
 
 
 def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
@@ -120,7 +120,7 @@ def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
         port = listener.getsockname()[1]
     rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=0.5)
     with pytest.raises(PushError, match=f"cannot reach the learner's rendezvous {HOST}:{port}"):
-        join_collective("e1", rendezvous, 1, CPU)
+        join_collective("s1", rendezvous, 1, CPU)
 
 
 def test_a_learner_that_is_silent_ends_the_join_of_the_worker_long_before_the_deadline(
@@ -130,7 +130,7 @@ def test_a_learner_that_is_silent_ends_the_join_of_the_worker_long_before_the_de
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
         rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=60)
-        wait = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
+        wait = Waiting(lambda: join_collective("s1", rendezvous, 1, CPU))
         assert wait.ends_promptly()
         assert f"cannot reach the learner's rendezvous {HOST}:{port}: no answer within 0.2 s" in wait.error
 
@@ -140,21 +140,21 @@ def test_a_session_that_is_canceled_ends_the_join_on_both_sides(transport: str) 
     with rendezvous_host(timeout_s=60) as hosted:
         rendezvous = hosted.rendezvous(num_workers=2, transport=transport)
         waits = [
-            Waiting(lambda: hosted.host_collective("e1", rendezvous, CPU)),
-            Waiting(lambda: join_collective("e1", rendezvous, 1, CPU)),
+            Waiting(lambda: hosted.host_collective("s1", rendezvous, CPU)),
+            Waiting(lambda: join_collective("s1", rendezvous, 1, CPU)),
         ]
         time.sleep(0.2)
         assert all(wait.is_waiting() for wait in waits)
-        hosted.cancel("e1", "the server refused")
+        hosted.cancel("s1", "the server refused")
         assert all(wait.ends_promptly() for wait in waits)
-        assert all("session e1 was canceled: the server refused" in wait.error for wait in waits)
+        assert all("session s1 was canceled: the server refused" in wait.error for wait in waits)
 
 
 def test_a_learner_that_dies_while_a_worker_joins_ends_the_join_long_before_the_deadline() -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
         rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=60)
-        wait = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
+        wait = Waiting(lambda: join_collective("s1", rendezvous, 1, CPU))
         connection, _ = listener.accept()
     connection.recv(1)
     connection.close()
@@ -191,21 +191,21 @@ def test_nobody_waits_for_the_forming_of_a_group_that_was_canceled(stuck: StuckF
     with rendezvous_host(timeout_s=60) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         waits = [
-            Waiting(lambda: hosted.host_collective("e1", rendezvous, CPU)),
-            Waiting(lambda: join_collective("e1", rendezvous, 1, CPU)),
+            Waiting(lambda: hosted.host_collective("s1", rendezvous, CPU)),
+            Waiting(lambda: join_collective("s1", rendezvous, 1, CPU)),
         ]
         stuck.wait_for_ranks(2)
         assert all(wait.is_waiting() for wait in waits)
-        hosted.cancel("e1", "the server went away")
+        hosted.cancel("s1", "the server went away")
         assert all(wait.ends_promptly() for wait in waits)
-        assert {wait.error for wait in waits} == {"session e1 was canceled: the server went away"}
+        assert {wait.error for wait in waits} == {"session s1 was canceled: the server went away"}
 
 
 def test_a_worker_does_not_wait_for_the_forming_of_a_group_whose_learner_has_gone(stuck: StuckForming) -> None:
     with rendezvous_host(timeout_s=60) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
-        Waiting(lambda: hosted.host_collective("e1", rendezvous, CPU))
-        wait = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
+        Waiting(lambda: hosted.host_collective("s1", rendezvous, CPU))
+        wait = Waiting(lambda: join_collective("s1", rendezvous, 1, CPU))
         stuck.wait_for_ranks(2)
     assert wait.ends_promptly() and "cannot reach the learner's rendezvous" in wait.error
 
@@ -216,7 +216,7 @@ def test_a_worker_does_not_wait_for_the_forming_of_a_group_whose_learner_has_gon
 @BETWEEN_CPUS
 def test_every_rank_gets_the_bytes_of_rank_0(transport: str) -> None:
     with rendezvous_host(timeout_s=10) as hosted:
-        ranks = join_all(hosted, "e1", num_workers=3, transport=transport)
+        ranks = join_all(hosted, "s1", num_workers=3, transport=transport)
         sent = torch.arange(100_000).to(torch.uint8)
         received = [zeros(sent.numel()) for _ in ranks[1:]]
         with ThreadPoolExecutor(3) as pool:
@@ -235,9 +235,9 @@ def _join_and_stop(rank: int, port_pipe) -> None:
         hosted = RendezvousHost(HOST, timeout_s=60)
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
         port_pipe.send(rendezvous)
-        collective = hosted.host_collective("e1", rendezvous, CPU)
+        collective = hosted.host_collective("s1", rendezvous, CPU)
     else:
-        collective = join_collective("e1", port_pipe.recv(), rank, CPU)
+        collective = join_collective("s1", port_pipe.recv(), rank, CPU)
     collective.broadcast(zeros(16))
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -252,21 +252,21 @@ def test_abort_wakes_a_broadcast_that_waits_for_a_stopped_process(own_rank: int)
         if own_rank == 0:
             rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
             ours.send(rendezvous)
-            collective = hosted.host_collective("e1", rendezvous, CPU)
+            collective = hosted.host_collective("s1", rendezvous, CPU)
         else:
-            collective = join_collective("e1", ours.recv(), 1, CPU)
+            collective = join_collective("s1", ours.recv(), 1, CPU)
         collective.broadcast(zeros(16))
         waiting = Waiting(lambda: collective.broadcast(zeros(32 << 20)))
         time.sleep(0.5)
         assert waiting.is_waiting()
         collective.abort()
-        assert waiting.ends_promptly() and "broadcast of 33554432 bytes in session e1 failed" in waiting.error
+        assert waiting.ends_promptly() and "broadcast of 33554432 bytes in session s1 failed" in waiting.error
         collective.abort()
         with pytest.raises(PushError):
             collective.broadcast(zeros(16))
         collective.close()
         collective.close()
-        with pytest.raises(PushError, match="the collective of session e1 is closed"):
+        with pytest.raises(PushError, match="the collective of session s1 is closed"):
             collective.broadcast(zeros(16))
     process.kill()
     process.join()
@@ -276,7 +276,7 @@ def test_abort_wakes_a_broadcast_that_waits_for_a_stopped_process(own_rank: int)
 @pytest.mark.parametrize("leave", ["abort", "close"])
 def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(leave: str, transport: str) -> None:
     with rendezvous_host(timeout_s=60) as hosted:
-        ranks = join_all(hosted, "e1", num_workers=3, transport=transport)
+        ranks = join_all(hosted, "s1", num_workers=3, transport=transport)
         waits = [Waiting(lambda rank=rank: rank.broadcast(zeros(1024))) for rank in ranks[1:3]]
         time.sleep(0.2)
         assert all(wait.is_waiting() for wait in waits)
@@ -291,7 +291,7 @@ def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(le
 @BETWEEN_CPUS
 def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline(transport: str) -> None:
     with rendezvous_host(timeout_s=0.5) as hosted:
-        learner, worker = join_all(hosted, "e1", transport=transport)
+        learner, worker = join_all(hosted, "s1", transport=transport)
         with pytest.raises(PushError, match=r"deadline 0.5 s, learner.weight_sync.timeout_s"):
             worker.broadcast(zeros(16))
         learner.close()
@@ -328,13 +328,13 @@ class ForgetfulGroup:
 def test_neither_an_abort_nor_a_close_waits_for_a_send_that_gloo_has_forgotten() -> None:
     freed = threading.Event()
     with rendezvous_host(timeout_s=60) as hosted:
-        learner, worker = join_all(hosted, "e1")
+        learner, worker = join_all(hosted, "s1")
         learner._group = ForgetfulGroup(freed)  # type: ignore[attr-defined]
         waiting = Waiting(lambda: learner.broadcast(zeros(16)))
         time.sleep(0.5)
         assert waiting.is_waiting()
         learner.abort()
-        assert waiting.ends_promptly() and "broadcast of 16 bytes in session e1 failed: it was aborted" in waiting.error
+        assert waiting.ends_promptly() and "broadcast of 16 bytes in session s1 failed: it was aborted" in waiting.error
         assert Waiting(learner.close).ends_promptly()
         worker.close()
     freed.set()

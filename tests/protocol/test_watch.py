@@ -21,7 +21,7 @@ INTERVAL_S = 0.05
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol.transports.group, "INTERVAL_S", INTERVAL_S)
+    monkeypatch.setattr(protocol.transports.group, "WATCH_INTERVAL_S", INTERVAL_S)
 
 
 @pytest.fixture

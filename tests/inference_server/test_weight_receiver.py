@@ -21,7 +21,7 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So it looks when its host has vanished: the collective alone would wait for a minute."""
-    monkeypatch.setattr(protocol.transports.group, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(protocol.transports.group, "WATCH_INTERVAL_S", 0.05)
     manifest = make_manifest([("weight", torch.zeros(8))], torch.float32, 1024, "dense")
     rendezvous_host, receiver = RendezvousHost("127.0.0.1", 60.0), Receiver(1, CPU)
     rendezvous = rendezvous_host.rendezvous(1, "gloo")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from protocol.errors import PushError
-from protocol.transports import cuda_ipc as ipc_collective
+from protocol.transports import cuda_ipc
 from protocol.transports.collective import Collective
 from protocol.transports.cuda_ipc import (
     HEADER_BYTES,
@@ -98,7 +98,7 @@ class Queued:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> ScriptedMemory:
     scripted = ScriptedMemory()
-    monkeypatch.setattr(ipc_collective, "GpuMemory", scripted)
+    monkeypatch.setattr(cuda_ipc, "GpuMemory", scripted)
     return scripted
 
 

@@ -17,7 +17,7 @@ import torch
 from protocol.errors import PushError
 from protocol.messages import Rendezvous
 from protocol.transports import group
-from protocol.transports import nccl as nccl_collective
+from protocol.transports import nccl as nccl_transport
 from protocol.transports.collective import Collective, RankContext
 from protocol.transports.group import RendezvousHost, join_collective
 from protocol.transports.nccl import (
@@ -126,11 +126,11 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNccl]:
 
 
 def formed(timeout_s: float = 60) -> NcclCollective:
-    with closing(RendezvousStore(HOST)) as board:
+    with closing(RendezvousStore(HOST)) as store:
         rendezvous = Rendezvous(
-            transport="nccl", host=HOST, port=board.port, world_size=2, timeout_s=timeout_s, secret=UNIQUE_ID
+            transport="nccl", host=HOST, port=store.port, world_size=2, timeout_s=timeout_s, secret=UNIQUE_ID
         )  # fmt: skip
-        return NcclCollective(RankContext("e1", 1, rendezvous, CPU, board, SessionStore("e1", board, timeout_s)))
+        return NcclCollective(RankContext("s1", 1, rendezvous, CPU, store, SessionStore("s1", store, timeout_s)))
 
 
 def join(rendezvous_host: RendezvousHost, session: str, rendezvous: Rendezvous, rank: int) -> Collective:
@@ -144,8 +144,8 @@ def test_both_sides_join_with_the_id_that_the_rendezvous_carries(nccl: ScriptedN
     rendezvous_host = RendezvousHost(HOST, timeout_s=10)
     rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
     assert rendezvous.secret == UNIQUE_ID
-    worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU).close())
-    rendezvous_host.host_collective("e1", rendezvous, CPU).close()
+    worker = Waiting(lambda: join_collective("s1", rendezvous, 1, CPU).close())
+    rendezvous_host.host_collective("s1", rendezvous, CPU).close()
     assert worker.ends_promptly() and not worker.error
     inits = sorted(call for call in nccl.calls if call[0] == "init")
     assert inits == [("init", 2, UNIQUE_ID, 0), ("init", 2, UNIQUE_ID, 1)]
@@ -161,7 +161,7 @@ def test_a_secret_goes_with_its_transport_and_is_whole(transport, secret, expect
         rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="gloo")
         wrong = msgspec.structs.replace(rendezvous, transport=transport, secret=secret)
         with pytest.raises(PushError, match=f"transport {transport} expects a secret of {expected} bytes, got"):
-            join_collective("e1", wrong, 1, CPU)
+            join_collective("s1", wrong, 1, CPU)
 
 
 def test_a_broadcast_waits_for_the_current_stream_and_runs_on_the_side_stream(nccl: ScriptedNccl) -> None:
@@ -217,7 +217,7 @@ def test_several_broadcasts_are_queued_before_the_first_has_ended(nccl: Scripted
 def test_no_more_are_queued_than_a_stream_takes_without_waiting_in_c(
     nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_collective, "MAX_QUEUED", 3)
+    monkeypatch.setattr(nccl_transport, "MAX_QUEUED", 3)
     collective = formed()
     nccl.may_finish.clear()
     waits = [
@@ -251,7 +251,7 @@ def test_a_broadcast_that_an_abort_has_ended_is_not_taken_for_done(nccl: Scripte
     collective = formed()
     wait = collective.start_broadcast(zeros(48))
     collective.abort()
-    with pytest.raises(PushError, match="session e1 was aborted or closed"):
+    with pytest.raises(PushError, match="session s1 was aborted or closed"):
         wait()
 
 
@@ -269,10 +269,10 @@ def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_i
     nccl.may_init.clear()
     rendezvous_host = RendezvousHost(HOST, timeout_s=2)
     rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
-    worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
-    with pytest.raises(PushError, match=r"of 2 could not form session e1 within 2 s \(learner.weight_sync.timeout_s\)"):
-        rendezvous_host.host_collective("e1", rendezvous, CPU)
-    assert worker.ends_promptly() and "of 2 could not form session e1 within 2 s" in worker.error
+    worker = Waiting(lambda: join_collective("s1", rendezvous, 1, CPU))
+    with pytest.raises(PushError, match=r"of 2 could not form session s1 within 2 s \(learner.weight_sync.timeout_s\)"):
+        rendezvous_host.host_collective("s1", rendezvous, CPU)
+    assert worker.ends_promptly() and "of 2 could not form session s1 within 2 s" in worker.error
     assert not nccl.released.is_set()
     nccl.may_init.set()
     assert nccl.released.wait(60)
@@ -306,11 +306,11 @@ def test_joins_that_hang_in_c_are_few_and_then_refused(nccl: ScriptedNccl, monke
     nccl.may_init.clear()
     rendezvous_host = RendezvousHost(HOST, timeout_s=0.3)
     rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
-    stuck = [Waiting(lambda rank=rank: join(rendezvous_host, "e1", rendezvous, rank)) for rank in (0, 1)]
-    assert all(wait.ends_promptly() and "could not form session e1" in wait.error for wait in stuck)
+    stuck = [Waiting(lambda rank=rank: join(rendezvous_host, "s1", rendezvous, rank)) for rank in (0, 1)]
+    assert all(wait.ends_promptly() and "could not form session s1" in wait.error for wait in stuck)
     again = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
     with pytest.raises(PushError, match=r"2 abandoned joins still hang .* restart the process, .* \"gloo\""):
-        rendezvous_host.host_collective("e2", again, CPU)
+        rendezvous_host.host_collective("s2", again, CPU)
     nccl.may_init.set()
     while nccl.calls.count(("abort",)) < 2:  # both have returned, and are closed
         assert nccl.released.wait(60)
@@ -327,7 +327,7 @@ def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
         raise RuntimeError("Duplicate GPU detected")
 
     monkeypatch.setattr(nccl, "NcclCommunicator", refuse)
-    with pytest.raises(PushError, match="rank 1 of 2 on cpu could not form session e1 over nccl: Duplicate GPU"):
+    with pytest.raises(PushError, match="rank 1 of 2 on cpu could not form session s1 over nccl: Duplicate GPU"):
         formed()
 
 
@@ -335,7 +335,7 @@ def test_a_broadcast_that_never_ends_is_aborted_at_the_deadline(nccl: ScriptedNc
     collective = formed(timeout_s=0.2)
     nccl.may_finish.clear()
     with pytest.raises(
-        PushError, match=r"48 bytes over nccl in session e1 did not finish within 0.2 s \(learner.weight_sync.tim"
+        PushError, match=r"48 bytes over nccl in session s1 did not finish within 0.2 s \(learner.weight_sync.tim"
     ):
         collective.broadcast(zeros(48))
     assert nccl.calls[-1] == ("abort",)
@@ -345,7 +345,7 @@ def test_an_error_that_nccl_notices_ends_the_broadcast_at_once(nccl: ScriptedNcc
     collective = formed()
     nccl.may_finish.clear()
     nccl.async_error = "remote process exited"
-    with pytest.raises(PushError, match="48 bytes over nccl in session e1 failed: remote process exited"):
+    with pytest.raises(PushError, match="48 bytes over nccl in session s1 failed: remote process exited"):
         collective.broadcast(zeros(48))
     assert nccl.calls[-1] == ("abort",)
 
@@ -358,7 +358,7 @@ def test_abort_from_another_thread_wakes_a_broadcast(nccl: ScriptedNccl, leave: 
     while [call[0] for call in nccl.calls].count("broadcast") < 2:
         assert waiting.is_waiting()
     getattr(collective, leave)()
-    assert waiting.ends_promptly() and "session e1 was aborted or closed" in waiting.error
+    assert waiting.ends_promptly() and "session s1 was aborted or closed" in waiting.error
     collective.close()
     assert nccl.calls.count(("abort",)) == 1
     with pytest.raises(PushError, match="aborted or closed"):
@@ -422,7 +422,7 @@ def test_a_cupy_for_another_cuda_is_reported_with_the_extra_for_this_one(
 ) -> None:
     """`of_cupy`: None where its libnccl does not answer."""
     monkeypatch.setattr(torch.version, "cuda", of_torch)
-    monkeypatch.setattr(nccl_collective, "_is_distribution", lambda name: name == installed)
+    monkeypatch.setattr(nccl_transport, "_is_distribution", lambda name: name == installed)
     nccl.available = of_cupy is not None
     runtime = sys.modules["cupy.cuda"].runtime
     monkeypatch.setattr(runtime, "runtimeGetVersion", lambda: of_cupy)
@@ -438,7 +438,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     known = {"10.0.0.5": "eth1", "fd00::5": "ib0"}
-    monkeypatch.setattr(nccl_collective, "interface_of", known.get)
+    monkeypatch.setattr(nccl_transport, "interface_of", known.get)
 
 
 def choices() -> list[str | None]:
@@ -471,14 +471,14 @@ def test_an_interface_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch)
 def test_the_interface_is_chosen_before_nccl_is_used_on_either_side(
     nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_collective, "use_interface_of", lambda host: nccl.calls.append(("interface", host)))
-    monkeypatch.setattr(nccl_collective, "new_unique_id", lambda: nccl.calls.append(("id",)) or UNIQUE_ID)
+    monkeypatch.setattr(nccl_transport, "use_interface_of", lambda host: nccl.calls.append(("interface", host)))
+    monkeypatch.setattr(nccl_transport, "new_unique_id", lambda: nccl.calls.append(("id",)) or UNIQUE_ID)
     rendezvous_host = RendezvousHost(HOST, timeout_s=10)
     rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
     assert nccl.calls == [("interface", HOST), ("id",)]
     nccl.calls.clear()
-    worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU).close())
-    rendezvous_host.host_collective("e1", rendezvous, CPU).close()
+    worker = Waiting(lambda: join_collective("s1", rendezvous, 1, CPU).close())
+    rendezvous_host.host_collective("s1", rendezvous, CPU).close()
     assert worker.ends_promptly() and not worker.error
     calls = [call for call in nccl.calls if call[0] in ("interface", "init")]
     assert calls[0] == ("interface", HOST) and calls.count(("interface", HOST)) == 2

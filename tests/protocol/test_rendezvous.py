@@ -1,4 +1,4 @@
-"""The store through which ranks meet: what is asked has an answer or an error soon, and strangers get neither notes nor memory."""
+"""The store through which ranks meet: a query gets an answer or an error soon, and strangers get neither entries nor memory."""
 
 import socket
 import threading
@@ -27,20 +27,20 @@ def two_ranks() -> Iterator[tuple[RendezvousStore, StoreClient]]:
         hosted.close()
 
 
-def test_what_one_rank_pins_the_others_read_and_only_in_its_session() -> None:
+def test_what_one_rank_sets_the_others_read_and_only_in_its_session() -> None:
     with two_ranks() as (hosted, remote):
         address = bytes(range(256))
-        SessionStore("e1", remote, TIMEOUT_S).set("0/1", address)
-        assert SessionStore("e1", hosted, TIMEOUT_S).get("0/1") == address
-        assert SessionStore("e1", remote, TIMEOUT_S).get("0/1") == address
-        with pytest.raises(PushError, match=r"session e2 did not form within 0.1 s .*: missing 0/1$"):
-            SessionStore("e2", remote, 0.1).get("0/1")
+        SessionStore("s1", remote, TIMEOUT_S).set("0/1", address)
+        assert SessionStore("s1", hosted, TIMEOUT_S).get("0/1") == address
+        assert SessionStore("s1", remote, TIMEOUT_S).get("0/1") == address
+        with pytest.raises(PushError, match=r"session s2 did not form within 0.1 s .*: missing 0/1$"):
+            SessionStore("s2", remote, 0.1).get("0/1")
 
 
-def test_a_rank_that_waits_goes_on_when_the_last_note_is_pinned() -> None:
+def test_a_rank_that_waits_goes_on_when_the_last_key_is_set() -> None:
     with two_ranks() as (hosted, remote):
-        store = SessionStore("e1", hosted, TIMEOUT_S)
-        waiting = threading.Thread(target=SessionStore("e1", remote, TIMEOUT_S).wait, args=(["a", "b"],))
+        store = SessionStore("s1", hosted, TIMEOUT_S)
+        waiting = threading.Thread(target=SessionStore("s1", remote, TIMEOUT_S).wait, args=(["a", "b"],))
         waiting.start()
         store.set("b", b"")
         assert waiting.is_alive()
@@ -51,11 +51,11 @@ def test_a_rank_that_waits_goes_on_when_the_last_note_is_pinned() -> None:
 
 def test_the_first_reason_for_calling_off_is_the_one_that_all_get() -> None:
     with two_ranks() as (hosted, remote):
-        stores = [SessionStore("e1", each, TIMEOUT_S) for each in (hosted, remote)]
+        stores = [SessionStore("s1", each, TIMEOUT_S) for each in (hosted, remote)]
         for number, store in enumerate(stores):
             store.cancel(f"reason {number}")
         for store in stores:
-            with pytest.raises(PushError, match="session e1 was canceled: reason 0"):
+            with pytest.raises(PushError, match="session s1 was canceled: reason 0"):
                 store.wait([])
 
 
@@ -64,7 +64,7 @@ def test_a_store_that_is_closed_is_an_error_for_all() -> None:
         hosted.close()
         for each in (hosted, remote):
             with pytest.raises(PushError, match="rendezvous"):
-                each.query(StoreQuery("e1", "key"))
+                each.query(StoreQuery("s1", "key"))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_is_no_query_costs_its_sender_the_connection(line: bytes) -> None:
             stranger.sendall(line)
             with pytest.raises(ConnectionResetError) if len(line) > MAX_LINE_BYTES else closing(stranger):
                 assert stranger.recv(1) == b""
-        assert remote.query(StoreQuery("e1", "key", b"value")) == b"value"
+        assert remote.query(StoreQuery("s1", "key", b"value")) == b"value"
 
 
 @pytest.mark.parametrize(
@@ -101,17 +101,17 @@ def test_an_answer_of_no_store_is_an_error_and_takes_no_more_memory_than_a_line(
             with pytest.raises(
                 PushError, match=r"answered b.* expected a line of at most 65536 bytes.* Check that no other"
             ):
-                remote.query(StoreQuery("e1", "key"))
+                remote.query(StoreQuery("s1", "key"))
             with pytest.raises(PushError, match="cannot reach the learner's rendezvous"):
-                remote.query(StoreQuery("e1", "key"))
+                remote.query(StoreQuery("s1", "key"))
 
 
 def test_more_notes_than_there_is_room_for_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "MAX_KEYS", 3)
     with two_ranks() as (hosted, remote):
         for number in range(5):
-            remote.query(StoreQuery("e1", f"{number}", b"value"))
-        assert [hosted.query(StoreQuery("e1", f"{number}")) for number in range(5)] == [None, None] + 3 * [b"value"]
+            remote.query(StoreQuery("s1", f"{number}", b"value"))
+        assert [hosted.query(StoreQuery("s1", f"{number}")) for number in range(5)] == [None, None] + 3 * [b"value"]
 
 
 def test_a_query_is_one_line_whatever_is_in_it() -> None:

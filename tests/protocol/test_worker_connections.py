@@ -1,4 +1,4 @@
-"""The lines of a push over tcp: who has the secret has a place, who has not takes up none, and every wait ends."""
+"""Connections of the workers for tcp: only the secret admits to a rank, and every wait ends."""
 
 import contextlib
 import socket
@@ -12,10 +12,10 @@ import pytest
 from protocol.errors import PushError
 from protocol.transports.worker_connections import (
     MAX_EXPECTED,
+    ConnectionRequest,
     TcpConnection,
-    TransferCall,
     WorkerConnections,
-    call_learner,
+    connect_to_learner,
 )
 
 HOST = "127.0.0.1"
@@ -28,10 +28,10 @@ def do_nothing() -> None:
 
 
 class Door:
-    """The learner's port: every caller is shown to the callers, and hung up on by this end of the connection."""
+    """The learner's port: every worker is presented to `connections`, and this end of its connection is closed."""
 
     def __init__(self) -> None:
-        self.callers = WorkerConnections()
+        self.connections = WorkerConnections()
         self._listener = socket.create_server((HOST, 0))
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._open, daemon=True)
@@ -42,14 +42,14 @@ class Door:
             while True:
                 connection, _ = self._listener.accept()
                 with connection, connection.makefile("rb") as lines:
-                    self.callers.admit(connection, msgspec.json.decode(lines.readline(), type=TransferCall))
+                    self.connections.admit(connection, msgspec.json.decode(lines.readline(), type=ConnectionRequest))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
-        self.callers.close()
+        self.connections.close()
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def door() -> Iterator[Door]:
 
 @contextlib.contextmanager
 def pair(timeout_s: float) -> Iterator[tuple[TcpConnection, TcpConnection]]:
-    """Both ends of one line."""
+    """Both ends of one connection."""
     with socket.create_server((HOST, 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
@@ -75,64 +75,64 @@ def pair(timeout_s: float) -> Iterator[tuple[TcpConnection, TcpConnection]]:
             end.close()
 
 
-def in_thread(pool: ThreadPoolExecutor, line: TcpConnection, num_bytes: int) -> "Future[None]":
-    return pool.submit(line.receive, memoryview(bytearray(num_bytes)))
+def in_thread(pool: ThreadPoolExecutor, peer: TcpConnection, num_bytes: int) -> "Future[None]":
+    return pool.submit(peer.receive, memoryview(bytearray(num_bytes)))
 
 
-def test_each_worker_that_shows_the_secret_has_the_line_of_its_rank() -> None:
+def test_each_worker_that_presents_the_secret_gets_the_connection_of_its_rank() -> None:
     with door() as opened:
-        secret = opened.callers.expect(3, TIMEOUT_S)
-        workers = [call_learner(HOST, opened.port, TransferCall(secret, rank), TIMEOUT_S) for rank in (2, 1)]
-        lines = opened.callers.collect(secret, do_nothing, TIMEOUT_S)
-        for rank, line in enumerate(lines, start=1):
-            line.send(memoryview(bytes([rank]) * 5))
+        secret = opened.connections.expect(3, TIMEOUT_S)
+        workers = [connect_to_learner(HOST, opened.port, ConnectionRequest(secret, rank), TIMEOUT_S) for rank in (2, 1)]
+        peers = opened.connections.collect(secret, do_nothing, TIMEOUT_S)
+        for rank, peer in enumerate(peers, start=1):
+            peer.send(memoryview(bytes([rank]) * 5))
         for rank, worker in zip((2, 1), workers, strict=True):
             came = bytearray(5)
             worker.receive(memoryview(came))
             assert came == bytes([rank]) * 5
-        for line in (*lines, *workers):
-            line.close()
+        for peer in (*peers, *workers):
+            peer.close()
 
 
 @pytest.mark.parametrize("stranger", [(NOBODY, 1), (b"", 1), (None, 0), (None, 2), (None, -1)])
 def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(stranger: tuple[bytes | None, int]) -> None:
     with door() as opened:
-        secret = opened.callers.expect(2, TIMEOUT_S)
+        secret = opened.connections.expect(2, TIMEOUT_S)
         shown = secret if stranger[0] is None else stranger[0]
         with pytest.raises(
             PushError, match=rf"rank {stranger[1]} could not open a connection .* 127.0.0.1:{opened.port}: .*advertise"
         ):
-            call_learner(HOST, opened.port, TransferCall(shown, stranger[1]), TIMEOUT_S)
-        worker = call_learner(HOST, opened.port, TransferCall(secret, 1), TIMEOUT_S)
-        (line,) = opened.callers.collect(secret, do_nothing, TIMEOUT_S)
-        line.close()
+            connect_to_learner(HOST, opened.port, ConnectionRequest(shown, stranger[1]), TIMEOUT_S)
+        worker = connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
+        (peer,) = opened.connections.collect(secret, do_nothing, TIMEOUT_S)
+        peer.close()
         worker.close()
 
 
 def test_a_place_is_given_once() -> None:
     with door() as opened:
-        secret = opened.callers.expect(2, TIMEOUT_S)
-        worker = call_learner(HOST, opened.port, TransferCall(secret, 1), TIMEOUT_S)
+        secret = opened.connections.expect(2, TIMEOUT_S)
+        worker = connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
         with pytest.raises(PushError, match="rank 1 could not open a connection"):
-            call_learner(HOST, opened.port, TransferCall(secret, 1), TIMEOUT_S)
-        (line,) = opened.callers.collect(secret, do_nothing, TIMEOUT_S)
-        line.send(memoryview(b"a"))
+            connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
+        (peer,) = opened.connections.collect(secret, do_nothing, TIMEOUT_S)
+        peer.send(memoryview(b"a"))
         worker.receive(memoryview(bytearray(1)))
         with pytest.raises(PushError, match="rank 1 could not open a connection"):
-            call_learner(HOST, opened.port, TransferCall(secret, 1), TIMEOUT_S)
-        line.close()
+            connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
+        peer.close()
         worker.close()
 
 
 def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_look_at() -> None:
     with door() as opened:
-        secret = opened.callers.expect(4, TIMEOUT_S)
-        worker = call_learner(HOST, opened.port, TransferCall(secret, 2), TIMEOUT_S)
+        secret = opened.connections.expect(4, TIMEOUT_S)
+        worker = connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 2), TIMEOUT_S)
         with pytest.raises(
             PushError,
             match=r"rank 1, rank 3 did not connect within 0.3 s \(learner.weight_sync.timeout_s\); .*weight_sync.ports",
         ):
-            opened.callers.collect(secret, do_nothing, 0.3)
+            opened.connections.collect(secret, do_nothing, 0.3)
         with pytest.raises(OSError, match="closed the connection"):
             worker.receive(memoryview(bytearray(1)))
         worker.close()
@@ -142,18 +142,18 @@ def test_a_session_that_is_canceled_ends_the_wait_for_its_workers() -> None:
     def canceled() -> None:
         raise PushError("canceled")
 
-    callers = WorkerConnections()
+    connections = WorkerConnections()
     with pytest.raises(PushError, match="canceled"):
-        callers.collect(callers.expect(2, TIMEOUT_S), canceled, TIMEOUT_S)
+        connections.collect(connections.expect(2, TIMEOUT_S), canceled, TIMEOUT_S)
 
 
 def test_of_sessions_whose_workers_never_call_only_the_last_are_remembered() -> None:
-    callers = WorkerConnections()
-    secrets = [callers.expect(2, TIMEOUT_S) for _ in range(MAX_EXPECTED + 1)]
+    connections = WorkerConnections()
+    secrets = [connections.expect(2, TIMEOUT_S) for _ in range(MAX_EXPECTED + 1)]
     with pytest.raises(PushError, match="no longer waits"):
-        callers.collect(secrets[0], do_nothing, TIMEOUT_S)
+        connections.collect(secrets[0], do_nothing, TIMEOUT_S)
     with pytest.raises(PushError, match="rank 1"):
-        callers.collect(secrets[1], do_nothing, 0.0)
+        connections.collect(secrets[1], do_nothing, 0.0)
 
 
 def test_more_than_the_kernel_holds_arrives_whole() -> None:
