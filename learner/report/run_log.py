@@ -34,10 +34,8 @@ class RunLog:
     ) -> None:
         self._num_steps, self._dashboard = num_steps, dashboard
         self._health = HealthMonitor()
-        self._metrics, self._samples = (
-            JsonLinesFile(run_dir.metrics),
-            Samples(run_dir.samples, config.samples_every_steps),
-        )
+        self._metrics = JsonLinesFile(run_dir.metrics)
+        self._samples = Samples(run_dir.samples, config.samples_every_steps)
         self._elapsed_before = _elapsed_before(run_dir)
         self._started = time.monotonic()
         self._newest: dict[str, float] = {}
