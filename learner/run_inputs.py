@@ -27,6 +27,7 @@ from protocol.errors import ConfigError
 from protocol.model_files import end_token_ids, resolve_model
 
 log = logging.getLogger(__name__)
+
 WORTH_A_LINE_GIB = 4.0
 NUM_WINDOWS = 3
 WINDOW_BYTES = 256

@@ -37,6 +37,7 @@ from protocol.codec import pack, unpack
 from protocol.messages import Completion, Group
 
 T = TypeVar("T")
+
 AT_A_LIMIT = ("length", "max_turns")
 SILENT = "silent"
 """End state of an episode without tokens: no turn was requested, or none was answered."""

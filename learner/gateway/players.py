@@ -36,6 +36,7 @@ from learner.servers.loop_thread import LoopThread
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
 AGENT_HOST = Path(__file__).with_name("agent_host.py")
 MAX_ANSWER_BYTES = 16 << 20
 CLOSE_TIMEOUT_S = 10.0

@@ -23,6 +23,7 @@ from learner.storage.run_dir import RunDir
 from protocol.console import say
 
 log = logging.getLogger(__name__)
+
 ADVICE = "lower max_staleness or the learning rate, or set learner.off_policy_correction"
 
 

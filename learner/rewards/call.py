@@ -26,6 +26,7 @@ from learner.sandbox.user_code import describe, shorten
 from protocol.console import counted
 
 log = logging.getLogger(__name__)
+
 UNREACHABLE_ERRORS = {
     "APIConnectionError", "ClientConnectionError", "ConnectError", "ConnectTimeout", "ConnectionError",
     "NewConnectionError", "ReadError",

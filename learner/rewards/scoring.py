@@ -25,6 +25,7 @@ from protocol.console import counted
 from protocol.errors import RewardError
 
 log = logging.getLogger(__name__)
+
 WINDOW_CALLS = 100
 MIN_CALLS = 10
 """Minimum denominator of the failed share. Otherwise a single early failure would be a share of 1."""

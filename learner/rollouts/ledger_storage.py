@@ -26,6 +26,7 @@ import msgspec
 from protocol.durable import sync
 
 T = TypeVar("T")
+
 MAX_FILE_BYTES = 64 << 20
 """Size above which a file gets no more payloads. A file stays as long as one of its payloads is needed."""
 SCHEMA_VERSION = 3

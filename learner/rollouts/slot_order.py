@@ -16,6 +16,7 @@ from typing import Literal
 from learner.config import LearnerConfig
 
 log = logging.getLogger(__name__)
+
 PassedOver = Literal["failed", "no_signal"]
 MIN_STALENESS = 1
 """Minimum lookahead. At 0 the learner and the servers never work at the same time."""

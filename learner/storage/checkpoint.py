@@ -40,6 +40,7 @@ from learner.training.policy_trainer import PolicyTrainer
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
 STATE_FILE = "state.json"
 CURRICULUM_FILE = "curriculum.json"
 BEST_FILE = "best.json"

@@ -130,8 +130,6 @@ def test_a_run_logs_the_penalty_and_keeps_it_in_the_ledger(tmp_path: Path) -> No
     assert all('"overlong"' in rewards for (rewards,) in rows_of(run, "rewards"))
 
 
-
-
 def num_groups_until_the_end(outcomes: str, **config: float) -> int | None:
     """Note one call for each character; return how many were noted when the run ended, None if it did not."""
     failures = RewardFailures(RewardConfig(functions=("f",), **config))

@@ -146,8 +146,6 @@ def test_a_resume_with_ten_times_as_many_pending_groups_costs_about_ten_times_as
     assert many < 30 * few
 
 
-
-
 def config_of(tmp_path: Path, **learner: object) -> LearnerConfig:
     return load(tmp_path, ALWAYS | learner).learner
 

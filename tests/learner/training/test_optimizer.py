@@ -153,8 +153,6 @@ def test_without_its_library_the_error_says_how_to_install_it(monkeypatch: pytes
         make_optimizer(holder(nn.Parameter(torch.ones(3))), IN_8_BITS.learner.optimizer, 1e-3)
 
 
-
-
 @pytest.mark.parametrize("warmup_steps", [0, 1, 4, NUM_STEPS])
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_every_step_has_the_learning_rate_of_a_scheduler_but_none_is_0(schedule: str, warmup_steps: int) -> None:
