@@ -2,7 +2,7 @@
 
     prompt ─▶ environment or agent ─▶ turn ─▶ POST URL/completions ─▶ … ─▶ EpisodeGroup ─▶ PromptAnswers ─▶ rated
 
-Used between openai_client.py and the players of gateway/players.py.
+Used between openai_client.py and the players (gateway/players.py).
 Invariant: every episode counts with its end state. As in training, an episode that reveals nothing about the
 policy has no reward.
 """

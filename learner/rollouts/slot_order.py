@@ -2,9 +2,9 @@
 
 A slot is filled by one group, and its number is the order of consumption. Only the number of skipped slots is
 kept below `next_to_take`. Slots above are found by bisection, so a long run costs no more.
+`num_places_allowed` bounds staleness. With max_staleness = "auto", `AutoStaleness` changes the bound during a run.
 Invariants: every slot below `next_to_take` was taken or passed over. Slot order alone decides which groups are
-taken, not the order of arrivals. `num_places_allowed` bounds staleness; `AutoStaleness` changes the bound during a
-run with max_staleness = "auto".
+taken, not the order of arrivals.
 Not thread-safe: rollout_buffer.py holds its lock.
 """
 
