@@ -236,13 +236,13 @@ def report_end(run_dir: Path) -> None:
 def compare_runs(run_dirs: Sequence[Path], *, as_json: bool) -> None:
     import msgspec
 
-    from learner.report.page import as_text, compare, write_comparison
+    from learner.report.page import compare, comparison_text, write_comparison
 
     comparison, metrics = compare(run_dirs)
     if as_json:
         print(msgspec.json.encode(comparison).decode())
     else:
-        print(f"{as_text(comparison)}\n\ncomparison: {write_comparison(comparison, metrics)}")
+        print(f"{comparison_text(comparison)}\n\ncomparison: {write_comparison(comparison, metrics)}")
 
 
 def runs_command(arguments: list[str]) -> None:

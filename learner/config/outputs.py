@@ -1,4 +1,4 @@
-"""Config of a run's outputs: checkpoints, and reports besides the console and metrics.jsonl."""
+"""Config of a run's outputs: checkpoints, and what it reports besides the console and metrics.jsonl."""
 
 from typing import Literal
 
@@ -26,7 +26,6 @@ class CheckpointConfig(Section):
     export_model: MayChange[bool] = True
     """Whether to also write the policy to each checkpoint as `model/`, for `vllm serve` and
     `from_pretrained`. It has the run's dtype, with the adapter merged."""
-
     timeout_s: MayChange[Positive[float]] = 1800.0
     """Maximum total time of a checkpoint. It is written concurrently with training, but the next one and the
     end of the run wait for it."""

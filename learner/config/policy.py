@@ -1,4 +1,4 @@
-"""Config of the policy, its reference, its optimizer, and the supervised warm start."""
+"""Config of the policy's training: adapter, reference, optimizer, and supervised warm start."""
 
 import math
 import re
@@ -8,7 +8,6 @@ from learner.config.section import AtLeastOne, Fraction, NotNegative, Positive, 
 from protocol.config_keys import MayChange
 
 ReferenceKind = Literal["none", "fixed", "every", "ema", "adaptive", "mixture"]
-
 NEEDS: dict[ReferenceKind, tuple[str, ...]] = {
     "none": (),
     "fixed": (),
@@ -18,7 +17,6 @@ NEEDS: dict[ReferenceKind, tuple[str, ...]] = {
     "mixture": ("every_steps", "num_snapshots"),
 }
 """Keys that each kind requires."""
-
 MAY_HAVE: dict[ReferenceKind, tuple[str, ...]] = {
     "none": (),
     "fixed": ("device",),
@@ -29,6 +27,33 @@ MAY_HAVE: dict[ReferenceKind, tuple[str, ...]] = {
     "mixture": ("only", "reset_optimizer", "device"),
 }  # fmt: skip
 """Optional keys that affect each kind."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapter as the policy.
+
+    It has no dropout: the server samples without dropout, so every ratio would be noisy.
+    """
+
+    rank: int = 0
+    """Rank of the adapter. 0: train the whole model; above 0: train rank · (inputs + outputs) numbers per
+    adapted layer, which needs about ten times the learning rate."""
+    alpha: Positive[float] = 32.0
+    """Scale of the adapter, which counts alpha / rank, so that one learning rate suits every rank (arXiv
+    2106.09685)."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers to adapt, by the end of their names, as in `q_proj v_proj`. all-linear: all except the LM
+    head."""
+
+    def unmet_needs(self) -> dict[str, str]:
+        return dict.fromkeys(("alpha", "target_modules"), "rank above 0") if self.rank == 0 else {}
+
+    def check(self) -> None:
+        require(self.rank >= 0, f"rank = {self.rank} must not be negative; 0 trains the whole model")
+        require(
+            len(self.target_modules) > 0,
+            'target_modules = [] adapts nothing; name layers or set it to "all-linear"',
+        )
 
 
 class ReferenceConfig(Section):
@@ -148,54 +173,6 @@ class ReferenceConfig(Section):
         return name, getattr(self, name)
 
 
-class LoraConfig(Section):
-    """Low-rank adapter as the policy.
-
-    It has no dropout: the server samples without dropout, so every ratio would be noisy.
-    """
-
-    rank: int = 0
-    """Rank of the adapter. 0: train the whole model; above 0: train rank · (inputs + outputs) numbers per
-    adapted layer, which needs about ten times the learning rate."""
-    alpha: Positive[float] = 32.0
-    """Scale of the adapter, which counts alpha / rank, so that one learning rate suits every rank (arXiv
-    2106.09685)."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers to adapt, by the end of their names, as in `q_proj v_proj`. all-linear: all except the LM
-    head."""
-
-    def unmet_needs(self) -> dict[str, str]:
-        return dict.fromkeys(("alpha", "target_modules"), "rank above 0") if self.rank == 0 else {}
-
-    def check(self) -> None:
-        require(self.rank >= 0, f"rank = {self.rank} must not be negative; 0 trains the whole model")
-        require(
-            len(self.target_modules) > 0,
-            'target_modules = [] adapts nothing; name layers or set it to "all-linear"',
-        )
-
-
-class WarmStartConfig(Section):
-    """Supervised training on the data's answers before the first step.
-
-    For a model that would otherwise never be rewarded.
-    """
-
-    steps: NotNegative[int] = 0
-    """Optimizer steps on answers. 0: no warm start."""
-    learning_rate: Positive[float] = 1e-5
-    """Learning rate of AdamW. Its other settings are those of learner.optimizer. The optimizer of the run
-    starts fresh."""
-    rows_per_step: AtLeastOne[int] = 32
-    """Rows of data per optimizer step, over all ranks."""
-    answer_column: str = "answer"
-    """Column with the text to learn. The end-of-sequence token is appended."""
-
-    def unmet_needs(self) -> dict[str, str]:
-        others = ("learning_rate", "rows_per_step", "answer_column")
-        return dict.fromkeys(others, "steps above 0") if self.steps == 0 else {}
-
-
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
@@ -220,3 +197,24 @@ class OptimizerConfig(Section):
     max_skipped_updates: MayChange[AtLeastOne[int]] = 5
     """Maximum number of consecutive skipped updates, after which the run stops. An update is skipped if its
     gradient is NaN or inf."""
+
+
+class WarmStartConfig(Section):
+    """Supervised training on the data's answers before the first step.
+
+    For a model that would otherwise never be rewarded.
+    """
+
+    steps: NotNegative[int] = 0
+    """Optimizer steps on answers. 0: no warm start."""
+    learning_rate: Positive[float] = 1e-5
+    """Learning rate of AdamW. Its other settings are those of learner.optimizer. The optimizer of the run
+    starts fresh."""
+    rows_per_step: AtLeastOne[int] = 32
+    """Rows of data per optimizer step, over all ranks."""
+    answer_column: str = "answer"
+    """Column with the text to learn. The end-of-sequence token is appended."""
+
+    def unmet_needs(self) -> dict[str, str]:
+        others = ("learning_rate", "rows_per_step", "answer_column")
+        return dict.fromkeys(others, "steps above 0") if self.steps == 0 else {}

@@ -8,7 +8,7 @@ from learner.config.section import AtLeastOne, Fraction, NotNegativeFinite, Posi
 from protocol.config_keys import MayChange
 
 OVERLONG = "overlong"
-"""Name of the overlong penalty (overlong.py) among the names of the functions."""
+"""Name of the overlong penalty (rewards/scoring.py) among the names of the functions."""
 
 
 JUDGE, PASSES_TESTS = "judge", "passes_tests"

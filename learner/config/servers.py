@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     TransportName = str
 else:
     TransportName = Literal["auto", *TRANSPORTS]
+PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
 class SamplingConfig(Section):
@@ -65,9 +66,6 @@ class SamplingConfig(Section):
     @property
     def _is_partial(self) -> bool:
         return self.top_p < 1 or self.top_k > 0
-
-
-PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
 class WeightSyncConfig(Section):

@@ -12,6 +12,72 @@ from protocol.config_keys import MayChange
 MIN_WEIGHT = 0.01
 
 
+class DataConfig(Section):
+    """Source of the prompts: exactly one of task, path and dataset."""
+
+    task: str | None = None
+    """Built-in task. reverse, sort or arithmetic: for `tiny:digits`; guess or calculator: for the environment
+    of that name; sums, sums_held_out, products or products_held_out: for a pretrained model. A held-out task
+    shares no prompt with its counterpart."""
+    path: MayChange[str | None] = None
+    """JSONL file, with one prompt and its columns per line."""
+    dataset: MayChange[str | None] = None
+    """`datasets` dataset: a hub name, or a local path written by save_to_disk or containing data files."""
+    revision: MayChange[str | None] = None
+    """Revision of a hub dataset: a commit, tag or branch. Pin a commit, because a resume refuses data other
+    than the run's."""
+    dataset_config: str | None = None
+    """Configuration of the dataset, if it has several."""
+    split: str = "train"
+    """Split of the dataset."""
+    num_prompts: MayChange[AtLeastOne[int] | None] = None
+    """Maximum number of prompts, taken from the start. For a task: number of prompts to generate, 4096 by
+    default. A resume may change this key, path, dataset and revision only if the prompts stay the same."""
+    num_digits: AtLeastOne[int] | None = None
+    """Digits of each number in a task's prompt. Default: 8 for reverse, 4 for sort, 2 for arithmetic and
+    calculator."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a text, or a list of messages with role and content. The reward functions get
+    all other columns."""
+    system_prompt: str | None = None
+    """System prompt before every prompt, which turns a plain prompt into a conversation. Empty: a
+    conversation without a system message."""
+    chat_template_kwargs: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    """Arguments of the chat template, as in `chat_template_kwargs = {enable_thinking = false}`."""
+    max_prompt_tokens: MayChange[AtLeastOne[int] | None] = None
+    """Maximum number of tokens of a prompt; overlong_prompts decides what happens above it. Unset: a prompt that
+    leaves no room for max_tokens in the server's context is an error."""
+    overlong_prompts: Literal["error", "drop", "truncate"] = "error"
+    """Handling of prompts above max_prompt_tokens. error: an error; drop: left out; truncate: sampled
+    without their first tokens, while reward functions see the whole prompt. Their number is logged at the
+    start and shown in the report."""
+    num_workers: MayChange[AtLeastOne[int]] = 1
+    """Number of processes that tokenize a file or dataset when it is first read. Later starts reuse the cache
+    of `datasets` (HF_DATASETS_CACHE)."""
+    shuffle: bool = True
+    """Whether to use a new order of the prompts in every data epoch."""
+
+    def unmet_needs(self) -> dict[str, str]:
+        unmet_needs = {} if self.task else {"num_digits": "task"}
+        if not self.dataset:
+            unmet_needs |= dict.fromkeys(("dataset_config", "split", "revision"), "dataset")
+        return unmet_needs if self.path or self.dataset else unmet_needs | {"num_workers": "path or dataset"}
+
+    def check(self) -> None:
+        sources = {key: value for key in ("task", "path", "dataset") if (value := getattr(self, key)) is not None}
+        require(bool(sources), "task, path and dataset are unset; set one of them")
+        require(
+            len(sources) == 1,
+            f"{', '.join(f'{key} = {value!r}' for key, value in sources.items())} are set; expected exactly one of "
+            "task, path and dataset",
+        )
+        require(
+            self.overlong_prompts == "error" or self.max_prompt_tokens is not None,
+            f'overlong_prompts = "{self.overlong_prompts}" needs max_prompt_tokens, because the choice of prompts must '
+            "not depend on the server; set max_prompt_tokens",
+        )
+
+
 class CurriculumConfig(Section):
     """Sampling frequency of prompts."""
 
@@ -80,72 +146,6 @@ class CurriculumConfig(Section):
             else self.hard_weight
             if pass_rate < self.hard_below
             else 1.0
-        )
-
-
-class DataConfig(Section):
-    """Source of the prompts: exactly one of task, path and dataset."""
-
-    task: str | None = None
-    """Built-in task. reverse, sort or arithmetic: for `tiny:digits`; guess or calculator: for the environment
-    of that name; sums, sums_held_out, products or products_held_out: for a pretrained model. A held-out task
-    shares no prompt with its counterpart."""
-    path: MayChange[str | None] = None
-    """JSONL file, with one prompt and its columns per line."""
-    dataset: MayChange[str | None] = None
-    """`datasets` dataset: a hub name, or a local path written by save_to_disk or containing data files."""
-    revision: MayChange[str | None] = None
-    """Revision of a hub dataset: a commit, tag or branch. Pin a commit, because a resume refuses data other
-    than the run's."""
-    dataset_config: str | None = None
-    """Configuration of the dataset, if it has several."""
-    split: str = "train"
-    """Split of the dataset."""
-    num_prompts: MayChange[AtLeastOne[int] | None] = None
-    """Maximum number of prompts, taken from the start. For a task: number of prompts to generate, 4096 by
-    default. A resume may change this key, path, dataset and revision only if the prompts stay the same."""
-    num_digits: AtLeastOne[int] | None = None
-    """Digits of each number in a task's prompt. Default: 8 for reverse, 4 for sort, 2 for arithmetic and
-    calculator."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: a text, or a list of messages with role and content. The reward functions get
-    all other columns."""
-    system_prompt: str | None = None
-    """System prompt before every prompt, which turns a plain prompt into a conversation. Empty: a
-    conversation without a system message."""
-    chat_template_kwargs: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
-    """Arguments of the chat template, as in `chat_template_kwargs = {enable_thinking = false}`."""
-    max_prompt_tokens: MayChange[AtLeastOne[int] | None] = None
-    """Maximum number of tokens of a prompt; overlong_prompts decides what happens above it. Unset: a prompt that
-    leaves no room for max_tokens in the server's context is an error."""
-    overlong_prompts: Literal["error", "drop", "truncate"] = "error"
-    """Handling of prompts above max_prompt_tokens. error: an error; drop: left out; truncate: sampled
-    without their first tokens, while reward functions see the whole prompt. Their number is logged at the
-    start and shown in the report."""
-    num_workers: MayChange[AtLeastOne[int]] = 1
-    """Number of processes that tokenize a file or dataset when it is first read. Later starts reuse the cache
-    of `datasets` (HF_DATASETS_CACHE)."""
-    shuffle: bool = True
-    """Whether to use a new order of the prompts in every data epoch."""
-
-    def unmet_needs(self) -> dict[str, str]:
-        unmet_needs = {} if self.task else {"num_digits": "task"}
-        if not self.dataset:
-            unmet_needs |= dict.fromkeys(("dataset_config", "split", "revision"), "dataset")
-        return unmet_needs if self.path or self.dataset else unmet_needs | {"num_workers": "path or dataset"}
-
-    def check(self) -> None:
-        sources = {key: value for key in ("task", "path", "dataset") if (value := getattr(self, key)) is not None}
-        require(bool(sources), "task, path and dataset are unset; set one of them")
-        require(
-            len(sources) == 1,
-            f"{', '.join(f'{key} = {value!r}' for key, value in sources.items())} are set; expected exactly one of "
-            "task, path and dataset",
-        )
-        require(
-            self.overlong_prompts == "error" or self.max_prompt_tokens is not None,
-            f'overlong_prompts = "{self.overlong_prompts}" needs max_prompt_tokens, because the choice of prompts must '
-            "not depend on the server; set max_prompt_tokens",
         )
 
 

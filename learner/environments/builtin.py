@@ -3,7 +3,9 @@
 from typing import Any
 
 EQUALS, DISPLAY_END, NO_SUM = "=", ">", " "
-"""End of a call, end of its result, and result of an invalid call. tiny:digits knows these characters."""
+"""Calculator: end of a call, end of its result, and result of an invalid call. tiny:digits knows these characters."""
+HIGHER, LOWER, RIGHT, NO_DIGIT = ">", ",", "=", " "
+"""Guess: hints. tiny:digits knows these characters."""
 
 
 class Calculator:
@@ -42,15 +44,6 @@ class Calculator:
         return (self._share_of_call + self._share_of_answer) / 2
 
 
-def _share_right(text: str, gold: str) -> float:
-    """Return the share of matching characters, relative to the longer text."""
-    return sum(one == other for one, other in zip(text, gold, strict=False)) / max(len(text), len(gold))
-
-
-HIGHER, LOWER, RIGHT, NO_DIGIT = ">", ",", "=", " "
-"""Hints. tiny:digits knows these characters."""
-
-
 class Guess:
     """Environment with a secret digit. `secret` is a column of the row.
 
@@ -74,3 +67,8 @@ class Guess:
 
     def get_reward(self) -> float:
         return float(self.done)
+
+
+def _share_right(text: str, gold: str) -> float:
+    """Return the share of matching characters, relative to the longer text."""
+    return sum(one == other for one, other in zip(text, gold, strict=False)) / max(len(text), len(gold))

@@ -22,6 +22,17 @@ UNKNOWN_VERSION = -1
 
 A version that is trained again may have other weights under the same number.
 """
+EndState = Literal["finished", "length", "max_turns", "parse_error", "tool_timeout", "env_error", "deadline", "aborted"]
+"""End state of an episode.
+
+- finished: the environment was done, or the policy called no tool
+- length: too many tokens, in a turn or in the episode
+- parse_error: the policy called a tool in an unreadable way
+- deadline: the episode took too long as a whole
+- aborted: the server could not continue
+"""
+REWARDED: tuple[EndState, ...] = ("finished", "length", "max_turns", "parse_error")
+"""End states that are rewarded. The other states are no evidence about the policy."""
 
 
 class TokenSequence(Part, frozen=True):
@@ -81,19 +92,6 @@ class TokenSequence(Part, frozen=True):
         return [version for version, _ in self.versions if version is not None]
 
 
-EndState = Literal["finished", "length", "max_turns", "parse_error", "tool_timeout", "env_error", "deadline", "aborted"]
-"""End state of an episode.
-
-- finished: the environment was done, or the policy called no tool
-- length: too many tokens, in a turn or in the episode
-- parse_error: the policy called a tool in an unreadable way
-- deadline: the episode took too long as a whole
-- aborted: the server could not continue
-"""
-REWARDED: tuple[EndState, ...] = ("finished", "length", "max_turns", "parse_error")
-"""End states that are rewarded. The other states are no evidence about the policy."""
-
-
 class EpisodeStats(Part, frozen=True):
     """Statistics of an episode, apart from its tokens."""
 
@@ -142,6 +140,26 @@ class EpisodeGroup(Message, frozen=True, tag="PlayedGroup"):
 
 AnyGroup = Group | EpisodeGroup
 """A group as a server returned it, or as it was played."""
+
+
+def num_sampled(group: AnyGroup) -> int:
+    """Return the number of tokens that the policy sampled."""
+    if isinstance(group, EpisodeGroup):
+        return sum(branch.num_sampled for one in group.episodes for branch in one.branches)
+    return sum(len(completion.token_ids) for completion in group.completions)
+
+
+def episodes_of(group: AnyGroup) -> list[Episode]:
+    """Return the episodes of a group. A plain completion is an episode of one turn."""
+    if isinstance(group, EpisodeGroup):
+        return group.episodes
+    return [
+        Episode(
+            branches=[TokenSequence.of(completion)],
+            course=EpisodeStats(state="length" if completion.finish_reason == "length" else "finished", num_turns=1),
+        )
+        for completion in group.completions
+    ]
 
 
 class Recording:
@@ -206,23 +224,3 @@ class RecordedBranch:
             finish_reason=finish_reason,
             prompt_token_ids=self._prompt_token_ids if self._is_own_prompt else None,
         )
-
-
-def num_sampled(group: AnyGroup) -> int:
-    """Return the number of tokens that the policy sampled."""
-    if isinstance(group, EpisodeGroup):
-        return sum(branch.num_sampled for one in group.episodes for branch in one.branches)
-    return sum(len(completion.token_ids) for completion in group.completions)
-
-
-def episodes_of(group: AnyGroup) -> list[Episode]:
-    """Return the episodes of a group. A plain completion is an episode of one turn."""
-    if isinstance(group, EpisodeGroup):
-        return group.episodes
-    return [
-        Episode(
-            branches=[TokenSequence.of(completion)],
-            course=EpisodeStats(state="length" if completion.finish_reason == "length" else "finished", num_turns=1),
-        )
-        for completion in group.completions
-    ]

@@ -14,13 +14,7 @@ from typing import Any
 from learner.config import EnvironmentConfig
 from learner.environments.host import ANSWER, Answer, ClassError, Command, Describe, ToolSchemas, serve
 from learner.sandbox.pool import ProcessPool
-from learner.sandbox.process import (
-    STARTUP_REMEDY,
-    STARTUP_TIMEOUT_S,
-    PipeProcess,
-    ProcessFailure,
-    SandboxLimits,
-)
+from learner.sandbox.process import STARTUP_REMEDY, STARTUP_TIMEOUT_S, PipeProcess, ProcessFailure, SandboxLimits
 from learner.sandbox.start import fork, run_script
 from protocol.errors import ConfigError
 
@@ -69,33 +63,6 @@ class EnvironmentProcess(PipeProcess):
         return answer
 
 
-def limits_of(config: EnvironmentConfig) -> SandboxLimits:
-    """Return the limits of a process of an environment or an agent."""
-    return SandboxLimits(
-        section="learner.environment",
-        processes_key="max_concurrent",
-        timeout_s=config.timeout_s,
-        max_memory_mib=config.max_memory_mib,
-    )
-
-
-def tools_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
-    """Return the JSON schemas of the tools.
-
-    Raises:
-        ConfigError: If the tools cannot be loaded or described.
-    """
-    process = EnvironmentProcess(config, takes_text=False)
-    try:
-        answer = process.command(Describe())
-    finally:
-        process.kill()  # frees what describing has imported
-    if isinstance(answer, ProcessFailure):
-        raise ConfigError(f"{config.named}: {answer.message}")
-    assert isinstance(answer, ToolSchemas)
-    return answer.schemas
-
-
 class Lease:
     """A process, leased for one episode."""
 
@@ -141,3 +108,30 @@ class Environments:
         """Kill all processes, even in the middle of a call. Pending calls return."""
         self._pool.close()
         self._threads.shutdown(wait=False)
+
+
+def limits_of(config: EnvironmentConfig) -> SandboxLimits:
+    """Return the limits of a process of an environment or an agent."""
+    return SandboxLimits(
+        section="learner.environment",
+        processes_key="max_concurrent",
+        timeout_s=config.timeout_s,
+        max_memory_mib=config.max_memory_mib,
+    )
+
+
+def tools_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
+    """Return the JSON schemas of the tools.
+
+    Raises:
+        ConfigError: If the tools cannot be loaded or described.
+    """
+    process = EnvironmentProcess(config, takes_text=False)
+    try:
+        answer = process.command(Describe())
+    finally:
+        process.kill()  # frees what describing has imported
+    if isinstance(answer, ProcessFailure):
+        raise ConfigError(f"{config.named}: {answer.message}")
+    assert isinstance(answer, ToolSchemas)
+    return answer.schemas

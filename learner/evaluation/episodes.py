@@ -2,7 +2,7 @@
 
     prompt ─▶ environment or agent ─▶ turn ─▶ POST URL/completions ─▶ … ─▶ EpisodeGroup ─▶ PromptAnswers ─▶ rated
 
-Used between openai_client.py and the players of open_players.py.
+Used between openai_client.py and the players (gateway/players.py).
 Invariant: every episode counts with its end state. As in training, an episode that reveals nothing about the
 policy has no reward.
 """
@@ -37,6 +37,7 @@ from protocol.codec import pack, unpack
 from protocol.messages import Completion, Group
 
 T = TypeVar("T")
+
 AT_A_LIMIT = ("length", "max_turns")
 SILENT = "silent"
 """End state of an episode without tokens: no turn was requested, or none was answered."""

@@ -2,7 +2,7 @@
 
     agent_host.py FD agent|command SPEC    a request, a JSON line on socket FD ─▶ an episode ─▶ reward or error
 
-It imports only the standard library. `agent_process.py` is the other end.
+It imports only the standard library. `players.py` is the other end.
 Invariant: the process ends with the learner, even during an episode, and with it everything it has started.
 """
 
@@ -43,7 +43,7 @@ descendants, user_code = load_sandbox("descendants"), load_sandbox("user_code")
 
 
 def main(fd: str, kind: str, spec: str) -> None:
-    """Serve one episode after another. `agent_process.py` made this a group leader."""
+    """Serve one episode after another. `players.py` made this a group leader."""
     channel = socket.socket(fileno=int(fd))
     os.set_inheritable(channel.fileno(), False)  # otherwise the agent's own processes would hold it open
     sys.path[0] = os.getcwd()  # not the folder of this file

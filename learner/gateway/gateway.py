@@ -152,7 +152,7 @@ class Gateway:
         """Return the tokens of a prompt, and its text if it is one.
 
         Raises:
-            Refused: If the prompt is neither one text nor one list of tokens.
+            RefusedRequest: If the prompt is neither one text nor one list of tokens.
         """
         prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):

@@ -16,6 +16,7 @@ from typing import Any
 from learner.environments.host import Call
 from learner.prompts.chat_template import Message, storable
 
+REASONING = "reasoning_content"
 NO_RETRY = {"x-should-retry": "false"}
 """Header that OpenAI's clients respect."""
 
@@ -49,9 +50,6 @@ def episode_over(state: str) -> RefusedRequest:
         code="episode_over",
         status=410,
     )
-
-
-REASONING = "reasoning_content"
 
 
 def read_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
@@ -107,9 +105,8 @@ def _essence(message: Message) -> Message:
 def _read(message: dict[str, Any], where: str) -> Message:
     if not isinstance(message.get("role"), str):
         raise RefusedRequest(f"{where} has no role; expected one such as 'user'", parameter="messages")
-    role = (
-        "system" if message["role"] == "developer" else message["role"]
-    )  # OpenAI's newer role, which few templates know
+    # developer: OpenAI's newer name of the role, which few templates know
+    role = "system" if message["role"] == "developer" else message["role"]
     read: Message = {"role": role, "content": _text(message.get("content"), where)}
     for key in ("name", "tool_call_id", REASONING):
         if message.get(key):

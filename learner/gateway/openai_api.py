@@ -22,6 +22,36 @@ from learner.gateway.session import SessionTurn
 from learner.prompts.chat_template import ChatTemplate, Message
 from protocol.messages import MAX_STOP_LENGTH, MAX_STOPS
 
+Reply = dict[str, Any]
+OF_RUN = ("temperature", "top_p", "top_k")
+"""Keys that learner.sampling sets."""
+FIXED: dict[str, Any] = {
+    "n": 1, "best_of": 1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
+    "logit_bias": {},
+    "echo": False, "suffix": "", "top_logprobs": 0, "min_tokens": 0, "ignore_eos": False, "use_beam_search": False,
+    "length_penalty": 1,
+    "stop_token_ids": [], "bad_words": [], "allowed_token_ids": [], "logits_processors": [],
+    "repetition_detection": None,
+    "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None,
+    "guided_grammar": None,
+}  # fmt: skip
+"""Keys with the only value that the run accepts."""
+OMIT = "omit it, or set learner.environment.override_sampling = true to ignore it"
+OVERRIDDEN = {*OF_RUN, *FIXED, "seed", "response_format"}
+"""Keys that learner.environment.override_sampling drops."""
+OTHERWISE: dict[str, tuple[Any, str]] = {
+    "functions": ([], "use tools instead"),
+    "function_call": ("auto", "omit it; tool_choice = 'none' leaves the tools out of the prompt"),
+    "reasoning_effort": (None, "set the template's own argument in learner.data.chat_template_kwargs"),
+    "chat_template": (None, "omit it: episodes use the tokenizer's chat template"),
+    "documents": ([], "put them into the messages"),
+    "continue_final_message": (False, "end the messages with a user or tool message"),
+    "add_generation_prompt": (True, "omit it: the policy always answers"),
+    "truncate_prompt_tokens": (None, "send fewer messages"),
+}
+"""Keys of OpenAI and vLLM that change the prompt: the value without effect, and the remedy."""
+END_OF_STREAM = b"data: [DONE]\n\n"
+
 
 class Body(msgspec.Struct, kw_only=True):
     """Fields of both kinds of requests."""
@@ -56,33 +86,6 @@ class TextBody(Body, kw_only=True):
 
 
 AnyBody = TypeVar("AnyBody", ChatBody, TextBody)
-OF_RUN = ("temperature", "top_p", "top_k")
-"""Keys that learner.sampling sets."""
-FIXED: dict[str, Any] = {
-    "n": 1, "best_of": 1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
-    "logit_bias": {},
-    "echo": False, "suffix": "", "top_logprobs": 0, "min_tokens": 0, "ignore_eos": False, "use_beam_search": False,
-    "length_penalty": 1,
-    "stop_token_ids": [], "bad_words": [], "allowed_token_ids": [], "logits_processors": [],
-    "repetition_detection": None,
-    "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None,
-    "guided_grammar": None,
-}  # fmt: skip
-"""Keys with the only value that the run accepts."""
-OMIT = "omit it, or set learner.environment.override_sampling = true to ignore it"
-OVERRIDDEN = {*OF_RUN, *FIXED, "seed", "response_format"}
-"""Keys that learner.environment.override_sampling drops."""
-OTHERWISE: dict[str, tuple[Any, str]] = {
-    "functions": ([], "use tools instead"),
-    "function_call": ("auto", "omit it; tool_choice = 'none' leaves the tools out of the prompt"),
-    "reasoning_effort": (None, "set the template's own argument in learner.data.chat_template_kwargs"),
-    "chat_template": (None, "omit it: episodes use the tokenizer's chat template"),
-    "documents": ([], "put them into the messages"),
-    "continue_final_message": (False, "end the messages with a user or tool message"),
-    "add_generation_prompt": (True, "omit it: the policy always answers"),
-    "truncate_prompt_tokens": (None, "send fewer messages"),
-}
-"""Keys of OpenAI and vLLM that change the prompt: the value without effect, and the remedy."""
 
 
 def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig, *, overrides: bool = False) -> AnyBody:
@@ -91,7 +94,7 @@ def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig, *, 
     `overrides`: the run's sampling replaces the agent's.
 
     Raises:
-        Refused: If the body is malformed or requests what the run does not support.
+        RefusedRequest: If the body is malformed or requests what the run does not support.
     """
     try:
         raw = msgspec.json.decode(content, type=dict[str, Any])
@@ -114,7 +117,7 @@ def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig, *, 
 
 
 def max_tokens_of(body: Body, sampling: SamplingConfig) -> int:
-    """Return the token limit of one turn. Raises Refused if the agent's is below 1."""
+    """Return the token limit of one turn. Raises RefusedRequest if the agent's is below 1."""
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if wanted is not None and wanted < 1:
         raise RefusedRequest(f"max_tokens = {wanted} must be at least 1", parameter="max_tokens")
@@ -125,7 +128,7 @@ def stops_of(body: Body, sampling: SamplingConfig) -> tuple[str, ...]:
     """Return the stop texts of the turn that the run does not have.
 
     Raises:
-        Refused: If there are too many, or if one is empty or too long.
+        RefusedRequest: If there are too many, or if one is empty or too long.
     """
     wanted = [body.stop] if isinstance(body.stop, str) else body.stop or []
     more = tuple(dict.fromkeys(text for text in wanted if text not in sampling.stop))
@@ -191,10 +194,6 @@ def _refuse_forced_forms(body: ChatBody) -> None:
             f"not forced into one; {OMIT}",
             parameter="response_format",
         )
-
-
-Reply = dict[str, Any]
-END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 def chat_reply(turn: SessionTurn, message: Message, body: Body, model: str, template: ChatTemplate) -> Reply:

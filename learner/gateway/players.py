@@ -1,9 +1,10 @@
-"""Players of the episodes of a run or an evaluation: environments, or agents, each in a process with its own session.
+"""Players of the episodes of a run or an evaluation: environments, or agents in processes.
 
     prompt ─▶ (a session opens ─▶ the agent runs and asks the gateway ─▶ its reward or error)* ─▶ EpisodeGroup
 
-This sits between the rollouts and the gateway, as environments/player.py does for environments. `agent_host.py`
-runs in the process of an agent, which shares only a socket with the learner. It can use any interpreter.
+`AgentPlayer` sits between the rollouts and the gateway, as environments/player.py does for environments.
+`agent_host.py` runs in the process of an agent, which shares only a socket with the learner and can use any
+interpreter.
 Invariant: every episode ends in a state of environments/episode.py and closes its session, at the latest
 after learner.environment.episode_deadline_s.
 """
@@ -34,8 +35,95 @@ from learner.sandbox.start import ScriptChild
 from learner.servers.loop_thread import LoopThread
 from protocol.errors import ConfigError
 
-HOST = Path(__file__).with_name("agent_host.py")
+log = logging.getLogger(__name__)
+
+AGENT_HOST = Path(__file__).with_name("agent_host.py")
 MAX_ANSWER_BYTES = 16 << 20
+CLOSE_TIMEOUT_S = 10.0
+
+
+class AgentPlayer:
+    """Player of one run's agents, used in its event loop."""
+
+    def __init__(self, config: LearnerConfig, template: ChatTemplate, model: str) -> None:
+        self._config = config
+        self._agents = start_agent_pool(config.environment)
+        self._gateway = Gateway(config, template, model)
+
+    def start(self, loop: LoopThread, cleanup: ExitStack) -> None:
+        """Start the gateway and check that an agent can start.
+
+        Raises:
+            ConfigError: If either fails.
+        """
+        cleanup.callback(lambda: loop.call(self._close(), CLOSE_TIMEOUT_S))
+        loop.call(self._gateway.start(), CLOSE_TIMEOUT_S)
+        loop.call(check_agent(self._config.environment, self._agents), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
+        log.info("gateway listening for agents at %s", self._gateway.base_url)
+
+    async def play(
+        self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
+    ) -> EpisodeGroup:
+        """Play the group of a prompt. Episodes without a turn of the policy are left out."""
+        numbers = range(num_episodes)
+        played = await asyncio.gather(*(self._episode(prompt, number, ask, max_tokens) for number in numbers))
+        entered = [session.entered_version for session in played if session.entered_version is not None]
+        episodes = [session.episode for session in played]
+        for episode in episodes:
+            if episode.course.state not in REWARDED:
+                log.warning("an episode of group %s ended as %s", group_id, episode.course.state)
+        return EpisodeGroup(
+            group_id=group_id,
+            entered_version=min(entered, default=0),
+            episodes=[episode for episode in episodes if episode.branches],
+        )
+
+    async def _episode(self, prompt: Prompt, number: int, ask: Ask, max_tokens: int) -> Session:
+        async with self._agents.lease() as agent:
+            session = Session(self._config, prompt, number, ask, max_tokens)
+            with self._gateway.opened(session) as key:
+                request = EpisodeRequest({"prompt": prompt.prompt, **prompt.columns}, self._gateway.base_url, key)
+                outcome = await agent.play(request, self._config.environment.episode_deadline_s)
+                if self._agents.is_closed:
+                    raise asyncio.CancelledError  # the run is ending, and the episode with it
+                reward = _reward_of(outcome, session)
+                if isinstance(reward, ProcessFailure):
+                    log.warning("the agent of prompt %d %s", prompt.prompt_id, reward.message)
+                session.end(reward)
+        return session
+
+    async def _close(self) -> None:
+        self._agents.close()
+        await self._gateway.close()
+
+
+def open_player(run: LearnerRun, prompts: Prompts, cleanup: ExitStack, *, asks_attributes: bool) -> Player | None:
+    """Return the environments' player, or None if no environment plays the episodes.
+
+    With `asks_attributes`, it also fetches the environments' final attributes, for the reward functions.
+
+    Raises:
+        ConfigError: The environment cannot be used.
+    """
+    config = run.learner
+    if not config.environment.is_used or config.environment.has_agent:
+        return None
+    environments = Environments(config.environment, takes_text=not prompts.are_conversations)
+    cleanup.callback(environments.close)
+    return Player(config, prompts.template, environments, asks_attributes=asks_attributes)
+
+
+def open_agents(run: LearnerRun, prompts: Prompts, loop: LoopThread, cleanup: ExitStack) -> AgentPlayer | None:
+    """Return the agents' player, or None if no agent plays the episodes.
+
+    Raises:
+        ConfigError: The agent cannot be used.
+    """
+    if not run.learner.environment.has_agent:
+        return None
+    player = AgentPlayer(run.learner, prompts.template, run.model)
+    player.start(loop, cleanup)
+    return player
 
 
 class AgentReward(msgspec.Struct, frozen=True):
@@ -52,7 +140,7 @@ class AgentAnswer(msgspec.Struct, frozen=True):
 
 
 class EpisodeRequest(msgspec.Struct, frozen=True):
-    """EpisodeRequest to play an episode."""
+    """Request to play an episode."""
 
     row: dict[str, Any]
     base_url: str
@@ -76,7 +164,9 @@ class AgentProcess(SandboxProcess):
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
-                child = ScriptChild(python, HOST, [theirs.fileno()], [kind, spec], without_proxy(config.gateway_host))
+                child = ScriptChild(
+                    python, AGENT_HOST, [theirs.fileno()], [kind, spec], without_proxy(config.gateway_host)
+                )
             except ConfigError:
                 self._socket.close()
                 raise
@@ -159,71 +249,6 @@ def without_proxy(host: str) -> dict[str, str]:
     return {**os.environ, "NO_PROXY": exempt, "no_proxy": exempt}
 
 
-def _plain(value: Any) -> Any:
-    """Convert a column's value that JSON cannot represent."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-log = logging.getLogger(__name__)
-
-CLOSE_TIMEOUT_S = 10.0
-
-
-class AgentPlayer:
-    """Player of one run's agents, used in its event loop."""
-
-    def __init__(self, config: LearnerConfig, template: ChatTemplate, model: str) -> None:
-        self._config = config
-        self._agents = start_agent_pool(config.environment)
-        self._gateway = Gateway(config, template, model)
-
-    def start(self, loop: LoopThread, cleanup: ExitStack) -> None:
-        """Start the gateway and check that an agent can start.
-
-        Raises:
-            ConfigError: If either fails.
-        """
-        cleanup.callback(lambda: loop.call(self._close(), CLOSE_TIMEOUT_S))
-        loop.call(self._gateway.start(), CLOSE_TIMEOUT_S)
-        loop.call(check_agent(self._config.environment, self._agents), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
-        log.info("gateway listening for agents at %s", self._gateway.base_url)
-
-    async def play(
-        self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
-    ) -> EpisodeGroup:
-        """Play the group of a prompt. Episodes without a turn of the policy are left out."""
-        numbers = range(num_episodes)
-        played = await asyncio.gather(*(self._episode(prompt, number, ask, max_tokens) for number in numbers))
-        entered = [session.entered_version for session in played if session.entered_version is not None]
-        episodes = [session.episode for session in played]
-        for episode in episodes:
-            if episode.course.state not in REWARDED:
-                log.warning("an episode of group %s ended as %s", group_id, episode.course.state)
-        return EpisodeGroup(
-            group_id=group_id,
-            entered_version=min(entered, default=0),
-            episodes=[episode for episode in episodes if episode.branches],
-        )
-
-    async def _episode(self, prompt: Prompt, number: int, ask: Ask, max_tokens: int) -> Session:
-        async with self._agents.lease() as agent:
-            session = Session(self._config, prompt, number, ask, max_tokens)
-            with self._gateway.opened(session) as key:
-                request = EpisodeRequest({"prompt": prompt.prompt, **prompt.columns}, self._gateway.base_url, key)
-                outcome = await agent.play(request, self._config.environment.episode_deadline_s)
-                if self._agents.is_closed:
-                    raise asyncio.CancelledError  # the run is ending, and the episode with it
-                reward = _reward_of(outcome, session)
-                if isinstance(reward, ProcessFailure):
-                    log.warning("the agent of prompt %d %s", prompt.prompt_id, reward.message)
-                session.end(reward)
-        return session
-
-    async def _close(self) -> None:
-        self._agents.close()
-        await self._gateway.close()
-
-
 def _reward_of(outcome: AgentReward | ProcessFailure, session: Session) -> float | ProcessFailure | None:
     """Return the reward of the episode, or a ProcessFailure for an unknown id.
 
@@ -242,30 +267,6 @@ def _reward_of(outcome: AgentReward | ProcessFailure, session: Session) -> float
     return sum(by_id.values()) / len(by_id) if by_id else None
 
 
-def open_player(run: LearnerRun, prompts: Prompts, cleanup: ExitStack, *, asks_attributes: bool) -> Player | None:
-    """Return the environments' player, or None if no environment plays the episodes.
-
-    With `asks_attributes`, it also fetches the environments' final attributes, for the reward functions.
-
-    Raises:
-        ConfigError: The environment cannot be used.
-    """
-    config = run.learner
-    if not config.environment.is_used or config.environment.has_agent:
-        return None
-    environments = Environments(config.environment, takes_text=not prompts.are_conversations)
-    cleanup.callback(environments.close)
-    return Player(config, prompts.template, environments, asks_attributes=asks_attributes)
-
-
-def open_agents(run: LearnerRun, prompts: Prompts, loop: LoopThread, cleanup: ExitStack) -> AgentPlayer | None:
-    """Return the agents' player, or None if no agent plays the episodes.
-
-    Raises:
-        ConfigError: The agent cannot be used.
-    """
-    if not run.learner.environment.has_agent:
-        return None
-    player = AgentPlayer(run.learner, prompts.template, run.model)
-    player.start(loop, cleanup)
-    return player
+def _plain(value: Any) -> Any:
+    """Convert a column's value that JSON cannot represent."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

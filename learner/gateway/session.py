@@ -1,6 +1,6 @@
 """An agent's episode: send its requests to the servers and record the turns.
 
-    a request's tokens ─▶ turn ─▶ (servers) ─▶ record: extend a branch or start one    agent_player.py ends it
+    a request's tokens ─▶ turn ─▶ (servers) ─▶ record: extend a branch or start one    players.py ends it
 
 This sits between the gateway and the rollouts.
 Invariant: every policy token that the agent received is in exactly one branch, with the engine's logprob and
@@ -98,7 +98,7 @@ class Session:
         Canceling this call cancels the request at the servers.
 
         Raises:
-            Refused: If the episode ends first.
+            RefusedRequest: If the episode ends first.
         """
         task = asyncio.ensure_future(self._ask(prompt))
         self._under_way.add(task)
@@ -175,7 +175,7 @@ class Session:
         """Return the number of tokens that a turn may have.
 
         Raises:
-            Refused: If the episode cannot have another turn.
+            RefusedRequest: If the episode cannot have another turn.
         """
         if self.state is not None:
             raise episode_over(self.state)

@@ -47,12 +47,51 @@ from learner.storage.files import replace_file
 from protocol.config_keys import flatten
 from protocol.former_keys import renamed
 
+COMPARED = ("Reward per step", "Reward over time", "Entropy", "Completion length", "Clipped tokens", "Throughput")
+"""Charts of a comparison: of one metric each, the first of its plan. The evaluations follow the rewards."""
+EVALUATIONS_PLACE = 2
+COMPARED_ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
+    ("steps", lambda s: f"{s.steps:,}"),
+    ("time", lambda s: duration(s.seconds)),
+    ("reward, first tenth", lambda s: number(s.reward_first, ".3f")),
+    ("reward, last tenth", lambda s: number(s.reward_last, ".3f")),
+    ("exact match", lambda s: number(s.exact_last, ".3f")),
+    ("evaluation", lambda s: "–" if s.evaluation is None else f"{s.evaluation}, step {s.evaluation_step}"),
+    ("completion tokens/s", lambda s: number(s.completion_tokens_per_s, ",.0f")),
+    ("staleness", lambda s: number(s.staleness_mean)),
+    ("mismatch", lambda s: number(s.mismatch_mean_abs_logprob, ".1e")),
+    ("waits for", lambda s: f"{s.waited_for[0]}, {s.waited_for[1]:.0%}" if s.waited_for else "–"),
+    ("groups lost", lambda s: f"{s.groups_lost:,}"),
+)
+ALWAYS_DIFFERENT = {"run_dir"}
+"""Keys that differ between any two runs."""
+
 
 class Tile(msgspec.Struct, frozen=True):
     label: str
     value: str
     note: str
     good: bool | None = None
+
+
+class ComparedRun(msgspec.Struct, frozen=True):
+    """A run in the comparison."""
+
+    name: str
+    path: str
+    summary: Summary
+    config: dict[str, Any]
+    """Values by full key, without the keys that are not set."""
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The compared runs, and the config keys in which they differ.
+
+    Example of `differences`: {"learner.max_staleness": [0, None]}, where None is the default.
+    """
+
+    runs: list[ComparedRun]
+    differences: dict[str, list[Any]]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -132,46 +171,6 @@ def clock(seconds: float, spec: str = "%-d %b, %H:%M:%S") -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime(spec)
 
 
-TITLES = ("Reward per step", "Reward over time", "Entropy", "Completion length", "Clipped tokens", "Throughput")
-"""Charts of one metric, the first of each plan. The evaluations follow the rewards."""
-EVALUATIONS_PLACE = 2
-ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
-    ("steps", lambda s: f"{s.steps:,}"),
-    ("time", lambda s: duration(s.seconds)),
-    ("reward, first tenth", lambda s: number(s.reward_first, ".3f")),
-    ("reward, last tenth", lambda s: number(s.reward_last, ".3f")),
-    ("exact match", lambda s: number(s.exact_last, ".3f")),
-    ("evaluation", lambda s: "–" if s.evaluation is None else f"{s.evaluation}, step {s.evaluation_step}"),
-    ("completion tokens/s", lambda s: number(s.completion_tokens_per_s, ",.0f")),
-    ("staleness", lambda s: number(s.staleness_mean)),
-    ("mismatch", lambda s: number(s.mismatch_mean_abs_logprob, ".1e")),
-    ("waits for", lambda s: f"{s.waited_for[0]}, {s.waited_for[1]:.0%}" if s.waited_for else "–"),
-    ("groups lost", lambda s: f"{s.groups_lost:,}"),
-)
-IN_ANY_CASE = {"run_dir"}
-"""Keys that differ between any two runs."""
-
-
-class ComparedRun(msgspec.Struct, frozen=True):
-    """A run in the comparison."""
-
-    name: str
-    path: str
-    summary: Summary
-    config: dict[str, Any]
-    """Values by full key, without the keys that are not set."""
-
-
-class Comparison(msgspec.Struct, frozen=True):
-    """The compared runs, and the config keys in which they differ.
-
-    Example of `differences`: {"learner.max_staleness": [0, None]}, where None is the default.
-    """
-
-    runs: list[ComparedRun]
-    differences: dict[str, list[Any]]
-
-
 def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, float]]]]:
     """Return the comparison and the metrics of each run. Raises RunDirectoryError."""
     if len(run_dirs) > len(COLORS):
@@ -181,9 +180,9 @@ def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, f
     metrics = [read_metrics(path) for path in run_dirs]
     runs = [
         ComparedRun(name, str(path), summary_of(lines, read_ledger(path), read_evaluations(path)), _config_of(path))
-        for name, path, lines in zip(_names(run_dirs), run_dirs, metrics, strict=True)
+        for name, path, lines in zip(_run_names(run_dirs), run_dirs, metrics, strict=True)
     ]
-    keys = sorted({key for run in runs for key in run.config} - IN_ANY_CASE)
+    keys = sorted({key for run in runs for key in run.config} - ALWAYS_DIFFERENT)
     values = {key: [run.config.get(key) for run in runs] for key in keys}
     differences = {key: shown for key, shown in values.items() if any(one != shown[0] for one in shown)}
     return Comparison(runs, differences), metrics
@@ -191,12 +190,12 @@ def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, f
 
 def write_comparison(comparison: Comparison, metrics: Sequence[Metrics]) -> Path:
     """Write comparison.html next to the first run's directory and return its path."""
-    charts = [_chart(comparison, metrics, plan) for plan in _plans(metrics)]
+    charts = [_comparison_chart(comparison, metrics, plan) for plan in _comparison_plans(metrics)]
     page = render_page(
         "comparison.html.jinja",
         [chart for chart in charts if isinstance(chart, Chart)],
         names=[run.name for run in comparison.runs],
-        rows=[(label, [describe(run.summary) for run in comparison.runs]) for label, describe in ROWS],
+        rows=[(label, [describe(run.summary) for run in comparison.runs]) for label, describe in COMPARED_ROWS],
         differences=[(key, list(map(_format_value, values))) for key, values in comparison.differences.items()],
     )
     path = Path(comparison.runs[0].path).resolve().parent / "comparison.html"
@@ -204,10 +203,10 @@ def write_comparison(comparison: Comparison, metrics: Sequence[Metrics]) -> Path
     return path
 
 
-def as_text(comparison: Comparison) -> str:
+def comparison_text(comparison: Comparison) -> str:
     """Format a table of the results and the keys that differ."""
     rows = [("", *(run.name for run in comparison.runs))]
-    rows += [(label, *(describe(run.summary) for run in comparison.runs)) for label, describe in ROWS]
+    rows += [(label, *(describe(run.summary) for run in comparison.runs)) for label, describe in COMPARED_ROWS]
     if comparison.differences:
         rows += [("",) * len(rows[0])]
         rows += [(key, *map(_format_value, values)) for key, values in comparison.differences.items()]
@@ -217,7 +216,7 @@ def as_text(comparison: Comparison) -> str:
     )
 
 
-def _plans(metrics: Sequence[Metrics]) -> list[ChartPlan]:
+def _comparison_plans(metrics: Sequence[Metrics]) -> list[ChartPlan]:
     """Return the charts, with one more for each evaluation set if there are several."""
     caption = "Reward on the prompts of learner.evaluation."
     of_sets = rewards_of_sets(line for lines in metrics for line in lines)
@@ -225,11 +224,11 @@ def _plans(metrics: Sequence[Metrics]) -> list[ChartPlan]:
     evaluations = [
         ChartPlan(title, caption, [Curve(metric, "reward", "blue", "points")]) for title, metric in titles.items()
     ]
-    plans = [PLANS[title] for title in TITLES]
+    plans = [PLANS[title] for title in COMPARED]
     return plans[:EVALUATIONS_PLACE] + evaluations + plans[EVALUATIONS_PLACE:]
 
 
-def _chart(comparison: Comparison, metrics: Sequence[Metrics], plan: ChartPlan) -> Chart | Absent:
+def _comparison_chart(comparison: Comparison, metrics: Sequence[Metrics], plan: ChartPlan) -> Chart | Absent:
     first = plan.curves[0]
     curves = [
         Curve(first.metric, run.name, color, first.kind) for run, color in zip(comparison.runs, COLORS, strict=False)
@@ -237,7 +236,7 @@ def _chart(comparison: Comparison, metrics: Sequence[Metrics], plan: ChartPlan) 
     return chart_of(plan, list(zip(curves, metrics, strict=True)))
 
 
-def _names(run_dirs: Sequence[Path]) -> list[str]:
+def _run_names(run_dirs: Sequence[Path]) -> list[str]:
     """Return the last part of each path, or whole paths if these are not unique."""
     names = [path.resolve().name for path in run_dirs]
     return names if len(set(names)) == len(names) else [str(path) for path in run_dirs]

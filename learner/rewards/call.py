@@ -1,6 +1,6 @@
 """Call one reward function with TRL's arguments, check its result, and detect that its service is unreachable.
 
-    an exception of a function ─▶ is_unreachable ─▶ UnreachableService ─▶ workers.py: Patience ─▶ a retry
+    an exception of a function ─▶ is_unreachable ─▶ UnreachableService ─▶ RetrySchedule ─▶ a retry
 
 Calls run in the processes of `process.py`.
 Invariants: a call yields one finite number or None per completion, or a text that describes the error. A service
@@ -27,84 +27,20 @@ from protocol.console import counted
 
 log = logging.getLogger(__name__)
 
-NAMES = {
+UNREACHABLE_ERRORS = {
     "APIConnectionError", "ClientConnectionError", "ConnectError", "ConnectTimeout", "ConnectionError",
     "NewConnectionError", "ReadError",
     "RemoteProtocolError",
 }  # fmt: skip
 """Exceptions of openai, aiohttp, httpx, requests and urllib3. None of them is imported here."""
-STATUSES = {429, 502, 503, 504}
+UNREACHABLE_STATUSES = {429, 502, 503, 504}
 """HTTP statuses: too many requests, and a service that is missing behind its proxy."""
-FIRST_S, LONGEST_S = 1.0, 30.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 """Seconds before a retry: the first delay, which doubles each time, and the longest."""
 MAX_CAUSES = 8
-
-
-class UnreachableService(msgspec.Struct, frozen=True, tag=True):
-    """Error of a function whose service could not be reached."""
-
-    problem: str
-
-
-def is_unreachable(error: BaseException) -> bool:
-    """Return whether an exception or one of its causes means an unreachable service."""
-    for _ in range(MAX_CAUSES):
-        if isinstance(error, ConnectionError | socket.gaierror) or _status(error) in STATUSES:
-            return True
-        if NAMES & {kind.__name__ for kind in type(error).__mro__}:
-            return True
-        cause = error.__cause__ or getattr(error, "reason", None)  # urllib keeps the cause there
-        if not isinstance(cause, BaseException):
-            return False
-        error = cause
-    return False
-
-
-def _status(error: BaseException) -> object:
-    """Return the HTTP status of an exception.
-
-    openai and requests call it status_code, aiohttp status, urllib code.
-    """
-    where = (error, getattr(error, "response", None))
-    found = (getattr(one, key, None) for one in where for key in ("status_code", "status", "code"))
-    return next((status for status in found if isinstance(status, int)), None)
-
-
-class RetrySchedule:
-    """Retry schedule of all functions of a run. Thread-safe."""
-
-    def __init__(self, unreachable_s: float) -> None:
-        self._unreachable_s = unreachable_s
-        self._lock = threading.Lock()
-        self._waited_for: set[str] = set()
-
-    def again_in_s(self, name: str, unreached_since: float, num_calls: int, problem: str) -> float | None:
-        """Return the seconds until a retry, or None if the function has failed.
-
-        `num_calls`: calls so far that did not reach its service.
-        """
-        left_s = unreached_since + self._unreachable_s - time.monotonic()
-        if left_s <= 0:
-            return None
-        with self._lock:
-            is_new = name not in self._waited_for
-            self._waited_for.add(name)
-        if is_new:
-            log.warning(
-                "reward function %s cannot reach its service: it %s; retrying for up to %g s while the run waits "
-                "(learner.reward.unreachable_s)", name, problem, self._unreachable_s,
-            )  # fmt: skip
-        return min(FIRST_S * 2 ** (num_calls - 1), LONGEST_S, left_s)
-
-    def record_reached(self, name: str) -> None:
-        with self._lock:
-            was_waited_for = name in self._waited_for
-            self._waited_for.discard(name)
-        if was_waited_for:
-            log.info("reward function %s reaches its service again", name)
-
-
 Extra = str | float | int | bool | None
+CompletionContent = str | list[dict[str, Any]]
+"""Everything after a prompt: a text, or the messages of a policy and its tools."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,10 +50,6 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of optimizer steps whose weights are published."""
     max_steps: int = 0
     epoch: float | None = None
-
-
-CompletionContent = str | list[dict[str, Any]]
-"""Everything after a prompt: a text, or the messages of a policy and its tools."""
 
 
 class RewardCall(msgspec.Struct, frozen=True):
@@ -171,6 +103,39 @@ class RewardAnswer(msgspec.Struct, frozen=True, tag=True):
     extra: dict[str, list[Extra]] = {}
 
 
+class UnreachableService(msgspec.Struct, frozen=True, tag=True):
+    """Error of a function whose service could not be reached."""
+
+    problem: str
+
+
+def call_function(
+    call: RewardCall, reserved: frozenset[str], wait: Callable[[Awaitable[Any]], Any]
+) -> RewardAnswer | UnreachableService | str:
+    """Return the rewards, or a description of the error.
+
+    `wait` returns the result of a coroutine, if the function returns one.
+    """
+    logged = Log(len(call.completions), reserved)
+    try:
+        returned = load_function(call.function)(**_arguments(call, logged))
+        if inspect.isawaitable(returned):
+            returned = wait(returned)
+    except (Exception, SystemExit) as error:
+        return _raised(error, call)
+    return _checked(returned, logged, len(call.completions))
+
+
+async def await_function(call: RewardCall, reserved: frozenset[str]) -> RewardAnswer | UnreachableService | str:
+    """Await an asynchronous function, alongside others in one event loop."""
+    logged = Log(len(call.completions), reserved)
+    try:
+        returned = await load_function(call.function)(**_arguments(call, logged))
+    except (Exception, SystemExit) as error:
+        return _raised(error, call)
+    return _checked(returned, logged, len(call.completions))
+
+
 class Log:
     """Values that a function logs with `log_metric` and `log_extra`, as in TRL."""
 
@@ -193,37 +158,68 @@ class Log:
         self.extra[str(column)] = items
 
 
-def call_function(
-    call: RewardCall, reserved: frozenset[str], wait: Callable[[Awaitable[Any]], Any]
-) -> RewardAnswer | UnreachableService | str:
-    """Return the rewards, or a description of the error.
+class RetrySchedule:
+    """Retry schedule of all functions of a run. Thread-safe."""
 
-    `wait` returns the result of a coroutine, if the function returns one.
+    def __init__(self, unreachable_s: float) -> None:
+        self._unreachable_s = unreachable_s
+        self._lock = threading.Lock()
+        self._waited_for: set[str] = set()
+
+    def again_in_s(self, name: str, unreached_since: float, num_calls: int, problem: str) -> float | None:
+        """Return the seconds until a retry, or None if the function has failed.
+
+        `num_calls`: calls so far that did not reach its service.
+        """
+        left_s = unreached_since + self._unreachable_s - time.monotonic()
+        if left_s <= 0:
+            return None
+        with self._lock:
+            is_new = name not in self._waited_for
+            self._waited_for.add(name)
+        if is_new:
+            log.warning(
+                "reward function %s cannot reach its service: it %s; retrying for up to %g s while the run waits "
+                "(learner.reward.unreachable_s)", name, problem, self._unreachable_s,
+            )  # fmt: skip
+        return min(FIRST_RETRY_S * 2 ** (num_calls - 1), LONGEST_RETRY_S, left_s)
+
+    def record_reached(self, name: str) -> None:
+        with self._lock:
+            was_waited_for = name in self._waited_for
+            self._waited_for.discard(name)
+        if was_waited_for:
+            log.info("reward function %s reaches its service again", name)
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether an exception or one of its causes means an unreachable service."""
+    for _ in range(MAX_CAUSES):
+        if isinstance(error, ConnectionError | socket.gaierror) or _status(error) in UNREACHABLE_STATUSES:
+            return True
+        if UNREACHABLE_ERRORS & {kind.__name__ for kind in type(error).__mro__}:
+            return True
+        cause = error.__cause__ or getattr(error, "reason", None)  # urllib keeps the cause there
+        if not isinstance(cause, BaseException):
+            return False
+        error = cause
+    return False
+
+
+def _status(error: BaseException) -> object:
+    """Return the HTTP status of an exception.
+
+    openai and requests call it status_code, aiohttp status, urllib code.
     """
-    log = Log(len(call.completions), reserved)
-    try:
-        returned = load_function(call.function)(**_arguments(call, log))
-        if inspect.isawaitable(returned):
-            returned = wait(returned)
-    except (Exception, SystemExit) as error:
-        return _raised(error, call)
-    return _checked(returned, log, len(call.completions))
+    where = (error, getattr(error, "response", None))
+    found = (getattr(one, key, None) for one in where for key in ("status_code", "status", "code"))
+    return next((status for status in found if isinstance(status, int)), None)
 
 
-async def await_function(call: RewardCall, reserved: frozenset[str]) -> RewardAnswer | UnreachableService | str:
-    """Await an asynchronous function, alongside others in one event loop."""
-    log = Log(len(call.completions), reserved)
-    try:
-        returned = await load_function(call.function)(**_arguments(call, log))
-    except (Exception, SystemExit) as error:
-        return _raised(error, call)
-    return _checked(returned, log, len(call.completions))
-
-
-def _arguments(call: RewardCall, log: Log) -> dict[str, Any]:
+def _arguments(call: RewardCall, logged: Log) -> dict[str, Any]:
     num_completions, completions = len(call.completions), call.completions
     is_conversation = not isinstance(call.prompt, str)
-    given: dict[str, Any] = {"trainer_state": call.state, "log_extra": log.columns, "log_metric": log.metric}
+    given: dict[str, Any] = {"trainer_state": call.state, "log_extra": logged.columns, "log_metric": logged.metric}
     if names(call.function, "opens_reasoning"):
         given["opens_reasoning"] = call.opens_reasoning
     if call.function in BUILT_IN:
@@ -260,7 +256,7 @@ def _raised(error: BaseException, call: RewardCall) -> UnreachableService | str:
     return UnreachableService(problem) if is_unreachable(error) else problem
 
 
-def _checked(returned: Any, log: Log, num_completions: int) -> RewardAnswer | str:
+def _checked(returned: Any, logged: Log, num_completions: int) -> RewardAnswer | str:
     expected = f"expected a list of {num_completions} finite numbers or None"
     if isinstance(returned, (str, bytes, dict)):
         return f"returned {shorten(returned)}, {expected}"
@@ -271,7 +267,7 @@ def _checked(returned: Any, log: Log, num_completions: int) -> RewardAnswer | st
         return f"returned {shorten(returned)} ({error}), {expected}"
     if len(rewards) != num_completions:
         return f"returned {counted(len(rewards), 'reward')}, {shorten(items)}, {expected}"
-    return RewardAnswer(rewards, log.metrics, log.extra)
+    return RewardAnswer(rewards, logged.metrics, logged.extra)
 
 
 def _number(item: Any) -> float:

@@ -24,43 +24,56 @@ from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers
 from protocol.console import counted
 from protocol.errors import RewardError
 
-
-def overlong_rewards(
-    branches: Sequence[TokenSequence], max_tokens: int, buffer_tokens: int, penalty: float
-) -> list[float]:
-    """Return rewards_G, which fall linearly to -penalty at max_tokens.
-
-    They are 0 up to max_tokens - buffer_tokens. This is DAPO's length reward (arXiv 2503.14476 eq. 13). A
-    truncated completion gets the whole penalty, however short it is.
-    """
-    free_tokens = max_tokens - buffer_tokens
-    return [
-        -penalty
-        if branch.finish_reason == "length"
-        else penalty * min(0, free_tokens - len(branch.token_ids)) / buffer_tokens
-        for branch in branches
-    ]
-
-
-def with_overlong(rewards: GroupRewards, overlong_G: list[float]) -> GroupRewards:
-    """Add the penalty to every scorable reward, and list it alongside the functions."""
-    scorable_G = [
-        None if reward is None else penalty for reward, penalty in zip(rewards.rewards, overlong_G, strict=True)
-    ]
-    total_G = [
-        None if reward is None or penalty is None else reward + penalty
-        for reward, penalty in zip(rewards.rewards, scorable_G, strict=True)
-    ]
-    named = FunctionRewards(name=OVERLONG, rewards=scorable_G)
-    return msgspec.structs.replace(rewards, rewards=total_G, functions=[*rewards.functions, named])
-
-
 log = logging.getLogger(__name__)
 
 WINDOW_CALLS = 100
 MIN_CALLS = 10
 """Minimum denominator of the failed share. Otherwise a single early failure would be a share of 1."""
 NUM_EXAMPLES = 3
+
+
+class Scorer:
+    """Scorer of groups. The reward workers limit how many are scored at once."""
+
+    def __init__(self, config: LearnerConfig, tokenizer: PreTrainedTokenizerBase, workers: RewardWorkers) -> None:
+        self._config, self._tokenizer, self._workers = config, tokenizer, workers
+        self._failures = RewardFailures(config.reward)
+
+    async def score(self, prompt: Prompt, episodes_G: Sequence[Episode], step: int) -> GroupRewards:
+        """Call the reward functions, which see the step, and add the overlong penalty.
+
+        Raises:
+            RewardError: If a function fails too often.
+        """
+        rewards = await self.rate(prompt, episodes_G, TrainerState(global_step=step, max_steps=self._config.steps))
+        self._failures.record(rewards)
+        config = self._config.reward
+        if config.overlong_buffer_tokens is None:
+            return rewards
+        overlong_G = overlong_rewards(
+            [episode.branches[-1] for episode in episodes_G],
+            self._config.sampling.max_tokens,
+            config.overlong_buffer_tokens,
+            config.overlong_penalty,
+        )
+        return with_overlong(rewards, overlong_G)
+
+    async def rate(self, prompt: Prompt, episodes_G: Sequence[Episode], state: TrainerState) -> GroupRewards:
+        """Call the reward functions.
+
+        They see everything after the prompt of an episode, as messages if it is a conversation. Episodes
+        whose end state is not in REWARDED are not shown, because they are no evidence about the policy.
+        """
+        is_shown_G = [episode.course.state in REWARDED for episode in episodes_G]
+        shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
+        token_ids = [episode.branches[-1].token_ids.tolist() for episode in shown]
+        texts = texts_of(self._tokenizer, token_ids, self._config.reward.skip_special_tokens)
+        completions = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
+        environment = self._config.environment
+        own = [episode.reward for episode in shown] if environment.is_used else None
+        held = [episode.attributes or {} for episode in shown] if environment.factory is not None else None
+        rewards = await asyncio.wrap_future(self._workers.submit(prompt, completions, token_ids, state, own, held))
+        return spread(rewards, is_shown_G)
 
 
 class RewardFailures:
@@ -123,45 +136,31 @@ class RewardFailures:
         )
 
 
-class Scorer:
-    """Scorer of groups. The reward workers limit how many are scored at once."""
+def overlong_rewards(
+    branches: Sequence[TokenSequence], max_tokens: int, buffer_tokens: int, penalty: float
+) -> list[float]:
+    """Return rewards_G, which fall linearly to -penalty at max_tokens.
 
-    def __init__(self, config: LearnerConfig, tokenizer: PreTrainedTokenizerBase, workers: RewardWorkers) -> None:
-        self._config, self._tokenizer, self._workers = config, tokenizer, workers
-        self._failures = RewardFailures(config.reward)
+    They are 0 up to max_tokens - buffer_tokens. This is DAPO's length reward (arXiv 2503.14476 eq. 13). A
+    truncated completion gets the whole penalty, however short it is.
+    """
+    free_tokens = max_tokens - buffer_tokens
+    return [
+        -penalty
+        if branch.finish_reason == "length"
+        else penalty * min(0, free_tokens - len(branch.token_ids)) / buffer_tokens
+        for branch in branches
+    ]
 
-    async def score(self, prompt: Prompt, episodes_G: Sequence[Episode], step: int) -> GroupRewards:
-        """Call the reward functions, which see the step, and add the overlong penalty.
 
-        Raises:
-            RewardError: If a function fails too often.
-        """
-        rewards = await self.rate(prompt, episodes_G, TrainerState(global_step=step, max_steps=self._config.steps))
-        self._failures.record(rewards)
-        config = self._config.reward
-        if config.overlong_buffer_tokens is None:
-            return rewards
-        overlong_G = overlong_rewards(
-            [episode.branches[-1] for episode in episodes_G],
-            self._config.sampling.max_tokens,
-            config.overlong_buffer_tokens,
-            config.overlong_penalty,
-        )
-        return with_overlong(rewards, overlong_G)
-
-    async def rate(self, prompt: Prompt, episodes_G: Sequence[Episode], state: TrainerState) -> GroupRewards:
-        """Call the reward functions.
-
-        They see everything after the prompt of an episode, as messages if it is a conversation. Episodes
-        whose end state is not in REWARDED are not shown, because they are no evidence about the policy.
-        """
-        is_shown_G = [episode.course.state in REWARDED for episode in episodes_G]
-        shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
-        token_ids = [episode.branches[-1].token_ids.tolist() for episode in shown]
-        texts = texts_of(self._tokenizer, token_ids, self._config.reward.skip_special_tokens)
-        completions = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
-        environment = self._config.environment
-        own = [episode.reward for episode in shown] if environment.is_used else None
-        held = [episode.attributes or {} for episode in shown] if environment.factory is not None else None
-        rewards = await asyncio.wrap_future(self._workers.submit(prompt, completions, token_ids, state, own, held))
-        return spread(rewards, is_shown_G)
+def with_overlong(rewards: GroupRewards, overlong_G: list[float]) -> GroupRewards:
+    """Add the penalty to every scorable reward, and list it alongside the functions."""
+    scorable_G = [
+        None if reward is None else penalty for reward, penalty in zip(rewards.rewards, overlong_G, strict=True)
+    ]
+    total_G = [
+        None if reward is None or penalty is None else reward + penalty
+        for reward, penalty in zip(rewards.rewards, scorable_G, strict=True)
+    ]
+    named = FunctionRewards(name=OVERLONG, rewards=scorable_G)
+    return msgspec.structs.replace(rewards, rewards=total_G, functions=[*rewards.functions, named])

@@ -31,26 +31,6 @@ from protocol.errors import RewardError
 if TYPE_CHECKING:
     from learner.prompts.prompts import Prompt
 
-
-class Latencies:
-    """Call durations of each function since the last `pop_metrics`. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seconds: dict[str, list[float]] = defaultdict(list)
-
-    def record(self, function: str, seconds: float) -> None:
-        with self._lock:
-            self._seconds[function].append(seconds)
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Return the mean and the longest call of each function as metrics, and reset."""
-        with self._lock:
-            seconds, self._seconds = self._seconds, defaultdict(list)
-        means = {f"reward_seconds/{name}": statistics.fmean(calls) for name, calls in seconds.items()}
-        return means | {f"reward_seconds_max/{name}": max(calls) for name, calls in seconds.items()}
-
-
 T = TypeVar("T")
 
 
@@ -111,26 +91,6 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
     def is_unscorable(self) -> bool:
         """True if no completion has a reward and a function timed out or failed."""
         return self.mean is None and any(function.outcome != "ok" for function in self.functions)
-
-
-def spread(rewards: GroupRewards, is_shown_G: Sequence[bool]) -> GroupRewards:
-    """Expand rewards to the whole group, with None for the episodes not shown."""
-    if all(is_shown_G):
-        return rewards
-
-    def over_all(values: Sequence[T | None]) -> list[T | None]:
-        shown = iter(values)
-        return [next(shown) if is_shown else None for is_shown in is_shown_G]
-
-    functions = [
-        msgspec.structs.replace(
-            one,
-            rewards=over_all(one.rewards),
-            extra={column: over_all(values) for column, values in one.extra.items()},
-        )
-        for one in rewards.functions
-    ]
-    return GroupRewards(rewards=over_all(rewards.rewards), functions=functions)
 
 
 class RewardWorkers:
@@ -285,6 +245,45 @@ class RewardWorkers:
             for i in range(len(jobs[0].call.completions))
         ]
         return GroupRewards(rewards=rewards, functions=results)
+
+
+class Latencies:
+    """Call durations of each function since the last `pop_metrics`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+
+    def record(self, function: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[function].append(seconds)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the mean and the longest call of each function as metrics, and reset."""
+        with self._lock:
+            seconds, self._seconds = self._seconds, defaultdict(list)
+        means = {f"reward_seconds/{name}": statistics.fmean(calls) for name, calls in seconds.items()}
+        return means | {f"reward_seconds_max/{name}": max(calls) for name, calls in seconds.items()}
+
+
+def spread(rewards: GroupRewards, is_shown_G: Sequence[bool]) -> GroupRewards:
+    """Expand rewards to the whole group, with None for the episodes not shown."""
+    if all(is_shown_G):
+        return rewards
+
+    def over_all(values: Sequence[T | None]) -> list[T | None]:
+        shown = iter(values)
+        return [next(shown) if is_shown else None for is_shown in is_shown_G]
+
+    functions = [
+        msgspec.structs.replace(
+            one,
+            rewards=over_all(one.rewards),
+            extra={column: over_all(values) for column, values in one.extra.items()},
+        )
+        for one in rewards.functions
+    ]
+    return GroupRewards(rewards=over_all(rewards.rewards), functions=functions)
 
 
 def _function_rewards(job: Job) -> FunctionRewards:

@@ -1,7 +1,7 @@
 """Durable record of all groups: one SQLite row per group, from admission to the step that consumed it.
 
 A group is acknowledged to its server only after `receive` has committed it. It is consumed in the transaction
-that records its step. Payloads are in files (payloads.py), so no other commit waits for their bytes. Query it
+that records its step. Payloads are in files (ledger_storage.py), so no other commit waits for their bytes. Query it
 at any time: `sqlite3 ledger.db 'select state, count(*) from groups group by state'`.
 
     admit ─▶ admitted ─▶ received ─▶ scored ─▶ consumed        rewind (on resume): consumed ─▶ scored

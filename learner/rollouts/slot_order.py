@@ -2,6 +2,7 @@
 
 A slot is filled by one group, and its number is the order of consumption. Only the number of skipped slots is
 kept below `next_to_take`. Slots above are found by bisection, so a long run costs no more.
+`num_places_allowed` bounds staleness. With max_staleness = "auto", `AutoStaleness` changes the bound during a run.
 Invariants: every slot below `next_to_take` was taken or passed over. Slot order alone decides which groups are
 taken, not the order of arrivals.
 Not thread-safe: rollout_buffer.py holds its lock.
@@ -14,7 +15,14 @@ from typing import Literal
 
 from learner.config import LearnerConfig
 
+log = logging.getLogger(__name__)
+
 PassedOver = Literal["failed", "no_signal"]
+MIN_STALENESS = 1
+"""Minimum lookahead. At 0 the learner and the servers never work at the same time."""
+WAITED_SHARE = 0.05
+"""Share of a step spent waiting below which staler groups are not worth it."""
+SPARE_TAKES = 10
 
 
 class SlotOrder:
@@ -96,15 +104,6 @@ def num_places_allowed(*, version: int, max_staleness: int, groups_per_step: int
     return min((max_staleness + version + 1) * groups_per_step, total_groups)
 
 
-log = logging.getLogger(__name__)
-
-LEAST = 1
-"""Minimum lookahead. At 0 the learner and the servers never work at the same time."""
-WAITED_SHARE = 0.05
-"""Share of a step spent waiting below which staler groups are not worth it."""
-SPARE_TAKES = 10
-
-
 class AutoStaleness:
     """Controller of `versions`, the max_staleness of the admission rule."""
 
@@ -138,7 +137,7 @@ class AutoStaleness:
             self._change_to(self.versions - 1, f"{SPARE_TAKES} batches were ready a whole step early")
 
     def _change_to(self, versions: int, reason: str) -> None:
-        versions = min(max(versions, LEAST), self._most)
+        versions = min(max(versions, MIN_STALENESS), self._most)
         self._spare_takes = 0
         if versions != self.versions:
             log.info("changed max_staleness from %d to %d (%s)", self.versions, versions, reason)

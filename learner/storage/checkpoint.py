@@ -48,6 +48,9 @@ TRAINED, REFERENCE = "trained", "reference"
 OF_A_BEST = {BEST_FILE, "model", "adapter"}
 ASIDE = ".tmp"
 """Suffix of a checkpoint that is being written or removed."""
+VISIBLE_WITHIN_S = 90.0
+"""Deadline for files to appear. An NFS client may cache for 60 s that a file does not exist."""
+POLL_INTERVAL_S = 0.5
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +64,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Mean reward since the previous checkpoint, or None if there were no steps or no completion could be
     scored."""
     model_digest: str | None = None
-    """Digest of the model that the run started from (policy/model_digest.py), or None from an earlier
-    version."""
+    """Digest of the model that the run started from (run_inputs.py), or None from an earlier version."""
 
 
 class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,11 +228,6 @@ def read_pass_rates(checkpoint: Path) -> PassRates | None:
         ) from error
 
 
-VISIBLE_WITHIN_S = 90.0
-"""Deadline for files to appear. An NFS client may cache for 60 s that a file does not exist."""
-POLL_INTERVAL_S = 0.5
-
-
 class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint as one rank sees it."""
 
@@ -258,14 +255,14 @@ def shared_checkpoint(
         return None
     checkpoint = directory / chosen.name
     # At most half the timeout of the collective in which rank 0 waits meanwhile.
-    seen = _await(checkpoint, chosen, min(VISIBLE_WITHIN_S, collective_timeout_s / 2))
+    seen = _await_files(checkpoint, chosen, min(VISIBLE_WITHIN_S, collective_timeout_s / 2))
     require_agreement(
         accelerator, seen, f"Put run_dir on a file system that all ranks share, or copy {checkpoint} to every node"
     )
     return checkpoint
 
 
-def _await(checkpoint: Path, chosen: CheckpointView, timeout_s: float) -> CheckpointView:
+def _await_files(checkpoint: Path, chosen: CheckpointView, timeout_s: float) -> CheckpointView:
     """Poll until the checkpoint matches rank 0's view or time is up; return the view."""
     end_s, has_logged = time.monotonic() + timeout_s, False
     while (seen := _view_of(checkpoint)) != chosen and time.monotonic() < end_s:

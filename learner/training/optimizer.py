@@ -1,4 +1,4 @@
-"""The configured optimizer, its schedules, and checks that gradients and weights are finite.
+"""The optimizer, the schedules of learning rate and KL coefficient, and the check that weights are finite.
 
 The schedules depend only on the config, the version and the measured KL. A resume with another `steps` or number of
 ranks therefore continues correctly. Every rank decides from values reduced over all ranks, so all decide alike.
@@ -18,7 +18,33 @@ from learner.policy.snapshot import local, reshard
 from protocol.errors import ConfigError, SlipstreamError
 from protocol.installation import install_command
 
-MAX_RELATIVE_ERROR = 0.2
+MAX_RELATIVE_KL_ERROR = 0.2
+
+
+class NotFiniteError(SlipstreamError):
+    """Gradients or weights are NaN or inf, and continuing would not help."""
+
+
+def make_optimizer(policy: nn.Module, settings: OptimizerConfig, learning_rate: float) -> torch.optim.Optimizer:
+    """Return AdamW (arXiv 1711.05101), or AdamW with 8-bit moments (arXiv 2110.02861).
+
+    AdamW runs as one fused kernel that reads and writes every tensor once. Weight decay applies to matrices
+    only.
+
+    Raises:
+        ConfigError: The library for 8-bit moments is missing.
+    """
+    exempt = {id(parameter) for parameter in _without_decay(policy)}
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [one for one in trained if id(one) not in exempt], "weight_decay": settings.weight_decay},
+        {"params": [one for one in trained if id(one) in exempt], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    betas = (settings.beta1, settings.beta2)
+    if settings.kind == "adamw_8bit":
+        return _adamw_8bit()(groups, lr=learning_rate, betas=betas)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
 def learning_rate(config: OptimizerConfig, version: int, num_steps: int) -> float:
@@ -56,31 +82,24 @@ def next_coef(config: KlConfig, coef: float, *, version: int, num_steps: int, me
             return config.coef + (config.final_coef - config.coef) * min(1.0, version / max(1, num_steps - 1))
         case "target" if measured_kl is not None:
             assert config.target is not None
-            error = min(max(measured_kl / config.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+            error = min(max(measured_kl / config.target - 1, -MAX_RELATIVE_KL_ERROR), MAX_RELATIVE_KL_ERROR)
             return coef * (1 + error / config.horizon_steps)
     return coef
 
 
-def make_optimizer(policy: nn.Module, settings: OptimizerConfig, learning_rate: float) -> torch.optim.Optimizer:
-    """Return AdamW (arXiv 1711.05101), or AdamW with 8-bit moments (arXiv 2110.02861).
+def require_finite_weights(accelerator: Accelerator, policy: nn.Module, description: str, remedy: str) -> None:
+    """Raise NotFiniteError on every rank if any rank has a NaN or inf weight.
 
-    AdamW runs as one fused kernel that reads and writes every tensor once. Weight decay applies to matrices
-    only.
-
-    Raises:
-        ConfigError: The library for 8-bit moments is missing.
+    The error message names the weights by `description` and ends with `remedy`.
     """
-    exempt = {id(parameter) for parameter in _without_decay(policy)}
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [one for one in trained if id(one) not in exempt], "weight_decay": settings.weight_decay},
-        {"params": [one for one in trained if id(one) in exempt], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    betas = (settings.beta1, settings.beta2)
-    if settings.kind == "adamw_8bit":
-        return _adamw_8bit()(groups, lr=learning_rate, betas=betas)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+    policy = accelerator.unwrap_model(policy)
+    reshard(policy)
+    broken = [name for name, parameter in policy.named_parameters() if not bool(local(parameter).isfinite().all())]
+    num_broken = torch.tensor([float(len(broken))], device=accelerator.device)
+    if not float(accelerator.reduce(num_broken, "sum")):
+        return
+    where = f"first in {broken[0]}" if broken else "on another rank"
+    raise NotFiniteError(f"{description} contain NaN or inf ({where}); {remedy}")
 
 
 def _without_decay(policy: nn.Module) -> Iterator[nn.Parameter]:
@@ -105,22 +124,3 @@ def _adamw_8bit() -> Any:
             f'{install_command("adamw-8bit")}, or set kind to "adamw"'
         ) from error
     return AdamW8bit
-
-
-class NotFiniteError(SlipstreamError):
-    """Gradients or weights are NaN or inf, and continuing would not help."""
-
-
-def require_finite_weights(accelerator: Accelerator, policy: nn.Module, description: str, remedy: str) -> None:
-    """Raise NotFiniteError on every rank if any rank has a NaN or inf weight.
-
-    The error message names the weights by `description` and ends with `remedy`.
-    """
-    policy = accelerator.unwrap_model(policy)
-    reshard(policy)
-    broken = [name for name, parameter in policy.named_parameters() if not bool(local(parameter).isfinite().all())]
-    num_broken = torch.tensor([float(len(broken))], device=accelerator.device)
-    if not float(accelerator.reduce(num_broken, "sum")):
-        return
-    where = f"first in {broken[0]}" if broken else "on another rank"
-    raise NotFiniteError(f"{description} contain NaN or inf ({where}); {remedy}")

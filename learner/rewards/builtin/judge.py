@@ -2,7 +2,7 @@
 
     prompt, answer, completion ─▶ judge prompt ─▶ POST chat/completions ─▶ last number ─▶ share of best_score
 
-It runs in the event loop of the reward workers. A call that cannot reach the judge is retried (`reach.py`).
+It runs in the event loop of the reward workers. A call that cannot reach the judge is retried (`call.py`).
 Invariant: only the text after the judge's own reasoning counts. A verdict without a number leaves its
 completion unscorable.
 """

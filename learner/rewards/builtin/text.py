@@ -1,4 +1,4 @@
-"""Built-in reward functions for answers that are texts: words, a number, a letter, JSON.
+"""Built-in reward functions for answers in text: words, a number, a letter, JSON, a format.
 
 They have TRL's signature, as users' functions have, and run in the reward workers. They import only what is
 installed in TRL's environment too.
@@ -76,15 +76,6 @@ def multiple_choice(
     return rewards
 
 
-def _letter(gold: Any) -> str:
-    if isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(string.ascii_uppercase):
-        return string.ascii_uppercase[gold]
-    choice = chosen(gold) if isinstance(gold, str) else None
-    if choice is None:
-        raise ValueError(f"column answer contains {shorten(gold)}; expected a letter, or its number from 0")
-    return choice
-
-
 def share_right(
     completions: Sequence[Any], answer: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any
 ) -> list[float | None]:
@@ -109,18 +100,6 @@ def think_format(completions: Sequence[Any], opens_reasoning: bool = False, **kw
     return [float(_THINK_FORMAT.fullmatch(text) is not None) for text in texts]
 
 
-def _share_right(text: str, gold: str) -> float:
-    matches = sum(one == other for one, other in zip(text, gold, strict=False))
-    return (matches + (len(text) == len(gold))) / (len(gold) + 1)
-
-
-def environment_reward(
-    completions: Sequence[Any], environment_rewards: Sequence[float | None], **kwargs: Any
-) -> list[float | None]:
-    """Return the environment's own reward of each episode (`get_reward`)."""
-    return list(environment_rewards)
-
-
 def json_schema(
     completions: Sequence[Any], schema: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any
 ) -> list[float | None]:
@@ -135,14 +114,31 @@ def json_schema(
         text = without_fence(answer_of(completion, opens_reasoning=opens_reasoning))
         try:
             rewards.append(None if allows is None else float(allows(msgspec.json.decode(text))))
-        except (
-            msgspec.DecodeError,
-            RecursionError,
-            UnicodeEncodeError,
-            OverflowError,
-        ):  # OverflowError: multipleOf with a huge number
+        # OverflowError: multipleOf with a huge number
+        except (msgspec.DecodeError, RecursionError, UnicodeEncodeError, OverflowError):
             rewards.append(0.0)
     return rewards
+
+
+def environment_reward(
+    completions: Sequence[Any], environment_rewards: Sequence[float | None], **kwargs: Any
+) -> list[float | None]:
+    """Return the environment's own reward of each episode (`get_reward`)."""
+    return list(environment_rewards)
+
+
+def _letter(gold: Any) -> str:
+    if isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(string.ascii_uppercase):
+        return string.ascii_uppercase[gold]
+    choice = chosen(gold) if isinstance(gold, str) else None
+    if choice is None:
+        raise ValueError(f"column answer contains {shorten(gold)}; expected a letter, or its number from 0")
+    return choice
+
+
+def _share_right(text: str, gold: str) -> float:
+    matches = sum(one == other for one, other in zip(text, gold, strict=False))
+    return (matches + (len(text) == len(gold))) / (len(gold) + 1)
 
 
 def _validator(schema: Any) -> Callable[[Any], bool] | None:

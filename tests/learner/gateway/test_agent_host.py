@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from learner.gateway.players import HOST
+from learner.gateway.players import AGENT_HOST
 
 TIMEOUT_S = 60.0
 
@@ -20,7 +20,7 @@ def test_an_agents_process_ends_with_a_learner_that_was_killed(last_words: str) 
     command = "true" if last_words != "the agent would answer" else "sleep 1"
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, str(HOST), str(theirs.fileno()), "command", command],
+            [sys.executable, str(AGENT_HOST), str(theirs.fileno()), "command", command],
             pass_fds=[theirs.fileno()], start_new_session=True,
         )  # fmt: skip
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.report.page import as_text, compare, write_comparison
+from learner.report.page import compare, comparison_text, write_comparison
 from learner.report.series import series
 from learner.report.summary import RunDirectoryError, read_metrics, summarize
 from learner.report.templates import script
@@ -30,7 +30,7 @@ def test_each_run_has_its_own_numbers_and_only_keys_that_differ_are_reported(run
     assert [run.name for run in comparison.runs] == ["with-care", "bold"]
     assert [run.summary for run in comparison.runs] == [summarize(path) for path in runs]
     assert comparison.differences == {"learner.loss.clip_high": [0.28, 0.281], "learner.loss.kind": [None, "new"]}
-    rows = {line.split("  ")[0]: line.split()[-2:] for line in as_text(comparison).splitlines() if line.strip()}
+    rows = {line.split("  ")[0]: line.split()[-2:] for line in comparison_text(comparison).splitlines() if line.strip()}
     assert rows["steps"] == ["40", "60"] and rows["learner.loss.kind"] == ["–", "new"]
     assert rows["learner.loss.clip_high"] == ["0.28", "0.281"]
     assert [len(lines) for lines in metrics] == [40, 60]

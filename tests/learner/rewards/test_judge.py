@@ -149,7 +149,7 @@ def test_a_judge_that_refuses_is_named_with_what_it_says():
 
 
 def test_a_judge_that_starts_later_is_waited_for(monkeypatch):
-    monkeypatch.setattr(call, "FIRST_S", 0.1)
+    monkeypatch.setattr(call, "FIRST_RETRY_S", 0.1)
     port = free_port()
     results = []
     asking = threading.Thread(

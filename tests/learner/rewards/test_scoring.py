@@ -1,4 +1,4 @@
-"""What reward functions are shown of a completion's tokens."""
+"""Scoring: what reward functions are shown, the overlong penalty, and how often a function may fail."""
 
 import asyncio
 from concurrent.futures import Future
@@ -9,16 +9,22 @@ import msgspec
 import numpy as np
 import pytest
 
-from learner.config import RewardConfig
-from learner.environments.episode import episodes_of
+from learner.algorithm.advantages import combined_advantages
+from learner.config import AdvantageConfig, RewardConfig
+from learner.environments.episode import TokenSequence, episodes_of
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompt
 from learner.rewards.call import TrainerState
-from learner.rewards.scoring import Scorer
-from learner.rewards.workers import GroupRewards
+from learner.rewards.scoring import RewardFailures, Scorer, overlong_rewards, with_overlong
+from learner.rewards.workers import FunctionRewards, GroupRewards
+from learner.train import train
+from protocol.errors import RewardError
 from protocol.messages import Completion, Group
 from protocol.model_files import resolve_model
-from tests.learner.test_train import make_run
+from tests.learner.model_engine import tiny_server
+from tests.learner.test_train import make_run, metrics_of, rows_of
+
+OUTCOMES = {".": "ok", "f": "failed", "t": "timed_out"}
 
 
 class RecordingWorkers:
@@ -60,3 +66,147 @@ def test_special_tokens_are_shown_on_demand(tmp_path: Path, skips: bool) -> None
     asyncio.run(scorer.score(prompt, episodes_of(group), step=2))
     assert workers.texts == ["12" if skips else f"12{tokenizer.eos_token}"]
     assert (workers.state.global_step, workers.state.max_steps) == (2, config.steps)
+
+
+def branch(num_tokens: int, finish_reason: str = "stop") -> TokenSequence:
+    return TokenSequence(
+        token_ids=np.ones(num_tokens, np.int32),
+        behaviour_logprobs=np.zeros(num_tokens, np.float32),
+        versions=[(0, num_tokens)],
+        finish_reason=finish_reason,
+    )
+
+
+def test_the_penalty_is_that_of_the_paper_length_by_length() -> None:
+    """Worked out by hand from arXiv 2503.14476 eq. 13 with L_max = 20 and L_cache = 4."""
+    expected = {1: 0.0, 15: 0.0, 16: 0.0, 17: -0.25, 18: -0.5, 19: -0.75, 20: -1.0}
+    assert overlong_rewards([branch(n) for n in expected], 20, 4, 1.0) == list(expected.values())
+    assert overlong_rewards([branch(n) for n in expected], 20, 4, 0.5) == [value / 2 for value in expected.values()]
+
+
+def test_a_truncated_completion_gets_the_whole_penalty_however_short_the_context_cut_it() -> None:
+    assert overlong_rewards([branch(20, "length"), branch(3, "length")], 20, 4, 1.0) == [-1.0, -1.0]
+
+
+def test_the_penalty_is_added_to_what_is_scorable_and_named_beside_the_functions() -> None:
+    rewards = GroupRewards(rewards=[1.0, None, 0.0], functions=[FunctionRewards(name="f", rewards=[1.0, None, 0.0])])
+    penalised = with_overlong(rewards, [-0.5, -1.0, 0.0])
+    assert penalised.rewards == [0.5, None, 0.0]
+    assert penalised.by_function == {"f": [1.0, None, 0.0], "overlong": [-0.5, None, 0.0]}
+    assert penalised.mean == 0.25
+
+
+def test_the_penalty_has_weight_one_where_rewards_are_normalised_one_by_one() -> None:
+    config = RewardConfig(functions=("m:f", "m:g"), weights=(2.0, 0.0), overlong_buffer_tokens=4)
+    assert config.weight_by_name == {"f": 2.0, "g": 0.0, "overlong": 1.0}
+    rewards = {"f": [1.0, 1.0], "g": [0.0, 3.0], "overlong": [0.0, -1.0]}
+    ((longer_is_worse, worse),) = combined_advantages(
+        [[2.0, 1.0]], [rewards], config.weight_by_name, AdvantageConfig(combine="normalize_then_sum")
+    )
+    assert longer_is_worse > 0 > worse
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"overlong_buffer_tokens": 0}, "must be at least 1"),
+        ({"overlong_buffer_tokens": 2, "overlong_penalty": 0.0}, "must be above 0"),
+        ({"overlong_buffer_tokens": 2, "functions": ("m:overlong",)}, "rename the function"),
+    ],
+)
+def test_a_penalty_that_makes_no_sense_is_refused(config: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        RewardConfig(**{"functions": ("m:f",)} | config)
+
+
+def test_a_run_logs_the_penalty_and_keeps_it_in_the_ledger(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        reward = {"functions": ["share_right"], "overlong_buffer_tokens": 3, "overlong_penalty": 0.5}
+        run = make_run(tmp_path, server.endpoint, steps=2, reward=reward, advantage={"combine": "normalize_then_sum"})
+        train(run, resume=False)
+    for line in metrics_of(run):
+        assert -0.5 <= line["reward/overlong"] < 0
+        assert line["reward/mean"] == pytest.approx(line["reward/share_right"] + line["reward/overlong"])
+    assert all('"overlong"' in rewards for (rewards,) in rows_of(run, "rewards"))
+
+
+def num_groups_until_the_end(outcomes: str, **config: float) -> int | None:
+    """Note one call for each character; return how many were noted when the run ended, None if it did not."""
+    failures = RewardFailures(RewardConfig(functions=("f",), **config))
+    for number, outcome in enumerate(outcomes, start=1):
+        function = FunctionRewards(name="f", rewards=[], outcome=OUTCOMES[outcome], message=f"call {number}")
+        try:
+            failures.record(GroupRewards(rewards=[], functions=[function]))
+        except RewardError:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "end"),
+    [
+        ("fff", 3),  # all of the first ones
+        ("ttt", 3),
+        (".f.t.f", 6),
+        ("ff" + 98 * "." + 500 * ("f" + 9 * "."), None),  # a tenth is below the share
+        (500 * "." + "f" + 500 * ".", None),
+        (1000 * "." + 50 * "f", 1021),  # more than 20 of the last 100
+        (40 * "." + 50 * "t", 51),  # 11 of 51
+        (30 * (4 * "." + "f"), None),  # a fifth is not more than a fifth
+        (30 * (4 * "." + "f") + "f", 151),
+    ],
+)
+def test_a_run_ends_when_more_than_a_share_of_the_last_calls_is_broken(outcomes: str, end: int | None) -> None:
+    assert num_groups_until_the_end(outcomes) == end
+
+
+def test_the_share_is_configured_and_0_allows_none() -> None:
+    assert num_groups_until_the_end(50 * "." + "t", max_failed_share=0.0) == 51
+    assert num_groups_until_the_end(20 * "ff.", max_failed_share=0.7) == 11
+    assert num_groups_until_the_end(20 * "f.", max_failed_share=0.7) is None
+
+
+def test_each_function_is_judged_by_itself_and_the_error_shows_what_it_was_called_with() -> None:
+    failures = RewardFailures(RewardConfig(functions=("f", "g")))
+
+    def group(number: int) -> GroupRewards:
+        fine = FunctionRewards(name="f", rewards=[1.0])
+        broken = FunctionRewards(
+            name="g", rewards=[None], outcome="failed" if number else "timed_out", message=f"call {number}"
+        )
+        return GroupRewards(rewards=[1.0], functions=[fine, broken])
+
+    failures.record(group(0))
+    failures.record(group(1))
+    with pytest.raises(RewardError) as error:
+        failures.record(group(2))
+    assert str(error.value) == (
+        "reward function g timed out 1 time and failed 2 times in its last 3 calls, more than "
+        "learner.reward.max_failed_share = 0.2 allows (of the last 100, at first of 10):\n  call 0\n  call 1\n  call 2"
+    )
+
+
+def test_a_none_that_takes_the_reward_from_a_completion_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    rewards = GroupRewards(
+        rewards=[2.0, None, None],
+        functions=[
+            FunctionRewards(name="f", rewards=[1.0, None, None]),
+            FunctionRewards(name="g", rewards=[1.0, 0.5, None]),
+        ],
+    )
+    for on_none in ("skip", "unscorable"):
+        failures = RewardFailures(RewardConfig(functions=("f", "g"), on_none=on_none))
+        for _ in range(2):
+            failures.record(rewards)
+    (line,) = caplog.messages
+    assert line.startswith("reward function f returned None for 1 of 3 completions that other functions scored")
+    assert 'Set learner.reward.on_none = "skip"' in line
+
+
+def test_a_none_that_takes_no_reward_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    only_watches = FunctionRewards(name="f", rewards=[None])
+    timed_out = FunctionRewards(name="g", rewards=[None], outcome="timed_out", message="call 1")
+    fine = FunctionRewards(name="h", rewards=[1.0])
+    failures = RewardFailures(RewardConfig(functions=("f", "g", "h"), weights=(0.0, 1.0, 1.0)))
+    failures.record(GroupRewards(rewards=[None], functions=[only_watches, timed_out, fine]))
+    assert caplog.messages == ["call 1"]

@@ -1,4 +1,4 @@
-"""What two ranks make of checkpoints that they do not see alike, for `test_resume.py`."""
+"""What two ranks make of checkpoints that they do not see alike, for `test_checkpoint.py`."""
 
 import shutil
 import threading

@@ -1,4 +1,4 @@
-"""The optimizer against the formula of AdamW."""
+"""The optimizer against the formula of AdamW, and the learning rate against transformers' schedulers, stepped along."""
 
 import sys
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, get_scheduler
 
 from learner.config import OptimizerConfig
 from learner.policy.memory import learner_memory, shape_of
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
 from learner.training.metrics import StepTimer
-from learner.training.optimizer import make_optimizer
+from learner.training.optimizer import learning_rate, make_optimizer
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import train_on
 from protocol.errors import ConfigError
@@ -26,6 +26,7 @@ from tests.learner.checkpoints import save
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_run
 
 STEPS = 4
+NUM_STEPS = 11
 SETTINGS = OptimizerConfig(learning_rate=3e-3, beta1=0.8, beta2=0.95, weight_decay=0.1)
 
 
@@ -150,3 +151,21 @@ def test_without_its_library_the_error_says_how_to_install_it(monkeypatch: pytes
     monkeypatch.delitem(sys.modules, "bitsandbytes.optim", raising=False)
     with pytest.raises(ConfigError, match=r"adamw_8bit. needs bitsandbytes .*pip install .*\[adamw-8bit\]'"):
         make_optimizer(holder(nn.Parameter(torch.ones(3))), IN_8_BITS.learner.optimizer, 1e-3)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 4, NUM_STEPS])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_every_step_has_the_learning_rate_of_a_scheduler_but_none_is_0(schedule: str, warmup_steps: int) -> None:
+    """transformers' own begins its warm-up with a step of 0; ours is one ahead of it until the peak."""
+    config = OptimizerConfig(learning_rate=3e-4, schedule=schedule, warmup_steps=warmup_steps)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    scheduler = get_scheduler(name, optimizer, warmup_steps, num_training_steps=NUM_STEPS)
+    rates = []
+    for _ in range(NUM_STEPS):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    expected = [*rates[1:warmup_steps], *[config.learning_rate] * (warmup_steps > 0), *rates[warmup_steps:]]
+    found = [learning_rate(config, version, NUM_STEPS) for version in range(NUM_STEPS)]
+    assert found == pytest.approx(expected, abs=1e-12) and min(found) > 0

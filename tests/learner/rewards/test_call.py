@@ -73,8 +73,8 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     (tmp_path / "judge.py").write_text(JUDGE)
     port = free_port()
     monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{port}")
-    monkeypatch.setattr(call, "FIRST_S", 0.1)
-    monkeypatch.setattr(call, "LONGEST_S", 0.3)
+    monkeypatch.setattr(call, "FIRST_RETRY_S", 0.1)
+    monkeypatch.setattr(call, "LONGEST_RETRY_S", 0.3)
     return port
 
 
@@ -151,7 +151,7 @@ def caused_by(cause: Exception) -> Exception:
     "error",
     [
         ConnectionRefusedError("refused"), ConnectionResetError("reset"), BrokenPipeError("pipe"), socket.gaierror("no such name"),
-        urllib.error.URLError(ConnectionRefusedError("refused")), *(of_library(name) for name in sorted(call.NAMES)),
+        urllib.error.URLError(ConnectionRefusedError("refused")), *(of_library(name) for name in sorted(call.UNREACHABLE_ERRORS)),
         with_status(429), with_status(503, "status"), with_status(502, "code"), with_status(504, "response"),
         caused_by(ConnectionRefusedError("refused")), caused_by(with_status(503)),
     ],
