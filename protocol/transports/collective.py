@@ -85,7 +85,8 @@ class Collective(ABC):
 
     def failure(self, what: str, reason: Exception) -> PushError:
         return PushError(
-            f"{what} session {self._session} failed: {reason} (deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
+            f"{what} session {self._session} failed: {reason} (deadline {self._timeout_s:g} s, "
+            "learner.weight_sync.timeout_s)"
         )
 
     @abstractmethod

@@ -2,9 +2,9 @@
 
     start_broadcast: the caller's stream ─▶ (event) ─▶ side stream: broadcast, broadcast, … ─▶ (event) ─▶ wait
 
-The unique id that admits a rank is the secret of the Rendezvous, which travels inside the control channel. NCCL has no deadline:
-a dead peer leaves a kernel that spins forever. Every broadcast is therefore watched from outside, and its
-communicator aborted.
+The unique id that admits a rank is the secret of the Rendezvous, which travels inside the control channel.
+NCCL has no deadline: a dead peer leaves a kernel that spins forever. Every broadcast is therefore watched from
+outside, and its communicator aborted.
 """
 
 import contextlib
@@ -209,7 +209,8 @@ class NcclCollective(Collective):
                 self._communicator = self._nccl.NcclCommunicator(world_size, context.rendezvous.secret, rank)
         except RuntimeError as error:
             raise PushError(
-                f"rank {rank} of {world_size} on {self.device} could not form session {self._session} over nccl: {error}"
+                f"rank {rank} of {world_size} on {self.device} could not form session {self._session} over nccl: "
+                f"{error}"
             ) from error
         # The first broadcast connects the GPUs and blocks in C meanwhile. Later ones only queue a kernel.
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
