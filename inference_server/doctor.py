@@ -195,7 +195,9 @@ def transports(run: ServerRun) -> Iterator[Finding]:
     from protocol.transports.collective import load_transport
 
     shares_gpu = gpu_choice().num_gpus == 1 and is_loopback(split_endpoint(run.endpoint)[0])
-    for name in TRANSPORTS if wanted == "auto" else {wanted} & TRANSPORTS.keys():
+    for name in TRANSPORTS:
+        if wanted not in ("auto", name):
+            continue
         transport = load_transport(name)
         if not transport.finding:
             continue

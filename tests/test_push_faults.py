@@ -68,7 +68,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def faults_in(state: State) -> list[tuple[dict[str, Any], int]]:
-    """Modes and signals. What travels is the same in all states but those of the transfer, and over tcp those of rendezvous_host are its own."""
+    """Modes and signals. What travels is the same in all states but those of the transfer, and over tcp those of meeting are its own."""
     modes = [PLAIN, OVERLAP]
     modes += [DELTA] if state in (SENDING, RECEIVING) else []
     modes += [OVER_TCP] if state not in (BEFORE_READY, BEFORE_DONE) else []

@@ -1,4 +1,9 @@
-"""Memory of an engine process: free GPU memory before vLLM starts, and a heap that returns its free pages."""
+"""Memory of an engine process: free GPU memory before vLLM starts, and a heap that returns its free pages.
+
+On a CPU, each batch size has its own activations and its own matrix products in oneDNN's caches, 260 KiB
+each. glibc keeps the holes that they leave. In five minutes, the demo's engine grew by 56 MiB while the used
+part of its heap stayed at 213 MiB. Without the holes, resident memory equals used memory.
+"""
 
 import ctypes
 import threading

@@ -216,9 +216,11 @@ def transport(run: LearnerRun, server_info: ServerInfo) -> Finding:
         )
     except (ConfigError, PushError) as error:
         return problem_of("transport", error, 'set learner.weight_sync.transport = "gloo"')
-    detour = why_over_cpus([own_device, *server_info.devices], {"learner": offered, "server": server_info.transports})
+    devices = [own_device, *server_info.devices]
+    detour = why_over_cpus(devices, {"learner": offered, "server": server_info.transports})
     if wanted == "auto" and detour is not None:
-        reasons = (load_transport(name).why_not_here() for name in TRANSPORTS if name not in offered)
+        absent = [load_transport(name) for name in TRANSPORTS if name not in offered]
+        reasons = (it.why_not_here() for it in absent if it.obstacle(devices, is_explicit=False) is None)
         remedy = next(filter(None, reasons), "run `slipstream doctor --server` on the server's machine")
         text = f"weights are sent with {chosen}, over the CPUs: {detour}"
         return problem("transport", text, f'{remedy}, or accept it: learner.weight_sync.transport = "{chosen}"')

@@ -72,7 +72,7 @@ class SyncSession:
             self.collective.close()
 
     def _cancel(self) -> None:
-        """Call off the session, even after all ranks have joined.
+        """Cancel the session, even after all ranks have joined.
 
         NCCL does not notify a worker on this host that the learner has left.
         """

@@ -87,7 +87,7 @@ __all__ = [
     "TrialResult",
     "Welcome",
     "new_learner_id",
-]  # fmt: skip
+]
 
 LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort | Farewell | Probe | Trial
 ServerMessage = (

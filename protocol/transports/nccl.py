@@ -210,7 +210,8 @@ class NcclCollective(Collective):
                 self._communicator = self._nccl.NcclCommunicator(world_size, context.rendezvous.secret, rank)
         except RuntimeError as error:
             raise PushError(
-                f"rank {rank} of {world_size} on {self.device} could not form session {self._session} over nccl: {error}"
+                f"rank {rank} of {world_size} on {self.device} could not form session {self._session} over nccl: "
+                f"{error}"
             ) from error
         # The first broadcast connects the GPUs and blocks in C meanwhile. Later ones only queue a kernel.
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))

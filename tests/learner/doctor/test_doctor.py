@@ -336,6 +336,21 @@ def test_gpus_whose_weights_would_go_over_the_cpus_are_a_problem(
     )
 
 
+@pytest.mark.parametrize(("theirs", "remedy"), [("a/2", "pip install it"), ("a/1", "without expandable_segments")])
+def test_the_remedy_is_of_the_transport_that_fits_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str, remedy: str
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setattr("learner.doctor.doctor.offered_transports", lambda: ["gloo", "tcp"])
+    monkeypatch.setattr("learner.doctor.doctor.own_device_name", lambda device: "a/1")
+    monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: "cupy is missing; pip install it")
+    server_info = msgspec.structs.replace(
+        healthy(Probe(probe_id="p")), transports=["gloo", "tcp", "ipc", "nccl"], devices=[theirs]
+    )
+    found = transport(run_at("tcp://127.0.0.1:1", tmp_path), server_info)
+    assert found.verdict == "problem" and remedy in found.remedy
+
+
 def test_a_link_too_slow_for_a_bucket() -> None:
     push, mib = WeightSyncConfig(bucket_mib=256, timeout_s=60), 1 << 20
     line = str(doctor.fast_enough(4 * mib, None, push))
