@@ -98,8 +98,7 @@ def say(line: str, fields: Mapping[str, float] | None = None) -> None:
         return
     text = _object("INFO", line, time.time(), fields or {}) if _output_mode.is_json else line
     try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        print(f"{text}\n", end="", flush=True)
     except BrokenPipeError:
         _discard_output()
         log.warning("the reader of the output has left; continuing without output (metrics.jsonl has all steps)")
@@ -118,14 +117,10 @@ def exit_on_user_error(extra: Callable[[], str] = lambda: "learner") -> Iterator
     returns the name of the extra that has the packages of the command.
     """
     try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()  # a flush at exit would print its error
+        yield
     except BrokenPipeError:
         if not _has_reader_left():
             raise
-        _discard_output()
         sys.exit(0)
     except SlipstreamError as error:
         print_error(error)
@@ -133,13 +128,28 @@ def exit_on_user_error(extra: Callable[[], str] = lambda: "learner") -> Iterator
     except ModuleNotFoundError as error:
         print_error(f"{error.name} is not installed; install it with: {install_command(extra())}")
         sys.exit(2)
+    finally:
+        _flush_output()
 
 
 def _has_reader_left() -> bool:
     """Return whether the output is a pipe that nobody reads, since a run has other pipes that may break."""
+    if sys.stdout is None:  # closed from the start, as by `>&-`
+        return False
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _flush_output() -> None:
+    """Write what is left of the output, unless its reader has left; a flush at exit would print that error.
+
+    The exit code stays, and so does an error that ends the program.
+    """
+    try:
+        print(end="", flush=True)  # unlike `sys.stdout.flush`, this allows a closed output
+    except BrokenPipeError:
+        _discard_output()
 
 
 def _discard_output() -> None:

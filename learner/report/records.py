@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,7 @@ class Samples:
     def _cut(self) -> None:
         self._lines.close()
         first, *others = ends_of(self._path, MAX_BYTES // 4)
-        if first:  # else one sample is longer than what is kept
+        with suppress(ValueError, TypeError):  # one sample is longer than what is kept, or the line is damaged
             first = json.dumps(json.loads(first) | {IS_CUT: True}).encode()
         replace_file(self._path, b"\n".join([first, *others]))
         self._lines = JsonLinesFile(self._path)

@@ -8,6 +8,7 @@ pipe's lock stops the others for good (pebble 5.2: after 2 and 4 kills). Answers
 because the code may run code that a model wrote.
 """
 
+import os
 import signal
 import socket
 import struct
@@ -25,8 +26,9 @@ T = TypeVar("T")
 STARTUP_TIMEOUT_S = 120.0
 """Seconds for a process to start and import the user's module, which may import torch."""
 STARTUP_REMEDY = "move slow work out of the module's top level"
-MAX_CHILDREN = 128
-"""Number of processes that user code may leave behind before its process is replaced."""
+MAX_CHILDREN = max(128, 2 * (os.cpu_count() or 1))
+"""Number of processes that user code may leave behind before its process is replaced. A pool that the code keeps,
+with a process for each core, stays below it."""
 EXIT_WAIT_S = 1.0
 """Seconds from the end of the pipe to the exit code."""
 

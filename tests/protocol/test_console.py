@@ -114,6 +114,19 @@ with console.exit_on_user_error():
     console.say("Step 2")
     open("went_on", "w").close()
 """
+WITH_AN_END = """
+import sys
+from protocol import console
+from protocol.errors import ConfigError
+with console.exit_on_user_error():
+    print("text that is still in the buffer")
+    {end}
+"""
+WITHOUT_OUTPUT = """
+import os, subprocess, sys
+code = 'from protocol import console; context = console.exit_on_user_error()\\nwith context: print(1); console.say("2")'
+sys.exit(subprocess.call([sys.executable, "-c", code], preexec_fn=lambda: os.close(1)))
+"""
 WITH_ANOTHER_PIPE = """
 import os
 from protocol import console
@@ -124,14 +137,18 @@ with console.exit_on_user_error():
 """
 
 
-def test_a_run_goes_on_when_the_reader_of_its_lines_leaves(tmp_path: Path) -> None:
+def run_without_reader(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     theirs, ours = os.pipe()
     os.close(theirs)
     with os.fdopen(ours, "w") as output:
-        done = subprocess.run(
-            [sys.executable, "-c", WITHOUT_READER], cwd=tmp_path, stdout=output, stderr=subprocess.PIPE, text=True,
-            timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        return subprocess.run(
+            [sys.executable, "-c", code], cwd=folder, stdout=output, stderr=subprocess.PIPE, text=True,
+            timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
         )  # fmt: skip
+
+
+def test_a_run_goes_on_when_the_reader_of_its_lines_leaves(tmp_path: Path) -> None:
+    done = run_without_reader(WITHOUT_READER, tmp_path)
     assert done.returncode == 0 and (tmp_path / "went_on").exists()
     (line,) = done.stderr.splitlines()
     assert "WARNING the reader of the output has left; continuing without output" in line
@@ -142,3 +159,24 @@ def test_another_pipe_that_breaks_is_not_taken_for_the_output() -> None:
         [sys.executable, "-c", WITH_ANOTHER_PIPE], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1 and "BrokenPipeError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "message"),
+    [
+        ("", 0, ""),
+        ("sys.exit(1)", 1, ""),
+        ("print(flush=True)", 0, ""),
+        ("raise ConfigError('no such key')", 2, "error: no such key\n"),
+        ("raise RuntimeError('a defect')", 1, "RuntimeError: a defect\n"),
+    ],
+)
+def test_an_output_without_reader_hides_no_error(end: str, code: int, message: str, tmp_path: Path) -> None:
+    done = run_without_reader(WITH_AN_END.format(end=end), tmp_path)
+    assert done.returncode == code and done.stderr.endswith(message)
+    assert bool(done.stderr) == bool(message) and "BrokenPipeError" not in done.stderr
+
+
+def test_a_command_runs_with_a_closed_output() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_OUTPUT], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -92,6 +92,20 @@ def test_a_file_that_grows_too_long_keeps_its_head_and_the_newest(
     assert write(path, range(501, 503), 1) == [*kept, 501, 502], "a resume goes on"
 
 
+@pytest.mark.parametrize("damaged", [b"\0" * 50, b"17"])
+def test_a_damaged_first_line_does_not_stop_a_run(
+    damaged: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner.report.records, "MAX_BYTES", 40_000)
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(damaged + b"\n")
+    samples, tokenizer = Samples(path, 1), load_tokenizer(resolve_model("tiny:digits"))
+    for step in range(1, 301):
+        assert samples.keep(step, a_group(100), tokenizer, dict) is not None
+    samples.close()
+    assert path.stat().st_size <= 40_000 and path.read_bytes().startswith(damaged)
+
+
 def test_a_report_shows_both_ends_of_a_file_that_it_does_not_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

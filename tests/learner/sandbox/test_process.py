@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from learner.sandbox.pool import MemoryWatch
-from learner.sandbox.process import PipeProcess, ProcessFailure, SandboxLimits
+from learner.sandbox.process import MAX_CHILDREN, PipeProcess, ProcessFailure, SandboxLimits
 from protocol.signals import SHUTDOWN_SIGNALS
 from tests.learner.sandbox.service import LARGE, forked, spawned
 
@@ -112,6 +112,10 @@ def test_what_a_process_has_started_is_killed_with_it_in_whatever_session(proces
     assert isinstance(started, str)
     failure_of(process, "spin", SHORT_S)
     wait_until_gone(int(started))
+
+
+def test_a_pool_with_a_process_for_each_core_is_not_too_many() -> None:
+    assert max(128, 2 * (os.cpu_count() or 1)) <= MAX_CHILDREN
 
 
 def test_a_process_with_many_left_behind_is_not_used_again(
