@@ -16,7 +16,7 @@ from learner.policy.shards import ShardWriter
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.ledger_storage import group_id_of
-from learner.rollouts.rollout_buffer import RolloutBuffer, Scored
+from learner.rollouts.rollout_buffer import RolloutBuffer, ScoredGroup
 from learner.run_inputs import RunInputs
 from learner.storage.retention import Checkpoints, LearnerRecords
 from learner.training.metrics import StepTimer
@@ -71,7 +71,7 @@ class RunWithoutServer:
             functions = [FunctionRewards(name="share_right", rewards=[slot % 5 / 4])]
             rewards = GroupRewards(rewards=[0.0], functions=functions)
             ready = msgspec.structs.replace(group, slot=slot, group_id=group_id)
-            self._buffer.score([Scored(ready, slot % 3, rewards)])
+            self._buffer.score([ScoredGroup(ready, slot % 3, rewards)])
         assert self._buffer.pop_batch(VERSION, 0.0, is_connected=True, published=0, on_stale=print) is not None
 
 
