@@ -207,16 +207,16 @@ def test_a_pinned_evaluation_of_a_run_gives_what_plain_vllm_gives_with_the_expor
     assert [(one.step, one.versions, one.num_prompts) for one in made] == [(i, (i, i), 64) for i in range(2, 13, 2)]
 
     run = load_config(LearnerRun, [str(tmp_path / "run/config.toml")], "test").in_effect()
-    questions = EvalSet(RunInputs(run))
+    eval_set = EvalSet(RunInputs(run))
     served = load_config(ServerRun, [RECIPE, "--model", str(tmp_path / "run/checkpoints/step-000006/model")], "test")
-    eos = questions.tokenizer.eos_token_id
+    eos = eval_set.tokenizer.eos_token_id
     order = Order(
-        [one.token_ids for one in questions.prompts], [Sampling(num_completions=1, max_tokens=9, temperature=0.0)] * 64
+        [one.token_ids for one in eval_set.prompts], [Sampling(num_completions=1, max_tokens=9, temperature=0.0)] * 64
     )
     with closing(BareVllm(served, eos)) as plain:
         answers = [ids for (ids,) in plain.generate(order).token_ids]
-    texts = [questions.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
-    gold = [one.columns["answer"] for one in questions.prompts]
+    texts = [eval_set.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+    gold = [one.columns["answer"] for one in eval_set.prompts]
     rewards_of = {one.step: one.rewards_P for one in made}
     assert rewards_of[6] == share_right(texts, gold)
     others = [rewards_P for step, rewards_P in rewards_of.items() if step != 6]
