@@ -47,7 +47,7 @@ def attributes_of(instance: Any) -> dict[str, Any]:
         try:
             value = _plain(getattr(instance, name), MAX_DEPTH)
             num_bytes = len(msgspec.msgpack.encode({name: value}))
-        except (Exception, SystemExit):  # not plain data or a failing property: Remembered explains it
+        except (Exception, SystemExit):  # not plain data or a failing property: AttributeView explains it
             continue
         if num_bytes <= room:
             found[name] = value

@@ -143,7 +143,7 @@ def test_a_run_that_plays_is_evaluated_beside_its_steps_and_after_a_kill_goes_on
         told = read_metrics(path)[-1]
         assert (told["evaluation/reward"], told["evaluation/ended_finished"]) == (1.0, NUM_PROMPTS)
         assert told["evaluation/turns_mean"] == made[-1].turns_mean
-        forget_the_last(path, made[-1].asked)
+        forget_the_last(path, made[-1].questions_digest)
         server.requests.clear()
         train(run, resume=True)
     assert len({tuple(asked["prompt"]) for asked in server.requests}) > 1
