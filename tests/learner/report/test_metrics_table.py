@@ -11,12 +11,22 @@ from protocol.config_keys import keys_of
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/metrics.md"
-ROWS = [
-    [cell.strip() for cell in line.split("|")[1:-1]]
-    for line in PAGE.read_text().splitlines()
-    if re.match(r"\| `[a-z_]+/", line)
-]
-DOCUMENTED = {name for row in ROWS for name in re.findall(r"`([a-z_]+/[a-z_0-9<>]+)`", row[0])}
+OVERVIEW, _, REFERENCE = PAGE.read_text().partition("\n## Rewards and data\n")
+"""The table of the metrics to start with, and the tables of all metrics."""
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """Return the cells of each row that begins with a metric."""
+    lines = [line for line in text.splitlines() if re.match(r"\| `[a-z_]+/", line)]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def metrics_of(rows: list[list[str]]) -> set[str]:
+    return {name for row in rows for name in re.findall(r"`([a-z_]+/[a-z_0-9<>]+)`", row[0])}
+
+
+ROWS = rows_of(REFERENCE)
+DOCUMENTED = metrics_of(ROWS)
 NO_METRIC = {"application/json", "text/html", "perf/train_tflop"}
 """Media types; and what is handed from the step to the controller, which takes it away."""
 
@@ -59,6 +69,11 @@ def test_a_metric_with_a_healthy_range_has_a_remedy_or_a_bound_that_holds_by_its
     assert len(ROWS) > 40 and {len(row) for row in ROWS} == {5}
     without = [row[0] for row in ROWS if row[3] and not row[4]]
     assert without == ["`staleness/mean`, `staleness/max`"], "admission holds it"
+
+
+def test_the_metrics_to_start_with_are_in_the_tables_of_all_metrics() -> None:
+    named = metrics_of(rows_of(OVERVIEW))
+    assert named and named <= DOCUMENTED
 
 
 def test_remedies_name_keys_that_there_are() -> None:
