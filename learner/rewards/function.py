@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from learner.config import RewardConfig
+from learner.rewards.builtin.json_schema import json_schema
 from learner.rewards.builtin.judge import judge
 from learner.rewards.builtin.mathematics import math_equivalence
 from learner.rewards.builtin.program import passes_tests, why_not_confined
 from learner.rewards.builtin.text import (
     environment_reward,
     exact_match,
-    json_schema,
     last_number,
     multiple_choice,
     share_right,

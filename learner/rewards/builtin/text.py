@@ -1,4 +1,4 @@
-"""Built-in reward functions for answers in text: words, a number, a letter, JSON, a format.
+"""Built-in reward functions for answers in text: words, a number, a letter, a format.
 
 They have TRL's signature, as users' functions have, and run in the reward workers. They import only what is
 installed in TRL's environment too.
@@ -8,10 +8,8 @@ wrong.
 
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import msgspec
 
 from learner.rewards.builtin.answers import (
     answer_of,
@@ -20,7 +18,6 @@ from learner.rewards.builtin.answers import (
     completion_text,
     golds_of,
     last_number_in,
-    without_fence,
 )
 from learner.sandbox.user_code import shorten
 
@@ -100,26 +97,6 @@ def think_format(completions: Sequence[Any], opens_reasoning: bool = False, **kw
     return [float(_THINK_FORMAT.fullmatch(text) is not None) for text in texts]
 
 
-def json_schema(
-    completions: Sequence[Any], schema: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any
-) -> list[float | None]:
-    """Return 1 if the answer is JSON that the `schema` column allows, else 0.
-
-    The answer may be one code block. An empty column gives None. The column holds a JSON Schema or its text.
-    `$schema` names the draft, by default 2020-12. References resolve only within the schema itself.
-    """
-    rewards: list[float | None] = []
-    for completion, column in zip(completions, schema, strict=True):
-        allows = _validator(column)
-        text = without_fence(answer_of(completion, opens_reasoning=opens_reasoning))
-        try:
-            rewards.append(None if allows is None else float(allows(msgspec.json.decode(text))))
-        # OverflowError: multipleOf with a huge number
-        except (msgspec.DecodeError, RecursionError, UnicodeEncodeError, OverflowError):
-            rewards.append(0.0)
-    return rewards
-
-
 def environment_reward(
     completions: Sequence[Any], environment_rewards: Sequence[float | None], **kwargs: Any
 ) -> list[float | None]:
@@ -139,17 +116,3 @@ def _letter(gold: Any) -> str:
 def _share_right(text: str, gold: str) -> float:
     matches = sum(one == other for one, other in zip(text, gold, strict=False))
     return (matches + (len(text) == len(gold))) / (len(gold) + 1)
-
-
-def _validator(schema: Any) -> Callable[[Any], bool] | None:
-    from jsonschema.validators import Draft202012Validator, validator_for
-    from referencing import Registry
-
-    if isinstance(schema, str) and schema.strip():
-        schema = msgspec.json.decode(schema)
-    if schema in (None, ""):
-        return None
-    kind = validator_for(schema, default=Draft202012Validator)
-    kind.check_schema(schema)
-    allows: Callable[[Any], bool] = kind(schema, registry=Registry()).is_valid
-    return allows
