@@ -59,8 +59,8 @@ class Tenancy:
         self._orphan_timeout_s = orphan_timeout_s
         self.holder: LeaseHolder | None = None
         self._is_away = False
-        self._since = now
-        """Time at which the current state started."""
+        self._since = self._last_seen = now
+        """Time at which the current state started, and time of the last sign of the run while it is away."""
 
     @property
     def state(self) -> State:
@@ -78,7 +78,7 @@ class Tenancy:
         if state == "away":
             reason = (
                 f"the server is kept for run {holder.run} for {self._orphan_timeout_s:g} s (server.orphan_timeout_s); "
-                f"its learner {holder.process} was last seen {since_s:.0f} s ago. Wait, or start another server"
+                f"its learner {holder.process} was last seen {now - self._last_seen:.0f} s ago. Wait, or start another server"
             )
         elif holder.run == run:
             reason = (
@@ -108,7 +108,7 @@ class Tenancy:
     def lose(self, now: float) -> None:
         """Record the loss of the holder's connection."""
         if self.state == "held":
-            self._is_away, self._since = True, now
+            self._is_away, self._since, self._last_seen = True, now, now
 
     def extend(self, run: str, now: float) -> None:
         """Restart the timeout if the server is kept for this run.
@@ -116,11 +116,11 @@ class Tenancy:
         Called for a Hello that the server cannot accept yet.
         """
         if self.state == "away" and self.holder is not None and self.holder.run == run:
-            self._since = now
+            self._last_seen = now
 
     def is_due(self, now: float) -> bool:
         """Return True if the holder has been away for the full timeout."""
-        return self.state == "away" and now - self._since >= self._orphan_timeout_s
+        return self.state == "away" and now - self._last_seen >= self._orphan_timeout_s
 
     def free(self, now: float) -> None:
         """Release the server, because the run is over or its learner stays away."""
@@ -135,10 +135,13 @@ class Tenancy:
             case "held":
                 return None
             case "away":
-                return max(0.0, self._since + self._orphan_timeout_s - now)
+                return max(0.0, self._last_seen + self._orphan_timeout_s - now)
 
     def away_s(self, now: float) -> float:
-        """Return the seconds since the holder was connected: 0 if held, inf if free."""
+        """Return the seconds since the holder was connected: 0 if held, inf if free.
+
+        `extend` does not change it: a drain does not wait for a learner that it gives no answer.
+        """
         match self.state:
             case "free":
                 return math.inf

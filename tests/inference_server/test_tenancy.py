@@ -66,6 +66,7 @@ def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() ->
     assert tenancy.free_in_s(120.0) == 6.0
     tenancy.extend("a", 120.0)
     assert tenancy.free_in_s(120.0) == TIMEOUT_S
+    assert tenancy.away_s(120.0) == 4.0, "a Hello that gets no answer prolongs no drain"
     tenancy.free(117.0)
     tenancy.extend("a", 117.0)
     assert status(118.0) == ("free", None, None, 1.0, 0.0)
