@@ -129,7 +129,8 @@ def overlapped_pushes(pusher: WeightSync, trainer: Trainer, num_pushes: int) -> 
         blocked_s = time.monotonic() - started
         while pusher.is_pushing:
             trainer.step()
-        report = pusher.wait()
+        pusher.wait()
+        report = pusher.pop_report()
         assert report is not None
         costs.append(cost(report, blocked_s, blocked_s))
     return medians(costs[1:])  # the first copy meets fresh memory
