@@ -78,7 +78,8 @@ class Tenancy:
         if state == "away":
             reason = (
                 f"the server is kept for run {holder.run} for {self._orphan_timeout_s:g} s (server.orphan_timeout_s); "
-                f"its learner {holder.process} was last seen {now - self._last_seen:.0f} s ago. Wait, or start another server"
+                f"its learner {holder.process} was last seen {now - self._last_seen:.0f} s ago. Wait, or start another "
+                "server"
             )
         elif holder.run == run:
             reason = (

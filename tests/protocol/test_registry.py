@@ -105,6 +105,19 @@ def test_a_transport_that_only_the_learner_knows_is_named_with_those_that_are_kn
             rendezvous_host.host_collective("e1", msgspec.structs.replace(rendezvous, transport="gloo"), CPU)
 
 
+@pytest.mark.parametrize(
+    ("transport", "secret", "expected"), [("gloo", b"extra", 0), ("tcp", b"short", 32), ("tcp", None, 32)]
+)
+def test_a_secret_of_a_wrong_size_is_refused_before_the_ranks_connect(
+    transport: str, secret: bytes | None, expected: int
+) -> None:
+    with closing(RendezvousHost(HOST, timeout_s=10)) as rendezvous_host:
+        rendezvous = msgspec.structs.replace(rendezvous_host.rendezvous(1, transport), secret=secret)
+        refusal = rf"transport {transport} expects a secret of {expected} bytes, got {len(secret or b'')}; install"
+        with pytest.raises(PushError, match=refusal):
+            join_collective("e1", rendezvous, 1, CPU)
+
+
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_every_entry_names_a_class(name: str) -> None:
     assert load_transport(name).needs()

@@ -1,4 +1,4 @@
-"""The story of a run: in the report as it was told, escaped, and never a reason to stop."""
+"""The story of a run: in the report as it was recorded, escaped, and never a reason to stop."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,10 @@ from tests.learner.report.synthetic_run import write_run
 def test_the_report_tells_what_happened_and_a_run_without_a_story_has_no_such_part(tmp_path: Path) -> None:
     write_run(tmp_path, steps=5)
     assert "<h2>Events</h2>" not in write_report(tmp_path).read_text()
-    told = Timeline(tmp_path / "timeline.jsonl")
-    told.record("the run started")
-    told.record("the server at tcp://<b>:1: ready → joining")
-    told.close()
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    timeline.record("the run started")
+    timeline.record("the server at tcp://<b>:1: ready → joining")
+    timeline.close()
     html = write_report(tmp_path).read_text()
     assert (
         html.index("<h2>Events</h2>") < html.index("the run started") < html.index("tcp://&lt;b&gt;:1: ready → joining")
@@ -29,25 +29,25 @@ def test_a_story_goes_on_after_a_kill_without_the_line_that_was_cut_off(tmp_path
     path = tmp_path / "timeline.jsonl"
     path.write_text('{"time": 5.0, "what": "the run started"}\n{"time": 6.0, "wh')
     assert read_events(path) == [Event(5.0, "the run started")]
-    told = Timeline(path)
-    told.record("the learner resumed after step 3")
-    told.close()
+    timeline = Timeline(path)
+    timeline.record("the learner resumed after step 3")
+    timeline.close()
     assert [event.what for event in read_events(path)] == ["the run started", "the learner resumed after step 3"]
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
 def test_of_a_long_story_the_ends_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "SHOWN_BYTES", 400)
-    told = Timeline(tmp_path / "timeline.jsonl")
+    timeline = Timeline(tmp_path / "timeline.jsonl")
     for i in range(100):
-        told.record(f"event {i}")
-    told.close()
+        timeline.record(f"event {i}")
+    timeline.close()
     events = [event.what for event in read_events(tmp_path / "timeline.jsonl")]
     assert events[0] == "event 0" and events[-1] == "event 99" and len(events) < 20
 
 
 def test_a_disk_that_takes_no_more_costs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    told = Timeline(Path("/dev/full"))
-    told.record("a server came")
-    told.close()
+    timeline = Timeline(Path("/dev/full"))
+    timeline.record("a server came")
+    timeline.close()
     assert "cannot record an event for the report: a server came" in caplog.text
