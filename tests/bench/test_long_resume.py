@@ -7,7 +7,7 @@ import pytest
 from learner.report.summary import summarize
 from tests.bench.long_resume import long_run, make_long, resume_s
 from tests.learner.model_engine import tiny_server
-from tests.learner.test_train import metrics_of, rows_of
+from tests.learner.runs import metrics_of, rows_of
 
 
 @pytest.mark.slow

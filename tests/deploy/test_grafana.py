@@ -15,7 +15,7 @@ from tests.deploy.grafana import BOARD, METRIC, asked_of_learner, asked_of_serve
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.openai_server import openai_server
 from tests.learner.report.test_dashboard import observed
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 

@@ -13,8 +13,8 @@ from protocol.errors import ParityError
 from protocol.messages import Completion, Sampling, Welcome
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine
+from tests.learner.runs import make_run, metrics_of
 from tests.learner.test_several_servers import servers
-from tests.learner.test_train import make_run, metrics_of
 
 BETWEEN = 0.05
 """Above the bound of float32, which is 1e-3, and below that of bfloat16, 0.3."""

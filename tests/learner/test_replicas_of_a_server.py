@@ -10,7 +10,7 @@ from learner.train import train
 from protocol.errors import ParityError
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
-from tests.learner.test_train import make_run, metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 LITTLE = 1.5e-3
 """Above the bound of 1e-3; as the mean of both replicas it is below."""

@@ -24,7 +24,7 @@ from protocol.messages import Scores
 from protocol.model_files import resolve_model
 from tests.fakes import ScriptedEngine
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
-from tests.learner.test_train import make_run, metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 ALL = ParityConfig(max_time_share=1.0)
 TINY_STEPS = {"learning_rate": 1e-6}

@@ -41,44 +41,16 @@ from protocol.errors import (
 from protocol.model_files import resolve_model
 from tests.fakes import ScriptedEngine, ServerThread, report
 from tests.learner.model_engine import ModelEngine, sample, tiny_server
-
-GROUPS_PER_STEP, NUM_COMPLETIONS, MAX_TOKENS = 3, 4, 5
-
-
-def make_run(tmp_path: Path, *endpoints: str, **learner: Any) -> LearnerRun:
-    """A run of a few seconds: reverse 4 digits, everything else as a test wants it."""
-    settings = {
-        "steps": 4,
-        "groups_per_step": GROUPS_PER_STEP,
-        "data": {"task": "reverse", "num_digits": 4, "num_prompts": 8},
-        "reward": {"functions": ["share_right", "exact_match"], "weights": [1.0, 0.0]},
-        "sampling": {"group_size": NUM_COMPLETIONS, "max_tokens": MAX_TOKENS},
-        "optimizer": {"learning_rate": 2e-3},
-        "report": {"trackers": [], "dashboard_port": 0},
-        "connect_timeout_s": 20,
-        "weight_sync": {"timeout_s": 20},
-    }
-    # Steps are so short that most checks would be left out.
-    learner["parity"] = {"max_time_share": 1.0} | learner.get("parity", {})
-    return msgspec.convert(
-        {
-            "model": "tiny:digits",
-            "run_dir": str(tmp_path / "run"),
-            **({"endpoint": endpoints[0]} if len(endpoints) == 1 else {"endpoints": endpoints}),
-            "dtype": "float32",
-            "learner": settings | learner,
-        },
-        LearnerRun,
-    )
-
-
-def metrics_of(run: LearnerRun) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()]
-
-
-def rows_of(run: LearnerRun, columns: str, where: str = "1") -> list[tuple]:
-    with closing(sqlite3.connect(Path(run.run_dir) / "ledger.db")) as ledger:
-        return ledger.execute(f"SELECT {columns} FROM groups WHERE {where} ORDER BY slot").fetchall()
+from tests.learner.runs import (
+    GROUPS_PER_STEP,
+    MAX_TOKENS,
+    NUM_COMPLETIONS,
+    batches_of,
+    make_run,
+    metrics_of,
+    rows_of,
+    seeded,
+)
 
 
 def plain_loop(run: LearnerRun, num_steps: int) -> tuple[list[float], Any]:
@@ -116,13 +88,6 @@ def plain_loop(run: LearnerRun, num_steps: int) -> tuple[list[float], Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model
-
-
-def seeded() -> dict[str, Any]:
-    return {
-        "max_staleness": 0,
-        "sampling": {"group_size": NUM_COMPLETIONS, "max_tokens": MAX_TOKENS, "seeded": True},
-    }
 
 
 @pytest.mark.parametrize("compression", ["none", "delta"])
@@ -193,11 +158,6 @@ def test_a_group_that_failed_is_asked_for_again_and_one_that_always_fails_is_rec
         (1, 0, "engine_error"), (1, 1, "engine_error"), (1, 2, "failed"), (4, 0, "engine_error"),
     ]  # fmt: skip
     assert rows_of(run, "slot, attempt", "state = 'consumed'") == [(0, 0), (2, 0), (3, 0), (4, 1), (5, 0), (6, 0)]
-
-
-def batches_of(run: LearnerRun) -> list[tuple]:
-    """Everything that happened to the slots, without when."""
-    return rows_of(run, "slot, attempt, position, prompt_id, state, reason, step, rewards")
 
 
 def test_a_run_with_active_sampling_and_a_curriculum_that_crashes_asks_and_consumes_the_same_after_a_resume(

@@ -16,8 +16,8 @@ from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ServerThread
 from tests.learner.model_engine import ModelEngine
 from tests.learner.mortal_learner import Life
+from tests.learner.runs import make_run, metrics_of, rows_of
 from tests.learner.test_several_servers import wait_until_free
-from tests.learner.test_train import make_run, metrics_of, rows_of
 
 TIMEOUT_S = 60.0
 HELD_FROM = 2

@@ -15,7 +15,7 @@ from protocol.config import to_toml
 from protocol.model_files import resolve_model
 from tests.learner.forked_learner import run_learner
 from tests.learner.model_engine import ModelEngine, tiny_server
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 
 @pytest.mark.parametrize(

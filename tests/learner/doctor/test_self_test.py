@@ -23,7 +23,7 @@ from protocol.messages import Completion, Sampling
 from protocol.model_files import resolve_model
 from tests.learner.forked_learner import run_learner
 from tests.learner.model_engine import ModelEngine, tiny_server
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 
 class LivesThroughAPush(ModelEngine):

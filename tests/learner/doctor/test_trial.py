@@ -14,8 +14,8 @@ from learner.train import train
 from protocol.doctor import Finding, ok, problem
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
+from tests.learner.runs import make_run
 from tests.learner.test_several_servers import wait_until_free
-from tests.learner.test_train import make_run
 from tests.ports import free_port
 
 

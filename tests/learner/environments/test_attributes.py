@@ -20,7 +20,7 @@ from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.codec import pack, unpack
 from protocol.model_files import resolve_model
 from tests.learner.environments.play import played, says
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 REWARDS = "tests.learner.environments.environment_rewards"
 PROMPT = Prompt(prompt_id=0, prompt="p", token_ids=[1], columns={})

@@ -27,7 +27,7 @@ from tests.learner.environments.recomputed import (
     recorded_turns,
 )
 from tests.learner.ledgers import consumed_groups
-from tests.learner.test_train import make_run, metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 pytestmark = pytest.mark.vllm
 

@@ -18,8 +18,8 @@ from protocol.codec import unpack
 from protocol.model_files import resolve_model
 from tests.learner.ledgers import consumed_groups
 from tests.learner.model_engine import tiny_server
+from tests.learner.runs import make_run, metrics_of, rows_of
 from tests.learner.test_several_servers import Engine, servers
-from tests.learner.test_train import make_run, metrics_of, rows_of
 
 USER = "tests.learner.environments.user_environments"
 DIGITS = "0123456789"

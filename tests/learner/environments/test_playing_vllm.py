@@ -21,7 +21,7 @@ from tests.learner.environments.recomputed import (
 )
 from tests.learner.environments.test_playing_runs import playing_run
 from tests.learner.ledgers import consumed_groups
-from tests.learner.test_train import metrics_of
+from tests.learner.runs import metrics_of
 
 pytestmark = pytest.mark.vllm
 

@@ -18,7 +18,7 @@ from tests.learner.environments.chat_model import takes_for_calls, write_model
 from tests.learner.environments.chat_tokenizer import CHARACTERS, KEEPING
 from tests.learner.ledgers import consumed_groups
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine
-from tests.learner.test_train import make_run, metrics_of, rows_of
+from tests.learner.runs import make_run, metrics_of, rows_of
 
 EXAMPLES = Path(__file__).parent / "trl_examples.py"
 FIRST_HALF = "[!-O]"

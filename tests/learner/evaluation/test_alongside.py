@@ -27,7 +27,7 @@ from tests.fakes import ServerThread
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.mortal_learner import Death, Life
 from tests.learner.openai_server import OpenAIServer, openai_server
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 from tests.ports import free_port
 
 NUM_PROMPTS = 8

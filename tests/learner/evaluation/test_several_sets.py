@@ -23,7 +23,7 @@ from tests.learner.evaluation.test_alongside import STEPS, engine, evaluating, m
 from tests.learner.evaluation.test_evaluate import a_run
 from tests.learner.mortal_learner import Death, Life
 from tests.learner.openai_server import OpenAIServer
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 __all__ = ["engine", "openai", "server"]  # fixtures
 

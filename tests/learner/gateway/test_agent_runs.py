@@ -16,8 +16,8 @@ from protocol.codec import unpack
 from tests.learner.environments.test_playing_runs import playing_run
 from tests.learner.ledgers import consumed_groups
 from tests.learner.model_engine import tiny_server
+from tests.learner.runs import metrics_of, rows_of
 from tests.learner.test_several_servers import Engine, servers
-from tests.learner.test_train import metrics_of, rows_of
 
 USER = "tests.learner.gateway.user_agents"
 AGENT = {"factory": None, "max_turns": 4, "max_concurrent": 8}

@@ -28,7 +28,7 @@ from tests.learner.environments.test_conversing_vllm import (
     versions_of,
 )
 from tests.learner.ledgers import consumed_groups
-from tests.learner.test_train import make_run, metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 pytestmark = pytest.mark.vllm
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -21,13 +20,6 @@ from tests.zoo.families import FAMILIES, save_model
 
 Tensors = dict[str, torch.Tensor]
 RENAMED = ["qwen3_moe", "mixtral", "gpt_oss", "qwen3_5"]
-
-
-@pytest.fixture
-def accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def a_policy(family: str, path: Path) -> PreTrainedModel:

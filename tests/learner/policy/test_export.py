@@ -13,7 +13,6 @@ import openai
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -24,19 +23,12 @@ from learner.training.policy_trainer import make_trainer
 from protocol.model_files import fingerprint, resolve_model
 from tests.learner.checkpoints import save, weights_of
 from tests.learner.policy.plain import plain_logits
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 from tests.ports import free_port
 from tests.zoo.families import save_model
 
 IDS = torch.arange(3, 15)[None]
 LORA = {"lora": {"rank": 4}}
-
-
-@pytest.fixture
-def accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def a_run(tmp_path: Path, dtype: str = "float32", **learner: Any) -> LearnerRun:

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoConfig,
@@ -160,13 +159,6 @@ def test_the_head_takes_a_tile_and_its_gradient_whatever_the_vocabulary(dtype: t
             HeadLogprobs.apply(hidden_ME, cast_VE, None, targets_M, settings)[0].sum().backward()
         run = run_of({}, str(dtype).removeprefix("torch."))
         assert live.peak == pytest.approx(head_bytes(shape, run, tile_logits=TILE_LOGITS["cpu"]), rel=0.15)
-
-
-@pytest.fixture
-def accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(

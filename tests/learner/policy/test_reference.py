@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 
 from learner.config import ReferenceConfig
@@ -49,13 +48,6 @@ def a_batch(token_ids: tuple[int, ...] = (3, 4, 5)) -> Pack:
 
 
 BATCHES = [a_batch(), a_batch((7, 7, 9, 3, 10))]
-
-
-@pytest.fixture
-def accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def tiny_policy(dtype: torch.dtype = torch.float32) -> nn.Module:

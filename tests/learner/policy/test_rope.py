@@ -1,7 +1,6 @@
 """RoPE of every type of transformers: the same for a row whatever stands beside it, by the choice of the server."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer, LlamaConfig, Phi3Config, PhimoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -27,7 +25,7 @@ from protocol.errors import ConfigError
 from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ServerThread
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 from tests.sweep.families import tiny_config
 from tests.zoo.families import LM
 
@@ -260,13 +258,6 @@ def test_a_server_with_positions_that_its_rope_does_not_reach_is_refused() -> No
     check_server_rope(config, LONGEST, LONGEST, endpoint="tcp://a:1")
     with pytest.raises(ConfigError, match=r"max_position_embeddings = 256, but server.max_model_len is 512\. "):
         check_server_rope(config, LONGEST, 2 * LONGEST, endpoint="tcp://a:1")
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST], ids=["short", "long"])

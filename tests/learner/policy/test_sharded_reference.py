@@ -2,23 +2,14 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from tests.learner.checkpoints import whole_tensors
 from tests.learner.policy.sharded_reference import follow, follow_sharded, load, move, note, odd_policy, save
 from tests.learner.policy.test_reference import KINDS
 from tests.learner.ranks import on_two_ranks
-
-
-@pytest.fixture
-def accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_two_ranks_have_the_reference_of_one_and_read_each_others_checkpoints(

@@ -19,7 +19,7 @@ from learner.servers.loop_thread import LoopThread
 from learner.storage.files import JsonLinesFile, last_line
 from learner.storage.run_dir import RunDir
 from tests.learner.report.synthetic_run import write_lines
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 from tests.ports import free_port
 
 

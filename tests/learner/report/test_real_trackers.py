@@ -17,7 +17,7 @@ from accelerate import PartialState
 
 from learner.report.trackers import Trackers
 from learner.storage.run_dir import RunDir
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 PartialState()  # its trackers log by the rank
 directory = Path(sys.argv[1])

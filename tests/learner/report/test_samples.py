@@ -23,7 +23,7 @@ from learner.storage.files import ends_of
 from learner.storage.run_dir import RunDir
 from protocol.model_files import resolve_model
 from tests.learner.report.synthetic_run import write_run
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 
 def a_group(num_tokens: int = 3) -> RolloutGroup:

@@ -14,7 +14,7 @@ from learner.train import train
 from protocol.errors import SlipstreamError
 from tests.learner.model_engine import tiny_server
 from tests.learner.report.synthetic_run import GROUPS_PER_STEP, write_ledger, write_lines, write_run
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 FIELDS = [
     "steps",

@@ -17,7 +17,7 @@ from learner.train import train
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 WANDB = """
 told, closed = [], []

@@ -19,7 +19,7 @@ from learner.rewards.call import TrainerState
 from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers
 from learner.train import train
 from tests.learner.model_engine import tiny_server
-from tests.learner.test_train import make_run, metrics_of, rows_of
+from tests.learner.runs import make_run, metrics_of, rows_of
 
 FILE = Path(__file__).parent / "async_rewards.py"
 DEADLINE_S = 60

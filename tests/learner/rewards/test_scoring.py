@@ -22,7 +22,7 @@ from protocol.errors import RewardError
 from protocol.messages import Completion, Group
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import tiny_server
-from tests.learner.test_train import make_run, metrics_of, rows_of
+from tests.learner.runs import make_run, metrics_of, rows_of
 
 OUTCOMES = {".": "ok", "f": "failed", "t": "timed_out"}
 

@@ -17,7 +17,7 @@ from protocol.messages import Completion, Sampling
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.rollouts.test_rollouts import TIMEOUT_S, HandServer, group_of, rollouts_on
-from tests.learner.test_train import GROUPS_PER_STEP, make_run, metrics_of
+from tests.learner.runs import GROUPS_PER_STEP, make_run, metrics_of
 from tests.link import Link
 
 MAX_STALENESS = 2

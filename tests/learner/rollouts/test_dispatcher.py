@@ -13,7 +13,7 @@ from learner.servers.fleet import Fleet
 from protocol.config import DEFAULT_ENDPOINT
 from protocol.messages import Generate, GroupFailed, Hello, Message
 from tests.learner.rollouts.test_rollouts import TIMEOUT_S, HandServer, counts, group_of, rollouts_of, slots
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 from tests.link import Link
 
 

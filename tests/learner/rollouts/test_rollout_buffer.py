@@ -14,7 +14,7 @@ from learner.rollouts.rollout_buffer import RolloutBuffer, ScoredGroup
 from learner.run_inputs import RunInputs
 from tests.learner.ledgers import receive
 from tests.learner.rollouts.test_admission import group
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 NUM_CONSUMED, NUM_KEPT = 12, 8
 DECAY = 0.75

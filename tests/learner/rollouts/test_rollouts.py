@@ -40,7 +40,7 @@ from protocol.messages import (
     Welcome,
 )
 from tests.learner.ledgers import receive
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 TIMEOUT_S = 60.0
 MODEL = ModelFingerprint(architecture="x", size="", vocab_size=16, tokenizer_hash="0")

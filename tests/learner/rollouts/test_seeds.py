@@ -22,7 +22,7 @@ from tests.learner.rollouts.test_rollouts import (
     slot_of,
     slots,
 )
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 NUM_COMPLETIONS, MAX_TURNS = 4, 5
 

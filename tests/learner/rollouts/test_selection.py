@@ -8,7 +8,7 @@ import pytest
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.selection import Selection
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 from tests.learner.training.test_batch import make_group
 
 

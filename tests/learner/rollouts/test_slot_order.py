@@ -22,7 +22,7 @@ from protocol.messages import Generate, Message
 from tests.learner.config.settings import ALWAYS, load
 from tests.learner.model_engine import tiny_server
 from tests.learner.rollouts.test_rollouts import TIMEOUT_S, HandServer, group_of, rollouts_on, slots
-from tests.learner.test_train import make_run, metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 GROUPS_PER_STEP = 3
 NUM_STEPS = 200

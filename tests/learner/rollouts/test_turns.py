@@ -13,7 +13,7 @@ from learner.rollouts.rollouts import Rollouts
 from protocol.messages import Generate, Message
 from tests.learner.rollouts.test_dispatcher import is_silent, until
 from tests.learner.rollouts.test_rollouts import HandServer, group_of, rollouts_of
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 
 class Impatient:

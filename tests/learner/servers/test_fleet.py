@@ -23,7 +23,7 @@ from protocol.messages import PROTOCOL_VERSION, Hello
 from tests.fakes import ScriptedEngine, ServerThread
 from tests.fingerprint import MODEL
 from tests.learner.model_engine import tiny_server
-from tests.learner.test_train import make_run
+from tests.learner.runs import make_run
 
 NOWHERE = "tcp://127.0.0.1:1"
 TIMEOUT_S = 60.0

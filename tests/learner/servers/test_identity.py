@@ -9,7 +9,7 @@ from learner.train import train
 from protocol.errors import ParityError
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
-from tests.learner.test_train import make_run, metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 FAR_BELOW_PARITY = 3e-4
 """Relative change of the weights: the logprobs change by less than the bound of parity, which is 1e-3."""

@@ -13,7 +13,7 @@ from protocol.codec import decode, encode
 from protocol.errors import ProtocolError
 from protocol.messages import Group, GroupFailed, Message, Pulse, ServerMessage, Welcome
 from tests.learner.model_engine import tiny_server
-from tests.learner.test_train import GROUPS_PER_STEP, make_run, metrics_of
+from tests.learner.runs import GROUPS_PER_STEP, make_run, metrics_of
 from tests.malformed import COMPLETION, TO_LEARNER, Frames, without_end
 from tests.memory import MemoryWatch
 

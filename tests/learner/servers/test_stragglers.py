@@ -16,8 +16,8 @@ from learner.servers.weight_sync import Stragglers
 from learner.servers.weight_transfer import ServerPush
 from learner.train import train
 from tests.fakes import report
+from tests.learner.runs import make_run, metrics_of
 from tests.learner.test_several_servers import Engine, assert_each_prompt_once, servers
-from tests.learner.test_train import make_run, metrics_of
 
 TIMEOUT_S = 60.0
 PATIENCE_S = 0.5

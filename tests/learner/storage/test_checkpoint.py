@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
 from learner.run_inputs import WINDOW_BYTES, RunInputs, digest_model
@@ -25,16 +23,9 @@ from tests.learner.checkpoints import save
 from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.model_engine import tiny_server
 from tests.learner.ranks import on_two_ranks, places_of
+from tests.learner.runs import make_run, seeded
 from tests.learner.storage.seen_checkpoints import choose, enter_with_an_old_view
-from tests.learner.test_train import make_run, seeded
 from tests.learner.training.disagreement import a_run
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_ranks_go_on_from_the_checkpoint_of_rank_0_once_they_see_it_or_say_what_they_lack(tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
 """A checkpoint holds what there was when it began, whatever training changes before the background has written it."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
@@ -133,13 +131,6 @@ def compare_held_with_unhurried(accelerator: Accelerator, directory: Path, learn
 
 def is_text_of_model(name: str) -> bool:
     return name.startswith("model/") and not name.endswith(".safetensors")
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(

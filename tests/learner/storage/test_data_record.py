@@ -15,7 +15,7 @@ from learner.train import train
 from protocol.errors import DataError
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import tiny_server
-from tests.learner.test_train import make_run, metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 PROMPTS = ["1111>", "2222>", "3333>", "4444>", "5555>", "6666>"]
 

@@ -17,7 +17,7 @@ from tests.learner.checkpoints import tensors_of, weights_of
 from tests.learner.model_engine import tiny_server
 from tests.learner.mortal_learner import Death, LateDeath, Life, live
 from tests.learner.ranks import places_of
-from tests.learner.test_train import batches_of, make_run, metrics_of, seeded
+from tests.learner.runs import batches_of, make_run, metrics_of, seeded
 
 LOSSES = ("loss/policy", "optim/lr", "optim/grad_norm", "reference/kl", "reference/kl_coef", "reference/version",
           "reward/mean", "policy/entropy", "batch/replaced_groups")  # fmt: skip

@@ -20,8 +20,8 @@ from protocol.model_files import resolve_model
 from tests.learner.checkpoints import whole_tensors
 from tests.learner.ledgers import steps_kept
 from tests.learner.model_engine import tiny_server
+from tests.learner.runs import make_run, metrics_of, seeded
 from tests.learner.storage.test_exact_resume import assert_ends_alike
-from tests.learner.test_train import make_run, metrics_of, seeded
 
 
 def checkpoints(directory: Path, rewards: dict[int, float | None]) -> None:

@@ -20,7 +20,7 @@ from protocol.config import to_toml
 from protocol.errors import ConfigError
 from protocol.former_keys import renamed
 from tests.learner.model_engine import tiny_server
-from tests.learner.test_train import make_run, metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 BEFORE_SECTIONS = Path(__file__).parent / "config_before_sections.toml"
 """Written by the code that had no [learner.checkpoint] and no [learner.report]."""

@@ -4,14 +4,13 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from learner.config import LearnerRun
@@ -27,7 +26,7 @@ from tests.learner import checkpoints
 from tests.learner.ledgers import steps_kept
 from tests.learner.model_engine import tiny_server
 from tests.learner.ranks import on_two_ranks
-from tests.learner.test_train import make_run, metrics_of, seeded
+from tests.learner.runs import make_run, metrics_of, seeded
 from tests.learner.training.fixed_groups import make_run as make_plain_run
 
 PATIENCE_S = 60.0
@@ -118,13 +117,6 @@ def test_nothing_is_removed_or_forgotten_before_the_new_one_is_complete(
         assert needed <= kept
     assert [path.name for path in checkpoints_of(run).iterdir()] == ["step-000005"]
     assert steps_kept(run) == set()
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def a_trainer(accelerator: Accelerator, **checkpoint: Any) -> PolicyTrainer:

@@ -1,6 +1,6 @@
 """Episodes in a step, against a plain one in float64 that takes what the policy did not sample out of every sum by hand."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from learner.environments.episode import TokenSequence
 from learner.forward import pack as forward_pack
@@ -25,13 +24,6 @@ from tests.learner.training.test_step import LEARNING_RATE, clipped, compare, gr
 
 ANSWER = [3, 9]
 """What an environment says."""
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def answered(branch: TokenSequence) -> TokenSequence:

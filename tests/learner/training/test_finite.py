@@ -2,14 +2,12 @@
 
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
 import learner.training.step
@@ -25,16 +23,9 @@ from protocol.model_files import resolve_model
 from tests.learner import checkpoints
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.ranks import on_two_ranks
-from tests.learner.test_train import make_run as make_whole_run
-from tests.learner.test_train import metrics_of, seeded
+from tests.learner.runs import make_run as make_whole_run
+from tests.learner.runs import metrics_of, seeded
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def weights_of(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:

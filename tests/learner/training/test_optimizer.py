@@ -1,14 +1,12 @@
 """The optimizer against the formula of AdamW, and the learning rate against transformers' schedulers, stepped along."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, get_scheduler
 
@@ -97,13 +95,6 @@ def test_only_matrices_decay(kind: str) -> None:
     assert decayed == matrices and len(matrices) == 7 and "model.embed_tokens.weight" in before
     for name in matrices:
         torch.testing.assert_close(model.get_parameter(name).detach(), before[name] * (1 - 0.1 * 0.1))
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 IN_8_BITS = make_run(optimizer={"kind": "adamw_8bit", "learning_rate": 1e-3})

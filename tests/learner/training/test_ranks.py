@@ -20,7 +20,7 @@ from tests.learner.checkpoints import weights_of
 from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.ranks import places_of
-from tests.learner.test_train import make_run, metrics_of, seeded
+from tests.learner.runs import make_run, metrics_of, seeded
 
 ROOT = Path(__file__).parent.parent.parent.parent
 LAUNCH = ["accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--num_machines", "1",

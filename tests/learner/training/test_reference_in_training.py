@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import find_checkpoint, load_checkpoint
@@ -15,7 +14,7 @@ from learner.training.policy_trainer import make_trainer
 from protocol.errors import ConfigError
 from tests.learner.checkpoints import save, steps_of_moments
 from tests.learner.model_engine import tiny_server
-from tests.learner.test_train import make_run, metrics_of, seeded
+from tests.learner.runs import make_run, metrics_of, seeded
 
 ADAPTIVE = {"kind": "adaptive", "kl_threshold": 1e-9, "patience": 2, "reward_guard": False}
 MIXTURE = {"kind": "mixture", "every_steps": 2, "num_snapshots": 2}
@@ -57,13 +56,6 @@ def test_a_run_stopped_after_step_five_goes_on_with_the_same_reference(
         assert optimizer_steps_of(run) == {moments_seen}
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name]), name
-
-
-@pytest.fixture
-def accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def run_with(tmp_path: Path, reference: dict | None):

@@ -1,14 +1,12 @@
 """Two ranks that share a policy by FSDP2 train, push and save what one with the whole of it does."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from tests.learner.checkpoints import weights_of
@@ -31,13 +29,6 @@ from tests.learner.training.sharded_training import (
     write_pass_in_bfloat16,
 )
 from tests.zoo.families import save_model
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

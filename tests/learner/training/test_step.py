@@ -3,7 +3,7 @@
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from learner.environments.episode import TokenSequence
@@ -26,13 +25,6 @@ from tests.learner.training.fixed_groups import MAX_TOKENS, VERSION, make_groups
 from tests.learner.training.gradients import CONFIGS, all_gradients, gradient_of, write_gradients
 
 LEARNING_RATE = 0.1
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 Told = tuple[torch.Tensor, torch.Tensor]

@@ -4,7 +4,7 @@ import math
 import mmap
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -41,20 +40,13 @@ from learner.training.metrics import (
 from learner.training.step import train_on
 from tests.learner.model_engine import tiny_server
 from tests.learner.ranks import on_two_ranks
-from tests.learner.test_train import make_run as make_whole_run
-from tests.learner.test_train import metrics_of
+from tests.learner.runs import make_run as make_whole_run
+from tests.learner.runs import metrics_of
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 from tests.learner.training.test_packing import rows_of
 
 PAGE = Path(__file__).parents[3] / "docs/metrics.md"
 CPU = Devices(torch.device("cpu"), 2)
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 DENSE: dict[str, Any] = {

@@ -23,7 +23,7 @@ from protocol.errors import DataError, RewardError
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.policy.plain import plain_logits
-from tests.learner.test_train import make_run, metrics_of, seeded
+from tests.learner.runs import make_run, metrics_of, seeded
 from tests.learner.training.test_ranks import SHARDED, run_ranks
 
 WARM = {"steps": 5, "learning_rate": 3e-3, "rows_per_step": 6}
