@@ -6,6 +6,7 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 SLIPSTREAM := $(VENV)/bin/slipstream
+PYTEST := $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 # The path is in the name because an environment that was moved with its checkout does not work.
 STAMP := $(VENV)/.installed-$(shell echo '$(CURDIR)' | cksum | cut -d ' ' -f 1)
 
@@ -14,11 +15,11 @@ ifneq ($(shell $(PY) -c 'print("starts")' 2>/dev/null),starts)
 $(STAMP): FORCE
 endif
 
-.PHONY: help install demo real test chaos lint docs lock keys clean FORCE
+.PHONY: help install demo real test test-system chaos lint docs lock keys clean FORCE
 FORCE:
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## install the CPU stack into .venv (PYTHON=python3.12 picks the Python)
 	@echo "$(VENV) is up to date; next: make demo"
@@ -31,8 +32,11 @@ real: $(STAMP)  ## train a pretrained model, SmolLM2-135M-Instruct, on sums: 9 t
 	@if [ -e runs/smollm2 ]; then mv runs/smollm2 "runs/smollm2-$$(date -r runs/smollm2 +%Y%m%d-%H%M%S)"; fi
 	@$(SLIPSTREAM) colocate deploy/recipes/smollm2.toml $(ARGS)
 
-test: $(STAMP)  ## run the tests that need no GPU (ARGS="-k loss -x")
-	@$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
+test: $(STAMP)  ## run the tests of every commit (ARGS="-k loss -x")
+	@$(PYTEST) -m "not system and not gpu and not slow" $(ARGS)
+
+test-system: $(STAMP)  ## run those that need real vLLM, several ranks, two hosts or a browser
+	@$(PYTEST) -m "system and not gpu and not slow" $(ARGS)
 
 chaos: $(STAMP)  ## kill, stop and cut off every part of a run: 3 faults with vLLM, 24 with a fake engine
 	@$(PY) -m tests.chaos --engine real --faults 3 $(ARGS)

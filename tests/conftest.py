@@ -56,8 +56,8 @@ def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    with_vllm = {item.path for item in items if item.get_closest_marker("vllm")}
-    items.sort(key=lambda item: (item.path not in with_vllm, item.path.name not in LONG, len(item.path.parts)))
+    of_the_system = {item.path for item in items if item.get_closest_marker("system")}
+    items.sort(key=lambda item: (item.path not in of_the_system, item.path.name not in LONG, len(item.path.parts)))
 
 
 @pytest.fixture

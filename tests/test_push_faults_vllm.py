@@ -22,7 +22,7 @@ from tests.peer import Peer
 from tests.push_peers import LearnerSetup, gpt2_weights, run_learner
 from tests.push_traps import Trap
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.system]
 
 PUSH_TIMEOUT_S = 3.0
 NOTICE_S = 30.0

@@ -31,7 +31,7 @@ from tests.inference_server.forked_server import ForkedServer
 from tests.learner.forked_learner import end_of, run_learner, start_learner
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "deploy/recipes/reverse.toml"

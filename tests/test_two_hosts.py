@@ -123,14 +123,14 @@ def test_a_run_is_complete_over_two_ports_at_an_address_that_is_advertised(hosts
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
+@pytest.mark.system
 @pytest.mark.timeout(600)
 def test_real_vllm_is_trained_over_two_ports_at_an_address_that_is_advertised(hosts: TwoHosts, tmp_path: Path) -> None:
     run_behind_translation(hosts, tmp_path, 30, REAL)
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
+@pytest.mark.system
 @pytest.mark.timeout(1200)
 def test_the_whole_demo_learns_between_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
     whole = ["--learner.report.dashboard-port", "0"]
@@ -161,7 +161,7 @@ def test_a_worker_gives_up_a_transfer_whose_learner_has_vanished(hosts: TwoHosts
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
+@pytest.mark.system
 def test_real_vllm_outlasts_a_link_that_is_cut_for_seconds(hosts: TwoHosts, tmp_path: Path) -> None:
     cut(Run(hosts, tmp_path, num_steps=8, server=REAL), 5)
 

@@ -86,7 +86,7 @@ def test_several_ranks_know_each_other_and_only_a_learner_that_was_started_is_re
     assert started[0][3] == tmp_path / "learner0.log"
 
 
-@pytest.mark.vllm
+@pytest.mark.system
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_servers_and_two_ranks_of_which_one_each_is_killed_end_complete(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_two_servers_and_two_ranks_of_which_one_each_is_killed_end_complete(tmp_
     assert set(steps()) == set(range(1, NUM_STEPS + 1)) and steps()[-1] == NUM_STEPS
 
 
-@pytest.mark.vllm
+@pytest.mark.system
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_path: Path, number: int) -> None:

@@ -184,7 +184,7 @@ def test_the_example_of_the_docs_passes() -> None:
     assert {name for name in given if getattr(arguments(given), name) is not None} == set(given)
 
 
-@pytest.mark.vllm
+@pytest.mark.system
 def test_arguments_of_vllms_own_reach_the_engine(tmp_path: Path) -> None:
     flags = ("--server.vllm.num-gpu-blocks-override=77", "--server.vllm.max-num-batched-tokens", "300")
     for server in running_server(tmp_path, *flags, is_forked=True):
@@ -198,7 +198,7 @@ def test_arguments_of_vllms_own_reach_the_engine(tmp_path: Path) -> None:
         assert 'num_gpu_blocks_override="77"' in cache
 
 
-@pytest.mark.vllm
+@pytest.mark.system
 def test_what_vllm_itself_says_against_an_argument_ends_the_start(tmp_path: Path) -> None:
     server = RealServer(tmp_path, "--server.vllm.max-num-batched-tokens", "8", is_forked=True)
     try:

@@ -19,7 +19,7 @@ from tests.inference_server.drifting_policy import batch_logprobs
 from tests.inference_server.real_server import TOLERANCE, RealServer, running_server, score, with_learner
 from tests.zoo.families import make_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.system
 
 TOKENS = [1 + index * 7 % 15 for index in range(60)]
 LEFT_OUT = {

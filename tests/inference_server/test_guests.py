@@ -346,7 +346,7 @@ def answer(url: str, model: str) -> float:
     return time.monotonic() - began_at
 
 
-@pytest.mark.vllm
+@pytest.mark.system
 @pytest.mark.parametrize(
     "flags",
     [

@@ -15,7 +15,7 @@ from tests.inference_server import tiny_gpt2
 from tests.inference_server.real_server import RealServer, push, running_server, with_learner
 from tests.inference_server.scripted_learner import ScriptedLearner
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.system]
 
 ORPHAN_TIMEOUT_S = 1.0
 NUM_GROUPS = 100

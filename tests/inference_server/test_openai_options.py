@@ -122,7 +122,7 @@ def test_the_doctor_looks_at_them_too(tmp_path: Path, model: Path) -> None:
     assert "server.reasoning_parser = 'qwen33'" in bad
 
 
-@pytest.mark.vllm
+@pytest.mark.system
 def test_a_wrong_name_ends_the_start_before_the_model_is_loaded(tmp_path: Path) -> None:
     server = RealServer(tmp_path, "--server.tool-call-parser", "hermess", is_forked=True)
     try:
@@ -164,7 +164,7 @@ def test_a_request_without_tools_goes_through_as_it_came_and_so_does_the_clients
     assert asyncio.run(ask(RefuseTools(echo), "/v1/responses", "POST", pieces))[2] == body + b" gone"
 
 
-@pytest.mark.vllm
+@pytest.mark.system
 def test_each_dialect_refuses_tools_where_no_parser_is_set(plain_server: RealServer) -> None:
     url, name = plain_server.url, str(plain_server.model)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -185,7 +185,7 @@ def test_each_dialect_refuses_tools_where_no_parser_is_set(plain_server: RealSer
 # --- read back from real vLLM ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.vllm
+@pytest.mark.system
 def test_a_tool_call_is_read_from_each_dialect(server: RealServer) -> None:
     url, name, expected = server.url, str(server.model), {"left": 17, "right": 25}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -203,7 +203,7 @@ def test_a_tool_call_is_read_from_each_dialect(server: RealServer) -> None:
         assert (block.name, block.input) == ("add", expected)
 
 
-@pytest.mark.vllm
+@pytest.mark.system
 def test_a_streamed_tool_call_is_read_too(server: RealServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.chat.completions.create(
@@ -215,7 +215,7 @@ def test_a_streamed_tool_call_is_read_too(server: RealServer) -> None:
     assert json.loads(arguments) == {"left": 17, "right": 25}
 
 
-@pytest.mark.vllm
+@pytest.mark.system
 def test_reasoning_is_distinguished_from_the_answer(server: RealServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         said: Any = (
@@ -226,7 +226,7 @@ def test_reasoning_is_distinguished_from_the_answer(server: RealServer) -> None:
         assert answer.output_text == "yes" and [item.type for item in answer.output] == ["reasoning", "message"]
 
 
-@pytest.mark.vllm
+@pytest.mark.system
 def test_a_model_can_be_asked_for_by_its_name(server: RealServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         (listed,) = client.models.list().data

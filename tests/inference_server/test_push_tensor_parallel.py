@@ -27,7 +27,7 @@ from tests.inference_server.drifting_policy import DriftingPolicy
 from tests.inference_server.push_load import BUCKET_BYTES, judge, num_pushes_that_cut, push_under_load
 from tests.inference_server.real_server import TOLERANCE, RealServer, running_server, score, with_learner
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.system
 
 PROMPT = [5, 6, 7, 8, 9]
 NUM_PUSHES = 20

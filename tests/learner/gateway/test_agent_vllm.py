@@ -30,7 +30,7 @@ from tests.learner.environments.test_conversing_vllm import (
 from tests.learner.ledgers import consumed_groups
 from tests.learner.runs import make_run, metrics_of
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.system
 
 
 @pytest.mark.parametrize("kind", [pytest.param("keeps", marks=pytest.mark.slow), "drops"])

