@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
 
 
-pytest_plugins = ("tests.budget", "tests.durations")
+pytest_plugins = ("tests.tiers", "tests.durations")
 INSTALL_TIMEOUT_S = 1200
 OPEN = pytest.StashKey[ExitStack]()
 

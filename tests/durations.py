@@ -52,7 +52,7 @@ class Recorder:
             test=report.nodeid,
             tier="system" if "system" in report.keywords else "test",
             duration_s=report.duration,
-            cpu_s=report.cpu_s,  # type: ignore[attr-defined]  # from budget.py
+            cpu_s=report.cpu_s,  # type: ignore[attr-defined]  # from tiers.py
             fixtures=[value for key, value in report.user_properties if key == "fixture" and report.when == "teardown"],  # type: ignore[misc]
         )
         with self._path.open("ab") as file:

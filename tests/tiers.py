@@ -1,17 +1,20 @@
-"""What a test of `make test` may cost. The run holds it: a test that costs more has failed.
+"""The tiers of tests are marks: `make test` runs those without one, and each of them has a budget. A test that costs more fails.
 
 CPU time is the measure, because it is nearly the same on a busy machine. It includes the fixtures that the test is the first to
-use, and child processes that it waited for. Tests marked `system`, `slow` or `gpu` have no budget.
+use, and child processes that it waited for.
 """
 
+import re
 import resource
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
 CPU_S = 10.0
 CLOCK_S = 60
 OTHER_TIERS = ("system", "slow", "gpu")
+ALL_OF_THE_SYSTEM = re.compile(r"^pytestmark = \[?pytest\.mark\.system\b", re.MULTILINE)
 SPENT = pytest.StashKey[float]()
 
 
@@ -23,6 +26,13 @@ def cpu_s() -> float:
     """Return the CPU time of this process and of the children that it has waited for."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import for `make test` what it will not run: vLLM alone takes each worker 10 s."""
+    if "not system" not in config.getoption("markexpr") or not collection_path.match("test_*.py"):
+        return None
+    return bool(ALL_OF_THE_SYSTEM.search(collection_path.read_text())) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

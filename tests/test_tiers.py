@@ -1,4 +1,4 @@
-"""The budget of a test of the first tier, held by a run of pytest in which it is a tenth of a second."""
+"""The budget of a test of `make test`, held by a run of pytest in which it is a tenth of a second; the table of durations."""
 
 import os
 import subprocess
@@ -13,10 +13,10 @@ from tests.durations import Phase
 
 ROOT = Path(__file__).parent.parent
 CONFTEST = """
-pytest_plugins = ("tests.budget", "tests.durations")
+pytest_plugins = ("tests.tiers", "tests.durations")
 def pytest_configure(config):
-    import tests.budget
-    tests.budget.CPU_S = 0.1
+    import tests.tiers
+    tests.tiers.CPU_S = 0.1
     config.addinivalue_line("markers", "system: of the whole system")
 """
 TESTS = """
