@@ -22,7 +22,7 @@ SMALL = [
     "--learner.steps", str(NUM_STEPS), "--learner.groups-per-step", str(GROUPS_PER_STEP),
     "--learner.sampling.group-size", "4", "--learner.data.num-prompts", "16", "--learner.report.dashboard-port", "0",
 ]  # fmt: skip
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 @pytest.fixture
