@@ -176,7 +176,6 @@ def installed(beside_user_files: Path, tmp_path_factory: pytest.TempPathFactory)
     return [sys.executable, str(script)]
 
 
-@pytest.mark.system
 def test_a_users_own_modules_disturb_neither_a_command_nor_what_colocate_starts(
     installed: list[str], tmp_path: Path
 ) -> None:
