@@ -88,12 +88,14 @@ def test_more_servers_or_ranks_never_give_fewer_samples() -> None:
     assert of_n[1].samples_per_s > 1.5 * of_n[0].samples_per_s
 
 
-def test_a_seed_gives_the_same_run_and_another_seed_another() -> None:
-    spread = setup(
-        msgspec.structs.replace(CONSTANT, lengths=SPREAD), servers=2, failures=Failures(every_s=30, restart_s=2)
-    )
+def test_a_seed_gives_the_same_run_and_the_same_completions_for_every_number_of_servers() -> None:
+    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD)
+    spread = setup(rates, servers=2, failures=Failures(every_s=30, restart_s=2))
     first, again, other = (simulate(spread, steps=30, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
+    outcomes = [simulate(setup(rates, servers=n), steps=20, seed=5) for n in (1, 4)]
+    tokens = [outcome.tokens_per_s * outcome.step_s for outcome in outcomes]
+    assert np.ptp(tokens) == pytest.approx(0, abs=1e-6)
 
 
 def test_every_push_stalls_all_servers_for_what_all_of_them_are_fed() -> None:
@@ -156,10 +158,3 @@ def test_ranks_divide_tokens_but_no_completion() -> None:
     assert rates.train_s(6400, 100, 1) == pytest.approx(0.5 + 0.64)
     assert rates.train_s(6400, 100, 4) == pytest.approx(0.75 + 0.16)
     assert rates.train_s(6400, 100, 1000) == pytest.approx(0.75 + 0.01)
-
-
-def test_completions_of_a_seed_are_the_same_for_every_number_of_servers() -> None:
-    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD)
-    outcomes = [simulate(setup(rates, servers=n), steps=20, seed=5) for n in (1, 4)]
-    tokens = [outcome.tokens_per_s * outcome.step_s for outcome in outcomes]
-    assert np.ptp(tokens) == pytest.approx(0, abs=1e-6)
