@@ -13,13 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from deploy.cli import COMMANDS, usage
-from deploy.placement import DeployRun
-from inference_server.config import ServerRun
 from learner.__main__ import COMMANDS as OF_THE_LEARNER
-from learner.config import LearnerRun
-from protocol.config import SharedConfig
-from protocol.config_flags import summary
-from protocol.config_keys import keys_of
 from protocol.messages import PROTOCOL_VERSION
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,7 +46,7 @@ def warn_and_fail(*_):
 protocol.config.load_config = warn_and_fail
 """
 """A config that has a key to warn about, and then an error."""
-RUNS: list[type[SharedConfig]] = [LearnerRun, ServerRun, DeployRun]
+HEADS = ("\nflags:\n  --", "\ncommon keys:\n  --model ", "\nall keys, by section:\n", " options ", "--model STR")
 WITH_KEYS = ("serve", "train", "colocate", "evaluate", "check", "doctor", "self-test")
 
 
@@ -88,22 +82,9 @@ def test_the_help_has_a_line_for_each_command_and_that_of_a_command_its_usage_fl
     assert set(COMMANDS) == {*OF_THE_LEARNER, "serve", "colocate", "plan", "keys"}
     for command, done in zip(COMMANDS, each, strict=True):
         assert done.code == 0 and done.stdout.startswith(f"usage: slipstream {command} "), done.stderr
-        heads = [
-            "\nflags:\n  --",
-            "\ncommon keys:\n  --model ",
-            "\nall keys, by section:\n",
-            " options ",
-            "--model STR",
-        ]
-        places = [done.stdout.find(head) for head in heads] if command in WITH_KEYS else [1]
+        places = [done.stdout.find(head) for head in HEADS] if command in WITH_KEYS else [1]
         assert places == sorted(places) and places[0] > 0, done.stdout[:3000]
     assert all("--quiet" in done.stdout and "--json-logs" in done.stdout for done in (whole, *each))
-
-
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_a_common_key_is_a_key_with_an_explanation(run: type[SharedConfig]) -> None:
-    assert run.COMMON and set(run.COMMON) <= set(keys_of(run))
-    assert all(summary(run, key) for key in run.COMMON)
 
 
 def test_the_version_is_that_of_the_program() -> None:

@@ -2,7 +2,6 @@
 
 import fnmatch
 import re
-import shlex
 import subprocess
 import tomllib
 from pathlib import Path
@@ -15,7 +14,6 @@ from packaging.requirements import Requirement
 from deploy.colocate import colocate
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
-from protocol.errors import ConfigError
 from tests.deploy.commands import DEPLOY, ROOT, check, tool
 
 IMAGES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
@@ -113,10 +111,3 @@ def test_the_services_of_the_compose_file_meet_each_other() -> None:
     assert float(services["server"]["stop_grace_period"].removesuffix("s")) > server.server.drain_timeout_s
     gpus = [service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for service in services.values()]
     assert gpus == [["0"], ["1"]]
-
-
-def test_a_renamed_flag_of_an_artefact_would_be_found() -> None:
-    with pytest.raises(ConfigError, match=r"unknown flag --server\.http-prt; did you mean --server\.http-port"):
-        check(shlex.split("slipstream serve /config/run.toml --server.http-prt 1"))
-    with pytest.raises(AssertionError, match="no known command"):
-        check(["slipstream", "sever", "run.toml"])

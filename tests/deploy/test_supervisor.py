@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,39 +136,30 @@ class Rank:
         assert self.returncode is not None
 
 
-@pytest.fixture
-def signals_as_before() -> Iterator[None]:
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_a_signal_that_comes_while_or_right_before_ranks_are_started_reaches_them(
+    is_restart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handlers = {number: signal.getsignal(number) for number in SHUTDOWN_SIGNALS}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.usefixtures("signals_as_before")
-def test_a_signal_that_comes_while_ranks_are_being_started_reaches_them() -> None:
-    rank = Rank()
-
-    def start(*, again: bool) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        return [rank]
-
-    assert Supervisor({}, start, ON_FAILURE).run() == 0
-    assert rank.signals == [signal.SIGINT, signal.SIGTERM]
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.usefixtures("signals_as_before")
-def test_a_signal_that_comes_before_a_restart_reaches_the_new_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     dead, rank = Rank(), Rank()
     dead.returncode = 1
-    ranks = iter([dead, rank])
-    supervisor = Supervisor({}, lambda *, again: [next(ranks)], ON_FAILURE)  # type: ignore[arg-type, list-item]
 
-    def may_restart(name: str, ended: str) -> bool:
+    def interrupt(*_: object) -> bool:
         os.kill(os.getpid(), signal.SIGINT)
         return True
 
-    monkeypatch.setattr(supervisor, "_may_restart", may_restart)
-    assert supervisor.run() == 0
+    def start(*, again: bool) -> Any:
+        if is_restart and not again:
+            return [dead]
+        if not is_restart:
+            interrupt()
+        return [rank]
+
+    monkeypatch.setattr(Supervisor, "_may_restart", interrupt)
+    try:
+        assert Supervisor({}, start, ON_FAILURE).run() == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     assert rank.signals == [signal.SIGINT, signal.SIGTERM]
