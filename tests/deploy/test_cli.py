@@ -119,20 +119,11 @@ def test_a_command_loads_only_what_it_needs() -> None:
 
 
 def test_a_warning_about_the_config_is_json_too() -> None:
-    plan = [
-        "plan",
-        RECIPE,
-        "--gpus",
-        "2",
-        "--lengths",
-        *"12324",
-        "--decode",
-        "1:9",
-        "8:50",
-        "--train-tokens-per-s",
-        "9",
-    ]
-    commands = ["serve", RECIPE], ["train", RECIPE], ["doctor", RECIPE, "--server"], ["colocate", RECIPE], plan
+    rates = ["--lengths", *"12324", "--decode", "1:9", "8:50", "--train-tokens-per-s", "9"]
+    commands = [
+        ["serve", RECIPE], ["train", RECIPE], ["doctor", RECIPE, "--server"], ["colocate", RECIPE],
+        ["plan", RECIPE, "--gpus", "2", *rates],
+    ]  # fmt: skip
     for done in slipstream(*([*command, "--json-logs"] for command in commands), first=WARN_AND_FAIL):
         told = [json.loads(line) for line in done.stderr.splitlines()]
         assert [(one["level"], one["message"]) for one in told] == [("WARNING", "old key"), ("ERROR", "new key")]
