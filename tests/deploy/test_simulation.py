@@ -136,6 +136,8 @@ def test_auto_staleness_is_as_fast_as_its_bound_and_less_stale() -> None:
     )
     assert auto.samples_per_s > 0.97 * bound.samples_per_s
     assert auto.staleness_mean < 0.6 * bound.staleness_mean
+    slow = simulate(setup(with_rates(learner_token_s=1e-3), learner={"max_staleness": "auto"}), steps=120)
+    assert slow.learner_idle_frac < 0.01 and slow.staleness_mean < 1.1, "it comes down for a learner that is slow"
 
 
 def test_every_slot_is_taken_once_and_in_order() -> None:
