@@ -22,7 +22,7 @@ from tests.learner.runs import GROUPS_PER_STEP, make_run, metrics_of, rows_of
 
 pytestmark = pytest.mark.system
 
-NUM_STEPS, NUM_PROMPTS = 32, 8
+NUM_STEPS, NUM_PROMPTS = 48, 8
 REREAD_EVERY_S = 0.2
 """In place of the fleet's 5 s."""
 TIMEOUT_S = 120.0

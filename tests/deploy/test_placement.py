@@ -50,9 +50,7 @@ def test_cores_become_flags_and_ranks_without_gpus_are_notified() -> None:
     assert first.environment["ACCELERATE_USE_CPU"] == "true" and "CUDA_VISIBLE_DEVICES" not in first.environment
 
 
-def test_without_a_section_there_are_a_server_and_a_learner_and_one_without_gpus_beside_one_with_some_sees_none() -> (
-    None
-):
+def test_without_a_section_no_side_gets_a_flag_and_one_without_gpus_beside_one_with_some_sees_none() -> None:
     (server,), (learner,) = server_places(DeployConfig(), a_server()), rank_places(DeployConfig(), a_learner(), 1)
     assert (server.name, server.flags, server.environment) == ("server", (), {})
     assert (learner.name, learner.flags, learner.environment) == ("learner", (), {})
@@ -90,11 +88,7 @@ TWO_GPUS, THREE_GPUS = DeployConfig(server_gpus=((0, 1),)), DeployConfig(server_
     ("config", "server", "message"),
     [
         (TWO_GPUS, {"tensor_parallel_size": 4}, r"gives a server 2 GPU\(s\); make them equal"),
-        (
-            TWO_GPUS,
-            {"tensor_parallel_size": 2, "data_parallel_size": 2},
-            r"= 2 times server\.data_parallel_size = 2, but",
-        ),
+        (TWO_GPUS, {"tensor_parallel_size": 2, "data_parallel_size": 2}, r"2 times server\.data_parallel_size = 2"),
         (THREE_GPUS, {"data_parallel_size": 2}, "data_parallel_size = 2, but.* gives a server 3"),
         (DeployConfig(server_cores=((0,),)), {"cpu_cores": [1]}, "both set the servers' cores"),
         (DeployConfig(server_cores=((0,), (1,))), {}, r"places 2 server\(s\), but the run has 1 endpoint"),
@@ -109,14 +103,11 @@ def test_what_contradicts_the_section_of_a_side_is_refused(
         rank_places(DeployConfig(learner_cores=((0,),)), a_learner(cpu_cores=[0]), port=1)
 
 
-@pytest.mark.parametrize(
-    ("server", "flags"),
-    [
+def test_replicas_divide_the_gpus_of_their_server() -> None:
+    for server, flags in (
         ({"data_parallel_size": 4}, ()),
         ({"data_parallel_size": 2}, ("--server.tensor-parallel-size", "2")),
         ({"data_parallel_size": 2, "tensor_parallel_size": 2}, ()),
-    ],
-)
-def test_replicas_divide_the_gpus_of_their_server(server: dict[str, int], flags: tuple[str, ...]) -> None:
-    (place,) = server_places(DeployConfig(server_gpus=((0, 1, 2, 3),)), a_server(**server))
-    assert place.flags == flags and place.environment == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    ):
+        (place,) = server_places(DeployConfig(server_gpus=((0, 1, 2, 3),)), a_server(**server))
+        assert place.flags == flags and place.environment == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}

@@ -22,8 +22,8 @@ def service(name: str) -> dict[str, str]:
 
 
 def test_systemd_has_no_complaint_where_everything_is_installed(tmp_path: Path) -> None:
-    for command in (".venv/bin/slipstream", "deploy/train_or_resume.sh"):
-        path = tmp_path / "installed" / command
+    for name in (".venv/bin/slipstream", "deploy/train_or_resume.sh"):
+        path = tmp_path / "installed" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("#!/bin/sh\n")
         path.chmod(0o755)
