@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.test_agents_of_libraries import says
 from tests.learner.environments.chat_tokenizer import call
+from tests.learner.environments.conversing import says
 from tests.learner.gateway.asking import played_by_agent
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -21,13 +21,8 @@ ADDS = call("add", one=3, other=4)
     [
         ("pydantic_ai", ["pydantic-ai-slim[openai]"], "7", "tool", 1),
         ("openai_agents", ["openai-agents"], "7", "tool", 1),
-        (
-            "smolagents",
-            ["smolagents[openai]"],
-            call("final_answer", answer="7"),
-            "user",
-            2,
-        ),  # it rewrites the call that it got
+        # It rewrites the call that it got.
+        ("smolagents", ["smolagents[openai]"], call("final_answer", answer="7"), "user", 2),
     ],
 )
 def test_an_agent_of_a_library_calls_its_tool_and_goes_on(

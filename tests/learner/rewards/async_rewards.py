@@ -7,22 +7,18 @@ import signal
 import time
 from pathlib import Path
 
-import aiohttp
-
 DEADLINE_S = 60
 
-clients = []
+loops = set()
 in_flight = 0
 most_in_flight = 0
 num_calls = 0
 
 
-async def judge_over_http(completions, url, **kwargs):
-    """One client for all calls, as whoever writes a judge makes it."""
-    if not clients:
-        clients.append(aiohttp.ClientSession())
-    async with clients[0].get(url[0]) as response:
-        return [float(await response.text())] * len(completions)
+async def same_loop(completions, **kwargs):
+    """Return how many event loops have been seen, to one of which a judge's client would belong."""
+    loops.add(asyncio.get_running_loop())
+    return [float(len(loops))] * len(completions)
 
 
 async def meets(completions, num_together, **kwargs):
@@ -92,8 +88,8 @@ judge_object = _Judge()
 partly = functools.partial(sleeps_if_told, seconds=[0.0])
 
 
-def hands_a_coroutine_on(completions, url, **kwargs):
-    return judge_over_http(completions, url)
+def hands_a_coroutine_on(completions, **kwargs):
+    return same_loop(completions)
 
 
 def waits_for_the_other(completions, mine, other, **kwargs):

@@ -20,7 +20,7 @@ from learner.evaluation.openai_client import EvaluationError
 from learner.rewards import call
 from learner.rewards.call import is_unreachable
 from learner.rewards.workers import RewardWorkers
-from tests.learner.rewards.test_rewards import DEADLINE_S, prompt
+from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
 from tests.ports import free_port
 
 JUDGE = """
@@ -78,10 +78,7 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
-BOTH = pytest.mark.parametrize("name", ["judge", "judge_too"])
-
-
-@BOTH
+@pytest.mark.parametrize("name", ["judge", "judge_too"])
 def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
     tmp_path: Path, port: int, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,9 +105,8 @@ def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
     assert caplog.text.count(f"reward function {name} reaches its service again") == 2
 
 
-@BOTH
-def test_one_that_stays_away_is_a_failure_in_the_end(tmp_path: Path, port: int, name: str) -> None:
-    with RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:{name}",), unreachable_s=0.5)) as workers:
+def test_one_that_stays_away_is_a_failure_in_the_end(tmp_path: Path, port: int) -> None:
+    with RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:judge",), unreachable_s=0.5)) as workers:
         began_at = time.monotonic()
         (function,) = workers.submit(prompt(), ["12"], [[1]]).result(DEADLINE_S).functions
     assert function.outcome == "unreachable" and time.monotonic() - began_at > 0.5

@@ -16,7 +16,7 @@ from learner.rewards import function
 from learner.rewards.builtin.program import Check, checks_of, code_of, passes_tests, run
 from learner.rewards.function import load_all
 from learner.rewards.workers import RewardWorkers
-from tests.learner.rewards.test_rewards import DEADLINE_S, prompt, score
+from tests.learner.rewards.scored_groups import DEADLINE_S, prompt, score
 
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 RIGHT = "def add(a, b):\n    return a + b"
