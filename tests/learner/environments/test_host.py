@@ -13,7 +13,8 @@ from tests.learner.environments.play import USER
 
 def answers(name: str, *commands: Command) -> list[Answer]:
     host = Host(load_environment(name if name in BUILT_IN else f"{USER}:{name}", takes_text=True), {})
-    return [host.answer(command) for command in commands]
+    with host._loop:
+        return [host.answer(command) for command in commands]
 
 
 EXCHANGES: dict[str, tuple[str, list[tuple[Command, Answer]]]] = {

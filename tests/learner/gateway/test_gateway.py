@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,8 @@ async def test_an_agent_asks_and_records_the_same_tokens_as_the_same_tools_of_an
 ) -> None:
     tools = calculator_tools()
     template = ChatTemplate(chat_tokenizer(text), {}, tools)
-    group, asked_by_player = played(says(*TURNS), "Calculator", prompt=QUESTION, template=template)
+    play = partial(played, says(*TURNS), "Calculator", prompt=QUESTION, template=template)
+    group, asked_by_player = await asyncio.to_thread(play)  # in a loop of its own
     expected = group.episodes[0]
     async with opened(says(*TURNS), template=template) as agent:
         last = await add_up(agent, tools, has_reasoning=has_reasoning)
