@@ -44,8 +44,8 @@ def said_by(secret: int, text: str) -> str:
     return RIGHT if int(text[-1]) == secret else HIGHER if int(text[-1]) < secret else LOWER
 
 
-def assert_played_by_the_rules(episode: Episode, secret: int) -> None:
-    """Sampled and unsampled tokens take turns, and each answer is that of the turn before it."""
+def assert_played_by_the_rules(episode: Episode, secret: int, *, is_agent: bool = False) -> None:
+    """Sampled and unsampled tokens take turns, and each answer is that of the turn before it. An agent keeps the last to itself."""
     tokenizer = load_tokenizer(resolve_model("tiny:digits"))
     (branch,) = episode.branches
     texts, was_sampled = [""], True
@@ -57,7 +57,8 @@ def assert_played_by_the_rules(episode: Episode, secret: int) -> None:
     turns, answers = texts[::2], texts[1::2]
     assert len(turns) == episode.course.num_turns
     assert answers == [said_by(secret, turn) for turn in turns][: len(answers)]
-    assert len(turns) - len(answers) == (episode.course.state == "length")
-    is_found = bool(answers) and answers[-1] == RIGHT
-    assert is_found == (episode.course.state == "finished") and episode.reward == float(is_found)
+    assert len(turns) - len(answers) == (is_agent or episode.course.state == "length")
+    is_found = said_by(secret, turns[-1]) == RIGHT
+    assert episode.reward == float(is_found)
+    assert (is_found or is_agent) == (episode.course.state == "finished") or episode.course.state == "length"
     assert (branch.behaviour_logprobs[~branch.is_sampled_T] == 0).all()

@@ -1,4 +1,4 @@
-"""Whole runs with an environment, against the real server with a transformers model in place of vLLM: every token is replayed."""
+"""Whole runs with an environment or an agent, against the real server with a transformers model in place of vLLM: every token is replayed."""
 
 import threading
 from collections import Counter
@@ -16,6 +16,7 @@ from tests.learner.model_engine import tiny_server
 from tests.learner.runs import metrics_of, rows_of
 from tests.learner.test_several_servers import Engine, servers
 
+AGENT = "tests.learner.gateway.user_agents:guess"
 TOLERANCE = 1e-5
 
 
@@ -24,14 +25,16 @@ def payloads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
 
 
+@pytest.mark.parametrize("player", [{"factory": "guess"}, {"agent": AGENT}], ids=["environment", "agent"])
 def test_every_episode_is_played_by_the_rules_at_one_server_and_trained_on_once_with_its_logprobs(
-    tmp_path: Path,
+    tmp_path: Path, player: dict[str, Any]
 ) -> None:
+    environment = {"max_turns": 4, "max_concurrent": 8} | player
     engines = [Engine(), Engine()]
     with servers(*engines) as both:
         endpoints = [server.endpoint for server in both]
-        train(playing_run(tmp_path, *endpoints, steps=2), resume=False)
-        run = playing_run(tmp_path, *endpoints, steps=4)
+        train(playing_run(tmp_path, *endpoints, steps=2, environment=environment), resume=False)
+        run = playing_run(tmp_path, *endpoints, steps=4, environment=environment)
         train(run, resume=True)
         # what came in the run's last moments may not have been acknowledged
         assert all(server.running.server.status()["groups_unacked"] < len(server.engine.salts) / 4 for server in both)
@@ -49,7 +52,7 @@ def test_every_episode_is_played_by_the_rules_at_one_server_and_trained_on_once_
     for group, secret in groups_of(run):
         assert len(group.episodes) == 4
         for episode in group.episodes:
-            assert_played_by_the_rules(episode, secret)
+            assert_played_by_the_rules(episode, secret, is_agent="agent" in player)
     for engine in engines:
         later = [salt for salt in engine.salts if salt]
         stayed = [salt for salt in later if salt.startswith(engine.name)]

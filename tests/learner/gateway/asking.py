@@ -87,16 +87,13 @@ says_five = says(*["Five"] * 9)
 
 
 class OnceOnly:
-    """A policy that answers the first turn of each episode and never another; `when_asked` hears of those."""
+    """A policy that answers the first turn of each episode and never another."""
 
-    def __init__(self, when_asked: Callable[[], None] = lambda: None) -> None:
-        self._when_asked = when_asked
-        self.num_held = self.num_given_up = 0
+    num_held = num_given_up = 0
 
     async def __call__(self, asked: TurnPrompt) -> Completion:
         if asked.number:
             self.num_held += 1
-            self._when_asked()
             try:
                 await asyncio.Event().wait()
             finally:

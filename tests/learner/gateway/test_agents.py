@@ -102,17 +102,6 @@ def test_an_agent_that_is_never_answered_is_killed_at_its_deadline_and_what_it_a
     assert policy.num_held == policy.num_given_up == 2
 
 
-@pytest.mark.parametrize(("how", "state", "reward"), [("returns", "finished", 1.0), ("dies", "env_error", None)])
-def test_what_an_agent_still_asks_when_it_goes_is_given_up(
-    tmp_path: Path, how: str, state: str, reward: float | None
-) -> None:
-    asked = tmp_path / "asked"
-    policy = OnceOnly(asked.touch)
-    group = played("ask_and_go", {"how": how, "asked": str(asked)}, script=policy, times=2, max_concurrent=1)
-    assert_ended(group, state, reward, 1)
-    assert policy.num_given_up == policy.num_held >= 1
-
-
 SCRIPT = """
 import json, os, urllib.request
 request = urllib.request.Request(

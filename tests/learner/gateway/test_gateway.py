@@ -22,8 +22,6 @@ from tests.learner.environments.play import played
 from tests.learner.gateway.asking import ADD, OnceOnly, Opened, opened, says_five
 
 HEAD = "<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n"
-
-
 pytestmark = pytest.mark.anyio
 
 
@@ -89,12 +87,9 @@ async def test_what_the_client_gets_of_a_turn_is_what_is_recorded() -> None:
         reply = await agent.chat(QUESTION, tools=[ADD], logprobs=True, extra_body={"return_token_ids": True})
         episode = agent.end()
     (choice,), (branch,) = reply.choices, episode.branches
-    assert (choice.finish_reason, choice.message.content, choice.message.reasoning_content) == (
-        "tool_calls",
-        "Well",
-        "two",
-    )
-    (called,) = choice.message.tool_calls
+    message = choice.message
+    assert (choice.finish_reason, message.content, message.reasoning_content) == ("tool_calls", "Well", "two")
+    (called,) = message.tool_calls
     assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"number": 2})
     assert choice.token_ids == branch.token_ids.tolist() and reply.prompt_token_ids == agent.asked[0].token_ids.tolist()
     np.testing.assert_allclose([one.logprob for one in choice.logprobs.content], branch.behaviour_logprobs)
@@ -120,22 +115,17 @@ async def streamed(agent: Opened, messages: list[Any], **more: Any) -> dict[str,
     return said
 
 
-async def test_a_stream_says_what_the_whole_answer_says() -> None:
+async def test_a_stream_says_what_the_whole_answer_says_and_goes_on_from_a_stream() -> None:
     turn = "<think>two</think>Well" + call("add", number=2) + call("add", number=3)
-    async with opened(says(turn, turn)) as agent:
+    async with opened(says(turn, turn, "one", "two", "three")) as agent:
         reply = await agent.chat(QUESTION, tools=[ADD])
         said = await streamed(agent, QUESTION, tools=[ADD])
-        assert len(agent.end().branches) == 2
-    (choice,) = reply.choices
-    message = choice.message
-    assert said["content"] == message.content and said["reasoning_content"] == message.reasoning_content
-    assert said["tool_calls"] == [one.function.model_dump() for one in message.tool_calls]
-    assert said["finish_reason"] == choice.finish_reason
-    assert said["usage"]["completion_tokens"] == reply.usage.completion_tokens
-
-
-async def test_a_stream_goes_on_from_a_stream() -> None:
-    async with opened(says("one", "two", "three")) as agent:
+        (choice,) = reply.choices
+        message = choice.message
+        assert said["content"] == message.content and said["reasoning_content"] == message.reasoning_content
+        assert said["tool_calls"] == [one.function.model_dump() for one in message.tool_calls]
+        assert said["finish_reason"] == choice.finish_reason
+        assert said["usage"]["completion_tokens"] == reply.usage.completion_tokens
         first = await streamed(agent, QUESTION)
         told = [*QUESTION, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And?"}]
         assert (await streamed(agent, told))["content"] == "two"
@@ -143,7 +133,7 @@ async def test_a_stream_goes_on_from_a_stream() -> None:
         chunks = [chunk.choices[0] async for chunk in stream]
         assert "".join(chunk.text for chunk in chunks) == "three"
         assert [chunk.finish_reason for chunk in chunks] == [None, "stop"]
-        assert len(agent.end().branches) == 2
+        assert len(agent.end().branches) == 4
 
 
 async def test_a_wrong_key_is_refused() -> None:
@@ -390,27 +380,21 @@ async def test_a_text_goes_on_behind_the_stop_that_ended_it_and_is_another_witho
             assert agent.shown(1) == shown and len(agent.end().branches) == num_branches
 
 
-async def test_what_nobody_waits_for_any_more_is_given_up_and_not_recorded() -> None:
+async def test_what_nobody_waits_for_or_the_episode_outlives_is_given_up_and_not_recorded() -> None:
     async with opened(policy := OnceOnly()) as agent:
         told = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]
         impatient = asyncio.create_task(agent.chat(told))
         await until(lambda: policy.num_held == 1)
         impatient.cancel()
         await until(lambda: policy.num_given_up == 1)
-        episode = agent.end()
-    assert (episode.course.num_turns, len(episode.branches)) == (1, 1)
-
-
-async def test_what_is_asked_when_the_episode_ends_is_given_up_and_reported() -> None:
-    async with opened(policy := OnceOnly()) as agent:
-        told = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]
         late = asyncio.create_task(agent.chat(told))
-        await until(lambda: policy.num_held == 1)
-        agent.end()
+        await until(lambda: policy.num_held == 2)
+        episode = agent.end()
         assert agent.session.leave() == "finished"
         with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)") as over:
             await late
-        assert (over.value.status_code, policy.num_given_up) == (410, 1)
+    assert (over.value.status_code, policy.num_given_up) == (410, 2)
+    assert (episode.course.num_turns, len(episode.branches)) == (1, 1)
 
 
 async def until(is_so: Callable[[], bool]) -> None:

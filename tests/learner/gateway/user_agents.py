@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -81,25 +79,6 @@ async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_c
             await asyncio.sleep(600)
             return len(held)
     raise AssertionError(data)
-
-
-async def ask_and_go(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
-    """Returns, or dies, in the midst of what a thread of it asks."""
-    await ask(base_url, api_key, http_client)
-    threading.Thread(target=ask_for_ever, args=(base_url, api_key), daemon=True).start()
-    while not os.path.exists(data["asked"]):
-        await asyncio.sleep(0.05)
-    if data["how"] == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 1.0
-
-
-def ask_for_ever(base_url: str, api_key: str) -> None:
-    while True:
-        httpx.post(
-            f"{base_url}/chat/completions", headers={"Authorization": f"Bearer {api_key}"}, json={"messages": MESSAGES}
-        )
-        time.sleep(0.05)
 
 
 async def guess(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:

@@ -36,6 +36,17 @@ def write_jsonl(path, rows):
     return str(path)
 
 
+@pytest.fixture
+def of_rows(tokenizer, tmp_path):
+    """The prompts of a file with these rows, in their order."""
+
+    def made(*rows, tools=list, goes_on=True, **config):
+        path = write_jsonl(tmp_path / "rows.jsonl", rows)
+        return Prompts(DataConfig(path=path, shuffle=False, **config), tokenizer, 0, tools, TurnFormat(goes_on=goes_on))
+
+    return made
+
+
 def save_dataset(path, rows):
     import datasets
 
@@ -129,73 +140,75 @@ def test_a_number_of_prompts_takes_the_first(tokenizer, tmp_path):
             Prompts(DataConfig(**source, num_prompts=9), tokenizer, 0)
 
 
-def test_a_line_separator_inside_a_text_does_not_split_a_line(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "note": "a\u2028b\x85c"}])
-    assert Prompts(DataConfig(path=path), tokenizer, 0).prompt_at(0).columns == {"note": "a\u2028b\x85c"}
+def test_a_line_separator_inside_a_text_does_not_split_a_line(of_rows):
+    prompts = of_rows({"prompt": "1", "note": "a\u2028b\x85c"})
+    assert prompts.prompt_at(0).columns == {"note": "a\u2028b\x85c"}
 
 
 # --- conversations -----------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_goes_through_the_chat_template(tokenizer, tmp_path):
-    messages = [{"role": "user", "content": "1+1"}]
-    for source in (
-        {"path": write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])},
-        {"dataset": save_dataset(tmp_path / "saved", [{"prompt": messages}])},
-    ):
-        prompt = Prompts(DataConfig(**source), tokenizer, 0).prompt_at(0)
-        assert prompt.prompt == messages
-        assert all(type(token_id) is int for token_id in prompt.token_ids)
-        assert tokenizer.decode(prompt.token_ids) == "+1+1>"
+USER, BEGUN = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2+"}
+SYSTEM = {"role": "system", "content": "7"}
 
 
 @pytest.mark.parametrize(
-    ("last", "shown"),
+    ("row", "config", "shown"),
     [
-        ({"role": "assistant", "content": "2+"}, "+1+1+2+"),
-        ({"role": "assistant", "content": [{"type": "text", "text": "2+"}]}, "+1+1+2+"),
-        ({"role": "assistant", "content": ""}, "+1+1+>"),
-        ({"role": "user", "content": "2"}, "+1+1+2>"),
+        ([USER], {}, "+1+1>"),
+        ([USER, BEGUN], {}, "+1+1+2+"),
+        ([USER, BEGUN | {"content": [{"type": "text", "text": "2+"}]}], {}, "+1+1+2+"),
+        ([USER, BEGUN | {"content": ""}], {}, "+1+1+>"),
+        ([USER, BEGUN], {"goes_on": False}, "+1+1+2+>"),
+        ([USER, {"role": "user", "content": "2"}], {}, "+1+1+2>"),
+        ("1+1", {"system_prompt": "42"}, "=42=+1+1>"),
+        ("1+1", {"system_prompt": ""}, "+1+1>"),
+        ([SYSTEM, USER], {"system_prompt": "42"}, "=7=+1+1>"),
     ],
+    ids=str,
 )
-def test_an_answer_that_a_prompt_begins_is_left_open(tokenizer, tmp_path, last, shown):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "1+1"}, last]}])
-    prompt = Prompts(DataConfig(path=path), tokenizer, 0).prompt_at(0)
-    assert tokenizer.decode(prompt.token_ids) == shown and prompt.prompt[-1] == last
+def test_a_conversation_goes_through_the_chat_template_with_a_system_prompt_and_an_answer_that_it_begins(
+    tokenizer, of_rows, row, config, shown
+):
+    prompt = of_rows({"prompt": row}, **config).prompt_at(0)
+    assert tokenizer.decode(prompt.token_ids) == shown
+    assert all(type(token_id) is int for token_id in prompt.token_ids)
+    assert (prompt.prefill == "2+") == shown.endswith("2+")
+    if row == "1+1":
+        system = [{"role": "system", "content": "42"}] if config["system_prompt"] else []
+        assert prompt.prompt == [*system, USER]
+    else:
+        assert prompt.prompt == row
 
 
 @pytest.mark.parametrize(("content", "shown"), [("2+ ", "+1+1+2+ "), (" ", "+1+1+ >")])
 def test_an_answer_that_a_prompt_begins_keeps_the_space_that_a_template_trims(
-    tokenizer, tmp_path, monkeypatch, content, shown
+    tokenizer, of_rows, monkeypatch, content, shown
 ):
-    monkeypatch.setattr(
-        tokenizer,
-        "chat_template",
-        CHAT_TEMPLATE.replace("+{{ message['content'] }}", "+{{ message['content'] | trim }}"),
-    )
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": content}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
-    prompt = Prompts(DataConfig(path=path), tokenizer, 0).prompt_at(0)
+    trimming = CHAT_TEMPLATE.replace("+{{ message['content'] }}", "+{{ message['content'] | trim }}")
+    monkeypatch.setattr(tokenizer, "chat_template", trimming)
+    prompt = of_rows({"prompt": [USER, BEGUN | {"content": content}]}).prompt_at(0)
     assert tokenizer.decode(prompt.token_ids) == shown.replace("+ >", "+>")
     assert prompt.prefill == (content if content.strip() else None)
 
 
-def test_agents_open_a_turn_of_their_own_behind_an_answer_that_is_started(tokenizer, tmp_path):
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2+"}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
-    prompt = Prompts(DataConfig(path=path), tokenizer, 0, turns=TurnFormat(goes_on=False)).prompt_at(0)
-    assert tokenizer.decode(prompt.token_ids) == "+1+1+2+>" and prompt.prefill is None
+HIDES = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"
 
 
-def test_a_template_that_hides_the_answer_that_a_prompt_begins_is_an_error(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        tokenizer,
-        "chat_template",
-        "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}",
-    )
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "assistant", "content": "2+"}]}])
-    with pytest.raises(DataError, match=r"row 0 of .* the final message does not appear in the chat"):
-        Prompts(DataConfig(path=path), tokenizer, 0)
+@pytest.mark.parametrize(
+    ("template", "row", "problem"),
+    [
+        (None, [USER], "has no chat template; use an instruct model"),
+        ("{{ raise_exception('roles must alternate') }}", [USER], r"row 0 of .* template cannot render the conversation: roles must alternate"),
+        (HIDES, [BEGUN], r"row 0 of .* the final message does not appear in the chat"),
+    ],
+)  # fmt: skip
+def test_a_template_that_cannot_show_a_conversation_is_an_error(
+    tokenizer, of_rows, monkeypatch, template, row, problem
+):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(DataError, match=problem):
+        of_rows({"prompt": row})
 
 
 TOOLS = [
@@ -204,27 +217,23 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["objects", "as JSON"])
-def test_a_row_may_have_tools_of_its_own(tokenizer, tmp_path, monkeypatch, tools):
+def test_a_row_may_have_tools_of_its_own(tokenizer, of_rows, monkeypatch, tools):
     shown = "{% for tool in tools or [] %}{{ tool.function.name }}{{ 9 if 'extra' in tool.function.parameters }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", shown + CHAT_TEMPLATE)
-    messages = [{"role": "user", "content": "1"}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "tools": tools}, {"prompt": messages}])
-    config = DataConfig(path=path, shuffle=False)
-    prompts = Prompts(config, tokenizer, 0)
-    assert [tokenizer.decode(prompts.prompt_at(place).token_ids) for place in (0, 1)] == ["4+1>", "+1>"]
+    rows = {"prompt": [USER], "tools": tools}, {"prompt": [USER]}
+    prompts = of_rows(*rows)
+    assert [tokenizer.decode(prompts.prompt_at(place).token_ids) for place in (0, 1)] == ["4+1+1>", "+1+1>"]
+    agents = of_rows(*rows, goes_on=False)
+    assert tokenizer.decode(agents.prompt_at(0).token_ids) == "+1+1>"
     own = [{"type": "function", "function": {"name": "5", "parameters": {}}}]
-    assert tokenizer.decode(Prompts(config, tokenizer, 0, lambda: own).prompt_at(0).token_ids) == "5+1>"
-    assert (
-        tokenizer.decode(Prompts(config, tokenizer, 0, turns=TurnFormat(goes_on=False)).prompt_at(0).token_ids) == "+1>"
-    )
+    assert tokenizer.decode(of_rows(*rows, tools=lambda: own).prompt_at(0).token_ids) == "5+1+1>"
 
 
 @pytest.mark.parametrize("tools", ["search", 3, ["search"]], ids=str)
-def test_tools_that_are_none_name_their_row(tokenizer, tmp_path, tools):
-    rows = [{"prompt": "1", "tools": tools}, {"prompt": [{"role": "user", "content": "1"}], "tools": tools}]
-    assert len(Prompts(DataConfig(path=write_jsonl(tmp_path / "a.jsonl", rows[:1])), tokenizer, 0)) == 1
+def test_tools_that_are_none_name_their_row(of_rows, tools):
+    assert len(of_rows({"prompt": "1", "tools": tools})) == 1
     with pytest.raises(DataError, match=r"row 0 of .* in column 'tools'; expected a list of JSON schemas"):
-        Prompts(DataConfig(path=write_jsonl(tmp_path / "b.jsonl", rows[1:])), tokenizer, 0)
+        of_rows({"prompt": [USER], "tools": tools})
 
 
 def test_a_text_that_was_rendered_before_has_one_begin(tmp_path):
@@ -237,36 +246,6 @@ def test_a_text_that_was_rendered_before_has_one_begin(tmp_path):
     prompts = Prompts(DataConfig(path=path, shuffle=False), tokenizer, 0)
     first, second, third = (prompts.prompt_at(place).token_ids for place in range(3))
     assert first == second and first.count(begin) == 1 and third.count(begin) == 2
-
-
-def test_a_system_prompt_makes_a_conversation_of_a_plain_prompt(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1"}])
-    prompt = Prompts(DataConfig(path=path, system_prompt="42"), tokenizer, 0).prompt_at(0)
-    assert prompt.prompt == [{"role": "system", "content": "42"}, {"role": "user", "content": "1+1"}]
-    assert tokenizer.decode(prompt.token_ids) == "=42=+1+1>"
-    bare = Prompts(DataConfig(path=path, system_prompt=""), tokenizer, 0).prompt_at(0)
-    assert tokenizer.decode(bare.token_ids) == "+1+1>"
-
-
-def test_a_system_message_in_the_data_wins(tokenizer, tmp_path):
-    messages = [{"role": "system", "content": "7"}, {"role": "user", "content": "1"}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
-    prompt = Prompts(DataConfig(path=path, system_prompt="42"), tokenizer, 0).prompt_at(0)
-    assert tokenizer.decode(prompt.token_ids) == "=7=+1>"
-
-
-def test_a_missing_chat_template_is_an_error_with_a_remedy(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}])
-    with pytest.raises(DataError, match="has no chat template; use an instruct model"):
-        Prompts(DataConfig(path=path, system_prompt="42"), tokenizer, 0)
-
-
-def test_a_template_that_refuses_a_conversation_names_its_row(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "1"}]}])
-    with pytest.raises(DataError, match=r"row 0 of .* template cannot render the conversation: roles must alternate"):
-        Prompts(DataConfig(path=path), tokenizer, 0)
 
 
 # --- errors ------------------------------------------------------------------------------------------------------
@@ -282,15 +261,6 @@ def test_exactly_one_source_must_be_named():
 def test_a_number_below_one_names_its_key():
     with pytest.raises(ValueError, match=r"num_prompts = 0 must be at least 1"):
         DataConfig(task="reverse", num_prompts=0)
-
-
-def test_a_prompt_that_is_too_long_names_row_length_limit_and_remedy(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "12345"}])
-    assert len(Prompts(DataConfig(path=path, max_prompt_tokens=5), tokenizer, 0)) == 2
-    with pytest.raises(
-        DataError, match=r"row 1 of .*a.jsonl has 5 tokens, but the limit is 4; .*Raise server.max_model_len"
-    ):
-        Prompts(DataConfig(path=path, max_prompt_tokens=4), tokenizer, 0)
 
 
 def test_a_missing_column_names_the_columns_there_are(tokenizer, tmp_path):
@@ -318,16 +288,14 @@ def test_a_bad_line_names_file_and_line(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("prompt", [17, "", [], [{"role": "user"}], None])
-def test_a_prompt_of_the_wrong_kind_names_its_row(tokenizer, tmp_path, prompt):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": prompt}])
+def test_a_prompt_of_the_wrong_kind_names_its_row(of_rows, prompt):
     with pytest.raises(DataError, match=r"row 1 of .* expected a non-empty text or a non-empty list of messages"):
-        Prompts(DataConfig(path=path), tokenizer, 0)
+        of_rows({"prompt": "1"}, {"prompt": prompt})
 
 
-def test_empty_data_is_an_error(tokenizer, tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n")
+def test_empty_data_is_an_error(of_rows):
     with pytest.raises(DataError, match="has no prompts"):
-        Prompts(DataConfig(path=str(tmp_path / "a.jsonl")), tokenizer, 0)
+        of_rows()
 
 
 def test_a_file_or_dataset_that_is_not_there_is_an_error(tokenizer, tmp_path, monkeypatch):

@@ -197,7 +197,8 @@ def test_prompts_that_are_too_long_are_asked_without_their_first_tokens(
 
 def test_what_is_refused_is_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"row 1 of .* has 5 tokens.*3 of 6 prompts are longer.*learner.data.overlong_prompts"
+        DataError,
+        match=r"row 1 of .*a.jsonl has 5 tokens, but the limit is 4; .*3 of 6 prompts are longer.*learner.data.overlong_prompts",
     ):
         Prompts(DataConfig(path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=4), tokenizer, 0)
 

@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         rated = re.search("Answer to rate:\n(.*)\n", question["messages"][0]["content"])
         answer = rated[1] if rated else ""
         if answer in self.server.slow:
-            time.sleep(3)
+            time.sleep(5)
         said, reason = self.server.says.get(answer, "no number"), "length" if answer in self.server.cut_off else "stop"
         choice = {"message": {"role": "assistant", "content": said}, "finish_reason": reason}
         self.answer({"choices": [choice]}, 400 if answer in self.server.refused else self.server.status)
@@ -107,9 +107,9 @@ def test_a_verdict_that_is_cut_off_refused_or_late_costs_its_own_completion():
     with endpoint() as server:
         server.says = {"a": "7", "b": "There are 3 errors: first", "c": "8"}
         server.cut_off, server.refused, server.slow = {"b"}, {"c"}, {"d"}
-        assert rated(server.url, list("abcd"), timeout_s=2.0).rewards == [0.7, None, None, None]
+        assert rated(server.url, list("abcd"), timeout_s=3.0).rewards == [0.7, None, None, None]
         server.slow = set("abcd")
-        result = rated(server.url, list("abcd"), timeout_s=2.0)
+        result = rated(server.url, list("abcd"), timeout_s=3.0)
     assert result.functions[0].outcome == "failed" and "raise learner.reward.timeout_s" in (
         result.functions[0].message or ""
     )

@@ -196,20 +196,15 @@ def test_what_cannot_be_loaded_or_ends_the_process_on_import_is_an_error_at_the_
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"functions": ()},
-        {"functions": ("exact_match", "exact_match")},
-        {"functions": ("exact_match",), "weights": (1.0, 2.0)},
-        {"functions": ("exact_match",), "weights": (0.0,)},
-        {"functions": ("exact_match",), "timeout_s": 0.0},
-        {"functions": ("exact_match",), "num_workers": 0},
-        {"functions": ("exact_match",), "max_memory_mib": 0},
-        {"functions": ("exact_match",), "calls_per_worker": 0},
-        {"functions": ("exact_match",), "max_failed_share": 1.0},
+        {"functions": ()}, {"functions": ("a:f", "a:f")}, {"weights": (1.0, 2.0)}, {"weights": (0.0,)}, {"timeout_s": 0.0},
+        {"num_workers": 0}, {"max_memory_mib": 0}, {"calls_per_worker": 0}, {"max_failed_share": 1.0},
+        {"overlong_buffer_tokens": 0},
+        {"overlong_buffer_tokens": 2, "overlong_penalty": 0.0},
     ],
-)
+)  # fmt: skip
 def test_an_impossible_config_names_its_key(wrong):
     with pytest.raises(ValueError, match=f"{list(wrong)[-1]} = "):
-        RewardConfig(**wrong)
+        RewardConfig(**{"functions": ("a:f",)} | wrong)
 
 
 def test_names_carry_the_module_only_where_two_are_the_same():
@@ -284,42 +279,15 @@ def test_without_a_gold_nothing_can_be_scored(gold):
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [
-        ("19", 19, 1.0),
-        ("7 + 12 = 19.", "19", 1.0),
-        ("19 is not 18", 19, 0.0),
-        ("It is -3, not 5-3: -3", -3, 1.0),
-        ("5-3", 3, 1.0),
-        ("1,018", "She sells 9 eggs.\n#### 1018", 1.0),
-        ("the 1,2,3", 3, 1.0),
-        ("0.50", 0.5, 1.0),
-        ("9" * 5000, 9, 0.0),
-        ("none", 1, 0.0),
-        ([{"role": "assistant", "content": "it is 4"}], 4, 1.0),
-        ("4", "four", None),
-        ("\N{MINUS SIGN}5", 5, 0.0),
-        ("\N{MINUS SIGN}5", -5, 1.0),
-        ("-5", "\N{MINUS SIGN}5", 1.0),
-        ("-$5", 5, 0.0),
-        ("$-5", -5, 1.0),
-        ("- 5", 5, 0.0),
-        ("It is - 5", -5, 1.0),
-        ("7 - 5", 5, 1.0),
-        (".5", 5, 0.0),
-        (".5", 0.5, 1.0),
-        ("5", 1e-05, 0.0),
-        ("1e-5", 1e-05, 1.0),
-        ("16", 1e16, 0.0),
-        ("1e3", 1000, 1.0),
-        ("2", "1/2", None),
-        ("12", "3e12", 0.0),
-        ("3e12", "3e12", 1.0),
-        ("100,200", 200, 0.0),
-        ("100,200", "100,200", 1.0),
-        ("12", "1,2", None),
-        ("1e99999", 1, 0.0),
-        ("nan", float("nan"), None),
+        ("19", 19, 1.0), ("7 + 12 = 19.", "19", 1.0), ("19 is not 18", 19, 0.0), ("It is -3, not 5-3: -3", -3, 1.0),
+        ("5-3", 3, 1.0), ("1,018", "She sells 9 eggs.\n#### 1018", 1.0), ("the 1,2,3", 3, 1.0), ("0.50", 0.5, 1.0),
+        ("9" * 5000, 9, 0.0), ("none", 1, 0.0), ([{"role": "assistant", "content": "it is 4"}], 4, 1.0), ("4", "four", None),
+        ("\N{MINUS SIGN}5", 5, 0.0), ("\N{MINUS SIGN}5", -5, 1.0), ("-5", "\N{MINUS SIGN}5", 1.0), ("-$5", 5, 0.0), ("$-5", -5, 1.0),
+        ("- 5", 5, 0.0), ("It is - 5", -5, 1.0), ("7 - 5", 5, 1.0), (".5", 5, 0.0), (".5", 0.5, 1.0), ("5", 1e-05, 0.0),
+        ("1e-5", 1e-05, 1.0), ("16", 1e16, 0.0), ("1e3", 1000, 1.0), ("2", "1/2", None), ("12", "3e12", 0.0), ("3e12", "3e12", 1.0),
+        ("100,200", 200, 0.0), ("100,200", "100,200", 1.0), ("12", "1,2", None), ("1e99999", 1, 0.0), ("nan", float("nan"), None),
     ],
-)
+)  # fmt: skip
 def test_last_number_rates_the_last_number_of_the_completion(completion, answer, reward):
     assert last_number(completions=[completion], answer=[answer]) == [reward]
 
