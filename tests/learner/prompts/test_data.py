@@ -11,29 +11,19 @@ from learner.config import DataConfig
 from learner.prompts.chat_template import TurnFormat
 from learner.prompts.prompts import Prompts
 from protocol.errors import DataError
-from protocol.model_files import resolve_model
 from tests.learner.environments.chat_tokenizer import START, chat_tokenizer
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'system' %}={{ message['content'] }}={% else %}"
-    "+{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-)
+from tests.learner.prompts.data_files import CHAT_TEMPLATE, all_of, save_dataset, write_jsonl
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    from transformers import AutoTokenizer
+@pytest.fixture
+def sources(tmp_path):
+    """The same rows in a file and in a dataset on the disk."""
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLIPSTREAM_HOME", str(tmp_path_factory.mktemp("home")))
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny:digits"))
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    def made(rows):
+        file, dataset = write_jsonl(tmp_path / "a.jsonl", rows), save_dataset(tmp_path / "saved", rows)
+        return [{"path": file}, {"dataset": dataset}]
 
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return str(path)
+    return made
 
 
 @pytest.fixture
@@ -45,17 +35,6 @@ def of_rows(tokenizer, tmp_path):
         return Prompts(DataConfig(path=path, shuffle=False, **config), tokenizer, 0, tools, TurnFormat(goes_on=goes_on))
 
     return made
-
-
-def save_dataset(path, rows):
-    import datasets
-
-    datasets.Dataset.from_list(rows).save_to_disk(str(path))
-    return str(path)
-
-
-def all_of(prompts):
-    return sorted((prompts.prompt_at(slot) for slot in range(len(prompts))), key=lambda prompt: prompt.prompt_id)
 
 
 # --- order -------------------------------------------------------------------------------------------------------
@@ -102,14 +81,18 @@ def test_a_task_gives_prompts_with_their_columns(tokenizer):
     assert tokenizer.decode(prompt.token_ids) == prompt.prompt
 
 
-def test_jsonl_and_a_dataset_on_disk_give_the_same_prompts(tokenizer, tmp_path):
+def test_jsonl_and_a_dataset_on_disk_give_the_same_prompts(tokenizer, sources):
     rows = [{"question": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(6)]
-    from_file = DataConfig(path=write_jsonl(tmp_path / "a.jsonl", rows), prompt_column="question")
-    from_disk = DataConfig(dataset=save_dataset(tmp_path / "saved", rows), prompt_column="question")
-    prompts = all_of(Prompts(from_file, tokenizer, 0))
-    assert prompts == all_of(Prompts(from_disk, tokenizer, 0))
-    assert prompts[3].columns == {"answer": "6", "level": 3}
-    assert tokenizer.decode(prompts[3].token_ids) == "3+3="
+    first, second = (
+        all_of(Prompts(DataConfig(**one, prompt_column="question"), tokenizer, 0)) for one in sources(rows)
+    )
+    assert first == second and first[3].columns == {"answer": "6", "level": 3}
+    assert tokenizer.decode(first[3].token_ids) == "3+3="
+    for source in sources(rows):
+        with pytest.raises(
+            DataError, match=r"no column 'prompt'; its columns are: question, answer, level. Set .*prompt_column"
+        ):
+            Prompts(DataConfig(**source), tokenizer, 0)
 
 
 def test_a_split_of_a_saved_dataset_dict_and_a_directory_of_data_files_can_be_named(tokenizer, tmp_path):
@@ -128,12 +111,8 @@ def test_a_split_of_a_saved_dataset_dict_and_a_directory_of_data_files_can_be_na
     assert len(Prompts(DataConfig(dataset=str(tmp_path / "files")), tokenizer, 0)) == 2
 
 
-def test_a_number_of_prompts_takes_the_first(tokenizer, tmp_path):
-    rows = [{"prompt": str(i)} for i in range(6)]
-    for source in (
-        {"path": write_jsonl(tmp_path / "a.jsonl", rows)},
-        {"dataset": save_dataset(tmp_path / "saved", rows)},
-    ):
+def test_a_number_of_prompts_takes_the_first(tokenizer, sources):
+    for source in sources([{"prompt": str(i)} for i in range(6)]):
         prompts = all_of(Prompts(DataConfig(**source, num_prompts=2), tokenizer, 0))
         assert [prompt.prompt for prompt in prompts] == ["0", "1"]
         with pytest.raises(DataError, match=r"num_prompts = 9, but .* has 6 prompts"):
@@ -256,23 +235,6 @@ def test_exactly_one_source_must_be_named():
         DataConfig()
     with pytest.raises(ValueError, match=r"task = 'reverse', path = 'a.jsonl' are set; expected exactly one"):
         DataConfig(task="reverse", path="a.jsonl")
-
-
-def test_a_number_below_one_names_its_key():
-    with pytest.raises(ValueError, match=r"num_prompts = 0 must be at least 1"):
-        DataConfig(task="reverse", num_prompts=0)
-
-
-def test_a_missing_column_names_the_columns_there_are(tokenizer, tmp_path):
-    rows = [{"question": "1", "answer": "2"}]
-    for source in (
-        {"path": write_jsonl(tmp_path / "a.jsonl", rows)},
-        {"dataset": save_dataset(tmp_path / "saved", rows)},
-    ):
-        with pytest.raises(
-            DataError, match=r"no column 'prompt'; its columns are: question, answer. Set .*prompt_column"
-        ):
-            Prompts(DataConfig(**source), tokenizer, 0)
 
 
 def test_a_bad_line_names_file_and_line(tokenizer, tmp_path):

@@ -1,50 +1,25 @@
 """Rows are encoded once and found again; what is too long is refused, dropped or truncated; ids and order stay."""
 
-import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from learner.config import DataConfig
 from learner.prompts.encoding import Encoder, digest
 from learner.prompts.prompts import Prompt, Prompts
 from protocol.errors import DataError
-from protocol.model_files import resolve_model
-
-TEMPLATE = (
-    "{% for message in messages %}{{ '=' if message['role'] == 'system' else '+' }}{{ message['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}>{% endif %}{% if thinks is defined and thinks %},{% endif %}"
-)
-
-
-def make_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny:digits"))
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreTrainedTokenizerBase]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLIPSTREAM_HOME", str(tmp_path_factory.mktemp("home")))
-        yield make_tokenizer()
+from tests.learner.prompts.data_files import CHAT_TEMPLATE, make_tokenizer, save_dataset, write_jsonl
 
 
 def said(text: str, **columns: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "system", "content": "7"}, {"role": "user", "content": text}], **columns}
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def all_of(prompts: Prompts) -> list[Prompt]:
+def in_order(prompts: Prompts) -> list[Prompt]:
     return [prompts.prompt_at(position) for position in range(len(prompts))]
 
 
@@ -59,8 +34,8 @@ def test_texts_and_conversations_get_the_ids_that_the_tokenizer_itself_gives_the
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     rows = [{"prompt": "1+1="}, said("2", answer=[1, {"a": None}]), {"prompt": "3=", "answer": 4.5}, said("44")]
-    prompts = Prompts(DataConfig(path=write(tmp_path / "a.jsonl", rows), shuffle=False), tokenizer, 0)
-    for prompt, row in zip(all_of(prompts), rows, strict=True):
+    prompts = Prompts(DataConfig(path=write_jsonl(tmp_path / "a.jsonl", rows), shuffle=False), tokenizer, 0)
+    for prompt, row in zip(in_order(prompts), rows, strict=True):
         if isinstance(row["prompt"], str):
             expected = tokenizer(row["prompt"])["input_ids"]
         else:
@@ -74,18 +49,15 @@ def test_texts_and_conversations_get_the_ids_that_the_tokenizer_itself_gives_the
 def test_the_second_start_encodes_nothing(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    import datasets
-
     rows = [said(str(number), answer=kind) for number in range(30)]
     if kind == "file":
-        config = DataConfig(path=write(tmp_path / "a.jsonl", rows))
+        config = DataConfig(path=write_jsonl(tmp_path / "a.jsonl", rows))
     else:
-        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
-        config = DataConfig(dataset=str(tmp_path / "saved"))
+        config = DataConfig(dataset=save_dataset(tmp_path / "saved", rows))
     first = Prompts(config, tokenizer, 0)
     forbid_encoding(monkeypatch)
     second = Prompts(config, make_tokenizer(), 0)
-    assert all_of(first) == all_of(second)
+    assert in_order(first) == in_order(second)
     assert np.array_equal(first.digests, second.digests)
 
 
@@ -101,41 +73,43 @@ def test_whatever_would_be_encoded_otherwise_is_encoded_anew(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: Any
 ) -> None:
     rows = [said(str(number), other="5", of=str(changed)) for number in range(4)]
-    path, keys = write(tmp_path / "a.jsonl", rows), changed if isinstance(changed, dict) else {}
+    path, keys = write_jsonl(tmp_path / "a.jsonl", rows), changed if isinstance(changed, dict) else {}
     Prompts(DataConfig(path=path), tokenizer, 0)
     if changed == "row":
-        write(tmp_path / "a.jsonl", [*rows[:-1], said("8")])
+        write_jsonl(tmp_path / "a.jsonl", [*rows[:-1], said("8")])
     forbid_encoding(monkeypatch)
     with pytest.raises(AssertionError, match="encoded again"):
         Prompts(
-            DataConfig(path=path, **keys), make_tokenizer(f"{TEMPLATE}=") if changed == "template" else tokenizer, 0
+            DataConfig(path=path, **keys),
+            make_tokenizer(f"{CHAT_TEMPLATE}=") if changed == "template" else tokenizer,
+            0,
         )
 
 
 def test_several_processes_encode_the_same(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     rows = [said(str(number), answer=number) for number in range(50)]
-    config = DataConfig(path=write(tmp_path / "a.jsonl", rows), num_workers=2)
-    alone = DataConfig(path=write(tmp_path / "b.jsonl", [*rows, said("1")]), num_prompts=50)
-    assert all_of(Prompts(config, tokenizer, 0)) == all_of(Prompts(alone, tokenizer, 0))
+    config = DataConfig(path=write_jsonl(tmp_path / "a.jsonl", rows), num_workers=2)
+    alone = DataConfig(path=write_jsonl(tmp_path / "b.jsonl", [*rows, said("1")]), num_prompts=50)
+    assert in_order(Prompts(config, tokenizer, 0)) == in_order(Prompts(alone, tokenizer, 0))
 
 
 def test_an_edit_of_the_file_does_not_reach_a_run_that_goes_on(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     rows = [said(str(number), answer="long before") for number in range(5)]
-    prompts = Prompts(DataConfig(path=write(tmp_path / "a.jsonl", rows)), tokenizer, 0)
-    before = all_of(prompts)
-    write(tmp_path / "a.jsonl", [{"prompt": "1"}])
-    assert all_of(prompts) == before
+    prompts = Prompts(DataConfig(path=write_jsonl(tmp_path / "a.jsonl", rows)), tokenizer, 0)
+    before = in_order(prompts)
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}])
+    assert in_order(prompts) == before
 
 
 def test_keys_reach_the_chat_template(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [said("1")])
+    path = write_jsonl(tmp_path / "a.jsonl", [said("1")])
     texts = [
         tokenizer.decode(Prompts(DataConfig(path=path, chat_template_kwargs=keys), tokenizer, 0).prompt_at(0).token_ids)
         for keys in ({}, {"thinks": True})
     ]
-    assert texts == ["=7+1>", "=7+1>,"]
+    assert texts == ["=7=+1>", "=7=+1>,"]
 
 
 def test_a_hub_dataset_is_asked_for_at_its_revision(
@@ -160,7 +134,7 @@ LENGTHS = [3, 5, 2, 7, 4, 6]
 
 
 def of_lengths(path: Path) -> str:
-    return write(path, [{"prompt": "1234567"[:length], "answer": length} for length in LENGTHS])
+    return write_jsonl(path, [{"prompt": "1234567"[:length], "answer": length} for length in LENGTHS])
 
 
 def test_prompts_that_are_too_long_are_dropped_and_the_others_keep_their_numbers(
@@ -173,7 +147,7 @@ def test_prompts_that_are_too_long_are_dropped_and_the_others_keep_their_numbers
         [[prompts.row_at(3 * epoch + place) for place in range(3)] for epoch in range(6)] if len(prompts) == 3 else []
     )
     assert len(prompts) == 3 and all(sorted(rows) == [0, 2, 4] for rows in epochs)
-    assert [prompt.columns["answer"] for prompt in all_of(prompts)] == [LENGTHS[row] for row in epochs[0]]
+    assert [prompt.columns["answer"] for prompt in in_order(prompts)] == [LENGTHS[row] for row in epochs[0]]
     assert prompts.longest() == (4, 4) and prompts.metrics == {"data/dropped_prompts": 3.0}
     again = Prompts(config, tokenizer, 3)
     assert [again.row_at(position) for position in range(18)] == [row for rows in epochs for row in rows]
@@ -189,9 +163,9 @@ def test_prompts_that_are_too_long_are_asked_without_their_first_tokens(
         path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=4, overlong_prompts="truncate", shuffle=False
     )
     prompts = Prompts(config, tokenizer, 0)
-    asked = [tokenizer.decode(prompt.token_ids) for prompt in all_of(prompts)]
+    asked = [tokenizer.decode(prompt.token_ids) for prompt in in_order(prompts)]
     assert asked == ["123", "2345", "12", "4567", "1234", "3456"]
-    assert [prompt.prompt for prompt in all_of(prompts)] == ["1234567"[:length] for length in LENGTHS]
+    assert [prompt.prompt for prompt in in_order(prompts)] == ["1234567"[:length] for length in LENGTHS]
     assert prompts.longest()[1] == 4 and prompts.metrics == {"data/truncated_prompts": 3.0}
 
 

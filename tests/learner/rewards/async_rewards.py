@@ -21,17 +21,6 @@ async def same_loop(completions, **kwargs):
     return [float(len(loops))] * len(completions)
 
 
-async def meets(completions, num_together, **kwargs):
-    """Return once so many calls have been in flight together."""
-    global in_flight, most_in_flight
-    in_flight += 1
-    most_in_flight = max(most_in_flight, in_flight)
-    while most_in_flight < num_together[0]:
-        await asyncio.sleep(0.01)
-    in_flight -= 1
-    return [float(os.getpid())] * len(completions)
-
-
 async def most_together(completions, **kwargs):
     """Return how many calls have been in flight together at most."""
     global in_flight, most_in_flight
@@ -70,12 +59,6 @@ async def leaves(completions, **kwargs):
 
 async def raises(completions, **kwargs):
     raise TimeoutError("the judge is asleep")
-
-
-async def takes_mib(completions, mib, **kwargs):
-    held = bytearray(b"x") * (mib[0] << 20)
-    await asyncio.sleep(1)
-    return [float(len(held) > 0)] * len(completions)
 
 
 class _Judge:

@@ -46,12 +46,7 @@ def test_synchronous_and_asynchronous_functions_stand_side_by_side_each_in_one_e
         assert group.by_function["takes_no_more_than_it_must"] == [0.0, 1.0]
 
 
-def test_sixteen_groups_are_judged_at_once() -> None:
-    groups = score(["meets"], [prompt(num_together=16)] * 16, timeout_s=DEADLINE_S)
-    assert outcomes(groups) == ["ok"] * 16
-
-
-def test_no_more_calls_are_in_flight_than_the_config_allows() -> None:
+def test_as_many_calls_are_in_flight_together_as_the_config_allows() -> None:
     groups = score(["most_together"], [prompt()] * 10, max_concurrent_calls=3)
     assert max(reward for group in groups for reward in group.rewards if reward is not None) == 3
 
@@ -88,10 +83,10 @@ def test_calls_in_flight_are_made_again_when_their_process_is_killed_from_outsid
 
 
 def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
-    with RewardWorkers(RewardConfig(functions=(f"{FILE}:meets",))) as workers:
+    with RewardWorkers(RewardConfig(functions=(f"{FILE}:sleeps_if_told",))) as workers:
 
         def process() -> int:
-            group = workers.submit(prompt(num_together=1), ["a"], [[1]]).result(DEADLINE_S)
+            group = workers.submit(prompt(seconds=0.0), ["a"], [[1]]).result(DEADLINE_S)
             return int(group.rewards[0] or 0)
 
         before = process()
@@ -107,13 +102,6 @@ def test_a_function_that_ends_its_process_or_raises_has_failed(name: str, came: 
     (group,) = score([name], [prompt()])
     assert (group.functions[0].outcome, group.rewards) == ("failed", [None, None])
     assert came in str(group.functions[0].message)
-
-
-def test_a_call_that_takes_too_much_memory_fails_in_the_end_and_those_after_it_do_not() -> None:
-    sizes = [10, 10_000, 10]
-    groups = score(["takes_mib"], [prompt(mib=mib) for mib in sizes], max_memory_mib=400, max_concurrent_calls=1)
-    assert outcomes(groups) == ["ok", "failed", "ok"]
-    assert "used more than 400 MiB of memory" in str(groups[1].functions[0].message)
 
 
 def test_processes_are_replaced_after_so_many_calls() -> None:
