@@ -69,7 +69,10 @@ def played(
     **environment: Any,
 ) -> tuple[EpisodeGroup, list[TurnPrompt]]:  # fmt: skip
     """Play a group of two; return it with what was asked, in order of episode and turn. With a template prompts are conversations."""
-    settings = {"factory": factory and f"{USER}:{factory}", "timeout_s": 20.0} | environment
+    settings = {
+        "factory": factory and (factory if ":" in factory else f"{USER}:{factory}"),
+        "timeout_s": 20.0,
+    } | environment
     reward = "exact_match" if settings["factory"] is None else "environment_reward"
     config = msgspec.convert(
         {

@@ -8,17 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from learner.config import EnvironmentConfig
+from learner.config import EnvironmentConfig, RewardConfig
 from learner.environments.answer import UnreadableAnswer
 from learner.environments.conversation import ChatConversation
 from learner.environments.process import tools_of
 from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from learner.rewards.builtin.text import exact_match
 from learner.rewards.call import Log, RewardCall, _arguments
+from learner.rewards.workers import RewardWorkers
 from protocol.errors import ConfigError
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
 from tests.learner.environments.conversing import QUESTION, TURNS, conversed, says, shown, template
 from tests.learner.environments.play import USER, played
+from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
 
 EXAMPLES = Path(__file__).parent / "trl_examples.py"
 DEEP_TEXT = json.dumps('{"a":' * 3000 + "1" + "}" * 3000)
@@ -245,6 +247,19 @@ def test_rows_as_parquet_has_them_are_shown_as_a_person_would_have_written_them(
         shown = keeping.text(rows)
         assert shown == keeping.text(by_hand) and "None" not in shown and "null" not in shown and '\\"' not in shown
         assert rows[1]["content"] is None, "what reward functions are given stays as it is"
+
+
+def test_the_environment_of_trls_documentation_and_its_reward_function_run_unchanged() -> None:
+    config = EnvironmentConfig(factory=f"{EXAMPLES}:IncrementEnv")
+    told = ChatTemplate(chat_tokenizer(), {}, tools_of(config))
+    turns = call("increment", step=2), call("increment", step=3), "done"
+    episode, asked = conversed(told, *turns, factory=config.factory, asks_attributes=True)
+    assert [shown(told, one).rpartition("<|im_start|>tool\n")[2][:1] for one in asked[1:]] == ["2", "5"]
+    assert (episode.course.state, episode.reward, episode.attributes) == ("finished", None, {"counter": 5})
+    with RewardWorkers(RewardConfig(functions=(f"{EXAMPLES}:reward_func",))) as workers:
+        assert workers.with_environments
+        group = workers.submit(prompt(QUESTION), [episode.messages], [[1]], environments=[episode.attributes])
+        assert group.result(DEADLINE_S).rewards == [5.0]
 
 
 def test_functions_are_tools_beside_a_class_and_without_one() -> None:

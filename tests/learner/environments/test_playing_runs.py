@@ -16,7 +16,8 @@ from tests.learner.model_engine import tiny_server
 from tests.learner.runs import metrics_of, rows_of
 from tests.learner.test_several_servers import Engine, servers
 
-AGENT = "tests.learner.gateway.user_agents:guess"
+AGENT = {"agent": "tests.learner.gateway.user_agents:guess"}
+IS_DONE = "tests.learner.environments.environment_rewards:is_done"
 TOLERANCE = 1e-5
 
 
@@ -25,16 +26,21 @@ def payloads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
 
 
-@pytest.mark.parametrize("player", [{"factory": "guess"}, {"agent": AGENT}], ids=["environment", "agent"])
+@pytest.mark.parametrize(
+    ("player", "functions"),
+    [({"factory": "guess"}, ["environment_reward", IS_DONE]), (AGENT, ["environment_reward"])],
+    ids=["environment", "agent"],
+)
 def test_every_episode_is_played_by_the_rules_at_one_server_and_trained_on_once_with_its_logprobs(
-    tmp_path: Path, player: dict[str, Any]
+    tmp_path: Path, player: dict[str, Any], functions: list[str]
 ) -> None:
     environment = {"max_turns": 4, "max_concurrent": 8} | player
+    settings: dict[str, Any] = {"environment": environment, "reward": {"functions": functions}}
     engines = [Engine(), Engine()]
     with servers(*engines) as both:
         endpoints = [server.endpoint for server in both]
-        train(playing_run(tmp_path, *endpoints, steps=2, environment=environment), resume=False)
-        run = playing_run(tmp_path, *endpoints, steps=4, environment=environment)
+        train(playing_run(tmp_path, *endpoints, steps=2, **settings), resume=False)
+        run = playing_run(tmp_path, *endpoints, steps=4, **settings)
         train(run, resume=True)
         # what came in the run's last moments may not have been acknowledged
         assert all(server.running.server.status()["groups_unacked"] < len(server.engine.salts) / 4 for server in both)
@@ -46,13 +52,14 @@ def test_every_episode_is_played_by_the_rules_at_one_server_and_trained_on_once_
         states = {name for name in line if name in ("episode/finished", "episode/length", "episode/max_turns")}
         assert sum(line[name] for name in states) == 12
         assert 0 <= line["reward/environment_reward"] <= 1
+        assert player == AGENT or line["reward/is_done"] == line["reward/environment_reward"]
         assert line["staleness/max"] <= 2
     assert any("policy/mismatch_abs_logprob" in line for line in metrics)
     assert [slot for (slot,) in rows_of(run, "slot", "state = 'consumed'")] == list(range(12))
     for group, secret in groups_of(run):
         assert len(group.episodes) == 4
         for episode in group.episodes:
-            assert_played_by_the_rules(episode, secret, is_agent="agent" in player)
+            assert_played_by_the_rules(episode, secret, is_agent=player == AGENT)
     for engine in engines:
         later = [salt for salt in engine.salts if salt]
         stayed = [salt for salt in later if salt.startswith(engine.name)]

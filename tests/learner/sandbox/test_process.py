@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -25,12 +24,6 @@ from tests.learner.sandbox.service import DEADLINE_S, LARGE, LIMITS, SHORT_S, TE
 ROOT = Path(__file__).parents[3]
 forked_alone = pytest.mark.parametrize("process", ["forked"], indirect=True)
 """Where it makes no difference how the process was started."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_fork_server_of_others() -> None:
-    """The server of another test file may have been started without shielding it from signals."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=WAYS)
@@ -90,7 +83,7 @@ def test_a_process_that_is_stopped_while_it_writes_is_killed_at_the_deadline(pro
     assert isinstance(failure, ProcessFailure) and failure.outcome == "timed_out" and not process.is_usable
 
 
-@forked_alone
+@pytest.mark.parametrize("process", ["spawned"], indirect=True)
 @pytest.mark.parametrize("command", ["hoard", "share"])
 def test_a_process_that_uses_too_much_memory_with_what_it_has_started_is_killed(
     process: PipeProcess, command: str
@@ -134,15 +127,6 @@ def test_signals_to_end_are_left_to_the_learner(process: PipeProcess) -> None:
     assert process.ask("hello", TEXT, DEADLINE_S, "") == "hello" and process.is_usable
 
 
-@forked_alone
-def test_signals_to_end_leave_the_fork_server_alone(process: PipeProcess) -> None:
-    """Without it, the learner would lose track of every forked process, and take each for ended."""
-    for number in SHUTDOWN_SIGNALS:
-        os.kill(forkserver._forkserver._forkserver_pid, number)  # type: ignore[attr-defined]
-    time.sleep(0.2)
-    assert process.ask("hello", TEXT, DEADLINE_S, "") == "hello" and process.is_usable
-
-
 def test_what_a_process_prints_is_no_part_of_a_commands_answer(
     process: PipeProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,41 +135,51 @@ def test_what_a_process_prints_is_no_part_of_a_commands_answer(
 
 
 LEARNER = """
+import os, time
+from multiprocessing import forkserver
+from protocol.signals import SHUTDOWN_SIGNALS
 from tests.learner.sandbox.service import DEADLINE_S, TEXT, service
 if __name__ == "__main__":
     process = service("{way}")
+    for number in SHUTDOWN_SIGNALS if "{way}" == "forked" else ():
+        os.kill(forkserver._forkserver._forkserver_pid, number)
+    time.sleep(0.2)
     print(*(process.ask(command, TEXT, DEADLINE_S, "") for command in {commands}), process.pid, flush=True)
     process.ask("spin", TEXT, 600.0, "")
 """
+"""Signals to end leave the fork server alone: without it, a learner would take each of its processes for ended."""
 
 
-def learner(directory: Path, way: str, *commands: str) -> "subprocess.Popen[str]":
-    """A script elsewhere, as `learner` is, whose working directory is not on its path."""
+@contextmanager
+def learner(directory: Path, way: str, *commands: str) -> Iterator[list[str]]:
+    """A script elsewhere, as `learner` is, whose working directory is not on its path; it is killed in the end.
+
+    Yields what its process has answered to the commands, and the number of that process.
+    """
     (directory / "learner_of_test.py").write_text(LEARNER.format(way=way, commands=commands))
     (directory / "run").mkdir()
     (directory / "run" / "protocol.py").write_text("raise SystemExit('the user\\'s own')")
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, str(directory / "learner_of_test.py")], stdout=subprocess.PIPE, text=True,
         cwd=directory / "run", env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("way", ["spawned", "forked"])
 def test_a_process_and_what_it_has_started_end_with_the_learner_in_the_middle_of_a_call(
     tmp_path: Path, way: str
 ) -> None:
-    with learner(tmp_path, way, "start") as killed:
-        assert killed.stdout is not None
-        pids = [int(pid) for pid in killed.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
-        killed.kill()
-    wait_until_gone(*pids)
+    with learner(tmp_path, way, "start") as pids:
+        assert len(pids) == 2 and all(psutil.pid_exists(int(pid)) for pid in pids)
+    wait_until_gone(*map(int, pids))
 
 
 def test_a_forked_process_finds_its_modules_imported_and_not_those_of_the_working_directory(tmp_path: Path) -> None:
-    with learner(tmp_path, "forked", "preloaded", "environ") as one:
-        assert one.stdout is not None
-        was_preloaded, safe_path, pid = one.stdout.readline().split()
+    with learner(tmp_path, "forked", "preloaded", "environ") as (was_preloaded, safe_path, pid):
         assert (was_preloaded, safe_path) == ("True", "None"), "the user's own setting, which is none"
-        one.kill()
     wait_until_gone(int(pid))
