@@ -1,13 +1,12 @@
 """Conversations of a scripted policy with the tools of the environment `Calculator`, by a tiny chat template."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-from learner.config import EnvironmentConfig
+from learner.environments.contract import load_environment, load_functions
 from learner.environments.episode import Episode, EpisodeGroup
+from learner.environments.host import Describe, Host, ToolSchemas
 from learner.environments.player import TurnPrompt
-from learner.environments.process import tools_of
 from learner.prompts.chat_template import ChatTemplate
 from protocol.messages import Completion
 from tests.learner.environments.chat_tokenizer import END, KEEPING, call, chat_tokenizer
@@ -18,9 +17,16 @@ QUESTION = [{"role": "user", "content": "How much?"}]
 TURNS = ("<think>two</think>first" + call("add", number=2), "<think>three</think>" + call("add", number=3), "It is 5")
 
 
-@cache
+def described(factory: str | None, *functions: str) -> list[dict[str, Any]]:
+    """The schemas of tools, described in this process, which has imported transformers."""
+    host = Host(None if factory is None else load_environment(factory, takes_text=False), load_functions(functions))
+    answer = host.answer(Describe())
+    assert isinstance(answer, ToolSchemas), answer
+    return answer.schemas
+
+
 def calculator_tools() -> list[dict[str, Any]]:
-    return tools_of(EnvironmentConfig(factory=f"{USER}:Calculator"))
+    return described(f"{USER}:Calculator")
 
 
 def template(text: str = KEEPING, **arguments: Any) -> ChatTemplate:

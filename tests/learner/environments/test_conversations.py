@@ -8,18 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from learner.config import EnvironmentConfig, RewardConfig
+from learner.config import RewardConfig
 from learner.environments.answer import UnreadableAnswer
 from learner.environments.conversation import ChatConversation
-from learner.environments.process import tools_of
 from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from learner.rewards.builtin.text import exact_match
 from learner.rewards.call import Log, RewardCall, _arguments
 from learner.rewards.workers import RewardWorkers
-from protocol.errors import ConfigError
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
-from tests.learner.environments.conversing import QUESTION, TURNS, conversed, says, shown, template
-from tests.learner.environments.play import USER, played
+from tests.learner.environments.conversing import QUESTION, TURNS, conversed, described, says, shown, template
+from tests.learner.environments.play import played
 from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
 
 EXAMPLES = Path(__file__).parent / "trl_examples.py"
@@ -249,39 +247,19 @@ def test_rows_as_parquet_has_them_are_shown_as_a_person_would_have_written_them(
         assert rows[1]["content"] is None, "what reward functions are given stays as it is"
 
 
-def test_the_environment_of_trls_documentation_and_its_reward_function_run_unchanged() -> None:
-    config = EnvironmentConfig(factory=f"{EXAMPLES}:IncrementEnv")
-    told = ChatTemplate(chat_tokenizer(), {}, tools_of(config))
-    turns = call("increment", step=2), call("increment", step=3), "done"
-    episode, asked = conversed(told, *turns, factory=config.factory, asks_attributes=True)
-    assert [shown(told, one).rpartition("<|im_start|>tool\n")[2][:1] for one in asked[1:]] == ["2", "5"]
+def test_what_trls_documentation_shows_of_environments_tools_and_rewards_runs_unchanged() -> None:
+    factory, functions = f"{EXAMPLES}:IncrementEnv", [f"{EXAMPLES}:multiply", f"{EXAMPLES}:async_add"]
+    told = ChatTemplate(chat_tokenizer(), {}, described(factory, *functions))
+    assert [tool["function"]["parameters"]["required"] for tool in told.tools] == [["step"], ["a", "b"], ["a", "b"]]
+    first = call("increment", step=2) + call("multiply", a=6, b=7) + call("async_add", a=3, b=4)
+    turns = first, call("increment", step=3), "done"
+    episode, _ = conversed(told, *turns, factory=factory, tools=functions, asks_attributes=True)
+    answers = [message["content"] for message in episode.messages if message["role"] == "tool"]
+    assert answers == ["2", "42", "7", "5"]
     assert (episode.course.state, episode.reward, episode.attributes) == ("finished", None, {"counter": 5})
     with RewardWorkers(RewardConfig(functions=(f"{EXAMPLES}:reward_func",))) as workers:
         assert workers.with_environments
         group = workers.submit(prompt(QUESTION), [episode.messages], [[1]], environments=[episode.attributes])
         assert group.result(DEADLINE_S).rewards == [5.0]
-
-
-def test_functions_are_tools_beside_a_class_and_without_one() -> None:
-    functions = [f"{EXAMPLES}:multiply", f"{EXAMPLES}:async_add"]
-    told = ChatTemplate(chat_tokenizer(), {}, tools_of(EnvironmentConfig(tools=tuple(functions))))
-    assert told.tools[0]["function"]["parameters"]["required"] == ["a", "b"]
-    turns = call("multiply", a=6, b=7) + call("async_add", a=3, b=4), "42"
-    for factory in (None, "Calculator"):
-        episode, asked = conversed(told, *turns, factory=factory, tools=functions)
-        assert "<|im_start|>tool\n42<|im_end|>\n<|im_start|>tool\n7<|im_end|>" in shown(told, asked[1])
-        assert (episode.course.state, episode.reward) == ("finished", None if factory is None else 0.0)
-
-
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        ({"factory": f"{USER}:WithoutDocstring"}, r"factory = .*: the tool tell cannot be described .* docstring in Google style"),
-        ({"tools": (f"{EXAMPLES}:multiply", f"{EXAMPLES}:multiply")}, "second tool with the name multiply"),
-        ({"tools": (f"{USER}:Echo",)}, "expected a function"),
-        ({"factory": f"{USER}:Calculator", "tools": (f"{USER}:add",)}, "add is both a tool and a method"),
-    ],
-)  # fmt: skip
-def test_tools_that_cannot_be_offered_are_refused_with_the_remedy(config: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        tools_of(EnvironmentConfig(**config))
+    alone, _ = conversed(told, call("multiply", a=6, b=7), "42", factory=None, tools=functions)
+    assert (alone.messages[1]["content"], alone.course.state, alone.reward) == ("42", "finished", None)

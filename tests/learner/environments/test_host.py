@@ -1,6 +1,7 @@
 """One instance of an environment: what it answers to the learner's commands, and of which classes it may be."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,10 @@ from learner.environments.builtin import HIGHER, LOWER, NO_DIGIT, RIGHT, Calcula
 from learner.environments.contract import BUILT_IN, load_environment
 from learner.environments.host import Answer, ClassError, Command, Host, Rate, Reset, RewardResult, StepResult, Turn
 from learner.sandbox.user_code import NotLoaded
+from tests.learner.environments.conversing import described
 from tests.learner.environments.play import USER
+
+EXAMPLES = Path(__file__).parent / "trl_examples.py"
 
 
 def answers(name: str, *commands: Command) -> list[Answer]:
@@ -107,3 +111,19 @@ def test_the_calculator_shows_a_sum_and_rates_the_call_and_the_answer_by_half(
 def test_a_class_that_cannot_be_played_is_refused_with_the_remedy(factory: str, problem: str) -> None:
     with pytest.raises(NotLoaded, match=problem):
         load_environment(factory, takes_text=True)
+
+
+@pytest.mark.parametrize(
+    ("factory", "functions", "problem"),
+    [
+        ("WithoutDocstring", [], r"the tool tell cannot be described .* docstring in Google style"),
+        (None, [f"{EXAMPLES}:multiply"] * 2, "second tool with the name multiply"),
+        (None, [f"{USER}:Echo"], "expected a function"),
+        ("Calculator", [f"{USER}:add"], "add is both a tool and a method"),
+    ],
+)
+def test_tools_that_cannot_be_offered_are_refused_with_the_remedy(
+    factory: str | None, functions: list[str], problem: str
+) -> None:
+    with pytest.raises((NotLoaded, AssertionError), match=problem):
+        described(factory and f"{USER}:{factory}", *functions)
