@@ -8,34 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from learner.config import DataConfig
-from learner.prompts.chat_template import TurnFormat
 from learner.prompts.prompts import Prompts
 from protocol.errors import DataError
 from tests.learner.environments.chat_tokenizer import START, chat_tokenizer
-from tests.learner.prompts.data_files import CHAT_TEMPLATE, all_of, save_dataset, write_jsonl
-
-
-@pytest.fixture
-def sources(tmp_path):
-    """The same rows in a file and in a dataset on the disk."""
-
-    def made(rows):
-        file, dataset = write_jsonl(tmp_path / "a.jsonl", rows), save_dataset(tmp_path / "saved", rows)
-        return [{"path": file}, {"dataset": dataset}]
-
-    return made
-
-
-@pytest.fixture
-def of_rows(tokenizer, tmp_path):
-    """The prompts of a file with these rows, in their order."""
-
-    def made(*rows, tools=list, goes_on=True, **config):
-        path = write_jsonl(tmp_path / "rows.jsonl", rows)
-        return Prompts(DataConfig(path=path, shuffle=False, **config), tokenizer, 0, tools, TurnFormat(goes_on=goes_on))
-
-    return made
-
+from tests.learner.prompts.data_files import CHAT_TEMPLATE, all_of, write_jsonl
 
 # --- order -------------------------------------------------------------------------------------------------------
 
@@ -255,12 +231,9 @@ def test_a_prompt_of_the_wrong_kind_names_its_row(of_rows, prompt):
         of_rows({"prompt": "1"}, {"prompt": prompt})
 
 
-def test_empty_data_is_an_error(of_rows):
+def test_a_file_or_dataset_that_is_not_there_or_empty_is_an_error(tokenizer, tmp_path, of_rows):
     with pytest.raises(DataError, match="has no prompts"):
         of_rows()
-
-
-def test_a_file_or_dataset_that_is_not_there_is_an_error(tokenizer, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"learner.data.path = .*none.jsonl' cannot be read"):
         Prompts(DataConfig(path=str(tmp_path / "none.jsonl")), tokenizer, 0)
     with pytest.raises(DataError, match=r"learner.data.dataset = .*none' .*cannot be loaded"):
