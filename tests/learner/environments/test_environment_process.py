@@ -80,6 +80,8 @@ def test_an_episode_that_is_cancelled_leaves_no_answer_to_the_next() -> None:
 def test_a_class_that_cannot_be_played_ends_the_start() -> None:
     with pytest.raises(ConfigError, match=r"learner.environment.factory = '.*:WithoutReset': .* no method reset"):
         Environments(EnvironmentConfig(factory=f"{USER}:WithoutReset"), takes_text=True)
+    with pytest.raises(ConfigError, match=r"learner.environment.tools.*Echo.*expected a function"):
+        tools_of(EnvironmentConfig(tools=(f"{USER}:Echo",)))
 
 
 ALONE = """

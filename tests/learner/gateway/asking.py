@@ -32,6 +32,7 @@ ADD = {
 class Opened(msgspec.Struct, eq=False):
     """An episode that goes on."""
 
+    gateway: Gateway
     session: Session
     client: AsyncOpenAI
     asked: list[TurnPrompt]
@@ -78,7 +79,7 @@ async def opened(
     try:
         with gateway.opened(session) as key:
             async with AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0, timeout=60) as client:
-                yield Opened(session, client, ask.asked, template)
+                yield Opened(gateway, session, client, ask.asked, template)
     finally:
         await gateway.close()
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from openai import AsyncOpenAI
 
 from learner.environments.episode import EpisodeGroup
 from learner.environments.player import TurnPrompt
+from learner.gateway.gateway import check_connected
+from learner.gateway.messages import RefusedRequest
 from learner.prompts.chat_template import ChatTemplate
 from protocol.codec import pack, unpack
 from protocol.messages import Completion
@@ -136,7 +139,7 @@ async def test_a_stream_says_what_the_whole_answer_says_and_goes_on_from_a_strea
         assert len(agent.end().branches) == 4
 
 
-async def test_a_wrong_key_is_refused() -> None:
+async def test_a_wrong_key_or_path_is_refused() -> None:
     async with (
         opened(says("one")) as agent,
         AsyncOpenAI(base_url=agent.client.base_url, api_key="sk-0", max_retries=0) as stranger,
@@ -145,6 +148,8 @@ async def test_a_wrong_key_is_refused() -> None:
             await stranger.chat.completions.create(model="any", messages=QUESTION)  # type: ignore[arg-type]
         with pytest.raises(openai.AuthenticationError):
             await stranger.models.list()
+        with pytest.raises(openai.NotFoundError):
+            await agent.client.get("/nothing", cast_to=object)
         assert agent.asked == []
         assert [model.id for model in (await agent.client.models.list()).data] == ["tiny"]
 
@@ -169,6 +174,10 @@ async def test_an_episode_that_is_over_answers_nothing_and_records_nothing_more(
         assert over.value.status_code == 410
         with pytest.raises(openai.APIStatusError, match="the episode is over"):
             await agent.chat(QUESTION)
+        with agent.gateway.opened(agent.session) as agent.client.api_key:
+            pass
+        with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)"):
+            await agent.client.models.list()
         assert len(agent.asked) == 2
         assert len(agent.session.episode.branches) == len(episode.branches) == episode.course.num_turns == 1
 
@@ -197,6 +206,7 @@ async def test_an_episode_that_is_over_answers_nothing_and_records_nothing_more(
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has parts that are not text"),
         ({"messages": [{"content": "x"}]}, "has no role"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "has a tool call without a function name"),
         ({"messages": "hello"}, "the body is not a valid request for chat completions"),
     ],
 )  # fmt: skip
@@ -240,7 +250,8 @@ async def test_a_call_that_an_agent_has_read_itself_is_kept_whatever_the_policy_
 
 async def test_a_developer_is_the_system_to_the_template() -> None:
     async with opened(says("one")) as agent:
-        await agent.chat([{"role": "developer", "content": "Be short."}, *QUESTION])
+        parts = [{"type": "text", "text": text} for text in ("Be ", "short.")]
+        await agent.chat([{"role": "developer", "content": parts}, *QUESTION])
         shown = TOKENIZER.decode(agent.asked[0].token_ids.tolist())
     assert "<|im_start|>system\nBe short.<|im_end|>" in shown and "developer" not in shown
 
@@ -365,6 +376,10 @@ async def test_texts_and_tokens_go_on_behind_what_was_recorded() -> None:
     with pytest.raises(openai.BadRequestError, match="neither one text nor one list of token ids"):
         async with opened(says("one")) as agent:
             await agent.complete([0, 100000])
+    async with opened(says("one")) as agent:
+        for prompt, more, problem in (([], {}, "has no tokens"), ("x", {"logprobs": 1}, "do not return logprobs")):
+            with pytest.raises(openai.BadRequestError, match=problem):
+                await agent.complete(prompt, **more)
 
 
 async def test_a_text_goes_on_behind_the_stop_that_ended_it_and_is_another_without_it() -> None:
@@ -395,6 +410,11 @@ async def test_what_nobody_waits_for_or_the_episode_outlives_is_given_up_and_not
             await late
     assert (over.value.status_code, policy.num_given_up) == (410, 2)
     assert (episode.course.num_turns, len(episode.branches)) == (1, 1)
+
+
+def test_a_turn_that_its_agent_does_not_get_is_none_of_its_episode() -> None:
+    with pytest.raises(RefusedRequest, match="the client has disconnected"):
+        check_connected(SimpleNamespace(transport=None))  # type: ignore[arg-type]
 
 
 async def until(is_so: Callable[[], bool]) -> None:

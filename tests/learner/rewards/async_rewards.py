@@ -9,7 +9,7 @@ from pathlib import Path
 
 DEADLINE_S = 60
 
-loops = set()
+loops: set[asyncio.AbstractEventLoop] = set()
 in_flight = 0
 most_in_flight = 0
 num_calls = 0

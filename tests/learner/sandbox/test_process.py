@@ -114,6 +114,12 @@ def test_a_process_with_many_left_behind_is_not_used_again(
     wait_until_gone(*started)
 
 
+def test_a_process_that_was_killed_before_the_call_is_a_failure_too(process: PipeProcess) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until_gone(process.pid)
+    assert failure_of(process, "hello").outcome == "killed"
+
+
 def test_a_process_may_be_killed_by_another_thread_and_the_call_returns(process: PipeProcess) -> None:
     threading.Timer(SHORT_S, process.kill).start()
     assert failure_of(process, "spin").outcome == "killed"
