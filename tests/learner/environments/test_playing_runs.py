@@ -34,7 +34,7 @@ def payloads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_episode_is_played_by_the_rules_at_one_server_and_trained_on_once_with_its_logprobs(
     tmp_path: Path, player: dict[str, Any], functions: list[str]
 ) -> None:
-    environment = {"max_turns": 4, "max_concurrent": 8} | player
+    environment = {"max_turns": 4, "max_concurrent": 4} | player
     settings: dict[str, Any] = {"environment": environment, "reward": {"functions": functions}}
     engines = [Engine(), Engine()]
     with servers(*engines) as both:
