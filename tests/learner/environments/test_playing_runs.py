@@ -86,7 +86,7 @@ def test_a_server_that_dies_between_turns_costs_no_episode(tmp_path: Path) -> No
 
 
 def test_environments_that_hang_die_raise_and_do_not_begin_are_counted_and_the_run_is_complete(tmp_path: Path) -> None:
-    settings = {"factory": f"{USER}:Fickle", "max_turns": 2, "max_concurrent": 8, "timeout_s": 3.0}
+    settings = {"factory": f"{USER}:Fickle", "max_turns": 2, "max_concurrent": 8, "timeout_s": 1.5}
     with tiny_server() as server:
         run = playing_run(tmp_path, server.endpoint, environment=settings, max_group_attempts=20)
         train(run, resume=False)

@@ -83,20 +83,20 @@ class Treacherous(Echo):
 
 
 class Fickle:
-    """May not even begin; then, what becomes of an episode is in the last digit that the policy says."""
+    """What becomes of an episode is luck: it may not even begin, and each turn may hang, end the process or raise."""
 
     def reset(self, **row: Any) -> None:
-        if random.random() < 0.2:
+        if random.random() < 0.25:
             raise ValueError("not now")
 
     def answer(self, text: str) -> str:
-        match text[-1:]:
-            case "0" | "1":
-                time.sleep(600)
-            case "2":
-                os._exit(3)
-            case "3":
-                raise ValueError("=")
+        luck = random.random()
+        if luck < 0.12:
+            time.sleep(600)
+        if luck < 0.24:
+            os._exit(3)
+        if luck < 0.4:
+            raise ValueError("=")
         return ">"
 
     def get_reward(self) -> float:
