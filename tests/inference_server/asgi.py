@@ -2,9 +2,15 @@
 
 from typing import Any
 
-from starlette.types import ASGIApp, Message
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 Answer = tuple[int, dict[str, str], bytes]
+
+
+async def everything(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that answers whatever reaches it."""
+    await PlainTextResponse("reached")(scope, receive, send)
 
 
 async def ask(

@@ -12,13 +12,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 from transformers import PreTrainedModel
 
 from protocol.channel.keys import LearnerKeys
 from protocol.errors import SlipstreamError
-from protocol.messages import Farewell, PushDone, Score, Scores
+from protocol.messages import Farewell, PushDone, Scores
 from protocol.model_files import fingerprint
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.forked_server import ForkedServer
@@ -143,8 +142,6 @@ async def push(learner: ScriptedLearner, version: int, model: PreTrainedModel) -
 
 
 async def score(learner: ScriptedLearner, token_ids: list[int]) -> Scores:
-    request = Score(request_id="s", token_ids=np.array(token_ids, dtype=np.int32), deadline_s=60)
-    await learner.send(request)
-    scores = await learner.receive(Scores)
+    scores = await learner.score(token_ids)
     assert scores.error is None
     return scores

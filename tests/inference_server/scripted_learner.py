@@ -24,6 +24,8 @@ from protocol.messages import (
     PushReady,
     Refused,
     Sampling,
+    Score,
+    Scores,
     Welcome,
 )
 from tests.fingerprint import MODEL
@@ -99,6 +101,11 @@ class ScriptedLearner:
                 sampling=Sampling(**wanted), deadline_s=deadline_s, salt=salt,
             )
         )  # fmt: skip
+
+    async def score(self, token_ids: list[int], deadline_s: float = TIMEOUT_S, replica: int = 0) -> Scores:
+        tokens = np.array(token_ids, dtype=np.int32)
+        await self.send(Score(request_id="s", token_ids=tokens, deadline_s=deadline_s, replica=replica))
+        return await self.receive(Scores)
 
     # --- the sending half of a push ----------------------------------------------------------------------------------
 

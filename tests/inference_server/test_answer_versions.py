@@ -18,9 +18,9 @@ from starlette.routing import Route
 from inference_server.engine.versioned_llm import sampled_by
 from inference_server.http import TellVersions, _Metrics
 from protocol.endpoint import END, RUN, START
-from tests.fakes import ScriptedEngine, Serving, report
+from tests.fakes import ScriptedEngine, Serving
 from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.test_server import begin, join_and_push, run_with_server
+from tests.inference_server.scripted_server import join_and_push, push, run_with_server
 
 Answer = Callable[[], None]
 
@@ -78,10 +78,7 @@ def test_answers_between_two_runs_name_the_run_and_the_version_whose_weights_gav
         assert told(await get(app, "/none")) == (None, None, None)
         assert 'slipstream_policy_version{run="run-a"} 7.0' in metrics_of(running)
         assert 'slipstream_tenancy{run="run-b",state="held"} 1.0' in metrics_of(running)
-        engine.scripted_reports.append([report()])
-        await second.send(begin(0, "e2"))
-        while running.server.status()["policy_version"] != 0:
-            await asyncio.sleep(0.01)
+        await push(engine, second, 0, "e2")
         assert told(await get(app, "/whole")) == ("run-b", "0", "0")
         assert 'slipstream_policy_version{run="run-b"} 0.0' in metrics_of(running)
         second.close()

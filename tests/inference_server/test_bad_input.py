@@ -31,31 +31,13 @@ UNREAD = {"endpoints_from", "head_dtype", "learner", "deploy", "server", "server
 """Keys that are the learner's, sections, and arguments of vLLM's own (test_arguments.py)."""
 
 NUMBERS = [
-    -1,
-    0,
-    1,
-    7,
-    2**31 - 1,
-    2**31,
-    2**63,
-    2**64,
-    10**30,
-    -(10**30),
-    0.5,
-    -0.5,
-    1.0,
-    1e-300,
-    1e300,
-    "nan",
-    "inf",
-    "-inf",
-]
+    -1, 0, 1, 7, 2**31 - 1, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.5, -0.5, 1.0, 1e-300, 1e300, "nan", "inf", "-inf",
+]  # fmt: skip
 WORDS = [
-    "", " ", "x", "²", "٣", "8000", "0x10", "true", "None", "::1", "[::1]", "::", "[::", "127.0.0.1", "0.0.0.0:1", "localhost",
-    "nowhere.invalid", "é.example", "a" * 300, "..", "~nobody-has-this-name/x", "a:b", "x/y/z", "\u0000", "a\u0000b", "\n", "\u202e", "🙂",
-    "tcp://127.0.0.1:²", "tcp://127.0.0.1:٣", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:-1", "tcp://127.0.0.1:", "tcp://:1", "tcp://[::1]",
-    "tcp://::1:1", "tcp://127.0.0.1: 1", f"tcp://127.0.0.1:{'9' * 5000}", "tcp://é:1", "tcp://" + "a" * 300 + ":1", "udp://127.0.0.1:1",
-    "tcp://127.0.0.1;127.0.0.1:1", "ipc:///tmp/x", "inproc://x",
+    "", " ", "x", "²", "8000", "0x10", "true", "::1", "[::1]", "[::", "127.0.0.1", "0.0.0.0:1", "localhost", "nowhere.invalid",
+    "a" * 300, "..", "~nobody-has-this-name/x", "x/y/z", "a\u0000b", "\n", "\u202e", "🙂", "tcp://127.0.0.1:²",
+    "tcp://127.0.0.1:99999", "tcp://127.0.0.1:-1", "tcp://127.0.0.1:", "tcp://:1", "tcp://[::1]", "tcp://::1:1",
+    f"tcp://127.0.0.1:{'9' * 5000}", "tcp://é:1", "tcp://" + "a" * 300 + ":1", "udp://127.0.0.1:1", "ipc:///tmp/x",
 ]  # fmt: skip
 OTHERS: list[Any] = [True, False, [], [1], ["x"], [-1], [[]], {}, {"a": 1}, [1.5], [True], [""], ["tcp://127.0.0.1:²"]]
 KEYS = sorted(
@@ -201,12 +183,8 @@ def means_something(run: ServerRun) -> bool:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--seed", "-1"], "seed"),
         (["--seed", "4294967296"], "seed = 4294967296: Expected `int` <= 4294967295"),
-        (["--server.orphan-timeout-s", "nan"], "server.orphan_timeout_s"),
         (["--server.drain-timeout-s", "inf"], "server.drain_timeout_s = inf: Expected `float` <= 100000000.0"),
-        (["--endpoint", "tcp://127.0.0.1:²"], "endpoint = 'tcp://127.0.0.1:²' is not valid; expected tcp://HOST:PORT"),
-        (["--server.http-host", ""], "server.http_host = '': Expected `str` of length >= 1"),
         (["--run-dir", "a\udcffb"], "run_dir = 'a\\udcffb' has a character that no name or path may have"),
     ],
 )

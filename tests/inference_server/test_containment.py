@@ -20,17 +20,13 @@ from protocol.messages import (
     Farewell,
     Group,
     GroupFailed,
-    Manifest,
+    Message,
     Probe,
     Pulse,
     PushAbort,
-    PushBegin,
     PushDone,
     PushFailed,
-    Rendezvous,
     Sampling,
-    Score,
-    Scores,
     ServerInfo,
     Trial,
     TrialResult,
@@ -39,8 +35,7 @@ from protocol.messages import (
 from tests.fakes import ScriptedEngine, Serving, report, serving
 from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
-
-TIMEOUT_S = 60.0
+from tests.inference_server.scripted_server import NOBODY, TIMEOUT_S, Test, begin, run_with_server, until
 
 
 class Boom(Exception):
@@ -107,21 +102,17 @@ class Thrower:
             channel.receive = self.throwing(channel.receive)  # type: ignore[method-assign]
 
 
+pytestmark = pytest.mark.usefixtures("look_often", "pulse_often")
+
+
 @pytest.fixture(autouse=True)
 def every_traceback_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(containment, "_reports", {})
-    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.02)
     monkeypatch.setattr("inference_server.server.RECEIVE_PAUSE_S", 0.001)
 
 
-def begin(version: int, session: str) -> PushBegin:
-    rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
-    return PushBegin(
-        session=session, version=version, rendezvous=rendezvous, manifest=Manifest(tensors=(), bucket_bytes=1)
-    )  # fmt: skip
-
-
 async def push(engine: ScriptedEngine, learner: ScriptedLearner, version: int, session: str) -> None:
+    """With reports for a server that stages too."""
     engine.scripted_reports[:] = [[report()], [report()]]
     await learner.send(begin(version, session))
     await learner.receive(PushDone)
@@ -139,8 +130,7 @@ async def ask_for_a_group(engine: ScriptedEngine, learner: ScriptedLearner) -> N
 
 
 async def ask_for_a_score(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(Score(request_id="asked", token_ids=np.array([1, 2], np.int32), deadline_s=TIMEOUT_S))
-    scores = await learner.receive(Scores)
+    scores = await learner.score([1, 2])
     assert scores.error is None or "unexpected Boom" in scores.error
 
 
@@ -149,22 +139,6 @@ async def push_once(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
     await learner.send(begin(7, "pushed"))
     answer = await learner.receive((PushDone, PushFailed))
     assert isinstance(answer, PushDone) or ("unexpected Boom" in answer.message and answer.retryable)
-
-
-async def give_up_the_session(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(PushAbort(session="first"))
-
-
-async def acknowledge(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(Ack(group_ids=["other"]))
-
-
-async def cancel(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(Cancel(group_ids=["other"]))
-
-
-async def say_farewell(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(Farewell())
 
 
 async def greet_anew(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
@@ -192,16 +166,24 @@ async def probe(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
             return
 
 
+def says(message: Message) -> Ask:
+    """What gets no answer."""
+
+    async def say(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
+        await learner.send(message)
+
+    return say
+
+
 async def try_the_way(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    nowhere = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=1)
-    await learner.send(Trial(trial_id="asked", num_bytes=8, rendezvous=nowhere))
+    await learner.send(Trial(trial_id="asked", num_bytes=8, rendezvous=NOBODY))
     assert (await learner.receive(TrialResult)).error
 
 
 ASKED: dict[str, Ask] = {
     "Hello": greet_anew, "Generate": ask_for_a_group, "Score": ask_for_a_score, "PushBegin": push_once,
-    "PushAbort": give_up_the_session, "Ack": acknowledge, "Cancel": cancel, "Farewell": say_farewell, "Probe": probe,
-    "Trial": try_the_way,
+    "PushAbort": says(PushAbort(session="first")), "Ack": says(Ack(group_ids=["other"])),
+    "Cancel": says(Cancel(group_ids=["other"])), "Farewell": says(Farewell()), "Probe": probe, "Trial": try_the_way,
 }  # fmt: skip
 
 
@@ -287,7 +269,8 @@ async def story(ask: Ask, number: int, *, afterwards: bool, **options: Any) -> b
 @pytest.mark.parametrize("afterwards", [False, True])
 @pytest.mark.parametrize(("kind", "options", "num_calls"), [
     ("Hello", {}, 2), ("Generate", {}, 2), ("Score", {}, 2), ("PushBegin", {}, 6),
-    ("PushBegin", {"overlap_weight_loading": True}, 7), ("PushAbort", {}, 1), ("Ack", {}, 0), ("Cancel", {}, 0), ("Farewell", {}, 0), ("Probe", {}, 1), ("Trial", {}, 1),
+    ("PushBegin", {"overlap_weight_loading": True}, 7), ("PushAbort", {}, 1), ("Ack", {}, 0), ("Cancel", {}, 0),
+    ("Farewell", {}, 0), ("Probe", {}, 1), ("Trial", {}, 1),
 ])  # fmt: skip
 def test_an_exception_at_any_call_costs_its_own_request_alone(
     kind: str, options: dict[str, Any], num_calls: int, afterwards: bool
@@ -298,61 +281,59 @@ def test_an_exception_at_any_call_costs_its_own_request_alone(
     assert number > num_calls
 
 
+def run_with_holding_server(test: Test, engine: type[HoldingEngine] = HoldingEngine) -> None:
+    """Run a test with a learner that has been welcomed and has pushed."""
+
+    async def prepared(engine: Any, running: Serving, learner: ScriptedLearner) -> None:
+        await learner.join()
+        await push(engine, learner, 1, "first")
+        await test(engine, running, learner)
+
+    run_with_server(prepared, make_engine=engine)
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_pulse_goes_on_after_an_exception(number: int) -> None:
-    async def throw_at_pulses(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-        for _ in range(3):
-            await learner.receive(Pulse)
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        async def pulses_come() -> None:
+            for _ in range(3):
+                await learner.receive(Pulse)
 
-    async def run() -> None:
-        engine, thrower = HoldingEngine(), Thrower(afterwards=False)
-        async with serving(engine) as running:
-            thrower.wrap(engine, running)
-            learner = ScriptedLearner(running.endpoint)
-            await learner.join()
-            await push(engine, learner, 1, "first")
-            thrower.arm(number, lambda name: name == "pulse")
-            await throw_at_pulses(engine, learner)
-            assert thrower.disarm()
-            running.server._channel.poll_connections = raising  # type: ignore[method-assign]
-            await throw_at_pulses(engine, learner)
-            learner.close()
+        thrower = Thrower(afterwards=False)
+        thrower.wrap(engine, running)
+        thrower.arm(number, lambda name: name == "pulse")
+        await pulses_come()
+        assert thrower.disarm()
+        running.server._channel.poll_connections = raising  # type: ignore[method-assign]
+        await pulses_come()
 
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    run_with_holding_server(test)
 
 
 def raising(*_: object) -> Any:
     raise Boom
 
 
-def test_a_look_at_groups_and_engine_that_raises_costs_that_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.01)
-
-    async def run() -> None:
-        engine, num_looks = HoldingEngine(), 0
+def test_a_look_at_groups_and_engine_that_raises_costs_that_look() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        num_looks = 0
 
         def look(*_: object) -> None:
             nonlocal num_looks
             num_looks += 1
             raise Boom
 
-        async with serving(engine) as running:
-            monkeypatch.setattr(running.server._groups, "time_out_stalled", look)
-            learner = ScriptedLearner(running.endpoint)
-            await learner.join()
-            while num_looks < 3:
-                await asyncio.sleep(0.01)
-            await push(engine, learner, 1, "first")
-            learner.close()
+        running.server._groups.time_out_stalled = look  # type: ignore[method-assign]
+        await until(lambda: num_looks == 3)
+        await push(engine, learner, 2, "next")
 
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    run_with_holding_server(test)
 
 
 @pytest.mark.parametrize("call", ["restart", "places"])
 def test_an_exception_while_the_engine_is_started_again_is_one_more_death_of_it(call: str) -> None:
-    async def run() -> None:
-        engine, calls = HoldingEngine(), 0
-        good = getattr(engine, call)
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        good, calls = getattr(engine, call), 0
 
         async def bad_once() -> Any:
             nonlocal calls
@@ -361,22 +342,16 @@ def test_an_exception_while_the_engine_is_started_again_is_one_more_death_of_it(
                 raise Boom
             return await good()
 
-        async with serving(engine) as running:
-            learner = ScriptedLearner(running.endpoint)
-            await learner.join()
-            setattr(engine, call, bad_once)
-            engine.fail_with = EngineDead("it is gone")
-            while calls < 2:
-                await asyncio.sleep(0.01)
-            await learner.join()
-            await push(engine, learner, 1, "first")
-            learner.close()
+        setattr(engine, call, bad_once)
+        engine.fail_with = EngineDead("it is gone")
+        await until(lambda: calls == 2)
+        await learner.join()
+        await push(engine, learner, 1, "next")
 
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    run_with_holding_server(test)
 
 
-def test_a_group_that_takes_long_to_end_at_its_deadline_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.01)
+def test_a_group_that_takes_long_to_end_at_its_deadline_ends_nothing_else() -> None:
     ended = asyncio.Event()
 
     class SlowToEnd(HoldingEngine):
@@ -388,20 +363,14 @@ def test_a_group_that_takes_long_to_end_at_its_deadline_ends_nothing_else(monkey
             finally:
                 await ended.wait()
 
-    async def run() -> None:
-        engine = SlowToEnd()
-        async with serving(engine) as running:
-            learner = ScriptedLearner(running.endpoint)
-            await learner.join()
-            await push(engine, learner, 1, "first")
-            await learner.generate("slow", [1], deadline_s=0.01)
-            await asyncio.sleep(0.2)  # many looks after its deadline
-            assert not containment._reports
-            ended.set()
-            assert (await learner.receive(GroupFailed)).code == "deadline"
-            learner.close()
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await learner.generate("slow", [1], deadline_s=0.01)
+        await asyncio.sleep(0.3)  # many looks after its deadline
+        assert not containment._reports
+        ended.set()
+        assert (await learner.receive(GroupFailed)).code == "deadline"
 
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    run_with_holding_server(test, SlowToEnd)
 
 
 def test_a_socket_that_fails_again_and_again_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

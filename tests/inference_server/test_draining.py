@@ -23,7 +23,7 @@ from protocol.messages import (
 )
 from tests.fakes import ScriptedEngine, Serving, report
 from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.test_server import begin, join_and_push, run_with_server, until
+from tests.inference_server.scripted_server import begin, join_and_push, run_with_server, until
 
 BEGINS, WAITS = 1, 2
 """Prompts of groups that get their first token at once, and of groups that get none until they may end."""
@@ -43,6 +43,14 @@ def let_some_begin(engine: ScriptedEngine) -> None:
     engine.release.clear()
 
 
+async def begin_group(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
+    """Be welcomed, push, and have a group that has begun."""
+    await join_and_push(engine, learner)
+    let_some_begin(engine)
+    await learner.generate("begun", [BEGINS])
+    await until(lambda: bool(engine.prompts))
+
+
 async def hear_of_it(learner: ScriptedLearner) -> None:
     """Return when the learner has been told, and has answered."""
     while not (await learner.receive(Pulse)).is_draining:
@@ -52,9 +60,7 @@ async def hear_of_it(learner: ScriptedLearner) -> None:
 
 def test_what_has_started_is_finished_what_has_not_is_handed_back_and_the_end_waits_for_the_ack() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        let_some_begin(engine)
-        await learner.generate("begun", [BEGINS])
+        await begin_group(engine, learner)
         await learner.generate("waits", [WAITS])
         await until(lambda: len(engine.prompts) == 2)
         draining = asyncio.create_task(running.server.drain.run())
@@ -65,7 +71,7 @@ def test_what_has_started_is_finished_what_has_not_is_handed_back_and_the_end_wa
         group = await learner.receive(Group)
         assert group.group_id == "begun" and len(group.completions) == 2
         await asyncio.sleep(0.2)
-        assert not draining.done() and engine.cancelled == 1
+        assert not draining.done() and engine.cancelled == 1, "the end waits for the Ack"
         await learner.send(Ack(group_ids=["begun"]))
         await draining
 
@@ -74,11 +80,8 @@ def test_what_has_started_is_finished_what_has_not_is_handed_back_and_the_end_wa
 
 def test_a_server_that_drains_says_so_and_takes_nothing_more_on() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
+        await begin_group(engine, learner)
         assert not running.server.status()["draining"]
-        let_some_begin(engine)
-        await learner.generate("begun", [BEGINS])
-        await until(lambda: bool(engine.prompts))
         draining = asyncio.create_task(running.server.drain.run())
         await hear_of_it(learner)
         status = running.server.status()
@@ -100,17 +103,23 @@ def test_a_server_that_drains_says_so_and_takes_nothing_more_on() -> None:
     run_with_server(test)
 
 
-def test_a_server_with_nothing_to_do_ends_once_the_learner_has_heard_of_it_and_answers_what_it_asked_before() -> None:
+def test_a_server_ends_once_the_learner_has_heard_of_it_and_other_clients_are_answered() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        num_open = 0
+        running.server.drain.num_requests = lambda: num_open
         await join_and_push(engine, learner)
         await learner.send(Farewell())  # of no drain
         await learner.join()
         draining = asyncio.create_task(running.server.drain.run())
-        await asyncio.sleep(0.3)
-        assert not draining.done()
+        await asyncio.sleep(0.2)
+        assert not draining.done(), "the learner has not answered"
+        num_open = 1
         await learner.generate("crossed the word", [WAITS])
         await hear_of_it(learner)
         assert (await learner.receive(GroupFailed)).group_id == "crossed the word"
+        await asyncio.sleep(0.2)
+        assert not draining.done(), "a client has not been answered"
+        num_open = 0
         await draining
 
     run_with_server(test)
@@ -145,21 +154,8 @@ def test_a_push_and_a_score_that_are_under_way_are_finished() -> None:
     run_with_server(test)
 
 
-def test_requests_of_other_clients_are_waited_for() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        num_open = 1
-        running.server.drain.num_requests = lambda: num_open
-        draining = asyncio.create_task(running.server.drain.run())
-        await asyncio.sleep(0.2)
-        assert not draining.done()
-        num_open = 0
-        await draining
-
-    run_with_server(test)
-
-
+@pytest.mark.usefixtures("pulse_often")
 def test_a_learner_that_has_gone_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.05)
     monkeypatch.setattr("inference_server.drain.UNREACHED_S", 0.3)
 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
@@ -178,10 +174,7 @@ def test_a_learner_that_has_gone_is_not_waited_for_long(monkeypatch: pytest.Monk
 
 def test_torn_weights_are_waited_for_by_nobody() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        let_some_begin(engine)
-        await learner.generate("begun", [BEGINS])
-        await until(lambda: bool(engine.prompts))
+        await begin_group(engine, learner)
         engine.scripted_reports.append([report(ok=False, state="receiving", weights_intact=False, error="scripted")])
         await learner.send(begin(1))
         assert not (await learner.receive(PushFailed)).weights_intact
@@ -201,10 +194,7 @@ def test_a_server_that_is_not_drained_in_time_ends_all_the_same_and_says_with_wh
     caplog.set_level("INFO", "inference_server")
 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        let_some_begin(engine)
-        await learner.generate("begun", [BEGINS])
-        await until(lambda: bool(engine.prompts))
+        await begin_group(engine, learner)
         await asyncio.wait_for(running.server.drain.run(), 20.0)
 
     run_with_server(test, ServerConfig(drain_timeout_s=0.3))

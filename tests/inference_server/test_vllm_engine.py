@@ -77,17 +77,21 @@ def test_no_client_of_the_openai_application_comes_before_the_learners_groups(mo
     assert begun == [1, 1, 7, 0, -1]
 
 
-@pytest.mark.parametrize(("on_cpu", "reason"), [(True, "for the receiving thread"), (False, "keep the whole model")])
+@pytest.mark.parametrize(
+    ("on_cpu", "server", "reason"),
+    [
+        (True, {"tensor_parallel_size": 2}, "tensor_parallel_size = 2: .*for the receiving thread"),
+        (False, {"tensor_parallel_size": 2}, "tensor_parallel_size = 2: .*keep the whole model"),
+        (True, {"data_parallel_size": 2}, r"overlap_weight_loading = true .* with server\.data_parallel_size = 2: "),
+    ],
+)
 def test_receiving_beside_generation_is_refused_for_several_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, server: dict[str, int], reason: str
 ) -> None:
     monkeypatch.setattr("inference_server.engine.versioned_llm.current_platform.is_cpu", lambda: on_cpu)
-    server = ServerConfig(overlap_weight_loading=True, tensor_parallel_size=2)
-    run = ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=server)
-    with pytest.raises(
-        ConfigError, match=f"tensor_parallel_size = 2: .*{reason}.*; set server.overlap_weight_loading = false"
-    ):
-        VllmEngine(run, tmp_path)
+    config = ServerConfig(overlap_weight_loading=True, **server)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"{reason}.*; set server\.overlap_weight_loading"):
+        VllmEngine(ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=config), tmp_path)
 
 
 @pytest.mark.parametrize(("on_cpu", "poll_s"), [(True, 0.01), (False, 0.25)])
