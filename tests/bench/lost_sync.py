@@ -56,7 +56,7 @@ def run(directory: Path, num_steps: int, *, lost: int | None) -> dict[str, Any]:
     os.environ[LOST_VERSION] = str(NEVER if lost is None else lost)
     flags = ["--dtype", "bfloat16", "--server.max-model-len", "256", "--server.cpu-cores", "0"]
     server = RealServer(
-        directory, *flags, model=Path("smollm2:135m-instruct"), program="tests.inference_server.losing_server"
+        directory, *flags, model=Path("smollm2:135m-instruct"), program="tests.bench.losing_server"
     )
     try:
         server.wait_for("ready after")

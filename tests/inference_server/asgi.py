@@ -1,5 +1,7 @@
 """Ask an ASGI application without a socket, and see what it answers."""
 
+import asyncio
+import re
 from typing import Any
 
 from starlette.responses import PlainTextResponse
@@ -41,3 +43,12 @@ async def ask(
     start, *pieces = sent
     head = {name.decode(): value.decode() for name, value in start["headers"]}
     return start["status"], head, b"".join(piece.get("body", b"") for piece in pieces)
+
+
+def status_behind(gate: ASGIApp, path: str, method: str = "GET", **headers: str) -> int:
+    return asyncio.run(ask(gate, path, method, headers=headers))[0]
+
+
+def as_asked(path: str) -> str:
+    """A path without placeholders."""
+    return re.sub(r"\{[^}]*\}", "something", path)

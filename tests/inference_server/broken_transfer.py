@@ -10,7 +10,7 @@ TIMEOUT_S = 60.0
 BREAK_FILE = "SLIPSTREAM_TEST_BREAK_FILE"
 """For breakable_server.py, in the environment: the path of a file with the index of the broadcast that goes wrong."""
 LOST_VERSION = "SLIPSTREAM_TEST_LOST_VERSION"
-"""For losing_server.py, in the environment: the version whose sync is lost."""
+"""For tests/bench/losing_server.py, in the environment: the version whose sync is lost."""
 
 
 class OneBitFlipped:

@@ -1,9 +1,5 @@
-"""Places for the clients of /v1: vLLM's schedulers with our queue, step by step without a model; the real server."""
+"""Places for the clients of /v1: vLLM's schedulers with our queue, step by step without a model."""
 
-import asyncio
-import contextlib
-import json
-import urllib.request
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,15 +24,11 @@ from vllm.v1.request import Request, RequestStatus
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.guests import FIRST_OF_GUESTS, IN_RESERVED_PLACE, SCORES, scheduler_with_guests
 from inference_server.engine.vllm_args import engine_arguments
-from protocol.messages import Ack, Group
 from tests.inference_server import tiny_gpt2
-from tests.inference_server.real_server import RealServer, push, running_server, with_learner
-from tests.inference_server.scripted_learner import ScriptedLearner
 
 BLOCK = 32
 PLENTY = 1_000
 NUM_PLACES, NUM_RESERVED = 4, 2
-ANSWER_TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -301,46 +293,3 @@ def test_more_sequences_than_vllm_has_tokens_in_a_step_by_default_are_served(
     made = engine_arguments(ServerRun(model=str(path), run_dir="r", server=server), path).create_engine_config()
     assert made.scheduler_config.max_num_seqs == num_places + num_places // 32
     assert made.scheduler_config.max_num_batched_tokens == max(2048, num_places + num_places // 32)
-
-
-# --- the real server --------------------------------------------------------------------------------------------------
-
-
-async def keep_busy(learner: ScriptedLearner, num_groups: int) -> None:
-    """Always have more groups in flight than there are places, until cancelled."""
-    for index in range(num_groups):
-        await learner.generate(f"g{index}", [5, 6, 7], num_completions=16, max_tokens=55)
-    while True:
-        group = await learner.receive(Group)
-        await learner.send(Ack(group_ids=[group.group_id]))
-        num_groups += 1
-        await learner.generate(f"g{num_groups}", [5, 6, 7], num_completions=16, max_tokens=55)
-
-
-def ask(server: RealServer) -> None:
-    """Get ten tokens as a client does."""
-    question = {"model": str(server.model), "prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as got:
-        assert json.load(got)["usage"]["completion_tokens"] == 10
-
-
-@pytest.mark.system
-def test_a_client_is_answered_while_the_learner_always_has_more_in_flight_than_places(tmp_path: Path) -> None:
-    async def test(learner: ScriptedLearner) -> None:
-        await push(learner, 0, tiny_gpt2.make_model(seed=1))
-        busy = asyncio.create_task(keep_busy(learner, 8))
-        try:
-            for _ in range(3):
-                await asyncio.to_thread(ask, server)
-            await asyncio.gather(*(asyncio.to_thread(ask, server) for _ in range(8)))
-            assert not busy.done(), "groups went on coming all the while"
-        finally:
-            busy.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await busy
-
-    for server in running_server(tmp_path, "--server.max-concurrent-sequences", "2", is_forked=True):
-        with_learner(server, test)

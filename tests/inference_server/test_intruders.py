@@ -1,8 +1,11 @@
 """Who may talk to the server: listed keys, over real sockets, while processes without one knock, shout and flood."""
 
 import asyncio
+import json
 import logging
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,62 @@ from learner.servers.link import ServerLink
 from protocol.channel.keys import LearnerKeys, learner_keys, make_keys, server_keys
 from protocol.errors import DeadlineExceeded, HandshakeRefused
 from protocol.messages import PROTOCOL_VERSION, Ack, Group, Hello
-from tests.fakes import ScriptedEngine, Serving, serving
+from tests.fakes import ScriptedEngine, serving
 from tests.fingerprint import MODEL
-from tests.inference_server.intrusion import MAX_GROWTH_BYTES, assert_shut_out, intrude, work_until
 from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.scripted_server import TIMEOUT_S, join_and_push, run_with_server, until
+from tests.inference_server.scripted_server import TIMEOUT_S, Stage, until, with_server
+from tests.malformed import OF_A_DOCTOR, TO_SERVER, without_end
+from tests.memory import MemoryWatch
+
+ROOT = Path(__file__).parent.parent.parent
+INTRUSION_S = 2.0
+MAX_GROWTH_BYTES = 64 << 20
+"""The intruders try to place many times as much in the server's memory."""
+MAX_MORE_FILES = 10
+"""The intruders try to open 50 at once; asyncio opens a few of its own to start them."""
+
+
+async def intrude(kind: str, endpoint: str, *more: str, limit_s: float = INTRUSION_S) -> dict[str, int]:
+    """Run intruders for `limit_s`, or until they are done if that is sooner."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.protocol.intruder", kind, endpoint, str(limit_s), *more,
+        cwd=ROOT, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S + limit_s)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0
+    return json.loads(output)
+
+
+async def work_until(done: Callable[[], bool], learner: ScriptedLearner, pause_s: float = 0.0) -> int:
+    """Ask for groups one after the other, each of which must come in time; return how many came."""
+    num_groups = 0
+    while not done():
+        await learner.generate(f"g{num_groups}", [1, 2])
+        assert (await learner.receive(Group)).group_id == f"g{num_groups}"
+        await learner.send(Ack(group_ids=[f"g{num_groups}"]))
+        num_groups += 1
+        await asyncio.sleep(pause_s)
+    return num_groups
+
+
+async def assert_shut_out(at: Stage, *intruders: tuple[str, ...]) -> None:
+    """All of them get nothing and cost nothing, and the learner's groups keep coming meanwhile."""
+    server = psutil.Process()
+    files_before, memory_before = server.num_fds(), server.memory_info().rss
+    intrusion = asyncio.gather(*(intrude(kind, at.running.endpoint, *more) for kind, *more in intruders))
+    num_groups = await work_until(intrusion.done, at.learner)
+    for counts in intrusion.result():
+        assert counts["answers"] == 0 and counts["ended"] > 0, "or they have not even tried"
+    assert num_groups > 3
+    assert at.status()["run"] == at.learner.run
+    async with asyncio.timeout(TIMEOUT_S):
+        while server.num_fds() > files_before + MAX_MORE_FILES:
+            await asyncio.sleep(0.1)
+    assert server.memory_info().rss - memory_before < MAX_GROWTH_BYTES
 
 
 @pytest.fixture
@@ -35,81 +89,119 @@ def with_wrong(keys: Path, right: str) -> str:
     return str(wrong)
 
 
-def test_a_key_may_come_and_go_while_the_server_runs(keys: Path, tmp_path: Path) -> None:
+@with_server()
+async def test_a_key_may_come_and_go_while_the_server_runs(at: Stage, keys: Path, tmp_path: Path) -> None:
     make_keys(tmp_path / "other")
-    learner_key = learner_keys(str(keys))
-    other = msgspec.structs.replace(learner_keys(str(tmp_path / "other")), server=learner_key.server)
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        newcomer = ScriptedLearner(running.endpoint, learner.run, keys=other)
-        (keys / "allowed" / "half-copied.pub").write_bytes(other.public[:20])
-        with pytest.raises(DeadlineExceeded):
-            await newcomer.channel.send(Ack(group_ids=[]), 0.5)
-        newcomer.close()
-        (keys / "allowed" / "half-copied.pub").write_bytes(other.public)
-        (keys / "allowed" / "learner.pub").unlink()
-        await learner.generate("on a connection that was open before", [1])
-        await learner.receive(Group)
-        newcomer = ScriptedLearner(running.endpoint, learner.run, keys=other)
-        newcomer.learner = learner.learner  # the same one, with its new key
-        await newcomer.join()
-        newcomer.close()
-        removed = make_link(running.endpoint, learner_key)
-        with pytest.raises(ExceptionGroup) as caught:
-            await removed.run()
-        assert caught.group_contains(HandshakeRefused, match="does not know this learner's key")
-        removed.close()
-
-    run_with_server(test, keys=keys)
+    other = msgspec.structs.replace(learner_keys(str(tmp_path / "other")), server=learner_keys(str(keys)).server)
+    await at.join_and_push()
+    newcomer = ScriptedLearner(at.running.endpoint, at.learner.run, keys=other)
+    (keys / "allowed" / "half-copied.pub").write_bytes(other.public[:20])
+    with pytest.raises(DeadlineExceeded):
+        await newcomer.channel.send(Ack(group_ids=[]), 0.5)
+    newcomer.close()
+    (keys / "allowed" / "half-copied.pub").write_bytes(other.public)
+    (keys / "allowed" / "learner.pub").unlink()
+    await at.learner.generate("on a connection that was open before", [1])
+    await at.learner.receive(Group)
+    newcomer = ScriptedLearner(at.running.endpoint, at.learner.run, keys=other)
+    newcomer.learner = at.learner.learner  # the same one, with its new key
+    await newcomer.join()
+    newcomer.close()
+    removed = make_link(at.running.endpoint, learner_keys(str(keys)))
+    with pytest.raises(ExceptionGroup) as caught:
+        await removed.run()
+    assert caught.group_contains(HandshakeRefused, match="does not know this learner's key")
+    removed.close()
 
 
-def test_whoever_has_no_listed_key_gets_nothing_costs_nothing_and_is_counted(
-    keys: Path, caplog: pytest.LogCaptureFixture
+@with_server()
+async def test_whoever_has_no_listed_key_gets_nothing_costs_nothing_and_is_counted(
+    at: Stage, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "inference_server")
     unknown_key, another_server = with_wrong(keys, "server.pub"), with_wrong(keys, "learner.key")
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        intruders: list[tuple[str, ...]] = [("keys", unknown_key), ("keys", another_server), ("plain",), ("raw",)]
-        await assert_shut_out(running, learner, *intruders)
-        await until(lambda: running.server.status()["handshakes_failed"] > 0)
-
-    with caplog.at_level(logging.WARNING, "inference_server"):
-        run_with_server(test, keys=keys)
-    lines = [line for line in caplog.messages if "failed in the handshake" in line]
+    await at.join_and_push()
+    await assert_shut_out(at, ("keys", unknown_key), ("keys", another_server), ("plain",), ("raw",))
+    await until(lambda: at.status()["handshakes_failed"] > 0 and "failed in the handshake" in caplog.text)
+    (line,) = (line for line in caplog.messages if "failed in the handshake" in line)
     # Which side ends a connection first decides what this one can know of it.
-    assert len(lines) == 1 and re.search(r": \d+ with \w+", lines[0])
+    assert re.search(r": \d+ with \w+", line)
 
 
-def test_a_stranger_that_floods_is_cut_off_and_the_learner_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+@with_server()
+async def test_a_stranger_that_floods_is_cut_off_and_the_learner_undisturbed(
+    at: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A loaded machine reads fewer than the server's own limit in a second, and so would never cut off.
     monkeypatch.setattr("protocol.channel.sockets.MAX_MESSAGES_PER_S", 100)
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        memory_before = psutil.Process().memory_info().rss
-        flood = asyncio.create_task(intrude("flood", running.endpoint, str(1 << 20)))
-        num_groups = await work_until(flood.done, learner)
-        counts = flood.result()
-        assert counts["ended"] > 0 and counts["answers"] <= counts["ended"] + 1
-        assert num_groups > 3
-        # A queue of 100 messages, of the connection that is cut off and perhaps of the one made after it.
-        assert psutil.Process().memory_info().rss - memory_before < 4 * MAX_GROWTH_BYTES
-
-    run_with_server(test)
+    await at.join_and_push()
+    memory_before = psutil.Process().memory_info().rss
+    flood = asyncio.create_task(intrude("flood", at.running.endpoint, str(1 << 20)))
+    num_groups = await work_until(flood.done, at.learner)
+    counts = flood.result()
+    assert counts["ended"] > 0 and counts["answers"] <= counts["ended"] + 1
+    assert num_groups > 3
+    # A queue of 100 messages, of the connection that is cut off and perhaps of the one made after it.
+    assert psutil.Process().memory_info().rss - memory_before < 4 * MAX_GROWTH_BYTES
 
 
-def test_a_welcomed_learner_may_send_more_than_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+@with_server()
+async def test_a_welcomed_learner_may_send_more_than_a_stranger(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.channel.sockets.MAX_MESSAGES_PER_S", 10)
+    await at.join_and_push()
+    for index in range(200):
+        await at.learner.generate(f"g{index}", [1])
+    assert {(await at.learner.receive(Group)).group_id for _ in range(200)} == {f"g{index}" for index in range(200)}
 
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        for index in range(200):
-            await learner.generate(f"g{index}", [1])
-        assert {(await learner.receive(Group)).group_id for _ in range(200)} == {f"g{index}" for index in range(200)}
 
-    run_with_server(test)
+# --- malformed messages by the thousand -------------------------------------------------------------------------------
+
+NUM_MESSAGES = 3_000
+MAX_GROWTH_MIB = 16.0
+"""While the second half of them comes."""
+
+
+@with_server()
+async def test_malformed_messages_are_refused_and_counted_and_the_learner_undisturbed(at: Stage) -> None:
+    def num_turned_away() -> int:
+        """Some are the whole Hello of another run."""
+        return at.status()["messages_refused"] + at.status()["busy_answers"]
+
+    await at.join_and_push()
+    before = num_turned_away()
+    memory = MemoryWatch(num_turned_away)
+    attack = asyncio.create_task(intrude("malformed", at.running.endpoint, str(NUM_MESSAGES), limit_s=TIMEOUT_S))
+    num_groups = await work_until(attack.done, at.learner, pause_s=0.02)
+    growth, sent = memory.stop(), attack.result()["sent"]
+    async with asyncio.timeout(TIMEOUT_S):
+        while num_turned_away() - before < sent:
+            await asyncio.sleep(0.02)
+    status = at.status()
+    assert sent >= NUM_MESSAGES and num_turned_away() - before == sent and status["busy_answers"] < sent / 2
+    assert (status["run"], status["policy_version"], status["groups_running"]) == (at.learner.run, 0, 0)
+    assert num_groups > 3
+    assert growth < MAX_GROWTH_MIB
+
+
+@with_server()
+async def test_a_frame_that_claims_a_gibibyte_costs_its_sender_the_connection(at: Stage) -> None:
+    await at.join_and_push()
+    await assert_shut_out(at, ("oversized",))
+
+
+@with_server()
+async def test_a_learner_that_was_welcomed_and_goes_mad_does_not_end_the_server(at: Stage) -> None:
+    await at.join_and_push()
+    messages = without_end([*TO_SERVER[1:], *OF_A_DOCTOR], seed=1)
+    for _ in range(100):
+        mad = ScriptedLearner(at.running.endpoint, run=at.learner.run)
+        mad.learner = at.learner.learner  # which need not wait until the one before is missed
+        await mad.join()
+        for _ in range(5):
+            await mad.channel._messages.send(next(messages))
+        mad.close()
+    assert not at.running.task.done()
+    assert (await at.learner.join()).server_id
 
 
 # --- the learner's side ------------------------------------------------------------------------------------------

@@ -30,154 +30,145 @@ from protocol.messages import (
     Score,
     Welcome,
 )
-from tests.fakes import LIMITS, ScriptedEngine, Serving, report
+from tests.fakes import LIMITS, ScriptedEngine, report
 from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.scripted_server import begin, join_and_push, push, run_with_server, until
+from tests.inference_server.scripted_server import (
+    Stage,
+    begin,
+    run_with_server,
+    until,
+    with_server,
+)
 
 # --- handshake ---------------------------------------------------------------------------------------------------
 
 
-def test_a_learner_is_welcomed_with_what_the_server_can_do() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        welcome = await learner.join()
-        assert (welcome.policy_version, welcome.num_workers, welcome.dtype) == (None, 1, "float32")
-        assert (welcome.max_model_len, welcome.max_concurrent_sequences) == (64, 256)
-        assert welcome.transports == ["gloo", "tcp"]
-        assert (await learner.join()).server_id == welcome.server_id
-
-    run_with_server(test)
+@with_server()
+async def test_a_learner_is_welcomed_with_what_the_server_can_do(at: Stage) -> None:
+    welcome = await at.learner.join()
+    assert (welcome.policy_version, welcome.num_workers, welcome.dtype) == (None, 1, "float32")
+    assert (welcome.max_model_len, welcome.max_concurrent_sequences) == (64, 256)
+    assert welcome.transports == ["gloo", "tcp"]
+    assert (await at.learner.join()).server_id == welcome.server_id
 
 
-def test_another_model_is_refused_with_both_models() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        other = ModelFingerprint(
-            architecture="Qwen2ForCausalLM", size="24 layers of width 896", vocab_size=151936, tokenizer_hash="ffff"
-        )
-        learner.model = other
-        answer = await learner.greet()
-        assert isinstance(answer, Refused) and "2 layers of width 64" in answer.reason
-        assert "Qwen2ForCausalLM of 24 layers of width 896 with 151936 tokens" in answer.reason
-
-    run_with_server(test)
+@with_server()
+async def test_another_model_is_refused_with_both_models(at: Stage) -> None:
+    other = ModelFingerprint(
+        architecture="Qwen2ForCausalLM", size="24 layers of width 896", vocab_size=151936, tokenizer_hash="ffff"
+    )
+    at.learner.model = other
+    answer = await at.learner.greet()
+    assert isinstance(answer, Refused) and "2 layers of width 64" in answer.reason
+    assert "Qwen2ForCausalLM of 24 layers of width 896 with 151936 tokens" in answer.reason
 
 
-def test_a_malformed_message_is_answered_once_and_its_sender_ignored() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.join()
-        stranger = ScriptedLearner(running.endpoint, run="run-b")
-        await stranger.channel._messages.send([b"\xc1 not msgpack"])
-        assert "malformed message" in (await stranger.receive(Refused)).reason
-        await stranger.hello()
-        with pytest.raises(TimeoutError):
-            await stranger.receive((Welcome, Refused), timeout_s=0.3)
-        assert await learner.join()
-        stranger.close()
-
-    run_with_server(test)
+@with_server()
+async def test_a_malformed_message_is_answered_once_and_its_sender_ignored(at: Stage) -> None:
+    await at.learner.join()
+    stranger = ScriptedLearner(at.running.endpoint, run="run-b")
+    await stranger.channel._messages.send([b"\xc1 not msgpack"])
+    assert "malformed message" in (await stranger.receive(Refused)).reason
+    await stranger.hello()
+    with pytest.raises(TimeoutError):
+        await stranger.receive((Welcome, Refused), timeout_s=0.3)
+    assert await at.learner.join()
+    stranger.close()
 
 
-def test_requests_on_a_connection_that_has_not_said_hello_are_not_answered() -> None:
+@with_server()
+async def test_requests_on_a_connection_that_has_not_said_hello_are_not_answered(at: Stage) -> None:
     """An answer would keep a learner whose connection was made again from noticing that it must say Hello."""
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.generate("g", [1])
-        await learner.send(Score(request_id="s", token_ids=np.array([1, 2], dtype=np.int32), deadline_s=1))
-        await learner.send(begin(0))
-        await learner.join()
-        assert learner.unread == [] and engine.calls == []
-
-    run_with_server(test)
+    await at.learner.generate("g", [1])
+    await at.learner.send(Score(request_id="s", token_ids=np.array([1, 2], dtype=np.int32), deadline_s=1))
+    await at.learner.send(begin(0))
+    await at.learner.join()
+    assert at.learner.unread == [] and at.engine.calls == []
 
 
 # --- groups ------------------------------------------------------------------------------------------------------
 
 
-def test_a_group_comes_with_tokens_logprobs_and_the_version_that_sampled_them() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner, version=4)
-        await learner.generate("0.1", [5, 6], num_completions=3, max_tokens=2)
-        group = await learner.receive(Group)
-        assert group.group_id == "0.1"
-        assert [c.token_ids.tolist() for c in group.completions] == [[7], [7, 8], [7, 8]]
-        assert [c.versions for c in group.completions] == [[(4, 1)], [(4, 2)], [(4, 2)]]
-        assert [c.finish_reason for c in group.completions] == ["stop", "stop", "length"]
-
-    run_with_server(test)
+@with_server()
+async def test_a_group_comes_with_tokens_logprobs_and_the_version_that_sampled_them(at: Stage) -> None:
+    await at.join_and_push(version=4)
+    await at.learner.generate("0.1", [5, 6], num_completions=3, max_tokens=2)
+    group = await at.learner.receive(Group)
+    assert group.group_id == "0.1"
+    assert [c.token_ids.tolist() for c in group.completions] == [[7], [7, 8], [7, 8]]
+    assert [c.versions for c in group.completions] == [[(4, 1)], [(4, 2)], [(4, 2)]]
+    assert [c.finish_reason for c in group.completions] == ["stop", "stop", "length"]
 
 
-def test_generating_before_the_first_push_fails_retryably() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.join()
-        await learner.generate("g", [1])
-        failed = await learner.receive(GroupFailed)
-        assert (failed.code, failed.retryable) == ("not_ready", True)
-
-    run_with_server(test)
+@with_server()
+async def test_generating_before_the_first_push_fails_retryably(at: Stage) -> None:
+    await at.learner.join()
+    await at.learner.generate("g", [1])
+    failed = await at.learner.receive(GroupFailed)
+    assert (failed.code, failed.retryable) == ("not_ready", True)
 
 
-def test_a_group_says_its_salt_and_a_later_turn_is_generated_under_it() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        await learner.generate("first turn", [1, 2])
-        first = await learner.receive(Group)
-        await learner.generate("second turn", [1, 2, 3], salt=first.salt)
-        second = await learner.receive(Group)
-        assert first.salt and second.salt == first.salt
-        assert engine.salts == ["", first.salt]
-
-    run_with_server(test)
+@with_server()
+async def test_a_group_says_its_salt_and_a_later_turn_is_generated_under_it(at: Stage) -> None:
+    await at.join_and_push()
+    await at.learner.generate("first turn", [1, 2])
+    first = await at.learner.receive(Group)
+    await at.learner.generate("second turn", [1, 2, 3], salt=first.salt)
+    second = await at.learner.receive(Group)
+    assert first.salt and second.salt == first.salt
+    assert at.engine.salts == ["", first.salt]
 
 
 @pytest.mark.usefixtures("pulse_often")
-def test_a_group_is_generated_once_and_answered_once_on_a_connection_however_often_it_is_asked_for() -> None:
+@with_server()
+async def test_a_group_is_generated_once_and_answered_once_on_a_connection_however_often_it_is_asked_for(
+    at: Stage,
+) -> None:
     """On a slow link every further copy would lengthen the queue that the learner is already behind."""
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        engine.release.clear()
-        await learner.generate("g", [1])
-        await learner.generate("g", [1])
-        await until(lambda: len(engine.prompts) == 1)
-        engine.release.set()
-        group = await learner.receive(Group)
-        assert group.server_s > 0
-        for _ in range(3):
-            await learner.generate("g", [1])
-            await learner.join()
-        for _ in range(10):
-            await learner.receive(Pulse)
-        assert not [message for message in learner.unread if isinstance(message, Group)] and len(engine.prompts) == 1
-        await learner.send(Ack(group_ids=["g"]))
-        await learner.generate("g", [1])
-        await learner.receive(Group)
-        assert len(engine.prompts) == 2
-
-    run_with_server(test)
+    await at.join_and_push()
+    at.engine.release.clear()
+    await at.learner.generate("g", [1])
+    await at.learner.generate("g", [1])
+    await until(lambda: len(at.engine.prompts) == 1)
+    at.engine.release.set()
+    group = await at.learner.receive(Group)
+    assert group.server_s > 0
+    for _ in range(3):
+        await at.learner.generate("g", [1])
+        await at.learner.join()
+    for _ in range(10):
+        await at.learner.receive(Pulse)
+    assert not [message for message in at.learner.unread if isinstance(message, Group)] and len(at.engine.prompts) == 1
+    await at.learner.send(Ack(group_ids=["g"]))
+    await at.learner.generate("g", [1])
+    await at.learner.receive(Group)
+    assert len(at.engine.prompts) == 2
 
 
-def test_what_was_not_acknowledged_or_ended_meanwhile_is_sent_after_a_reconnect() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        for group_id in ("a", "b"):
-            await learner.generate(group_id, [1])
-            await learner.receive(Group)
-        await learner.send(Ack(group_ids=["a"]))
-        engine.release.clear()
-        await learner.generate("c", [1])
-        await until(lambda: len(engine.prompts) == 3)
-        learner.channel.close()
-        engine.release.set()
-        await until(lambda: running.server.status()["groups_unacked"] == 2)
-        again = ScriptedLearner(running.endpoint)
-        assert (await again.join()).policy_version == 0
-        assert [(await again.receive(Group)).group_id for _ in range(2)] == ["b", "c"]
-        again.close()
-
-    run_with_server(test)
+@with_server()
+async def test_what_was_not_acknowledged_or_ended_meanwhile_is_sent_after_a_reconnect(at: Stage) -> None:
+    await at.join_and_push()
+    for group_id in ("a", "b"):
+        await at.learner.generate(group_id, [1])
+        await at.learner.receive(Group)
+    await at.learner.send(Ack(group_ids=["a"]))
+    at.engine.release.clear()
+    await at.learner.generate("c", [1])
+    await until(lambda: len(at.engine.prompts) == 3)
+    at.learner.channel.close()
+    at.engine.release.set()
+    await until(lambda: at.status()["groups_unacked"] == 2)
+    again = ScriptedLearner(at.running.endpoint)
+    assert (await again.join()).policy_version == 0
+    assert [(await again.receive(Group)).group_id for _ in range(2)] == ["b", "c"]
+    again.close()
 
 
 @pytest.mark.usefixtures("pulse_often")
-def test_a_group_for_which_the_queue_was_full_is_sent_with_a_later_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+@with_server()
+async def test_a_group_for_which_the_queue_was_full_is_sent_with_a_later_pulse(
+    at: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     send, refused = ServerChannel.send, []
 
     async def full_at_first(channel: ServerChannel, peer: bytes, message: Message) -> bool:
@@ -187,27 +178,21 @@ def test_a_group_for_which_the_queue_was_full_is_sent_with_a_later_pulse(monkeyp
         return await send(channel, peer, message)
 
     monkeypatch.setattr(ServerChannel, "send", full_at_first)
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        await learner.generate("g", [1])
-        assert (await learner.receive(Group)).group_id == "g" and refused == ["g", "g"]
-
-    run_with_server(test)
+    await at.join_and_push()
+    await at.learner.generate("g", [1])
+    assert (await at.learner.receive(Group)).group_id == "g" and refused == ["g", "g"]
 
 
 @pytest.mark.usefixtures("pulse_often")
-def test_a_learner_that_stays_away_loses_its_groups() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        engine.release.clear()
-        await learner.generate("g", [1])
-        await until(lambda: bool(engine.prompts))
-        learner.channel.close()
-        await until(lambda: engine.cancelled == 1)
-        assert running.server.status()["run"] is None and running.server.status()["groups_running"] == 0
-
-    run_with_server(test, ServerConfig(orphan_timeout_s=0.2))
+@with_server(config=ServerConfig(orphan_timeout_s=0.2))
+async def test_a_learner_that_stays_away_loses_its_groups(at: Stage) -> None:
+    await at.join_and_push()
+    at.engine.release.clear()
+    await at.learner.generate("g", [1])
+    await until(lambda: bool(at.engine.prompts))
+    at.learner.channel.close()
+    await until(lambda: at.engine.cancelled == 1)
+    assert at.status()["run"] is None and at.status()["groups_running"] == 0
 
 
 class OneByOne(ScriptedEngine):
@@ -241,11 +226,11 @@ class OneByOne(ScriptedEngine):
 def test_a_group_that_gets_no_token_for_its_deadline_is_aborted_and_two_that_had_ended_are_a_group(
     num_done: int,
 ) -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        await learner.generate("g", [1], deadline_s=1.0, num_completions=4)
-        answer = await learner.receive((Group, GroupFailed))
-        assert engine.cancelled == 1
+    async def test(at: Stage) -> None:
+        await at.join_and_push()
+        await at.learner.generate("g", [1], deadline_s=1.0, num_completions=4)
+        answer = await at.learner.receive((Group, GroupFailed))
+        assert at.engine.cancelled == 1
         if num_done < 2:
             assert isinstance(answer, GroupFailed) and (answer.code, answer.retryable) == ("deadline", True)
             assert "no token for 1 s (learner.group_idle_timeout_s)" in answer.message
@@ -258,59 +243,56 @@ def test_a_group_that_gets_no_token_for_its_deadline_is_aborted_and_two_that_had
 
 
 @pytest.mark.usefixtures("look_often")
-def test_neither_the_place_that_a_group_waits_for_nor_all_of_its_tokens_nor_a_push_count_against_its_deadline() -> None:
+@with_server(make_engine=lambda: OneByOne(8, completion_s=0.1))
+async def test_neither_the_place_that_a_group_waits_for_nor_all_of_its_tokens_nor_a_push_count_against_its_deadline(
+    at: Stage,
+) -> None:
     num_in_line = 5
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        for index in range(num_in_line):  # 0.8 s each behind one place
-            await learner.generate(f"g{index}", [1], deadline_s=2.0, num_completions=8)
-        await until(lambda: running.server.status()["groups_unacked"] == 1)
-        engine.scripted_reports.append([report(ok=False, state="loading", weights_intact=False, error="x")])
-        await learner.send(begin(1, "e2"))
-        await learner.receive(PushFailed)
-        engine.num_done = 0  # type: ignore[attr-defined]
-        await asyncio.sleep(2.5)
-        engine.num_done = 8  # type: ignore[attr-defined]
-        engine.release.set()
-        await push(engine, learner, 1, "e3")
-        groups = [await learner.receive((Group, GroupFailed)) for _ in range(num_in_line)]
-        assert all(isinstance(group, Group) and len(group.completions) == 8 for group in groups), groups
-
-    run_with_server(test, make_engine=lambda: OneByOne(8, completion_s=0.1))
+    await at.join_and_push()
+    for index in range(num_in_line):  # 0.8 s each behind one place
+        await at.learner.generate(f"g{index}", [1], deadline_s=2.0, num_completions=8)
+    await until(lambda: at.status()["groups_unacked"] == 1)
+    at.engine.scripted_reports.append([report(ok=False, state="loading", weights_intact=False, error="x")])
+    await at.learner.send(begin(1, "e2"))
+    await at.learner.receive(PushFailed)
+    at.engine.num_done = 0  # type: ignore[attr-defined]
+    await asyncio.sleep(2.5)
+    at.engine.num_done = 8  # type: ignore[attr-defined]
+    at.engine.release.set()
+    await at.push(1, "e3")
+    groups = [await at.learner.receive((Group, GroupFailed)) for _ in range(num_in_line)]
+    assert all(isinstance(group, Group) and len(group.completions) == 8 for group in groups), groups
 
 
-def test_an_error_of_the_engine_costs_a_group_only_what_had_not_ended_and_the_next_group_nothing() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        engine.release.set()
-        engine.fail_with = EngineFailed("out of luck")
-        await learner.generate("of two", [1], num_completions=2)
-        failed = await learner.receive(GroupFailed)
-        assert (failed.code, failed.message, failed.retryable) == ("engine_error", "out of luck", True)
-        engine.num_done = 2  # type: ignore[attr-defined]
-        await learner.generate("of three", [1], num_completions=3)
-        assert [len(one.token_ids) for one in (await learner.receive(Group)).completions] == [2, 3]
-        engine.fail_with = None
-        await learner.generate("next", [1])
-        assert (await learner.receive(Group)).group_id == "next"
+@with_server(make_engine=lambda: OneByOne(1))
+async def test_an_error_of_the_engine_costs_a_group_only_what_had_not_ended_and_the_next_group_nothing(
+    at: Stage,
+) -> None:
+    await at.join_and_push()
+    at.engine.release.set()
+    at.engine.fail_with = EngineFailed("out of luck")
+    await at.learner.generate("of two", [1], num_completions=2)
+    failed = await at.learner.receive(GroupFailed)
+    assert (failed.code, failed.message, failed.retryable) == ("engine_error", "out of luck", True)
+    at.engine.num_done = 2  # type: ignore[attr-defined]
+    await at.learner.generate("of three", [1], num_completions=3)
+    assert [len(one.token_ids) for one in (await at.learner.receive(Group)).completions] == [2, 3]
+    at.engine.fail_with = None
+    await at.learner.generate("next", [1])
+    assert (await at.learner.receive(Group)).group_id == "next"
 
-    run_with_server(test, make_engine=lambda: OneByOne(1))
 
-
-def test_a_cancelled_group_is_aborted_and_may_be_asked_for_again() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        engine.release.clear()
-        await learner.generate("g", [1])
-        await until(lambda: bool(engine.prompts))
-        await learner.send(Cancel(group_ids=["g", "unknown"]))
-        await learner.generate("g", [2])
-        await until(lambda: engine.cancelled == 1 and len(engine.prompts) == 2)
-        engine.release.set()
-        assert (await learner.receive(Group)).completions[0].token_ids.tolist() == [3]
-
-    run_with_server(test)
+@with_server()
+async def test_a_cancelled_group_is_aborted_and_may_be_asked_for_again(at: Stage) -> None:
+    await at.join_and_push()
+    at.engine.release.clear()
+    await at.learner.generate("g", [1])
+    await until(lambda: bool(at.engine.prompts))
+    await at.learner.send(Cancel(group_ids=["g", "unknown"]))
+    await at.learner.generate("g", [2])
+    await until(lambda: at.engine.cancelled == 1 and len(at.engine.prompts) == 2)
+    at.engine.release.set()
+    assert (await at.learner.receive(Group)).completions[0].token_ids.tolist() == [3]
 
 
 @pytest.mark.parametrize(
@@ -343,14 +325,12 @@ def test_what_the_engine_could_not_stand_is_refused(prompt: list[int], sampling:
     assert (problem is None) == (expected is None) and (expected or "") in (problem or "")
 
 
-def test_what_is_refused_never_reaches_the_engine() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        await learner.generate("g", [1, 32])
-        failed = await learner.receive(GroupFailed)
-        assert (failed.code, failed.retryable) == ("invalid_prompt", False) and not engine.prompts
-
-    run_with_server(test)
+@with_server()
+async def test_what_is_refused_never_reaches_the_engine(at: Stage) -> None:
+    await at.join_and_push()
+    await at.learner.generate("g", [1, 32])
+    failed = await at.learner.receive(GroupFailed)
+    assert (failed.code, failed.retryable) == ("invalid_prompt", False) and not at.engine.prompts
 
 
 def test_token_ids_are_an_array_of_int32() -> None:
@@ -358,21 +338,19 @@ def test_token_ids_are_an_array_of_int32() -> None:
         Generate(group_id="g", prompt_token_ids=np.zeros(2), sampling=None, deadline_s=1)  # type: ignore[arg-type]
 
 
-def test_scores_come_with_their_version_and_errors_with_the_reason() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner, version=3)
-        scores = await learner.score([1, 2, 3])
-        assert (scores.logprobs.tolist(), scores.policy_version, scores.error) == ([-0.5, -0.5], 3, None)
-        assert (await learner.score([1] * 63)).error is None
-        for tokens in ([1], [1] * 64):
-            assert "expected 2 to 63" in ((await learner.score(tokens)).error or "")
-        assert "token id 99" in ((await learner.score([1, 99])).error or "")
-        engine.fail_with = EngineFailed("out of luck")
-        assert (await learner.score([1, 2])).error == "out of luck"
-        engine.release.clear()
-        assert "deadline of 0.01 s" in ((await learner.score([1, 2], deadline_s=0.01)).error or "")
-
-    run_with_server(test)
+@with_server()
+async def test_scores_come_with_their_version_and_errors_with_the_reason(at: Stage) -> None:
+    await at.join_and_push(version=3)
+    scores = await at.learner.score([1, 2, 3])
+    assert (scores.logprobs.tolist(), scores.policy_version, scores.error) == ([-0.5, -0.5], 3, None)
+    assert (await at.learner.score([1] * 63)).error is None
+    for tokens in ([1], [1] * 64):
+        assert "expected 2 to 63" in ((await at.learner.score(tokens)).error or "")
+    assert "token id 99" in ((await at.learner.score([1, 99])).error or "")
+    at.engine.fail_with = EngineFailed("out of luck")
+    assert (await at.learner.score([1, 2])).error == "out of luck"
+    at.engine.release.clear()
+    assert "deadline of 0.01 s" in ((await at.learner.score([1, 2], deadline_s=0.01)).error or "")
 
 
 def test_the_replica_that_a_score_names_is_asked_and_must_be_one_there_is() -> None:
@@ -384,10 +362,10 @@ def test_the_replica_that_a_score_names_is_asked_and_must_be_one_there_is() -> N
             logprobs, version = await super().score(token_ids, replica)
             return logprobs - np.float32(replica), version
 
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        assert (await learner.join()).num_replicas == 2
-        await join_and_push(engine, learner)
-        answers = [await learner.score([1, 2], replica=replica) for replica in range(3)]
+    async def test(at: Stage) -> None:
+        assert (await at.learner.join()).num_replicas == 2
+        await at.join_and_push()
+        answers = [await at.learner.score([1, 2], replica=replica) for replica in range(3)]
         assert [answer.logprobs.tolist() for answer in answers] == [[-0.5], [-1.5], []]
         assert "replica 2 does not exist; the server has 2 (server.data_parallel_size), counted from 0" in (
             answers[2].error or ""
@@ -396,65 +374,99 @@ def test_the_replica_that_a_score_names_is_asked_and_must_be_one_there_is() -> N
     run_with_server(test, make_engine=TwoReplicas)
 
 
-def test_an_untouched_engine_scores_under_no_version_and_one_that_a_push_has_torn_does_not() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        assert (await learner.join()).is_untouched
-        scores = await learner.score([1, 2, 3])
-        assert (len(scores.logprobs), scores.policy_version, scores.error) == (2, None, None)
-        error = report(ok=False, state="loading", weights_intact=False, retryable=False)
-        engine.scripted_reports.append([error])
-        await learner.send(begin(0))
-        assert not (await learner.receive(PushFailed)).retryable
-        assert "sync weights before scoring" in ((await learner.score([1, 2])).error or "")
+@with_server()
+async def test_an_untouched_engine_scores_under_no_version_and_one_that_a_push_has_torn_does_not(at: Stage) -> None:
+    assert (await at.learner.join()).is_untouched
+    scores = await at.learner.score([1, 2, 3])
+    assert (len(scores.logprobs), scores.policy_version, scores.error) == (2, None, None)
+    error = report(ok=False, state="loading", weights_intact=False, retryable=False)
+    at.engine.scripted_reports.append([error])
+    await at.learner.send(begin(0))
+    assert not (await at.learner.receive(PushFailed)).retryable
+    assert "sync weights before scoring" in ((await at.learner.score([1, 2])).error or "")
 
-    run_with_server(test)
+
+# --- their way to the learner ---------------------------------------------------------------------------------------
+
+NUM_GROUPS = 12
+GROUP_BYTES = 8 * (1 + 2)
+"""Of two completions, with one token and two."""
+
+
+async def come_until_pulse(learner: ScriptedLearner) -> set[str]:
+    """Return what has come when two more pulses have: each is sent after what could be sent."""
+    for _ in range(2):
+        await learner.receive(Pulse)
+    groups, learner.unread = learner.unread, []
+    return {group.group_id for group in groups if isinstance(group, Group)}
+
+
+@pytest.mark.usefixtures("pulse_often")
+@pytest.mark.parametrize(("window_bytes", "num_at_once"), [(4 * GROUP_BYTES, 4), (1, 1)])
+@with_server()
+async def test_what_a_lost_connection_left_is_sent_in_a_window_that_acks_move_on_and_a_larger_group_alone(
+    at: Stage, monkeypatch: pytest.MonkeyPatch, window_bytes: int, num_at_once: int
+) -> None:
+    monkeypatch.setattr("inference_server.requests.MAX_UNACKED_BYTES", window_bytes)
+    await at.join_and_push()
+    for number in range(NUM_GROUPS):
+        await at.learner.generate(f"g{number}", [1])
+    await until(lambda: at.status()["groups_unacked"] == NUM_GROUPS)
+    at.learner.channel.close()
+    again = ScriptedLearner(at.running.endpoint)
+    await again.join()
+    came: set[str] = set()
+    while len(came) < NUM_GROUPS:
+        more = await come_until_pulse(again)
+        assert len(more) == num_at_once and not came & more
+        assert await come_until_pulse(again) == set(), "none was acknowledged"
+        came |= more
+        await again.send(Cancel(group_ids=[more.pop()]))
+        await again.send(Ack(group_ids=sorted(more)))
+    assert await come_until_pulse(again) == set()
+    assert at.status()["groups_unacked"] == 0
+    again.close()
 
 
 # --- pushes ------------------------------------------------------------------------------------------------------
 
 
-def test_a_push_pauses_receives_labels_and_resumes_in_this_order() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.join()
-        engine.scripted_reports.append([report(rank=0, receive_s=1.0), report(rank=1, receive_s=2.0, load_s=0.5)])
-        await learner.send(begin(5))
-        ready = await learner.receive(PushReady)
-        done = await learner.receive(PushDone)
-        assert (ready.session, ready.version) == (done.session, done.version) == ("e1", 5)
-        assert (done.checksum, done.receive_s, done.load_s) == ("c0ffee", 2.0, 0.5)
-        assert engine.calls == ["pause", "load_push", "set_version 5", "resume"]
-        status = running.server.status()
-        assert (status["policy_version"], status["push_state"], status["pushes_done"]) == (5, "idle", 1)
-
-    run_with_server(test)
+@with_server()
+async def test_a_push_pauses_receives_labels_and_resumes_in_this_order(at: Stage) -> None:
+    await at.learner.join()
+    at.engine.scripted_reports.append([report(rank=0, receive_s=1.0), report(rank=1, receive_s=2.0, load_s=0.5)])
+    await at.learner.send(begin(5))
+    ready = await at.learner.receive(PushReady)
+    done = await at.learner.receive(PushDone)
+    assert (ready.session, ready.version) == (done.session, done.version) == ("e1", 5)
+    assert (done.checksum, done.receive_s, done.load_s) == ("c0ffee", 2.0, 0.5)
+    assert at.engine.calls == ["pause", "load_push", "set_version 5", "resume"]
+    status = at.status()
+    assert (status["policy_version"], status["push_state"], status["pushes_done"]) == (5, "idle", 1)
 
 
-def test_a_real_push_over_gloo_arrives_in_the_scripted_engine() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        import torch
+@with_server()
+async def test_a_real_push_over_gloo_arrives_in_the_scripted_engine(at: Stage) -> None:
+    import torch
 
-        await learner.join()
-        for version in (1, 2):
-            tensors = [("a", torch.full((3, 4), float(version))), ("b", torch.arange(5.0))]
-            outcome, checksum = await (learner.push if version == 1 else learner.push_again)(version, tensors)
-            assert isinstance(outcome, PushDone) and outcome.checksum == checksum
-            assert engine.weights["a"].tolist() == tensors[0][1].tolist()
-
-    run_with_server(test)
+    await at.learner.join()
+    for version in (1, 2):
+        tensors = [("a", torch.full((3, 4), float(version))), ("b", torch.arange(5.0))]
+        outcome, checksum = await (at.learner.push if version == 1 else at.learner.push_again)(version, tensors)
+        assert isinstance(outcome, PushDone) and outcome.checksum == checksum
+        assert at.engine.weights["a"].tolist() == tensors[0][1].tolist()
 
 
-def test_generation_goes_on_with_the_old_weights_when_a_push_fails_before_loading() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner, version=1)
-        engine.scripted_reports.append([report(ok=False, state="receiving", error="the sender is gone")])
-        await learner.send(begin(2, session="e2"))
-        failed = await learner.receive(PushFailed)
-        assert (failed.version, failed.state, failed.weights_intact) == (2, "receiving", True)
-        assert "worker 0 failed while receiving: the sender is gone" in failed.message
-        await learner.generate("g", [1])
-        assert (await learner.receive(Group)).completions[0].versions == [(1, 1)]
-
-    run_with_server(test)
+@with_server()
+async def test_generation_goes_on_with_the_old_weights_when_a_push_fails_before_loading(at: Stage) -> None:
+    await at.join_and_push(version=1)
+    at.engine.scripted_reports.append([report(ok=False, state="receiving", error="the sender is gone")])
+    await at.learner.send(begin(2, session="e2"))
+    failed = await at.learner.receive(PushFailed)
+    assert (failed.version, failed.state, failed.weights_intact) == (2, "receiving", True)
+    assert "worker 0 failed while receiving: the sender is gone" in failed.message
+    await at.learner.generate("g", [1])
+    assert (await at.learner.receive(Group)).completions[0].versions == [(1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -466,80 +478,74 @@ def test_generation_goes_on_with_the_old_weights_when_a_push_fails_before_loadin
     ],
     ids=["failed while loading", "one of two workers failed", "different bytes"],
 )
-def test_torn_weights_stay_paused_until_a_whole_push_succeeds(reports: list) -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner, version=1)
-        engine.scripted_reports.append(reports)
-        await learner.send(begin(2, session="e2"))
-        assert not (await learner.receive(PushFailed)).weights_intact
-        assert running.server.status()["push_state"] == "torn"
-        await learner.generate("g", [1])
-        # A push that fails before loading anything does not heal.
-        engine.scripted_reports.append([report(ok=False, state="joining", weights_intact=True, error="no way")])
-        await learner.send(begin(2, session="e3"))
-        assert not (await learner.receive(PushFailed)).weights_intact
-        await push(engine, learner, 3, "e4")
-        assert (await learner.receive(Group)).completions[0].versions == [(3, 1)]
-        assert running.server.status()["push_state"] == "idle"
-
-    run_with_server(test)
+@with_server()
+async def test_torn_weights_stay_paused_until_a_whole_push_succeeds(at: Stage, reports: list) -> None:
+    await at.join_and_push(version=1)
+    at.engine.scripted_reports.append(reports)
+    await at.learner.send(begin(2, session="e2"))
+    assert not (await at.learner.receive(PushFailed)).weights_intact
+    assert at.status()["push_state"] == "torn"
+    await at.learner.generate("g", [1])
+    # A push that fails before loading anything does not heal.
+    at.engine.scripted_reports.append([report(ok=False, state="joining", weights_intact=True, error="no way")])
+    await at.learner.send(begin(2, session="e3"))
+    assert not (await at.learner.receive(PushFailed)).weights_intact
+    await at.push(3, "e4")
+    assert (await at.learner.receive(Group)).completions[0].versions == [(3, 1)]
+    assert at.status()["push_state"] == "idle"
 
 
-def test_a_session_that_is_unknown_has_failed_or_was_left_needs_a_new_one_before_anything_pauses() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        async def refusal(session: str) -> str:
-            await learner.send(PushBegin(session=session, version=2))
-            failed = await learner.receive(PushFailed)
-            assert failed.weights_intact
-            return failed.message
+@with_server()
+async def test_a_session_that_is_unknown_has_failed_or_was_left_needs_a_new_one_before_anything_pauses(
+    at: Stage,
+) -> None:
+    async def refusal(session: str) -> str:
+        await at.learner.send(PushBegin(session=session, version=2))
+        failed = await at.learner.receive(PushFailed)
+        assert failed.weights_intact
+        return failed.message
 
-        await learner.join()
-        said = await refusal("e9")
-        assert "e9" in said and "start a new session" in said and engine.calls == []
-        await push(engine, learner)
-        engine.scripted_reports.append([report(ok=False, state="receiving", error="x")])
-        assert "worker 0 failed" in await refusal("e1")
-        assert "start a new session" in await refusal("e1")
-        await push(engine, learner, 1, "e2")
-        await learner.send(PushAbort(session="another"))
-        await learner.send(PushAbort(session="e2"))
-        await until(lambda: engine.calls[-1] == "leave_session e2")
-        assert "the learner abandoned session e2" in await refusal("e2")
-
-    run_with_server(test)
+    await at.learner.join()
+    said = await refusal("e9")
+    assert "e9" in said and "start a new session" in said and at.engine.calls == []
+    await at.push()
+    at.engine.scripted_reports.append([report(ok=False, state="receiving", error="x")])
+    assert "worker 0 failed" in await refusal("e1")
+    assert "start a new session" in await refusal("e1")
+    await at.push(1, "e2")
+    await at.learner.send(PushAbort(session="another"))
+    await at.learner.send(PushAbort(session="e2"))
+    await until(lambda: at.engine.calls[-1] == "leave_session e2")
+    assert "the learner abandoned session e2" in await refusal("e2")
 
 
 # --- life --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("pulse_often")
-def test_pulses_say_what_the_server_does() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner, version=2)
-        await learner.generate("g", [1], num_completions=2)
-        await learner.receive(Group)
-        pulse = await learner.receive(Pulse)
-        while pulse.tokens_generated == 0:
-            pulse = await learner.receive(Pulse)
-        assert (pulse.policy_version, pulse.groups_unacked, pulse.tokens_generated) == (2, 1, 3)
-        assert pulse.server_id == running.server.status()["server_id"]
-
-    run_with_server(test)
+@with_server()
+async def test_pulses_say_what_the_server_does(at: Stage) -> None:
+    await at.join_and_push(version=2)
+    await at.learner.generate("g", [1], num_completions=2)
+    await at.learner.receive(Group)
+    pulse = await at.learner.receive(Pulse)
+    while pulse.tokens_generated == 0:
+        pulse = await at.learner.receive(Pulse)
+    assert (pulse.policy_version, pulse.groups_unacked, pulse.tokens_generated) == (2, 1, 3)
+    assert pulse.server_id == at.status()["server_id"]
 
 
-def test_a_push_of_a_session_that_was_given_up_meanwhile_is_not_started() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.join()
-        engine.release_pause.clear()
-        await learner.send(begin(0, session="a"))
-        await until(lambda: engine.calls == ["pause"])
-        await learner.send(begin(0, session="b"))
-        await learner.send(PushAbort(session="b"))
-        await asyncio.sleep(0.2)
-        engine.scripted_reports = [[report()], [report()]]
-        engine.release_pause.set()
-        assert (await learner.receive(PushDone)).session == "a"
-        assert "abandoned" in (await learner.receive(PushFailed)).message
-        assert engine.calls.count("load_push") == 1
-
-    run_with_server(test)
+@with_server()
+async def test_a_push_of_a_session_that_was_given_up_meanwhile_is_not_started(at: Stage) -> None:
+    await at.learner.join()
+    at.engine.release_pause.clear()
+    await at.learner.send(begin(0, session="a"))
+    await until(lambda: at.engine.calls == ["pause"])
+    await at.learner.send(begin(0, session="b"))
+    await at.learner.send(PushAbort(session="b"))
+    await asyncio.sleep(0.2)
+    at.engine.scripted_reports = [[report()], [report()]]
+    at.engine.release_pause.set()
+    assert (await at.learner.receive(PushDone)).session == "a"
+    assert "abandoned" in (await at.learner.receive(PushFailed)).message
+    assert at.engine.calls.count("load_push") == 1

