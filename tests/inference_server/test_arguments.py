@@ -162,7 +162,7 @@ def test_the_example_of_the_docs_passes() -> None:
         ({"gpu_memory_utilization": 1e-300, "kv_cache_memory_mib": 1}, None),
         ({"max_model_len": 2**31 - 1}, r"max_model_len \(2147483647\) is greater than the derived max_model_len"),
         ({"tensor_parallel_size": 3}, r"heads \(2\) must be divisible by tensor parallel size \(3\)"),
-        ({"vllm": {"max_num_batched_tokens": 8}}, r"\(8\) must be greater than or equal to max_num_seqs \(264\)"),
+        ({"vllm": {"max_num_batched_tokens": 8}}, r"\(8\) must be greater than or equal to max_num_seqs \(256\)"),
     ],
 )
 def test_what_only_vllm_can_judge_is_an_error_with_the_value_before_a_model_is_loaded(

@@ -22,7 +22,6 @@ from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.inference_server.scripted_server import TIMEOUT_S, Stage, until, with_server
 from tests.malformed import OF_A_DOCTOR, TO_SERVER, without_end
-from tests.memory import MemoryWatch
 
 ROOT = Path(__file__).parent.parent.parent
 INTRUSION_S = 2.0
@@ -152,41 +151,6 @@ async def test_a_welcomed_learner_may_send_more_than_a_stranger(at: Stage, monke
     for index in range(200):
         await at.learner.generate(f"g{index}", [1])
     assert {(await at.learner.receive(Group)).group_id for _ in range(200)} == {f"g{index}" for index in range(200)}
-
-
-# --- malformed messages by the thousand -------------------------------------------------------------------------------
-
-NUM_MESSAGES = 3_000
-MAX_GROWTH_MIB = 16.0
-"""While the second half of them comes."""
-
-
-@with_server()
-async def test_malformed_messages_are_refused_and_counted_and_the_learner_undisturbed(at: Stage) -> None:
-    def num_turned_away() -> int:
-        """Some are the whole Hello of another run."""
-        return at.status()["messages_refused"] + at.status()["busy_answers"]
-
-    await at.join_and_push()
-    before = num_turned_away()
-    memory = MemoryWatch(num_turned_away)
-    attack = asyncio.create_task(intrude("malformed", at.running.endpoint, str(NUM_MESSAGES), limit_s=TIMEOUT_S))
-    num_groups = await work_until(attack.done, at.learner, pause_s=0.02)
-    growth, sent = memory.stop(), attack.result()["sent"]
-    async with asyncio.timeout(TIMEOUT_S):
-        while num_turned_away() - before < sent:
-            await asyncio.sleep(0.02)
-    status = at.status()
-    assert sent >= NUM_MESSAGES and num_turned_away() - before == sent and status["busy_answers"] < sent / 2
-    assert (status["run"], status["policy_version"], status["groups_running"]) == (at.learner.run, 0, 0)
-    assert num_groups > 3
-    assert growth < MAX_GROWTH_MIB
-
-
-@with_server()
-async def test_a_frame_that_claims_a_gibibyte_costs_its_sender_the_connection(at: Stage) -> None:
-    await at.join_and_push()
-    await assert_shut_out(at, ("oversized",))
 
 
 @with_server()

@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from inference_server.config import ServerConfig
 from inference_server.engine.interface import EngineFailed, Sampled
 from inference_server.requests import why_invalid
 from protocol.channel.sockets import ServerChannel
@@ -90,22 +89,18 @@ async def test_requests_on_a_connection_that_has_not_said_hello_are_not_answered
 
 
 @with_server()
-async def test_a_group_comes_with_tokens_logprobs_and_the_version_that_sampled_them(at: Stage) -> None:
-    await at.join_and_push(version=4)
+async def test_after_a_push_a_group_comes_with_tokens_logprobs_and_the_version_that_sampled_them(at: Stage) -> None:
+    await at.learner.join()
+    await at.learner.generate("too soon", [1])
+    failed = await at.learner.receive(GroupFailed)
+    assert (failed.code, failed.retryable) == ("not_ready", True)
+    await at.push(version=4)
     await at.learner.generate("0.1", [5, 6], num_completions=3, max_tokens=2)
     group = await at.learner.receive(Group)
     assert group.group_id == "0.1"
     assert [c.token_ids.tolist() for c in group.completions] == [[7], [7, 8], [7, 8]]
     assert [c.versions for c in group.completions] == [[(4, 1)], [(4, 2)], [(4, 2)]]
     assert [c.finish_reason for c in group.completions] == ["stop", "stop", "length"]
-
-
-@with_server()
-async def test_generating_before_the_first_push_fails_retryably(at: Stage) -> None:
-    await at.learner.join()
-    await at.learner.generate("g", [1])
-    failed = await at.learner.receive(GroupFailed)
-    assert (failed.code, failed.retryable) == ("not_ready", True)
 
 
 @with_server()
@@ -181,18 +176,6 @@ async def test_a_group_for_which_the_queue_was_full_is_sent_with_a_later_pulse(
     await at.join_and_push()
     await at.learner.generate("g", [1])
     assert (await at.learner.receive(Group)).group_id == "g" and refused == ["g", "g"]
-
-
-@pytest.mark.usefixtures("pulse_often")
-@with_server(config=ServerConfig(orphan_timeout_s=0.2))
-async def test_a_learner_that_stays_away_loses_its_groups(at: Stage) -> None:
-    await at.join_and_push()
-    at.engine.release.clear()
-    await at.learner.generate("g", [1])
-    await until(lambda: bool(at.engine.prompts))
-    at.learner.channel.close()
-    await until(lambda: at.engine.cancelled == 1)
-    assert at.status()["run"] is None and at.status()["groups_running"] == 0
 
 
 class OneByOne(ScriptedEngine):

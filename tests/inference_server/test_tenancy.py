@@ -156,8 +156,13 @@ def test_after_every_history_the_one_that_may_have_the_server_gets_it_and_nobody
 
 @pytest.mark.usefixtures("pulse_often")
 @with_server(config=ServerConfig(orphan_timeout_s=1.0))
-async def test_a_run_whose_connection_breaks_keeps_the_server_for_the_timeout(at: Stage) -> None:
+async def test_a_run_whose_connection_breaks_keeps_the_server_for_the_timeout_and_then_loses_its_groups(
+    at: Stage,
+) -> None:
     await at.join_and_push()
+    at.engine.release.clear()
+    await at.learner.generate("g", [1])
+    await until(lambda: bool(at.engine.prompts))
     rival = ScriptedLearner(at.running.endpoint, run="run-b")
     answer = await rival.greet()
     assert isinstance(answer, Refused) and answer.is_busy and answer.free_in_s is None
@@ -170,7 +175,8 @@ async def test_a_run_whose_connection_breaks_keeps_the_server_for_the_timeout(at
         waits_s += [] if answer.free_in_s is None else [answer.free_in_s]
         await asyncio.sleep(0.02)
     assert asyncio.get_running_loop().time() - broke_at >= 1.0 >= max(waits_s)
-    assert at.status()["run"] == "run-b"
+    await until(lambda: at.engine.cancelled == 1)
+    assert at.status()["run"] == "run-b" and at.status()["groups_running"] == 0
     rival.close()
 
 
