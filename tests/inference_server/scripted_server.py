@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from inference_server.config import ServerConfig
-from protocol.channel.keys import learner_keys, server_keys
-from protocol.messages import Manifest, PushBegin, PushDone, Rendezvous
+from protocol.channel.keys import LearnerKeys, learner_keys, server_keys
+from protocol.messages import Manifest, PushBegin, PushDone, PushFailed, Rendezvous
 from tests.fakes import ScriptedEngine, Serving, report, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
 
@@ -26,9 +26,15 @@ class Stage(msgspec.Struct):
     engine: ScriptedEngine
     running: Serving
     learner: ScriptedLearner
+    others: list[ScriptedLearner] = []
 
     def status(self) -> dict[str, Any]:
         return self.running.server.status()
+
+    def another(self, run: str = "run-a", keys: LearnerKeys | None = None) -> ScriptedLearner:
+        """Return another process of a run, to be closed at the end."""
+        self.others.append(ScriptedLearner(self.running.endpoint, run, keys=keys))
+        return self.others[-1]
 
     async def push(self, version: int = 0, session: str = "e1", learner: ScriptedLearner | None = None) -> None:
         """Give the engine weights, without any transport."""
@@ -41,6 +47,19 @@ class Stage(msgspec.Struct):
         await self.learner.join()
         await self.push(version)
 
+    async def fail_push(self, version: int, session: str, **changes: Any) -> PushFailed:
+        """Begin a push of which the only worker reports a failure."""
+        self.engine.scripted_reports.append([report(ok=False, **changes)])
+        await self.learner.send(begin(version, session))
+        return await self.learner.receive(PushFailed)
+
+    async def hold_group(self, group_id: str) -> None:
+        """Have a group in the engine that does not end before its release."""
+        self.engine.release.clear()
+        num_before = len(self.engine.prompts)
+        await self.learner.generate(group_id, [1])
+        await until(lambda: len(self.engine.prompts) > num_before)
+
 
 @contextlib.asynccontextmanager
 async def staged(
@@ -50,11 +69,12 @@ async def staged(
 ) -> AsyncIterator[Stage]:
     engine = make_engine()
     async with serving(engine, config, keys=server_keys(str(keys)) if keys else None) as running:
-        learner = ScriptedLearner(running.endpoint, keys=learner_keys(str(keys)) if keys else None)
+        at = Stage(engine, running, ScriptedLearner(running.endpoint, keys=learner_keys(str(keys)) if keys else None))
         try:
-            yield Stage(engine, running, learner)
+            yield at
         finally:
-            learner.close()
+            for learner in (at.learner, *at.others):
+                learner.close()
 
 
 def run_with_server(test: Callable[[Stage], Awaitable[None]], **options: Any) -> None:

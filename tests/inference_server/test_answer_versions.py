@@ -19,7 +19,6 @@ from inference_server.engine.versioned_llm import sampled_by
 from inference_server.http import TellVersions, _Metrics
 from protocol.endpoint import END, RUN, START
 from tests.fakes import Serving
-from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.inference_server.scripted_server import Stage, with_server
 
 Answer = Callable[[], None]
@@ -69,7 +68,7 @@ async def test_answers_between_two_runs_name_the_run_and_the_version_whose_weigh
     app = app_of(at.running.server.status)
     await at.join_and_push(version=7)
     await at.learner.leave()
-    second = ScriptedLearner(at.running.endpoint, run="run-b")
+    second = at.another(run="run-b")
     await second.join()
     assert told(await get(app, "/whole")) == ("run-a", "7", "7")
     streamed = await get(app, "/streamed")
@@ -81,7 +80,6 @@ async def test_answers_between_two_runs_name_the_run_and_the_version_whose_weigh
     await at.push(0, "e2", second)
     assert told(await get(app, "/whole")) == ("run-b", "0", "0")
     assert 'slipstream_policy_version{run="run-b"} 0.0' in metrics_of(at.running)
-    second.close()
 
 
 def metrics_of(running: Serving) -> str:

@@ -201,8 +201,7 @@ async def serves_on(at: Stage) -> None:
 async def story(at: Stage, ask: Ask, call: tuple[Any, ...], *, afterwards: bool) -> None:
     """Let a call raise while a message is answered."""
     await at.join_and_push(1)
-    await at.learner.generate("kept", [5])
-    await at.learner.receive(Group)
+    await at.learner.group("kept", [5])
     await at.learner.generate("held", HoldingEngine.HELD)
     await until(lambda: at.status()["groups_running"] == 1)
     left = fail_once(at, *call, afterwards=afterwards)

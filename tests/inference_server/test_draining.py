@@ -151,8 +151,7 @@ async def test_a_push_and_a_score_that_are_under_way_are_finished(at: Stage) -> 
 async def test_a_learner_that_has_gone_is_not_waited_for_long(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.drain.UNREACHED_S", 0.3)
     await at.join_and_push()
-    await at.learner.generate("unacked", [WAITS])
-    await at.learner.receive(Group)
+    await at.learner.group("unacked", [WAITS])
     let_some_begin(at.engine)
     await at.learner.generate("begun", [BEGINS])
     await until(lambda: len(at.engine.prompts) == 2)
@@ -164,9 +163,7 @@ async def test_a_learner_that_has_gone_is_not_waited_for_long(at: Stage, monkeyp
 @with_server()
 async def test_torn_weights_are_waited_for_by_nobody(at: Stage) -> None:
     await begin_group(at)
-    at.engine.scripted_reports.append([report(ok=False, state="receiving", weights_intact=False, error="scripted")])
-    await at.learner.send(begin(1))
-    assert not (await at.learner.receive(PushFailed)).weights_intact
+    assert not (await at.fail_push(1, "e1", state="receiving", weights_intact=False, error="scripted")).weights_intact
     draining = asyncio.create_task(at.running.server.drain.run())
     assert (await at.learner.receive(GroupFailed)).group_id == "begun"
     await at.learner.send(begin(2, "e2"))

@@ -71,11 +71,8 @@ async def test_a_dead_engine_is_replaced_finished_groups_stay_and_running_ones_m
 ) -> None:
     first_id = (await at.learner.join()).server_id
     await at.push(version=3)
-    await at.learner.generate("finished", [1])
-    await at.learner.receive(Group)
-    at.engine.release.clear()
-    await at.learner.generate("running", [1])
-    await until(lambda: at.status()["groups_running"] == 1)
+    await at.learner.group("finished", [1])
+    await at.hold_group("running")
     at.engine.fail_with = DEAD
     second_id = await new_server_id(at.learner, first_id)
     welcome = await at.learner.join()
@@ -87,8 +84,7 @@ async def test_a_dead_engine_is_replaced_finished_groups_stay_and_running_ones_m
 
     await at.push(version=4, session="e2")
     at.engine.release.set()
-    await at.learner.generate("running", [1])
-    again = await at.learner.receive(Group)
+    again = await at.learner.group("running", [1])
     assert (again.group_id, again.completions[0].versions) == ("running", [(4, 1)])
     status = at.status()
     assert (status["engine_restarts"], status["unavailable"], status["push_state"]) == (1, None, "idle")
@@ -183,8 +179,7 @@ async def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_nex
     await until(lambda: at.status()["engine_restarts"] == 1)
     await at.learner.join()
     await at.push(version=4, session="h")
-    await at.learner.generate("g", [1])
-    assert (await at.learner.receive(Group)).completions[0].versions == [(4, 1)]
+    assert (await at.learner.group("g", [1])).completions[0].versions == [(4, 1)]
     status = at.status()
     assert (status["pushes_done"], status["pushes_failed"]) == (2, int(call != "leave_session"))
 
@@ -196,9 +191,7 @@ async def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_o
     first_id = (await at.learner.join()).server_id
     await at.push(version=3)
     at.engine.release.clear()
-    at.engine.scripted_reports.append([report(ok=False, state="loading", weights_intact=False, error="torn")])
-    await at.learner.send(PushBegin(session="e1", version=4))
-    await at.learner.receive(PushFailed)
+    await at.fail_push(4, "e1", state="loading", weights_intact=False, error="torn")
     await at.learner.generate("g", [1])
     await asyncio.sleep(1.0)  # twice as long as it may take
     status = at.status()
@@ -233,8 +226,7 @@ async def test_a_learner_that_gave_a_push_up_is_welcomed_again_once_it_has_ended
 async def test_until_the_next_engine_is_there_acks_count_and_nothing_else_is_answered(at: Stage) -> None:
     first_id = (await at.learner.join()).server_id
     await at.push()
-    await at.learner.generate("finished", [1])
-    await at.learner.receive(Group)
+    await at.learner.group("finished", [1])
     at.engine.release_restart.clear()
     at.engine.fail_with = DEAD
     await new_server_id(at.learner, first_id)
@@ -251,8 +243,7 @@ async def test_until_the_next_engine_is_there_acks_count_and_nothing_else_is_ans
     await until(lambda: at.status()["engine_restarts"] == 1)
     assert (await at.learner.join()).policy_version is None
     await at.push(version=1, session="e3")
-    await at.learner.generate("g", [1])
-    assert (await at.learner.receive(Group)).group_id == "g"
+    assert (await at.learner.group("g", [1])).group_id == "g"
 
 
 @with_server()

@@ -50,8 +50,7 @@ async def work_until(done: Callable[[], bool], learner: ScriptedLearner, pause_s
     """Ask for groups one after the other, each of which must come in time; return how many came."""
     num_groups = 0
     while not done():
-        await learner.generate(f"g{num_groups}", [1, 2])
-        assert (await learner.receive(Group)).group_id == f"g{num_groups}"
+        assert (await learner.group(f"g{num_groups}", [1, 2])).group_id == f"g{num_groups}"
         await learner.send(Ack(group_ids=[f"g{num_groups}"]))
         num_groups += 1
         await asyncio.sleep(pause_s)
@@ -93,16 +92,15 @@ async def test_a_key_may_come_and_go_while_the_server_runs(at: Stage, keys: Path
     make_keys(tmp_path / "other")
     other = msgspec.structs.replace(learner_keys(str(tmp_path / "other")), server=learner_keys(str(keys)).server)
     await at.join_and_push()
-    newcomer = ScriptedLearner(at.running.endpoint, at.learner.run, keys=other)
+    newcomer = at.another(at.learner.run, keys=other)
     (keys / "allowed" / "half-copied.pub").write_bytes(other.public[:20])
     with pytest.raises(DeadlineExceeded):
         await newcomer.channel.send(Ack(group_ids=[]), 0.5)
     newcomer.close()
     (keys / "allowed" / "half-copied.pub").write_bytes(other.public)
     (keys / "allowed" / "learner.pub").unlink()
-    await at.learner.generate("on a connection that was open before", [1])
-    await at.learner.receive(Group)
-    newcomer = ScriptedLearner(at.running.endpoint, at.learner.run, keys=other)
+    await at.learner.group("on a connection that was open before", [1])
+    newcomer = at.another(at.learner.run, keys=other)
     newcomer.learner = at.learner.learner  # the same one, with its new key
     await newcomer.join()
     newcomer.close()
@@ -158,7 +156,7 @@ async def test_a_learner_that_was_welcomed_and_goes_mad_does_not_end_the_server(
     await at.join_and_push()
     messages = without_end([*TO_SERVER[1:], *OF_A_DOCTOR], seed=1)
     for _ in range(100):
-        mad = ScriptedLearner(at.running.endpoint, run=at.learner.run)
+        mad = at.another(run=at.learner.run)
         mad.learner = at.learner.learner  # which need not wait until the one before is missed
         await mad.join()
         for _ in range(5):

@@ -65,14 +65,13 @@ async def test_another_model_is_refused_with_both_models(at: Stage) -> None:
 @with_server()
 async def test_a_malformed_message_is_answered_once_and_its_sender_ignored(at: Stage) -> None:
     await at.learner.join()
-    stranger = ScriptedLearner(at.running.endpoint, run="run-b")
+    stranger = at.another(run="run-b")
     await stranger.channel._messages.send([b"\xc1 not msgpack"])
     assert "malformed message" in (await stranger.receive(Refused)).reason
     await stranger.hello()
     with pytest.raises(TimeoutError):
         await stranger.receive((Welcome, Refused), timeout_s=0.3)
     assert await at.learner.join()
-    stranger.close()
 
 
 @with_server()
@@ -95,8 +94,7 @@ async def test_after_a_push_a_group_comes_with_tokens_logprobs_and_the_version_t
     failed = await at.learner.receive(GroupFailed)
     assert (failed.code, failed.retryable) == ("not_ready", True)
     await at.push(version=4)
-    await at.learner.generate("0.1", [5, 6], num_completions=3, max_tokens=2)
-    group = await at.learner.receive(Group)
+    group = await at.learner.group("0.1", [5, 6], num_completions=3, max_tokens=2)
     assert group.group_id == "0.1"
     assert [c.token_ids.tolist() for c in group.completions] == [[7], [7, 8], [7, 8]]
     assert [c.versions for c in group.completions] == [[(4, 1)], [(4, 2)], [(4, 2)]]
@@ -106,10 +104,8 @@ async def test_after_a_push_a_group_comes_with_tokens_logprobs_and_the_version_t
 @with_server()
 async def test_a_group_says_its_salt_and_a_later_turn_is_generated_under_it(at: Stage) -> None:
     await at.join_and_push()
-    await at.learner.generate("first turn", [1, 2])
-    first = await at.learner.receive(Group)
-    await at.learner.generate("second turn", [1, 2, 3], salt=first.salt)
-    second = await at.learner.receive(Group)
+    first = await at.learner.group("first turn", [1, 2])
+    second = await at.learner.group("second turn", [1, 2, 3], salt=first.salt)
     assert first.salt and second.salt == first.salt
     assert at.engine.salts == ["", first.salt]
 
@@ -135,8 +131,7 @@ async def test_a_group_is_generated_once_and_answered_once_on_a_connection_howev
         await at.learner.receive(Pulse)
     assert not [message for message in at.learner.unread if isinstance(message, Group)] and len(at.engine.prompts) == 1
     await at.learner.send(Ack(group_ids=["g"]))
-    await at.learner.generate("g", [1])
-    await at.learner.receive(Group)
+    await at.learner.group("g", [1])
     assert len(at.engine.prompts) == 2
 
 
@@ -144,19 +139,15 @@ async def test_a_group_is_generated_once_and_answered_once_on_a_connection_howev
 async def test_what_was_not_acknowledged_or_ended_meanwhile_is_sent_after_a_reconnect(at: Stage) -> None:
     await at.join_and_push()
     for group_id in ("a", "b"):
-        await at.learner.generate(group_id, [1])
-        await at.learner.receive(Group)
+        await at.learner.group(group_id, [1])
     await at.learner.send(Ack(group_ids=["a"]))
-    at.engine.release.clear()
-    await at.learner.generate("c", [1])
-    await until(lambda: len(at.engine.prompts) == 3)
+    await at.hold_group("c")
     at.learner.channel.close()
     at.engine.release.set()
     await until(lambda: at.status()["groups_unacked"] == 2)
-    again = ScriptedLearner(at.running.endpoint)
+    again = at.another()
     assert (await again.join()).policy_version == 0
     assert [(await again.receive(Group)).group_id for _ in range(2)] == ["b", "c"]
-    again.close()
 
 
 @pytest.mark.usefixtures("pulse_often")
@@ -174,8 +165,7 @@ async def test_a_group_for_which_the_queue_was_full_is_sent_with_a_later_pulse(
 
     monkeypatch.setattr(ServerChannel, "send", full_at_first)
     await at.join_and_push()
-    await at.learner.generate("g", [1])
-    assert (await at.learner.receive(Group)).group_id == "g" and refused == ["g", "g"]
+    assert (await at.learner.group("g", [1])).group_id == "g" and refused == ["g", "g"]
 
 
 class OneByOne(ScriptedEngine):
@@ -235,9 +225,7 @@ async def test_neither_the_place_that_a_group_waits_for_nor_all_of_its_tokens_no
     for index in range(num_in_line):  # 0.8 s each behind one place
         await at.learner.generate(f"g{index}", [1], deadline_s=2.0, num_completions=8)
     await until(lambda: at.status()["groups_unacked"] == 1)
-    at.engine.scripted_reports.append([report(ok=False, state="loading", weights_intact=False, error="x")])
-    await at.learner.send(begin(1, "e2"))
-    await at.learner.receive(PushFailed)
+    await at.fail_push(1, "e2", state="loading", weights_intact=False, error="x")
     at.engine.num_done = 0  # type: ignore[attr-defined]
     await asyncio.sleep(2.5)
     at.engine.num_done = 8  # type: ignore[attr-defined]
@@ -261,16 +249,13 @@ async def test_an_error_of_the_engine_costs_a_group_only_what_had_not_ended_and_
     await at.learner.generate("of three", [1], num_completions=3)
     assert [len(one.token_ids) for one in (await at.learner.receive(Group)).completions] == [2, 3]
     at.engine.fail_with = None
-    await at.learner.generate("next", [1])
-    assert (await at.learner.receive(Group)).group_id == "next"
+    assert (await at.learner.group("next", [1])).group_id == "next"
 
 
 @with_server()
 async def test_a_cancelled_group_is_aborted_and_may_be_asked_for_again(at: Stage) -> None:
     await at.join_and_push()
-    at.engine.release.clear()
-    await at.learner.generate("g", [1])
-    await until(lambda: bool(at.engine.prompts))
+    await at.hold_group("g")
     await at.learner.send(Cancel(group_ids=["g", "unknown"]))
     await at.learner.generate("g", [2])
     await until(lambda: at.engine.cancelled == 1 and len(at.engine.prompts) == 2)
@@ -362,10 +347,8 @@ async def test_an_untouched_engine_scores_under_no_version_and_one_that_a_push_h
     assert (await at.learner.join()).is_untouched
     scores = await at.learner.score([1, 2, 3])
     assert (len(scores.logprobs), scores.policy_version, scores.error) == (2, None, None)
-    error = report(ok=False, state="loading", weights_intact=False, retryable=False)
-    at.engine.scripted_reports.append([error])
-    await at.learner.send(begin(0))
-    assert not (await at.learner.receive(PushFailed)).retryable
+    failed = await at.fail_push(0, "e1", state="loading", weights_intact=False, retryable=False)
+    assert not failed.retryable
     assert "sync weights before scoring" in ((await at.learner.score([1, 2])).error or "")
 
 
@@ -396,7 +379,7 @@ async def test_what_a_lost_connection_left_is_sent_in_a_window_that_acks_move_on
         await at.learner.generate(f"g{number}", [1])
     await until(lambda: at.status()["groups_unacked"] == NUM_GROUPS)
     at.learner.channel.close()
-    again = ScriptedLearner(at.running.endpoint)
+    again = at.another()
     await again.join()
     came: set[str] = set()
     while len(came) < NUM_GROUPS:
@@ -408,7 +391,6 @@ async def test_what_a_lost_connection_left_is_sent_in_a_window_that_acks_move_on
         await again.send(Ack(group_ids=sorted(more)))
     assert await come_until_pulse(again) == set()
     assert at.status()["groups_unacked"] == 0
-    again.close()
 
 
 # --- pushes ------------------------------------------------------------------------------------------------------
@@ -443,13 +425,10 @@ async def test_a_real_push_over_gloo_arrives_in_the_scripted_engine(at: Stage) -
 @with_server()
 async def test_generation_goes_on_with_the_old_weights_when_a_push_fails_before_loading(at: Stage) -> None:
     await at.join_and_push(version=1)
-    at.engine.scripted_reports.append([report(ok=False, state="receiving", error="the sender is gone")])
-    await at.learner.send(begin(2, session="e2"))
-    failed = await at.learner.receive(PushFailed)
+    failed = await at.fail_push(2, "e2", state="receiving", error="the sender is gone")
     assert (failed.version, failed.state, failed.weights_intact) == (2, "receiving", True)
     assert "worker 0 failed while receiving: the sender is gone" in failed.message
-    await at.learner.generate("g", [1])
-    assert (await at.learner.receive(Group)).completions[0].versions == [(1, 1)]
+    assert (await at.learner.group("g", [1])).completions[0].versions == [(1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -470,9 +449,7 @@ async def test_torn_weights_stay_paused_until_a_whole_push_succeeds(at: Stage, r
     assert at.status()["push_state"] == "torn"
     await at.learner.generate("g", [1])
     # A push that fails before loading anything does not heal.
-    at.engine.scripted_reports.append([report(ok=False, state="joining", weights_intact=True, error="no way")])
-    await at.learner.send(begin(2, session="e3"))
-    assert not (await at.learner.receive(PushFailed)).weights_intact
+    assert not (await at.fail_push(2, "e3", state="joining", weights_intact=True, error="no way")).weights_intact
     await at.push(3, "e4")
     assert (await at.learner.receive(Group)).completions[0].versions == [(3, 1)]
     assert at.status()["push_state"] == "idle"
@@ -509,8 +486,7 @@ async def test_a_session_that_is_unknown_has_failed_or_was_left_needs_a_new_one_
 @with_server()
 async def test_pulses_say_what_the_server_does(at: Stage) -> None:
     await at.join_and_push(version=2)
-    await at.learner.generate("g", [1], num_completions=2)
-    await at.learner.receive(Group)
+    await at.learner.group("g", [1], num_completions=2)
     pulse = await at.learner.receive(Pulse)
     while pulse.tokens_generated == 0:
         pulse = await at.learner.receive(Pulse)

@@ -28,7 +28,6 @@ from protocol.messages import (
 )
 from tests.fakes import ScriptedEngine, report
 from tests.fingerprint import MODEL
-from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.inference_server.scripted_server import (
     Stage,
     begin,
@@ -160,10 +159,8 @@ async def test_a_run_whose_connection_breaks_keeps_the_server_for_the_timeout_an
     at: Stage,
 ) -> None:
     await at.join_and_push()
-    at.engine.release.clear()
-    await at.learner.generate("g", [1])
-    await until(lambda: bool(at.engine.prompts))
-    rival = ScriptedLearner(at.running.endpoint, run="run-b")
+    await at.hold_group("g")
+    rival = at.another(run="run-b")
     answer = await rival.greet()
     assert isinstance(answer, Refused) and answer.is_busy and answer.free_in_s is None
     assert f"busy with run run-a, whose learner {at.learner.learner} has held it" in answer.reason
@@ -177,18 +174,16 @@ async def test_a_run_whose_connection_breaks_keeps_the_server_for_the_timeout_an
     assert asyncio.get_running_loop().time() - broke_at >= 1.0 >= max(waits_s)
     await until(lambda: at.engine.cancelled == 1)
     assert at.status()["run"] == "run-b" and at.status()["groups_running"] == 0
-    rival.close()
 
 
 @with_server(config=FOR_EVER)
 async def test_a_run_that_comes_back_in_time_finds_its_groups_and_its_rival_waits_on(at: Stage) -> None:
     await at.join_and_push()
     server_id = at.status()["server_id"]
-    await at.learner.generate("g", [1])
-    await at.learner.receive(Group)
+    await at.learner.group("g", [1])
     at.learner.channel.close()
     await until(lambda: at.status()["tenancy"]["state"] == "away")
-    rival, restarted = ScriptedLearner(at.running.endpoint, run="run-b"), ScriptedLearner(at.running.endpoint)
+    rival, restarted = at.another(run="run-b"), at.another()
     assert isinstance(await rival.greet(), Refused)
     welcome = await restarted.join()
     assert (welcome.server_id, welcome.policy_version) == (server_id, 0)
@@ -196,31 +191,26 @@ async def test_a_run_that_comes_back_in_time_finds_its_groups_and_its_rival_wait
     assert isinstance(await rival.greet(), Refused)
     tenancy = at.status()["tenancy"]
     assert (tenancy["state"], tenancy["run"], tenancy["learner"]) == ("held", "run-a", restarted.learner)
-    rival.close()
-    restarted.close()
 
 
 @with_server(config=FOR_EVER)
 async def test_a_run_that_is_over_frees_the_server_at_once_and_its_groups_are_aborted(at: Stage) -> None:
     await at.join_and_push()
     server_id = at.status()["server_id"]
-    at.engine.release.clear()
-    await at.learner.generate("g", [1])
-    await until(lambda: bool(at.engine.prompts))
-    rival = ScriptedLearner(at.running.endpoint, run="run-b")
+    await at.hold_group("g")
+    rival = at.another(run="run-b")
     assert isinstance(await rival.greet(), Refused)
     await at.learner.leave()
     assert (await rival.join()).server_id != server_id
     await until(lambda: at.engine.cancelled == 1)
     answer = await at.learner.greet()
     assert isinstance(answer, Refused) and "busy with run run-b" in answer.reason
-    rival.close()
 
 
 @with_server(config=FOR_EVER)
 async def test_two_processes_of_one_run_do_not_take_the_server_from_each_other(at: Stage) -> None:
     await at.join_and_push()
-    second = ScriptedLearner(at.running.endpoint, at.learner.run)
+    second = at.another(at.learner.run)
     for _ in range(3):
         answer = await second.greet()
         assert isinstance(answer, Refused) and answer.is_busy and answer.free_in_s is None
@@ -233,11 +223,9 @@ async def test_two_processes_of_one_run_do_not_take_the_server_from_each_other(a
     at.learner.close()
     assert (await second.join()).policy_version == 0
     assert (await second.receive(Group)).group_id == "g", "it may be the first one, started again"
-    late = ScriptedLearner(at.running.endpoint, at.learner.run)
+    late = at.another(at.learner.run)
     late.learner = at.learner.learner
     assert isinstance(await late.greet(), Refused), "it was only stopped"
-    late.close()
-    second.close()
 
 
 @with_server(config=FOR_EVER)
@@ -245,25 +233,23 @@ async def test_a_learner_whose_connection_is_made_again_before_the_server_has_no
     at: Stage,
 ) -> None:
     await at.join_and_push()
-    again = ScriptedLearner(at.running.endpoint)
+    again = at.another()
     again.learner = at.learner.learner
     assert isinstance(await again.greet(), Welcome)
     await again.receive(Pulse)
-    again.close()
 
 
 @pytest.mark.usefixtures("pulse_often")
 @with_server(config=ServerConfig(orphan_timeout_s=1.0))
 async def test_a_run_that_says_hello_while_the_engine_starts_again_keeps_the_server(at: Stage) -> None:
     await at.join_and_push()
-    await at.learner.generate("g", [1])
-    await at.learner.receive(Group)
+    await at.learner.group("g", [1])
     at.engine.release_restart.clear()
     at.engine.fail_with = EngineDead("scripted death")
     await until(lambda: "restart" in at.engine.calls)
     at.learner.close()
     await until(lambda: at.status()["tenancy"]["state"] == "away")
-    again, rival = ScriptedLearner(at.running.endpoint), ScriptedLearner(at.running.endpoint, run="run-b")
+    again, rival = at.another(), at.another(run="run-b")
     for _ in range(40):
         await again.hello()
         await asyncio.sleep(0.05)
@@ -272,8 +258,6 @@ async def test_a_run_that_says_hello_while_the_engine_starts_again_keeps_the_ser
     await until(lambda: at.status()["engine_restarts"] == 1)
     await again.join()
     assert (await again.receive(Group)).group_id == "g"
-    again.close()
-    rival.close()
 
 
 @pytest.mark.usefixtures("pulse_often")
@@ -298,7 +282,7 @@ async def test_a_full_queue_is_no_lost_connection(at: Stage, monkeypatch: pytest
 @with_server(config=FOR_EVER)
 async def test_what_other_learners_say_costs_the_one_that_is_served_nothing(at: Stage) -> None:
     await at.join_and_push()
-    rivals = [ScriptedLearner(at.running.endpoint, run=f"run-{index}") for index in range(4)]
+    rivals = [at.another(run=f"run-{index}") for index in range(4)]
     began_at = asyncio.get_running_loop().time()
     for _ in range(50):
         answers = await asyncio.gather(*(rival.greet() for rival in rivals))
@@ -325,7 +309,7 @@ async def test_the_weights_of_a_run_that_is_over_answer_under_its_name_until_the
     await at.join_and_push(version=7)
     assert served() == ("run-a", 7, "run-a")
     await at.learner.leave()
-    second = ScriptedLearner(at.running.endpoint, next_run)
+    second = at.another(next_run)
     welcome = await second.join()
     assert welcome.policy_version is None and not welcome.is_untouched, "weights of another run are no weights"
     assert (await second.receive(Pulse)).policy_version is None
@@ -335,7 +319,6 @@ async def test_the_weights_of_a_run_that_is_over_answer_under_its_name_until_the
     assert "sync weights before scoring" in ((await second.score([1, 2])).error or "")
     await at.push(0, "e2", second)
     assert served() == (next_run, 0, next_run) and (await second.join()).policy_version == 0
-    second.close()
 
 
 @with_server(config=FOR_EVER)
@@ -346,14 +329,13 @@ async def test_a_push_that_ends_under_the_next_run_is_of_the_run_that_began_it(a
     await at.learner.send(begin(8))
     await until(lambda: at.engine.calls == ["pause"])
     await at.learner.leave()
-    second = ScriptedLearner(at.running.endpoint, run="run-b")
+    second = at.another(run="run-b")
     await second.join()
     at.engine.release_pause.set()
     await until(lambda: at.status()["policy_version"] == 8)
     assert at.status()["weights_run"] == "run-a"
     await second.generate("g", [1])
     assert (await second.receive(GroupFailed)).code == "not_ready"
-    second.close()
 
 
 def test_a_push_that_has_not_started_when_another_run_is_served_is_not_started() -> None:

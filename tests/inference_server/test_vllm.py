@@ -165,22 +165,21 @@ def test_torn_weights_sample_nothing_and_are_a_503_with_the_reason_until_a_whole
 
 
 def test_requests_of_a_learner_that_has_gone_end_in_vllm_itself(server: RealServer) -> None:
-    def count(name: str) -> float:
-        found = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", server.get("/metrics"), re.MULTILINE)
-        return sum(float(value) for value in found)
+    async def metric(name: str) -> float:
+        text = await asyncio.to_thread(server.get, "/metrics")
+        return sum(float(value) for value in re.findall(rf"^vllm:{name}{{.*}} (\S+)$", text, re.MULTILINE))
 
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)
-        num_before = await asyncio.to_thread(count, "generation_tokens_total")
+        num_before = await metric("generation_tokens_total")
         for index in range(100):  # many seconds of work
             await learner.generate(f"g{index}", PROMPT, num_completions=64, max_tokens=55)
-        while await asyncio.to_thread(count, "num_requests_running") == 0:
+        while await metric("num_requests_running") == 0:
             await asyncio.sleep(0.05)
         await learner.leave()
-        while await asyncio.to_thread(lambda: count("num_requests_running") + count("num_requests_waiting")):
+        while await metric("num_requests_running") or await metric("num_requests_waiting"):
             await asyncio.sleep(0.05)
-        num_sampled = await asyncio.to_thread(count, "generation_tokens_total") - num_before
-        assert num_sampled < 100 * 64 * 55 / 2
+        assert await metric("generation_tokens_total") - num_before < 100 * 64 * 55 / 2
         assert (await status_of(server))["groups_running"] == 0
 
     with_learner(server, test)
@@ -192,7 +191,11 @@ def test_the_openai_client_is_served_while_more_groups_are_in_flight_than_places
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            for index in range(24):
+            with pytest.raises(openai.BadRequestError, match=r"server\.tool_call_parser"):
+                tool: Any = {"type": "function", "function": {"name": "add"}}
+                hello: Any = [{"role": "user", "content": "hello"}]
+                await client.chat.completions.create(model=str(server.model), messages=hello, tools=[tool])
+            for index in range(48):
                 await learner.generate(f"g{index}", PROMPT, num_completions=64, max_tokens=55)
             # The same request under two policies: the second must not see the first one's keys and values.
             request = completion_request(server, "3456789ab" * 4, max_tokens=8)
@@ -201,12 +204,8 @@ def test_the_openai_client_is_served_while_more_groups_are_in_flight_than_places
                     await push(learner, version, model)
                 text = (await client.completions.create(**request)).choices[0].text
                 assert text == greedy(model, "3456789ab" * 4, num_tokens=8)
-            assert (await status_of(server))["groups_running"] > 0, "the client would have waited for all of them"
-            with pytest.raises(openai.BadRequestError, match=r"server\.tool_call_parser"):
-                tool: Any = {"type": "function", "function": {"name": "add"}}
-                hello: Any = [{"role": "user", "content": "hello"}]
-                await client.chat.completions.create(model=str(server.model), messages=hello, tools=[tool])
-        assert {(await learner.receive(Group)).group_id for _ in range(24)} == {f"g{index}" for index in range(24)}
+                assert version or (await status_of(server))["groups_running"], "it has waited for none of them"
+        assert len({(await learner.receive(Group)).group_id for _ in range(4)}) == 4
 
     with_learner(server, test)
 
