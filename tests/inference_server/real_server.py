@@ -113,10 +113,9 @@ def running_server(directory: Path, *flags: str, **kwargs: Any) -> Iterator[Real
 
 
 def with_learner(
-    server: RealServer, test: Callable[[ScriptedLearner], Awaitable[None]], timeout_s: float = TEST_TIMEOUT_S,
-    *, vanishes: bool = False,
-) -> None:  # fmt: skip
-    """Run a test as a run of its own, which is over at its end, or is lost."""
+    server: RealServer, test: Callable[[ScriptedLearner], Awaitable[None]], timeout_s: float = TEST_TIMEOUT_S
+) -> None:
+    """Run a test as a run of its own, which is over at its end."""
 
     async def run() -> None:
         model = fingerprint(server.model)
@@ -126,9 +125,8 @@ def with_learner(
                 learner.num_workers = (await learner.join()).num_workers
                 await test(learner)
         finally:
-            if not vanishes:
-                with contextlib.suppress(SlipstreamError):
-                    await learner.channel.send(Farewell(is_over=True), LEAVE_TIMEOUT_S)
+            with contextlib.suppress(SlipstreamError):
+                await learner.channel.send(Farewell(is_over=True), LEAVE_TIMEOUT_S)
             learner.close()
 
     asyncio.run(run())

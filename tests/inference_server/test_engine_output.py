@@ -133,12 +133,6 @@ def test_what_vllm_remembers_of_a_completion_goes_when_it_ends_whatever_its_sibl
         assert completion.versions == [(3, NUM_TOKENS)]
 
 
-def test_a_group_tells_of_its_first_tokens_and_then_now_and_then() -> None:
-    front_end = FrontEnd(params_of(Sampling(num_completions=2, max_tokens=100), set()))
-    pieces = [bool(front_end.sample(0, 7)) for _ in range(2 * TOKENS_PER_PIECE + 1)]
-    assert [index for index, came in enumerate(pieces) if came] == [0, TOKENS_PER_PIECE, 2 * TOKENS_PER_PIECE]
-
-
 # --- tokens in pieces -------------------------------------------------------------------------------------------------
 
 SAMPLING = Sampling(num_completions=3, max_tokens=500)

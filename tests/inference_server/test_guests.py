@@ -188,27 +188,18 @@ def test_a_guest_in_a_reserved_place_is_not_preempted_when_blocks_run_out(
     assert sum(group.num_preemptions for group in groups) > 0, "blocks did run out"
 
 
-def test_a_guest_that_waits_for_its_grammar_does_not_lose_its_place_to_a_group(vllm_config: VllmConfig) -> None:
+def test_guests_that_wait_for_their_grammar_are_in_no_place_and_lose_none_to_a_group(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config)
     groups = engine.groups(50, num_tokens=60)
-    guest = engine.ask(FIRST_OF_GUESTS, structured_outputs=StructuredOutputsParams(regex="a+"))
+    grammar = StructuredOutputsParams(regex="a+")
+    guests = [engine.ask(FIRST_OF_GUESTS + number % 2, structured_outputs=grammar) for number in range(20)]
     engine.step(5)
-    assert engine.num_running(groups) == NUM_PLACES and engine.num_running([guest]) == 0
-    assert guest.structured_output_request is not None
-    guest.structured_output_request.grammar = object()  # type: ignore[assignment]
-    engine.step()
-    assert engine.num_running([guest]) == 1
-
-
-def test_guests_that_wait_for_their_grammar_are_in_no_reserved_place(vllm_config: VllmConfig) -> None:
-    engine = Engine(vllm_config)
-    guests = [
-        engine.ask(FIRST_OF_GUESTS + number % 2, structured_outputs=StructuredOutputsParams(regex="a+"))
-        for number in range(20)
-    ]
-    engine.step(3)
-    assert engine.num_running(guests) == 0
+    assert engine.num_running(groups) == NUM_PLACES and engine.num_running(guests) == 0
     assert [guest.priority for guest in guests] == [FIRST_OF_GUESTS, FIRST_OF_GUESTS + 1] * 10
+    assert guests[0].structured_output_request is not None
+    guests[0].structured_output_request.grammar = object()  # type: ignore[assignment]
+    engine.step()
+    assert engine.num_running(guests[:1]) == 1
 
 
 def test_the_reserved_places_of_guests_that_have_ended_go_to_those_that_run(vllm_config: VllmConfig) -> None:

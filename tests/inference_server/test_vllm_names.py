@@ -39,18 +39,6 @@ for _, one, parameters in all_names():
 PRIVATE_NAMES = {(module, name) for group in PRIVATE for module, names in group.names.items() for name in names}
 DOWNLOAD_TIMEOUT_S = 240
 
-OBJECTS = {
-    "inference_server/engine/vllm_engine.py": {"self.llm": "AsyncLLM", "core": "DPLBAsyncMPClient", "self.llm.engine_core": "AsyncMPClient"},
-    "inference_server/engine/output.py": {"engine": "EngineCoreProc EngineCore", "output": "EngineCoreOutput", "request": "Request",
-        "part": "CompletionOutput", "span": "WeightVersionSpan"},
-    "inference_server/engine/cpu_seeds.py": {"runner": "CPUModelRunner", "runner.input_batch": "InputBatch"},
-    "inference_server/engine/worker.py": {"self.model_runner": "GPUModelRunner", "self.vllm_config": "VllmConfig", "parallel": "ParallelConfig"},
-    "inference_server/engine/weight_loader.py": {"info": "LayerReloadingInfo"},
-}  # fmt: skip
-"""Where the server holds objects of vLLM's: their names in a file, and their classes."""
-OWN = {"admitting", "generate_first", "num_pushes", "salt", "steps", "pieces"}
-"""What VersionedLLM and output.py add to them."""
-
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
     """Yield module, name, and what it is called here, of every import of vLLM."""
@@ -109,18 +97,6 @@ def used(vllm: PackageSource) -> set[tuple[str, str]]:
 
 def test_every_name_that_is_imported_replaced_or_overridden_is_in_the_table(used: set[tuple[str, str]]) -> None:
     assert sorted(used - TABLE) == []
-
-
-def test_every_attribute_of_vllms_objects_is_in_the_table() -> None:
-    unknown = []
-    for file, objects in OBJECTS.items():
-        for node in ast.walk(ast.parse((ROOT / file).read_text())):
-            if isinstance(node, ast.Attribute) and (classes := objects.get(ast.unparse(node.value))) is not None:
-                names = {f"{one}.{node.attr}" for one in classes.split()}
-                if node.attr not in OWN and not names & {name for _, name in TABLE}:
-                    unknown.append(f"{file}: {ast.unparse(node)}")
-    # Fields of structs are in the table as parameters of their constructor.
-    assert [one for one in unknown if one.rpartition(".")[2] not in set().union(*PARAMETERS.values())] == []
 
 
 def test_every_parameter_that_is_given_by_name_is_in_the_table() -> None:
