@@ -18,7 +18,7 @@ from tests.inference_server.real_server import RealServer
 pytestmark = pytest.mark.system
 
 NUM_STEPS = 10
-FLAGS = ([], ["--server.dtype", "bfloat16", "--server.overlap-weight-loading"])
+FLAGS: tuple[list[str], ...] = ([], ["--server.dtype", "bfloat16", "--server.overlap-weight-loading"])
 ROUNDING = 1e-5
 """Of mean |Δ logprob|: float32 on both sides is below, bfloat16 above."""
 
