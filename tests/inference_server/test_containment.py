@@ -241,6 +241,14 @@ async def test_an_exception_while_a_message_is_received_costs_nothing(at: Stage)
     await story(at, ask_for_a_group, ("receive",), afterwards=False)
 
 
+@with_server()
+async def test_a_group_whose_sending_raised_is_generated_anew(at: Stage) -> None:
+    await at.join_and_push()
+    fail_once(at, "send", Group)
+    await ask_for_a_group(at)
+    assert at.engine.prompts == [[1], [1]]
+
+
 @pytest.mark.parametrize("call", [("send", Pulse), ("poll_connections",), ("pop_failed_handshakes",)])
 @with_server()
 async def test_the_pulse_goes_on_after_an_exception(

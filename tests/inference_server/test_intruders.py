@@ -143,12 +143,18 @@ async def test_a_stranger_that_floods_is_cut_off_and_the_learner_undisturbed(
 
 
 @with_server()
-async def test_a_welcomed_learner_may_send_more_than_a_stranger(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_welcomed_learner_may_send_more_than_a_stranger_until_its_run_is_over(
+    at: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("protocol.channel.sockets.MAX_MESSAGES_PER_S", 10)
     await at.join_and_push()
     for index in range(200):
         await at.learner.generate(f"g{index}", [1])
     assert {(await at.learner.receive(Group)).group_id for _ in range(200)} == {f"g{index}" for index in range(200)}
+    await at.learner.leave()
+    for _ in range(100):
+        await at.learner.send(Ack(group_ids=[]))
+    await until(lambda: at.running.server._channel.num_shut_out > 0)
 
 
 @with_server()

@@ -508,3 +508,22 @@ async def test_a_push_of_a_session_that_was_given_up_meanwhile_is_not_started(at
     assert (await at.learner.receive(PushDone)).session == "a"
     assert "abandoned" in (await at.learner.receive(PushFailed)).message
     assert at.engine.calls.count("load_push") == 1
+
+
+@pytest.mark.usefixtures("pulse_often")
+@with_server()
+async def test_an_answer_that_a_lost_connection_did_not_get_is_not_sent_over_the_next(at: Stage) -> None:
+    """The learner asks again there."""
+    await at.learner.join()
+    at.engine.release_pause.clear()
+    await at.learner.send(begin(0))
+    await until(lambda: at.engine.calls == ["pause"])
+    at.learner.channel.close()
+    await until(lambda: at.status()["tenancy"]["state"] == "away")
+    at.engine.release_pause.set()
+    await until(lambda: at.status()["pushes_failed"] == 1)
+    again = at.another()
+    await again.join()
+    for _ in range(3):
+        await again.receive(Pulse)
+    assert again.unread == []
