@@ -60,6 +60,7 @@ def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() ->
     assert status(113.0) == ("away", "a", "1", 3.0, 7.0) and tenancy.away_s(113.0) == 3.0
     assert not tenancy.is_due(119.9) and tenancy.is_due(120.0)
     assert not tenancy.hold(holder(peer=b"another connection"), 115.0)
+    assert not tenancy.hold(holder(peer=b"and another"), 115.5)  # since when is as before
     assert status(116.0) == ("held", "a", "1", 1.0, None)
     tenancy.lose(116.0)
     tenancy.extend("b", 120.0)
