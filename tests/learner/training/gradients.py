@@ -1,11 +1,9 @@
 """The gradient of a step under many configs, for the tests that split the step."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
 
 from learner.policy.snapshot import whole
 from learner.rollouts.rollout_group import RolloutGroup
@@ -63,16 +61,15 @@ def gradient_of(trainer: PolicyTrainer, groups: list[RolloutGroup]) -> torch.Ten
     return gradient
 
 
-def all_gradients(accelerator: Accelerator, *, micro_batch_tokens: int) -> dict[str, torch.Tensor]:
-    gradients = {}
+def gradients(
+    accelerator: Accelerator, *, micro_batch_tokens: int, is_turned: bool = False
+) -> dict[str, torch.Tensor]:
+    """Of nine rows under every config: of two ranks one has more than the other."""
+    trainers = [make_moved_trainer(make_run(**CONFIGS[name]), accelerator) for name in ("grpo", "kl in the loss")]
+    groups = make_groups(accelerator.unwrap_model(trainers[0].policy), num_completions=3)
+    found = {}
     for name, settings in CONFIGS.items():
-        run = make_run(**settings, micro_batch_tokens=micro_batch_tokens)
-        trainer = make_moved_trainer(run, accelerator)
-        groups = make_groups(accelerator.unwrap_model(trainer.policy))
-        gradients[name] = gradient_of(trainer, groups)
-    return gradients
-
-
-def write_gradients(accelerator: Accelerator, stem: Path, micro_batch_tokens: int) -> None:
-    """Each rank into a file of its own."""
-    save_file(all_gradients(accelerator, micro_batch_tokens=micro_batch_tokens), f"{stem}-{accelerator.process_index}")
+        trainer = trainers["kl" in settings]
+        trainer.run = make_run(**settings, micro_batch_tokens=micro_batch_tokens)
+        found[name] = gradient_of(trainer, groups[::-1] if is_turned else groups)
+    return found

@@ -1,0 +1,126 @@
+"""A step once more: branch by branch, unpadded, in float64, by plain gradient descent; the oracle of `train_on`."""
+
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from learner.environments.episode import TokenSequence
+from learner.rollouts.rollout_group import RolloutGroup
+from tests.learner.policy.plain import plain_logits
+from tests.learner.training.fixed_groups import VERSION
+
+LEARNING_RATE = 0.1
+
+
+class Branch(msgspec.Struct, eq=False):
+    """What is known of the tokens of a branch that a policy sampled."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    """Both of the policy as it is now, with a gradient."""
+    started: torch.Tensor
+    started_entropy: torch.Tensor
+    """Of the policy at the start of the step."""
+    behaviour: torch.Tensor
+    reference: torch.Tensor
+    ages: torch.Tensor
+    advantage: float
+
+
+def ppo(branch: Branch) -> torch.Tensor:
+    return clipped(branch, (branch.logprobs - branch.behaviour).exp())
+
+
+def clipped(branch: Branch, ratio_T: torch.Tensor) -> torch.Tensor:
+    advantage = branch.advantage
+    objective_T = torch.minimum(ratio_T * advantage, ratio_T.clamp(0.8, 1.28) * advantage)
+    return -(objective_T.clamp(min=3 * advantage) if advantage < 0 else objective_T)
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """How a step is made; `loss` gives that of each sampled token of a branch."""
+
+    loss: Callable[[Branch], torch.Tensor] = ppo
+    num_updates: int = 1
+    is_per_episode: bool = False
+    """The mean is over episodes of the means of their tokens, not over all tokens."""
+    leaves_out_truncated: bool = False
+    kl_in_reward: float | None = None
+    """Instead of the deviation, by which rewards are divided otherwise."""
+    top_entropy: float = 1.0
+
+
+def episodes_of(group: RolloutGroup) -> list[list[TokenSequence]]:
+    starts = np.cumsum([0, *(group.num_branches_G or [1] * len(group.completions))])
+    return [group.completions[start:end] for start, end in pairwise(starts)]
+
+
+def owners_of(branch: TokenSequence) -> list[int | None]:
+    return [version for version, count in branch.versions for _ in range(count)]
+
+
+def tell(model: torch.nn.Module, group: RolloutGroup, branch: TokenSequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprob and entropy of each token of a branch that a policy sampled."""
+    prompt = (group.prompt_token_ids if branch.prompt_token_ids is None else branch.prompt_token_ids).tolist()
+    tokens = torch.tensor(prompt + branch.token_ids.tolist())
+    logprobs_TV = plain_logits(model, tokens[None])[0, len(prompt) - 1 : -1].log_softmax(-1)
+    sampled = [index for index, version in enumerate(owners_of(branch)) if version is not None]
+    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    return logprobs_TV.gather(1, tokens[len(prompt) :, None])[sampled, 0], entropy_T[sampled]
+
+
+def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[RolloutGroup], rule: Rule) -> None:
+    """Change the weights of the model, which is in float64, as the reference is."""
+    episodes_P_G = [episodes_of(group) for group in groups]
+    pairs = [(group, one) for group, episodes in zip(groups, episodes_P_G, strict=True) for e in episodes for one in e]
+    with torch.no_grad():
+        started = {id(one): tell(model, group, one) for group, one in pairs}
+        references = {id(one): tell(reference, group, one)[0] for group, one in pairs}
+    entropies = sorted((float(entropy) for _, entropy_T in started.values() for entropy in entropy_T), reverse=True)
+    floor = entropies[round(rule.top_entropy * len(entropies)) - 1] - 1e-7
+
+    def kl_of(episode: list[TokenSequence]) -> float:
+        return sum(float((started[id(one)][0] - references[id(one)]).sum()) for one in episode)
+
+    def loss_of(group: RolloutGroup, one: TokenSequence, advantage: float) -> torch.Tensor:
+        known: dict[str, Any] = dict(zip(("started", "started_entropy"), started[id(one)], strict=True))
+        known |= dict(zip(("logprobs", "entropy"), tell(model, group, one), strict=True))
+        sampled = [version for version in owners_of(one) if version is not None]
+        behaviour = torch.from_numpy(one.behaviour_logprobs[[v is not None for v in owners_of(one)]]).double()
+        ages = torch.tensor([VERSION - version for version in sampled], dtype=torch.float64)
+        branch = Branch(behaviour=behaviour, reference=references[id(one)], ages=ages, advantage=advantage, **known)
+        return rule.loss(branch) * (branch.started_entropy >= floor)
+
+    def is_kept(one: TokenSequence) -> bool:
+        return not (rule.leaves_out_truncated and one.finish_reason == "length")
+
+    def num_tokens(branches: list[TokenSequence]) -> int:
+        return sum(len(references[id(one)]) for one in branches if is_kept(one))
+
+    for _ in range(rule.num_updates):
+        model.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for group, episodes in zip(groups, episodes_P_G, strict=True):
+            kls = [kl_of(episode) for episode in episodes]
+            for episode, advantage in zip(episodes, advantages_of(group.rewards_G, kls, rule), strict=True):
+                num_all = num_tokens([one for _, one in pairs])
+                if rule.is_per_episode:
+                    num_all = num_tokens(episode) * sum(map(len, episodes_P_G))
+                for one in filter(is_kept, episode):
+                    total = total + loss_of(group, one, advantage).sum() / num_all
+        total.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LEARNING_RATE * parameter.grad
+
+
+def advantages_of(rewards: list[float], kls: list[float], rule: Rule) -> list[float]:
+    if rule.kl_in_reward is not None:
+        shaped = [reward - rule.kl_in_reward * kl for reward, kl in zip(rewards, kls, strict=True)]
+        return [reward - statistics.mean(shaped) for reward in shaped]
+    return [(reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-4) for reward in rewards]
