@@ -146,12 +146,17 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((work, args)))
         answers: dict[Any, Any] = {}
+        problems: list[str] = []
         while waiting := [pipe for pipe in self._pipes if pipe not in answers]:
-            ready = wait(waiting, TIMEOUT_S)
-            assert ready, f"{work} has not ended on {len(waiting)} ranks within {TIMEOUT_S:g} s"
+            # After an error of one, others may wait for it in a collective.
+            ready = wait(waiting, 5 if problems else TIMEOUT_S)
+            if not ready:
+                problems.append(f"{work} has not ended on {len(waiting)} ranks")
+                break
             for pipe in ready:
                 answers[pipe], problem = pickle.loads(pipe.recv_bytes())
-                assert problem is None, f"on rank {self._pipes.index(pipe)}:\n{problem}"
+                problems += [f"rank {self._pipes.index(pipe)}: {problem}"] if problem else []
+        assert not problems, "\n".join(problems)
         return [answers[pipe] for pipe in self._pipes]
 
     def end(self) -> None:
@@ -211,6 +216,8 @@ def _attributes() -> list[tuple[Any, dict[str, Any]]]:
 
 def _put_back(before: list[tuple[Any, dict[str, Any]]]) -> None:
     for owner, attributes in before:
-        for name, value in attributes.items():
-            if vars(owner).get(name) is not value:
-                setattr(owner, name, value)
+        for name, value in list(vars(owner).items()):
+            if name not in attributes and isinstance(owner, type) and not name.startswith("__"):
+                delattr(owner, name)
+            elif name in attributes and value is not attributes[name]:
+                setattr(owner, name, attributes[name])
