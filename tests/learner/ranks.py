@@ -1,7 +1,7 @@
 """Ranks of a learner as torchrun would start them, forked from a process that has imported everything.
 
-    run_ranks       a whole `learner train` on each
-    on_two_ranks    a function on each of a pair that lives as long as the test session, once it was needed
+run_ranks       a whole `learner train` on each
+on_two_ranks    a function on each of a pair that lives as long as the test session, once it was needed
 """
 
 import atexit

@@ -104,6 +104,9 @@ def test_decoupled_ppo_takes_the_ratio_to_the_proximal_and_weighs_the_proximal_a
 ) -> None:
     tokens = tokens_of(6.0, proximal=None if proximal_ratio is None else math.log(0.05 * proximal_ratio))
     assert factors_of(tokens, CAPPED, anchor="proximal") == pytest.approx([ratio], rel=1e-5)
-    for correction, factor in (({"weight": "mask", "max_weight": 7.0}, weight), ({"weight": "truncate", "max_weight": 2.5}, 2.5)):
+    for correction, factor in (
+        ({"weight": "mask", "max_weight": 7.0}, weight),
+        ({"weight": "truncate", "max_weight": 2.5}, 2.5),
+    ):
         found = factors_of(tokens, CAPPED, anchor="proximal", **correction)
         assert found == pytest.approx([ratio * factor], rel=1e-5)

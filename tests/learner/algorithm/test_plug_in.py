@@ -71,7 +71,9 @@ def test_the_objective_of_the_page_is_what_the_loss_is_made_of(tmp_path: Path) -
 def test_an_objective_without_a_ratio_gets_the_importance_weight(tmp_path: Path) -> None:
     body = "def f(tokens, config): return -tokens.advantages_B1 * tokens.logprobs_BT, tokens.mask_BT & False\n"
     correction = OffPolicyCorrectionConfig(weight="mask", max_weight=2.0)
-    mine, built_in = (loss_of(one, correction)[2] for one in (spec(tmp_path, body + "f.has_ratio = False"), "reinforce"))
+    mine, built_in = (
+        loss_of(one, correction)[2] for one in (spec(tmp_path, body + "f.has_ratio = False"), "reinforce")
+    )
     assert torch.equal(mine, built_in) and len(set(mine.flatten().tolist())) == 6
 
 

@@ -10,7 +10,7 @@ from learner.forward.attention import PackingError
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack, pack
 from learner.forward.packing_check import choose_attention
-from tests.learner.forward.test_families import CPU, tiny
+from tests.learner.forward.plain_pass import CPU, tiny
 
 LAST_ROW, COMPLETIONS = 1, 4 + 6
 """Of a prompt, and of completions of 5 and 7 tokens, whose last predicts nothing."""
@@ -21,7 +21,7 @@ def a_group(num_prompt_tokens: int) -> Pack:
 
 
 def a_model() -> Any:
-    model = tiny("Qwen2Config", {})
+    model = tiny("Qwen2Config")
     choose_attention(model, CPU, torch.float32)
     return model
 

@@ -61,9 +61,7 @@ def gradient_of(trainer: PolicyTrainer, groups: list[RolloutGroup]) -> torch.Ten
     return gradient
 
 
-def gradients(
-    accelerator: Accelerator, *, micro_batch_tokens: int, is_turned: bool = False
-) -> dict[str, torch.Tensor]:
+def gradients(accelerator: Accelerator, *, micro_batch_tokens: int, is_turned: bool = False) -> dict[str, torch.Tensor]:
     """Of nine rows under every config: of two ranks one has more than the other."""
     trainers = [make_moved_trainer(make_run(**CONFIGS[name]), accelerator) for name in ("grpo", "kl in the loss")]
     groups = make_groups(accelerator.unwrap_model(trainers[0].policy), num_completions=3)

@@ -29,9 +29,7 @@ pytestmark = pytest.mark.system
 
 def test_two_launched_ranks_and_small_micro_batches_give_the_losses_and_weights_of_one(tmp_path: Path) -> None:
     one, weights_of_one = run_ranks(tmp_path / "one", 1)
-    two, weights_of_two = run_ranks(
-        tmp_path / "two", 2, start=launch, micro_batch_tokens=20, parity={"every_steps": 1}
-    )
+    two, weights_of_two = run_ranks(tmp_path / "two", 2, start=launch, micro_batch_tokens=20, parity={"every_steps": 1})
     for name in ("loss/policy", "loss/clipped_frac", "policy/entropy", "reference/kl", "optim/grad_norm", "optim/lr"):
         # a step without tokens to train on measures no KL
         of_one, of_two = ([line[name] for line in lines if name in line] for lines in (one, two))

@@ -80,7 +80,9 @@ class TwoH100(Devices):
     name = "NVIDIA H100 80GB HBM3"
 
 
-def test_tokens_count_with_their_prompts_for_each_device_and_the_peak_where_it_is_known(accelerator: Accelerator) -> None:
+def test_tokens_count_with_their_prompts_for_each_device_and_the_peak_where_it_is_known(
+    accelerator: Accelerator,
+) -> None:
     groups = make_groups(make_moved_trainer(make_run(), accelerator).policy)
     tokens = sum(len(g.prompt_token_ids) + len(c.token_ids) for g in groups for c in g.completions)
     assert throughput(groups, 3.0, 0.5, CPU) == {
