@@ -54,35 +54,6 @@ def test_a_product_grows_with_the_length_of_a_completion_and_the_geometric_mean_
     assert kept == pytest.approx([math.exp(0.012)] * 100, rel=1e-5)
 
 
-def test_a_product_stops_at_twenty_nats_and_so_never_becomes_zero_or_infinite() -> None:
-    """Ten ratios of e⁻¹⁵ would be e⁻¹⁵⁰, which is 0 in float32."""
-    for ratio, weight in ((math.exp(-15), math.exp(-20)), (math.exp(15), 2.0)):
-        factors = factors_of(tokens_of(*[ratio] * 10), weight="truncate", granularity="sequence")
-        assert factors == pytest.approx([weight] * 10, rel=1e-5, abs=0)
-
-
-@pytest.mark.parametrize(
-    ("advantage", "ratios", "kept"),
-    [
-        (-1.0, (0.5, 0.5), False),  # mean log(behaviour / policy) = 0.69 > 0.5
-        (-1.0, (0.5, 1.0), True),  # 0.35
-        (-1.0, (0.1, 9.0), True),  # one token far below, but not the mean
-        (1.0, (0.5, 0.5), True),
-    ],
-)
-def test_the_sequence_mask_drops_only_bad_completions_the_policy_has_left(
-    advantage: float, ratios: tuple[float, ...], kept: bool
-) -> None:
-    rule = Rule(REINFORCE, OffPolicyCorrectionConfig(sequence_mask=0.5))
-    assert result_of(tokens_of(*ratios), rule, advantage).sums["kept"] == (2 if kept else 0)
-
-
-@pytest.mark.parametrize(("stale_token_weight", "expected"), [(0.0, [1, 1, 0, 0]), (0.25, [1, 1, 0.25, 0.25])])
-def test_tokens_more_versions_old_than_allowed_count_less(stale_token_weight: float, expected: list[float]) -> None:
-    tokens = [tokens_of(1.0, staleness=staleness)[0] for staleness in (0, 2, 3, 9)]
-    assert factors_of(tokens, max_token_staleness=2, stale_token_weight=stale_token_weight) == expected
-
-
 @pytest.mark.parametrize(("staleness", "ratio", "weight"), [(0, 8.0, 1.0), (1, 8**0.5, 8**0.5), (2, 2.0, 4.0)])
 def test_the_log_linear_anchor_splits_the_drift_by_the_age_of_the_token(
     staleness: int, ratio: float, weight: float

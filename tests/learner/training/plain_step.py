@@ -1,5 +1,6 @@
 """A step once more: branch by branch, unpadded, in float64, by plain gradient descent; the oracle of `train_on`."""
 
+import math
 import statistics
 from collections.abc import Callable
 from itertools import pairwise
@@ -74,8 +75,17 @@ def tell(model: torch.nn.Module, group: RolloutGroup, branch: TokenSequence) -> 
     return logprobs_TV.gather(1, tokens[len(prompt) :, None])[sampled, 0], entropy_T[sampled]
 
 
-def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[RolloutGroup], rule: Rule) -> None:
+class Extremes(msgspec.Struct):
+    """Of single tokens: the ratios to the behavior policy, and how much of the gradient of its update one has at most."""
+
+    ratio_min: float = math.inf
+    ratio_max: float = 0.0
+    max_token_share: float = 0.0
+
+
+def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[RolloutGroup], rule: Rule) -> Extremes:
     """Change the weights of the model, which is in float64, as the reference is."""
+    extremes = Extremes()
     episodes_P_G = [episodes_of(group) for group in groups]
     pairs = [(group, one) for group, episodes in zip(groups, episodes_P_G, strict=True) for e in episodes for one in e]
     with torch.no_grad():
@@ -87,14 +97,13 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
     def kl_of(episode: list[TokenSequence]) -> float:
         return sum(float((started[id(one)][0] - references[id(one)]).sum()) for one in episode)
 
-    def loss_of(group: RolloutGroup, one: TokenSequence, advantage: float) -> torch.Tensor:
+    def branch_of(group: RolloutGroup, one: TokenSequence, advantage: float) -> Branch:
         known: dict[str, Any] = dict(zip(("started", "started_entropy"), started[id(one)], strict=True))
         known |= dict(zip(("logprobs", "entropy"), tell(model, group, one), strict=True))
         sampled = [version for version in owners_of(one) if version is not None]
         behaviour = torch.from_numpy(one.behaviour_logprobs[[v is not None for v in owners_of(one)]]).double()
         ages = torch.tensor([VERSION - version for version in sampled], dtype=torch.float64)
-        branch = Branch(behaviour=behaviour, reference=references[id(one)], ages=ages, advantage=advantage, **known)
-        return rule.loss(branch) * (branch.started_entropy >= floor)
+        return Branch(behaviour=behaviour, reference=references[id(one)], ages=ages, advantage=advantage, **known)
 
     def is_kept(one: TokenSequence) -> bool:
         return not (rule.leaves_out_truncated and one.finish_reason == "length")
@@ -104,7 +113,7 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
 
     for _ in range(rule.num_updates):
         model.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
+        total, pulls = torch.zeros((), dtype=torch.float64), []
         for group, episodes in zip(groups, episodes_P_G, strict=True):
             kls = [kl_of(episode) for episode in episodes]
             for episode, advantage in zip(episodes, advantages_of(group.rewards_G, kls, rule), strict=True):
@@ -112,11 +121,21 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
                 if rule.is_per_episode:
                     num_all = num_tokens(episode) * sum(map(len, episodes_P_G))
                 for one in filter(is_kept, episode):
-                    total = total + loss_of(group, one, advantage).sum() / num_all
+                    branch = branch_of(group, one, advantage)
+                    loss = (rule.loss(branch) * (branch.started_entropy >= floor)).sum() / num_all
+                    total = total + loss
+                    pulls += torch.autograd.grad(loss, branch.logprobs, retain_graph=True)[0].abs().tolist()
+                    ratios = (branch.logprobs - branch.behaviour).exp().tolist()
+                    extremes.ratio_min, extremes.ratio_max = (
+                        min(extremes.ratio_min, *ratios),
+                        max(extremes.ratio_max, *ratios),
+                    )
+        extremes.max_token_share = max(extremes.max_token_share, max(pulls) / sum(pulls))
         total.backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= LEARNING_RATE * parameter.grad
+    return extremes
 
 
 def advantages_of(rewards: list[float], kls: list[float], rule: Rule) -> list[float]:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import learner.forward.compile
-import learner.training.policy_trainer
 from learner.config import LearnerRun
 from learner.forward.compile import describe_fused
 from learner.rank_agreement import first_problem
@@ -90,22 +89,6 @@ def test_ranks_that_hold_zeros_go_the_way_of_rank_0(
     for of_rank, found in on_two_ranks(train_a_step, tmp_path, is_sharded=True, switches=switches):
         assert of_rank == attention != "slipstream_pack"
         assert found == pytest.approx(expected, rel=1e-4)
-
-
-def settle_on_one(accelerator: Accelerator) -> str:
-    """Each rank would settle on another attention."""
-
-    def settle(model: Any, *_: Any) -> None:
-        assert accelerator.is_main_process, "only rank 0 is sure to have weights"
-        model.set_attn_implementation("eager")
-
-    learner.training.policy_trainer.choose_attention = settle
-    return accelerator.unwrap_model(a_trainer(accelerator, a_run()).policy).config._attn_implementation
-
-
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
-def test_rank_0_alone_settles_the_attention(is_sharded: bool) -> None:
-    assert on_two_ranks(settle_on_one, is_sharded=is_sharded) == ["eager", "eager"]
 
 
 def compile_on_one(accelerator: Accelerator) -> str:

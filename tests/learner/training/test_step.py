@@ -60,14 +60,17 @@ def with_episodes(groups: list[RolloutGroup], first_token: int | None = 7) -> li
 def compare(
     accelerator: Accelerator, rule: Rule, settings: dict[str, Any], change: Callable[[list], list]
 ) -> dict[str, float]:
-    """Train on the same groups in both ways; the weights must be equal."""
+    """Train on the same groups in both ways; the weights and the extremes of tokens must be equal."""
     trainer = make_moved_trainer(make_run(**settings), accelerator)
     groups = change(make_groups(trainer.policy))
     model = copy.deepcopy(trainer.policy).double()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     reference = AutoModelForCausalLM.from_pretrained(resolve_model("tiny:digits"), dtype=torch.float64)
     metrics = train_on(trainer, groups, VERSION, StepTimer())
-    plain_step(model, reference, groups, rule)
+    extremes = plain_step(model, reference, groups, rule)
+    assert metrics["policy/ratio_min"] == pytest.approx(extremes.ratio_min, rel=1e-4)
+    assert metrics["policy/ratio_max"] == pytest.approx(extremes.ratio_max, rel=1e-4)
+    assert metrics["loss/max_token_share"] == pytest.approx(extremes.max_token_share, rel=1e-3)
     for (name, trained), expected in zip(trainer.policy.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(trained.double(), expected, atol=2e-6, rtol=0, msg=name)
     moved = zip(model.parameters(), before, strict=True)

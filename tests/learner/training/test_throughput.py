@@ -3,7 +3,6 @@
 import math
 import mmap
 import re
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from accelerate import Accelerator
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig
 
-from learner.forward.logprobs import sequences_logprobs
 from learner.policy.memory import shape_of
 from learner.report.run_log import unhealthy
 from learner.rewards.workers import Latencies
@@ -23,15 +21,12 @@ from learner.train import train
 from learner.training.metrics import (
     Devices,
     RatioRange,
-    StepTimer,
     group_metrics,
     memory_metrics,
     peak_tflops,
     throughput,
     train_flops,
 )
-from learner.training.policy_trainer import PolicyTrainer
-from learner.training.step import train_on
 from tests.learner.model_engine import tiny_server
 from tests.learner.runs import make_run as make_whole_run
 from tests.learner.runs import metrics_of
@@ -104,34 +99,6 @@ def test_lengths_and_the_deviation_within_groups_are_those_of_the_completions(ac
     lengths = sorted(len(c.token_ids) for g in (first, second) for c in g.completions)
     p10, p50, p90, longest = (metrics[f"rollout/completion_length_{name}"] for name in ("p10", "p50", "p90", "max"))
     assert (p50, longest) == ((lengths[3] + lengths[4]) / 2, lengths[-1]) and lengths[0] <= p10 <= p90 <= longest
-
-
-def ratios_and_pulls(trainer: PolicyTrainer, groups: list) -> tuple[list[float], list[float]]:
-    """Of every token: its ratio to the behavior policy, and ratio · |A| where PPO's clip and the dual clip at 3 leave it a gradient."""
-    ratios, pulls = [], []
-    for group in groups:
-        prompt = group.prompt_token_ids.tolist()
-        mean, std = statistics.mean(group.rewards_G), statistics.stdev(group.rewards_G)
-        for completion, reward in zip(group.completions, group.rewards_G, strict=True):
-            logprobs = sequences_logprobs(trainer.policy, [prompt + completion.token_ids.tolist()], torch.device("cpu"))
-            here = (logprobs[len(prompt) - 1 :] - torch.from_numpy(completion.behaviour_logprobs)).exp().tolist()
-            advantage = (reward - mean) / (std + 1e-4)
-            ratios += here
-            pulls += [
-                abs(advantage) * ratio if (ratio <= 1.28 if advantage > 0 else 0.8 <= ratio <= 3) else 0.0
-                for ratio in here
-            ]
-    return ratios, pulls
-
-
-def test_the_extreme_ratios_are_those_of_single_tokens(accelerator: Accelerator) -> None:
-    trainer = make_moved_trainer(make_run(micro_batch_tokens=20), accelerator)
-    groups = make_groups(trainer.policy)
-    ratios, pulls = ratios_and_pulls(trainer, groups)
-    metrics = train_on(trainer, groups, VERSION, StepTimer())
-    assert metrics["loss/max_token_share"] == pytest.approx(max(pulls) / sum(pulls), rel=1e-3)
-    assert metrics["policy/ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
-    assert metrics["policy/ratio_min"] == pytest.approx(min(ratios), rel=1e-4)
 
 
 def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:

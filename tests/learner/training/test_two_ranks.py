@@ -18,11 +18,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import learner.policy.published
 from learner.config import ReferenceConfig
 from learner.forward.logprobs import token_logprobs
-from learner.forward.pack import pack
 from learner.policy.model import load_policy
 from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference
-from learner.policy.snapshot import trainable, whole
+from learner.policy.snapshot import whole
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
 from learner.training.batch import trained_rows
@@ -51,8 +50,12 @@ LORA = {
 TRAINED: dict[str, tuple[dict[str, Any], float]] = {
     "all weights": ({}, 1e-5),
     "all weights, warm at the start": ({"warm_start": {"steps": 3, "learning_rate": 3e-3, "rows_per_step": 5}}, 1e-4),
+    "all weights in bfloat16": (
+        {"dtype": "bfloat16", "gradient_checkpointing": True},
+        1e-2,
+    ),  # where ranks round elsewhere
     "adapter": (LORA, 1e-5),
-    "adapter in bfloat16": (LORA | {"dtype": "bfloat16"}, 1e-2),  # where ranks round elsewhere
+    "adapter in bfloat16": (LORA | {"dtype": "bfloat16"}, 1e-2),
 }
 """Settings, and how far two ranks may be from one."""
 
@@ -145,38 +148,6 @@ def test_steps_pushes_and_checkpoints_are_those_of_one_rank(
         assert_same_bytes(resumed, {name: tensor for name, tensor in saver.items() if name.startswith("saved/")})
     exported = load_file(paths[1] / "model" / "model.safetensors")
     assert_same_bytes(exported, {name: two[f"saved/{name}"].to(tensor.dtype) for name, tensor in exported.items()})
-
-
-def bfloat16_pass(accelerator: Accelerator, model: Path) -> dict[str, torch.Tensor]:
-    """Logprobs and gradients of rows of which each rank computes all."""
-    found = []
-    for gradient_checkpointing in (False, True):
-        settings = {"gradient_checkpointing": gradient_checkpointing}
-        run = msgspec.structs.replace(make_run(**settings), model=str(model), dtype="bfloat16")
-        policy = make_trainer(RunInputs(run), accelerator, is_new=True).policy
-        rows = torch.randint(1, 16, (3, 20), generator=torch.Generator().manual_seed(0)).numpy()
-        batch = pack([(row[:1], [row[1:]]) for row in rows], accelerator.device)
-        logprobs_BT, _ = token_logprobs(policy, batch, 1.0)
-        accelerator.backward(logprobs_BT.sum())
-        parameters = trainable(accelerator.unwrap_model(policy))
-        gradients = {name: whole(parameter.grad) for name, parameter in parameters.items()}
-        found.append({"logprobs": logprobs_BT.detach()} | gradients)
-    assert all(torch.equal(found[1][name], tensor) for name, tensor in found[0].items())
-    return found[0]
-
-
-@pytest.mark.parametrize(("family", "is_sharded"), [("qwen2", False), ("qwen2", True), ("llama", True)])
-def test_in_bfloat16_ranks_compute_what_one_does(
-    accelerator: Accelerator, tmp_path: Path, family: str, is_sharded: bool
-) -> None:
-    save_model(family, tmp_path)
-    expected = bfloat16_pass(accelerator, tmp_path)
-    for found in on_two_ranks(bfloat16_pass, tmp_path, is_sharded=is_sharded):
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            # FSDP2 sums the gradients of Qwen2's tied weight in bfloat16; everything else is alike to the bit.
-            rounding = 2**-7 if is_sharded and (family, name) == ("qwen2", "model.embed_tokens.weight") else 0.0
-            torch.testing.assert_close(found[name], tensor, atol=rounding, rtol=rounding, msg=name)
 
 
 def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
