@@ -1,20 +1,16 @@
 """Families of models over packs against the plain padded pass of transformers: losses, entropies and gradients in float32."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from learner.config.policy import LoraConfig
-from learner.forward import attention
 from learner.forward.attention import PackingError, is_packed
 from learner.forward.logprobs import logit_map_of
 from learner.forward.pack import pack
 from learner.forward.packing_check import choose_attention
-from learner.forward.tree_attention import TreePart, TreePlan
 from learner.policy.lora import add_adapter
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
@@ -100,39 +96,12 @@ def test_an_adapter_is_trained_through_a_pack_also_one_on_the_head(targets: tupl
     assert_same_as_plain(model)
 
 
-CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
-CHUNKS = {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96}
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "reason"),
-    [
-        ("Lfm2Config", CONVOLUTION, "of the kind conv, Conv1d"),
-        ("Llama4TextConfig", CHUNKS, "a mask that is neither causal nor a sliding window"),
-    ],
-    ids=["a state beside its attention", "a mask in chunks"],
-)
-def test_a_model_that_cannot_go_packed_is_padded_and_the_log_says_why(
-    name: str, keys: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny(name, keys)
+def test_a_mask_in_chunks_is_padded_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("Llama4TextConfig", {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96})
     assert_same_as_plain(model)
     (said,) = said_of_attention(caplog)
-    assert not is_packed(model) and reason in said and "Padding its sequences instead" in said
-
-
-def test_a_packed_pass_that_would_mix_sequences_is_found_before_the_first_step(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def everything_before(batch: Any, window: int | None, *, predicting_only: bool) -> TreePlan:
-        rows_1N = np.arange(batch.num_tokens)[None]
-        return TreePlan([TreePart(rows_1N, rows_1N, np.zeros(rows_1N.shape, bool), is_causal=True)])
-
-    monkeypatch.setattr(attention, "plan_of", everything_before)
-    model = tiny("Qwen2Config")
-    with caplog.at_level(logging.WARNING):
-        choose_attention(model, CPU, torch.float32)
-    assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
+    assert not is_packed(model) and "Padding its sequences instead" in said
+    assert "a mask that is neither causal nor a sliding window" in said
 
 
 def test_a_packed_model_that_is_called_without_a_pack_says_what_to_do() -> None:

@@ -98,17 +98,6 @@ def steps(trainer: PolicyTrainer, versions: range) -> None:
         train_on(trainer, groups, version, StepTimer())
 
 
-def test_moments_of_8_bits_make_nearly_the_same_steps() -> None:
-    pytest.importorskip("bitsandbytes")
-    weights, gradients = torch.randn(64, 96), gradients_of((64, 96))
-    parameter = nn.Parameter(weights.clone())
-    settings = msgspec.structs.replace(SETTINGS, kind="adamw_8bit")
-    found = stepped(make_optimizer(holder(parameter), settings, settings.learning_rate), parameter, gradients)
-    expected = adamw(weights, gradients)
-    error, way = (found - expected).norm() / (expected - weights).norm(), (found - weights).norm()
-    assert 0 < error < 0.03 and way > 0
-
-
 def test_moments_of_8_bits_take_a_quarter_and_resume_exactly(accelerator: Accelerator, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     whole = make_trainer(RunInputs(IN_8_BITS), accelerator, is_new=True)

@@ -74,10 +74,3 @@ def test_a_checkpoint_whose_state_cannot_be_read_is_named(accelerator: Accelerat
     (tmp_path / "step-000003" / "state.json").write_text('{"step": 3, "version": 3}')
     with pytest.raises(ConfigError, match=r"step-000003/state\.json is damaged or from another version .*`reference`"):
         load_checkpoint(trainer_with(accelerator, tmp_path, None), tmp_path / "step-000003")
-
-
-def test_a_reference_that_is_always_the_policy_itself_is_refused(tmp_path: Path) -> None:
-    settings = {"reference": {"kind": "every", "every_steps": 1}, "kl": {"coef": 0.1}}
-    with pytest.raises(ValueError, match=r"every_steps = 1: the KL is measured .* equals the policy"):
-        make_run(tmp_path, "tcp://127.0.0.1:1", **settings)
-    assert make_run(tmp_path, "tcp://127.0.0.1:1", **settings, updates_per_batch=2).learner.updates_per_batch == 2

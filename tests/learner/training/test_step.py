@@ -23,7 +23,7 @@ from protocol.codec import pack, unpack
 from protocol.model_files import resolve_model
 from tests.learner.training.fixed_groups import MAX_TOKENS, VERSION, make_groups, make_moved_trainer, make_run
 from tests.learner.training.gradients import gradients
-from tests.learner.training.plain_step import LEARNING_RATE, Branch, Rule, clipped, episodes_of, plain_step, ppo
+from tests.learner.training.plain_step import CASES, FIXED, Rule, episodes_of, k3, plain_step
 
 ANSWER = [3, 9]
 """What an environment says."""
@@ -76,74 +76,6 @@ def compare(
     moved = zip(model.parameters(), before, strict=True)
     assert max(float((parameter - start).detach().abs().max()) for parameter, start in moved) > 1e-3
     return metrics
-
-
-def decoupled(branch: Branch) -> torch.Tensor:
-    weight_T = (branch.started - branch.behaviour).exp().clamp(max=1.3)
-    return weight_T * clipped(branch, (branch.logprobs - branch.started).exp())
-
-
-def log_linear(branch: Branch) -> torch.Tensor:
-    share_T = branch.ages / (branch.ages + 1)
-    proximal_T = (branch.behaviour + share_T * (branch.logprobs - branch.behaviour)).detach()
-    weight_T = (proximal_T - branch.behaviour).exp().clamp(max=2.0)
-    return weight_T * clipped(branch, (branch.logprobs - proximal_T).exp())
-
-
-def gspo(branch: Branch) -> torch.Tensor:
-    ratio = (branch.logprobs - branch.behaviour).mean().exp()
-    return clipped(branch, ratio.expand_as(branch.logprobs))
-
-
-def k3(branch: Branch) -> torch.Tensor:
-    d_T = branch.reference - branch.logprobs
-    return d_T.exp() - d_T - 1
-
-
-def with_weighted_kl(branch: Branch) -> torch.Tensor:
-    return ppo(branch) + 0.5 * (branch.logprobs - branch.behaviour).exp() * k3(branch)
-
-
-FIXED = {"reference": {"kind": "fixed"}}
-FALLING = {"learning_rate": 2 * LEARNING_RATE, "schedule": "linear", "max_grad_norm": 1e9}
-"""At version 5 of 10 steps half of the peak: all updates of a step have the learning rate of its version."""
-CASES: dict[str, tuple[dict[str, Any], Rule]] = {
-    "several updates clip against the stored logprobs": (
-        {"updates_per_batch": 3, "optimizer": FALLING}, Rule(num_updates=3),
-    ),
-    "the mean over episodes": ({"loss": {"normalization": "sequence"}}, Rule(is_per_episode=True)),
-    "padded": ({"loss": {"normalization": "sequence"}, "attn_implementation": "sdpa"}, Rule(is_per_episode=True)),
-    "decoupled PPO holds the proximal policy over the updates": (
-        {"updates_per_batch": 2, "off_policy_correction": {"anchor": "proximal", "weight": "truncate", "max_weight": 1.3}},
-        Rule(decoupled, num_updates=2),
-    ),
-    "the log-linear proximal policy goes by each token's version": (
-        {"off_policy_correction": {"anchor": "proximal", "proximal": "log_linear", "weight": "truncate"}}, Rule(log_linear),
-    ),
-    "tokens beyond a staleness are left out and stay in the denominator": (
-        {"off_policy_correction": {"max_token_staleness": 2}}, Rule(lambda branch: (branch.ages <= 2) * ppo(branch)),
-    ),
-    "what is truncated is left out of the mean and stays in the baseline": (
-        {"loss": {"mask_truncated": True}}, Rule(leaves_out_truncated=True),
-    ),
-    "the ratio of a sequence is made of what the policy sampled": (
-        {"loss": {"objective": "gspo", "clip_low": 0.2, "clip_high": 0.28}}, Rule(gspo, is_per_episode=True),
-    ),
-    "a KL in the reward changes the advantages and nothing else": (
-        {"kl": {"coef": 0.2, "place": "reward", "estimator": "k1"}, "advantage": {"scale": "none"}, **FIXED},
-        Rule(kl_in_reward=0.2),
-    ),
-    "a KL in the loss is measured against one reference over all updates": (
-        {"kl": {"coef": 0.5, "importance_weighted": True}, "updates_per_batch": 2, **FIXED},
-        Rule(with_weighted_kl, num_updates=2),
-    ),
-    "an entropy bonus raises the entropy of every trained token": (
-        {"loss": {"entropy_coef": 0.3}}, Rule(lambda branch: ppo(branch) - 0.3 * branch.entropy),
-    ),
-    "the tokens of highest entropy of the whole step carry the objective": (
-        {"loss": {"top_entropy_frac": 0.2}, "micro_batch_tokens": 30}, Rule(top_entropy=0.2),
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", [lambda groups: groups, with_episodes], ids=["completions", "episodes"])
