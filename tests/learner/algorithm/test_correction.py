@@ -54,6 +54,13 @@ def test_a_product_grows_with_the_length_of_a_completion_and_the_geometric_mean_
     assert kept == pytest.approx([math.exp(0.012)] * 100, rel=1e-5)
 
 
+def test_a_product_stops_at_twenty_nats_and_so_never_becomes_zero_or_infinite() -> None:
+    """Ten ratios of e⁻¹⁵ would be e⁻¹⁵⁰, which is 0 in float32."""
+    for ratio, weight in ((math.exp(-15), math.exp(-20)), (math.exp(15), 2.0)):
+        factors = factors_of(tokens_of(*[ratio] * 10), weight="truncate", granularity="sequence")
+        assert factors == pytest.approx([weight] * 10, rel=1e-5, abs=0)
+
+
 @pytest.mark.parametrize(("staleness", "ratio", "weight"), [(0, 8.0, 1.0), (1, 8**0.5, 8**0.5), (2, 2.0, 4.0)])
 def test_the_log_linear_anchor_splits_the_drift_by_the_age_of_the_token(
     staleness: int, ratio: float, weight: float

@@ -1,4 +1,4 @@
-"""A step once more: branch by branch, unpadded, in float64, by plain gradient descent; the oracle of `train_on`."""
+"""A step once more, the oracle of `train_on`: branch by branch, unpadded, in float64, by plain gradient descent; and the cases of both."""
 
 import math
 import statistics
