@@ -192,6 +192,8 @@ def differ_at_the_start(accelerator: Accelerator, other_model: Path) -> None:
     cases = {
         "learner.loss.dual_clip is null on rank 0 and inf on rank 1": a_run(loss={"dual_clip": math.inf}),
         'dtype is "float32" on rank 0 and "bfloat16" on rank 1': msgspec.structs.replace(run, dtype="bfloat16"),
+        'head_dtype is null on rank 0 and "float32" on rank 1': msgspec.structs.replace(run, head_dtype="float32"),
+        "max_model_len is null on rank 0 and 64": msgspec.structs.replace(run, server={"max_model_len": 64}),
         "disagree: model is ": a_run(other_model),
     }
     for words, other_run in cases.items():
