@@ -19,10 +19,9 @@ from protocol.config import to_toml
 from protocol.errors import SlipstreamError
 from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.model_engine import tiny_server
-from tests.learner.ranks import Place, Work, places_of
+from tests.learner.ranks import LAUNCH, ROOT, UNSHARDED, Place, Work, places_of
 from tests.learner.runs import make_run
 from tests.learner.training.fixed_groups import make_run as a_run
-from tests.learner.training.test_ranks import LAUNCH, ROOT, UNSHARDED
 from tests.peer import PROCESSES
 
 NUM_RANKS = 3

@@ -26,8 +26,8 @@ from protocol.model_files import resolve_model
 from tests.fakes import ServerThread, report
 from tests.learner.checkpoints import weights_of
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
+from tests.learner.ranks import fork
 from tests.learner.runs import make_run, metrics_of, rows_of
-from tests.learner.training.test_ranks import fork
 from tests.ports import free_port
 
 TIMEOUT_S = 60.0

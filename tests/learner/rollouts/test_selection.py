@@ -9,7 +9,7 @@ from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.selection import Selection
 from tests.learner.runs import make_run
-from tests.learner.training.test_batch import make_group
+from tests.learner.training.batch_rows import make_group
 
 
 def accepted(tmp_path: Path, rewards: dict[str, list[float]], **learner: Any) -> bool:
