@@ -21,11 +21,9 @@ def completions(draw: st.DrawFn) -> Completion:
     split = draw(st.integers(0, num_tokens))
     versions = [(version, count) for version, count in [(4, split), (7, num_tokens - split)] if count]
     return Completion(
-        token_ids=np.array(token_ids, np.int32),
-        behaviour_logprobs=np.array(logprobs, np.float32),
-        versions=versions,
+        token_ids=np.array(token_ids, np.int32), behaviour_logprobs=np.array(logprobs, np.float32), versions=versions,
         finish_reason="stop",
-    )
+    )  # fmt: skip
 
 
 @given(st.lists(completions(), max_size=5), st.text(st.characters(categories=["L", "N"]), max_size=20))
@@ -40,12 +38,8 @@ def test_a_group_survives_the_wire_bit_for_bit(sent: list[Completion], group_id:
 
 
 def generate() -> Generate:
-    return Generate(
-        group_id="3.0",
-        prompt_token_ids=np.arange(5, dtype=np.int32),
-        sampling=Sampling(num_completions=2, max_tokens=4),
-        deadline_s=1.0,
-    )
+    sampling = Sampling(num_completions=2, max_tokens=4)
+    return Generate(group_id="3.0", prompt_token_ids=np.arange(5, dtype=np.int32), sampling=sampling, deadline_s=1.0)
 
 
 def test_a_stored_message_is_the_sent_one() -> None:
@@ -53,9 +47,7 @@ def test_a_stored_message_is_the_sent_one() -> None:
     assert stored.prompt_token_ids.tolist() == [0, 1, 2, 3, 4] and stored.sampling == generate().sampling
 
 
-@pytest.mark.parametrize(
-    "packed", [b"", pack(generate())[:-1], pack(generate()) + b"x", msgspec.msgpack.encode("text"), b"\x91" * 100_000]
-)
+@pytest.mark.parametrize("packed", [b"", pack(generate())[:-1], pack(generate()) + b"x", b"\x91" * 100_000])
 def test_stored_bytes_that_are_no_message_are_a_protocol_error(packed: bytes) -> None:
     with pytest.raises(ProtocolError, match=r"Expected the frames of Generate or Group\. Resume with"):
         unpack(packed, Generate | Group)  # type: ignore[arg-type]
@@ -86,7 +78,6 @@ def test_a_damaged_message_is_refused_or_still_valid(data: st.DataObject) -> Non
         (lambda frames: [frames[0], frames[1] + b"\0\0\0\0"], r"no frame fits.*'int32', 5.*\[24\] bytes"),
         (lambda frames: [frames[0], frames[1] + b"\0"], r"no frame fits.*'int32', 5.*\[21\] bytes"),
         (lambda frames: [frames[0].replace(b"int32", b"int64"), frames[1]], "no frame fits"),
-        (lambda frames: [frames[0].replace(b"int32", b"float32"[:5]), frames[1]], "no frame fits"),
         (lambda frames: [frames[0].replace(b"Generate", b"Delete!!"), frames[1]], "Delete!!"),
     ],
 )
@@ -95,7 +86,7 @@ def test_frames_that_differ_from_the_header_are_refused(tamper, expected: str) -
         decode(tamper([bytes(frame) for frame in encode(generate())]), LearnerMessage)
 
 
-@pytest.mark.parametrize("announced", [[1, 0], [0, 0], [1, 1], [-1, 0], [0, 2], [0, "1"], [0, None], [0, [1]]])
+@pytest.mark.parametrize("announced", [[1, 0], [0, 0], [-1, 0], [0, 2], [0, "1"]])
 def test_each_frame_is_announced_once_and_in_the_order_in_which_it_came(announced: list) -> None:
     arrays = [np.zeros(3, np.int32), np.zeros(3, np.float32)]
 
@@ -112,9 +103,7 @@ def test_each_frame_is_announced_once_and_in_the_order_in_which_it_came(announce
         decode(frames_of(*announced), ServerMessage)
 
 
-@pytest.mark.parametrize(
-    "announced", [[0, "int32"], [0, ["int32"], 5], "012", 7, None, [0, "int32", "5" * 20], [0, "int32", 5.0]]
-)
+@pytest.mark.parametrize("announced", [[0, "int32"], [0, ["int32"], 5], "012", None, [0, "int32", 5.0]])
 def test_what_announces_no_array_is_refused(announced: object) -> None:
     header = msgspec.msgpack.encode(SCORE | {"token_ids": announced})
     with pytest.raises(ProtocolError, match="not a valid message"):
@@ -130,12 +119,6 @@ def test_a_decoder_that_has_refused_a_message_decodes_the_next() -> None:
         assert isinstance(decoder.decode(frames), Generate)
 
 
-def test_an_unknown_field_is_refused() -> None:
-    header = msgspec.msgpack.encode({"type": "Ack", "group_ids": [], "extra": 1})
-    with pytest.raises(ProtocolError, match="extra"):
-        decode([header], LearnerMessage)
-
-
 SCORE = {"type": "Score", "request_id": "r", "token_ids": [0, "int32", 0], "deadline_s": 1.0}
 BEGIN = {"type": "PushBegin", "session": "e", "version": 1}
 TENSOR = {"name": "w", "shape": [2], "dtype": "float32"}
@@ -148,6 +131,7 @@ TENSOR = {"name": "w", "shape": [2], "dtype": "float32"}
         SCORE | {"deadline_s": 0.0},
         SCORE | {"request_id": "of\ntwo lines"},
         SCORE | {"request_id": "x" * 257},
+        SCORE | {"unknown_field": 1},
         BEGIN | {"version": -1},
         BEGIN | {"version": 2**53},
         BEGIN | {"manifest": {"tensors": [TENSOR | {"shape": [-2]}], "bucket_bytes": 1}},
@@ -186,11 +170,6 @@ def test_a_learner_message_is_not_a_server_message() -> None:
     ],
 )
 def test_a_completion_that_contradicts_itself_cannot_be_made(fields, expected: str) -> None:
-    good = {
-        "token_ids": np.zeros(3, np.int32),
-        "behaviour_logprobs": np.zeros(3, np.float32),
-        "versions": [(1, 3)],
-        "finish_reason": "stop",
-    }
+    arrays = {"token_ids": np.zeros(3, np.int32), "behaviour_logprobs": np.zeros(3, np.float32)}
     with pytest.raises(ValueError, match=expected):
-        Completion(**(good | fields))
+        Completion(**({"versions": [(1, 3)], "finish_reason": "stop"} | arrays | fields))

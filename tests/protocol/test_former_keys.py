@@ -1,6 +1,8 @@
+"""Former names of keys, values and metrics: read as those of today, with one warning."""
+
 import logging
-import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,15 +26,6 @@ task = "reverse"
 
 [learner.reward]
 functions = ["exact_match"]
-"""
-FORMER = f"""{START}
-active_sampling = true
-max_replacements = 4
-group_deadline_s = 50.0
-rank_timeout_s = 70.0
-{REST}
-max_prompt_tokens = 9
-too_long = "drop"
 """
 
 
@@ -79,19 +72,34 @@ def test_a_file_with_former_names_is_the_same_config(tmp_path: Path) -> None:
     assert to_toml(load(tmp_path / "a.toml", former)) == to_toml(load(tmp_path / "b.toml", today))
 
 
-def test_former_names_cost_one_warning_that_names_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("text", "flags", "warnings"),
+    [
+        (
+            in_section("learner.push", "overlap = true"),
+            ("--learner.push.wire", "delta"),
+            (
+                "learner.push.overlap is now learner.weight_sync.overlap_with_training",
+                "learner.push.wire is now learner.weight_sync.compression",
+            ),
+        ),
+        (
+            in_section("learner.weight_sync", 'compression = "dense"'),
+            (),
+            ('learner.weight_sync.compression = "dense" is now "none"',),
+        ),
+        (in_section("learner.weight_sync", "max_attempts = 2"), ("--seed", "4"), ()),
+    ],
+    ids=["names", "value", "today's"],
+)
+def test_former_names_cost_one_warning_that_names_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, flags: tuple[str, ...], warnings: tuple[str, ...]
+) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(2):  # as colocate does
-            load(tmp_path / "a.toml", in_section("learner.push", "overlap = true"), "--learner.push.wire", "delta")
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "learner.push.overlap is now learner.weight_sync.overlap_with_training" in line
-    assert "learner.push.wire is now learner.weight_sync.compression" in line
-
-
-def test_names_of_today_cost_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        load(tmp_path / "a.toml", in_section("learner.weight_sync", "max_attempts = 2"), "--seed", "4")
-    assert not caplog.records
+            load(tmp_path / "a.toml", text, *flags)
+    assert len(caplog.messages) == bool(warnings)
+    assert all(warning in caplog.messages[0] for warning in warnings)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +112,10 @@ def test_a_flag_may_have_a_former_name_and_value(tmp_path: Path, flags: tuple[st
 
 
 def test_a_flag_that_is_on_or_off_may_have_a_former_name(tmp_path: Path) -> None:
-    text = in_section("learner.weight_sync", "overlap_with_training = true")
-    assert not load(
-        tmp_path / "a.toml", text, "--learner.push.overlap", "false"
-    ).learner.weight_sync.overlap_with_training
-    assert load(tmp_path / "a.toml", START + REST, "--learner.push.overlap").learner.weight_sync.overlap_with_training
+    for value, flags in (("true", ["--learner.push.overlap", "false"]), ("false", ["--learner.push.overlap"])):
+        text = in_section("learner.weight_sync", f"overlap_with_training = {value}")
+        is_on = load(tmp_path / "a.toml", text, *flags).learner.weight_sync.overlap_with_training
+        assert is_on == (value == "false")
 
 
 def test_the_servers_section_may_have_former_names(tmp_path: Path) -> None:
@@ -118,41 +125,28 @@ def test_the_servers_section_may_have_former_names(tmp_path: Path) -> None:
     assert server.overlap_weight_loading and server.kv_cache_on_weight_sync == "keep"
 
 
-def test_both_names_of_a_key_are_refused(tmp_path: Path) -> None:
-    text = in_section("learner.push", "overlap = true") + "[learner.weight_sync]\noverlap_with_training = false\n"
-    with pytest.raises(
-        ConfigError, match=r"a\.toml: learner\.push\.overlap is the former name of .*; remove learner\.push\.overlap$"
-    ):
+BOTH = in_section("learner.push", "overlap = true") + "[learner.weight_sync]\noverlap_with_training = false\n"
+NO_SECTION = START + "push = 3\n[learner.weight_sync]\nmax_attempts = 2\n" + REST
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (BOTH, r"a\.toml: learner\.push\.overlap is the former name of .*; remove learner\.push\.overlap$"),
+        (NO_SECTION, r"learner\.weight_sync = 3 is not a section; write \[learner\.weight_sync\]"),
+        (in_section("learner.push", "overlapp = true"), r"unknown key learner\.weight_sync\.overlapp"),
+    ],
+    ids=["both names", "a value for a section", "unknown key"],
+)
+def test_what_former_names_lead_to_is_still_checked(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         load(tmp_path / "a.toml", text)
-
-
-def test_a_value_where_a_section_belongs_is_refused(tmp_path: Path) -> None:
-    text = START + "push = 3\n[learner.weight_sync]\nmax_attempts = 2\n" + REST
-    with pytest.raises(ConfigError, match=r"learner\.weight_sync = 3 is not a section; write \[learner\.weight_sync\]"):
-        load(tmp_path / "a.toml", text)
-
-
-def test_an_unknown_key_in_a_section_with_a_former_name_is_still_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown key learner\.weight_sync\.overlapp"):
-        load(tmp_path / "a.toml", in_section("learner.push", "overlapp = true"))
-
-
-def test_a_config_without_former_names_is_unchanged() -> None:
-    raw = tomllib.loads(
-        in_section("learner.weight_sync", 'compression = "delta"') + "[deploy]\n[server]\nkeep = [1, 2]\n"
-    )
-    assert former_keys.renamed(raw) == (raw, {})
 
 
 def test_metrics_of_old_runs_get_the_names_of_today() -> None:
     former = {
-        "step": 1,
-        "push/seconds": 0.1,
-        "wait/push": 2.0,
-        "wait/server": 3.0,
-        "time/push": 4.0,
-        "time/wait_for_batch": 5.0,
-    }
+        "step": 1, "push/seconds": 0.1, "wait/push": 2.0, "wait/server": 3.0, "time/push": 4.0, "time/wait_for_batch": 5.0
+    }  # fmt: skip
     assert former_keys.current_metrics(former) == {
         "step": 1, "weight_sync/seconds": 0.1, "bottleneck/weight_sync": 2.0, "bottleneck/server": 3.0,
         "time/weight_sync": 4.0, "time/wait_for_batch": 5.0,
@@ -160,17 +154,14 @@ def test_metrics_of_old_runs_get_the_names_of_today() -> None:
 
 
 def test_keys_with_dots_and_empty_sections_are_as_they_were() -> None:
-    raw = {"server": {"vllm": {"hf_overrides": {"a.b": 1, "c": {}}}}, "learner": {"weight_sync": {"max_attempts": 2}}}
+    raw: dict[str, Any] = {
+        "deploy": {},
+        "server": {"vllm": {"hf_overrides": {"a.b": 1, "c": {}}}, "keep": [1, 2]},
+        "learner": {"weight_sync": {"max_attempts": 2}},
+    }
     assert former_keys.renamed(raw) == (raw, {})
     raw["learner"] |= {"push": {}}
     config, _ = former_keys.renamed(raw)
     assert config["learner"] == {"weight_sync": {"max_attempts": 2}}
     config, _ = former_keys.renamed({"learner": {"checkpoint_every": 5, "checkpoint": {}}})
     assert config == {"learner": {"checkpoint": {"every_steps": 5}}}
-
-
-def test_a_former_value_of_a_key_costs_a_warning_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        load(tmp_path / "a.toml", in_section("learner.weight_sync", 'compression = "dense"'))
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert 'learner.weight_sync.compression = "dense" is now "none"' in line

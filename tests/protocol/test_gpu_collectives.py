@@ -24,7 +24,7 @@ from protocol.transports.nccl import FAMILY, INTERFACE, SHARED_GPU_SWITCH, ranks
 from protocol.transports.transport import offered_transports, own_device_name
 from protocol.weights.buckets import checksum_of, make_manifest, split_into_buckets
 from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
-from tests.protocol.test_collective import HOST, Waiting
+from tests.protocol.local_ranks import HOST, Waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

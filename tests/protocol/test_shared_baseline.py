@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -15,18 +14,17 @@ import pytest
 import torch
 
 from protocol.errors import PushError
-from protocol.transports.collective import Collective
-from protocol.transports.group import RendezvousHost, join_collective
 from protocol.weights import delta, shared_baseline
 from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.shared_baseline import DIRECTORY, PREFIX, SharedBaseline, worker_baseline
+from tests.protocol.local_ranks import joined
 
 pytestmark = pytest.mark.skipif(not DIRECTORY.is_dir(), reason=f"needs {DIRECTORY}")
 
-CPU = torch.device("cpu")
 FIRST = [("weight", torch.randn(700, 500)), ("bias", torch.zeros(7)), ("index", torch.arange(5))]
 MANIFEST = make_manifest(FIRST, torch.float32, 1 << 20, "delta")
+BUCKETS = split_into_buckets(MANIFEST)
 NUM_WORKERS = 2
 NOBODY = 65534
 
@@ -44,19 +42,6 @@ def shared() -> Iterator[list[SharedBaseline]]:
     assert not files()
 
 
-@contextmanager
-def group() -> Iterator[tuple[Collective, list[Collective]]]:
-    rendezvous_host = RendezvousHost("127.0.0.1", timeout_s=10)
-    rendezvous = rendezvous_host.rendezvous(NUM_WORKERS, "gloo")
-    with ThreadPoolExecutor(NUM_WORKERS) as threads:
-        joining = [threads.submit(join_collective, "e1", rendezvous, 1 + rank, CPU) for rank in range(NUM_WORKERS)]
-        host = rendezvous_host.host_collective("e1", rendezvous, CPU)
-        workers = [each.result() for each in joining]
-    yield host, workers
-    for one in (host, *workers):
-        one.close()
-
-
 def test_every_version_reaches_all_and_each_bucket_is_decoded_once(
     shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,29 +56,22 @@ def test_every_version_reaches_all_and_each_bucket_is_decoded_once(
     later = [(name, tensor.clone()) for name, tensor in FIRST]
     later[0][1][::50, ::2] *= 1.5
     mine = Baseline()
-    with group() as (host, workers), ThreadPoolExecutor(NUM_WORKERS) as threads:
+    with joined(NUM_WORKERS) as (host, *workers), ThreadPoolExecutor(NUM_WORKERS) as threads:
         for version, tensors in enumerate([FIRST, later, FIRST]):
             receiving = [
                 threads.submit(lambda pair: [*receive_changes(pair[0], MANIFEST, pair[1])], pair)
                 for pair in zip(workers, shared, strict=True)
             ]
-            send_changes(host, split_into_buckets(MANIFEST), tensors, mine)
+            send_changes(host, BUCKETS, tensors, mine)
             for arrived in (each.result() for each in receiving):
                 got = {name: tensor for one in arrived for name, tensor in one.bucket.views(one.buffer)}
                 assert all(torch.equal(got[name], tensor) for name, tensor in tensors)
-            assert len(decoded) == version * len(split_into_buckets(MANIFEST)) and len(split_into_buckets(MANIFEST)) > 1
+            assert len(decoded) == version * len(BUCKETS) and len(BUCKETS) > 1
             assert len(files()) == (1 if version == 0 else 0), "its name goes once all workers have it"
 
 
-def test_they_share_their_memory(shared: list[SharedBaseline]) -> None:
-    one, other = shared
-    for bucket in split_into_buckets(MANIFEST):
-        one.of(bucket).fill_(7 + bucket.index)
-        assert torch.equal(other.of(bucket), one.of(bucket))
-
-
 def die_in_the_middle(session: str) -> None:
-    with SharedBaseline(os.getppid(), session, MANIFEST).changing(split_into_buckets(MANIFEST)[0]):
+    with SharedBaseline(os.getppid(), session, MANIFEST).changing(BUCKETS[0]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -104,19 +82,18 @@ def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared
     assert process.exitcode == -signal.SIGKILL
     with (
         pytest.raises(PushError, match="must start a new session"),
-        shared[0].changing(split_into_buckets(MANIFEST)[0]),
+        shared[0].changing(BUCKETS[0]),
     ):
         pytest.fail("it was taken for whole")
-    with shared[0].changing(split_into_buckets(MANIFEST)[1]) as is_ours:  # the dead one's lock is nobody's
+    with shared[0].changing(BUCKETS[1]) as is_ours:  # the dead one's lock is nobody's
         assert is_ours
 
 
 def test_a_change_whose_checksum_is_wrong_is_not_taken_by_the_others_for_done(shared: list[SharedBaseline]) -> None:
     one, other = shared
-    bucket = split_into_buckets(MANIFEST)[0]
-    with pytest.raises(ValueError, match="wrong"), one.changing(bucket):
+    with pytest.raises(ValueError, match="wrong"), one.changing(BUCKETS[0]):
         raise ValueError("wrong")
-    with pytest.raises(PushError, match="failed during the change"), other.changing(bucket):
+    with pytest.raises(PushError, match="failed during the change"), other.changing(BUCKETS[0]):
         pytest.fail("it was taken for whole")
 
 
@@ -126,9 +103,9 @@ def test_who_holds_the_lock_for_too_long_is_an_error(
     monkeypatch.setattr(shared_baseline, "LOCK_TIMEOUT_S", 0.1)
     one, other = shared
     with (
-        one.changing(split_into_buckets(MANIFEST)[0]),
+        one.changing(BUCKETS[0]),
         pytest.raises(PushError, match="has held the shared baseline for"),
-        other.changing(split_into_buckets(MANIFEST)[1]),
+        other.changing(BUCKETS[1]),
     ):
         pytest.fail("both have it")
 

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -17,8 +17,8 @@ from protocol.transports.worker_connections import (
     WorkerConnections,
     connect_to_learner,
 )
+from tests.protocol.local_ranks import HOST
 
-HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
 NOBODY = b"x" * 32
 
@@ -44,6 +44,10 @@ class Door:
                 with connection, connection.makefile("rb") as lines:
                     self.connections.admit(connection, msgspec.json.decode(lines.readline(), type=ConnectionRequest))
 
+    def connect(self, secret: bytes, rank: int) -> TcpConnection:
+        """As a worker does."""
+        return connect_to_learner(HOST, self.port, ConnectionRequest(secret, rank), TIMEOUT_S)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -52,13 +56,10 @@ class Door:
         self.connections.close()
 
 
-@contextlib.contextmanager
+@pytest.fixture
 def door() -> Iterator[Door]:
-    opened = Door()
-    try:
+    with contextlib.closing(Door()) as opened:
         yield opened
-    finally:
-        opened.close()
 
 
 @contextlib.contextmanager
@@ -75,67 +76,49 @@ def pair(timeout_s: float) -> Iterator[tuple[TcpConnection, TcpConnection]]:
             end.close()
 
 
-def in_thread(pool: ThreadPoolExecutor, peer: TcpConnection, num_bytes: int) -> "Future[None]":
-    return pool.submit(peer.receive, memoryview(bytearray(num_bytes)))
-
-
-def test_each_worker_that_presents_the_secret_gets_the_connection_of_its_rank() -> None:
-    with door() as opened:
-        secret = opened.connections.expect(3, TIMEOUT_S)
-        workers = [connect_to_learner(HOST, opened.port, ConnectionRequest(secret, rank), TIMEOUT_S) for rank in (2, 1)]
-        peers = opened.connections.collect(secret, do_nothing, TIMEOUT_S)
-        for rank, peer in enumerate(peers, start=1):
-            peer.send(memoryview(bytes([rank]) * 5))
-        for rank, worker in zip((2, 1), workers, strict=True):
-            came = bytearray(5)
-            worker.receive(memoryview(came))
-            assert came == bytes([rank]) * 5
-        for peer in (*peers, *workers):
-            peer.close()
-
-
-@pytest.mark.parametrize("stranger", [(NOBODY, 1), (b"", 1), (None, 0), (None, 2), (None, -1)])
-def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(stranger: tuple[bytes | None, int]) -> None:
-    with door() as opened:
-        secret = opened.connections.expect(2, TIMEOUT_S)
-        shown = secret if stranger[0] is None else stranger[0]
-        with pytest.raises(
-            PushError, match=rf"rank {stranger[1]} could not open a connection .* 127.0.0.1:{opened.port}: .*advertise"
-        ):
-            connect_to_learner(HOST, opened.port, ConnectionRequest(shown, stranger[1]), TIMEOUT_S)
-        worker = connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
-        (peer,) = opened.connections.collect(secret, do_nothing, TIMEOUT_S)
+def test_each_worker_that_presents_the_secret_gets_the_connection_of_its_rank(door: Door) -> None:
+    secret = door.connections.expect(3, TIMEOUT_S)
+    workers = [door.connect(secret, rank) for rank in (2, 1)]
+    peers = door.connections.collect(secret, do_nothing, TIMEOUT_S)
+    for rank, peer in enumerate(peers, start=1):
+        peer.send(memoryview(bytes([rank]) * 5))
+    for rank, worker in zip((2, 1), workers, strict=True):
+        came = bytearray(5)
+        worker.receive(memoryview(came))
+        assert came == bytes([rank]) * 5
+    for peer in (*peers, *workers):
         peer.close()
-        worker.close()
 
 
-def test_a_place_is_given_once() -> None:
-    with door() as opened:
-        secret = opened.connections.expect(2, TIMEOUT_S)
-        worker = connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
-        with pytest.raises(PushError, match="rank 1 could not open a connection"):
-            connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
-        (peer,) = opened.connections.collect(secret, do_nothing, TIMEOUT_S)
-        peer.send(memoryview(b"a"))
+def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(door: Door) -> None:
+    secret = door.connections.expect(2, TIMEOUT_S)
+
+    def refused(presented: bytes, rank: int) -> None:
+        unwelcome = rf"rank {rank} could not open a connection .* 127.0.0.1:{door.port}: .*advertise"
+        with pytest.raises(PushError, match=unwelcome):
+            door.connect(presented, rank)
+
+    for presented, rank in ((NOBODY, 1), (b"", 1), (secret, 0), (secret, 2), (secret, -1)):
+        refused(presented, rank)
+    worker = door.connect(secret, 1)
+    refused(secret, 1)
+    (peer,) = door.connections.collect(secret, do_nothing, TIMEOUT_S)
+    peer.send(memoryview(b"a"))
+    worker.receive(memoryview(bytearray(1)))
+    refused(secret, 1)
+    peer.close()
+    worker.close()
+
+
+def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_look_at(door: Door) -> None:
+    secret = door.connections.expect(4, TIMEOUT_S)
+    worker = door.connect(secret, 2)
+    missing = r"rank 1, rank 3 did not connect within 0.3 s \(learner.weight_sync.timeout_s\); .*weight_sync.ports"
+    with pytest.raises(PushError, match=missing):
+        door.connections.collect(secret, do_nothing, 0.3)
+    with pytest.raises(OSError, match="closed the connection"):
         worker.receive(memoryview(bytearray(1)))
-        with pytest.raises(PushError, match="rank 1 could not open a connection"):
-            connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
-        peer.close()
-        worker.close()
-
-
-def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_look_at() -> None:
-    with door() as opened:
-        secret = opened.connections.expect(4, TIMEOUT_S)
-        worker = connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 2), TIMEOUT_S)
-        with pytest.raises(
-            PushError,
-            match=r"rank 1, rank 3 did not connect within 0.3 s \(learner.weight_sync.timeout_s\); .*weight_sync.ports",
-        ):
-            opened.connections.collect(secret, do_nothing, 0.3)
-        with pytest.raises(OSError, match="closed the connection"):
-            worker.receive(memoryview(bytearray(1)))
-        worker.close()
+    worker.close()
 
 
 def test_a_session_that_is_canceled_ends_the_wait_for_its_workers() -> None:
@@ -169,7 +152,7 @@ def test_more_than_the_kernel_holds_arrives_whole() -> None:
 @pytest.mark.parametrize("shut", [0, 1])
 def test_whoever_shuts_a_line_wakes_those_who_wait_at_both_ends(shut: int) -> None:
     with pair(TIMEOUT_S) as ends, ThreadPoolExecutor(1) as pool:
-        waiting = in_thread(pool, ends[0], 1)
+        waiting = pool.submit(ends[0].receive, memoryview(bytearray(1)))
         ends[shut].shut()
         with pytest.raises(OSError, match="closed the connection"):
             waiting.result(TIMEOUT_S / 2)
