@@ -35,6 +35,7 @@ def run(code: str, folder: Path = ROOT, **options: Any) -> subprocess.CompletedP
     )  # fmt: skip
 
 
+@pytest.mark.system  # a learner in a process of its own
 def test_every_line_of_a_run_is_json_for_machines(tmp_path: Path) -> None:
     """Of a few steps, with the checkpoint and the report at its end."""
     with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as server:
