@@ -140,41 +140,34 @@ def test_nvml_counts_as_many_gpus_as_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpu_info", "has_gpu", "dtype", "reason"),
+    ("cpu_info", "limit", "dtype", "reason"),
     [
-        (PLAIN, True, "bfloat16", "a GPU was found: "),
-        (AMX, False, "bfloat16", "this CPU has AMX"),
-        (AVX512, False, "bfloat16", "this CPU has AVX-512 BF16"),
-        (PLAIN, False, "float32", "this CPU has neither AMX nor AVX-512 BF16"),
-        (None, False, "float32", "this CPU has neither AMX nor AVX-512 BF16"),
+        (AMX, "", "bfloat16", "this CPU has AMX"),
+        (AVX512, "", "bfloat16", "this CPU has AVX-512 BF16"),
+        (PLAIN, "", "float32", "this CPU has neither AMX nor AVX-512 BF16"),
+        (None, "", "float32", "this CPU has neither AMX nor AVX-512 BF16"),
+        # What oneDNN must not use makes nothing faster.
+        (AMX, "AVX512_CORE_VNNI", "float32", "neither"),
+        (AMX, "avx512_core_amx", "bfloat16", "AMX"),
+        (AVX512, "AVX512_CORE_VNNI", "float32", "neither"),
+        (AVX512, "AVX512_CORE_BF16", "bfloat16", "BF16"),
+        (AVX512, "AVX10_1_512", "bfloat16", "BF16"),
+        (AVX512, "DEFAULT", "bfloat16", "BF16"),
     ],
 )
 def test_the_default_is_what_the_machine_multiplies_fastest(
-    machine, cpu_info: str | None, has_gpu: bool, dtype: str, reason: str
+    machine, monkeypatch: pytest.MonkeyPatch, cpu_info: str | None, limit: str, dtype: str, reason: str
 ) -> None:
-    machine(cpu_info, devices=("nvidia0",) if has_gpu else ())
+    machine(cpu_info)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert SharedConfig(model="m", run_dir="r").dtype == dtype == dtype_choice().dtype
     assert reason in dtype_choice().reason
     assert SharedConfig(model="m", run_dir="r", dtype="float32").dtype == "float32"
 
 
-@pytest.mark.parametrize(
-    ("cpu_info", "limit", "dtype"),
-    [
-        (AMX, "AVX512_CORE_VNNI", "float32"),
-        (AMX, "avx512_core_amx", "bfloat16"),
-        (AMX, "ALL", "bfloat16"),
-        (AVX512, "AVX512_CORE_VNNI", "float32"),
-        (AVX512, "AVX512_CORE_BF16", "bfloat16"),
-        (AVX512, "AVX10_1_512", "bfloat16"),
-    ],
-)
-def test_what_onednn_must_not_use_makes_nothing_faster(
-    machine, monkeypatch: pytest.MonkeyPatch, cpu_info: str, limit: str, dtype: str
-) -> None:
-    machine(cpu_info)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert dtype_choice().dtype == dtype
+def test_with_a_gpu_the_default_is_bfloat16_whatever_the_cpu(machine) -> None:
+    machine(PLAIN, devices=("nvidia0",))
+    assert dtype_choice().dtype == "bfloat16" and dtype_choice().reason.startswith("a GPU was found: ")
 
 
 def test_check_and_doctors_name_the_faster_dtype_and_why(machine) -> None:

@@ -50,6 +50,7 @@ def test_the_tiny_model_has_no_dropout_and_its_tokenizer_gives_back_the_exact_te
 
 def test_the_tiny_model_is_made_once_and_the_same_everywhere_whoever_races_for_it(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
+    (tmp_path / ".tiny-digits-v1-abcd1234").mkdir()  # as a killed process leaves it
     with ThreadPoolExecutor(2) as racers:
         made = {*racers.map(resolve_model, ["tiny:digits"] * 2)}
     assert made == {tmp_path / "tiny-digits-v1"}
@@ -59,15 +60,6 @@ def test_the_tiny_model_is_made_once_and_the_same_everywhere_whoever_races_for_i
     assert fingerprint(weights.parent) == fingerprint(tiny)
     made_at = weights.stat().st_mtime_ns
     assert resolve_model("tiny:digits") == weights.parent and weights.stat().st_mtime_ns == made_at
-
-
-def test_what_a_killed_process_left_of_a_model_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
-    left = tmp_path / ".tiny-digits-v1-abcd1234"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half of it")
-    path = resolve_model("tiny:digits")
-    assert {one.name for one in tmp_path.iterdir()} == {path.name, f".{path.name}.lock"}
 
 
 def test_a_fingerprint_depends_on_contents_and_not_on_dates_or_weights(tiny, tmp_path):
