@@ -5,7 +5,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +32,9 @@ MID_BUCKET = 6
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    yield from running_server(tmp_path_factory.mktemp("server"))
-
-
 @pytest.fixture
-def start_learner(server: RealServer, tmp_path: Path) -> Iterator[Callable[[], Peer]]:
-    setup = LearnerSetup(
-        endpoint=server.endpoint, weight_sync={"timeout_s": PUSH_TIMEOUT_S}, model=fingerprint(server.model),
-        weights=gpt2_weights, bucket_bytes=32 << 10, dead_after_s=DEAD_AFTER_S,
-    )  # fmt: skip
-    started: list[Peer] = []
-
-    def start() -> Peer:
-        started.append(Peer(run_learner, tmp_path / "learner.log", setup))
-        return started[-1]
-
-    yield start
-    for learner in started:
-        learner.kill()
+def server(tmp_path: Path) -> Iterator[RealServer]:
+    yield from running_server(tmp_path)
 
 
 def engine_core(server: RealServer) -> int:
@@ -89,53 +72,51 @@ def assert_served(server: RealServer, learner: Peer, version: int) -> None:
             np.testing.assert_allclose(sampled.logprobs, expected, atol=TOLERANCE)
 
 
-def wait_for_push_state(server: RealServer, *states: str) -> str:
+def test_old_weights_none_or_whole_ones_are_served_when_a_side_is_struck_in_the_middle_of_a_bucket(
+    server: RealServer, tmp_path: Path
+) -> None:
+    setup = LearnerSetup(
+        endpoint=server.endpoint, weight_sync={"timeout_s": PUSH_TIMEOUT_S}, model=fingerprint(server.model),
+        weights=gpt2_weights, bucket_bytes=32 << 10, dead_after_s=DEAD_AFTER_S,
+    )  # fmt: skip
+    killed = Peer(run_learner, tmp_path / "learner.log", setup)
+    killed.ask(0)
+    of_version_0 = complete(server)
+    killed.send(Trap("broadcast", killed.pid, signal.SIGKILL, MID_BUCKET))
+    killed.send(1)
+    killed.wait_until_struck(signal.SIGKILL)
+    killed.kill()
     give_up_at = time.monotonic() + NOTICE_S
-    while (state := status_of(server, "push_state")) not in states:
+    while (state := status_of(server, "push_state")) not in ("idle", "torn"):
         assert time.monotonic() < give_up_at, f"push_state stays {state}"
         time.sleep(0.05)
-    return state
-
-
-def test_a_learner_killed_in_the_middle_of_a_bucket_leaves_old_weights_or_none_until_it_is_back(
-    server: RealServer, start_learner: Callable[[], Peer]
-) -> None:
-    learner = start_learner()
-    learner.ask(0)
-    of_version_0 = complete(server)
-    learner.send(Trap("broadcast", learner.pid, signal.SIGKILL, MID_BUCKET))
-    learner.send(1)
-    learner.wait_until_struck(signal.SIGKILL)
-    if wait_for_push_state(server, "idle", "torn") == "torn":
+    if state == "torn":
         assert complete(server)[0] == 503
     else:
         assert complete(server) == of_version_0
     assert status_of(server, "pushes_failed") == 1
-    learner = start_learner()
-    assert isinstance(learner.ask(1), str)
-    assert_served(server, learner, 1)
-    status, text = complete(server)
-    assert status == 200 and text != of_version_0[1]
 
-
-def test_a_learner_goes_on_with_an_engine_that_was_stopped_or_killed_in_the_middle_of_a_bucket(
-    server: RealServer, start_learner: Callable[[], Peer]
-) -> None:
-    learner = start_learner()
-    learner.ask(0)
-    core = engine_core(server)
-    learner.send(Trap("broadcast", core, signal.SIGSTOP, MID_BUCKET))
-    learner.send(1)
+    learner = Peer(run_learner, tmp_path / "learner.log", setup)
     try:
-        said = learner.wait_for_log("weight sync of version 1 failed while", NOTICE_S)
+        assert isinstance(learner.ask(1), str)
+        assert_served(server, learner, 1)
+        status, text = complete(server)
+        assert status == 200 and text != of_version_0[1]
+
+        core = engine_core(server)
+        learner.send(Trap("broadcast", core, signal.SIGSTOP, MID_BUCKET))
+        learner.send(2)
+        said = learner.wait_for_log("weight sync of version 2 failed while", NOTICE_S)
         assert "learner.weight_sync.timeout_s" in said and f"{PUSH_TIMEOUT_S:g} s" in said
-    finally:
         os.kill(core, signal.SIGCONT)
-    assert isinstance(learner.receive(), str)
-    assert_served(server, learner, 1)
-    learner.send(Trap("broadcast", core, signal.SIGKILL, MID_BUCKET))
-    learner.send(2)
-    learner.wait_for_log("weight sync of version 2 failed while", NOTICE_S)
-    server.wait_for("restarted the engine after")
-    assert isinstance(learner.receive(), str)
-    assert_served(server, learner, 2)
+        assert isinstance(learner.receive(), str)
+        assert_served(server, learner, 2)
+
+        learner.send(Trap("broadcast", core, signal.SIGKILL, MID_BUCKET))
+        learner.send(3)
+        learner.wait_for_log("weight sync of version 3 failed while", NOTICE_S)
+        server.wait_for("restarted the engine after")
+        assert isinstance(learner.receive(), str)
+        assert_served(server, learner, 3)
+    finally:
+        learner.kill()

@@ -154,18 +154,6 @@ def test_a_buffer_is_not_written_before_what_its_callers_stream_has_queued_for_i
     assert torch.equal(buffer, sent)
 
 
-def test_a_tensor_is_not_lent_before_what_its_callers_stream_has_queued_for_it_is_done(memory: ScriptedMemory) -> None:
-    buffer, tensor, sent = zeros(64), zeros(64), bucket(64, seed=0)
-    with joined(transport="ipc") as (learner, worker):
-        filled = memory.queue()
-        sending, receiving = Waiting(learner.start_broadcast(tensor)), Waiting(lambda: worker.broadcast(buffer))
-        assert not receiving.ends_promptly(0.5)
-        tensor.copy_(sent)
-        filled.set()
-        assert receiving.ends_promptly() and sending.ends_promptly()
-    assert torch.equal(buffer, sent)
-
-
 @pytest.mark.usefixtures("memory")
 def test_several_broadcasts_may_be_under_way() -> None:
     sent, received = [bucket(64, seed) for seed in range(3)], [zeros(64) for _ in range(3)]

@@ -139,25 +139,6 @@ def test_of_sessions_whose_workers_never_call_only_the_last_are_remembered() -> 
         connections.collect(secrets[1], do_nothing, 0.0)
 
 
-def test_more_than_the_kernel_holds_arrives_whole() -> None:
-    sent = bytes(range(256)) * (1 << 14)
-    came = bytearray(len(sent))
-    with pair(TIMEOUT_S) as (near, far), ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(far.receive, memoryview(came))
-        near.send(memoryview(sent))
-        receiving.result()
-    assert came == sent
-
-
-@pytest.mark.parametrize("shut", [0, 1])
-def test_whoever_shuts_a_line_wakes_those_who_wait_at_both_ends(shut: int) -> None:
-    with pair(TIMEOUT_S) as ends, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ends[0].receive, memoryview(bytearray(1)))
-        ends[shut].shut()
-        with pytest.raises(OSError, match="closed the connection"):
-            waiting.result(TIMEOUT_S / 2)
-
-
 def test_neither_silence_nor_a_full_line_is_waited_for_longer_than_the_deadline() -> None:
     with pair(0.3) as (near, far):
         with pytest.raises(TimeoutError, match="8 of 8 bytes were not transferred in time"):
