@@ -14,7 +14,7 @@ import pytest
 from tests.peer import Pair, Peer
 from tests.ports import free_port
 from tests.push_peers import DEAD_AFTER_S, NUM_TENSORS, SESSION
-from tests.push_traps import FOREVER_S, HANG, PUSH_TIMEOUT_S, Trap
+from tests.push_traps import HANG, PUSH_TIMEOUT_S, Trap
 
 pytestmark = pytest.mark.system
 
@@ -91,11 +91,10 @@ def start_at_version_0(start_pair: Callable[..., Pair], mode: dict[str, Any], st
     return pair
 
 
-def set_trap(pair: Pair, state: State, victim: Peer, signal_number: int, hang_s: float | None = None) -> None:
+def set_trap(pair: Pair, state: State, victim: Peer, signal_number: int) -> None:
     where, point, nth = state
     trapped = pair.server if where == "server" else pair.learner
-    trap = Trap(point, victim.pid, signal_number, nth)
-    trapped.send(trap if hang_s is None else Trap(point, victim.pid, signal_number, nth, hang_s))
+    trapped.send(Trap(point, victim.pid, signal_number, nth))
 
 
 def assert_whole(pair: Pair, version: int, digest: str) -> None:
@@ -153,16 +152,11 @@ def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: S
         pair.learner.send(1)
         pair.learner.wait_until_struck(signal_number)
         # With overlap everything has arrived when the server pauses.
-        is_lost = state != BEFORE_DONE and (state, mode) != (BEFORE_READY, OVERLAP)
-        if is_lost:
+        if state != BEFORE_DONE and (state, mode) != (BEFORE_READY, OVERLAP):
             said = pair.server.wait_for_log("weight sync of version 1 in session", NOTICE_S)
             assert re.search(r"in session \w{8} failed while receiving: worker 0 failed while receiving: ", said)
-            assert "bucket" in said or state in (BEFORE_JOIN, AFTER_MEETING)
-            assert (
-                "learner.weight_sync.timeout_s" in said
-                or state in (BEFORE_JOIN, AFTER_MEETING)
-                or signal_number == KILL
-            )
+            if state not in (BEFORE_JOIN, AFTER_MEETING):
+                assert "bucket" in said and (signal_number == KILL or "learner.weight_sync.timeout_s" in said)
         may_be_torn = state == SENDING and mode != OVERLAP
         is_torn = assert_only_torn_weights_wait(pair.server)
         # What a killed learner had in the kernel's buffers is lost: the first bucket may not have come.
@@ -197,7 +191,7 @@ def test_a_learner_survives_its_server(start_pair: Callable[..., Pair], state: S
         if state == RECEIVING and signal_number == KILL:
             begun = sessions(pair.learner.own_log)
             assert len(begun) > 1 and None not in begun, (
-                f"an attempt was made on a connection that was gone:\n{pair.learner.own_log}"
+                f"attempts on a connection that was gone:\n{pair.learner.own_log}"
             )
         assert_whole(pair, 1, digest)
         assert_whole(pair, 2, pair.learner.ask(2))
@@ -226,25 +220,6 @@ def test_a_server_that_hangs_is_given_up_with_words_that_help(start_pair: Callab
         assert_whole(pair, 1, pair.learner.receive())
 
     at_once(check, [(state,) for state in HANGS])
-
-
-def test_a_learner_goes_on_with_the_next_engine_when_a_call_into_the_first_never_ends(
-    start_pair: Callable[..., Pair],
-) -> None:
-    def check(state: State, mode: dict[str, Any]) -> None:
-        pair = start_at_version_0(start_pair, mode, state)
-        set_trap(pair, state, pair.server, HANG, FOREVER_S)
-        pair.learner.send(1)
-        digest = pair.learner.receive()
-        assert isinstance(digest, str), digest
-        assert pair.server.ask("status")["engine_restarts"] == 1
-        first, *others = sessions(pair.learner.own_log)
-        assert others and first not in others, (
-            f"an attempt was made on an engine that could only hang:\n{pair.learner.own_log}"
-        )
-        assert_whole(pair, 1, digest)
-
-    at_once(check, [(BEFORE_READY, PLAIN), (BEFORE_JOIN, OVERLAP), (BEFORE_DONE, PLAIN)])
 
 
 NUM_FAILURES = 10

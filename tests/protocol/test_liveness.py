@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import socket
 import struct
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -32,12 +31,20 @@ def greet(endpoint: str) -> socket.socket:
     host, port = split_endpoint(endpoint)
     connection = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    connection.recv(64, socket.MSG_WAITALL)
+    receive_exactly(connection, 64)
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     connection.sendall(bytes([4, len(ready)]) + ready)
-    _, length = connection.recv(2, socket.MSG_WAITALL)
-    connection.recv(length, socket.MSG_WAITALL)
+    _, length = receive_exactly(connection, 2)
+    receive_exactly(connection, length)
     return connection
+
+
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Not by MSG_WAITALL, which a socket with a timeout does not heed."""
+    received = b""
+    while len(received) < num_bytes:
+        received += connection.recv(num_bytes - len(received))
+    return received
 
 
 def frame(body: bytes, *, more: bool = False) -> bytes:
@@ -212,41 +219,3 @@ async def test_one_long_message_after_the_other_is_no_endless_one(monkeypatch: p
             _, message = await server.receive()
             assert isinstance(message, Ack)
             server.poll_connections()
-
-
-def calls_of(look: Callable[[], object]) -> int:
-    """How many functions of C a look calls, system calls among them, when nothing has happened since the last one."""
-    look()
-    num_calls = 0
-
-    def count(_: object, event: str, __: object) -> None:
-        nonlocal num_calls
-        num_calls += event == "c_call"
-
-    sys.setprofile(count)
-    try:
-        look()
-    finally:
-        sys.setprofile(None)
-    return num_calls
-
-
-@in_event_loop
-async def test_a_look_costs_the_same_whatever_else_the_process_has_open() -> None:
-    """For a server the sockets of its HTTP clients, for a learner the links to its other servers."""
-    with closing(ServerChannel("tcp://127.0.0.1:*")) as server, ExitStack() as others:
-
-        async def connected() -> LearnerChannel:
-            learner = others.enter_context(closing(LearnerChannel(server.endpoint)))
-            await name_of_peer(server, learner)
-            return learner
-
-        learner = await connected()
-        of_server, of_learner = calls_of(server.poll_connections), calls_of(learner.poll_connection)
-        for _ in range(50):
-            for one in socket.socketpair():
-                others.enter_context(one)
-        assert 0 < calls_of(server.poll_connections) <= of_server
-        for _ in range(50):
-            await connected()
-        assert 0 < calls_of(learner.poll_connection) <= of_learner
