@@ -47,9 +47,7 @@ def test_the_rendezvous_listens_on_the_named_address_only_and_until_it_is_closed
 
 
 @BETWEEN_CPUS
-def test_workers_that_never_come_are_named_at_the_deadline_and_those_that_come_later_are_notified(
-    transport: str,
-) -> None:
+def test_missing_workers_are_named_at_the_deadline_and_late_ones_notified(transport: str) -> None:
     with rendezvous_host(timeout_s=0.5) as hosted:
         rendezvous = hosted.rendezvous(num_workers=3, transport=transport)
         waiting = Waiting(lambda: join_collective("s1", rendezvous, 2, CPU))
@@ -68,9 +66,7 @@ def test_a_learner_that_never_comes_ends_the_join_of_the_worker_at_the_deadline(
             join_collective("s1", rendezvous, 1, CPU)
 
 
-def test_a_learner_that_is_silent_dies_or_is_gone_ends_the_join_of_the_worker_long_before_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_silent_dying_or_absent_learner_ends_a_join_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol.transports.group, "ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]

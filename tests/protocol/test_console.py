@@ -96,9 +96,7 @@ def test_what_json_has_no_word_for_is_null(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(said)["reward/mean"] is None and '"loss/policy": null' in said and "Step 1 – ε" in said
 
 
-def test_colours_are_for_terminals_whose_users_have_not_declined_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_colours_are_for_terminals_unless_declined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = os.openpty()

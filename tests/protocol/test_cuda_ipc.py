@@ -125,9 +125,7 @@ def test_new_storages_are_lent_anew_and_only_a_few_stay_open(memory: ScriptedMem
         assert [call[0] for call in memory.calls].count("lend") == 3 * MAX_OPEN_STORAGES
 
 
-def test_the_few_buffers_and_trailers_of_a_push_are_opened_once(
-    memory: ScriptedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_few_buffers_of_a_push_are_opened_once(memory: ScriptedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although each tensor is large enough to be sent in place."""
     monkeypatch.setitem(SPAN_BYTES, "cpu", 4096)
     tensors = [(f"layer {index}", torch.randn(1024)) for index in range(32)]
@@ -139,9 +137,7 @@ def test_the_few_buffers_and_trailers_of_a_push_are_opened_once(
     assert [call[0] for call in memory.calls].count("open") == NUM_BUFFERS + 1 == MAX_OPEN_STORAGES
 
 
-def test_a_buffer_is_not_written_before_what_its_callers_stream_has_queued_for_it_is_done(
-    memory: ScriptedMemory,
-) -> None:
+def test_a_buffer_is_not_written_before_the_work_that_its_callers_stream_has_queued(memory: ScriptedMemory) -> None:
     """Such are the copies into vLLM's weights of the bucket that lay there before, on a stream of vLLM's own."""
     buffer, sent = torch.full((64,), 7, dtype=torch.uint8), bucket(64, seed=0)
     with joined(transport="ipc") as (learner, worker):

@@ -193,9 +193,7 @@ GAPS = zlib.compress(b"\x7f")
         (DENSE, 1, GAPS, STREAM),
     ],
 )
-def test_a_chunk_with_a_fault_leaves_its_words_as_they_were(
-    kind: int, num_changed: int, gaps: bytes, values: bytes
-) -> None:
+def test_a_chunk_with_a_fault_changes_nothing(kind: int, num_changed: int, gaps: bytes, values: bytes) -> None:
     base = random_bucket(128)
     arrived = base.clone()
     message = HEADER.pack(kind, num_changed, 1, len(gaps), len(values)) + gaps + values
@@ -238,9 +236,7 @@ def test_gaps_are_followed_only_to_where_a_slow_reader_gets(gaps: list[int], num
         (2**32 - 1, 2**32 - 1, bytes(1 << 26), bytes(1 << 26)),
     ],
 )
-def test_a_bomb_is_refused_before_it_fills_the_memory(
-    num_changed: int, num_gap_bytes: int, gaps: bytes, values: bytes
-) -> None:
+def test_a_bomb_fills_no_memory(num_changed: int, num_gap_bytes: int, gaps: bytes, values: bytes) -> None:
     base = random_bucket(4096)
     arrived = base.clone()
     message = one_chunk(DIFFERENCE, num_changed, gaps, values, num_gap_bytes)

@@ -153,9 +153,7 @@ def test_a_broadcast_comes_after_what_either_sides_own_stream_has_queued(transpo
     learner.close()
 
 
-def test_pushes_arrive_bit_for_bit_through_a_few_storages_and_hold_no_more_memory_than_two(
-    transport: str, sessions: Sessions
-) -> None:
+def test_pushes_arrive_whole_and_hold_the_memory_of_few_buffers(transport: str, sessions: Sessions) -> None:
     tensors = [(f"layer {index}", torch.randn(1 << 21, device="cuda")) for index in range(32)]
     manifest = make_manifest(tensors, torch.bfloat16, 4 << 20)  # buckets of one each
     learner, worker = sessions.join(transport, _receive_pushes, manifest=manifest, num_pushes=8)
@@ -181,9 +179,7 @@ def test_a_worker_is_free_soon_after_a_learner_that_lives_has_given_up(transport
     learner.close()
 
 
-def test_a_stopped_worker_ends_the_broadcast_at_the_deadline_and_the_gpu_goes_on(
-    transport: str, sessions: Sessions
-) -> None:
+def test_a_stopped_worker_ends_the_broadcast_at_the_deadline(transport: str, sessions: Sessions) -> None:
     learner, worker = sessions.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=10.0)
     tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
     learner.broadcast(tensor)
@@ -195,9 +191,7 @@ def test_a_stopped_worker_ends_the_broadcast_at_the_deadline_and_the_gpu_goes_on
     assert int(tensor.sum(dtype=torch.int64)) == NUM_BYTES
 
 
-def test_a_close_wakes_a_broadcast_in_another_thread_and_leaves_no_memory_on_the_gpu(
-    transport: str, sessions: Sessions
-) -> None:
+def test_a_close_wakes_a_broadcast_and_leaves_no_memory(transport: str, sessions: Sessions) -> None:
     def fail() -> None:
         learner, worker = sessions.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=60.0)
         tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)

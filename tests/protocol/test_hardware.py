@@ -219,9 +219,7 @@ def test_a_side_that_is_alone_on_its_machine_takes_what_there_is() -> None:
 
 
 @pytest.mark.usefixtures("five_cores")
-def test_ranks_and_workers_divide_a_half_and_too_many_are_left_where_they_are(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_ranks_and_workers_divide_a_half_unless_they_are_too_many(caplog: pytest.LogCaptureFixture) -> None:
     def of(rank: int, num_ranks: int) -> tuple[int, ...] | None:
         return share_of_cores("learner", {}, LOOPBACK, rank=rank, num_processes=num_ranks)
 

@@ -43,7 +43,9 @@ def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     """Not by MSG_WAITALL, which a socket with a timeout does not heed."""
     received = b""
     while len(received) < num_bytes:
-        received += connection.recv(num_bytes - len(received))
+        part = connection.recv(num_bytes - len(received))
+        assert part, "the connection has ended"
+        received += part
     return received
 
 
@@ -91,9 +93,7 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
 
 
 @in_event_loop
-async def test_a_message_that_does_not_end_costs_its_sender_the_connection_and_others_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_message_that_does_not_end_costs_its_sender_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, MAX_UNFINISHED_BYTES=LIMIT_BYTES)
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(LearnerChannel(server.endpoint)) as learner:
         endless = EndlessMessage(server.endpoint)
@@ -110,7 +110,7 @@ async def test_a_message_that_does_not_end_costs_its_sender_the_connection_and_o
     [("127.0.0.1", "127.0.0.1"), ("*", "127.0.0.1"), ("[::1]", "[::1]"), ("[::]", "127.0.0.1")],
 )
 @in_event_loop
-async def test_a_peer_that_falls_silent_after_a_message_is_cut_off_and_one_that_pings_is_not(
+async def test_a_silent_peer_is_cut_off_and_one_that_pings_is_not(
     monkeypatch: pytest.MonkeyPatch, listens_at: str, silent_from: str
 ) -> None:
     set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=1000, HEARTBEAT_INTERVAL_MS=50)
@@ -129,9 +129,7 @@ async def test_a_peer_that_falls_silent_after_a_message_is_cut_off_and_one_that_
 
 @pytest.mark.parametrize("slow", ["bytes_per_s", "bytes_per_s_to_server"])
 @in_event_loop
-async def test_a_frame_that_takes_longer_than_a_dead_peer_comes_through_a_slow_link(
-    monkeypatch: pytest.MonkeyPatch, slow: str
-) -> None:
+async def test_a_long_frame_comes_through_a_slow_link(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     """Such are a group, and the manifest of a push: no ping or pong passes it, but its bytes are signs of life."""
     set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=500, HEARTBEAT_INTERVAL_MS=50)
     with linked(**{slow: LONG_BYTES / 2}) as (server, learner, _):  # 2 s

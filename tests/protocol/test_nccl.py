@@ -156,7 +156,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_both_sides_join_with_the_id_that_the_rendezvous_carries_after_the_interface_is_chosen(
+def test_both_sides_choose_the_interface_and_join_with_the_id(
     nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl_transport, "use_interface_of", lambda host: nccl.calls.append(("interface", host)))
@@ -205,9 +205,7 @@ def test_what_the_thread_that_loads_or_gathers_has_queued_comes_before_each_broa
     assert waited_for(nccl) == ["stream of vLLM"] * 4  # the spans and trailers of two buckets
 
 
-def test_no_more_are_queued_than_a_stream_takes_without_waiting_in_c(
-    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_are_queued_than_a_stream_takes(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_transport, "MAX_QUEUED", 3)
     collective = formed()
     nccl.may_finish.clear()
@@ -274,9 +272,7 @@ def test_joins_that_hang_in_c_are_few_and_then_refused(nccl: ScriptedNccl, monke
         assert all(side.ends_promptly() and not side.error for side in sides)
 
 
-def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
-    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_init_that_fails_names_rank_device_and_reason(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(world_size: int, unique_id: bytes, rank: int) -> None:
         raise RuntimeError("Duplicate GPU detected")
 
@@ -320,9 +316,7 @@ def test_abort_from_another_thread_wakes_a_broadcast(nccl: ScriptedNccl, leave: 
         collective.broadcast(zeros(1))
 
 
-def test_two_ranks_share_a_gpu_from_nccl_2_30_3_on_if_switched_on(
-    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_share_a_gpu_from_nccl_2_30_3_on(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARED_GPU_SWITCH, "1")
     may = {}
     for nccl.version in (22907, 23002, 23003, 23207):
@@ -332,9 +326,7 @@ def test_two_ranks_share_a_gpu_from_nccl_2_30_3_on_if_switched_on(
     assert not ranks_may_share_a_gpu()
 
 
-def test_nccl_is_installed_where_a_libnccl_answers_and_not_where_cupy_alone_is(
-    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_is_installed_where_a_libnccl_answers(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert why_not_installed() is None and "nccl" in offered_transports()
 

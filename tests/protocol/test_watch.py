@@ -84,7 +84,7 @@ def test_a_transfer_goes_on_while_the_learner_stands_still() -> None:
             assert not collective.aborted.wait(10 * INTERVAL_S)
 
 
-def test_a_transfer_goes_on_when_the_store_ends_a_connection_that_says_nothing(
+def test_a_transfer_goes_on_when_the_store_ends_a_silent_connection(
     hosted: RendezvousHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol.transports.rendezvous, "IDLE_TIMEOUT_S", INTERVAL_S)
