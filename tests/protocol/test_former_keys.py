@@ -80,35 +80,26 @@ def test_a_section_and_its_keys_may_have_former_names() -> None:
     assert len(told) == 3 and told["learner.correction.weight"] == "learner.off_policy_correction.weight"
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "warnings"),
-    [
-        (
-            in_section("learner.push", "overlap = false"),
-            ("--learner.push.wire", "delta", "--learner.push.overlap"),
-            (
-                "learner.push.overlap is now learner.weight_sync.overlap_with_training",
-                "learner.push.wire is now learner.weight_sync.compression",
-            ),
-        ),
-        (
-            in_section("learner.weight_sync", 'compression = "dense"'),
-            (),
-            ('learner.weight_sync.compression = "dense" is now "none"',),
-        ),
-        (in_section("learner.weight_sync", "max_attempts = 2"), (), ()),
-    ],
-    ids=["names", "value", "today's"],
-)
-def test_former_names_cost_one_warning_that_names_each(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, flags: tuple[str, ...], warnings: tuple[str, ...]
+def test_former_names_and_values_cost_one_warning_that_names_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    text = in_section("learner.push", 'overlap = false\nwire = "delta"')
     with caplog.at_level(logging.WARNING):
         for _ in range(2):  # as colocate does
-            run = load(tmp_path / "a.toml", text, *flags)
-    assert run.learner.weight_sync.compression == ("delta" if flags else "none")
-    assert len(caplog.messages) == bool(warnings)
-    assert all(warning in caplog.messages[0] for warning in warnings)
+            run = load(
+                tmp_path / "a.toml", text, "--learner.weight-sync.compression", "dense", "--learner.push.overlap"
+            )
+    assert run.learner.weight_sync.overlap_with_training and run.learner.weight_sync.compression == "none"
+    (line,) = caplog.messages
+    assert "learner.push.overlap is now learner.weight_sync.overlap_with_training" in line
+    assert "learner.push.wire is now learner.weight_sync.compression" in line
+    assert 'learner.weight_sync.compression = "dense" is now "none"' in line
+
+
+def test_names_of_today_cost_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path / "a.toml", in_section("learner.weight_sync", "max_attempts = 2"), "--seed", "4")
+    assert not caplog.messages
 
 
 BOTH = in_section("learner.push", "overlap = true") + "[learner.weight_sync]\noverlap_with_training = false\n"

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import pytest
 
 from protocol.errors import PushError
+from protocol.transports.rendezvous import RendezvousStore
 from protocol.transports.worker_connections import (
     MAX_EXPECTED,
     ConnectionRequest,
@@ -27,39 +27,16 @@ def do_nothing() -> None:
     """The check of a session that nobody has canceled."""
 
 
-class Door:
-    """The learner's port: every worker is presented to `connections`, and this end of its connection is closed."""
-
-    def __init__(self) -> None:
-        self.connections = WorkerConnections()
-        self._listener = socket.create_server((HOST, 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._open, daemon=True)
-        self._thread.start()
-
-    def _open(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                with connection, connection.makefile("rb") as lines:
-                    self.connections.admit(connection, msgspec.json.decode(lines.readline(), type=ConnectionRequest))
-
-    def connect(self, secret: bytes, rank: int) -> TcpConnection:
-        """As a worker does."""
-        return connect_to_learner(HOST, self.port, ConnectionRequest(secret, rank), TIMEOUT_S)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-        self.connections.close()
-
-
 @pytest.fixture
-def door() -> Iterator[Door]:
-    with contextlib.closing(Door()) as opened:
-        yield opened
+def store() -> Iterator[RendezvousStore]:
+    """The learner's, at whose port the workers connect."""
+    with contextlib.closing(RendezvousStore(HOST)) as store:
+        yield store
+
+
+def connect(store: RendezvousStore, secret: bytes, rank: int) -> TcpConnection:
+    """As a worker does."""
+    return connect_to_learner(HOST, store.port, ConnectionRequest(secret, rank), TIMEOUT_S)
 
 
 @contextlib.contextmanager
@@ -76,10 +53,10 @@ def pair(timeout_s: float) -> Iterator[tuple[TcpConnection, TcpConnection]]:
             end.close()
 
 
-def test_each_worker_that_presents_the_secret_gets_the_connection_of_its_rank(door: Door) -> None:
-    secret = door.connections.expect(3, TIMEOUT_S)
-    workers = [door.connect(secret, rank) for rank in (2, 1)]
-    peers = door.connections.collect(secret, do_nothing, TIMEOUT_S)
+def test_each_worker_that_presents_the_secret_gets_the_connection_of_its_rank(store: RendezvousStore) -> None:
+    secret = store.worker_connections.expect(3, TIMEOUT_S)
+    workers = [connect(store, secret, rank) for rank in (2, 1)]
+    peers = store.worker_connections.collect(secret, do_nothing, TIMEOUT_S)
     for rank, peer in enumerate(peers, start=1):
         peer.send(memoryview(bytes([rank]) * 5))
     for rank, worker in zip((2, 1), workers, strict=True):
@@ -90,19 +67,19 @@ def test_each_worker_that_presents_the_secret_gets_the_connection_of_its_rank(do
         peer.close()
 
 
-def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(door: Door) -> None:
-    secret = door.connections.expect(2, TIMEOUT_S)
+def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(store: RendezvousStore) -> None:
+    secret = store.worker_connections.expect(2, TIMEOUT_S)
 
     def refused(presented: bytes, rank: int) -> None:
-        unwelcome = rf"rank {rank} could not open a connection .* 127.0.0.1:{door.port}: .*advertise"
+        unwelcome = rf"rank {rank} could not open a connection .* 127.0.0.1:{store.port}: .*advertise"
         with pytest.raises(PushError, match=unwelcome):
-            door.connect(presented, rank)
+            connect(store, presented, rank)
 
     for presented, rank in ((NOBODY, 1), (b"", 1), (secret, 0), (secret, 2), (secret, -1)):
         refused(presented, rank)
-    worker = door.connect(secret, 1)
+    worker = connect(store, secret, 1)
     refused(secret, 1)
-    (peer,) = door.connections.collect(secret, do_nothing, TIMEOUT_S)
+    (peer,) = store.worker_connections.collect(secret, do_nothing, TIMEOUT_S)
     peer.send(memoryview(b"a"))
     worker.receive(memoryview(bytearray(1)))
     refused(secret, 1)
@@ -110,12 +87,12 @@ def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(door: Door) -> None
     worker.close()
 
 
-def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_look_at(door: Door) -> None:
-    secret = door.connections.expect(4, TIMEOUT_S)
-    worker = door.connect(secret, 2)
+def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_look_at(store: RendezvousStore) -> None:
+    secret = store.worker_connections.expect(4, TIMEOUT_S)
+    worker = connect(store, secret, 2)
     missing = r"rank 1, rank 3 did not connect within 0.3 s \(learner.weight_sync.timeout_s\); .*weight_sync.ports"
     with pytest.raises(PushError, match=missing):
-        door.connections.collect(secret, do_nothing, 0.3)
+        store.worker_connections.collect(secret, do_nothing, 0.3)
     with pytest.raises(OSError, match="closed the connection"):
         worker.receive(memoryview(bytearray(1)))
     worker.close()
