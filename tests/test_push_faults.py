@@ -13,7 +13,7 @@ import pytest
 
 from tests.peer import Pair, Peer
 from tests.ports import free_port
-from tests.push_peers import DEAD_AFTER_S, NUM_TENSORS, SESSION
+from tests.push_peers import DEAD_AFTER_S, NUM_TENSORS
 from tests.push_traps import HANG, PUSH_TIMEOUT_S, Trap
 
 pytestmark = pytest.mark.system
@@ -75,6 +75,10 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+def in_states(*states: State) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("state", states, ids=["-".join(state[:2]) for state in states])
+
+
 def at_once(check: Callable[..., None], cells: Sequence[tuple[Any, ...]]) -> None:
     """Run all checks at the same time: each of them mostly waits."""
     with ThreadPoolExecutor(len(cells)) as threads:
@@ -125,26 +129,7 @@ def assert_only_torn_weights_wait(server: Peer) -> bool:
     return is_torn
 
 
-def sessions(log: str) -> list[str | None]:
-    """Return the server of each session; None for one begun after a failure on a connection from before it.
-
-    On a loaded machine, attempts also fail at their deadlines. Those had a server that had just welcomed the learner.
-    """
-    begun: list[str | None] = []
-    is_welcome = False
-    for line in log.splitlines():
-        if line.startswith("connected to "):
-            is_welcome = True
-        elif re.search(r"^weight sync of version \d+ failed while ", line):
-            is_welcome = False
-        elif line.startswith(SESSION):
-            begun.append(line.removeprefix(SESSION) if is_welcome else None)
-    return begun
-
-
-@pytest.mark.parametrize(
-    "state", [BEFORE_READY, BEFORE_JOIN, AFTER_MEETING, SENDING, BEFORE_DONE], ids=lambda state: "-".join(state[:2])
-)
+@in_states(BEFORE_READY, BEFORE_JOIN, AFTER_MEETING, SENDING, BEFORE_DONE)
 def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: State) -> None:
     def check(mode: dict[str, Any], signal_number: int) -> None:
         pair = start_at_version_0(start_pair, mode, state)
@@ -172,9 +157,7 @@ def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: S
     at_once(check, FAULTS[state])
 
 
-@pytest.mark.parametrize(
-    "state", [BEFORE_READY, BEFORE_JOIN, AFTER_MEETING, RECEIVING, BEFORE_DONE], ids=lambda state: "-".join(state[:2])
-)
+@in_states(BEFORE_READY, BEFORE_JOIN, AFTER_MEETING, RECEIVING, BEFORE_DONE)
 def test_a_learner_survives_its_server(start_pair: Callable[..., Pair], state: State) -> None:
     def check(mode: dict[str, Any], signal_number: int) -> None:
         pair = start_at_version_0(start_pair, mode, state)
@@ -187,13 +170,7 @@ def test_a_learner_survives_its_server(start_pair: Callable[..., Pair], state: S
             pair.start_server()
         else:
             pair.server.go_on()
-        digest = pair.learner.receive()
-        if state == RECEIVING and signal_number == KILL:
-            begun = sessions(pair.learner.own_log)
-            assert len(begun) > 1 and None not in begun, (
-                f"attempts on a connection that was gone:\n{pair.learner.own_log}"
-            )
-        assert_whole(pair, 1, digest)
+        assert_whole(pair, 1, pair.learner.receive())
         assert_whole(pair, 2, pair.learner.ask(2))
 
     at_once(check, FAULTS[state])

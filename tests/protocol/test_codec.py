@@ -91,28 +91,21 @@ def test_frames_that_differ_from_the_header_are_refused_and_the_next_are_decoded
     assert isinstance(decoder.decode(frames), Generate)
 
 
-@pytest.mark.parametrize("announced", [[1, 0], [0, 0], [-1, 0], [0, 2], [0, "1"]])
-def test_each_frame_is_announced_once_and_in_the_order_in_which_it_came(announced: list) -> None:
-    arrays = [np.zeros(3, np.int32), np.zeros(3, np.float32)]
+TOKEN_IDS = [[1, "int32", 3], [-1, "int32", 3], ["0", "int32", 3], [0, "int32", 3.0], [0, "int32"], "012", None]
 
-    def frames_of(first: object, second: object) -> list[bytes]:
+
+@pytest.mark.parametrize("announced", TOKEN_IDS)
+def test_each_frame_is_announced_once_and_in_the_order_in_which_it_came(announced: object) -> None:
+    def frames_of(token_ids: object) -> list[bytes]:
         completion = {
-            "token_ids": [first, "int32", 3], "behaviour_logprobs": [second, "float32", 3], "versions": [[1, 3]],
-            "finish_reason": "stop",
+            "token_ids": token_ids, "behaviour_logprobs": [1, "float32", 3], "versions": [[1, 3]], "finish_reason": "stop"
         }  # fmt: skip
         header = {"type": "Group", "group_id": "1.0", "entered_version": 1, "completions": [completion]}
-        return [msgspec.msgpack.encode(header), *(array.tobytes() for array in arrays)]
+        return [msgspec.msgpack.encode(header), bytes(12), bytes(12)]
 
-    assert isinstance(decode(frames_of(0, 1), ServerMessage), Group)
-    with pytest.raises(ProtocolError, match="no frame fits"):
-        decode(frames_of(*announced), ServerMessage)
-
-
-@pytest.mark.parametrize("announced", [[0, "int32"], [0, ["int32"], 5], "012", None, [0, "int32", 5.0]])
-def test_what_announces_no_array_is_refused(announced: object) -> None:
-    header = msgspec.msgpack.encode(SCORE | {"token_ids": announced})
+    assert isinstance(decode(frames_of([0, "int32", 3]), ServerMessage), Group)
     with pytest.raises(ProtocolError, match="not a valid message"):
-        decode([header, bytes(20)], LearnerMessage)
+        decode(frames_of(announced), ServerMessage)
 
 
 SCORE = {"type": "Score", "request_id": "r", "token_ids": [0, "int32", 0], "deadline_s": 1.0}
