@@ -26,6 +26,11 @@ def tiny(tmp_path_factory):
         return resolve_model("tiny:digits")
 
 
+@pytest.fixture
+def copy(tiny, tmp_path):
+    return shutil.copytree(tiny, tmp_path / "copy")
+
+
 def test_importing_it_loads_no_torch_no_transformers_and_no_vllm():
     code = "import sys, protocol, protocol.model_files; print({'torch', 'transformers', 'vllm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -62,9 +67,7 @@ def test_the_tiny_model_is_made_once_and_the_same_everywhere_whoever_races_for_i
     assert resolve_model("tiny:digits") == weights.parent and weights.stat().st_mtime_ns == made_at
 
 
-def test_a_fingerprint_depends_on_contents_and_not_on_dates_or_weights(tiny, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(tiny, copy)
+def test_a_fingerprint_depends_on_contents_and_not_on_dates_or_weights(tiny, copy):
     for file in copy.iterdir():
         os.utime(file, (0, 0))
     (copy / "model.safetensors").unlink()
@@ -77,20 +80,19 @@ def test_a_fingerprint_depends_on_contents_and_not_on_dates_or_weights(tiny, tmp
     assert fingerprint(copy).tokenizer_hash != fingerprint(tiny).tokenizer_hash
 
 
-def test_a_directory_without_a_model_or_without_a_tokenizer_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"without config.json"):
-        resolve_model(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"architectures": ["A"], "vocab_size": 3}')
-    with pytest.raises(ConfigError, match="has no tokenizer"):
-        fingerprint(tmp_path)
+def test_a_directory_that_is_no_model_is_an_error_that_says_why(copy, tmp_path):
+    def refused(look, path, match):
+        with pytest.raises(ConfigError, match=match):
+            look(path)
 
-
-def test_weights_that_are_a_pickle_are_not_read(tiny, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(tiny, copy)
+    for content in (b"[]", b"{", b"\xff"):
+        (copy / "config.json").write_bytes(content)
+        refused(resolve_model, str(copy), r"copy/config.json cannot be read: .*; expected a Hugging Face model")
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"no weights in \*\.safetensors"):
-        resolve_model(str(copy))
+    refused(resolve_model, str(copy), r"no weights in \*\.safetensors")
+    refused(resolve_model, str(tmp_path), r"without config.json")
+    (tmp_path / "config.json").write_text('{"architectures": ["A"], "vocab_size": 3}')
+    refused(fingerprint, tmp_path, "has no tokenizer")
 
 
 def test_a_name_that_is_nothing_says_what_it_could_be(monkeypatch):
@@ -118,23 +120,21 @@ def test_a_name_that_is_nothing_says_what_it_could_be(monkeypatch):
         ("quantize_config.json", {"bits": 4}, "quantize_config.json, in quantize_config.json"),
     ],
 )
-def test_a_quantized_checkpoint_is_refused_by_both_sides_with_its_method(tiny, tmp_path, file, settings, method):
-    quantized = shutil.copytree(tiny, tmp_path / "quantized")
-    known = json.loads((quantized / file).read_text()) if (quantized / file).exists() else {}
-    (quantized / file).write_text(json.dumps(known | settings))
+def test_a_quantized_checkpoint_is_refused_by_both_sides_with_its_method(copy, file, settings, method):
+    known = json.loads((copy / file).read_text()) if (copy / file).exists() else {}
+    (copy / file).write_text(json.dumps(known | settings))
     for look in (resolve_model, local_model):
         with pytest.raises(ConfigError) as refused:
-            look(str(quantized))
-        assert f"model = {str(quantized)!r} is quantized ({method}); expected weights in bfloat16" in str(refused.value)
+            look(str(copy))
+        assert f"model = {str(copy)!r} is quantized ({method}); expected weights in bfloat16" in str(refused.value)
         assert "Set model to the original checkpoint" in str(refused.value)
 
 
-def test_a_checkpoint_whose_quantization_is_empty_is_none(tiny, tmp_path):
-    plain = shutil.copytree(tiny, tmp_path / "plain")
+def test_a_checkpoint_whose_quantization_is_empty_is_none(tiny, copy):
     for settings in ({"quantization_config": None}, {"quantization_config": {}}, {"text_config": None}):
         config = json.loads((tiny / "config.json").read_text()) | settings
-        (plain / "config.json").write_text(json.dumps(config))
-        assert resolve_model(str(plain)) == plain and fingerprint(plain) == fingerprint(tiny)
+        (copy / "config.json").write_text(json.dumps(config))
+        assert resolve_model(str(copy)) == copy and fingerprint(copy) == fingerprint(tiny)
 
 
 def test_the_bytes_of_weights_are_those_that_are_loaded_in_the_dtype_that_is_computed_in(tiny, tmp_path):
@@ -168,11 +168,3 @@ def test_a_model_of_which_the_cache_holds_the_tokenizer_alone_is_not_on_this_mac
     assert local_model("one/of-them") is None
     shutil.copy(tiny / "model.safetensors", snapshot)
     assert local_model("one/of-them") == snapshot
-
-
-@pytest.mark.parametrize("text", ["[]", "{", "\xff"])
-def test_a_config_that_is_no_object_is_an_error_that_names_the_file(tiny, tmp_path, text):
-    broken = shutil.copytree(tiny, tmp_path / "broken")
-    (broken / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"broken/config.json cannot be read: .*; expected a Hugging Face model"):
-        resolve_model(str(broken))
