@@ -131,8 +131,8 @@ async def test_a_silent_peer_is_cut_off_and_one_that_pings_is_not(
 @in_event_loop
 async def test_a_long_frame_comes_through_a_slow_link(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     """Such are a group, and the manifest of a push: no ping or pong passes it, but its bytes are signs of life."""
-    set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=500, HEARTBEAT_INTERVAL_MS=50)
-    with linked(**{slow: LONG_BYTES / 2}) as (server, learner, _):  # 2 s
+    set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=1000, HEARTBEAT_INTERVAL_MS=50)
+    with linked(**{slow: LONG_BYTES / 3}) as (server, learner, _):  # 3 s
         peer = await name_of_peer(server, learner)
         parts_seen = 0
 

@@ -111,16 +111,16 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNccl]:
         def record_event(self) -> Event:
             return Event()
 
+        def keep(self, tensor: torch.Tensor) -> None:
+            library.calls.append((f"{self.name} keeps", tensor.data_ptr()))
+
+    def own_stream(_: object) -> Stream:
+        return Stream(f"stream of {threading.current_thread().name}")
+
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side stream"))
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: Stream(f"stream of {threading.current_thread().name}")
-    )
+    monkeypatch.setattr(torch.cuda, "current_stream", own_stream)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(
-        torch.Tensor,
-        "record_stream",
-        lambda tensor, stream: library.calls.append((f"{stream.name} keeps", tensor.data_ptr())),
-    )
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: stream.keep(tensor))
     yield library
     library.may_init.set()
     library.may_finish.set()
@@ -156,9 +156,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_both_sides_choose_the_interface_and_join_with_the_id(
-    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_sides_choose_the_interface_and_join(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_transport, "use_interface_of", lambda host: nccl.calls.append(("interface", host)))
     monkeypatch.setattr(nccl_transport, "new_unique_id", lambda: nccl.calls.append(("id",)) or UNIQUE_ID)
     with joining() as sides:
