@@ -56,6 +56,7 @@ def test_every_former_name_leads_to_a_key_or_a_section_with_its_value() -> None:
         assert former not in keys and not any(key.startswith(f"{former}.") for key in keys), former
         assert former_keys.renamed(nested(former, 7)) == (nested(name, 7), {former: name})
         flag, flag_now = (f"--{key.replace('_', '-')}" for key in (former, name))
+        assert former_keys.renamed_flags([flag]) == ([flag_now], {former: name})
         assert former_keys.renamed_flags([flag, "7"]) == ([flag_now, "7"], {former: name})
         assert former_keys.renamed_flags([f"{flag}=7", "-x"]) == ([f"{flag_now}=7", "-x"], {former: name})
 
