@@ -4,7 +4,7 @@ import asyncio
 import select
 import time
 from collections.abc import Awaitable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 import zmq
@@ -40,9 +40,8 @@ class Pair:
         self._theirs.close(linger=0)
 
 
-@contextmanager
-def opened_pair() -> Iterator[Pair]:
-    """For use in an event loop."""
+@pytest.fixture
+def pair() -> Iterator[Pair]:
     with zmq.Context() as context, closing(Pair(context)) as pair:
         yield pair
 
@@ -67,88 +66,81 @@ async def connected(pair: Pair) -> zmq.Socket[bytes]:
 
 
 @in_event_loop
-async def test_what_comes_while_something_is_sent_is_received() -> None:
-    with opened_pair() as pair:
-        theirs = await connected(pair)
-        receiving = await begun(received(pair.ours))
-        theirs.send_multipart([b"a", b"", b"b"])
-        assert pair.has_news(TIMEOUT_S)
-        time.sleep(LONGER_THAN_LIBZMQ_IGNORES_NEWS_S)
-        pair.ours.send_now([b"takes the notice away"])
-        assert not pair.has_news(0)
-        pair.ours.send_now([b"wakes nobody a second time"])
-        assert await receiving == [b"a", b"", b"b"]
+async def test_what_comes_while_something_is_sent_is_received(pair: Pair) -> None:
+    theirs = await connected(pair)
+    receiving = await begun(received(pair.ours))
+    theirs.send_multipart([b"a", b"", b"b"])
+    assert pair.has_news(TIMEOUT_S)
+    time.sleep(LONGER_THAN_LIBZMQ_IGNORES_NEWS_S)
+    pair.ours.send_now([b"takes the notice away"])
+    assert not pair.has_news(0)
+    pair.ours.send_now([b"wakes nobody a second time"])
+    assert await receiving == [b"a", b"", b"b"]
 
 
 @in_event_loop
-async def test_what_waits_to_be_sent_is_sent_when_a_peer_comes_while_somebody_receives() -> None:
-    with opened_pair() as pair:
-        sending = await begun(pair.ours.send([b"at last"]))
-        assert not sending.done()
-        theirs = pair.connect()
-        assert pair.has_news(TIMEOUT_S)
-        time.sleep(LONGER_THAN_LIBZMQ_IGNORES_NEWS_S)
-        receiving = pair.ours.receive()
-        receiving.send(None)  # to where it lets others have their turn
-        receiving.send(None)  # to where it waits, and the loop has had no turn
-        assert not pair.has_news(0)
-        await sending
-        assert theirs.recv_multipart() == [b"at last"]
-        receiving.close()
+async def test_what_waits_to_be_sent_is_sent_when_a_peer_comes_while_somebody_receives(pair: Pair) -> None:
+    sending = await begun(pair.ours.send([b"at last"]))
+    assert not sending.done()
+    theirs = pair.connect()
+    assert pair.has_news(TIMEOUT_S)
+    time.sleep(LONGER_THAN_LIBZMQ_IGNORES_NEWS_S)
+    receiving = pair.ours.receive()
+    receiving.send(None)  # to where it lets others have their turn
+    receiving.send(None)  # to where it waits, and the loop has had no turn
+    assert not pair.has_news(0)
+    await sending
+    assert theirs.recv_multipart() == [b"at last"]
+    receiving.close()
 
 
 @in_event_loop
-async def test_messages_that_wait_to_be_sent_keep_their_order() -> None:
-    with opened_pair() as pair:
-        sending = [await begun(pair.ours.send([b"%d" % number])) for number in range(5)]
-        theirs = pair.connect()
-        assert pair.has_news(TIMEOUT_S)
-        sending.append(await begun(pair.ours.send([b"5"])))
-        await asyncio.gather(*sending)
-        assert [theirs.recv() for _ in sending] == [b"%d" % number for number in range(6)]
+async def test_messages_that_wait_to_be_sent_keep_their_order(pair: Pair) -> None:
+    sending = [await begun(pair.ours.send([b"%d" % number])) for number in range(5)]
+    theirs = pair.connect()
+    assert pair.has_news(TIMEOUT_S)
+    sending.append(await begun(pair.ours.send([b"5"])))
+    await asyncio.gather(*sending)
+    assert [theirs.recv() for _ in sending] == [b"%d" % number for number in range(6)]
 
 
 @in_event_loop
-async def test_a_receive_that_is_cancelled_loses_nothing() -> None:
-    with opened_pair() as pair:
-        theirs = await connected(pair)
-        receiving = await begun(received(pair.ours))
-        theirs.send(b"came in that moment")
-        assert pair.has_news(TIMEOUT_S)
-        pair.ours.send_now([b"wakes whoever receives"])
-        receiving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await receiving
-        assert await received(pair.ours) == [b"came in that moment"]
+async def test_a_receive_that_is_cancelled_loses_nothing(pair: Pair) -> None:
+    theirs = await connected(pair)
+    receiving = await begun(received(pair.ours))
+    theirs.send(b"came in that moment")
+    assert pair.has_news(TIMEOUT_S)
+    pair.ours.send_now([b"wakes whoever receives"])
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    assert await received(pair.ours) == [b"came in that moment"]
 
 
 @in_event_loop
-async def test_several_may_receive_and_one_of_them_may_give_up() -> None:
-    with opened_pair() as pair:
-        theirs = await connected(pair)
-        first, second, third = [await begun(received(pair.ours)) for _ in range(3)]
-        first.cancel()
-        theirs.send(b"a")
-        theirs.send(b"b")
-        assert sorted([await second, await third]) == [[b"a"], [b"b"]]
+async def test_several_may_receive_and_one_of_them_may_give_up(pair: Pair) -> None:
+    theirs = await connected(pair)
+    first, second, third = [await begun(received(pair.ours)) for _ in range(3)]
+    first.cancel()
+    theirs.send(b"a")
+    theirs.send(b"b")
+    assert sorted([await second, await third]) == [[b"a"], [b"b"]]
 
 
 @in_event_loop
-async def test_what_comes_while_nobody_receives_does_not_keep_the_event_loop_busy() -> None:
-    with opened_pair() as pair:
-        theirs = await connected(pair)
-        (await begun(received(pair.ours))).cancel()  # from now on the loop looks for news
-        theirs.send(b"later")
-        assert pair.has_news(TIMEOUT_S)
-        await asyncio.sleep(0.1)
-        assert not pair.has_news(0)
-        assert await received(pair.ours) == [b"later"]
+async def test_what_comes_while_nobody_receives_does_not_keep_the_event_loop_busy(pair: Pair) -> None:
+    theirs = await connected(pair)
+    (await begun(received(pair.ours))).cancel()  # from now on the loop looks for news
+    theirs.send(b"later")
+    assert pair.has_news(TIMEOUT_S)
+    await asyncio.sleep(0.1)
+    assert not pair.has_news(0)
+    assert await received(pair.ours) == [b"later"]
 
 
 @in_event_loop
-async def test_whoever_waits_at_a_socket_that_is_closed_is_cancelled() -> None:
-    with opened_pair() as pair:
-        waiting = [await begun(received(pair.ours)), await begun(pair.ours.send([b"nobody is there"]))]
-        pair.ours.close()
-        await asyncio.wait(waiting)
-        assert all(task.cancelled() for task in waiting)
+async def test_whoever_waits_at_a_socket_that_is_closed_is_cancelled(pair: Pair) -> None:
+    waiting = [await begun(received(pair.ours)), await begun(pair.ours.send([b"nobody is there"]))]
+    pair.ours.close()
+    await asyncio.wait(waiting)
+    assert all(task.cancelled() for task in waiting)
