@@ -38,14 +38,11 @@ def checksum(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()
 
 
-def _receive(pipe: Any, collective: Collective, *, num_broadcasts: int, stop: bool = False) -> None:
-    """Receive into one buffer, tell what arrived; then stop without closing anything, or leave."""
-    buffer = torch.empty(NUM_BYTES, dtype=torch.uint8, device=collective.device)
-    for _ in range(num_broadcasts):
-        collective.broadcast(buffer)
-        pipe.send(checksum(buffer))
-    if stop:
-        os.kill(os.getpid(), signal.SIGSTOP)
+def _receive_and_stop(pipe: Any, collective: Collective) -> None:
+    """Receive once, then stop without closing anything."""
+    collective.broadcast(torch.empty(NUM_BYTES, dtype=torch.uint8, device=collective.device))
+    pipe.send("received")
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _load_and_receive(pipe: Any, collective: Collective) -> None:
@@ -180,7 +177,7 @@ def test_a_worker_is_free_soon_after_a_learner_that_lives_has_given_up(transport
 
 
 def test_a_stopped_worker_ends_the_broadcast_at_the_deadline(transport: str, sessions: Sessions) -> None:
-    learner, worker = sessions.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=10.0)
+    learner, worker = sessions.join(transport, _receive_and_stop, timeout_s=10.0)
     tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
     learner.broadcast(tensor)
     answer(worker)
@@ -193,7 +190,7 @@ def test_a_stopped_worker_ends_the_broadcast_at_the_deadline(transport: str, ses
 
 def test_a_close_wakes_a_broadcast_and_leaves_no_memory(transport: str, sessions: Sessions) -> None:
     def fail() -> None:
-        learner, worker = sessions.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=60.0)
+        learner, worker = sessions.join(transport, _receive_and_stop, timeout_s=60.0)
         tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
         learner.broadcast(tensor)
         answer(worker)
