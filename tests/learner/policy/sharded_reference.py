@@ -8,16 +8,17 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from learner.config import ReferenceConfig
 from learner.forward.logprobs import token_logprobs
 from learner.policy.reference import Reference, ReferenceState
 from learner.policy.shards import begin_writing, written
-from tests.learner.policy.test_reference import BATCHES, KINDS, METRICS, TEMPERATURE
+from tests.learner.policy.tiny_policy import BATCHES, KINDS, METRICS, TEMPERATURE, move
 
 NUM_STEPS = 6
+Found = dict[str, torch.Tensor]
 
 
 def odd_policy() -> nn.Module:
@@ -31,70 +32,55 @@ def odd_policy() -> nn.Module:
     return policy
 
 
-def move(policy: nn.Module, step: int) -> None:
-    """The same change of every weight, sharded or not."""
-    generator = torch.Generator().manual_seed(step)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            change = 0.3 * torch.randn(parameter.shape, generator=generator)
-            if isinstance(parameter, DTensor):
-                change = distribute_tensor(change, parameter.device_mesh, parameter.placements)
-            if parameter.requires_grad:
-                parameter.add_(change)
-
-
-def follow(kind: str, policy: nn.Module, accelerator: Accelerator, found: dict[str, torch.Tensor]) -> Reference:
-    """Take the steps, note the logprobs after each."""
-    reference = Reference(ReferenceConfig(kind=kind, **KINDS[kind]), policy, accelerator, TEMPERATURE)
+def follow(kind: str, policy: nn.Module, accelerator: Accelerator, found: Found) -> Reference:
+    """Take the steps, and one more that the reference does not see; keep the logprobs after each."""
+    reference = make_reference(kind, policy, accelerator)
     for step in range(1, NUM_STEPS + 1):
-        move(policy, step)
+        move(policy, seed=step, scale=0.3)
         reference.after_step(policy, step, METRICS[step - 1])
-        note(f"{kind}-{step}", reference, policy, found)
+        keep(f"{kind}-{step}", reference, policy, found)
+    move(policy, seed=99, scale=0.3)
     return reference
 
 
-def note(name: str, reference: Reference, policy: nn.Module, found: dict[str, torch.Tensor]) -> None:
-    for i, logprobs_BT in enumerate(reference.logprobs(policy, BATCHES)):
-        found[f"{name}-{i}"] = logprobs_BT
+def make_reference(kind: str, policy: nn.Module, accelerator: Accelerator) -> Reference:
+    return Reference(ReferenceConfig(kind=kind, **KINDS[kind]), policy, accelerator, TEMPERATURE)
 
 
-def save(reference: Reference, policy: nn.Module, directory: Path, *, is_writer: bool) -> None:
+def keep(name: str, reference: Reference, policy: nn.Module, found: Found) -> None:
+    found |= {f"{name}-{i}": logprobs_BT for i, logprobs_BT in enumerate(reference.logprobs(policy, BATCHES))}
+
+
+def save(reference: Reference, policy: nn.Module, directory: Path, *, is_sharded: bool) -> None:
+    """Called by every rank of a sharded policy, all of which write the same state."""
     directory.mkdir(parents=True, exist_ok=True)
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in policy.parameters())
-    if is_sharded or is_writer:
-        written(begin_writing(reference.tensors(policy), directory, None, is_sharded=is_sharded))
-    if is_writer:
-        (directory / "state.json").write_bytes(msgspec.json.encode(reference.state))
+    written(begin_writing(reference.tensors(policy), directory, None, is_sharded=is_sharded))
+    (directory / "state.json").write_bytes(msgspec.json.encode(reference.state))
 
 
 def load(kind: str, policy: nn.Module, accelerator: Accelerator, directory: Path) -> Reference:
-    reference = Reference(ReferenceConfig(kind=kind, **KINDS[kind]), policy, accelerator, TEMPERATURE)
+    reference = make_reference(kind, policy, accelerator)
     state = msgspec.json.decode((directory / "state.json").read_bytes(), type=ReferenceState)
     reference.load(directory, policy, state)
     return reference
 
 
-def shards(policy: nn.Module, *, of_gradients: bool) -> list[torch.Tensor]:
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    tensors = [parameter.grad if of_gradients else parameter for parameter in trained]
-    return [tensor.detach().to_local().clone() for tensor in tensors]
+def gradients(policy: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.to_local().clone() for parameter in policy.parameters() if parameter.requires_grad]
 
 
 def check_that_the_policy_is_left_alone(policy: nn.Module, reference: Reference) -> None:
-    """A pass before it and one after it, as in a step with a survey and an update."""
+    """Passes before the reference's and one after it, as in a step with an update."""
     token_logprobs(policy, BATCHES[0], TEMPERATURE)[0].sum().backward()
-    weights, gradients = shards(policy, of_gradients=False), shards(policy, of_gradients=True)
+    once = gradients(policy)
     with torch.no_grad():
         before_BT, _ = token_logprobs(policy, BATCHES[0], TEMPERATURE)
     (reference_BT,) = reference.logprobs(policy, BATCHES[:1])
     after_BT, _ = token_logprobs(policy, BATCHES[0], TEMPERATURE)
     assert torch.equal(before_BT, after_BT) and (before_BT - reference_BT).abs().max() > 0.1
-    after_BT.sum().backward()  # as long as another's weights were gathered, these gradients would be of those
-    doubled = shards(policy, of_gradients=True)
-    for before, after in zip(weights, shards(policy, of_gradients=False), strict=True):
-        assert torch.equal(before, after)
-    for once, twice in zip(gradients, doubled, strict=True):
-        torch.testing.assert_close(twice, 2 * once)
+    after_BT.sum().backward()  # if the reference's weights were still gathered, these gradients would be of those
+    for gradient, doubled in zip(once, gradients(policy), strict=True):
+        torch.testing.assert_close(doubled, 2 * gradient)
 
 
 def sharded(policy: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Module:
@@ -107,16 +93,15 @@ def sharded(policy: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Module:
 def follow_sharded(accelerator: Accelerator, directory: Path) -> None:
     """What each of two ranks does."""
     mesh = torch.distributed.init_device_mesh("cpu", (accelerator.num_processes,))
-    found: dict[str, torch.Tensor] = {}
+    found: Found = {}
     for kind in KINDS:
         policy = sharded(odd_policy(), mesh)
         assert sum(isinstance(parameter, DTensor) for parameter in policy.parameters()) > 20
         reference = follow(kind, policy, accelerator, found)
-        move(policy, step=99)
         check_that_the_policy_is_left_alone(policy, reference)
-        save(reference, policy, directory / "two" / kind, is_writer=accelerator.is_main_process)
+        save(reference, policy, directory / "two" / kind, is_sharded=True)
+        accelerator.wait_for_everyone()
         for ranks in ("one", "two"):
-            accelerator.wait_for_everyone()
-            note(f"{kind}-of-{ranks}", load(kind, policy, accelerator, directory / ranks / kind), policy, found)
+            keep(f"{kind}-of-{ranks}", load(kind, policy, accelerator, directory / ranks / kind), policy, found)
     if accelerator.is_main_process:
         save_file(found, directory / "found.safetensors")

@@ -5,18 +5,13 @@ import torch
 
 from learner.forward.logprobs import token_logprobs
 from learner.policy.snapshot import own_copy, seated, trainable
-from tests.learner.policy.test_reference import a_batch, move, tiny_policy
-
-
-def with_gradients(dtype: torch.dtype) -> torch.nn.Module:
-    policy = tiny_policy(dtype)
-    token_logprobs(policy, a_batch(), 1.0)[0].sum().backward()
-    return policy
+from tests.learner.policy.tiny_policy import a_batch, move, tiny_policy
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_and_accumulated_gradients_survive_a_pass(dtype: torch.dtype) -> None:
-    policy = with_gradients(dtype)
+    policy = tiny_policy(dtype)
+    token_logprobs(policy, a_batch(), 1.0)[0].sum().backward()
     snapshot = {name: own_copy(parameter, None, dtype) for name, parameter in trainable(policy).items()}
     move(policy, seed=1)
     parameters = dict(policy.named_parameters())
@@ -47,11 +42,3 @@ def test_a_pass_that_fails_leaves_the_policy_its_own_weights() -> None:
         pass
     for name, parameter in policy.named_parameters():
         assert torch.equal(parameter, weights[name])
-
-
-def test_a_copy_is_its_own_whatever_happens_to_the_policy() -> None:
-    policy = tiny_policy()
-    copied = own_copy(policy.transformer.wpe.weight, torch.device("cpu"))
-    before = policy.transformer.wpe.weight.detach().clone()
-    move(policy, seed=1)
-    assert torch.equal(copied, before) and not copied.requires_grad
