@@ -14,7 +14,7 @@ from protocol.model_files import resolve_model
 from tests.deploy.grafana import BOARD, METRIC, asked_of_learner, asked_of_servers, expressions, panels
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.openai_server import openai_server
-from tests.learner.report.test_dashboard import observed
+from tests.learner.report.pages import observed
 from tests.learner.runs import make_run
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}

@@ -1,8 +1,7 @@
 """`learner runs`: what it tells of runs that go on, ended, stopped, or cannot be read."""
 
 import json
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from learner.report.runs import as_table, list_runs
 from learner.report.summary import RunDirectoryError
 from learner.storage.run_dir import RunDir
 from protocol.config import load_config
+from tests.learner.forked_learner import run_learner
 from tests.learner.report.synthetic_run import write_lines
 
 ROOT = Path(__file__).parents[3]
@@ -61,16 +61,21 @@ def test_a_step_that_is_being_written_is_not_reported_yet(tmp_path: Path) -> Non
 
 def test_looking_at_a_run_never_keeps_a_learner_from_it(tmp_path: Path) -> None:
     begin(tmp_path / "run", steps=9).close()
-    look = (
-        "import sys; from pathlib import Path; from learner.report.runs import list_runs\n"
-        "print('looks', flush=True)\nwhile True: list_runs(Path(sys.argv[1]))"
-    )
-    with subprocess.Popen([sys.executable, "-c", look, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT) as looker:
-        assert looker.stdout is not None and looker.stdout.readline() == b"looks\n"
-        for _ in range(30):
+    num_looks, is_over = 0, threading.Event()
+
+    def look() -> None:
+        nonlocal num_looks
+        while not is_over.is_set():
+            num_looks += len(list_runs(tmp_path))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        while num_looks < 30:
             begin(tmp_path / "run", steps=9).close()  # raises if the directory is taken
-        assert looker.poll() is None
-        looker.kill()
+    finally:
+        is_over.set()
+        looker.join()
 
 
 def test_a_run_whose_files_are_broken_is_reported_with_the_reason(tmp_path: Path) -> None:
@@ -97,16 +102,11 @@ def test_where_there_is_no_run(tmp_path: Path, name: str, expected: str) -> None
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     begin(tmp_path / "run", steps=1200, num_done=600, ended_at=time.time() - 90).close()
-
-    def runs(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "learner", "runs", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-    head, line = runs(str(tmp_path)).stdout.splitlines()
+    head, line = run_learner("runs", str(tmp_path)).stdout.splitlines()
     assert head.split() == ["run", "state", "step", "reward", "trained", "for", "last", "step", "model"]
     assert line.split()[1:4] == ["stopped", "600/1,200", "60.00"] and "20 min 00 s" in line and "ago" in line
-    (found,) = json.loads(runs(str(tmp_path), "--json").stdout)
+    (found,) = json.loads(run_learner("runs", str(tmp_path), "--json").stdout)
     assert (found["state"], found["step"], found["reward"]) == ("stopped", 600, 60.0)
-    refused = runs(str(tmp_path / "nowhere"))
+    refused = run_learner("runs", str(tmp_path / "nowhere"))
     assert refused.returncode == 2 and refused.stderr.startswith("error: ") and refused.stdout == ""
-    assert "unrecognized arguments: --all; see slipstream runs --help" in runs("--all").stderr
+    assert "unrecognized arguments: --all; see slipstream runs --help" in run_learner("runs", "--all").stderr
