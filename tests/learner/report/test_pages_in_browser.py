@@ -85,23 +85,6 @@ def test_every_page_of_a_run_can_be_read_and_runs_nothing_that_a_model_wrote(
     asyncio.run(scene())
 
 
-def test_each_of_several_evaluated_sets_has_a_curve(browser: Browser, run_dir: Path) -> None:
-    lines = []
-    for line in read_metrics(run_dir):
-        rewards = {"evaluation/easy/reward": 0.75, "evaluation/hard/reward": 0.25}
-        others = {"evaluation/function/right/reward": 1.0, "evaluation/pass_at_4/reward": 1.0}
-        steps = dict.fromkeys(("evaluation/easy/step", "evaluation/hard/step"), 10 * (line["step"] > 10))
-        lines.append(line | rewards | others | steps)
-    write_lines(run_dir / "metrics.jsonl", lines)
-
-    async def look(page: Page, dashboard: Dashboard) -> None:
-        assert await legend_of(page, "Evaluations") == ["step", {"easy": "0.75", "hard": "0.25"}]
-        for across, step in ((0.0, 0), (1.0, 10)):  # two sets, evaluated twice
-            assert await step_at(page, "Evaluations", across) == step
-
-    on_a_dashboard(browser, run_dir, look)
-
-
 def test_the_open_page_survives_a_learner_that_is_started_again(browser: Browser, run_dir: Path) -> None:
     lines = read_metrics(run_dir)
 

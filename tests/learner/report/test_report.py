@@ -13,6 +13,7 @@ import pytest
 from learner.report.charts import Chart, evaluations_of_metrics, run_charts
 from learner.report.history import encoded
 from learner.report.page import write_report
+from learner.report.records import Timeline
 from learner.report.sample_view import MAX_COMPLETIONS
 from learner.report.series import MAX_POINTS, extremes, moving_mean
 from learner.report.summary import read_metrics
@@ -47,6 +48,11 @@ LATE = [1_000_001.0, 1_000_002.0, 1_000_003.0]
 
 def test_the_page_of_a_run_shows_all_that_was_recorded_and_needs_nothing_from_outside(tmp_path: Path) -> None:
     write_run(tmp_path / "my-run", steps=60)
+    assert "<h2>Events</h2>" not in write_report(tmp_path / "my-run").read_text()
+    timeline = Timeline(tmp_path / "my-run/timeline.jsonl")
+    for event in ("the run started", "the server at tcp://<b>:1: ready → joining"):
+        timeline.record(event)
+    timeline.close()
     html, lines = write_report(tmp_path / "my-run").read_text(), read_metrics(tmp_path / "my-run")
     page = Page(html)
     for part in (
@@ -60,6 +66,8 @@ def test_the_page_of_a_run_shows_all_that_was_recorded_and_needs_nothing_from_ou
         "JavaScript",
     ):
         assert part in page.text
+    assert html.index("<h2>Events</h2>") < html.index("the run started") < html.index("tcp://&lt;b&gt;:1: ready → joining")
+    assert "<b>:1" not in html
     assert list(page.charts) == TITLES
     for title, metric in (
         ("Entropy", "policy/entropy"),
@@ -143,6 +151,17 @@ def test_several_reward_functions_get_a_chart_of_their_own() -> None:
     rewards = {"reward/a": 0.1, "reward/b": 0.2, "reward/mean": 0.3}
     charts = charts_of([{"step": step, "elapsed_s": step} | rewards for step in range(1, 9)])
     assert list(charts) == ["Reward per step", "Reward over time", "Each reward function"]
+
+
+def test_each_of_several_evaluated_sets_has_a_curve_of_its_evaluations() -> None:
+    rewards = {"evaluation/easy/reward": 0.75, "evaluation/hard/reward": 0.25}
+    others = {"evaluation/function/right/reward": 1.0, "evaluation/pass_at_4/reward": 1.0}
+    metrics = []
+    for step in range(1, 21):
+        steps = dict.fromkeys(("evaluation/easy/step", "evaluation/hard/step"), 10 if step > 10 else 0)
+        metrics.append({"step": step} | rewards | others | steps)
+    curves = {curve.name: (curve.kind, curve.x, curve.y) for curve in charts_of(metrics)["Evaluations"].series}
+    assert curves == {"easy": ("points", [0, 10], [0.75] * 2), "hard": ("points", [0, 10], [0.25] * 2)}
 
 
 def test_each_refresh_of_the_reference_is_counted() -> None:

@@ -107,21 +107,21 @@ def test_a_damaged_first_line_does_not_stop_a_run(
 def test_a_report_shows_both_ends_of_a_file_that_it_does_not_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_run(tmp_path, steps=300)
+    write_run(tmp_path, steps=100)
     assert table_of_run(tmp_path / "samples.jsonl").note == "The first and the last 25 groups of samples.jsonl."
     path = tmp_path / "samples.jsonl"
     whole = steps_in(path.read_bytes().split(b"\n"), path)
-    with path.open("a") as file:  # step 299 once more, after a resume
-        file.write(json.dumps(whole[298] | {"prompt": "again>"}) + "\n")
+    with path.open("a") as file:  # step 99 once more, after a resume
+        file.write(json.dumps(whole[98] | {"prompt": "again>"}) + "\n")
     content = bytearray(path.read_bytes())
     content[len(content) // 2 : len(content) // 2 + 10] = b"not read!!"
     path.write_bytes(content)
     monkeypatch.setattr("learner.report.sample_view.SAMPLED_BYTES", 4000)
     steps = [line["step"] for line in steps_in(ends_of(path, 4000), path)]
-    assert steps[:2] == [1, 2] and steps[-2:] == [298, 299]
+    assert steps[:2] == [1, 2] and steps[-2:] == [98, 99]
     page = render(tmp_path)
-    assert whole[0]["prompt"] in page and whole[297]["prompt"] in page and "again&gt;" in page
-    assert whole[299]["prompt"] not in page, "a resume has taken it back"
+    assert whole[0]["prompt"] in page and whole[97]["prompt"] in page and "again&gt;" in page
+    assert whole[99]["prompt"] not in page, "a resume has taken it back"
     assert "in between are left out" in page
 
 
