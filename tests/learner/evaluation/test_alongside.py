@@ -25,7 +25,6 @@ from tests.fakes import ServerThread
 from tests.learner.mortal_learner import Death, Life
 from tests.learner.openai_server import Answer, OpenAIServer
 from tests.learner.runs import make_run
-from tests.ports import free_port
 
 NUM_PROMPTS = 8
 STEPS = 6
@@ -61,6 +60,7 @@ def held_until(openai: OpenAIServer, version: int) -> Answer:
 def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_last(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer
 ) -> None:
+    openai.delay_s = 0.2
     run = evaluating(tmp_path, server, openai.url, {"at_start": True, "every_steps": 4, "pin_policy": True})
     train(run, resume=False)
     made = made_by(run)
@@ -75,19 +75,8 @@ def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_la
     assert metrics[-1]["evaluation/step"] == STEPS and metrics[-1]["evaluation/reward"] == rewards[-1]
     assert metrics[-2]["evaluation/step"] == 0 and metrics[1]["evaluation/step"] == 0
     assert "evaluation/seconds" in metrics[1], "it ended in step 1, whose push it held"
+    assert metrics[-1]["evaluation/training_slowdown"] > 1, "step 5 waited, those before did not"
     assert not (tmp_path / "run" / "evaluation.partial.jsonl").exists()
-
-
-def test_a_pinned_evaluation_holds_the_steps_and_is_answered_by_one_version(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer
-) -> None:
-    openai.delay_s = 0.3
-    evaluation = {"pin_policy": True, "max_concurrent": 1, "num_prompts": 4}
-    train(run := evaluating(tmp_path, server, openai.url, evaluation), resume=False)
-    assert {one.step: one.versions for one in made_by(run)} == {step: (step, step) for step in (2, 4, 6)}
-    name = "evaluation/training_slowdown"
-    slowdowns = [line[name] for line in read_metrics(Path(run.run_dir)) if name in line]
-    assert len(slowdowns) == 2 and max(slowdowns) > 1, "a step that waits beside those that do not"
 
 
 def test_steps_go_on_beside_another_evaluation_and_what_is_due_meanwhile_is_left_out_and_reported(
@@ -102,20 +91,6 @@ def test_steps_go_on_beside_another_evaluation_and_what_is_due_meanwhile_is_left
     left_out = {line["step"] - 1 for line in read_metrics(Path(run.run_dir)) if line.get("evaluation/left_out")}
     assert left_out >= {2, 3}
     assert "skipping the evaluation after step 2 (that of step 1 still running)" in caplog.text
-
-
-def test_the_model_that_is_best_at_evaluations_stays(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer
-) -> None:
-    openai.answer = lambda prompt, count: [prompt[-2:0:-1] if server.engine.version == 2 else "1"] * count
-    checkpoint = {"every_steps": 2, "keep_last": 1, "best_by": "evaluation"}
-    run = evaluating(tmp_path, server, openai.url, {"pin_policy": True}, checkpoint=checkpoint)
-    train(run, resume=False)
-    directory = RunDir.checkpoints_of(run.run_dir)
-    assert [path.name for path in complete_checkpoints(directory)] == ["step-000006"]
-    (best,) = best_models(directory).values()
-    rewards = {one.step: one.reward.mean for one in made_by(run) if one.reward is not None}
-    assert best.judged_by == "evaluation" and best.step == 2 and best.score == rewards[2] > max(rewards[4], rewards[6])
 
 
 def test_a_step_is_judged_or_awaited_at_every_moment(
@@ -140,16 +115,6 @@ def test_a_step_is_judged_or_awaited_at_every_moment(
     assert None not in began[0].scores().values() and set(began[0].scores()) == {3, 6}
 
 
-def test_an_evaluation_that_fails_is_reported_and_training_goes_on(
-    tmp_path: Path, server: ServerThread, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = evaluating(tmp_path, server, f"http://127.0.0.1:{free_port()}/v1", {"timeout_s": 0.5})
-    train(run, resume=False)
-    metrics = read_metrics(Path(run.run_dir))
-    assert len(metrics) == STEPS and any(line.get("evaluation/failed") for line in metrics)
-    assert made_by(run) == [] and "could not be reached" in caplog.text and "learner.evaluation.url" in caplog.text
-
-
 @pytest.mark.system
 def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer
@@ -171,7 +136,7 @@ def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
 
 
 def test_of_a_run_that_was_killed_in_its_last_evaluation_only_what_is_missing_is_asked_for(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = evaluating(tmp_path, server, openai.url, {"pin_policy": True, "sets": SETS, "every_steps": 3})
     train(run, resume=False)
@@ -180,14 +145,15 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_what_is_missing_is
     *others, few, many = whole.splitlines(keepends=True)
     digest = "+".join(json.loads(line)["asked"] for line in (few, many))
 
-    def resumed(lines: list[str], places: tuple[int, ...]) -> list[Evaluation]:
-        """After a death that left these lines, and wrong answers to these prompts of the last step."""
+    def resumed(lines: list[str], places: tuple[int, ...] | None) -> list[Evaluation]:
+        """After a death that left these lines, and wrong answers to these prompts of the last step, or no file of answers."""
         noted.write_text("".join(lines))
-        partial.begin(PartialHeader(STEPS, digest))
-        for place in places:
-            count = 1 if place < FEW else 2
-            partial.add(place, PromptAnswers([""] * count, [[0]] * count, count, [True] * count, (STEPS, STEPS)))
-        partial.close()
+        if places is not None:
+            partial.begin(PartialHeader(STEPS, digest))
+            for place in places:
+                count = 1 if place < FEW else 2
+                partial.add(place, PromptAnswers([""] * count, [[0]] * count, count, [True] * count, (STEPS, STEPS)))
+            partial.close()
         openai.requests.clear()
         train(run, resume=True)
         assert not (Path(run.run_dir) / "evaluation.partial.jsonl").exists()
@@ -207,24 +173,10 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_what_is_missing_is
     assert openai.requests == [] and of_few == msgspec.json.decode(few, type=Evaluation), "each is noted once"
     resumed([*others, few, many], (1,))
     assert openai.requests == [] and noted.read_text() == whole
-
-
-def test_a_run_that_was_killed_before_its_last_evaluation_began_makes_it_after_all_and_says_that_it_waits(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = evaluating(tmp_path, server, openai.url, {"every_steps": 3, "num_prompts": 3})
-    train(run, resume=False)
-    noted = Path(run.run_dir) / FILE
-    noted.write_text("".join(noted.read_text().splitlines(keepends=True)[:-1]))
-    openai.requests.clear()
     openai.delay_s = 0.3
     with caplog.at_level(logging.INFO):
-        train(run, resume=True)
-    assert "waiting for the evaluation after the last step" in caplog.text
-    assert len(openai.requests) == 3 and [one.step for one in made_by(run)] == [3, STEPS]
-    openai.requests.clear()
-    train(run, resume=True)
-    assert openai.requests == [], "nothing is owed any more"
+        resumed(others, None)
+    assert "waiting for the evaluation after the last step" in caplog.text and len(openai.requests) == FEW + MANY
 
 
 def test_what_a_server_answers_before_it_has_the_policy_is_asked_again(
@@ -247,15 +199,16 @@ def test_what_a_server_answers_before_it_has_the_policy_is_asked_again(
     ],
     ids=["of another run", "of an unknown run", "of an unknown version"],
 )
-def test_what_other_weights_than_the_runs_answer_is_no_evaluation_of_it(
+def test_what_other_weights_than_the_runs_answer_fails_the_evaluation_and_training_goes_on(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture,
     run_of_server: str | None, tells_versions: bool, told: str,
 ) -> None:  # fmt: skip
     openai.run, openai.tells_tokens = lambda: run_of_server, tells_versions
-    evaluation = {"url": openai.url, "every_steps": 2, "timeout_s": 1.2}
-    run = make_run(tmp_path, server.endpoint, steps=2, evaluation=evaluation)
+    run = evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin_policy": True, "timeout_s": 1.2})
     train(run, resume=False)
-    assert made_by(run) == [] and told in caplog.text and "the evaluation after step 2 failed" in caplog.text
+    assert made_by(run) == [] and told in caplog.text and "the evaluation after step 3 failed" in caplog.text
+    failed = [line["step"] for line in read_metrics(Path(run.run_dir)) if line.get("evaluation/failed")]
+    assert failed == [5], "step 4 waited for it"
 
 
 def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(
@@ -296,8 +249,11 @@ def test_each_set_is_asked_noted_and_reported_under_its_name_and_one_says_which_
         assert one.reward is not None and metrics[-1][f"evaluation/{name}/reward"] == one.reward.mean
         assert metrics[-1][f"evaluation/{name}/step"] == STEPS and metrics[-2][f"evaluation/{name}/step"] == 3
     assert not any("evaluation/reward" in line for line in metrics)
-    (best,) = best_models(RunDir.checkpoints_of(run.run_dir)).values()
-    assert (best.step, best.judged_by) == (3, "evaluation/many")
+    directory = RunDir.checkpoints_of(run.run_dir)
+    (best,) = best_models(directory).values()
+    (score,) = (one.reward.mean for one in made_by(run) if (one.step, one.set_name) == (3, "many"))
+    assert (best.step, best.judged_by, best.score) == (3, "evaluation/many", score)
+    assert [path.name for path in complete_checkpoints(directory)] == [f"step-{STEPS:06d}"], "a model, no checkpoint"
 
     summary, page = summarize(Path(run.run_dir)), render(Path(run.run_dir))
     assert summary.evaluated_sets == {name: one.reward for name, one in last.items()}

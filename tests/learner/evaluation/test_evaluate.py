@@ -133,40 +133,31 @@ def test_a_server_that_tells_neither_tokens_nor_versions_will_do(tmp_path: Path,
     assert "by a model" in as_text(made)
 
 
+BOTH_KEYS = ("EVALUATION_API_KEY", "OPENAI_API_KEY")
+
+
 @pytest.mark.parametrize(
-    ("status", "told"),
+    ("status", "variables", "told"),
     [
-        (404, r"end learner\.evaluation\.url with the API version"),
-        (400, r"correct the setting that it names in \[learner"),
+        (404, (), r"end learner\.evaluation\.url with the API version"),
+        (400, (), r"correct the setting that it names in \[learner"),
+        (401, (), "no key was sent. Set EVALUATION_API_KEY or OPENAI_API_KEY to the server's key"),
+        (401, BOTH_KEYS[1:], "the key in OPENAI_API_KEY is not the server's. Set OPENAI_API_KEY to"),
+        (401, BOTH_KEYS, r"Set EVALUATION_API_KEY to.* from server\.api_key_file or VLLM_API_KEY$"),
     ],
 )
 def test_what_waiting_does_not_mend_ends_it_with_the_remedy(
-    tmp_path: Path, openai: OpenAIServer, status: int, told: str
-) -> None:
+    tmp_path: Path, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch,
+    status: int, variables: tuple[str, ...], told: str,
+) -> None:  # fmt: skip
+    for name in BOTH_KEYS:
+        monkeypatch.delenv(name, raising=False)
+    for name in variables:
+        monkeypatch.setenv(name, "wrong")
     openai.failures = [status]
     with pytest.raises(EvaluationError, match=f"returned status {status}: no; .*{told}"):
         evaluate(a_run(tmp_path, openai))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("variables", "told"),
-    [
-        ((), "no key was sent. Set EVALUATION_API_KEY or OPENAI_API_KEY to the server's key"),
-        (("OPENAI_API_KEY",), "the key in OPENAI_API_KEY is not the server's. Set OPENAI_API_KEY to"),
-        (("OPENAI_API_KEY", "EVALUATION_API_KEY"), "the key in EVALUATION_API_KEY is not the server's. Set EVALUATION_API_KEY to"),
-    ],
-)  # fmt: skip
-def test_a_refused_key_is_named_by_its_variable_and_by_where_a_server_has_its_own(
-    tmp_path: Path, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch, variables: tuple[str, ...], told: str
-) -> None:
-    for name in ("EVALUATION_API_KEY", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    for name in variables:
-        monkeypatch.setenv(name, "wrong")
-    openai.failures = [401]
-    with pytest.raises(EvaluationError, match=rf"{told}.* from server\.api_key_file or VLLM_API_KEY$"):
-        evaluate(a_run(tmp_path, openai))
 
 
 def test_a_server_that_never_comes_ends_it_at_its_deadline(tmp_path: Path) -> None:

@@ -85,7 +85,15 @@ def test_every_page_of_a_run_can_be_read_and_runs_nothing_that_a_model_wrote(
     asyncio.run(scene())
 
 
-def test_the_open_page_survives_a_learner_that_is_started_again(browser: Browser, run_dir: Path) -> None:
+BREAK_ONE_ANSWER = """var whole = window.fetch; window.fetch = async () => {
+    window.fetch = whole;
+    return { status: 200, text: () => Promise.reject(new TypeError('network error')) };
+  }; 0"""
+
+
+def test_the_open_page_survives_a_broken_answer_and_a_learner_that_is_started_again(
+    browser: Browser, run_dir: Path
+) -> None:
     lines = read_metrics(run_dir)
 
     async def scene() -> None:
@@ -93,12 +101,17 @@ def test_the_open_page_survives_a_learner_that_is_started_again(browser: Browser
         port = int(first.address.rpartition(":")[2])
         async with browser.page() as page:
             await looked_at(page, first.address)
+            await page.value(BREAK_ONE_ANSWER)
+            first.publish(61, {**lines[0], "optim/lr": 0.5})
+            await page.until("window.fetch === whole")
+            first.publish(62, {**lines[0], "optim/lr": 0.75})
+            await page.until(f"{CARD.format('Learning rate')}.querySelector('.plot').ariaLabel.includes('0.75')")
+            assert page.errors == []
             await first.close()
             await page.until("document.getElementById('state').textContent === 'no connection to the learner'")
-            # It comes back behind a checkpoint: steps 31 to 60 come again, and others than before.
-            write_lines(
-                run_dir / "metrics.jsonl", [*lines[:30], *({**line, "reward/mean": 0.5} for line in lines[30:35])]
-            )
+            # It comes back behind a checkpoint: steps 31 to 62 come again, and others than before.
+            again = [{**line, "reward/mean": 0.5} for line in lines[30:35]]
+            write_lines(run_dir / "metrics.jsonl", [*lines[:30], *again])
             second = await Dashboard.start(run_dir, port)
             try:
                 await page.until("document.querySelector('.tile .value')?.textContent.startsWith('35')")
@@ -156,13 +169,19 @@ def test_hover_reads_all_series_of_all_charts_at_one_step(browser: Browser, run_
     on_a_page(browser, write_report(run_dir).as_uri(), look)
 
 
-def test_a_drag_zooms_all_charts_of_the_same_x_and_a_double_click_resets(browser: Browser, run_dir: Path) -> None:
+def test_a_drag_zooms_all_charts_of_the_same_x_while_steps_come_until_a_double_click(
+    browser: Browser, run_dir: Path
+) -> None:
+    lines = read_metrics(run_dir)
+
     async def ends(page: Page, title: str) -> tuple[int, int]:
         return await step_at(page, title, 0.0), await step_at(page, title, 1.0)
 
-    async def look(page: Page) -> None:
+    async def look(page: Page, dashboard: Dashboard) -> None:
         assert await ends(page, "Reward per step") == (1, 60)
         await drag(page, "Reward per step", 0.25, 0.5)
+        dashboard.publish(61, {**lines[0], "optim/lr": 0.75})
+        await page.until(f"!!{CARD.format('Learning rate')}.querySelector('[aria-label*=\"0.376\"]')")
         for title in ("Reward per step", "Staleness per step"):
             first, last = await ends(page, title)
             assert 15 <= first <= 18 and 29 <= last <= 32, title
@@ -172,40 +191,7 @@ def test_a_drag_zooms_all_charts_of_the_same_x_and_a_double_click_resets(browser
             await page.mouse("Pressed", x, y, clicks)
             await page.mouse("Released", x, y, clicks)
         for title in ("Reward per step", "Staleness per step"):
-            assert await ends(page, title) == (1, 60), title
-
-    on_a_page(browser, write_report(run_dir).as_uri(), look)
-
-
-def test_a_zoomed_dashboard_stays_zoomed_while_steps_come(browser: Browser, run_dir: Path) -> None:
-    lines = read_metrics(run_dir)
-
-    async def look(page: Page, dashboard: Dashboard) -> None:
-        await drag(page, "Reward per step", 0.25, 0.5)
-        dashboard.publish(61, {**lines[0], "optim/lr": 0.75})
-        await page.until(f"!!{CARD.format('Learning rate')}.querySelector('[aria-label*=\"0.376\"]')")
-        assert 29 <= await step_at(page, "Reward per step", 1.0) <= 32
-
-    on_a_dashboard(browser, run_dir, look)
-
-
-BREAK_ONE_ANSWER = """var whole = window.fetch; window.fetch = async () => {
-    window.fetch = whole;
-    return { status: 200, text: () => Promise.reject(new TypeError('network error')) };
-  }; 0"""
-
-
-def test_a_connection_that_ends_within_an_answer_costs_one_update_of_the_charts(
-    browser: Browser, run_dir: Path
-) -> None:
-    lines = read_metrics(run_dir)
-
-    async def look(page: Page, dashboard: Dashboard) -> None:
-        await page.value(BREAK_ONE_ANSWER)
-        dashboard.publish(61, {**lines[0], "optim/lr": 0.5})
-        await page.until("window.fetch === whole")
-        dashboard.publish(62, {**lines[0], "optim/lr": 0.75})
-        await page.until(f"{CARD.format('Learning rate')}.querySelector('.plot').ariaLabel.includes('0.75')")
+            assert await ends(page, title) == (1, 61), title
 
     on_a_dashboard(browser, run_dir, look)
 

@@ -22,26 +22,10 @@ from tests.learner.report.pages import Page, page_of
 from tests.learner.report.synthetic_run import metrics_of, write_ledger, write_lines, write_run
 
 TITLES = [
-    "Reward per step",
-    "Reward over time",
-    "Staleness of consumed groups",
-    "Staleness per step",
-    "KL to the reference",
-    "Time per step",
-    "Entropy",
-    "Clipped tokens",
-    "Gradient norm",
-    "Completion length",
-    "Truncated completions",
-    "Reward deviation",
-    "Loss",
-    "Learning rate",
-    "Idle time",
-    "Weight sync time",
-    "Mismatch of server and learner",
-]
-
-
+    "Reward per step", "Reward over time", "Staleness of consumed groups", "Staleness per step", "KL to the reference",
+    "Time per step", "Entropy", "Clipped tokens", "Gradient norm", "Completion length", "Truncated completions",
+    "Reward deviation", "Loss", "Learning rate", "Idle time", "Weight sync time", "Mismatch of server and learner",
+]  # fmt: skip
 INF = float("inf")
 LATE = [1_000_001.0, 1_000_002.0, 1_000_003.0]
 
@@ -66,7 +50,9 @@ def test_the_page_of_a_run_shows_all_that_was_recorded_and_needs_nothing_from_ou
         "JavaScript",
     ):
         assert part in page.text
-    assert html.index("<h2>Events</h2>") < html.index("the run started") < html.index("tcp://&lt;b&gt;:1: ready → joining")
+    assert (
+        html.index("<h2>Events</h2>") < html.index("the run started") < html.index("tcp://&lt;b&gt;:1: ready → joining")
+    )
     assert "<b>:1" not in html
     assert list(page.charts) == TITLES
     for title, metric in (

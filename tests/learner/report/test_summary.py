@@ -15,9 +15,11 @@ from protocol.errors import SlipstreamError
 from tests.learner.report.synthetic_run import GROUPS_PER_STEP, write_ledger, write_lines, write_run
 
 
-def test_every_number_agrees_with_an_independent_computation(tmp_path):
+def test_every_number_agrees_with_an_independent_computation_and_the_files_stay_as_they_were(tmp_path: Path) -> None:
     metrics = write_run(tmp_path, steps=57)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     summary = summarize(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
     def column(name: str) -> np.ndarray:
         return np.array([line.get(name, np.nan) for line in metrics])
@@ -67,7 +69,7 @@ def test_groups_are_counted_by_the_ledger_and_one_that_is_missing_there_is_lost(
     assert (summary.groups_lost, summarize(tmp_path).groups_lost) == (0, 2)
 
 
-def test_the_larger_of_the_two_mismatches_is_reported(tmp_path):
+def test_the_larger_of_the_two_mismatches_is_reported(tmp_path: Path) -> None:
     write_run(tmp_path, steps=4)
     base = {"elapsed_s": 1.0, "policy/mismatch_abs_logprob": 1e-6}
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **base, "parity/abs_logprob": 5e-3}, {"step": 2, **base}])
@@ -76,7 +78,7 @@ def test_the_larger_of_the_two_mismatches_is_reported(tmp_path):
     assert summarize(tmp_path).mismatch_mean_abs_logprob == 1e-6
 
 
-def test_one_bare_step_is_enough_and_absent_numbers_are_none(tmp_path):
+def test_one_bare_step_is_enough_and_absent_numbers_are_none(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "time": 0.0, "elapsed_s": 0.0, "reward/mean": float("nan")}])
     write_ledger(tmp_path / "ledger.db", 1, random.Random(0))
     summary = summarize(tmp_path)
@@ -89,7 +91,7 @@ def test_one_bare_step_is_enough_and_absent_numbers_are_none(tmp_path):
     assert "–" in as_text(summary)
 
 
-def test_steps_taken_back_by_a_resume_do_not_count(tmp_path):
+def test_steps_taken_back_by_a_resume_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     before = [{"step": step, "value": "old"} for step in range(1, 9)]
     after = [{"step": step, "value": "new"} for step in range(5, 7)]
@@ -99,7 +101,7 @@ def test_steps_taken_back_by_a_resume_do_not_count(tmp_path):
     ]  # fmt: skip
 
 
-def test_the_torn_last_line_of_a_killed_learner_is_not_there(tmp_path):
+def test_the_torn_last_line_of_a_killed_learner_is_not_there(tmp_path: Path) -> None:
     metrics = write_run(tmp_path, steps=12)
     whole = (tmp_path / "metrics.jsonl").read_bytes()
     last = json.dumps(metrics[-1]).encode()
@@ -111,14 +113,14 @@ def test_the_torn_last_line_of_a_killed_learner_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("broken", ['{"step": 2, "rew', "[1, 2]", '{"reward/mean": 1.0}', '{"step": "two"}'])
-def test_a_broken_line_in_the_middle_is_named(tmp_path, broken):
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, broken: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + broken + '\n{"step": 3}\n')
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2: expected a JSON object"):
         read_steps(path)
 
 
-def test_what_is_no_run_directory_is_refused_with_a_remedy(tmp_path):
+def test_what_is_no_run_directory_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=r"not a run directory: metrics\.jsonl is missing.*slipstream train"):
         summarize(tmp_path / "nowhere")
     (tmp_path / "metrics.jsonl").write_text("")
@@ -127,14 +129,6 @@ def test_what_is_no_run_directory_is_refused_with_a_remedy(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "elapsed_s": 1.0}])
     with pytest.raises(RunDirectoryError, match=r"ledger\.db, which records lost groups, is missing"):
         summarize(tmp_path)
-
-
-def test_reading_changes_nothing_in_the_run_directory(tmp_path):
-    write_run(tmp_path, steps=5)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    summarize(tmp_path)
-    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert after == before
 
 
 def test_the_console_lines_are_short_and_aligned(tmp_path: Path) -> None:
