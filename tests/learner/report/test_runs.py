@@ -64,11 +64,12 @@ def test_looking_at_a_run_never_keeps_a_learner_from_it(tmp_path: Path) -> None:
     looker = threading.Thread(target=look)
     looker.start()
     try:
-        while num_looks < 30:
+        while num_looks < 30 and looker.is_alive():
             begin(tmp_path / "run", steps=9).close()  # raises if the directory is taken
     finally:
         is_over.set()
         looker.join()
+    assert num_looks >= 30
 
 
 def test_a_run_whose_files_are_broken_is_reported_with_the_reason(tmp_path: Path) -> None:
