@@ -5,9 +5,11 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,34 +80,50 @@ class Page:
         await self.tell("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button=button, clickCount=clicks)
 
 
-@asynccontextmanager
-async def a_page() -> AsyncIterator[Page]:
-    """In a browser of its own, which ends with it."""
+class Browser:
+    """A Chromium with one tab."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    @asynccontextmanager
+    async def page(self) -> AsyncIterator[Page]:
+        """Its tab, empty, as if nobody had used it before."""
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://127.0.0.1:{self._port}/json/list") as answer:
+                (tab,) = [one for one in await answer.json(content_type=None) if one["type"] == "page"]
+            async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                page = Page(socket)
+                listening = asyncio.create_task(page.listen())
+                await page.tell("Page.enable")
+                await page.open("about:blank")
+                await page.mouse("Moved", 0, 0)
+                await page.tell("Log.clear")
+                for part in ("Runtime", "Log", "Network"):
+                    await page.tell(f"{part}.enable")
+                yield page
+                listening.cancel()
+
+
+@contextmanager
+def running_browser() -> Iterator[Browser]:
+    """A browser, which ends with the block; its pages are opened one after the other, in any event loop."""
     assert CHROMIUM is not None, "no Chromium here: apt-get install chromium"
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as directory:
-        process = await asyncio.create_subprocess_exec(
-            CHROMIUM, *FLAGS, f"--user-data-dir={directory}", "about:blank",
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, env=os.environ | {"TMPDIR": directory},
+        process = subprocess.Popen(
+            [CHROMIUM, *FLAGS, f"--user-data-dir={directory}", "about:blank"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"TMPDIR": directory},
         )  # fmt: skip
         try:
-            port = await _port_of(Path(directory, "DevToolsActivePort"))
-            async with aiohttp.ClientSession() as session:
-                async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                    (tab,) = [one for one in await answer.json(content_type=None) if one["type"] == "page"]
-                async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                    page = Page(socket)
-                    listening = asyncio.create_task(page.listen())
-                    for part in ("Page", "Runtime", "Log", "Network"):
-                        await page.tell(f"{part}.enable")
-                    yield page
-                    listening.cancel()
+            yield Browser(_port_in(Path(directory, "DevToolsActivePort")))
         finally:
             process.kill()
-            await process.wait()
+            process.wait()
 
 
-async def _port_of(file: Path) -> int:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not (file.is_file() and file.read_text()):
-            await asyncio.sleep(0.05)
+def _port_in(file: Path) -> int:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (file.is_file() and file.read_text()):
+        assert time.monotonic() < deadline, "Chromium does not start"
+        time.sleep(0.05)
     return int(file.read_text().splitlines()[0])

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.browser import a_page
+from tests.browser import Browser, running_browser
 
 
 class Screen(NamedTuple):
@@ -24,9 +24,9 @@ QUALITY = 80
 """Of WebP: sharp text at less than 100 KB."""
 
 
-async def take(name: str, address: str, directory: Path) -> None:
+async def take(browser: Browser, name: str, address: str, directory: Path) -> None:
     """What each screen shows, without what one would have to scroll to."""
-    async with a_page() as page:
+    async with browser.page() as page:
         for screen in SCREENS:
             await page.look_as(screen.width, screen.height, screen.scheme)
             await page.open(address if "://" in address else Path(address).resolve().as_uri())
@@ -37,4 +37,5 @@ async def take(name: str, address: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(take(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
+    with running_browser() as browser:
+        asyncio.run(take(browser, sys.argv[1], sys.argv[2], Path(sys.argv[3])))

@@ -120,7 +120,7 @@ def _disagreement(
 ) -> str | None:
     """Return what vLLM's rotary embeddings do differently, or None.
 
-    tests/learner/policy/test_rope_vllm.py shows that the others are equal.
+    tests/learner/policy/test_rope.py shows that the others are equal.
     """
     if getattr(config, "kv_lora_rank", None) and config.model_type not in WITH_ROPE_OF_ITS_OWN:
         return _disagreement_of_deepseek(rope)

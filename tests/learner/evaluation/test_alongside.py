@@ -2,8 +2,8 @@
 
 import json
 import logging
+import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,46 +11,25 @@ import msgspec
 import pytest
 
 from learner.config import LearnerRun
-from learner.evaluation import results
+from learner.evaluation import openai_client, results
 from learner.evaluation.background import Evaluations, PartialHeader, PartialResults
 from learner.evaluation.openai_client import PromptAnswers
 from learner.evaluation.results import FILE, Evaluation, earlier
-from learner.report.summary import read_metrics
+from learner.report.page import compare, render, write_comparison
+from learner.report.summary import as_text, read_metrics, summarize
 from learner.rewards.workers import RewardWorkers
 from learner.storage.checkpoint import best_models, complete_checkpoints, remove_checkpoint
 from learner.storage.run_dir import RunDir
 from learner.train import train
-from protocol.config import load_config
-from protocol.errors import ConfigError
-from protocol.model_files import resolve_model
 from tests.fakes import ServerThread
-from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.mortal_learner import Death, Life
-from tests.learner.openai_server import OpenAIServer, openai_server
+from tests.learner.openai_server import Answer, OpenAIServer
 from tests.learner.runs import make_run
-from tests.ports import free_port
 
 NUM_PROMPTS = 8
 STEPS = 6
-
-
-@pytest.fixture
-def engine() -> ModelEngine:
-    return ModelEngine(resolve_model("tiny:digits"))
-
-
-@pytest.fixture
-def server(engine: ModelEngine) -> Iterator[ServerThread]:
-    with tiny_server(engine) as server:
-        yield server
-
-
-@pytest.fixture
-def openai(server: ServerThread) -> Iterator[OpenAIServer]:
-    with openai_server() as openai:
-        openai.of(server)
-        openai.answer = lambda prompt, count: [prompt[-2:0:-1]] * count
-        yield openai
+FEW, MANY = 3, 5
+SETS = {"few": {"num_prompts": FEW}, "many": {"num_prompts": MANY, "num_samples": 2, "temperature": 1.0}}
 
 
 def evaluating(
@@ -64,65 +43,54 @@ def made_by(run: LearnerRun) -> list[Evaluation]:
     return earlier(Path(run.run_dir) / FILE)
 
 
+def held_until(openai: OpenAIServer, version: int) -> Answer:
+    """Answers of a server that holds back all after the first until the policy has got so far."""
+    engine, answer = openai.engine, openai.answer
+    assert engine is not None
+
+    def held(prompt: str, count: int) -> list[str]:
+        deadline = time.monotonic() + 60
+        while len(openai.requests) > 1 and engine.version < version and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return answer(prompt, count)
+
+    return held
+
+
 def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_last(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer
 ) -> None:
+    openai.delay_s = 0.2
     run = evaluating(tmp_path, server, openai.url, {"at_start": True, "every_steps": 4, "pin_policy": True})
     train(run, resume=False)
     made = made_by(run)
-    assert [one.step for one in made] == [0, 4, STEPS]
-    assert len(openai.requests) == 3 * NUM_PROMPTS
+    assert [(one.step, one.versions) for one in made] == [(step, (step, step)) for step in (0, 4, STEPS)]
     asked = Counter(tuple(request["prompt"]) for request in openai.requests)
     assert len(asked) == NUM_PROMPTS and set(asked.values()) == {3}
     rewards = [one.reward.mean for one in made if one.reward is not None]
-    assert (
-        rewards == [made[0].rewards_P[0]] * 3
-        and made[2].difference is not None
-        and made[2].difference_to_first is not None
-    )
+    assert rewards == [made[0].rewards_P[0]] * 3
+    assert made[2].difference is not None and made[2].difference_to_first is not None
     metrics = read_metrics(Path(run.run_dir))
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert metrics[-1]["evaluation/step"] == STEPS and metrics[-1]["evaluation/reward"] == rewards[-1]
     assert metrics[-2]["evaluation/step"] == 0 and metrics[1]["evaluation/step"] == 0
     assert "evaluation/seconds" in metrics[1], "it ended in step 1, whose push it held"
+    assert metrics[-1]["evaluation/training_slowdown"] > 1, "step 5 waited, those before did not"
     assert not (tmp_path / "run" / "evaluation.partial.jsonl").exists()
 
 
-@pytest.mark.parametrize("pin", [True, False])
-def test_a_pinned_evaluation_is_answered_by_the_version_of_its_step(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer, pin: bool
+def test_steps_go_on_beside_another_evaluation_and_what_is_due_meanwhile_is_left_out_and_reported(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    openai.delay_s = 0.3
-    run = evaluating(tmp_path, server, openai.url, {"pin_policy": pin, "max_concurrent": 1})
+    openai.answer = held_until(openai, version=STEPS)
+    run = evaluating(tmp_path, server, openai.url, {"every_steps": 1, "max_concurrent": 1, "num_prompts": 3})
     train(run, resume=False)
-    versions = {one.step: one.versions for one in made_by(run)}
-    slowdowns = [
-        line["evaluation/training_slowdown"]
-        for line in read_metrics(Path(run.run_dir))
-        if "evaluation/training_slowdown" in line
-    ]
-    if pin:
-        assert versions == {step: (step, step) for step in (2, 4, 6)}
-        assert len(slowdowns) == 2 and min(slowdowns) > 1, "a step that waits beside those that do not"
-    else:
-        assert versions[2] is not None and versions[2][0] in (2, 3) and versions[2][1] > versions[2][0]
-        assert versions[6] == (6, 6)
-
-
-def test_the_model_that_is_best_at_evaluations_stays(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer
-) -> None:
-    engine = openai.engine
-    assert engine is not None
-    openai.answer = lambda prompt, count: [prompt[-2:0:-1] if engine.version == 2 else "1"] * count
-    checkpoint = {"every_steps": 2, "keep_last": 1, "best_by": "evaluation"}
-    run = evaluating(tmp_path, server, openai.url, {"pin_policy": True}, checkpoint=checkpoint)
-    train(run, resume=False)
-    directory = RunDir.checkpoints_of(run.run_dir)
-    assert [path.name for path in complete_checkpoints(directory)] == ["step-000006"]
-    (best,) = best_models(directory).values()
-    rewards = {one.step: one.reward.mean for one in made_by(run) if one.reward is not None}
-    assert best.judged_by == "evaluation" and best.step == 2 and best.score == rewards[2] > max(rewards[4], rewards[6])
+    first, *_, last = made_by(run)
+    assert first.step == 1 and first.versions is not None and first.versions[0] < STEPS == first.versions[1]
+    assert last.step == STEPS and last.versions == (STEPS, STEPS)
+    left_out = {line["step"] - 1 for line in read_metrics(Path(run.run_dir)) if line.get("evaluation/left_out")}
+    assert left_out >= {2, 3}
+    assert "skipping the evaluation after step 2 (that of step 1 still running)" in caplog.text
 
 
 def test_a_step_is_judged_or_awaited_at_every_moment(
@@ -147,45 +115,14 @@ def test_a_step_is_judged_or_awaited_at_every_moment(
     assert None not in began[0].scores().values() and set(began[0].scores()) == {3, 6}
 
 
-def test_what_is_due_while_another_is_under_way_is_left_out_and_reported(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    openai.delay_s = 1.0
-    run = evaluating(tmp_path, server, openai.url, {"every_steps": 1, "max_concurrent": 1, "num_prompts": 3})
-    train(run, resume=False)
-    steps = [one.step for one in made_by(run)]
-    left_out = [line["step"] - 1 for line in read_metrics(Path(run.run_dir)) if line.get("evaluation/left_out")]
-    assert steps[0] == 1 and steps[-1] == STEPS and set(left_out) | set(steps) >= set(range(1, STEPS - 1))
-    assert "skipping the evaluation after step 2 (that of step 1 still running)" in caplog.text
-
-
-def test_an_evaluation_that_fails_is_reported_and_training_goes_on(
-    tmp_path: Path, server: ServerThread, caplog: pytest.LogCaptureFixture
-) -> None:
-    url = f"http://127.0.0.1:{free_port()}/v1"
-    run = evaluating(tmp_path, server, url, {"timeout_s": 0.5})
-    train(run, resume=False)
-    metrics = read_metrics(Path(run.run_dir))
-    assert len(metrics) == STEPS and any(line.get("evaluation/failed") for line in metrics)
-    assert made_by(run) == [] and "could not be reached" in caplog.text and "learner.evaluation.url" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "death",
-    [Death("answer kept", 3),
-     *(pytest.param(death, marks=pytest.mark.slow) for death in
-       (Death("evaluation noted", 3), Death("answers forgotten", 3), Death("answer kept", NUM_PROMPTS + 1),
-        Death("answer kept", 3 * NUM_PROMPTS), Death("evaluation noted", 1)))],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.system
 def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer, death: Death
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer
 ) -> None:
     openai.delay_s = 0.2
-    run = evaluating(
-        tmp_path, server, openai.url, {"max_concurrent": 1, "pin_policy": True}, checkpoint={"every_steps": 1}
-    )
-    life = Life(run, death, resume=False)
+    evaluation = {"max_concurrent": 1, "pin_policy": True}
+    run = evaluating(tmp_path, server, openai.url, evaluation, checkpoint={"every_steps": 1})
+    life = Life(run, Death("answer kept", 3), resume=False)
     assert life.end() < 0, life.log
     life = Life(run, resume=True)
     assert life.end() == 0, life.log
@@ -194,54 +131,58 @@ def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
     assert all(one.num_prompts == NUM_PROMPTS == len(one.rewards_P) and None not in one.rewards_P for one in made)
     # Of a step after the checkpoint all answers, for the step comes again; else the one that was on its way.
     goes_on = "resuming the evaluation after step" in life.log
-    num_again = len(openai.requests) - 3 * NUM_PROMPTS
-    assert num_again <= (1 if goes_on or death.point != "answer kept" else death.nth % NUM_PROMPTS + 1)
-    lines = [json.loads(line) for line in (Path(run.run_dir) / FILE).read_text().splitlines()]
-    assert len(lines) == 3, "none is noted twice"
+    assert len(openai.requests) - 3 * NUM_PROMPTS <= (1 if goes_on else 4)
     assert not (Path(run.run_dir) / "evaluation.partial.jsonl").exists()
 
 
-def test_of_a_run_that_was_killed_in_its_last_evaluation_only_that_is_finished(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer
-) -> None:
-    run = evaluating(tmp_path, server, openai.url, {"pin_policy": True})
-    train(run, resume=False)
-    noted, under_way = Path(run.run_dir) / FILE, PartialResults(Path(run.run_dir))
-    first, second, last = noted.read_text().splitlines(keepends=True)
-    noted.write_text(first + second)
-    under_way.begin(PartialHeader(STEPS, json.loads(last)["asked"]))
-    for place in (1, 4, 6):
-        under_way.add(place, PromptAnswers([""], [[0]], 1, [True], (STEPS, STEPS)))
-    under_way.close()
-    openai.requests.clear()
-    train(run, resume=True)
-    assert len(openai.requests) == NUM_PROMPTS - 3 and [one.step for one in made_by(run)] == [2, 4, STEPS]
-    rewards = made_by(run)[-1].rewards_P
-    assert [place for place, reward in enumerate(rewards) if reward == 0] == [1, 4, 6], "as they were answered"
-    assert read_metrics(Path(run.run_dir))[-1]["step"] == STEPS
-
-
-def test_a_run_that_was_killed_before_its_last_evaluation_began_makes_it_after_all_and_says_that_it_waits(
+def test_of_a_run_that_was_killed_in_its_last_evaluation_only_what_is_missing_is_asked_for(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = evaluating(tmp_path, server, openai.url, {})
+    run = evaluating(tmp_path, server, openai.url, {"pin_policy": True, "sets": SETS, "every_steps": 3})
     train(run, resume=False)
-    noted = Path(run.run_dir) / FILE
-    noted.write_text("".join(noted.read_text().splitlines(keepends=True)[:-1]))
-    openai.requests.clear()
+    noted, partial = Path(run.run_dir) / FILE, PartialResults(Path(run.run_dir))
+    whole = noted.read_text()
+    *others, few, many = whole.splitlines(keepends=True)
+    digest = "+".join(json.loads(line)["asked"] for line in (few, many))
+
+    def resumed(lines: list[str], places: tuple[int, ...] | None) -> list[Evaluation]:
+        """After a death that left these lines, and wrong answers to these prompts of the last step, or no file of answers."""
+        noted.write_text("".join(lines))
+        if places is not None:
+            partial.begin(PartialHeader(STEPS, digest))
+            for place in places:
+                count = 1 if place < FEW else 2
+                partial.add(place, PromptAnswers([""] * count, [[0]] * count, count, [True] * count, (STEPS, STEPS)))
+            partial.close()
+        openai.requests.clear()
+        train(run, resume=True)
+        assert not (Path(run.run_dir) / "evaluation.partial.jsonl").exists()
+        assert [(one.step, one.set_name) for one in made_by(run)] == [
+            (step, name) for step in (3, STEPS) for name in SETS
+        ]
+        assert read_metrics(Path(run.run_dir))[-1]["step"] == STEPS
+        return made_by(run)[-2:]
+
+    of_few, of_many = resumed(others, (1, 4))
+    assert len(openai.requests) == FEW + MANY - 2
+    assert [[place for place, reward in enumerate(one.rewards_P) if reward == 0] for one in (of_few, of_many)] == [
+        [1],
+        [1],
+    ]
+    of_few, _ = resumed([*others, few], tuple(range(FEW + MANY)))
+    assert openai.requests == [] and of_few == msgspec.json.decode(few, type=Evaluation), "each is noted once"
+    resumed([*others, few, many], (1,))
+    assert openai.requests == [] and noted.read_text() == whole
     openai.delay_s = 0.3
     with caplog.at_level(logging.INFO):
-        train(run, resume=True)
-    assert "waiting for the evaluation after the last step" in caplog.text
-    assert len(openai.requests) == NUM_PROMPTS and [one.step for one in made_by(run)] == [2, 4, STEPS]
-    openai.requests.clear()
-    train(run, resume=True)
-    assert openai.requests == [], "nothing is owed any more"
+        resumed(others, None)
+    assert "waiting for the evaluation after the last step" in caplog.text and len(openai.requests) == FEW + MANY
 
 
 def test_what_a_server_answers_before_it_has_the_policy_is_asked_again(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(openai_client, "AGAIN_AFTER_S", 0.1)
     openai.num_untrained = 3
     run = evaluating(tmp_path, server, openai.url, {"every_steps": STEPS})
     train(run, resume=False)
@@ -256,39 +197,18 @@ def test_what_a_server_answers_before_it_has_the_policy_is_asked_again(
         (None, True, "was answered by the weights of an unknown run instead of run-"),
         ("other-1f2e", False, "it is not a Slipstream server; set learner.evaluation.url to the server of run run-"),
     ],
+    ids=["of another run", "of an unknown run", "of an unknown version"],
 )
-def test_what_other_weights_than_the_runs_answer_is_no_evaluation_of_it(
+def test_what_other_weights_than_the_runs_answer_fails_the_evaluation_and_training_goes_on(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture,
     run_of_server: str | None, tells_versions: bool, told: str,
 ) -> None:  # fmt: skip
     openai.run, openai.tells_tokens = lambda: run_of_server, tells_versions
-    run = evaluating(tmp_path, server, openai.url, {"every_steps": STEPS, "timeout_s": 1.5})
+    run = evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin_policy": True, "timeout_s": 1.2})
     train(run, resume=False)
-    assert made_by(run) == [] and told in caplog.text
-    assert f"the evaluation after step {STEPS} failed" in caplog.text
-
-
-def test_a_run_asks_at_the_address_of_its_server(tmp_path: Path) -> None:
-    def url_of(text: str, *flags: str) -> str:
-        config = tmp_path / "run.toml"
-        config.write_text(
-            f'model = "tiny:digits"\nrun_dir = "{tmp_path}"\n{text}\n[learner]\nsteps = 1\ndata = {{task = "sort"}}\nreward = {{functions = ["exact_match"]}}\n'
-        )
-        return load_config(LearnerRun, [str(config), *flags], "learner train").evaluation_url
-
-    assert url_of("") == "http://127.0.0.1:8000/v1"
-    nodes = 'insecure = true\nendpoints = ["tcp://node1:5757", "tcp://node2:5757"]\n'
-    assert url_of(nodes + "[server]\nhttp_port = 9000") == "http://127.0.0.1:9000/v1", "there is a tunnel"
-    assert url_of(nodes + '[server]\nhttp_host = "0.0.0.0"') == "http://node1:8000/v1"
-    assert url_of(nodes + '[server]\nhttp_host = "10.0.0.5"') == "http://10.0.0.5:8000/v1"
-    assert url_of('[server]\nhttp_host = "[::1]"') == "http://[::1]:8000/v1"
-    assert url_of("", "--learner.evaluation.url", "http://judge/v1") == "http://judge/v1"
-    with pytest.raises(ConfigError, match=r"every_steps = 2 with server.http_port = 0"):
-        url_of("[server]\nhttp_port = 0", "--learner.evaluation.every-steps", "2")
-    with pytest.raises(
-        ConfigError, match=r"every_steps = 2 with endpoints_from = 'dns:nodes:5757'.* Set learner.evaluation.url"
-    ):
-        url_of('endpoints_from = "dns:nodes:5757"\ninsecure = true', "--learner.evaluation.every-steps", "2")
+    assert made_by(run) == [] and told in caplog.text and "the evaluation after step 3 failed" in caplog.text
+    failed = [line["step"] for line in read_metrics(Path(run.run_dir)) if line.get("evaluation/failed")]
+    assert failed == [5, STEPS], "step 4 waited for the first"
 
 
 def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(
@@ -306,20 +226,43 @@ def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(
     assert len(noted.read_text().splitlines()) == 4
 
 
-@pytest.mark.parametrize(
-    ("learner", "told"),
-    [
-        (
-            {"evaluation": {"every_steps": 2, "pin_policy": True}, "weight_sync": {"overlap_with_training": True}},
-            "cannot wait until an evaluation of the old version is complete",
-        ),
-        (
-            {"evaluation": {"every_steps": 20}, "checkpoint": {"every_steps": 50, "best_by": "evaluation"}},
-            "would have no evaluation; set evaluation.every_steps to a divisor of checkpoint.every_steps",
-        ),
-        ({"evaluation": {"every_steps": -1}}, "every_steps = -1 must not be negative"),
-    ],
-)
-def test_keys_that_contradict_each_other(tmp_path: Path, learner: dict[str, Any], told: str) -> None:
-    with pytest.raises((ConfigError, msgspec.ValidationError), match=told):
-        make_run(tmp_path, "tcp://127.0.0.1:1", **learner)
+def test_each_set_is_asked_noted_and_reported_under_its_name_and_one_says_which_model_is_best(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+) -> None:
+    def answer(prompt: str, count: int) -> list[str]:
+        is_right = server.engine.version == (3 if count == 2 else STEPS)  # the set that does not judge prefers another
+        return [prompt[-2:0:-1] if is_right else "1"] * count
+
+    openai.answer = answer
+    evaluation = {"sets": SETS, "pin_policy": True, "every_steps": 3}
+    checkpoint = {"every_steps": 3, "keep_last": 1, "best_by": "evaluation/many"}
+    run = evaluating(tmp_path, server, openai.url, evaluation, checkpoint=checkpoint)
+    train(run, resume=False)
+    assert [(one.step, one.set_name, one.num_prompts) for one in made_by(run)] == [
+        (3, "few", FEW), (3, "many", MANY), (STEPS, "few", FEW), (STEPS, "many", MANY)
+    ]  # fmt: skip
+    assert Counter(request["n"] for request in openai.requests) == {1: 2 * FEW, 2: 2 * MANY}
+    last = {one.set_name: one for one in made_by(run)[2:]}
+    assert all(one.difference is not None and one.versions == (STEPS, STEPS) for one in last.values())
+    metrics = read_metrics(Path(run.run_dir))
+    for name, one in last.items():
+        assert one.reward is not None and metrics[-1][f"evaluation/{name}/reward"] == one.reward.mean
+        assert metrics[-1][f"evaluation/{name}/step"] == STEPS and metrics[-2][f"evaluation/{name}/step"] == 3
+    assert not any("evaluation/reward" in line for line in metrics)
+    directory = RunDir.checkpoints_of(run.run_dir)
+    (best,) = best_models(directory).values()
+    (score,) = (one.reward.mean for one in made_by(run) if (one.step, one.set_name) == (3, "many"))
+    assert (best.step, best.judged_by, best.score) == (3, "evaluation/many", score)
+    assert [path.name for path in complete_checkpoints(directory)] == [f"step-{STEPS:06d}"], "a model, no checkpoint"
+
+    summary, page = summarize(Path(run.run_dir)), render(Path(run.run_dir))
+    assert summary.evaluated_sets == {name: one.reward for name, one in last.items()}
+    for name in SETS:
+        assert f"evaluation of {name}" in as_text(summary) and f"Evaluation of {name}" in page
+    assert f"few: {FEW} prompts of" in page and f"many: {MANY} prompts of" in page
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in ("metrics.jsonl", "ledger.db", "config.toml", FILE):
+        (other / file).write_bytes((Path(run.run_dir) / file).read_bytes())
+    comparison = write_comparison(*compare([Path(run.run_dir), other])).read_text()
+    assert "Evaluations: few" in comparison and "Evaluations: many" in comparison

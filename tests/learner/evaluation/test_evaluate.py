@@ -1,7 +1,6 @@
-"""`learner evaluate` against an OpenAI server that answers as it is told."""
+"""`learner evaluate` against an OpenAI server that answers as it is told, and the keys of [learner.evaluation]."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,16 @@ import msgspec
 import pytest
 
 from learner.config import DataConfig, EvaluationConfig, LearnerRun
+from learner.evaluation import openai_client
 from learner.evaluation.eval_sets import evaluated_data
 from learner.evaluation.evaluate import evaluate
 from learner.evaluation.openai_client import EvaluationError
 from learner.evaluation.results import Evaluation, as_text
-from protocol.config import load_config
+from protocol.config import load_config, to_toml
 from protocol.errors import ConfigError, RewardError
 from tests.learner.forked_learner import run_learner
-from tests.learner.openai_server import OpenAIServer, openai_server
+from tests.learner.openai_server import OpenAIServer
+from tests.learner.runs import make_run
 from tests.ports import free_port
 
 ROWS = [{"prompt": f"{n}>", "answer": str(n)} for n in range(20, 30)]
@@ -40,14 +41,8 @@ def late_once(completions, answer, **row):
 """
 
 
-@pytest.fixture
-def server() -> Iterator[OpenAIServer]:
-    with openai_server() as server:
-        yield server
-
-
 def a_run(
-    tmp_path: Path, server: OpenAIServer | None, *flags: str, functions: tuple[str, ...] = ("right",)
+    tmp_path: Path, openai: OpenAIServer | None, *flags: str, functions: tuple[str, ...] = ("right",)
 ) -> LearnerRun:
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -57,7 +52,7 @@ def a_run(
         f'model = "tiny:digits"\nrun_dir = "{tmp_path}/run"\n[learner]\nsteps = 6\n[learner.data]\npath = "{tmp_path}/rows.jsonl"\n'
         f"[learner.sampling]\nmax_tokens = 8\n[learner.reward]\nfunctions = {json.dumps(specs)}\n"
     )
-    url = server.url if server else f"http://127.0.0.1:{free_port()}/v1"
+    url = openai.url if openai else f"http://127.0.0.1:{free_port()}/v1"
     return load_config(LearnerRun, [str(config), "--learner.evaluation.url", url, *flags], "learner evaluate")
 
 
@@ -66,15 +61,11 @@ def noted(tmp_path: Path) -> list[Evaluation]:
     return [msgspec.json.decode(line, type=Evaluation) for line in lines]
 
 
-def test_every_prompt_is_asked_once_and_rated_as_in_training(tmp_path: Path, server: OpenAIServer) -> None:
-    server.answer = lambda prompt, count: [prompt[:-1] if prompt[1] in "0123" else "9999"]
-    made = evaluate(a_run(tmp_path, server, functions=("right", "length")))[0]
-    assert sorted(tuple(asked["prompt"]) for asked in server.requests) == sorted(
-        {tuple(a["prompt"]) for a in server.requests}
-    )
-    assert len(server.requests) == 10 and {(a["n"], a["temperature"], a["max_tokens"]) for a in server.requests} == {
-        (1, 0.0, 8)
-    }
+def test_every_prompt_is_asked_once_and_rated_as_in_training(tmp_path: Path, openai: OpenAIServer) -> None:
+    openai.answer = lambda prompt, count: [prompt[:-1] if prompt[1] in "0123" else "9999"]
+    made = evaluate(a_run(tmp_path, openai, functions=("right", "length")))[0]
+    assert len(openai.requests) == len({tuple(asked["prompt"]) for asked in openai.requests}) == 10
+    assert {(asked["n"], asked["temperature"], asked["max_tokens"]) for asked in openai.requests} == {(1, 0.0, 8)}
     assert made.functions["right"] is not None and made.functions["right"].mean == 0.4
     assert made.functions["length"] is not None and made.functions["length"].mean == pytest.approx(3.2)
     assert made.reward is not None and made.reward.mean == pytest.approx(3.6)
@@ -84,13 +75,13 @@ def test_every_prompt_is_asked_once_and_rated_as_in_training(tmp_path: Path, ser
 
 
 def test_an_evaluation_is_compared_prompt_by_prompt_with_the_one_before_that_asked_the_same(
-    tmp_path: Path, server: OpenAIServer
+    tmp_path: Path, openai: OpenAIServer
 ) -> None:
-    server.answer = lambda prompt, count: [prompt[:-1] if prompt[1] in "0123" else "9"]
-    evaluate(a_run(tmp_path, server))
-    evaluate(a_run(tmp_path, server, "--learner.evaluation.max-tokens", "4"))
-    server.answer, server.version = (lambda prompt, count: [prompt[:-1] if prompt[1] in "234567" else "9"]), 7
-    made = evaluate(a_run(tmp_path, server))[0]
+    openai.answer = lambda prompt, count: [prompt[:-1] if prompt[1] in "0123" else "9"]
+    evaluate(a_run(tmp_path, openai))
+    evaluate(a_run(tmp_path, openai, "--learner.evaluation.max-tokens", "4"))
+    openai.answer, openai.version = (lambda prompt, count: [prompt[:-1] if prompt[1] in "234567" else "9"]), 7
+    made = evaluate(a_run(tmp_path, openai))[0]
     # Right before and now: 2 and 3; lost: 0 and 1; won: 4 to 7.
     assert made.difference is not None and made.difference.mean == pytest.approx(0.2) and made.before == (3, 4)
     assert made.difference.low is not None and made.difference.low < 0 < 0.2
@@ -99,120 +90,103 @@ def test_an_evaluation_is_compared_prompt_by_prompt_with_the_one_before_that_ask
     assert "difference to policy versions 3 to 4: 0.2  [-" in told and "by policy versions 7 to 8" in told
 
 
-def test_of_several_samples_pass_at_k_and_the_majority_are_reported(tmp_path: Path, server: OpenAIServer) -> None:
-    server.answer = lambda prompt, count: (
+def test_of_several_samples_pass_at_k_and_the_majority_are_reported(tmp_path: Path, openai: OpenAIServer) -> None:
+    openai.answer = lambda prompt, count: (
         [prompt[:-1]] + ["9"] * (count - 1) if prompt[1] < "5" else [prompt[:-1]] * count
     )
     flags = ["--learner.evaluation.num-samples", "4", "--learner.evaluation.temperature", "1.0"]
-    made = evaluate(a_run(tmp_path, server, *flags))[0]
+    made = evaluate(a_run(tmp_path, openai, *flags))[0]
     shares = {k: share.mean for k, share in made.pass_at["right"].items()}
     assert shares == {"1": pytest.approx(0.625), "2": pytest.approx(0.75), "4": 1.0}
     assert made.majority is not None and made.majority.mean == 0.5
     assert made.reward is not None and made.reward.mean == pytest.approx(0.625)
-    assert len({asked["seed"] for asked in server.requests}) == 10
+    assert len({asked["seed"] for asked in openai.requests}) == 10
 
 
 def test_a_server_that_is_gone_is_waited_for_and_that_is_reported_once(
-    tmp_path: Path, server: OpenAIServer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, openai: OpenAIServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.failures = [503, 502, 500]
-    made = evaluate(a_run(tmp_path, server, "--learner.evaluation.max-concurrent", "1"))[0]
-    assert made.reward is not None and made.reward.mean == 1.0 and len(server.requests) == 10
+    monkeypatch.setattr(openai_client, "AGAIN_AFTER_S", 0.1)
+    openai.failures = [503, 502, 500]
+    made = evaluate(a_run(tmp_path, openai, "--learner.evaluation.max-concurrent", "1"))[0]
+    assert made.reward is not None and made.reward.mean == 1.0 and len(openai.requests) == 10
     (told,) = [message for message in caplog.messages if "retrying for" in message]
-    assert told.startswith(f"{server.url}/models returned status 503: no; retrying for up to ")
+    assert told.startswith(f"{openai.url}/models returned status 503: no; retrying for up to ")
 
 
 @pytest.mark.parametrize("tells_tokens", [True, False])
 def test_of_more_stops_than_an_openai_server_takes_the_others_cut_what_it_answers(
-    tmp_path: Path, server: OpenAIServer, tells_tokens: bool
+    tmp_path: Path, openai: OpenAIServer, tells_tokens: bool
 ) -> None:
-    server.answer, server.tells_tokens = (lambda prompt, count: [prompt[:-1] + "=9+"]), tells_tokens
-    config = a_run(tmp_path, server, "--learner.sampling.stop", "a", "b", "c", "d", "+", "=", functions=("length",))
+    openai.answer, openai.tells_tokens = (lambda prompt, count: [prompt[:-1] + "=9+"]), tells_tokens
+    config = a_run(tmp_path, openai, "--learner.sampling.stop", "a", "b", "c", "d", "+", "=", functions=("length",))
     made = evaluate(config)[0]
-    assert {tuple(asked["stop"]) for asked in server.requests} == {("a", "b", "c", "d")}
+    assert {tuple(asked["stop"]) for asked in openai.requests} == {("a", "b", "c", "d")}
     assert made.reward is not None and made.reward.mean == len("20=") and made.truncated_frac == 0.0
     assert made.length_mean == (len("20=") if tells_tokens else len("20=9+"))
+    assert made.versions == ((3, 4) if tells_tokens else None) and ("by a model" in as_text(made)) != tells_tokens
 
 
-def test_a_server_that_tells_neither_tokens_nor_versions_will_do(tmp_path: Path, server: OpenAIServer) -> None:
-    server.tells_tokens = False
-    made = evaluate(a_run(tmp_path, server, functions=("right", "length")))[0]
-    assert made.versions is None and made.functions["right"] is not None and made.functions["right"].mean == 1.0
-    assert "by a model" in as_text(made)
+BOTH_KEYS = ("EVALUATION_API_KEY", "OPENAI_API_KEY")
 
 
 @pytest.mark.parametrize(
-    ("status", "told"),
+    ("status", "variables", "told"),
     [
-        (401, "OPENAI_API_KEY"),
-        (404, r"end learner\.evaluation\.url with the API version"),
-        (400, r"correct the setting that it names in \[learner"),
+        (404, (), r"end learner\.evaluation\.url with the API version"),
+        (400, (), r"correct the setting that it names in \[learner"),
+        (401, (), "no key was sent. Set EVALUATION_API_KEY or OPENAI_API_KEY to the server's key"),
+        (401, BOTH_KEYS[1:], "the key in OPENAI_API_KEY is not the server's. Set OPENAI_API_KEY to"),
+        (401, BOTH_KEYS, r"Set EVALUATION_API_KEY to.* from server\.api_key_file or VLLM_API_KEY$"),
     ],
 )
 def test_what_waiting_does_not_mend_ends_it_with_the_remedy(
-    tmp_path: Path, server: OpenAIServer, status: int, told: str
-) -> None:
-    server.failures = [status]
-    with pytest.raises(EvaluationError, match=f"returned status {status}: no; .*{told}"):
-        evaluate(a_run(tmp_path, server))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("variables", "told"),
-    [
-        ((), "no key was sent. Set EVALUATION_API_KEY or OPENAI_API_KEY to the server's key"),
-        (("OPENAI_API_KEY",), "the key in OPENAI_API_KEY is not the server's. Set OPENAI_API_KEY to"),
-        (("OPENAI_API_KEY", "EVALUATION_API_KEY"), "the key in EVALUATION_API_KEY is not the server's. Set EVALUATION_API_KEY to"),
-    ],
-)  # fmt: skip
-def test_a_refused_key_is_named_by_its_variable_and_by_where_a_server_has_its_own(
-    tmp_path: Path, server: OpenAIServer, monkeypatch: pytest.MonkeyPatch, variables: tuple[str, ...], told: str
-) -> None:
-    for name in ("EVALUATION_API_KEY", "OPENAI_API_KEY"):
+    tmp_path: Path, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch,
+    status: int, variables: tuple[str, ...], told: str,
+) -> None:  # fmt: skip
+    for name in BOTH_KEYS:
         monkeypatch.delenv(name, raising=False)
     for name in variables:
         monkeypatch.setenv(name, "wrong")
-    server.failures = [401]
-    with pytest.raises(EvaluationError, match=rf"{told}.* from server\.api_key_file or VLLM_API_KEY$"):
-        evaluate(a_run(tmp_path, server))
+    openai.failures = [status]
+    with pytest.raises(EvaluationError, match=f"returned status {status}: no; .*{told}"):
+        evaluate(a_run(tmp_path, openai))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_server_that_never_comes_ends_it_at_its_deadline(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"could not be reached .*raise learner\.evaluation\.timeout_s"):
-        evaluate(a_run(tmp_path, None, "--learner.evaluation.timeout-s", "1.5"))
+        evaluate(a_run(tmp_path, None, "--learner.evaluation.timeout-s", "0.5"))
 
 
-def test_an_answer_with_too_few_completions_is_no_answer(tmp_path: Path, server: OpenAIServer) -> None:
-    server.num_lost = 1
+def test_an_answer_with_too_few_completions_is_no_answer(tmp_path: Path, openai: OpenAIServer) -> None:
+    openai.num_lost = 1
     flags = ["--learner.evaluation.num-samples", "2", "--learner.evaluation.temperature", "1.0"]
     with pytest.raises(EvaluationError, match=r"returned 1 completion instead of .*num_samples = 2"):
-        evaluate(a_run(tmp_path, server, *flags))
+        evaluate(a_run(tmp_path, openai, *flags))
 
 
-def test_a_reward_function_that_fails_ends_it_and_nothing_is_noted(tmp_path: Path, server: OpenAIServer) -> None:
+def test_a_reward_function_that_fails_ends_it_and_nothing_is_noted(tmp_path: Path, openai: OpenAIServer) -> None:
     with pytest.raises(RewardError, match="broken raised KeyError"):
-        evaluate(a_run(tmp_path, server, functions=("right", "broken")))
+        evaluate(a_run(tmp_path, openai, functions=("right", "broken")))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_reward_that_comes_too_late_costs_its_own_prompt_alone(
-    tmp_path: Path, server: OpenAIServer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = evaluate(a_run(tmp_path, server, "--learner.reward.timeout-s", "2", functions=("late_once",)))[0]
+    made = evaluate(a_run(tmp_path, openai, "--learner.reward.timeout-s", "2", functions=("late_once",)))[0]
     assert made.reward is not None and made.reward.mean == 1.0
     assert sum(reward is None for reward in made.rewards_P) == 1
     (told,) = [message for message in caplog.messages if "one prompt of the evaluation has no reward" in message]
     assert "did not return within 2 s" in told
 
 
-def test_other_prompts_than_the_runs_own(tmp_path: Path, server: OpenAIServer) -> None:
+def test_other_prompts_than_the_runs_own(tmp_path: Path, openai: OpenAIServer) -> None:
     other = tmp_path / "other.jsonl"
-    other.write_text(
-        '{"prompt": "7>", "answer": "7"}\n{"prompt": "8>", "answer": "8"}\n{"prompt": "9>", "answer": "9"}\n'
-    )
+    other.write_text("".join(json.dumps({"prompt": f"{n}>", "answer": str(n)}) + "\n" for n in (7, 8, 9)))
     flags = ["--learner.evaluation.path", str(other), "--learner.evaluation.num-prompts", "2"]
-    made = evaluate(a_run(tmp_path, server, *flags))[0]
+    made = evaluate(a_run(tmp_path, openai, *flags))[0]
     assert made.num_prompts == 2 and "other.jsonl" in made.data and made.reward is not None and made.reward.mean == 1.0
 
 
@@ -232,26 +206,96 @@ def test_another_split_of_the_runs_own_dataset_is_read_as_the_run_reads_it() -> 
     assert (file.path, file.dataset, file.dataset_config, file.shuffle) == ("rows.jsonl", None, None, False)
 
 
+def test_what_a_set_does_not_say_the_section_says() -> None:
+    sets = {"own": {"path": "a.jsonl", "max_tokens": 7}, "same": {"temperature": 0.0, "num_samples": 1}}
+    raw = {"task": "sort", "num_prompts": 9, "num_samples": 4, "temperature": 1.0, "sets": sets}
+    config = msgspec.convert(raw, EvaluationConfig)
+    own, same = config.of_set("own"), config.of_set("same")
+    assert (own.task, own.path, own.max_tokens, own.num_prompts, own.temperature) == (None, "a.jsonl", 7, 9, 1.0)
+    assert (same.task, same.path, same.num_samples, same.temperature) == ("sort", None, 1, 0.0)
+    assert config.set_names() == ["own", "same"] and EvaluationConfig().set_names() == [None]
+
+
+def test_sets_are_asked_by_the_command_too_and_their_keys_are_flags(tmp_path: Path, openai: OpenAIServer) -> None:
+    flags = ["--learner.evaluation.sets.few.num-prompts", "3", "--learner.evaluation.sets.all.max-tokens", "4"]
+    run = a_run(tmp_path, openai, *flags)
+    config = tmp_path / "again.toml"
+    config.write_text(to_toml(run))
+    assert load_config(LearnerRun, [str(config)], "learner evaluate") == run
+    made = evaluate(run)
+    assert [(one.set_name, one.num_prompts) for one in made] == [("few", 3), ("all", 10)]
+    assert as_text(made[0]).startswith("few: 3 prompts of ")
+
+
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("key", "told"),
     [
-        (["--learner.evaluation.num-samples", "4"], "temperature = 0: all samples of a prompt would be equal"),
-        (["--learner.evaluation.url", "localhost:8000"], "is not a URL of an OpenAI server"),
-        (
-            ["--learner.evaluation.path", "a", "--learner.evaluation.task", "sort"],
-            "task = 'sort' and path = 'a' are set",
-        ),
-        (["--learner.evaluation.timeout-s", "0"], "timeout_s = 0.0 must be above 0"),
+        ("num_prompt = 3", r"sets\.hard\.num_prompt = 3; did you mean .*hard\.num_prompts"),
+        ('num_prompts = "all"', r"sets\.hard\.num_prompts = 'all': Expected `int"),
     ],
 )
-def test_keys_that_contradict_each_other(tmp_path: Path, flags: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        a_run(tmp_path, None, *flags)
+def test_a_key_of_a_set_that_cannot_be_read_is_shown_with_its_set(tmp_path: Path, key: str, told: str) -> None:
+    config = tmp_path / "typo.toml"
+    config.write_text(to_toml(a_run(tmp_path, None)) + f"\n[learner.evaluation.sets.hard]\n{key}\n")
+    with pytest.raises(ConfigError, match=rf"learner\.evaluation\.{told}"):
+        load_config(LearnerRun, [str(config)], "learner evaluate")
 
 
-def test_the_command_prints_a_table_or_json(tmp_path: Path, server: OpenAIServer) -> None:
-    a_run(tmp_path, server)
-    arguments = ["evaluate", str(tmp_path / "run.toml"), "--learner.evaluation.url", server.url]
+SETS = {"sets": {"few": {}, "many": {}}, "every_steps": 2}
+CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"every_steps": -1}, {}, "every_steps = -1 must not be negative"),
+    ({"timeout_s": 0.0}, {}, r"timeout_s = 0\.0 must be above 0"),
+    ({"url": "localhost:8000"}, {}, "is not a URL of an OpenAI server"),
+    ({"num_samples": 4}, {}, "temperature = 0: all samples of a prompt would be equal"),
+    ({"path": "a", "task": "sort"}, {}, "task = 'sort' and path = 'a' are set"),
+    ({"sets": {"hard": {"num_samples": 4}}}, {}, r"sets\.hard\.num_samples = 4 with temperature = 0: all samples"),
+    ({"sets": {"hard": {"task": "sort", "path": "a"}}}, {}, r"sets\.hard\.task = 'sort' and path = 'a' are set"),
+    ({"sets": {"Hard one": {}}}, {}, r"sets\.Hard one is not a valid name of a set; use a-z"),
+    ({"sets": {"function": {}}}, {}, r"sets\.function is not a valid name of a set"),
+    ({"every_steps": 2, "pin_policy": True}, {"weight_sync": {"overlap_with_training": True}},
+     "cannot wait until an evaluation of the old version is complete"),
+    ({"every_steps": 20}, {"checkpoint": {"every_steps": 50, "best_by": "evaluation"}},
+     "would have no evaluation; set evaluation.every_steps to a divisor of checkpoint.every_steps"),
+    (SETS, {"checkpoint": {"every_steps": 2, "best_by": "evaluation"}}, 'use "evaluation/few" or "evaluation/many"'),
+    (SETS, {"checkpoint": {"every_steps": 2, "best_by": "evaluation/huge"}}, 'use "evaluation/few" or "evaluation/many"'),
+    (SETS, {"checkpoint": {"every_steps": 2, "best_by": "luck"}}, 'best_by = "luck" is not a known ranking; use "training_reward"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("evaluation", "learner", "told"), CONTRADICTIONS)
+def test_keys_that_contradict_each_other(
+    tmp_path: Path, evaluation: dict[str, Any], learner: dict[str, Any], told: str
+) -> None:
+    with pytest.raises((ConfigError, msgspec.ValidationError), match=told):
+        make_run(tmp_path, "tcp://127.0.0.1:1", evaluation=evaluation, **learner)
+
+
+def test_a_run_asks_at_the_address_of_its_server(tmp_path: Path) -> None:
+    def url_of(text: str, *flags: str) -> str:
+        config = tmp_path / "run.toml"
+        config.write_text(
+            f'model = "tiny:digits"\nrun_dir = "{tmp_path}"\n{text}\n[learner]\nsteps = 1\ndata = {{task = "sort"}}\n'
+            'reward = {functions = ["exact_match"]}\n'
+        )
+        return load_config(LearnerRun, [str(config), *flags], "learner train").evaluation_url
+
+    assert url_of("") == "http://127.0.0.1:8000/v1"
+    nodes = 'insecure = true\nendpoints = ["tcp://node1:5757", "tcp://node2:5757"]\n'
+    assert url_of(nodes + "[server]\nhttp_port = 9000") == "http://127.0.0.1:9000/v1", "there is a tunnel"
+    assert url_of(nodes + '[server]\nhttp_host = "0.0.0.0"') == "http://node1:8000/v1"
+    assert url_of(nodes + '[server]\nhttp_host = "10.0.0.5"') == "http://10.0.0.5:8000/v1"
+    assert url_of('[server]\nhttp_host = "[::1]"') == "http://[::1]:8000/v1"
+    assert url_of("", "--learner.evaluation.url", "http://judge/v1") == "http://judge/v1"
+    every_2 = ("--learner.evaluation.every-steps", "2")
+    with pytest.raises(ConfigError, match=r"every_steps = 2 with server.http_port = 0"):
+        url_of("[server]\nhttp_port = 0", *every_2)
+    with pytest.raises(ConfigError, match=r"endpoints_from = 'dns:nodes:5757'.* Set learner.evaluation.url"):
+        url_of('endpoints_from = "dns:nodes:5757"\ninsecure = true', *every_2)
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path, openai: OpenAIServer) -> None:
+    a_run(tmp_path, openai)
+    arguments = ["evaluate", str(tmp_path / "run.toml"), "--learner.evaluation.url", openai.url]
     done = run_learner(*arguments)
     assert done.returncode == 0, done.stderr
     head, *rows, _ = done.stdout.splitlines()

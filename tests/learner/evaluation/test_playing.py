@@ -1,7 +1,6 @@
 """Evaluations of a policy that plays: against an OpenAI server whose policy follows a script, with real environments and agents."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,16 @@ import pytest
 from learner.config import LearnerRun
 from learner.environments.builtin import HIGHER, LOWER
 from learner.evaluation.background import PartialHeader, PartialResults
+from learner.evaluation.eval_sets import sets_of
 from learner.evaluation.evaluate import evaluate
 from learner.evaluation.openai_client import EvaluationError
 from learner.evaluation.results import FILE, as_text, earlier
 from learner.report.summary import read_metrics
+from learner.run_inputs import RunInputs
 from learner.train import train
-from protocol.model_files import resolve_model
+from tests.fakes import ServerThread
 from tests.learner.environments.games import playing_run
-from tests.learner.model_engine import ModelEngine, tiny_server
-from tests.learner.openai_server import OpenAIServer, openai_server
+from tests.learner.openai_server import OpenAIServer
 
 NUM_PROMPTS = 10
 AGENT = {"agent": "tests.learner.gateway.user_agents:guess", "max_turns": 4}
@@ -27,10 +27,9 @@ FICKLE = {"factory": "tests.learner.environments.user_environments:Overrated", "
 
 
 @pytest.fixture
-def server() -> Iterator[OpenAIServer]:
-    with openai_server() as server:
-        server.answer = lambda prompt, count: [bisected(prompt)] * count
-        yield server
+def bisecting(openai: OpenAIServer) -> OpenAIServer:
+    openai.answer = lambda prompt, count: [bisected(prompt)] * count
+    return openai
 
 
 def bisected(text: str) -> str:
@@ -47,115 +46,102 @@ def evaluated(tmp_path: Path, url: str, evaluation: dict[str, Any] | None = None
     return playing_run(tmp_path, "tcp://127.0.0.1:1", evaluation=asked, **learner)
 
 
-def secrets_of(run: LearnerRun) -> list[int]:
-    from learner.evaluation.eval_sets import sets_of
-    from learner.run_inputs import RunInputs
-
-    return [prompt.columns["secret"] for prompt in sets_of(RunInputs(run))[0].prompts]
+AS_BOTH = pytest.mark.parametrize("environment", [{}, {"environment": AGENT}], ids=["environment", "agent"])
 
 
-@pytest.mark.parametrize("environment", [{}, {"environment": AGENT}], ids=["environment", "agent"])
+@AS_BOTH
 def test_who_bisects_guesses_every_secret_by_an_environment_and_as_an_agent(
-    tmp_path: Path, server: OpenAIServer, environment: dict[str, Any]
+    tmp_path: Path, bisecting: OpenAIServer, environment: dict[str, Any]
 ) -> None:
-    run = evaluated(tmp_path, server.url, **environment)
-    (made,) = evaluate(run)
+    (made,) = evaluate(evaluated(tmp_path, bisecting.url, **environment))
     assert made.reward is not None and made.reward.mean == 1.0 and made.rewards_P == [1.0] * NUM_PROMPTS
     assert made.ends == {"finished": NUM_PROMPTS} and made.truncated_frac == 0.0 and made.versions == (3, 4)
-    assert made.turns_mean is not None and len(server.requests) == made.turns_mean * NUM_PROMPTS
-    turns = Counter(len(asked["prompt"]) for asked in server.requests)
+    assert made.turns_mean is not None and len(bisecting.requests) == made.turns_mean * NUM_PROMPTS
+    turns = Counter(len(asked["prompt"]) for asked in bisecting.requests)
     assert turns[1] == NUM_PROMPTS and set(turns) <= {1, 3, 5, 7}, "each is asked with all that stands before it"
-    assert {(asked["n"], asked["temperature"], asked["max_tokens"]) for asked in server.requests} == {(1, 0.0, 2)}
+    assert {(asked["n"], asked["temperature"], asked["max_tokens"]) for asked in bisecting.requests} == {(1, 0.0, 2)}
     assert made.length_mean == made.turns_mean, "a guess is a token"
     assert f"episodes ended: {NUM_PROMPTS} finished" in as_text(made)
 
 
 def test_a_policy_that_never_learns_from_feedback_is_right_by_chance_and_ends_at_the_most_turns(
-    tmp_path: Path, server: OpenAIServer
+    tmp_path: Path, openai: OpenAIServer
 ) -> None:
-    server.answer = lambda prompt, count: ["4"] * count
-    run = evaluated(tmp_path, server.url, {"num_samples": 2, "temperature": 1.0})
+    openai.answer = lambda prompt, count: ["4"] * count
+    run = evaluated(tmp_path, openai.url, {"num_samples": 2, "temperature": 1.0})
     (made,) = evaluate(run)
-    expected = [float(secret == 4) for secret in secrets_of(run)]
+    (eval_set,) = sets_of(RunInputs(run))
+    expected = [float(prompt.columns["secret"] == 4) for prompt in eval_set.prompts]
     assert made.rewards_P == expected and 0 < sum(expected) < NUM_PROMPTS
     num_right = 2 * int(sum(expected))
     assert made.ends == {"finished": num_right, "max_turns": 2 * NUM_PROMPTS - num_right}
     assert made.truncated_frac == pytest.approx(1 - num_right / (2 * NUM_PROMPTS)) and made.majority is None
     assert made.reward_finished is not None and made.reward_finished.mean == 1.0
-    assert len({asked["seed"] for asked in server.requests}) == len(server.requests), "no two turns are alike"
+    assert len({asked["seed"] for asked in openai.requests}) == len(openai.requests), "no two turns are alike"
 
 
 def test_an_episode_that_says_nothing_about_the_policy_is_counted_and_in_no_mean(
-    tmp_path: Path, server: OpenAIServer
+    tmp_path: Path, openai: OpenAIServer
 ) -> None:
-    server.answer = lambda prompt, count: ["4"] * count
-    (made,) = evaluate(evaluated(tmp_path, server.url, environment=FICKLE))
+    openai.answer = lambda prompt, count: ["4"] * count
+    (made,) = evaluate(evaluated(tmp_path, openai.url, environment=FICKLE))
     assert made.ends == {"env_error": NUM_PROMPTS} and made.reward is None
     assert made.rewards_P == [None] * NUM_PROMPTS
 
 
-def test_what_was_evaluated_is_compared_with_the_same_game_only(tmp_path: Path, server: OpenAIServer) -> None:
-    evaluate(evaluated(tmp_path, server.url))
-    longer = {"factory": "guess", "max_turns": 5}
-    assert evaluate(evaluated(tmp_path, server.url, environment=longer))[0].difference is None
-    again = evaluate(evaluated(tmp_path, server.url))[0]
+def test_what_was_evaluated_is_compared_with_the_same_game_only(tmp_path: Path, bisecting: OpenAIServer) -> None:
+    longer, few = {"factory": "guess", "max_turns": 5}, {"num_prompts": 2}
+    evaluate(evaluated(tmp_path, bisecting.url, few))
+    assert evaluate(evaluated(tmp_path, bisecting.url, few, environment=longer))[0].difference is None
+    (again,) = evaluate(evaluated(tmp_path, bisecting.url, few))
     assert again.difference is not None and again.difference.mean == 0.0
 
 
-def test_without_tokens_or_a_limit_there_are_no_episodes(tmp_path: Path, server: OpenAIServer) -> None:
-    server.max_model_len = None
+def test_without_tokens_or_a_limit_there_are_no_episodes(tmp_path: Path, bisecting: OpenAIServer) -> None:
+    bisecting.max_model_len = None
     with pytest.raises(EvaluationError, match=r"set learner\.environment\.max_episode_tokens"):
-        evaluate(evaluated(tmp_path, server.url))
+        evaluate(evaluated(tmp_path, bisecting.url))
     limited = {"factory": "guess", "max_turns": 4, "max_episode_tokens": 64}
-    assert evaluate(evaluated(tmp_path, server.url, environment=limited))[0].ends == {"finished": NUM_PROMPTS}
-    server.tells_tokens = False
+    assert evaluate(evaluated(tmp_path, bisecting.url, environment=limited))[0].ends == {"finished": NUM_PROMPTS}
+    bisecting.tells_tokens = False
     with pytest.raises(EvaluationError, match="does not return the token ids of its answers"):
-        evaluate(evaluated(tmp_path, server.url, environment=limited))
+        evaluate(evaluated(tmp_path, bisecting.url, environment=limited))
 
 
-@pytest.mark.parametrize("environment", [{}, {"environment": AGENT}], ids=["environment", "agent"])
+@AS_BOTH
 def test_a_server_that_refuses_a_turn_ends_the_evaluation_not_its_episodes(
-    tmp_path: Path, server: OpenAIServer, environment: dict[str, Any]
+    tmp_path: Path, openai: OpenAIServer, environment: dict[str, Any]
 ) -> None:
     def fails_at_the_second(prompt: str, count: int) -> list[str]:
-        server.failures = [400] if len(prompt) > 1 else []
+        openai.failures = [400] if len(prompt) > 1 else []
         return [bisected(prompt)]
 
-    server.answer = fails_at_the_second
+    openai.answer = fails_at_the_second
     with pytest.raises(EvaluationError, match="returned status 400"):
-        evaluate(evaluated(tmp_path, server.url, {"max_concurrent": 1}, **environment))
+        evaluate(evaluated(tmp_path, openai.url, {"max_concurrent": 1}, **environment))
     assert not (tmp_path / "run" / FILE).exists()
 
 
 def test_a_run_that_plays_is_evaluated_beside_its_steps_and_after_a_kill_goes_on(
-    tmp_path: Path, server: OpenAIServer
+    tmp_path: Path, server: ServerThread, bisecting: OpenAIServer
 ) -> None:
-    evaluation = {"url": server.url, "every_steps": 2, "num_prompts": NUM_PROMPTS, "timeout_s": 20}
-    with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as training:
-        server.of(training)
-        run = playing_run(tmp_path, training.endpoint, steps=4, evaluation=evaluation)
-        train(run, resume=False)
-        path = Path(run.run_dir)
-        made = earlier(path / FILE)
-        assert [(one.step, one.ends, one.rewards_P) for one in made] == [
-            (step, {"finished": NUM_PROMPTS}, [1.0] * NUM_PROMPTS) for step in (2, 4)
-        ]
-        told = read_metrics(path)[-1]
-        assert (told["evaluation/reward"], told["evaluation/ended_finished"]) == (1.0, NUM_PROMPTS)
-        assert told["evaluation/turns_mean"] == made[-1].turns_mean
-        forget_the_last(path, made[-1].questions_digest)
-        server.requests.clear()
-        train(run, resume=True)
-    assert len({tuple(asked["prompt"]) for asked in server.requests}) > 1
-    assert [one.rewards_P for one in earlier(path / FILE)] == [[1.0] * NUM_PROMPTS] * 2
-
-
-def forget_the_last(path: Path, asked: str) -> None:
-    """As if the learner had been killed in it, with some answers on disk."""
-    noted = path / FILE
-    first, last = noted.read_text().splitlines(keepends=True)
-    noted.write_text(first)
+    evaluation = {"url": bisecting.url, "every_steps": 2, "num_prompts": NUM_PROMPTS, "timeout_s": 20}
+    run = playing_run(tmp_path, server.endpoint, steps=4, evaluation=evaluation)
+    train(run, resume=False)
+    path = Path(run.run_dir)
+    made = earlier(path / FILE)
+    assert [(one.step, one.ends, one.rewards_P) for one in made] == [
+        (step, {"finished": NUM_PROMPTS}, [1.0] * NUM_PROMPTS) for step in (2, 4)
+    ]
+    told = read_metrics(path)[-1]
+    assert (told["evaluation/reward"], told["evaluation/ended_finished"]) == (1.0, NUM_PROMPTS)
+    assert told["evaluation/turns_mean"] == made[-1].turns_mean
+    # As if the learner had been killed in the last one, before an answer.
+    (path / FILE).write_bytes(msgspec.json.encode(made[0]) + b"\n")
     under_way = PartialResults(path)
-    under_way.begin(PartialHeader(4, asked))
+    under_way.begin(PartialHeader(4, made[-1].questions_digest))
     under_way.close()
-    assert msgspec.json.decode(last)["step"] == 4
+    bisecting.requests.clear()
+    train(run, resume=True)
+    assert len({tuple(asked["prompt"]) for asked in bisecting.requests}) > 1
+    assert [one.rewards_P for one in earlier(path / FILE)] == [[1.0] * NUM_PROMPTS] * 2

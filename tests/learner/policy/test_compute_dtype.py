@@ -13,9 +13,8 @@ from learner.policy.lora import add_adapter
 from learner.policy.model import compute_dtype, compute_in
 from learner.policy.snapshot import trainable
 from tests.sweep.families import tiny_config, tiny_model
-from tests.zoo.families import FAMILIES, make_model
+from tests.zoo.families import make_model
 
-TRAINABLE = [family for family in FAMILIES if family != "qwen3_5"]
 ROWS = torch.randint(1, 16, (3, 20), generator=torch.Generator().manual_seed(0))
 
 
@@ -58,42 +57,28 @@ def assert_alike(policy: PreTrainedModel, expected: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-@pytest.mark.parametrize("family", TRAINABLE)
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "mixtral", "gpt_oss"])
 def test_logits_and_gradients_are_those_of_a_model_in_bfloat16(family: str, gradient_checkpointing: bool) -> None:
     model = make_model(family).train()
     policy = computing_in_bfloat16(model, gradient_checkpointing=gradient_checkpointing)
     assert_alike(policy, loaded_in_bfloat16(model))
 
 
-@pytest.mark.parametrize("family", ["mamba", "hy_v4"])
-def test_a_model_that_casts_what_comes_to_its_head_computes_too(family: str) -> None:
-    model = tiny_model(tiny_config(family))
+def test_a_model_that_casts_what_comes_to_its_head_computes_too() -> None:
+    model = tiny_model(tiny_config("mamba"))
     policy_BSV, expected_BSV = logits_of(computing_in_bfloat16(model)), logits_of(loaded_in_bfloat16(model))
     torch.testing.assert_close(policy_BSV.float(), expected_BSV.float(), atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_an_adapter_over_frozen_weights_too(gradient_checkpointing: bool) -> None:
+def test_an_adapter_over_frozen_weights_too() -> None:
     model = make_model("qwen2").bfloat16().train()
     add_adapter(model, LoraConfig(rank=4), seed=0)
     for name, parameter in trainable(model).items():
-        if "lora_B" in name:
-            nn.init.normal_(
-                parameter, generator=torch.Generator().manual_seed(0)
-            )  # it begins at 0, where A has no gradient
-    policy = computing_in_bfloat16(model, gradient_checkpointing=gradient_checkpointing)
+        if "lora_B" in name:  # which begins at 0, where A has no gradient
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    policy = computing_in_bfloat16(model, gradient_checkpointing=True)
     assert_alike(policy, loaded_in_bfloat16(model))
     assert all(parameter.grad.count_nonzero() for parameter in trainable(policy).values())
-
-
-def test_the_sum_that_the_layers_add_to_is_bfloat16_and_what_is_buffered_stays_float32() -> None:
-    policy = computing_in_bfloat16(make_model("qwen2"))
-    seen: list[torch.dtype] = []
-    for layer in policy.model.layers:
-        layer.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    logits_of(policy)
-    assert seen == [torch.bfloat16] * 2
-    assert policy.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 def test_a_pass_that_breaks_off_leaves_the_parameters_as_they_were() -> None:
@@ -114,10 +99,8 @@ def test_a_pass_that_breaks_off_leaves_the_parameters_as_they_were() -> None:
 
 def test_the_dtype_is_reported_and_in_float32_nothing_is_done() -> None:
     policy = make_model("qwen2")
-    assert compute_dtype(policy) == torch.float32
-    assert compute_dtype(policy.bfloat16()) == torch.bfloat16
-    policy = make_model("qwen2")
     compute_in(torch.float32, policy, Accelerator(cpu=True))
     assert compute_dtype(policy) == torch.float32
     assert not any(module._forward_pre_hooks for module in policy.modules())
+    assert compute_dtype(make_model("qwen2").bfloat16()) == torch.bfloat16
     assert compute_dtype(nn.Sequential(computing_in_bfloat16(make_model("qwen2")))) == torch.bfloat16

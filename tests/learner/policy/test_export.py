@@ -1,16 +1,10 @@
-"""The model in a checkpoint, as others load it: transformers, peft, another run; and (slow) vLLM."""
+"""The model in a checkpoint, as others load it: transformers, peft, another run."""
 
 import json
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import openai
-import pytest
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
@@ -23,8 +17,8 @@ from learner.training.policy_trainer import make_trainer
 from protocol.model_files import fingerprint, resolve_model
 from tests.learner.checkpoints import save, weights_of
 from tests.learner.policy.plain import plain_logits
+from tests.learner.policy.tiny_policy import move
 from tests.learner.runs import make_run
-from tests.ports import free_port
 from tests.zoo.families import save_model
 
 IDS = torch.arange(3, 15)[None]
@@ -38,11 +32,7 @@ def a_run(tmp_path: Path, dtype: str = "float32", **learner: Any) -> LearnerRun:
 def trained_and_saved(accelerator: Accelerator, run: LearnerRun, tmp_path: Path) -> tuple[Any, Path]:
     """Return a policy whose trained weights have moved, and its checkpoint."""
     trainer = make_trainer(RunInputs(run), accelerator, is_new=True)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in trainer.policy.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn(parameter.shape))
+    move(trainer.policy, seed=1, scale=0.05)
     return trainer.policy, save(trainer, tmp_path, 7)
 
 
@@ -58,16 +48,7 @@ def test_transformers_loads_the_model_of_a_checkpoint_with_the_policys_logits(
     assert fingerprint(resolve_model(str(checkpoint / "model"))) == fingerprint(resolve_model("tiny:digits"))
 
 
-def test_a_model_of_a_bfloat16_run_is_written_and_loaded_in_bfloat16(accelerator: Accelerator, tmp_path: Path) -> None:
-    policy, checkpoint = trained_and_saved(accelerator, a_run(tmp_path, dtype="bfloat16"), tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
-    assert model.dtype == torch.bfloat16
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, policy.get_parameter(name).bfloat16()), name
-    assert weights_of(checkpoint)["transformer.ln_f.weight"].dtype == torch.float32, "a resume needs what is trained"
-
-
-def test_the_config_of_the_model_the_run_began_with_stays_but_for_the_dtype(
+def test_a_model_of_a_bfloat16_run_has_the_config_it_began_with_but_for_the_dtype(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
@@ -81,11 +62,14 @@ def test_the_config_of_the_model_the_run_began_with_stays_but_for_the_dtype(
     before["torch_dtype"] = before.pop("dtype")
     (base / "config.json").write_text(json.dumps(before))
     run = msgspec.structs.replace(a_run(tmp_path, dtype="bfloat16"), model=str(base))
-    _, checkpoint = trained_and_saved(accelerator, run, tmp_path)
+    policy, checkpoint = trained_and_saved(accelerator, run, tmp_path)
     del before["torch_dtype"]
     assert json.loads((checkpoint / "model" / "config.json").read_text()) == before | {"dtype": "bfloat16"}
     assert not (checkpoint / "model" / "model.safetensors.index.json").exists(), "it is not in several files any more"
-    assert AutoModelForCausalLM.from_pretrained(checkpoint / "model").lm_head.weight.dtype == torch.bfloat16
+    for name, parameter in AutoModelForCausalLM.from_pretrained(checkpoint / "model").named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, policy.get_parameter(name).bfloat16()), name
+    assert weights_of(checkpoint)["lm_head.weight"].dtype == torch.float32, "a resume needs what is trained"
 
 
 def test_an_adapter_is_merged_into_the_model_and_lies_beside_it_as_peft_has_it(
@@ -101,11 +85,10 @@ def test_an_adapter_is_merged_into_the_model_and_lies_beside_it_as_peft_has_it(
     assert adapted.peft_config["default"].base_model_name_or_path == "tiny:digits"
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_5"])
-def test_an_exported_model_has_every_tensor_of_the_checkpoint_that_the_run_began_with(
-    accelerator: Accelerator, tmp_path: Path, family: str
+def test_an_exported_model_has_every_tensor_of_the_multimodal_checkpoint_that_the_run_began_with(
+    accelerator: Accelerator, tmp_path: Path
 ) -> None:
-    save_model(family, tmp_path / "base")
+    save_model("qwen3_5", tmp_path / "base")
     run = msgspec.structs.replace(a_run(tmp_path), model=str(tmp_path / "base"))
     policy, checkpoint = trained_and_saved(accelerator, run, tmp_path)
     before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "base", checkpoint / "model"))
@@ -117,58 +100,7 @@ def test_an_exported_model_has_every_tensor_of_the_checkpoint_that_the_run_began
 
 
 def test_a_checkpoint_without_an_export_holds_no_model(accelerator: Accelerator, tmp_path: Path) -> None:
-    _, checkpoint = trained_and_saved(
-        accelerator, a_run(tmp_path, checkpoint={"export_model": False}, **LORA), tmp_path
-    )
+    run = a_run(tmp_path, checkpoint={"export_model": False}, **LORA)
+    _, checkpoint = trained_and_saved(accelerator, run, tmp_path)
     assert all(".lora_" in name for name in weights_of(checkpoint))
     assert not (checkpoint / "model").exists() and not (checkpoint / "adapter").exists()
-
-
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[Path], openai.OpenAI]]:
-    """Start `vllm serve` and return a client of it."""
-    processes = []
-
-    def start(model: Path) -> openai.OpenAI:
-        port = free_port()
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
-            "--port",
-            str(port),
-        ]
-        command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "64"]
-        command += ["--dtype", "float32", "--served-model-name", "it", "--gpu-memory-utilization", "0.1"]
-        with (tmp_path / "log").open("w") as log:
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        deadline = time.monotonic() + 200
-        while True:
-            try:
-                client.models.list()
-                return client
-            except openai.APIConnectionError:
-                log_text = (tmp_path / "log").read_text()
-                assert processes[-1].poll() is None and time.monotonic() < deadline, log_text
-                time.sleep(0.5)
-
-    yield start
-    for process in processes:
-        process.terminate()
-        process.wait(60)
-
-
-@pytest.mark.slow
-@pytest.mark.system
-@pytest.mark.parametrize("learner", [{}, LORA], ids=["full", "lora"])
-def test_vllm_serves_the_model_of_a_checkpoint_with_the_policys_logprobs(
-    accelerator: Accelerator, tmp_path: Path, serve: Callable[[Path], openai.OpenAI], learner: dict[str, Any]
-) -> None:
-    policy, checkpoint = trained_and_saved(accelerator, a_run(tmp_path, **learner), tmp_path)
-    with serve(checkpoint / "model") as client:
-        answer = client.completions.create(model="it", prompt=IDS[0].tolist(), max_tokens=1, echo=True, logprobs=0)
-    expected = plain_logits(policy, IDS)[0, :-1].log_softmax(-1).gather(1, IDS[0, 1:, None])[:, 0]
-    assert answer.choices[0].logprobs.token_logprobs[1:-1] == pytest.approx(expected.tolist(), abs=1e-4)

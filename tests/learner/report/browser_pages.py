@@ -5,9 +5,8 @@ import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from learner.report.page import write_report
-from tests.browser import Page, a_page
-from tests.learner.report.synthetic_run import write_run
+from learner.report.dashboard import Dashboard
+from tests.browser import Browser, Page
 
 SCREENS = {"phone": (360, 780), "desktop": (1360, 900)}
 LOOKS = [(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")]
@@ -20,38 +19,30 @@ SUNKEN = """[...document.querySelectorAll('h1, h2, h3, p, .value, .label, .note,
 CARD = "[...document.querySelectorAll('.chart')].find((card) => card.querySelector('h3').textContent === '{}')"
 
 
-async def looked_at(page: Page, screen: str, scheme: str, address: str) -> None:
-    width, height = SCREENS[screen]
-    await page.look_as(width, height, scheme)
+async def looked_at(page: Page, address: str, screen: str = "desktop", scheme: str = "light") -> None:
+    """Open it, until its charts are drawn."""
+    await page.look_as(*SCREENS[screen], scheme)
     await page.open(address)
+    await page.until("document.querySelectorAll('.chart canvas').length > 4")
 
 
 async def assert_readable(page: Page, scheme: str) -> None:
     """Nothing beyond the screen's edge, nothing missing, in the colours that were asked for."""
-    assert await page.value("document.documentElement.scrollWidth <= innerWidth"), (
-        "it would have to be scrolled sideways"
-    )
+    assert await page.value("document.documentElement.scrollWidth <= innerWidth"), "it has to be scrolled sideways"
     assert await page.value(SUNKEN) == []
-    red, green, blue = (
-        int(part)
-        for part in re.findall(r"\d+", await page.value("getComputedStyle(document.body).backgroundColor"))[:3]
-    )
+    color = await page.value("getComputedStyle(document.body).backgroundColor")
+    red, green, blue = (int(part) for part in re.findall(r"\d+", color)[:3])
     assert (red + green + blue > 384) == (scheme == "light")
     labels = await page.value("[...document.querySelectorAll('.plot')].map((plot) => plot.getAttribute('aria-label'))")
     assert labels and all(re.search(r": .*\d", label) for label in labels), "each has its numbers as text"
     assert page.errors == []
 
 
-async def drawn(page: Page) -> None:
-    await page.until("document.querySelectorAll('.chart canvas').length > 4")
-    await page.value("document.querySelector('.chart').scrollIntoView({block: 'center'})")
-
-
 async def place_in(page: Page, title: str, across: float) -> tuple[float, float]:
-    """A point of the screen within a chart: 0 is its left end, 1 its right."""
+    """A point of the screen within a chart, which is scrolled to: 0 is its left end, 1 its right."""
     left, top, width, height = await page.value(
-        f"(() => {{ const box = {CARD.format(title)}.querySelector('.u-over').getBoundingClientRect();"
-        "return [box.left, box.top, box.width, box.height]; })()"
+        f"(() => {{ const over = {CARD.format(title)}.querySelector('.u-over'); over.scrollIntoView({{block: 'center'}});"
+        "const box = over.getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; })()"
     )
     return left + across * (width - 1), top + height / 2
 
@@ -65,15 +56,40 @@ async def legend_of(page: Page, title: str) -> tuple[str, dict[str, str]]:
     )
 
 
-def in_a_report(tmp_path: Path, look: Callable[[Page], Awaitable[None]]) -> None:
-    write_run(tmp_path / "run", steps=60)
-    report = write_report(tmp_path / "run")
+async def step_at(page: Page, title: str, across: float) -> int:
+    """The step of a chart at which the cursor is then."""
+    await page.mouse("Moved", *await place_in(page, title, across))
+    return int((await legend_of(page, title))[0].removeprefix("step "))
+
+
+async def drag(page: Page, title: str, start: float, end: float) -> None:
+    for kind, across in (("Moved", start), ("Pressed", start), ("Moved", end), ("Released", end)):
+        await page.mouse(kind, *await place_in(page, title, across))
+
+
+def on_a_page(browser: Browser, address: str, look: Callable[[Page], Awaitable[None]]) -> None:
+    """Look at a report, without a complaint of the page."""
 
     async def scene() -> None:
-        async with a_page() as page:
-            await looked_at(page, "desktop", "light", report.as_uri())
-            await drawn(page)
+        async with browser.page() as page:
+            await looked_at(page, address)
             await look(page)
             assert page.errors == []
+
+    asyncio.run(scene())
+
+
+def on_a_dashboard(browser: Browser, run_dir: Path, look: Callable[[Page, Dashboard], Awaitable[None]]) -> None:
+    """Look at the dashboard of a run, without a complaint of the page."""
+
+    async def scene() -> None:
+        dashboard = await Dashboard.start(run_dir, 0)
+        try:
+            async with browser.page() as page:
+                await looked_at(page, dashboard.address)
+                await look(page, dashboard)
+                assert page.errors == []
+        finally:
+            await dashboard.close()
 
     asyncio.run(scene())

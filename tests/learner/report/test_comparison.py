@@ -10,8 +10,8 @@ from learner.report.series import series
 from learner.report.summary import RunDirectoryError, read_metrics, summarize
 from learner.report.templates import script
 from tests.learner.forked_learner import run_learner
-from tests.learner.report.synthetic_run import write_run
-from tests.learner.report.test_report import Page
+from tests.learner.report.pages import Page
+from tests.learner.report.synthetic_run import write_lines, write_run
 
 
 @pytest.fixture
@@ -53,19 +53,13 @@ def test_the_page_shows_both_in_every_chart_and_needs_nothing_from_outside(runs:
 
 def test_evaluations_are_points_at_their_steps(runs: list[Path]) -> None:
     for path, last in zip(runs, (0.5, 0.75), strict=True):
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        for line in lines:  # a moving mean would be far from the last
-            is_last = line is lines[-1]
-            line |= {
-                "evaluation/reward": last if is_last else 0.25,
-                "evaluation/step": line["step"] - 1 if is_last else 0,
-            }
+        lines = [line | {"evaluation/reward": 0.25, "evaluation/step": 0} for line in read_metrics(path)]
+        lines[-1] |= {"evaluation/reward": last, "evaluation/step": len(lines) - 1}  # far from a moving mean
+        write_lines(path / "metrics.jsonl", lines)
         steps, rewards = series(lines, "evaluation/reward", "step")
         assert ([*steps], [*rewards]) == ([0, len(lines) - 1], [0.25, last]), "each once, at its own step"
-        assert len(
-            series([line | {"evaluation/seconds": 1.0} for line in lines], "evaluation/seconds", "step")[0]
-        ) == len(lines)
-        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        timed = [line | {"evaluation/seconds": 1.0} for line in lines]
+        assert len(series(timed, "evaluation/seconds", "step")[0]) == len(lines)
     curves = Page(write_comparison(*compare(runs)).read_text()).charts["Evaluations"]["series"]
     assert [(curve["name"], curve["kind"]) for curve in curves] == [("with-care", "points"), ("bold", "points")]
     assert [curve["y"] for curve in curves] == [[0.25, 0.5], [0.25, 0.75]]

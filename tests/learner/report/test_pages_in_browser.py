@@ -6,95 +6,113 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import pytest
 
+from learner.report.charts import Chart, time_chart
 from learner.report.dashboard import Dashboard
 from learner.report.page import compare, write_comparison, write_report
+from learner.report.series import Kind, Series
 from learner.report.summary import read_metrics
-from tests.browser import CHROMIUM, Page, a_page
+from learner.report.templates import json_of
+from tests.browser import Browser, Page
 from tests.learner.report.browser_pages import (
     CARD,
     LOOKS,
     TILES,
     assert_readable,
-    drawn,
-    in_a_report,
+    drag,
     legend_of,
     looked_at,
+    on_a_dashboard,
+    on_a_page,
     place_in,
+    step_at,
 )
-from tests.learner.report.synthetic_run import write_run
+from tests.learner.report.synthetic_run import write_lines, write_run
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+pytestmark = pytest.mark.system
+
+HOSTILE = "</script><script>document.title = 'ran'</script><img src=x onerror=\"document.title = 'ran'\">"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    write_run(tmp_path / "run", steps=60)
+    return tmp_path / "run"
 
 
 @pytest.mark.parametrize(("screen", "scheme"), LOOKS)
-def test_the_dashboard_shows_the_numbers_of_the_run(tmp_path: Path, screen: str, scheme: str) -> None:
-    write_run(tmp_path / "run", steps=60)
-    lines = read_metrics(tmp_path / "run")
+def test_every_page_of_a_run_can_be_read_and_runs_nothing_that_a_model_wrote(
+    browser: Browser, run_dir: Path, tmp_path: Path, screen: str, scheme: str
+) -> None:
+    lines = [{**line, f"reward/{HOSTILE}": 0.5} for line in read_metrics(run_dir)]
+    write_lines(run_dir / "metrics.jsonl", lines)
+    sample = {"step": 1, "prompt": HOSTILE, "completions": [HOSTILE], "rewards": [1.0], "answer": HOSTILE}
+    write_lines(run_dir / "samples.jsonl", [sample])
+    write_run(tmp_path / "other", steps=60, seed=1)
+    report = write_report(run_dir).as_uri()
+    comparison = write_comparison(*compare([run_dir, tmp_path / "other"])).as_uri()
+
+    async def look_at(page: Page, address: str, num_charts: int, num_completions: int = 1) -> dict[str, Any]:
+        page.requests.clear()
+        await looked_at(page, address, screen, scheme)
+        await page.until(f"document.querySelectorAll('canvas').length >= {num_charts}")
+        await page.until(f"document.querySelectorAll('tr.completion').length === {num_completions}")
+        await assert_readable(page, scheme)
+        assert "ran" not in await page.value("document.title")
+        assert await page.value("document.querySelectorAll('img').length") == 0
+        return await page.value(TILES)
 
     async def scene() -> None:
-        dashboard = await Dashboard.start(tmp_path / "run", 0)
+        dashboard = await Dashboard.start(run_dir, 0)
         try:
-            async with a_page() as page:
-                await looked_at(page, screen, scheme, dashboard.address)
-                await page.until("document.querySelectorAll('.tile').length > 0")
-                tiles = await page.value(TILES)
+            async with browser.page() as page:
+                tiles = await look_at(page, dashboard.address, 17)
                 assert tiles["Step"].startswith("60")
                 assert tiles["Reward"] == f"{fmean(line['reward/mean'] for line in lines[-10:]):.3f}"
                 assert tiles["Staleness"] == f"{fmean(line['staleness/mean'] for line in lines[-10:]):.2f}"
-                await drawn(page)
                 assert {address.rpartition("/")[0] for address in page.requests} == {dashboard.address}
-                await assert_readable(page, scheme)
+                tiles = await look_at(page, report, 18)
+                ends = [fmean(line["reward/mean"] for line in part) for part in (lines[:6], lines[-6:])]
+                assert tiles["Reward"] == f"{ends[0]:.2f} → {ends[1]:.2f}"
+                assert page.requests == [report], "one file, nothing from elsewhere"
+                await look_at(page, comparison, 5, num_completions=0)
+                assert page.requests == [comparison]
         finally:
             await dashboard.close()
 
     asyncio.run(scene())
 
 
-def test_each_of_several_evaluated_sets_has_a_curve(tmp_path: Path) -> None:
-    lines = write_run(tmp_path / "run", steps=20)
-    rewards = {"evaluation/easy/reward": 0.75, "evaluation/hard/reward": 0.25, "evaluation/function/right/reward": 1.0}
-    began = [
-        dict.fromkeys(("evaluation/easy/step", "evaluation/hard/step"), 10 * (line["step"] > 10)) for line in lines
-    ]
-    told = [
-        line | rewards | {"evaluation/pass_at_4/reward": 1.0} | steps for line, steps in zip(lines, began, strict=True)
-    ]
-    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+BREAK_ONE_ANSWER = """var whole = window.fetch; window.fetch = async () => {
+    window.fetch = whole;
+    return { status: 200, text: () => Promise.reject(new TypeError('network error')) };
+  }; 0"""
+
+
+def test_the_open_page_survives_a_broken_answer_and_a_learner_that_is_started_again(
+    browser: Browser, run_dir: Path
+) -> None:
+    lines = read_metrics(run_dir)
 
     async def scene() -> None:
-        dashboard = await Dashboard.start(tmp_path / "run", 0)
-        try:
-            async with a_page() as page:
-                await looked_at(page, "desktop", "dark", dashboard.address)
-                await page.until(f"!!{CARD.format('Evaluations')}?.querySelector('canvas')")
-                await page.value(f"{CARD.format('Evaluations')}.scrollIntoView({{block: 'center'}})")
-                assert await legend_of(page, "Evaluations") == ["step", {"easy": "0.75", "hard": "0.25"}]
-                for across, step in ((0.0, 0), (1.0, 10)):  # two sets, evaluated twice
-                    await page.mouse("Moved", *await place_in(page, "Evaluations", across))
-                    assert (await legend_of(page, "Evaluations"))[0] == f"step {step}"
-        finally:
-            await dashboard.close()
-
-    asyncio.run(scene())
-
-
-def test_the_open_page_survives_a_learner_that_is_started_again(tmp_path: Path) -> None:
-    lines = write_run(tmp_path / "run", steps=40)
-
-    async def scene() -> None:
-        first = await Dashboard.start(tmp_path / "run", 0)
+        first = await Dashboard.start(run_dir, 0)
         port = int(first.address.rpartition(":")[2])
-        async with a_page() as page:
-            await looked_at(page, "desktop", "light", first.address)
-            await page.until("document.querySelector('.tile .value')?.textContent.startsWith('40')")
+        async with browser.page() as page:
+            await looked_at(page, first.address)
+            await page.value(BREAK_ONE_ANSWER)
+            first.publish(61, {**lines[0], "optim/lr": 0.5})
+            await page.until("window.fetch === whole")
+            first.publish(62, {**lines[0], "optim/lr": 0.75})
+            await page.until(f"{CARD.format('Learning rate')}.querySelector('.plot').ariaLabel.includes('0.625')")
+            assert page.errors == []
             await first.close()
             await page.until("document.getElementById('state').textContent === 'no connection to the learner'")
-            # It comes back behind a checkpoint: steps 31 to 40 come again, and others than before.
-            kept = [*lines[:30], *({**line, "reward/mean": 0.5} for line in lines[30:35])]
-            (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-            second = await Dashboard.start(tmp_path / "run", port)
+            # It comes back behind a checkpoint: steps 31 to 62 come again, and others than before.
+            again = [{**line, "reward/mean": 0.5} for line in lines[30:35]]
+            write_lines(run_dir / "metrics.jsonl", [*lines[:30], *again])
+            second = await Dashboard.start(run_dir, port)
             try:
                 await page.until("document.querySelector('.tile .value')?.textContent.startsWith('35')")
                 assert await page.value("document.getElementById('state').textContent") == "live"
@@ -108,74 +126,126 @@ def test_the_open_page_survives_a_learner_that_is_started_again(tmp_path: Path) 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize(("screen", "scheme"), LOOKS)
-def test_the_report_and_the_comparison_can_be_read(tmp_path: Path, screen: str, scheme: str) -> None:
-    for seed, name in enumerate(("one", "other")):
-        write_run(tmp_path / name, steps=60, seed=seed)
-    report = write_report(tmp_path / "one")
-    comparison = write_comparison(*compare([tmp_path / "one", tmp_path / "other"]))
-    lines = read_metrics(tmp_path / "one")
-
-    async def scene() -> None:
-        async with a_page() as page:
-            await looked_at(page, screen, scheme, report.as_uri())
-            await drawn(page)
-            tiles: dict[str, Any] = await page.value(TILES)
-            ends = [fmean(line["reward/mean"] for line in part) for part in (lines[:6], lines[-6:])]
-            assert tiles["Reward"] == f"{ends[0]:.2f} → {ends[1]:.2f}"
-            await assert_readable(page, scheme)
-            await looked_at(page, screen, scheme, comparison.as_uri())
-            assert await page.value("document.querySelectorAll('canvas').length") == 5
-            await assert_readable(page, scheme)
-            assert page.requests == [report.as_uri(), comparison.as_uri()], "one file each, nothing from elsewhere"
-
-    asyncio.run(scene())
-
-
-def test_the_search_keeps_the_rows_that_have_the_text(tmp_path: Path) -> None:
+def test_the_search_keeps_the_rows_that_have_the_text(browser: Browser, run_dir: Path) -> None:
     async def look(page: Page) -> None:
         rows = "[...document.querySelectorAll('tr.completion')].filter((row) => row.checkVisibility())"
-        samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+        samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
         shown = [*samples[:25], *samples[-25:]]
-        whole = await page.value(f"{rows}.length")
-        assert whole == sum(min(4, len(sample["completions"])) for sample in shown)
-        wanted = shown[30]["answer"]
-        fill = "(() => {{ const box = document.querySelector('.search'); box.value = {};box.dispatchEvent(new Event('input', {{ bubbles: true }})); }})()"
-        await page.value(fill.format(json.dumps(wanted)))
-        left = await page.value(f"{rows}.map((row) => row.cells[0].textContent)")
         texts = [
             (str(sample["step"]), [sample["prompt"], text, sample["answer"]])
             for sample in shown
             for text in sample["completions"][:4]
         ]
+        assert await page.value(f"{rows}.length") == len(texts)
+        wanted = shown[30]["answer"]
+        fill = "(() => {{ const box = document.querySelector('.search'); box.value = {};box.dispatchEvent(new Event('input', {{ bubbles: true }})); }})()"
+        await page.value(fill.format(json.dumps(wanted)))
+        left = await page.value(f"{rows}.map((row) => row.cells[0].textContent)")
         assert left == [step for step, parts in texts if any(wanted in part for part in parts)]
-        assert await page.value("document.querySelector('output').textContent") == f"{len(left)} of {whole}"
+        assert await page.value("document.querySelector('output').textContent") == f"{len(left)} of {len(texts)}"
         await page.value(fill.format("''"))
-        assert await page.value(f"{rows}.length") == whole
+        assert await page.value(f"{rows}.length") == len(texts)
 
-    in_a_report(tmp_path, look)
+    on_a_page(browser, write_report(run_dir).as_uri(), look)
 
 
-def test_what_a_model_wrote_runs_in_no_page(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", steps=3)
-    hostile = "</script><script>document.title = 'ran'</script><img src=x onerror=\"document.title = 'ran'\">"
-    sample = {"step": 1, "prompt": hostile, "completions": [hostile], "rewards": [1.0], "answer": hostile}
-    (tmp_path / "run/samples.jsonl").write_text(json.dumps(sample) + "\n")
-    lines = [{**line, f"reward/{hostile}": 0.5, "reward/other": 0.5} for line in read_metrics(tmp_path / "run")]
-    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report = write_report(tmp_path / "run")
+def test_hover_reads_all_series_of_all_charts_at_one_step(browser: Browser, run_dir: Path) -> None:
+    lines = {line["step"]: line for line in read_metrics(run_dir)}
 
-    async def scene() -> None:
-        dashboard = await Dashboard.start(tmp_path / "run", 0)
-        try:
-            async with a_page() as page:
-                for address in (report.as_uri(), dashboard.address):
-                    await page.open(address)
-                    await page.until(f"!!{CARD.format('Each reward function')}?.querySelector('canvas')")
-                    await page.until("document.querySelectorAll('tr.completion').length === 1")
-                    assert "ran" not in await page.value("document.title") and page.errors == []
-                    assert await page.value("document.querySelectorAll('img').length") == 0
-        finally:
-            await dashboard.close()
+    async def look(page: Page) -> None:
+        at_rest = await legend_of(page, "Reward per step")
+        step = await step_at(page, "Reward per step", 0.5)
+        assert 29 <= step <= 32
+        _, values = await legend_of(page, "Reward per step")
+        for name, metric in (("mean", "reward/mean"), ("exact match", "reward/exact_match")):
+            assert float(values[name]) == pytest.approx(lines[step][metric], rel=5e-3)
+        where, values = await legend_of(page, "Entropy")
+        assert where == f"step {step}"
+        assert float(values["entropy"]) == pytest.approx(lines[step]["policy/entropy"], rel=5e-3)
+        assert (await legend_of(page, "Reward over time"))[0] == "seconds", "its x is another"
+        await page.mouse("Moved", 2, 2)
+        assert await legend_of(page, "Reward per step") == at_rest
 
-    asyncio.run(scene())
+    on_a_page(browser, write_report(run_dir).as_uri(), look)
+
+
+def test_a_drag_zooms_all_charts_of_the_same_x_while_steps_come_until_a_double_click(
+    browser: Browser, run_dir: Path
+) -> None:
+    lines = read_metrics(run_dir)
+
+    async def ends(page: Page, title: str) -> tuple[int, int]:
+        return await step_at(page, title, 0.0), await step_at(page, title, 1.0)
+
+    async def look(page: Page, dashboard: Dashboard) -> None:
+        assert await ends(page, "Reward per step") == (1, 60)
+        await drag(page, "Reward per step", 0.25, 0.5)
+        dashboard.publish(61, {**lines[0], "optim/lr": 0.75})
+        await page.until(f"!!{CARD.format('Learning rate')}.querySelector('[aria-label*=\"0.376\"]')")
+        for title in ("Reward per step", "Staleness per step"):
+            first, last = await ends(page, title)
+            assert 15 <= first <= 18 and 29 <= last <= 32, title
+        x, y = await place_in(page, "Reward per step", 0.5)
+        await page.mouse("Moved", x, y)
+        for clicks in (1, 2):
+            await page.mouse("Pressed", x, y, clicks)
+            await page.mouse("Released", x, y, clicks)
+        for title in ("Reward per step", "Staleness per step"):
+            assert await ends(page, title) == (1, 61), title
+
+    on_a_dashboard(browser, run_dir, look)
+
+
+DRAW = """(() => {{
+    const real = uPlot;
+    window.seen = null;
+    uPlot = Object.assign(function (...args) {{ return window.plot = new real(...args); }}, real);
+    drawCharts(document.getElementById("charts"), [{chart}]);
+    uPlot = real;
+    requestAnimationFrame(() => requestAnimationFrame(() => {{
+      const {{ ctx, bbox, scales }} = window.plot, colors = new Set();
+      const pixels = ctx.getImageData(bbox.left, bbox.top, bbox.width, bbox.height).data;
+      for (let i = 0; i < pixels.length; i += 4) if (pixels[i + 3] > 200) colors.add(`${{pixels.slice(i, i + 3)}}`);
+      window.seen = [scales.y.max, colors.size];
+    }}));
+  }})()"""
+
+
+async def draw(page: Page, chart: Chart) -> tuple[float, int]:
+    """Draws a chart, and returns the upper end of its y axis and the number of colors in its plot."""
+    await page.value(DRAW.format(chart=json_of(chart)))
+    await page.until("window.seen")
+    return await page.value("window.seen")
+
+
+def series_of(kind: Kind, y: list[float], **more: Any) -> Series:
+    mean = None if kind in ("bars", "points") else y
+    x = [float(place) for place in range(len(y))]
+    return Series(name=kind, color="blue", kind=kind, x=x, y=y, mean=mean, **more)
+
+
+def test_only_long_series_lose_their_outliers_and_a_single_step_is_visible(browser: Browser, run_dir: Path) -> None:
+    long = [1.0] * 400
+    cases = {
+        "bars": ([series_of("bars", [990.0, 10.0, 3.0])], 990.0),
+        "many bars": ([series_of("bars", [*long, 990.0])], 990.0),
+        "points": ([series_of("points", [0.02, 0.10, 0.85])], 0.85),
+        "one step": ([series_of("line", [40.0]), series_of("line", [900.0])], 900.0),
+        "short": ([series_of("line", [*long[:198], 50.0])], 50.0),
+        "outliers": ([series_of("line", [*long, 50.0, 60.0])], None),
+        "two percent": ([series_of("line", [*long, *[50.0] * 8])], 50.0),
+        "a short one": ([series_of("line", long), series_of("line", [50.0])], 50.0),
+    }
+
+    async def look(page: Page) -> None:
+        for title, (parts, highest) in cases.items():
+            chart = Chart(title=title, caption="", x="step", series=parts)
+            top, _ = await draw(page, chart)
+            assert top < 2.0 if highest is None else top >= highest, title
+        for count in (1, 2):
+            chart = time_chart(read_metrics(run_dir)[:count])
+            assert isinstance(chart, Chart)
+            _, num_colors = await draw(page, msgspec.structs.replace(chart, title="Drawn twice"))
+            assert num_colors >= len(chart.series), "each part has a color"
+
+    on_a_page(browser, write_report(run_dir).as_uri(), look)

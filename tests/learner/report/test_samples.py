@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 import learner.report.records
 from learner.config import ReportConfig
@@ -25,6 +24,8 @@ from protocol.model_files import resolve_model
 from tests.learner.report.synthetic_run import write_run
 from tests.learner.runs import make_run
 
+TOKENIZER = load_tokenizer(resolve_model("tiny:digits"))
+
 
 def a_group(num_tokens: int = 3) -> RolloutGroup:
     completion = TokenSequence(
@@ -38,9 +39,9 @@ def a_group(num_tokens: int = 3) -> RolloutGroup:
 
 
 def write(path: Path, steps: range, every_steps: int, group: RolloutGroup | None = None) -> list[int]:
-    samples, tokenizer = Samples(path, every_steps), load_tokenizer(resolve_model("tiny:digits"))
+    samples = Samples(path, every_steps)
     for step in steps:
-        samples.keep(step, group or a_group(), tokenizer, dict)
+        samples.keep(step, group or a_group(), TOKENIZER, dict)
     samples.close()
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
@@ -50,30 +51,27 @@ def test_samples_are_written_every_so_many_steps(tmp_path: Path, every_steps: in
     assert write(tmp_path / "samples.jsonl", range(1, 6), every_steps) == kept
 
 
-def test_a_sample_says_the_answer_and_what_every_function_gave(tmp_path: Path) -> None:
+def test_a_sample_says_the_answer_and_what_every_function_gave_and_how_many_completions_there_were(
+    tmp_path: Path,
+) -> None:
     group = msgspec.structs.replace(a_group(), rewards_by_function={"right": [1.0, None] * 3, "short": [0.5] * 6})
     samples, path = Samples(tmp_path / "samples.jsonl", 1), tmp_path / "samples.jsonl"
-    samples.keep(1, group, load_tokenizer(resolve_model("tiny:digits")), lambda: {"answer": ["42", 42], "level": 3})
+    samples.keep(1, group, TOKENIZER, lambda: {"answer": ["42", 42], "level": 3})
     samples.close()
     line = json.loads(path.read_text())
     assert (line["answer"], line["functions"]) == (["42", 42], {"right": [1.0, None, 1.0, None], "short": [0.5] * 4})
     table = newest_table(path)
     (shown,) = table.samples
-    assert shown.answer == "['42', 42]" and table.functions == ["right", "short"]
+    assert (shown.answer, len(shown.completions), shown.more) == ("['42', 42]", 4, 2)
+    assert table.functions == ["right", "short"]
     assert [[*one.functions.values()] for one in shown.completions[:2]] == [["1.00", "0.50"], ["–", "0.50"]]
-
-
-def test_a_page_names_the_number_of_completions_that_a_run_did_not_record(tmp_path: Path) -> None:
-    write(tmp_path / "samples.jsonl", range(1, 2), 1)
-    (shown,) = newest_table(tmp_path / "samples.jsonl").samples
-    assert (len(shown.completions), shown.more) == (4, 2)
 
 
 def test_a_run_keeps_those_of_every_tenth_step_if_nothing_else_is_said(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run", make_run(tmp_path, "tcp://127.0.0.1:1"))
     log = RunLog(run_dir, ReportConfig(trackers=()), 25)
     for step in range(1, 26):
-        log.sample(step, a_group(), load_tokenizer(resolve_model("tiny:digits")), dict)
+        log.sample(step, a_group(), TOKENIZER, dict)
     log.close()
     run_dir.close()
     assert [json.loads(line)["step"] for line in run_dir.samples.read_text().splitlines()] == [1, 11, 21]
@@ -96,43 +94,35 @@ def test_a_file_that_grows_too_long_keeps_its_head_and_the_newest(
 def test_a_damaged_first_line_does_not_stop_a_run(
     damaged: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner.report.records, "MAX_BYTES", 40_000)
+    monkeypatch.setattr(learner.report.records, "MAX_BYTES", 10_000)
     path = tmp_path / "samples.jsonl"
     path.write_bytes(damaged + b"\n")
-    samples, tokenizer = Samples(path, 1), load_tokenizer(resolve_model("tiny:digits"))
-    for step in range(1, 301):
-        assert samples.keep(step, a_group(100), tokenizer, dict) is not None
+    samples = Samples(path, 1)
+    for step in range(1, 101):
+        assert samples.keep(step, a_group(100), TOKENIZER, dict) is not None
     samples.close()
-    assert path.stat().st_size <= 40_000 and path.read_bytes().startswith(damaged)
+    assert path.stat().st_size <= 10_000 and path.read_bytes().startswith(damaged)
 
 
 def test_a_report_shows_both_ends_of_a_file_that_it_does_not_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_run(tmp_path, steps=300)
+    write_run(tmp_path, steps=100)
+    assert table_of_run(tmp_path / "samples.jsonl").note == "The first and the last 25 groups of samples.jsonl."
     path = tmp_path / "samples.jsonl"
     whole = steps_in(path.read_bytes().split(b"\n"), path)
-    with path.open("a") as file:  # step 299 once more, after a resume
-        file.write(json.dumps(whole[298] | {"prompt": "again>"}) + "\n")
+    with path.open("a") as file:  # step 99 once more, after a resume
+        file.write(json.dumps(whole[98] | {"prompt": "again>"}) + "\n")
     content = bytearray(path.read_bytes())
     content[len(content) // 2 : len(content) // 2 + 10] = b"not read!!"
     path.write_bytes(content)
     monkeypatch.setattr("learner.report.sample_view.SAMPLED_BYTES", 4000)
     steps = [line["step"] for line in steps_in(ends_of(path, 4000), path)]
-    assert steps[:2] == [1, 2] and steps[-2:] == [298, 299]
+    assert steps[:2] == [1, 2] and steps[-2:] == [98, 99]
     page = render(tmp_path)
-    assert whole[0]["prompt"] in page and whole[297]["prompt"] in page and "again&gt;" in page
-    assert whole[299]["prompt"] not in page, "a resume has taken it back"
-
-
-def test_a_report_says_that_samples_are_left_out_even_if_few_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_run(tmp_path, steps=40)
-    assert table_of_run(tmp_path / "samples.jsonl").note == ""
-    monkeypatch.setattr("learner.report.sample_view.SAMPLED_BYTES", 2000)
-    table = table_of_run(tmp_path / "samples.jsonl")
-    assert 0 < len(table.samples) < 40 and "in between are left out" in table.note
+    assert whole[0]["prompt"] in page and whole[97]["prompt"] in page and "again&gt;" in page
+    assert whole[99]["prompt"] not in page, "a resume has taken it back"
+    assert "in between are left out" in page
 
 
 def sample_lines(steps: Iterable[int], num_bytes: int) -> str:
@@ -161,38 +151,32 @@ def test_the_dashboard_reads_a_bounded_part_of_very_long_samples(
     assert [one.step for one in newest_table(path).samples] == [20], "at least the last one"
 
 
-def test_a_negative_distance_between_samples_is_refused() -> None:
-    with pytest.raises(msgspec.ValidationError, match="samples_every_steps = -1 must not be negative"):
-        msgspec.convert({"samples_every_steps": -1}, ReportConfig)
-
-
-def an_episode(tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:
-    """Two, of which the second has a branch; the policy says 1 to 3, the environment 8 and 9."""
-
-    def branch(text: str, versions: list[tuple[int | None, int]], prompt: str | None = None) -> TokenSequence:
-        token_ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
-        assert len(token_ids) == sum(count for _, count in versions)
-        return TokenSequence(
-            token_ids=token_ids, behaviour_logprobs=np.zeros(len(token_ids), np.float32), versions=versions, finish_reason="stop",
-            prompt_token_ids=None if prompt is None else np.array(tokenizer.encode(prompt, add_special_tokens=False), np.int32),
-        )  # fmt: skip
-
-    return RolloutGroup(
-        group_id="0.0", slot=0, prompt_token_ids=np.array([3, 4], np.int32), rewards_G=[1.0, None], rewards_by_function={},
-        completions=[
-            branch("12893", [(4, 1), (5, 1), (None, 2), (5, 1)]), branch("1", [(5, 1)]), branch("2", [(7, 1)], "77"),
-        ],
-        num_branches_G=[1, 2], entered_version=4,
-        courses_G=[
-            EpisodeStats(state="finished", num_turns=2, num_calls=1, num_failed_calls=1, environment_s=0.5),
-            EpisodeStats(state="tool_timeout", num_turns=1),
-        ],
+def a_branch(text: str, versions: list[tuple[int | None, int]], prompt: str | None = None) -> TokenSequence:
+    token_ids = np.array(TOKENIZER.encode(text, add_special_tokens=False), np.int32)
+    assert len(token_ids) == sum(count for _, count in versions)
+    return TokenSequence(
+        token_ids=token_ids, behaviour_logprobs=np.zeros(len(token_ids), np.float32), versions=versions, finish_reason="stop",
+        prompt_token_ids=None if prompt is None else np.array(TOKENIZER.encode(prompt, add_special_tokens=False), np.int32),
     )  # fmt: skip
 
 
-def test_of_episodes_every_branch_is_kept_with_the_version_of_each_token(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(resolve_model("tiny:digits"))
-    write(tmp_path / "samples.jsonl", range(1, 2), 1, an_episode(tokenizer))
+def test_of_episodes_every_branch_is_kept_and_the_report_shows_who_said_what_under_which_version(
+    tmp_path: Path,
+) -> None:
+    """Two, of which the second has a branch; the policy says 1 to 3, the environment 8 and 9."""
+    branches = [
+        a_branch("12893", [(4, 1), (5, 1), (None, 2), (5, 1)]), a_branch("1", [(5, 1)]), a_branch("2", [(7, 1)], "77"),
+    ]  # fmt: skip
+    courses = [
+        EpisodeStats(state="finished", num_turns=2, num_calls=1, num_failed_calls=1, environment_s=0.5),
+        EpisodeStats(state="tool_timeout", num_turns=1),
+    ]
+    group = msgspec.structs.replace(
+        a_group(), rewards_G=[1.0, None], completions=branches, num_branches_G=[1, 2], courses_G=courses
+    )
+    write_run(tmp_path)
+    (tmp_path / "samples.jsonl").unlink()
+    write(tmp_path / "samples.jsonl", range(1, 2), 1, group)
     first, second = json.loads((tmp_path / "samples.jsonl").read_text())["episodes"]
     assert first == {
         "state": "finished", "turns": 2, "calls": 1, "failed_calls": 1, "environment_s": 0.5,
@@ -200,12 +184,6 @@ def test_of_episodes_every_branch_is_kept_with_the_version_of_each_token(tmp_pat
     }  # fmt: skip
     assert [branch["prompt"] for branch in second["branches"]] == [None, "77"]
     assert [branch["runs"] for branch in second["branches"]] == [[[5, "1"]], [[7, "2"]]]
-
-
-def test_the_report_shows_who_said_what_under_which_version(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    (tmp_path / "samples.jsonl").unlink()
-    write(tmp_path / "samples.jsonl", range(1, 2), 1, an_episode(load_tokenizer(resolve_model("tiny:digits"))))
     page = render(tmp_path)
     told = (
         '<span class="v0">1</span><span class="v1">2</span><span class="environment">89</span><span class="v1">3</span>',

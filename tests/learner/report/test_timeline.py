@@ -1,4 +1,4 @@
-"""The story of a run: in the report as it was recorded, escaped, and never a reason to stop."""
+"""The story of a run: as it was recorded, and never a reason to stop."""
 
 import json
 from pathlib import Path
@@ -6,23 +6,7 @@ from pathlib import Path
 import pytest
 
 from learner.report import records
-from learner.report.page import write_report
 from learner.report.records import Event, Timeline, read_events
-from tests.learner.report.synthetic_run import write_run
-
-
-def test_the_report_tells_what_happened_and_a_run_without_a_story_has_no_such_part(tmp_path: Path) -> None:
-    write_run(tmp_path, steps=5)
-    assert "<h2>Events</h2>" not in write_report(tmp_path).read_text()
-    timeline = Timeline(tmp_path / "timeline.jsonl")
-    timeline.record("the run started")
-    timeline.record("the server at tcp://<b>:1: ready → joining")
-    timeline.close()
-    html = write_report(tmp_path).read_text()
-    assert (
-        html.index("<h2>Events</h2>") < html.index("the run started") < html.index("tcp://&lt;b&gt;:1: ready → joining")
-    )
-    assert "<b>:1" not in html
 
 
 def test_a_story_goes_on_after_a_kill_without_the_line_that_was_cut_off(tmp_path: Path) -> None:

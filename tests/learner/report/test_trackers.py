@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -63,20 +62,18 @@ def read_back(path: Path) -> dict[str, dict[int, float]]:
 
 def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
     with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as server:
-        run = make_run(tmp_path, server.endpoint, report={"trackers": ["tensorboard"], "dashboard_port": 0})
+        run = make_run(tmp_path, server.endpoint, steps=2, report={"trackers": ["tensorboard"], "dashboard_port": 0})
         train(run, resume=False)
     lines = read_metrics(Path(run.run_dir))
     shown = read_back(Path(run.run_dir) / "tensorboard")
-    assert len(lines) == 4 and sum("/" in name for name in lines[0]) > 30
+    assert len(lines) == 2 and sum("/" in name for name in lines[0]) > 30
     for line in lines:
         for name, value in line.items():
             if "/" in name:
                 assert shown[name][line["step"]] == pytest.approx(value, rel=1e-5), name
 
 
-@pytest.mark.parametrize(
-    "value", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), np.int64(2), 2, True], ids=repr
-)
+@pytest.mark.parametrize("value", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), np.int64(2), True], ids=repr)
 def test_a_number_of_any_type_arrives(run_dir: RunDir, value: float) -> None:
     trackers = Trackers(["tensorboard"], "p", run_dir)
     trackers.log_metrics(7, {"reward/mean": value})
@@ -92,17 +89,11 @@ def test_one_that_fails_costs_itself_alone(
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     trackers = Trackers(["wandb", "tensorboard"], "my-project", run_dir)
-    sample = {
-        "prompt": "2+2",
-        "answer": 4,
-        "completions": ["4", "5"],
-        "rewards": [1.0, None],
-        "functions": {"right": [1.0, 0.0]},
-    }
+    sample = {"prompt": "2+2", "answer": 4, "completions": ["4", "5"], "rewards": [1.0, None]}
     for step in range(1, 5):
         trackers.log_metrics(step, {"reward/mean": np.float32(step)})
         if step == 1:
-            trackers.log_completions(step, sample)
+            trackers.log_completions(step, sample | {"functions": {"right": [1.0, 0.0]}})
     trackers.close()
     wandb = sys.modules.pop("wandb")
     named, *told = wandb.told
@@ -110,11 +101,7 @@ def test_one_that_fails_costs_itself_alone(
     assert step == 1 and tables["completions"].columns == ["step", "prompt", "answer", "completion", "reward", "right"]
     assert tables["completions"].data == [[1, "2+2", "4", "4", 1.0, 1.0], [1, "2+2", "4", "5", None, 0.0]]
     settings = wandb.config.values
-    assert (settings["model"], settings["learner.steps"], settings["learner.loss.objective"]) == (
-        "tiny:digits",
-        4,
-        "grpo",
-    )
+    assert (settings["model"], settings["learner.steps"]) == ("tiny:digits", 4)
     assert all(value is None or isinstance(value, bool | int | float | str) for value in settings.values())
     assert (named["project"], named["id"], named["resume"]) == ("my-project", run_dir.run_id, "allow")
     assert told == [(1, {"reward/mean": 1.0}), (2, {"reward/mean": 2.0})] and wandb.closed == []
@@ -134,9 +121,3 @@ def test_one_whose_package_is_absent_is_refused_with_what_installs_it(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=rf"'{name}', which is not installed; .*pip install .*\[{EXTRAS[name]}\]'"):
         Trackers([name], "p", run_dir)
-
-
-def test_the_config_takes_every_name_of_a_tracker_and_no_other(tmp_path: Path) -> None:
-    make_run(tmp_path, "tcp://127.0.0.1:1", report={"trackers": list(EXTRAS)})
-    with pytest.raises(msgspec.ValidationError, match="Invalid enum value 'neptune'"):
-        make_run(tmp_path, "tcp://127.0.0.1:1", report={"trackers": ["neptune"]})
