@@ -21,13 +21,8 @@ def file(tmp_path: Path, endpoints: str) -> str:
 
 @pytest.mark.parametrize(
     ("endpoints", "expected"),
-    [
-        ("", ("tcp://127.0.0.1:5757",)),
-        (f'endpoint = "{ONE}"', (ONE,)),
-        (f'endpoints = ["{ONE}"]', (ONE,)),
-        (f'endpoints = ["{ONE}", "{OTHER}"]', (ONE, OTHER)),
-    ],
-)
+    [("", ("tcp://127.0.0.1:5757",)), (f'endpoint = "{ONE}"', (ONE,)), (f'endpoints = ["{ONE}", "{OTHER}"]', (ONE, OTHER))],
+)  # fmt: skip
 def test_the_learner_connects_to_all_endpoints_or_to_the_one(
     tmp_path: Path, endpoints: str, expected: tuple[str, ...]
 ) -> None:
@@ -37,14 +32,8 @@ def test_the_learner_connects_to_all_endpoints_or_to_the_one(
 @pytest.mark.parametrize(
     ("endpoints", "expected"),
     [
-        (
-            f'endpoint = "{ONE}"\nendpoints = ["{OTHER}"]',
-            "are set, but each defines the servers of the run; keep one of them",
-        ),
-        (
-            f'endpoints = ["{ONE}"]\nendpoints_from = "file:x"',
-            "are set, but each defines the servers of the run; keep one of them",
-        ),
+        (f'endpoint = "{ONE}"\nendpoints = ["{OTHER}"]', "each defines the servers of the run; keep one of them"),
+        (f'endpoints = ["{ONE}"]\nendpoints_from = "file:x"', "each defines the servers of the run; keep one of them"),
         (f'endpoints = ["{ONE}", "{ONE}"]', "contains a server twice"),
         ('endpoints = ["127.0.0.1:6001"]', "expected tcp://HOST:PORT"),
     ],

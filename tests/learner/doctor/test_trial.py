@@ -15,8 +15,6 @@ from protocol.doctor import Finding, ok, problem
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.runs import make_run
-from tests.learner.test_several_servers import wait_until_free
-from tests.ports import free_port
 
 
 def test_a_trial_measures_with_a_server_and_leaves_nothing_behind(
@@ -28,7 +26,6 @@ def test_a_trial_measures_with_a_server_and_leaves_nothing_behind(
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("| reward ") == NUM_STEPS and f"Step   {NUM_STEPS}/300" in said.err
         assert list(tmp_path.iterdir()) == []
-        wait_until_free(server)
         train(make_run(tmp_path, server.endpoint, steps=2), resume=False)
     assert len(read_metrics(tmp_path / "run")) == 2, "the server is there for the run"
     assert parity.verdict == "ok" and float(re.findall(r"\| of at most (\S+)", parity.text)[0]) < 1e-3
@@ -39,16 +36,10 @@ def test_a_trial_measures_with_a_server_and_leaves_nothing_behind(
 def test_the_time_of_all_is_the_median_of_the_warm_steps_times_their_number(tmp_path: Path) -> None:
     run = make_run(tmp_path, "tcp://127.0.0.1:1", steps=1000)
     seconds = [60.0, 9.0, 9.0, 3.0, 3.0, 3.0, 3.0, 50.0]
-    metrics = [
-        {
-            "time/step": each,
-            "perf/completion_tokens_per_s": 100.0,
-            "rollout/completion_length_mean": 8.0,
-            "perf/learner_idle_frac": 0.25,
-        }
-        for each in seconds
-    ]
-    (time,) = findings_of(run, metrics)
+    others = {
+        "perf/completion_tokens_per_s": 100.0, "rollout/completion_length_mean": 8.0, "perf/learner_idle_frac": 0.25
+    }  # fmt: skip
+    (time,) = findings_of(run, [others | {"time/step": each} for each in seconds])
     assert time.text == (
         "1,000 steps of 3.00 s, about 50 min 00 s without evaluations; 100 completion tokens/s, 8 tokens each, the learner idle for 25% "
         "(median of 5 steps)"
@@ -56,7 +47,7 @@ def test_the_time_of_all_is_the_median_of_the_warm_steps_times_their_number(tmp_
 
 
 def test_a_trial_without_a_server_is_a_problem_with_its_remedy(tmp_path: Path) -> None:
-    run = make_run(tmp_path, f"tcp://127.0.0.1:{free_port()}", connect_timeout_s=1.0)
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", connect_timeout_s=0.2)
     (found,) = trial(run)
     assert found.verdict == "problem" and found.subject == "trial" and "connect_timeout_s" in str(found)
 

@@ -29,50 +29,32 @@ def read(path: str, **keys: object) -> Prompts:
     return Prompts(DataConfig(path=path, **keys), load_tokenizer(resolve_model("tiny:digits")), 0)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def record(tmp_path: Path) -> Path:
-    record_data(tmp_path / "data.digests", read(write(tmp_path / "a.jsonl", PROMPTS)))
-    return tmp_path / "data.digests"
-
-
-def test_the_same_data_elsewhere_is_the_same(record: Path, tmp_path: Path) -> None:
-    check_data(record, read(write(tmp_path / "moved.jsonl", PROMPTS)))
-    assert record.stat().st_size == 8 * len(PROMPTS)
-
-
 @pytest.mark.parametrize(
-    ("now", "answer", "problem"),
+    ("now", "answer", "keys", "problem"),
     [
-        (
-            [*PROMPTS[:2], *PROMPTS[3:]],
-            "9",
-            r"row 2 is the first changed row .*Restore the data.*learner\.data\.revision",
-        ),
-        (PROMPTS, "8", "row 0 is the first changed row"),
-        (PROMPTS[:-1], "9", "1 of its 6 prompts are missing at the end"),
-        (
-            [*PROMPTS, "7777>"],
-            "9",
-            r"1 new prompt after the original 6, .*Exclude them with learner\.data\.num_prompts = 6",
-        ),
+        (PROMPTS, "9", {}, None),
+        ([*PROMPTS, "7777>"], "9", {"num_prompts": 6}, None),
+        ([*PROMPTS[:2], *PROMPTS[3:]], "9", {}, r"row 2 is the first changed row .*Restore the data.*learner\.data\.revision"),
+        (PROMPTS, "8", {}, "row 0 is the first changed row"),
+        (PROMPTS, "9", {"max_prompt_tokens": 4, "overlong_prompts": "truncate"}, "row 0 is the first changed row"),
+        (PROMPTS[:-1], "9", {}, "1 of its 6 prompts are missing at the end"),
+        ([*PROMPTS, "7777>"], "9", {},
+         r"1 new prompt after the original 6, .*Exclude them with learner\.data\.num_prompts = 6"),
     ],
-    ids=["one removed", "a column", "the last removed", "one added"],
-)
+    ids=["the same", "one left out", "one removed", "a column", "token ids", "the last removed", "one added"],
+)  # fmt: skip
 def test_other_data_is_refused_with_what_changed_first(
-    record: Path, tmp_path: Path, now: list[str], answer: str, problem: str
+    tmp_path: Path, now: list[str], answer: str, keys: dict[str, object], problem: str | None
 ) -> None:
-    with pytest.raises(DataError, match=problem) as error:
-        check_data(record, read(write(tmp_path / "a.jsonl", now, answer)))
-    assert "start a new run with --run-dir" in str(error.value)
-
-
-def test_what_was_added_at_the_end_can_be_left_out(record: Path, tmp_path: Path) -> None:
-    check_data(record, read(write(tmp_path / "a.jsonl", [*PROMPTS, "7777>"]), num_prompts=6))
-
-
-def test_other_token_ids_are_other_data(record: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="row 0 is the first changed row"):
-        check_data(record, read(str(tmp_path / "a.jsonl"), max_prompt_tokens=4, overlong_prompts="truncate"))
+    record = tmp_path / "data.digests"
+    record_data(record, read(write(tmp_path / "a.jsonl", PROMPTS)))
+    assert record.stat().st_size == 8 * len(PROMPTS)
+    prompts = read(write(tmp_path / "moved.jsonl", now, answer), **keys)
+    if problem is None:
+        check_data(record, prompts)
+        return
+    with pytest.raises(DataError, match=f"{problem}.*start a new run with --run-dir"):
+        check_data(record, prompts)
 
 
 def test_another_limit_would_drop_others(tmp_path: Path) -> None:
