@@ -1,7 +1,7 @@
-"""`learner check`: prompts as the model gets them, rewards on right answers and on noise, the course of the run; then the doctor."""
+"""`learner check`: prompts as the model gets them, rewards on right answers and on noise, the course of the run; the doctor; a trial."""
 
 import json
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,15 @@ import pytest
 
 import learner.doctor.check as module
 from learner.config import LearnerRun
-from learner.doctor.check import check
+from learner.doctor.check import NUM_STEPS, check, findings_of, trial
+from learner.report.summary import read_metrics
 from learner.report.trackers import is_installed
+from learner.train import train
 from protocol.config import load_config
-from protocol.doctor import Finding, ok
+from protocol.doctor import ok, problem
 from tests.learner.forked_learner import run_learner
+from tests.learner.model_engine import tiny_server
+from tests.learner.runs import make_run
 
 RECIPE = "deploy/recipes/reverse.toml"
 EVERY = ("--learner.evaluation.every-steps", "4", "--learner.evaluation.num-prompts", "7")
@@ -32,10 +36,7 @@ def broken(completions, **row):
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    def examined(run: LearnerRun) -> Iterator[Finding]:
-        yield ok("server", run.endpoint)
-
-    monkeypatch.setattr(module, "examine", examined)
+    monkeypatch.setattr(module, "examine", lambda run: [ok("server", run.endpoint)])
 
 
 def a_run(tmp_path: Path, *flags: str, functions: tuple[str, ...] = ("places",), rows: list[Any] = ROWS) -> LearnerRun:
@@ -68,7 +69,7 @@ def test_prompts_rewards_and_the_course_are_reported_before_the_servers_are_aske
     found = list(check(a_run(tmp_path)))
     by_subject = {one.subject: one.text for one in found}
     assert [one.verdict for one in found[:-1]] == ["ok"] * (len(found) - 1) and found[-2].subject == "server"
-    assert (found[-1].subject, found[-1].verdict) == ("time", "unknown")
+    assert (found[-1].subject, found[-1].verdict) == ("time", "unknown") and "--trial" in found[-1].text
     assert by_subject["prompts"].startswith("10 prompts in ") and by_subject["prompts"].endswith("has 3 tokens")
     assert len([subject for subject in by_subject if subject.startswith("row ")]) == 3
     (row, text) = next((subject, text) for subject, text in by_subject.items() if subject.startswith("row "))
@@ -132,3 +133,51 @@ def test_the_command_goes_on_to_the_doctor_and_ends_with_1(tmp_path: Path) -> No
     assert done.returncode == 1 and done.stderr.endswith("1 problem found\n")
     assert [one["subject"] for one in found if one["verdict"] == "problem"] == ["port"]
     assert {"config", "prompts", "rewards", "course", "memory", "disk"} <= {one["subject"] for one in found}
+
+
+def test_a_trial_measures_with_a_server_and_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, steps=300)
+        parity, time = trial(run)
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("| reward ") == NUM_STEPS and f"Step   {NUM_STEPS}/300" in said.err
+        assert list(tmp_path.iterdir()) == []
+        train(make_run(tmp_path, server.endpoint, steps=2), resume=False)
+    assert len(read_metrics(tmp_path / "run")) == 2, "the server is there for the run"
+    assert parity.verdict == "ok" and float(re.findall(r"\| of at most (\S+)", parity.text)[0]) < 1e-3
+    assert time.verdict == "ok" and time.text.startswith("300 steps of ")
+    assert "the server idle for" in time.text and "(median of 5 steps)" in time.text
+
+
+def test_the_time_of_all_is_the_median_of_the_warm_steps_times_their_number(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", steps=1000)
+    seconds = [60.0, 9.0, 9.0, 3.0, 3.0, 3.0, 3.0, 50.0]
+    others = {
+        "perf/completion_tokens_per_s": 100.0, "rollout/completion_length_mean": 8.0, "perf/learner_idle_frac": 0.25
+    }  # fmt: skip
+    (time,) = findings_of(run, [others | {"time/step": each} for each in seconds])
+    assert time.text == (
+        "1,000 steps of 3.00 s, about 50 min 00 s without evaluations; 100 completion tokens/s, 8 tokens each, the learner idle for 25% "
+        "(median of 5 steps)"
+    )
+
+
+def test_a_trial_without_a_server_is_a_problem_with_its_remedy(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", connect_timeout_s=0.2)
+    (found,) = trial(run)
+    assert found.verdict == "problem" and found.subject == "trial" and "connect_timeout_s" in str(found)
+
+
+@pytest.mark.parametrize("is_well", [True, False])
+def test_a_trial_runs_only_where_all_else_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_well: bool
+) -> None:
+    finding = ok("port", "yes") if is_well else problem("port", "no", "mend it")
+    monkeypatch.setattr(module, "examine", lambda run: [finding])
+    monkeypatch.setattr(module, "trial", lambda run: [ok("time", "for long")])
+    *_, last = check(make_run(tmp_path, "tcp://127.0.0.1:1"), with_trial=True)
+    assert (last.verdict, last.text) == (
+        ("ok", "for long") if is_well else ("unknown", "not measured because of the problems above")
+    )

@@ -32,9 +32,9 @@ def test_what_it_writes_is_a_recipe_for_both_programs(tmp_path: Path, monkeypatc
     assert load_named(spec)(completions=["371", "37", ""], answer=["371"] * 3) == [1.0, 0.75, 0.25]
 
 
-def tested(directory: Path) -> str:
+def outcome_of(directory: Path) -> str:
     command = [sys.executable, "-m", "pytest", "-q", directory.name]
-    environment = {"PATH": "/usr/bin:/bin"}
+    environment = {"PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # half of its start
     return subprocess.run(
         command, cwd=directory.parent, env=environment, capture_output=True, text=True, timeout=240
     ).stdout
@@ -42,10 +42,10 @@ def tested(directory: Path) -> str:
 
 def test_its_test_passes_and_finds_a_reward_with_a_hole(tmp_path: Path) -> None:
     assert run_learner("new", str(tmp_path / "mine")).stdout.startswith(f"wrote {tmp_path}/mine/: prompts.jsonl")
-    assert "3 passed" in tested(tmp_path / "mine")
+    assert "3 passed" in outcome_of(tmp_path / "mine")
     reward = tmp_path / "mine" / "reward.py"
     reward.write_text(reward.read_text().replace("text.ljust(len(right) + 1)", "f'{text[:len(right)]} '"))
-    assert "3 failed" in tested(tmp_path / "mine"), "the end counts no more"
+    assert "3 failed" in outcome_of(tmp_path / "mine"), "the end counts no more"
 
 
 def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:

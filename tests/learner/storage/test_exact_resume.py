@@ -19,34 +19,39 @@ from tests.learner.storage.same_end import (
     newest_checkpoint,
 )
 
+SHORT = "at the records of a step and while a checkpoint is written"
 CASES: dict[str, tuple[dict[str, Any], list[Death | LateDeath]]] = {
-    "between the records of a step": (
+    SHORT: (
         {"reference": {"kind": "adaptive", "kl_threshold": 1e-9, "patience": 2, "reward_guard": False}, "kl": {"coef": 0.1},
          "data": {"task": "reverse", "num_digits": 2, "num_prompts": 8},
          "sampling": {"group_size": 4, "max_tokens": 3, "seeded": True}, "dynamic_sampling": True,
          "curriculum": {"kind": "pass_rate", "easy_above": 0.3, "hard_below": 0.15, "easy_weight": 0.1}},
-        [Death("received", 4), Death("scored", 5), Death("consumed", 3), Death("logged", 2)],
+        [Death("received", 4), Death("consumed", 3), LateDeath("shards written", 2)],
     ),
     "in a checkpoint that shares the reference of the one before": (
         {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}, "checkpoint": {"every_steps": 1, "keep_last": 1}, "steps": 6},
         [Death("generators saved", 2), Death("reference linked"), Death("copied"), Death("shards indexed"),
          Death("checkpoint named"), Death("best one named", 2), Death("old one unnamed", 2), Death("old one removed")],
     ),
-    "in a checkpoint of an adapter": (
+    "an adapter": (
         {"reference": {"kind": "mixture", "every_steps": 2, "num_snapshots": 2}, "kl": {"coef": 0.1}, "lora": {"rank": 4},
          "updates_per_batch": 2, "optimizer": {"learning_rate": 2e-3, "schedule": "linear", "warmup_steps": 2}},
-        [Death("shards written"), Death("model exported", 2)],
+        [Death("scored", 5), Death("logged", 3), Death("shards written"), Death("model exported")],
     ),
-    "in a checkpoint, while the next step trains": (
+    "in checkpoints, each while the next step trains": (
         {"reference": {"kind": "ema", "every_steps": 1, "alpha": 0.3},
          "kl": {"coef": 0.1, "schedule": "target", "target": 1e-4, "horizon_steps": 3}, "steps": 6,
          "checkpoint": {"every_steps": 2, "keep_last": 1}},
         [LateDeath("shards written", 3), LateDeath("shards indexed", 2), LateDeath("model exported")],
     ),
 }  # fmt: skip
+"""Settings, and the deaths of each life but the last. A life after a checkpoint begins to count at the step behind it."""
 
 
-@pytest.mark.parametrize(("learner", "deaths"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("learner", "deaths"),
+    [pytest.param(*case, id=name, marks=[] if name == SHORT else pytest.mark.system) for name, case in CASES.items()],
+)
 def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
     tmp_path: Path, learner: dict[str, Any], deaths: list[Death | LateDeath]
 ) -> None:

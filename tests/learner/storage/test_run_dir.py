@@ -1,10 +1,11 @@
-"""Whose directory it is: a resume goes on with the same config, whatever version of this code began the run."""
+"""Whose directory it is: a resume goes on with the same config and the same prompts, whatever version of this code began the run."""
 
+import json
 import logging
 import math
 import shutil
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ import msgspec
 import pytest
 import tomli_w
 
-from learner.config import LearnerRun
+from learner.config import DataConfig, LearnerRun
+from learner.policy.model import load_tokenizer
+from learner.prompts.prompts import Prompts
 from learner.storage.files import network_file_system
-from learner.storage.run_dir import open_run_dir
+from learner.storage.run_dir import check_data, open_run_dir, record_data
 from learner.train import train
 from protocol.config import to_toml
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DataError
 from protocol.former_keys import renamed
+from protocol.model_files import resolve_model
 from tests.learner.config.settings import merged
 from tests.learner.model_engine import tiny_server
 from tests.learner.runs import make_run, metrics_of
@@ -166,3 +170,70 @@ def test_a_run_that_goes_off_policy_goes_on_with_what_its_warning_advises(tmp_pa
     assert (fifth["step"], sixth["step"]) == (5, 6)
     assert [step["optim/lr"] for step in (fifth, sixth)] == [1e-4, 1e-4]
     assert [step["staleness/max"] for step in (fifth, sixth)] == [0, 0]
+
+
+PROMPTS = ["1111>", "2222>", "3333>", "4444>", "5555>", "6666>"]
+
+
+def write(path: Path, prompts: Sequence[str], answer: str = "9") -> str:
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+def read(path: str, **keys: object) -> Prompts:
+    return Prompts(DataConfig(path=path, **keys), load_tokenizer(resolve_model("tiny:digits")), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("now", "answer", "keys", "problem"),
+    [
+        (PROMPTS, "9", {}, None),
+        ([*PROMPTS, "7777>"], "9", {"num_prompts": 6}, None),
+        ([*PROMPTS[:2], *PROMPTS[3:]], "9", {}, r"row 2 is the first changed row .*Restore the data.*learner\.data\.revision"),
+        (PROMPTS, "8", {}, "row 0 is the first changed row"),
+        (PROMPTS, "9", {"max_prompt_tokens": 4, "overlong_prompts": "truncate"}, "row 0 is the first changed row"),
+        (PROMPTS[:-1], "9", {}, "1 of its 6 prompts are missing at the end"),
+        ([*PROMPTS, "7777>"], "9", {},
+         r"1 new prompt after the original 6, .*Exclude them with learner\.data\.num_prompts = 6"),
+    ],
+    ids=["the same", "one left out", "one removed", "a column", "token ids", "the last removed", "one added"],
+)  # fmt: skip
+def test_other_data_is_refused_with_what_changed_first(
+    tmp_path: Path, now: list[str], answer: str, keys: dict[str, object], problem: str | None
+) -> None:
+    record = tmp_path / "data.digests"
+    record_data(record, read(write(tmp_path / "a.jsonl", PROMPTS)))
+    assert record.stat().st_size == 8 * len(PROMPTS)
+    prompts = read(write(tmp_path / "moved.jsonl", now, answer), **keys)
+    if problem is None:
+        check_data(record, prompts)
+        return
+    with pytest.raises(DataError, match=f"{problem}.*start a new run with --run-dir"):
+        check_data(record, prompts)
+
+
+def test_another_limit_would_drop_others(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ["1>", "22>", "333>", "4444>"])
+    record_data(tmp_path / "data.digests", read(path, max_prompt_tokens=4, overlong_prompts="drop"))
+    with pytest.raises(DataError, match=r"1 new prompt after the original 3"):
+        check_data(tmp_path / "data.digests", read(path, max_prompt_tokens=5, overlong_prompts="drop"))
+
+
+def test_a_run_is_resumed_on_its_data_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "a.jsonl", PROMPTS)
+    with tiny_server() as server:
+
+        def go_on(steps: int, path: str, *, resume: bool = True, **data: object) -> None:
+            train(make_run(tmp_path, server.endpoint, steps=steps, data={"path": path, **data}), resume=resume)
+
+        go_on(1, path, resume=False)
+        write(tmp_path / "a.jsonl", [*PROMPTS[:2], *PROMPTS[3:]])
+        with pytest.raises(DataError, match=r"a\.jsonl has changed since the run in .*run started: row 2 is the first"):
+            go_on(2, path)
+        write(tmp_path / "a.jsonl", [*PROMPTS, "7777>"])
+        go_on(2, path, num_prompts=6)
+        (tmp_path / "run" / "data.digests").unlink()  # as in a run that an earlier version began
+        with caplog.at_level(logging.WARNING):
+            go_on(3, write(tmp_path / "b.jsonl", PROMPTS))
+    assert "data.digests is missing" in caplog.text and (tmp_path / "run" / "data.digests").exists()
+    assert len(metrics_of(make_run(tmp_path, server.endpoint))) == 3

@@ -164,6 +164,7 @@ def save_a_part_each_until_one_fails(accelerator: Accelerator, directory: Path) 
     assert list(directory.iterdir()) == [checkpoint]
 
 
+@pytest.mark.system
 def test_each_of_two_ranks_writes_its_part_of_a_shared_policy_and_the_disk_of_any_stops_all(tmp_path: Path) -> None:
     on_two_ranks(save_a_part_each_until_one_fails, tmp_path, is_sharded=True)
 
