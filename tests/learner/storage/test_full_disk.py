@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from learner.rollouts.ledger import Ledger, LedgerError
 from learner.storage.checkpoint import complete_checkpoints
 from learner.storage.files import DiskError, JsonLinesFile, replace_file, writing
+from learner.train import train
 from tests.learner.ledgers import receive
 from tests.learner.model_engine import tiny_server
-from tests.learner.mortal_learner import BALLAST, FullDisk, Life, live
+from tests.learner.mortal_learner import BALLAST, FullDisk, Life
 from tests.learner.storage.same_end import assert_ends_alike, make_comparable_run
 
 Disk = Callable[[Path, int], None]
@@ -145,7 +146,7 @@ def test_a_run_whose_disk_fills_up_in_a_checkpoint_or_a_step_ends_and_goes_on_as
     }  # fmt: skip
     with tiny_server() as server:
         whole = make_comparable_run(tmp_path / "whole", server.endpoint, **settings)
-        live(whole)
+        train(whole, resume=False)
     with tiny_server() as server:
         run = make_comparable_run(tmp_path / "full", server.endpoint, **settings)
         run_dir, checkpoints = Path(run.run_dir), Path(run.run_dir) / "checkpoints"
