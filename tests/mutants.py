@@ -44,7 +44,10 @@ FIRST_TESTS, MORE_TESTS = 20, 5
 TOO_LONG, LOG = "the time limit", "../log"
 GRACE_S, SLOWNESS = 60.0, 6.0
 """A pytest has GRACE_S, and SLOWNESS times as long as its tests took when they were measured."""
-IMPORTED = ("torch", "transformers.models.auto.modeling_auto", "zmq.asyncio", "numpy", "msgspec", "pytest")
+IMPORTED = (
+    "torch.distributed.checkpoint", "transformers.models.auto.modeling_auto", "peft", "hypothesis", "aiohttp", "zmq.asyncio",
+    "msgspec", "pytest",
+)  # fmt: skip
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "TORCH_CPP_LOG_LEVEL": "FATAL"}
 """What tests/conftest.py and tests/peer.py set before torch is imported."""
 

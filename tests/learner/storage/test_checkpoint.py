@@ -114,13 +114,17 @@ def test_an_adapter_is_not_resumed_on_another_base(
     assert sum("does not record the model" in line for line in caplog.messages) == 1
 
 
-def test_a_whole_policy_is_resumed_wherever_its_run_started(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_whole_policy_and_the_generators_are_resumed_wherever_the_run_started(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
     model = a_model(tmp_path / "model")
     first = a_trainer(accelerator, model)
     checkpoint = save(first, tmp_path, 1)
+    drawn = torch.rand(3)
     rewrite(model, of_another_training)
     second = a_trainer(accelerator, model)
     load_checkpoint(second, checkpoint)
+    assert torch.equal(torch.rand(3), drawn)
     pairs = zip(first.policy.parameters(), second.policy.parameters(), strict=True)
     assert all(torch.equal(parameter, again) for parameter, again in pairs)
 

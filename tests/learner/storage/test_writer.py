@@ -1,6 +1,7 @@
 """A checkpoint is written while training goes on; the next, the end of the run and nothing else wait for it."""
 
 import logging
+import os
 import shutil
 import threading
 import time
@@ -107,6 +108,23 @@ def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
     (checkpoint,) = complete_checkpoints(tmp_path)
     assert checkpoint.name == "step-000001"
     assert num_bytes == sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+
+
+def test_every_file_is_durable_before_the_checkpoint_has_its_name_and_then_the_name(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_name_at: dict[str, bool] = {}
+    sync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        has_name_at[os.readlink(f"/proc/self/fd/{descriptor}")] = (tmp_path / "step-000001").exists()
+        sync(descriptor)
+
+    trainer = a_trainer(accelerator)
+    monkeypatch.setattr("os.fsync", recorded)
+    checkpoint = checkpoints.save(trainer, tmp_path, 1)
+    written = [str(path).replace("step-000001", "step-000001.tmp") for path in (checkpoint, *checkpoint.rglob("*"))]
+    assert has_name_at[str(tmp_path)] and [has_name_at[path] for path in written] == [False] * len(written)
 
 
 def test_one_under_way_survives_the_error_that_ends_the_run(accelerator: Accelerator, tmp_path: Path) -> None:
