@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.test_agents_of_libraries import says
+from tests.deploy.agents import says
 from tests.learner.environments.chat_tokenizer import call
 from tests.learner.gateway.asking import played_by_agent
 
