@@ -106,16 +106,7 @@ def test_a_config_without_such_keys_is_in_effect_as_it_is(tmp_path: Path) -> Non
     assert run.idle_keys_note() is None and run.in_effect() == run
 
 
-def test_the_line_names_key_value_and_need(tmp_path: Path) -> None:
-    run = load(tmp_path, merged(ALWAYS, FIXED | {"loss.tv_low": 0.1}))
-    assert run.idle_keys_note() == (
-        'these keys have no effect alongside the others: learner.loss.tv_low = 0.1 (needs objective = "dppo"); '
-        "learner.reference.kind = 'fixed' (needs kl.coef above 0)"
-    )
-
-
 SWEEP = [
-    ({"kind": "fixed", "device": "cpu"}, {"estimator": "k2"}),
     ({"kind": "every", "every_steps": 2, "growth": 2.0, "max_every_steps": 9, "only": "wte", "reset_optimizer": True},
      {"estimator": "k1", "importance_weighted": True}),
     ({"kind": "ema", "every_steps": 2, "alpha": 0.1}, {"schedule": "linear", "final_coef": 0.0}),
