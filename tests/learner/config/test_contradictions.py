@@ -76,8 +76,6 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
     (MASK | {"loss.objective": "gspo"},
      r'weight = "mask" with granularity = "token" with loss\.objective = "gspo": its ratio covers the whole completion',
      {"off_policy_correction.granularity": "sequence"}),
-    ({"loss.objective": "gspo", "off_policy_correction.max_token_staleness": 0},
-     r'max_token_staleness = 0 with loss\.objective = "gspo"', {"loss.objective": "grpo"}),
     ({"loss.objective": "gspo", "loss.top_entropy_frac": 0.5}, r'top_entropy_frac = 0\.5 with loss\.objective = "gspo"',
      {"loss.objective": "cispo"}),
     # the KL and its reference

@@ -68,8 +68,11 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(checkpoint)): file.read_bytes() for file in checkpoint.rglob("*") if file.is_file()}
 
 
-def hold_writer() -> tuple[threading.Event, threading.Event]:
-    """Let the writer wait before the first byte of a tensor. Events: it has got there, it may go on."""
+def compare_held_with_unhurried(accelerator: Accelerator, directory: Path, learner: dict[str, Any]) -> None:
+    training = Training(accelerator, make_run(**EVERYTHING_CHANGES | learner))
+    for _ in range(2):
+        training.step()
+    expected = training.saved(directory / "expected")
     write, is_there, may_write = ShardWriter.write_data, threading.Event(), threading.Event()
 
     def wait_and_write(writer: ShardWriter, *args: Any) -> Any:
@@ -77,17 +80,7 @@ def hold_writer() -> tuple[threading.Event, threading.Event]:
         assert may_write.wait(TIMEOUT_S)
         return write(writer, *args)
 
-    ShardWriter.write_data = wait_and_write  # type: ignore[method-assign]
-    return is_there, may_write
-
-
-def compare_held_with_unhurried(accelerator: Accelerator, directory: Path, learner: dict[str, Any]) -> None:
-    training = Training(accelerator, make_run(**EVERYTHING_CHANGES | learner))
-    for _ in range(2):
-        training.step()
-    expected = training.saved(directory / "expected")
-    write = ShardWriter.write_data
-    is_there, may_write = hold_writer()
+    ShardWriter.write_data = wait_and_write  # type: ignore
     with training.begin(directory / "held") as writer:
         assert is_there.wait(TIMEOUT_S)
         for _ in range(2):
@@ -95,19 +88,16 @@ def compare_held_with_unhurried(accelerator: Accelerator, directory: Path, learn
         set_seed(7)
         may_write.set()
         writer.wait()
-    ShardWriter.write_data = write  # type: ignore[method-assign]
+    ShardWriter.write_data = write  # type: ignore
     accelerator.wait_for_everyone()
     after = training.saved(directory / "after")
     if accelerator.is_main_process:
         held = contents(directory / "held")
         assert held.keys() == expected.keys() == after.keys()
         assert [name for name, content in held.items() if content != expected[name]] == []
-        unchanged = {name for name, content in after.items() if content == expected[name]}
-        assert {name for name in unchanged if Path(name).name not in STAYS and not is_text_of_model(name)} == set()
-
-
-def is_text_of_model(name: str) -> bool:
-    return name.startswith("model/") and not name.endswith(".safetensors")
+        unchanged = {Path(name) for name, content in after.items() if content == expected[name]}
+        text_of_model = {path for path in unchanged if path.parts[0] == "model" and path.suffix != ".safetensors"}
+        assert {path for path in unchanged - text_of_model if path.name not in STAYS} == set()
 
 
 @pytest.mark.parametrize(

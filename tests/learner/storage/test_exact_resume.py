@@ -8,7 +8,6 @@ import torch
 
 from learner.config import LearnerRun
 from learner.train import train
-from tests.learner.checkpoints import weights_of
 from tests.learner.model_engine import tiny_server
 from tests.learner.mortal_learner import Death, LateDeath, Life, live
 from tests.learner.ranks import places_of
@@ -17,7 +16,6 @@ from tests.learner.storage.same_end import (
     everything_in,
     losses_of,
     make_comparable_run,
-    newest_checkpoint,
 )
 
 SHORT = "after a step is taken and while a checkpoint is written"
@@ -90,10 +88,6 @@ def test_two_ranks_killed_after_a_step_and_in_a_checkpoint_end_as_two_that_were_
             runs.append(make_comparable_run(tmp_path / name, server.endpoint, **learner))
             for i, death in enumerate([*deaths, None]):
                 live_as_two(runs[-1], death, resume=i > 0)
-            pushed = server.engine.weights
-        saved = weights_of(newest_checkpoint(runs[-1]))
-        assert saved.keys() == pushed.keys()
-        assert [weight for weight, tensor in saved.items() if not torch.equal(tensor, pushed[weight])] == []
     killed, whole = map(everything_in, reversed(runs))
     assert killed.keys() == whole.keys() and "random_states_1.pkl" in whole
     for name, tensor in whole.items():

@@ -49,21 +49,6 @@ def fill(directory: Path) -> None:
     assert os.statvfs(directory).f_bfree == 0
 
 
-def test_a_file_is_durable_before_it_has_its_name_and_its_name_before_it_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[tuple[str, bool]] = []
-    path, sync = tmp_path / "run_id", os.fsync
-
-    def recorded(descriptor: int) -> None:
-        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), path.exists()))
-        sync(descriptor)
-
-    monkeypatch.setattr("os.fsync", recorded)
-    replace_file(path, b"run-1")
-    assert synced == [(f"{path}.tmp", False), (str(tmp_path), True)]
-
-
 def test_lines_that_find_no_room_are_an_error_and_leave_whole_lines_behind(tmp_path: Path, mount: Disk) -> None:
     disk = tmp_path / "disk"
     mount(disk, 64)

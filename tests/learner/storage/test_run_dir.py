@@ -112,7 +112,6 @@ host:/export /mnt/lab\040share nfs4 rw,relatime,vers=4.2 0 0
 /dev/vdb /mnt/lab\040share/local xfs rw 0 0
 10.0.0.1@tcp:/scratch /scratch lustre rw 0 0
 tmpfs /scratch2 tmpfs rw 0 0
-//host/share /mnt/windows cifs rw 0 0
 me@host: /home/me/far fuse.sshfs rw 0 0
 beegfs_nodev /scratch2 beegfs rw 0 0
 """
@@ -133,7 +132,7 @@ def test_a_network_file_system_is_known_by_the_mount_that_holds_the_path(mount: 
     mount(MOUNTS)
     kinds = {
         "/runs/mine": None, "/mnt/lab share/runs": "nfs4", "/mnt/lab share/local/runs": None, "/scratch/me": "lustre",
-        "/scratch2/x": "beegfs", "/mnt/windows/x": "cifs", "/home/me/far/run": "fuse.sshfs", "/home/me": None,
+        "/scratch2/x": "beegfs", "/home/me/far/run": "fuse.sshfs", "/home/me": None,
     }  # fmt: skip
     assert {path: network_file_system(Path(path)) for path in kinds} == kinds
 

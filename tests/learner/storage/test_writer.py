@@ -23,7 +23,7 @@ from learner.storage.checkpoint import (
     load_checkpoint,
     remove_checkpoint,
 )
-from learner.storage.files import DiskError
+from learner.storage.files import DiskError, replace_file
 from learner.storage.writer import CheckpointWriter
 from learner.train import train
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
@@ -110,21 +110,24 @@ def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
     assert num_bytes == sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
 
 
-def test_every_file_is_durable_before_the_checkpoint_has_its_name_and_then_the_name(
+def test_files_are_durable_before_they_have_their_name_and_then_the_name_is(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    trainer, named, sync = a_trainer(accelerator), tmp_path / "step-000001", os.fsync
     has_name_at: dict[str, bool] = {}
-    sync = os.fsync
 
     def recorded(descriptor: int) -> None:
-        has_name_at[os.readlink(f"/proc/self/fd/{descriptor}")] = (tmp_path / "step-000001").exists()
+        has_name_at[os.readlink(f"/proc/self/fd/{descriptor}")] = named.exists()
         sync(descriptor)
 
-    trainer = a_trainer(accelerator)
     monkeypatch.setattr("os.fsync", recorded)
     checkpoint = checkpoints.save(trainer, tmp_path, 1)
-    written = [str(path).replace("step-000001", "step-000001.tmp") for path in (checkpoint, *checkpoint.rglob("*"))]
+    written = [str(path).replace(named.name, f"{named.name}.tmp") for path in (checkpoint, *checkpoint.rglob("*"))]
     assert has_name_at[str(tmp_path)] and [has_name_at[path] for path in written] == [False] * len(written)
+    named = tmp_path / "run_id"
+    has_name_at.clear()
+    replace_file(named, b"run-1")
+    assert has_name_at == {f"{named}.tmp": False, str(tmp_path): True}
 
 
 def test_one_under_way_survives_the_error_that_ends_the_run(accelerator: Accelerator, tmp_path: Path) -> None:
@@ -213,21 +216,26 @@ def test_a_fixed_reference_is_one_file_in_all_checkpoints_and_outlives_the_first
     assert kept[2].stat().st_ino != kept[3].stat().st_ino and kept[2].read_bytes() == kept[3].read_bytes()
 
 
-@pytest.mark.parametrize("file", ["trained/index.json", "trained/__0_0.distcp", "reference/__0_0.distcp"])
-def test_a_damaged_checkpoint_is_named_with_what_to_do(accelerator: Accelerator, tmp_path: Path, file: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("trained/index.json", r"step-000001 cannot be read \(.*\); remove it, then --resume continues"),
+        ("trained/__0_0.distcp", r"step-000001 cannot be read"),
+        ("reference/__0_0.distcp", r"step-000001 cannot be read"),
+        ("trained", r"earlier version of Slipstream.*--model \S*/step-000001/model"),
+    ],
+)
+def test_a_checkpoint_that_is_damaged_or_of_whole_files_is_refused_with_what_to_do(
+    accelerator: Accelerator, tmp_path: Path, name: str, message: str
+) -> None:
     trainer = a_trainer(accelerator, reference={"kind": "fixed"}, kl={"coef": 0.1})
-    checkpoint = checkpoints.save(trainer, tmp_path, 1)
-    (checkpoint / file).write_bytes((checkpoint / file).read_bytes()[:1000])
-    with pytest.raises(ConfigError, match=r"step-000001 cannot be read \(.*\); remove it, then --resume continues"):
-        load_checkpoint(trainer, checkpoint)
-
-
-def test_a_checkpoint_of_whole_files_is_refused_with_what_to_do(accelerator: Accelerator, tmp_path: Path) -> None:
-    trainer = a_trainer(accelerator)
-    checkpoint = checkpoints.save(trainer, tmp_path, 1)
-    shutil.rmtree(checkpoint / "trained")
-    with pytest.raises(ConfigError, match=r"earlier version of Slipstream.*--model \S*/step-000001/model"):
-        load_checkpoint(trainer, checkpoint)
+    path = checkpoints.save(trainer, tmp_path, 1) / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=message):
+        load_checkpoint(trainer, tmp_path / "step-000001")
 
 
 def test_another_policy_is_refused_by_the_name_of_a_parameter(accelerator: Accelerator, tmp_path: Path) -> None:
