@@ -1,4 +1,4 @@
-"""Configs of the learner as tests write them: sections over a base, loaded from a file as `learner train` does."""
+"""Configs of the learner as tests write them: keys over a base, loaded from a file as `learner train` does."""
 
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ ALWAYS: Sections = {
 
 
 def merged(base: Sections, changes: Sections) -> Sections:
-    """`base` with `changes`, key by key; a key set to None is taken out."""
+    """`base` with `changes`, of which a name like `loss.clip_low` is a key of a section. A key set to None is taken out."""
     result = dict(base)
-    for key, value in changes.items():
-        result[key] = merged(result.get(key, {}), value) if isinstance(value, dict) else value
+    for name, value in changes.items():
+        key, _, inner = name.partition(".")
+        change = {inner: value} if inner else value
+        result[key] = merged(result.get(key, {}), change) if isinstance(change, dict) else change
     return {key: value for key, value in result.items() if value is not None}
 
 

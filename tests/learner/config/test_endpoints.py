@@ -1,11 +1,12 @@
-"""Where the servers are: one endpoint or several, and each side told what it needs to know."""
+"""Where the servers are, one or several, and where the learner listens for pushes."""
 
 from pathlib import Path
 
 import pytest
+from msgspec import ValidationError, convert
 
 from inference_server.config import ServerRun
-from learner.config import LearnerRun
+from learner.config import LearnerRun, WeightSyncConfig
 from protocol.config import load_config
 from protocol.errors import ConfigError
 
@@ -21,13 +22,8 @@ def file(tmp_path: Path, endpoints: str) -> str:
 
 @pytest.mark.parametrize(
     ("endpoints", "expected"),
-    [
-        ("", ("tcp://127.0.0.1:5757",)),
-        (f'endpoint = "{ONE}"', (ONE,)),
-        (f'endpoints = ["{ONE}"]', (ONE,)),
-        (f'endpoints = ["{ONE}", "{OTHER}"]', (ONE, OTHER)),
-    ],
-)
+    [("", ("tcp://127.0.0.1:5757",)), (f'endpoint = "{ONE}"', (ONE,)), (f'endpoints = ["{ONE}", "{OTHER}"]', (ONE, OTHER))],
+)  # fmt: skip
 def test_the_learner_connects_to_all_endpoints_or_to_the_one(
     tmp_path: Path, endpoints: str, expected: tuple[str, ...]
 ) -> None:
@@ -37,14 +33,8 @@ def test_the_learner_connects_to_all_endpoints_or_to_the_one(
 @pytest.mark.parametrize(
     ("endpoints", "expected"),
     [
-        (
-            f'endpoint = "{ONE}"\nendpoints = ["{OTHER}"]',
-            "are set, but each defines the servers of the run; keep one of them",
-        ),
-        (
-            f'endpoints = ["{ONE}"]\nendpoints_from = "file:x"',
-            "are set, but each defines the servers of the run; keep one of them",
-        ),
+        (f'endpoint = "{ONE}"\nendpoints = ["{OTHER}"]', "each defines the servers of the run; keep one of them"),
+        (f'endpoints = ["{ONE}"]\nendpoints_from = "file:x"', "each defines the servers of the run; keep one of them"),
         (f'endpoints = ["{ONE}", "{ONE}"]', "contains a server twice"),
         ('endpoints = ["127.0.0.1:6001"]', "expected tcp://HOST:PORT"),
     ],
@@ -59,3 +49,27 @@ def test_a_server_of_several_knows_which_it_is(tmp_path: Path) -> None:
     assert load_config(ServerRun, [path, "--endpoint", OTHER], "inference-server").endpoint == OTHER
     with pytest.raises(ConfigError, match=f"does not identify this server; .* with --endpoint {ONE}"):
         load_config(ServerRun, [path], "inference-server")
+
+
+def config(**keys: str) -> WeightSyncConfig:
+    return convert({"transport": "tcp"} | keys, WeightSyncConfig)
+
+
+def test_a_port_a_range_and_an_address_alone_are_read() -> None:
+    assert list(config().port_range()) == [0]
+    assert list(config(ports="65535").port_range()) == [65535]
+    assert list(config(ports="29500-29502").port_range()) == [29500, 29501, 29502]
+    for address in ("learner.example", "10.0.0.7", "fd00::7"):
+        assert config(advertise=address).advertise == address
+
+
+@pytest.mark.parametrize("ports", ["", "0", "5-4", "1-65536", "29500-", "29500, 29501"])
+def test_what_names_no_port_is_refused(ports: str) -> None:
+    with pytest.raises(ValidationError, match=f'ports = "{ports}" is not a port or a range of ports from 1 to 65535'):
+        config(ports=ports)
+
+
+@pytest.mark.parametrize("advertise", ["", "tcp://10.0.0.7", "[fd00::7]"])
+def test_an_address_with_anything_around_it_is_refused(advertise: str) -> None:
+    with pytest.raises(ValidationError, match="is not a host name or an address alone"):
+        config(advertise=advertise)

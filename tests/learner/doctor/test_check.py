@@ -1,25 +1,26 @@
-"""`learner check`: prompts as the model gets them, rewards on right answers and on noise, the course of the run; then the doctor."""
+"""`learner check`: prompts as the model gets them, rewards on right answers and on noise, the course of the run; the doctor; a trial."""
 
 import json
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 import learner.doctor.check as module
 from learner.config import LearnerRun
-from learner.doctor.check import check
-from learner.policy.model import load_tokenizer
+from learner.doctor.check import NUM_STEPS, check, findings_of, trial
+from learner.report.summary import read_metrics
 from learner.report.trackers import is_installed
+from learner.train import train
 from protocol.config import load_config
-from protocol.doctor import Finding, ok
-from protocol.model_files import resolve_model
+from protocol.doctor import ok, problem
 from tests.learner.forked_learner import run_learner
-from tests.ports import free_port
+from tests.learner.model_engine import tiny_server
+from tests.learner.runs import make_run
 
 RECIPE = "deploy/recipes/reverse.toml"
+EVERY = ("--learner.evaluation.every-steps", "4", "--learner.evaluation.num-prompts", "7")
 ROWS = [{"prompt": f"{n}>", "answer": str(n)} for n in range(20, 30)]
 REWARDS = """
 def places(completions, answer, **row):
@@ -35,10 +36,7 @@ def broken(completions, **row):
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    def examined(run: LearnerRun) -> Iterator[Finding]:
-        yield ok("server", run.endpoint)
-
-    monkeypatch.setattr(module, "examine", examined)
+    monkeypatch.setattr(module, "examine", lambda run: [ok("server", run.endpoint)])
 
 
 def a_run(tmp_path: Path, *flags: str, functions: tuple[str, ...] = ("places",), rows: list[Any] = ROWS) -> LearnerRun:
@@ -71,7 +69,7 @@ def test_prompts_rewards_and_the_course_are_reported_before_the_servers_are_aske
     found = list(check(a_run(tmp_path)))
     by_subject = {one.subject: one.text for one in found}
     assert [one.verdict for one in found[:-1]] == ["ok"] * (len(found) - 1) and found[-2].subject == "server"
-    assert (found[-1].subject, found[-1].verdict) == ("time", "unknown")
+    assert (found[-1].subject, found[-1].verdict) == ("time", "unknown") and "--trial" in found[-1].text
     assert by_subject["prompts"].startswith("10 prompts in ") and by_subject["prompts"].endswith("has 3 tokens")
     assert len([subject for subject in by_subject if subject.startswith("row ")]) == 3
     (row, text) = next((subject, text) for subject, text in by_subject.items() if subject.startswith("row "))
@@ -89,67 +87,97 @@ def test_a_reward_that_prefers_noise_is_asked_about(tmp_path: Path) -> None:
     assert verdict == "unknown" and text.startswith("right answers score no higher than noise (-99 and -")
 
 
-def test_a_function_that_raises_or_cannot_be_loaded_is_a_problem_with_its_remedy(tmp_path: Path) -> None:
-    problems = [one for one in check(a_run(tmp_path, functions=("places", "broken"))) if one.verdict == "problem"]
-    assert problems and all("broken raised KeyError" in one.text and one.remedy for one in problems)
-    (problem,) = (one for one in check(a_run(tmp_path, functions=("absent",))) if one.verdict == "problem")
-    assert "holds nothing under the name 'absent'" in problem.text and "define it there" in problem.remedy
-
-
-@pytest.mark.parametrize("answer", [{}, {"answer": None}])
-def test_data_without_right_answers_is_rated_on_noise_alone(tmp_path: Path, answer: dict[str, None]) -> None:
-    rows = [{"prompt": row["prompt"], **answer} for row in ROWS]
+def test_data_without_right_answers_is_rated_on_noise_alone(tmp_path: Path) -> None:
+    rows = [{"prompt": row["prompt"], "answer": None} for row in ROWS]
     first, second = told(a_run(tmp_path, functions=("shortness",), rows=rows), "rewards")
     assert first[0] == "ok" and "nothing for the column 'answer'" in first[1]
     assert second == ("unknown", "none of the first 8 prompts has an 'answer', so right answers could not be rated")
 
 
-@pytest.mark.skipif(is_installed("wandb"), reason="W&B is installed here")
-def test_a_tracker_that_is_not_installed_is_a_problem(tmp_path: Path) -> None:
-    (found,) = told(a_run(tmp_path, "--learner.report.trackers", "wandb"), "trackers")
-    assert found == ("problem", "learner.report.trackers contains 'wandb', which is not installed")
+@pytest.mark.parametrize(
+    ("flags", "subject", "expected"),
+    [
+        (("--learner.sampling.max-tokens", "100000"), "prompts", "is 100,003 tokens, more than the model's"),
+        (("--learner.data.prompt-column", "question"), "prompts", "question"),
+        (("--learner.reward.functions", "{tmp}/rewards.py:places", "{tmp}/rewards.py:broken"), "rewards",
+         "broken raised KeyError"),
+        (("--learner.reward.functions", "{tmp}/rewards.py:absent"), "rewards", "holds nothing under the name 'absent'"),
+        (("--learner.advantage.function", "missing.py:f"), "plug-ins",
+         "learner.advantage.function = 'missing.py:f': importing"),
+        ((*EVERY, "--learner.evaluation.path", "absent.jsonl"), "evaluation", "absent.jsonl"),
+        pytest.param(
+            ("--learner.report.trackers", "wandb"), "trackers", "contains 'wandb', which is not installed",
+            marks=pytest.mark.skipif(is_installed("wandb"), reason="W&B is installed here"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_run_would_stop_at_is_a_problem_with_its_remedy(
+    tmp_path: Path, flags: tuple[str, ...], subject: str, expected: str
+) -> None:
+    found = check(a_run(tmp_path, *(flag.format(tmp=tmp_path) for flag in flags)))
+    problems = [one for one in found if one.verdict == "problem"]
+    assert {one.subject for one in problems} == {subject}
+    assert all(expected in one.text and one.remedy for one in problems)
 
 
-def test_prompts_that_cannot_be_read_or_have_no_room_are_problems(tmp_path: Path) -> None:
-    run = a_run(tmp_path, rows=[{"question": "1>"}])
-    (problem,) = (one for one in check(run) if one.verdict == "problem")
-    assert problem.subject == "prompts" and "prompt" in problem.text
-    found = told(a_run(tmp_path, "--learner.sampling.max-tokens", "100000"), "prompts")
-    assert found[-1][0] == "problem" and "is 100,003 tokens, more than the model's" in found[-1][1]
-
-
-def test_a_function_of_the_user_that_cannot_be_loaded_is_a_problem(tmp_path: Path) -> None:
-    (found,) = told(a_run(tmp_path, "--learner.advantage.function", "missing.py:f"), "plug-ins")
-    assert found[0] == "problem" and "learner.advantage.function = 'missing.py:f': importing" in found[1]
-
-
-def test_a_text_that_begins_the_sequence_twice_begins_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = load_tokenizer(resolve_model("tiny:digits"))
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(5)
-    twice = tokenizer.bos_token * 2
-    monkeypatch.setattr("learner.run_inputs.load_tokenizer", lambda path: tokenizer)
-    found = told(a_run(tmp_path, rows=[{"prompt": f"{twice}1>", "answer": "1"}]), "prompts")
-    assert "has 3 tokens" in found[0][1]
+def test_what_will_be_evaluated_is_reported(tmp_path: Path) -> None:
+    assert told(a_run(tmp_path), "evaluation") == []
+    ((verdict, text),) = told(a_run(tmp_path, *EVERY, "--learner.evaluation.at-start"), "evaluation")
+    assert verdict == "ok" and text.startswith("7 prompts of ")
+    assert "greedy, evaluated 3 times at http://127.0.0.1:8000/v1" in text
 
 
 def test_the_command_goes_on_to_the_doctor_and_ends_with_1(tmp_path: Path) -> None:
-    flags = ["--endpoint", f"tcp://127.0.0.1:{free_port()}", "--run-dir", str(tmp_path / "run")]
-    done = run_learner("check", RECIPE, *flags, "--json")
+    done = run_learner("check", RECIPE, "--endpoint", "tcp://127.0.0.1:1", "--run-dir", str(tmp_path / "run"), "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 1 and done.stderr.endswith("1 problem found\n")
     assert [one["subject"] for one in found if one["verdict"] == "problem"] == ["port"]
     assert {"config", "prompts", "rewards", "course", "memory", "disk"} <= {one["subject"] for one in found}
 
 
-def test_what_will_be_evaluated_is_reported_or_what_keeps_it_from_being(tmp_path: Path) -> None:
-    every = ("--learner.evaluation.every-steps", "4", "--learner.evaluation.num-prompts", "7")
-    assert told(a_run(tmp_path), "evaluation") == []
-    ((verdict, text),) = told(a_run(tmp_path, *every, "--learner.evaluation.at-start"), "evaluation")
-    assert (
-        verdict == "ok"
-        and text.startswith("7 prompts of ")
-        and "greedy, evaluated 3 times at http://127.0.0.1:8000/v1" in text
+def test_a_trial_measures_with_a_server_and_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, steps=300)
+        parity, time = trial(run)
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("| reward ") == NUM_STEPS and f"Step   {NUM_STEPS}/300" in said.err
+        assert list(tmp_path.iterdir()) == []
+        train(make_run(tmp_path, server.endpoint, steps=2), resume=False)
+    assert len(read_metrics(tmp_path / "run")) == 2, "the server is there for the run"
+    assert parity.verdict == "ok" and float(re.findall(r"\| of at most (\S+)", parity.text)[0]) < 1e-3
+    assert time.verdict == "ok" and time.text.startswith("300 steps of ")
+    assert "the server idle for" in time.text and "(median of 5 steps)" in time.text
+
+
+def test_the_time_of_all_is_the_median_of_the_warm_steps_times_their_number(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", steps=1000)
+    seconds = [60.0, 9.0, 9.0, 3.0, 3.0, 3.0, 3.0, 50.0]
+    others = {
+        "perf/completion_tokens_per_s": 100.0, "rollout/completion_length_mean": 8.0, "perf/learner_idle_frac": 0.25
+    }  # fmt: skip
+    (time,) = findings_of(run, [others | {"time/step": each} for each in seconds])
+    assert time.text == (
+        "1,000 steps of 3.00 s, about 50 min 00 s without evaluations; 100 completion tokens/s, 8 tokens each, the learner idle for 25% "
+        "(median of 5 steps)"
     )
-    ((verdict, text),) = told(a_run(tmp_path, *every, "--learner.evaluation.path", "absent.jsonl"), "evaluation")
-    assert verdict == "problem" and "absent.jsonl" in text
+
+
+def test_a_trial_without_a_server_is_a_problem_with_its_remedy(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", connect_timeout_s=0.2)
+    (found,) = trial(run)
+    assert found.verdict == "problem" and found.subject == "trial" and "connect_timeout_s" in str(found)
+
+
+@pytest.mark.parametrize("is_well", [True, False])
+def test_a_trial_runs_only_where_all_else_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_well: bool
+) -> None:
+    finding = ok("port", "yes") if is_well else problem("port", "no", "mend it")
+    monkeypatch.setattr(module, "examine", lambda run: [finding])
+    monkeypatch.setattr(module, "trial", lambda run: [ok("time", "for long")])
+    *_, last = check(make_run(tmp_path, "tcp://127.0.0.1:1"), with_trial=True)
+    assert (last.verdict, last.text) == (
+        ("ok", "for long") if is_well else ("unknown", "not measured because of the problems above")
+    )

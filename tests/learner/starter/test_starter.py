@@ -14,15 +14,7 @@ from learner.sandbox.user_code import load_named
 from learner.starter.starter import write_starter
 from protocol.config import load_config
 from protocol.errors import ConfigError
-
-ROOT = Path(__file__).parents[3]
-
-
-def run(*command: str, where: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(
-        [sys.executable, "-m", *command], cwd=where, env=environment, capture_output=True, text=True, timeout=240
-    )
+from tests.learner.forked_learner import run_learner
 
 
 def test_what_it_writes_is_a_recipe_for_both_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +32,20 @@ def test_what_it_writes_is_a_recipe_for_both_programs(tmp_path: Path, monkeypatc
     assert load_named(spec)(completions=["371", "37", ""], answer=["371"] * 3) == [1.0, 0.75, 0.25]
 
 
+def outcome_of(directory: Path) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", directory.name]
+    environment = {"PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # half of its start
+    return subprocess.run(
+        command, cwd=directory.parent, env=environment, capture_output=True, text=True, timeout=240
+    ).stdout
+
+
 def test_its_test_passes_and_finds_a_reward_with_a_hole(tmp_path: Path) -> None:
-    assert run("learner", "new", "mine", where=tmp_path).stdout.startswith("wrote mine/: prompts.jsonl")
-    passed = run("pytest", "-q", "mine", where=tmp_path)
-    assert passed.returncode == 0 and "3 passed" in passed.stdout, passed.stdout
+    assert run_learner("new", str(tmp_path / "mine")).stdout.startswith(f"wrote {tmp_path}/mine/: prompts.jsonl")
+    assert "3 passed" in outcome_of(tmp_path / "mine")
     reward = tmp_path / "mine" / "reward.py"
     reward.write_text(reward.read_text().replace("text.ljust(len(right) + 1)", "f'{text[:len(right)]} '"))
-    assert "3 failed" in run("pytest", "-q", "mine", where=tmp_path).stdout, "the end counts no more"
+    assert "3 failed" in outcome_of(tmp_path / "mine"), "the end counts no more"
 
 
 def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:

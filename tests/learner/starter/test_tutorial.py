@@ -9,15 +9,10 @@ import msgspec
 import pytest
 
 from learner.config import LearnerRun
-from learner.evaluation.results import FILE, earlier
+from learner.evaluation.eval_sets import sets_of
 from learner.rewards.workers import RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.starter.starter import write_starter
-from learner.storage.checkpoint import best_models
-from learner.storage.run_dir import RunDir
-from learner.train import train
-from protocol.model_files import resolve_model
-from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.openai_server import openai_server
 
 PAGE = (Path(__file__).parents[3] / "docs/first-task.md").read_text()
@@ -77,18 +72,8 @@ def test_the_judge_is_asked_over_http(task: Path, monkeypatch: pytest.MonkeyPatc
     assert judged == [1.0, 0.0] and places[0] == 1.0 and len(said) == 2
 
 
-@pytest.mark.slow
-def test_the_sets_are_evaluated_and_the_second_chooses_the_best(task: Path) -> None:
-    with tiny_server(engine := ModelEngine(resolve_model("tiny:digits"))) as server, openai_server() as openai:
-        openai.of(server)
-        openai.answer = lambda prompt, count: [prompt[:-1] if engine.version == 40 else "1"] * count
-        run = run_with(EVALUATION, steps=120, report={"trackers": [], "dashboard_port": 0})
-        evaluation = msgspec.structs.replace(run.learner.evaluation, url=openai.url, pin_policy=True)
-        config = msgspec.structs.replace(run.learner, evaluation=evaluation)
-        train(msgspec.structs.replace(run, endpoint=server.endpoint, learner=config), resume=False)
-    made = earlier(Path(run.run_dir) / FILE)
-    assert [(one.step, one.set_name) for one in made] == [
-        (step, name) for step in range(0, 121, 20) for name in ("known", "new")
-    ]
-    steps = [best.step for best in best_models(RunDir.checkpoints_of(run.run_dir)).values()]
-    assert steps == [40]
+def test_the_second_set_chooses_the_best(task: Path) -> None:
+    config = run_with(EVALUATION).learner
+    assert (config.evaluation.set_names(), config.checkpoint.judging_set) == (["known", "new"], "new")
+    known, new = (len(eval_set.prompts) for eval_set in sets_of(RunInputs(run_with(EVALUATION))))
+    assert (known, new) == (3, 1)

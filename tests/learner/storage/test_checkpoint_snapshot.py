@@ -4,23 +4,19 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
 from learner.policy.shards import ShardWriter
-from learner.rewards.workers import FunctionRewards, GroupRewards
-from learner.rollouts.ledger import Ledger
-from learner.rollouts.ledger_storage import group_id_of
-from learner.rollouts.rollout_buffer import RolloutBuffer, ScoredGroup
+from learner.prompts.curriculum import Curriculum
 from learner.run_inputs import RunInputs
-from learner.storage.retention import Checkpoints, LearnerRecords
+from learner.storage.checkpoint import RunProgress
+from learner.storage.writer import CheckpointWriter
 from learner.training.metrics import StepTimer
 from learner.training.policy_trainer import make_trainer
 from learner.training.step import train_on
-from tests.learner.ledgers import receive
 from tests.learner.ranks import on_two_ranks
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_run
 
@@ -36,41 +32,35 @@ STAYS = ("index.json", "adapter_config.json", "README.md")
 """Names and places of tensors, and what describes an adapter."""
 
 
-class RunWithoutServer:
-    """What a rank trains, and on rank 0 the books: groups are scored and taken without a server."""
+class Training:
+    """What a rank trains, and the pass rates: every step changes all of it."""
 
-    def __init__(self, accelerator: Accelerator, run: LearnerRun, directory: Path) -> None:
+    def __init__(self, accelerator: Accelerator, run: LearnerRun) -> None:
         set_seed(0)
         run_inputs = RunInputs(run)
         self.trainer = make_trainer(run_inputs, accelerator, is_new=True)
         self.groups = make_groups(self.trainer.policy, num_groups=run.learner.groups_per_step)
-        self.version, self.books = VERSION, None
-        if accelerator.is_main_process:
-            self._ledger = Ledger(directory / "ledger.db")
-            self._buffer = RolloutBuffer(run, run_inputs.prompts, self._ledger)
-            self.books = LearnerRecords(self._ledger, self._buffer, dict)
+        self.curriculum = Curriculum(run.learner.curriculum, "share_right", run_inputs.prompts, 0, 0)
+        self.version = VERSION
 
-    def train(self) -> None:
-        """Take one step: weights, moments and their counts, reference, KL coefficient, pass rates."""
-        if self.books is not None:
-            self._take_groups()
+    def step(self) -> None:
+        """Weights, moments and their counts, reference, KL coefficient, pass rates."""
+        self.curriculum.record(self.version, self.version % 3, {"share_right": [self.version % 5 / 4]})
         metrics = train_on(self.trainer, self.groups, self.version, StepTimer())
         self.version += 1
+        self.curriculum.count(self.version)
         self.trainer.after_step(self.version, metrics)
 
-    def _take_groups(self) -> None:
-        first = self._buffer._order.next_to_take
-        self._buffer.admit(self.version)
-        for slot in range(first, first + len(self.groups)):
-            group = self.groups[slot - first]
-            group_id = group_id_of(slot, attempt=0)
-            assert self._buffer.receive(group_id) is not None
-            assert receive(self._ledger, group_id, b"payload", 0, 10)
-            functions = [FunctionRewards(name="share_right", rewards=[slot % 5 / 4])]
-            rewards = GroupRewards(rewards=[0.0], functions=functions)
-            ready = msgspec.structs.replace(group, slot=slot, group_id=group_id)
-            self._buffer.score([ScoredGroup(ready, slot % 3, rewards)])
-        assert self._buffer.pop_batch(VERSION, 0.0, is_connected=True, published=0, on_stale=print) is not None
+    def begin(self, directory: Path) -> CheckpointWriter:
+        writer = CheckpointWriter(self.trainer, directory)
+        writer.begin(1, RunProgress(pass_rates=self.curriculum.pass_rates(self.version)), None, lambda: None)
+        return writer
+
+    def saved(self, directory: Path) -> dict[str, bytes]:
+        """Write a checkpoint that nothing happens beside."""
+        with self.begin(directory) as writer:
+            writer.wait()
+        return contents(directory)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -78,21 +68,11 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(checkpoint)): file.read_bytes() for file in checkpoint.rglob("*") if file.is_file()}
 
 
-def begin(run: RunWithoutServer, directory: Path) -> Checkpoints:
-    checkpoints = Checkpoints(run.trainer, directory, run.books, None)
-    checkpoints.save(1)
-    return checkpoints
-
-
-def saved(run: RunWithoutServer, directory: Path) -> dict[str, bytes]:
-    """Write a checkpoint that nothing happens beside."""
-    with begin(run, directory) as checkpoints:
-        checkpoints.wait()
-    return contents(directory)
-
-
-def hold_writer() -> tuple[threading.Event, threading.Event]:
-    """Let the writer wait before the first byte of a tensor. Events: it has got there, it may go on."""
+def compare_held_with_unhurried(accelerator: Accelerator, directory: Path, learner: dict[str, Any]) -> None:
+    training = Training(accelerator, make_run(**EVERYTHING_CHANGES | learner))
+    for _ in range(2):
+        training.step()
+    expected = training.saved(directory / "expected")
     write, is_there, may_write = ShardWriter.write_data, threading.Event(), threading.Event()
 
     def wait_and_write(writer: ShardWriter, *args: Any) -> Any:
@@ -100,37 +80,24 @@ def hold_writer() -> tuple[threading.Event, threading.Event]:
         assert may_write.wait(TIMEOUT_S)
         return write(writer, *args)
 
-    ShardWriter.write_data = wait_and_write  # type: ignore[method-assign]
-    return is_there, may_write
-
-
-def compare_held_with_unhurried(accelerator: Accelerator, directory: Path, learner: dict[str, Any]) -> None:
-    run = RunWithoutServer(accelerator, make_run(**EVERYTHING_CHANGES | learner), directory)
-    for _ in range(2):
-        run.train()
-    expected = saved(run, directory / "expected")
-    write = ShardWriter.write_data
-    is_there, may_write = hold_writer()
-    with begin(run, directory / "held") as checkpoints:
+    ShardWriter.write_data = wait_and_write  # type: ignore
+    with training.begin(directory / "held") as writer:
         assert is_there.wait(TIMEOUT_S)
         for _ in range(2):
-            run.train()
+            training.step()
         set_seed(7)
         may_write.set()
-        checkpoints.wait()
-    ShardWriter.write_data = write  # type: ignore[method-assign]
+        writer.wait()
+    ShardWriter.write_data = write  # type: ignore
     accelerator.wait_for_everyone()
-    after = saved(run, directory / "after")
+    after = training.saved(directory / "after")
     if accelerator.is_main_process:
         held = contents(directory / "held")
         assert held.keys() == expected.keys() == after.keys()
         assert [name for name, content in held.items() if content != expected[name]] == []
-        unchanged = {name for name, content in after.items() if content == expected[name]}
-        assert {name for name in unchanged if Path(name).name not in STAYS and not is_text_of_model(name)} == set()
-
-
-def is_text_of_model(name: str) -> bool:
-    return name.startswith("model/") and not name.endswith(".safetensors")
+        unchanged = {Path(name) for name, content in after.items() if content == expected[name]}
+        text_of_model = {path for path in unchanged if path.parts[0] == "model" and path.suffix != ".safetensors"}
+        assert {path for path in unchanged - text_of_model if path.name not in STAYS} == set()
 
 
 @pytest.mark.parametrize(
@@ -144,6 +111,6 @@ def test_a_checkpoint_holds_nothing_that_training_changed_after_it_began(
     compare_held_with_unhurried(accelerator, tmp_path, learner)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_nor_does_one_of_ranks_that_share_the_policy(tmp_path: Path) -> None:
     on_two_ranks(compare_held_with_unhurried, tmp_path, {}, is_sharded=True)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from learner.config import LearnerRun
 from learner.rollouts.ledger import Ledger, LedgerError
 from learner.storage.checkpoint import complete_checkpoints
 from learner.storage.files import DiskError, JsonLinesFile, replace_file, writing
+from learner.train import train
 from tests.learner.ledgers import receive
 from tests.learner.model_engine import tiny_server
-from tests.learner.mortal_learner import BALLAST, FullDisk, Life, live
-from tests.learner.storage.test_exact_resume import a_run, assert_ends_alike
+from tests.learner.mortal_learner import BALLAST, FullDisk, Life
+from tests.learner.storage.same_end import assert_ends_alike, make_comparable_run
 
 Disk = Callable[[Path, int], None]
 
@@ -47,21 +47,6 @@ def mount() -> Iterator[Disk]:
 def fill(directory: Path) -> None:
     FullDisk("logged").strike(directory)
     assert os.statvfs(directory).f_bfree == 0
-
-
-def test_a_file_is_durable_before_it_has_its_name_and_its_name_before_it_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[tuple[str, bool]] = []
-    path, sync = tmp_path / "run_id", os.fsync
-
-    def recorded(descriptor: int) -> None:
-        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), path.exists()))
-        sync(descriptor)
-
-    monkeypatch.setattr("os.fsync", recorded)
-    replace_file(path, b"run-1")
-    assert synced == [(f"{path}.tmp", False), (str(tmp_path), True)]
 
 
 def test_lines_that_find_no_room_are_an_error_and_leave_whole_lines_behind(tmp_path: Path, mount: Disk) -> None:
@@ -104,25 +89,19 @@ def test_a_ledger_that_finds_no_room_keeps_what_it_committed(tmp_path: Path, mou
     ledger.close()
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda path: path.write_bytes(bytes(1 << 20)),
-        lambda path: save_file({"weight": torch.zeros(1 << 18)}, path),
-        lambda path: torch.save({"weight": torch.zeros(1 << 18)}, path),
-    ],
-    ids=["python", "safetensors", "torch"],
-)
-def test_whoever_writes_the_error_names_the_path_and_the_space(
-    tmp_path: Path, mount: Disk, write: Callable[[Path], None]
-) -> None:
+def test_whoever_writes_the_error_names_the_path_and_the_space(tmp_path: Path, mount: Disk) -> None:
     disk = tmp_path / "disk"
     mount(disk, 64)
-    with (
-        pytest.raises(DiskError, match=r"disk/file could not be written \(.*0\.\d MiB are free"),
-        writing(disk / "file"),
-    ):
-        write(disk / "file")
+    for name, write in {
+        "python": lambda path: path.write_bytes(bytes(1 << 20)),
+        "safetensors": lambda path: save_file({"weight": torch.zeros(1 << 18)}, path),
+        "torch": lambda path: torch.save({"weight": torch.zeros(1 << 18)}, path),
+    }.items():
+        with (
+            pytest.raises(DiskError, match=rf"disk/{name} could not be written \(.*0\.\d MiB are free"),
+            writing(disk / name),
+        ):
+            write(disk / name)
 
 
 def test_a_directory_that_somebody_removed_is_an_error_too(tmp_path: Path) -> None:
@@ -141,61 +120,33 @@ def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, mount: Disk
     assert {file.name: file.read_bytes() for file in disk.iterdir()} == {"config.toml": b"old"}
 
 
-def error_of(life: Life) -> str:
-    (error,) = re.findall(r"^error: .*", life.log, flags=re.MULTILINE)
-    return error
-
-
-SETTINGS: dict[str, Any] = {
-    "reference": {"kind": "every", "every_steps": 2},
-    "kl": {"coef": 0.1},
-    "checkpoint": {"every_steps": 2, "keep_best": 0},
-    "report": {"dashboard_port": 0},
-}
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> LearnerRun:
-    """A run whose disk had room."""
-    with tiny_server() as server:
-        run = a_run(tmp_path_factory.mktemp("whole") / "it", server.endpoint, **SETTINGS)
-        live(run)
-    return run
-
-
-@pytest.mark.parametrize(("num_mib", "num_left"), [(3, 1), pytest.param(6, 2, marks=pytest.mark.slow)])
-def test_a_run_without_room_for_a_checkpoint_ends_and_goes_on_as_if_nothing_had_been(
-    tmp_path: Path, mount: Disk, whole: LearnerRun, num_mib: int, num_left: int
+@pytest.mark.system
+def test_a_run_whose_disk_fills_up_in_a_checkpoint_or_a_step_ends_and_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, mount: Disk
 ) -> None:
     """A checkpoint takes 2.4 MiB. While it is written in the background, the ledger or the log may be the first to find no room."""
+    settings: dict[str, Any] = {
+        "reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1},
+        "checkpoint": {"every_steps": 2, "keep_best": 0},
+    }  # fmt: skip
     with tiny_server() as server:
-        run = a_run(tmp_path / "full", server.endpoint, **SETTINGS)
-        run_dir = Path(run.run_dir)
-        mount(run_dir, num_mib << 10)
+        whole = make_comparable_run(tmp_path / "whole", server.endpoint, **settings)
+        train(whole, resume=False)
+    with tiny_server() as server:
+        run = make_comparable_run(tmp_path / "full", server.endpoint, **settings)
+        run_dir, checkpoints = Path(run.run_dir), Path(run.run_dir) / "checkpoints"
+        mount(run_dir, 3 << 10)
         life = Life(run, resume=False)
         assert life.end() == 2, life.log
-        assert re.search(r"/run/.*(?:could not be (?:read or )?written|full).*free.*space.*--resume", error_of(life))
-        assert len(complete_checkpoints(run_dir / "checkpoints")) == num_left
-        assert set(complete_checkpoints(run_dir / "checkpoints")) == set((run_dir / "checkpoints").iterdir()) != set()
-        mount(run_dir, 64 << 10)
-        assert Life(run, resume=True).end() == 0
-    assert_ends_alike(run, whole)
-
-
-def test_a_disk_that_fills_up_in_the_middle_of_a_step_ends_the_run_and_nothing_is_lost(
-    tmp_path: Path, mount: Disk, whole: LearnerRun
-) -> None:
-    with tiny_server() as server:
-        run = a_run(tmp_path / "full", server.endpoint, **SETTINGS)
-        run_dir = Path(run.run_dir)
+        assert [path.name for path in checkpoints.iterdir()] == ["step-000002"]
+        assert len(complete_checkpoints(checkpoints)) == 1
         mount(run_dir, 16 << 10)
-        for resume, blow in enumerate([FullDisk("consumed", 3), FullDisk("logged", 1)]):
-            life = Life(run, blow, resume=bool(resume))
+        for blow in (FullDisk("consumed"), FullDisk("logged", 2)):
+            life = Life(run, blow, resume=True)
             assert life.end() == 2, life.log
             (run_dir / BALLAST).unlink()
-        errors = re.findall(
-            r"^error: .*/run/.*(?:could not be (?:read or )?written|full).*--resume", life.log, flags=re.MULTILINE
-        )
-        assert len(errors) == 2, life.log
+        errors = re.findall(r"^error: .*", life.log, flags=re.MULTILINE)
+        told = re.compile(r"error: .*/run/.*(?:could not be (?:read or )?written|full).*free.*space.*--resume")
+        assert len(errors) == 3 and all(map(told.match, errors)), life.log
         assert Life(run, resume=True).end() == 0
     assert_ends_alike(run, whole)

@@ -3,25 +3,19 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import msgspec
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from learner.config import CheckpointConfig, LearnerRun
 from learner.rollouts.ledger import LedgerError
 from learner.storage.checkpoint import STATE_FILE, CheckpointState, best_models, complete_checkpoints
 from learner.storage.retention import prune
 from learner.train import train
-from protocol.errors import ConfigError
-from protocol.model_files import resolve_model
-from tests.learner.checkpoints import whole_tensors
 from tests.learner.ledgers import steps_kept
 from tests.learner.model_engine import tiny_server
-from tests.learner.runs import make_run, metrics_of, seeded
-from tests.learner.storage.test_exact_resume import assert_ends_alike
+from tests.learner.runs import metrics_of
+from tests.learner.storage.same_end import assert_ends_alike, make_comparable_run
 
 
 def checkpoints(directory: Path, rewards: dict[int, float | None]) -> None:
@@ -94,8 +88,6 @@ def test_without_a_model_there_is_nothing_to_keep_of_the_best(tmp_path: Path) ->
     shutil.rmtree(tmp_path / "step-000010/model")
     prune(tmp_path, 1, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000020"]
-    idle = CheckpointConfig(export_model=False, keep_best=3).idle_keys()
-    assert idle == {"keep_best": "export_model = true"}
 
 
 def test_a_checkpoint_after_a_million_steps_is_newer_than_those_before(tmp_path: Path) -> None:
@@ -104,110 +96,25 @@ def test_a_checkpoint_after_a_million_steps_is_newer_than_those_before(tmp_path:
     assert steps_in(tmp_path) == [1_000_000, 1_000_001]
 
 
-def a_run(
-    path: Path, endpoint: str, *, steps: int = 7, learner: dict[str, Any] | None = None, **checkpoint: int
-) -> LearnerRun:
-    settings = seeded() | {"steps": steps, "checkpoint": {"every_steps": 2} | checkpoint} | (learner or {})
-    return make_run(path, endpoint, **settings)
-
-
-def checkpoints_of(run: LearnerRun) -> Path:
-    return Path(run.run_dir) / "checkpoints"
-
-
-def test_a_checkpoint_is_as_good_as_the_steps_that_led_to_it(tmp_path: Path) -> None:
-    with tiny_server() as server:
-        for steps in (5, 7):
-            run = a_run(tmp_path, server.endpoint, keep_last=0, steps=steps)
-            train(run, resume=steps == 7)
-    rewards = [line["reward/mean"] for line in metrics_of(run)]
-    for path, led_to_it in zip(
-        complete_checkpoints(checkpoints_of(run)),
-        (rewards[:2], rewards[2:4], rewards[4:5], rewards[5:6], rewards[6:]),
-        strict=True,
-    ):
-        state = json.loads((path / STATE_FILE).read_text())
-        assert state["reward_mean"] == pytest.approx(sum(led_to_it) / len(led_to_it))
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_from_any_of_the_newest_but_not_from_an_older_one(tmp_path: Path) -> None:
+    """Each is as good as the steps that led to it."""
     with tiny_server() as server:
-        whole = a_run(tmp_path / "whole", server.endpoint, keep_last=2, keep_best=9)
+        whole = make_comparable_run(tmp_path / "whole", server.endpoint, checkpoint={"every_steps": 2, "keep_last": 2})
         train(whole, resume=False)
-        assert steps_in(checkpoints_of(whole)) == [6, 7]
-        assert sorted(best.step for best in best_models(checkpoints_of(whole)).values()) == [2, 4]
-        assert 7 in steps_kept(whole) and 1 not in steps_kept(whole)
-        # It began with other keys, goes back from its end to step 4 and ends once more.
-        run = a_run(tmp_path / "back", server.endpoint, keep_last=3)
-        train(run, resume=False)
-        for step in (6, 7):
-            shutil.rmtree(checkpoints_of(run) / f"step-00000{step}")
-        train(a_run(tmp_path / "back", server.endpoint, keep_last=2, keep_best=0), resume=True)
-        assert_ends_alike(run, whole)
-        for step in (6, 7):
-            shutil.rmtree(checkpoints_of(whole) / f"step-00000{step}")
+        newest = complete_checkpoints(Path(whole.run_dir) / "checkpoints")
+        rewards = [line["reward/mean"] for line in metrics_of(whole)]
+        for path, step, led_to_it in zip(newest, (4, 5), (rewards[2:4], rewards[4:]), strict=True):
+            state = json.loads((path / STATE_FILE).read_text())
+            assert state["step"] == step and state["reward_mean"] == pytest.approx(fmean(led_to_it))
+        assert 5 in steps_kept(whole) and 1 not in steps_kept(whole)
+        back = make_comparable_run(tmp_path / "back", server.endpoint)
+        shutil.copytree(whole.run_dir, back.run_dir)
+        shutil.rmtree(Path(back.run_dir) / "checkpoints/step-000005")
+        train(back, resume=True)
+        assert_ends_alike(back, whole)
+        for path in newest:
+            shutil.rmtree(path)
         with pytest.raises(
             LedgerError, match=r"cannot go back to step 0: .*newest checkpoint, or start a new run whose model"
         ):
             train(whole, resume=True)
-
-
-@pytest.mark.parametrize(
-    "file",
-    ["trained/index.json",
-     *(pytest.param(file, marks=pytest.mark.slow) for file in ("trained/__0_0.distcp", "reference/__0_0.distcp"))],
-)  # fmt: skip
-def test_a_damaged_checkpoint_is_named_and_without_it_the_run_goes_on_from_the_one_before(
-    tmp_path: Path, file: str
-) -> None:
-    kl = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}}
-    with tiny_server() as server:
-        run = a_run(tmp_path, server.endpoint, steps=3, learner=kl)
-        train(run, resume=False)
-        newest = checkpoints_of(run) / "step-000003"
-        shutil.copytree(run.run_dir, tmp_path / "whole" / "run")
-        (newest / file).write_bytes((newest / file).read_bytes()[:1000])
-        longer = a_run(tmp_path, server.endpoint, steps=3, learner=kl)
-        with pytest.raises(ConfigError, match=r"step-000003 cannot be read \(.*\); remove it"):
-            train(longer, resume=True)
-        shutil.rmtree(newest)
-        train(longer, resume=True)
-    assert_ends_alike(run, a_run(tmp_path / "whole", server.endpoint, steps=3, learner=kl))
-
-
-@pytest.mark.parametrize("key", ["keep_last", "keep_best"])
-def test_a_negative_number_of_checkpoints_is_refused(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ValueError, match=f"{key} = -1 must not be negative"):
-        a_run(tmp_path, "tcp://127.0.0.1:1", **{key: -1})
-
-
-def test_a_fixed_reference_is_one_file_in_all_checkpoints_and_outlives_the_first(tmp_path: Path) -> None:
-    kl = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}}
-    with tiny_server() as server:
-        run = a_run(tmp_path, server.endpoint, steps=5, learner=kl, keep_last=2, keep_best=0)
-        train(run, resume=False)
-        four, five = (path / "reference" / "__0_0.distcp" for path in complete_checkpoints(checkpoints_of(run)))
-        assert four.stat().st_ino == five.stat().st_ino and four.stat().st_nlink == 2, "that of step 2 is gone"
-        train(a_run(tmp_path, server.endpoint, steps=6, learner=kl, keep_last=1, keep_best=0), resume=True)
-    (six,) = (path / "reference" / "__0_0.distcp" for path in complete_checkpoints(checkpoints_of(run)))
-    assert six.stat().st_nlink == 1
-    began_with = load_file(resolve_model("tiny:digits") / "model.safetensors")
-    kept = whole_tensors(six.parent)
-    assert kept.keys() == {f"0/{name}" for name in began_with}
-    assert all(torch.equal(kept[f"0/{name}"], tensor) for name, tensor in began_with.items())
-
-
-def test_where_files_cannot_be_linked_a_fixed_reference_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError("links are not supported")
-
-    monkeypatch.setattr("os.link", refuse)
-    kl = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}}
-    with tiny_server() as server:
-        run = a_run(tmp_path, server.endpoint, steps=3, learner=kl)
-        train(run, resume=False)
-    two, three = (path / "reference" / "__0_0.distcp" for path in complete_checkpoints(checkpoints_of(run)))
-    assert two.stat().st_ino != three.stat().st_ino and two.read_bytes() == three.read_bytes()

@@ -1,10 +1,12 @@
-"""Whose directory it is: a resume goes on with the same config, whatever version of this code began the run."""
+"""Whose directory it is: a resume goes on with the same config and the same prompts, whatever version of this code began the run."""
 
+import json
 import logging
 import math
 import shutil
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ import msgspec
 import pytest
 import tomli_w
 
-from learner.config import LearnerRun
+from learner.config import DataConfig, LearnerRun
+from learner.policy.model import load_tokenizer
+from learner.prompts.prompts import Prompts
 from learner.storage.files import network_file_system
-from learner.storage.run_dir import open_run_dir
+from learner.storage.run_dir import check_data, open_run_dir, record_data
 from learner.train import train
 from protocol.config import to_toml
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DataError
 from protocol.former_keys import renamed
+from protocol.model_files import resolve_model
+from tests.learner.config.settings import merged
 from tests.learner.model_engine import tiny_server
 from tests.learner.runs import make_run, metrics_of
 
@@ -30,11 +36,11 @@ def old_config() -> dict[str, Any]:
     return tomllib.loads(BEFORE_SECTIONS.read_text())
 
 
-def now(run_dir: Path, **learner: Any) -> LearnerRun:
+def now(run_dir: Path, changes: dict[str, Any] | None = None) -> LearnerRun:
     """The same config with today's keys."""
     table, _ = renamed(old_config())
-    table["learner"] |= learner
-    return msgspec.convert(table | {"run_dir": str(run_dir)}, LearnerRun)
+    learner = merged(table["learner"], changes or {})
+    return msgspec.convert(table | {"learner": learner, "run_dir": str(run_dir)}, LearnerRun)
 
 
 def test_a_run_that_was_started_before_keys_moved_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -43,36 +49,40 @@ def test_a_run_that_was_started_before_keys_moved_is_resumed(tmp_path: Path, cap
         run_dir = open_run_dir(now(tmp_path), resume=True)
         run_dir.begin()
         run_dir.close()
-        assert (tmp_path / "config.toml").read_text() == to_toml(
-            now(tmp_path, loss=old_config()["learner"]["loss"] | {"dual_clip": 3.0})
-        )
+        assert (tmp_path / "config.toml").read_text() == to_toml(now(tmp_path, {"loss.dual_clip": 3.0}))
         open_run_dir(now(tmp_path), resume=True).close()
     assert caplog.messages == [
         "resumed with learner.loss.dual_clip = 3.0, was inf", f"resumed with run_dir = {tmp_path}, was runs/old"
     ]  # fmt: skip
 
 
-def test_it_is_still_refused_with_another_value_of_a_key_that_changes_what_is_learned(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_bytes(BEFORE_SECTIONS.read_bytes())
-    with pytest.raises(ConfigError, match=r"another config: learner\.groups_per_step was 16, is 8\. Restore"):
-        open_run_dir(now(tmp_path, groups_per_step=8), resume=True)
-
-
-def test_a_key_inside_a_table_is_reported_as_one_that_differs(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_bytes(BEFORE_SECTIONS.read_bytes())
-    data = renamed(old_config())[0]["learner"]["data"] | {"chat_template_kwargs": {"enable_thinking": False}}
-    with pytest.raises(
-        ConfigError, match=r"learner\.data\.chat_template_kwargs\.enable_thinking was None, is False\. Rest"
-    ):
-        open_run_dir(now(tmp_path, data=data), resume=True)
-
-
-def test_a_run_with_a_key_that_changed_what_is_learned_and_is_gone_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("then", "changed", "message"),
+    [
+        ({}, {"groups_per_step": 8}, r"another config: learner\.groups_per_step was 16, is 8\. Restore"),
+        ({}, {"data.chat_template_kwargs": {"enable_thinking": False}},
+         r"learner\.data\.chat_template_kwargs\.enable_thinking was None, is False\. Rest"),
+        ({"loss.z_loss_coef": 0.1}, {}, r"another config: learner\.loss\.z_loss_coef was 0\.1, is no longer a key"),
+        # A file without a key that is newer than it means its default.
+        ({"loss.normalization": None}, {}, None),
+        ({"loss.normalization": None}, {"loss.normalization": "sequence"}, r"normalization was 'token', is 'sequence'"),
+        # Defaults that depend on other keys were spelled out.
+        ({"kl.estimator": "k3"}, {"kl.estimator": None}, None),
+        ({"kl.estimator": "k3"}, {"kl.estimator": "k2"}, r"learner\.kl\.estimator was 'k3', is 'k2'"),
+        ({}, {"loss.dual_clip": math.inf}, None),
+        ({"loss.objective": "gspo"}, {"loss.objective": "gspo"}, None),
+        ({"loss.objective": "gspo"}, {"loss.objective": "gspo", "loss.normalization": None},
+         r"learner\.loss\.normalization was 'token', is 'sequence'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_it_is_refused_with_another_value_of_a_key_that_changes_what_is_learned(
+    tmp_path: Path, then: dict[str, Any], changed: dict[str, Any], message: str | None
+) -> None:
     old = old_config()
-    old["learner"]["loss"]["z_loss_coef"] = 0.1
-    (tmp_path / "config.toml").write_text(tomli_w.dumps(old))
-    with pytest.raises(ConfigError, match=r"another config: learner\.loss\.z_loss_coef was 0\.1, is no longer a key"):
-        open_run_dir(now(tmp_path), resume=True)
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(old | {"learner": merged(old["learner"], then)}))
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        open_run_dir(now(tmp_path, changed), resume=True).close()
 
 
 def test_what_an_error_advises_may_be_done_at_a_resume_and_every_difference_is_said(
@@ -81,13 +91,10 @@ def test_what_an_error_advises_may_be_done_at_a_resume_and_every_difference_is_s
     begun = open_run_dir(now(tmp_path), resume=False)
     begun.begin()
     begun.close()
-    table = tomllib.loads(to_toml(now(tmp_path)))
-    table["learner"] |= {"gradient_checkpointing": True, "max_group_attempts": 9, "max_staleness": 1}
-    table["learner"]["optimizer"]["learning_rate"] = 1e-3
-    table["learner"]["reward"] |= {"max_failed_share": 0.5, "max_memory_mib": 4096}
-    del table["learner"]["cpu_cores"], table["server"]["cpu_cores"]
+    changes = {"cpu_cores": None, "gradient_checkpointing": True, "max_group_attempts": 9, "max_staleness": 1,
+               "optimizer.learning_rate": 1e-3, "reward.max_failed_share": 0.5, "reward.max_memory_mib": 4096}  # fmt: skip
     with caplog.at_level(logging.INFO):
-        open_run_dir(msgspec.convert(table, LearnerRun), resume=True).close()
+        open_run_dir(now(tmp_path, changes), resume=True).close()
     assert caplog.messages == [
         "resumed with learner.cpu_cores = None, was [1]",
         "resumed with learner.gradient_checkpointing = True, was False",
@@ -96,17 +103,7 @@ def test_what_an_error_advises_may_be_done_at_a_resume_and_every_difference_is_s
         "resumed with learner.optimizer.learning_rate = 0.001, was 0.002",
         "resumed with learner.reward.max_failed_share = 0.5, was 0.2",
         "resumed with learner.reward.max_memory_mib = 4096, was None",
-        "resumed with server.cpu_cores = None, was [0]",
     ]
-
-
-def test_a_key_that_is_newer_than_the_run_is_as_if_it_had_had_its_default(tmp_path: Path) -> None:
-    before = tomllib.loads(to_toml(now(tmp_path)))
-    del before["learner"]["loss"]["normalization"], before["learner"]["lora"]
-    (tmp_path / "config.toml").write_text(tomli_w.dumps(before))
-    open_run_dir(now(tmp_path), resume=True).close()
-    with pytest.raises(ConfigError, match=r"learner\.loss\.normalization was 'token', is 'sequence'"):
-        open_run_dir(now(tmp_path, loss={"normalization": "sequence"}), resume=True)
 
 
 MOUNTS = r"""/dev/vda / ext4 rw,relatime 0 0
@@ -115,7 +112,6 @@ host:/export /mnt/lab\040share nfs4 rw,relatime,vers=4.2 0 0
 /dev/vdb /mnt/lab\040share/local xfs rw 0 0
 10.0.0.1@tcp:/scratch /scratch lustre rw 0 0
 tmpfs /scratch2 tmpfs rw 0 0
-//host/share /mnt/windows cifs rw 0 0
 me@host: /home/me/far fuse.sshfs rw 0 0
 beegfs_nodev /scratch2 beegfs rw 0 0
 """
@@ -132,18 +128,13 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     return mount
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/runs/mine", None), ("/mnt/lab share/runs", "nfs4"), ("/mnt/lab share/local/runs", None), ("/scratch/me", "lustre"),
-        ("/scratch2/x", "beegfs"), ("/mnt/windows/x", "cifs"), ("/home/me/far/run", "fuse.sshfs"), ("/home/me", None),
-    ],
-)  # fmt: skip
-def test_a_network_file_system_is_known_by_the_mount_that_holds_the_path(
-    mount: Callable[[str], None], path: str, kind: str | None
-) -> None:
+def test_a_network_file_system_is_known_by_the_mount_that_holds_the_path(mount: Callable[[str], None]) -> None:
     mount(MOUNTS)
-    assert network_file_system(Path(path)) == kind
+    kinds = {
+        "/runs/mine": None, "/mnt/lab share/runs": "nfs4", "/mnt/lab share/local/runs": None, "/scratch/me": "lustre",
+        "/scratch2/x": "beegfs", "/home/me/far/run": "fuse.sshfs", "/home/me": None,
+    }  # fmt: skip
+    assert {path: network_file_system(Path(path)) for path in kinds} == kinds
 
 
 def test_a_run_on_a_network_file_system_is_warned_with_the_remedy(
@@ -154,48 +145,73 @@ def test_a_run_on_a_network_file_system_is_warned_with_the_remedy(
     assert "is on a network file system (nfs4)" in caplog.text and "--run-dir" in caplog.text
 
 
-def test_a_run_whose_config_has_the_estimator_of_its_time_resumes_without_naming_it(tmp_path: Path) -> None:
-    before = tomllib.loads(to_toml(now(tmp_path)))
-    assert before["learner"]["kl"]["estimator"] == "k3"  # the default of earlier versions, for both places
-    (tmp_path / "config.toml").write_text(tomli_w.dumps(before))
-    open_run_dir(now(tmp_path, kl={}), resume=True).close()
-    with pytest.raises(ConfigError, match=r"learner\.kl\.estimator was 'k3', is 'k2'"):
-        open_run_dir(now(tmp_path, kl={"estimator": "k2"}), resume=True)
+PROMPTS = ["1111>", "2222>", "3333>", "4444>", "5555>", "6666>"]
 
 
-def test_a_run_of_gspo_that_was_started_weighing_tokens_goes_on_with_that_said_and_not_without(tmp_path: Path) -> None:
-    before = tomllib.loads(to_toml(now(tmp_path, loss={"objective": "gspo", "normalization": "token"})))
-    (tmp_path / "config.toml").write_text(tomli_w.dumps(before))
-    open_run_dir(now(tmp_path, loss={"objective": "gspo", "normalization": "token"}), resume=True).close()
-    with pytest.raises(ConfigError, match=r"learner\.loss\.normalization was 'token', is 'sequence'"):
-        open_run_dir(now(tmp_path, loss={"objective": "gspo"}), resume=True)
+def write(path: Path, prompts: Sequence[str], answer: str = "9") -> str:
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt in prompts))
+    return str(path)
 
 
-@pytest.mark.parametrize("objective", ["grpo", "gspo", "dppo"])
-def test_a_run_of_a_version_that_set_no_dual_clip_may_go_on_without_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, objective: str
+def read(path: str, **keys: object) -> Prompts:
+    return Prompts(DataConfig(path=path, **keys), load_tokenizer(resolve_model("tiny:digits")), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("now", "answer", "keys", "problem"),
+    [
+        (PROMPTS, "9", {}, None),
+        ([*PROMPTS, "7777>"], "9", {"num_prompts": 6}, None),
+        ([*PROMPTS[:2], *PROMPTS[3:]], "9", {}, r"row 2 is the first changed row .*Restore the data.*learner\.data\.revision"),
+        (PROMPTS, "8", {}, "row 0 is the first changed row"),
+        (PROMPTS, "9", {"max_prompt_tokens": 4, "overlong_prompts": "truncate"}, "row 0 is the first changed row"),
+        (PROMPTS[:-1], "9", {}, "1 of its 6 prompts are missing at the end"),
+        ([*PROMPTS, "7777>"], "9", {},
+         r"1 new prompt after the original 6, .*Exclude them with learner\.data\.num_prompts = 6"),
+    ],
+    ids=["the same", "one left out", "one removed", "a column", "token ids", "the last removed", "one added"],
+)  # fmt: skip
+def test_other_data_is_refused_with_what_changed_first(
+    tmp_path: Path, now: list[str], answer: str, keys: dict[str, object], problem: str | None
 ) -> None:
-    (tmp_path / "config.toml").write_text(to_toml(now(tmp_path, loss={"objective": objective})))
-    with caplog.at_level(logging.INFO):
-        open_run_dir(now(tmp_path, loss={"objective": objective, "dual_clip": math.inf}), resume=True).close()
-        assert caplog.messages == []
-        open_run_dir(now(tmp_path, loss={"objective": objective}), resume=True).close()
-    assert caplog.messages == ["resumed with learner.loss.dual_clip = 3.0, was inf"]
+    record = tmp_path / "data.digests"
+    record_data(record, read(write(tmp_path / "a.jsonl", PROMPTS)))
+    assert record.stat().st_size == 8 * len(PROMPTS)
+    prompts = read(write(tmp_path / "moved.jsonl", now, answer), **keys)
+    if problem is None:
+        check_data(record, prompts)
+        return
+    with pytest.raises(DataError, match=f"{problem}.*start a new run with --run-dir"):
+        check_data(record, prompts)
 
 
-def test_a_run_that_goes_off_policy_goes_on_with_what_its_warning_advises(tmp_path: Path) -> None:
+def test_another_limit_would_drop_others(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ["1>", "22>", "333>", "4444>"])
+    record_data(tmp_path / "data.digests", read(path, max_prompt_tokens=4, overlong_prompts="drop"))
+    with pytest.raises(DataError, match=r"1 new prompt after the original 3"):
+        check_data(tmp_path / "data.digests", read(path, max_prompt_tokens=5, overlong_prompts="drop"))
+
+
+def test_a_run_is_resumed_on_its_data_alone_and_with_what_the_warning_of_a_run_off_policy_advises(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = {"path": write(tmp_path / "a.jsonl", PROMPTS)}
     with tiny_server() as server:
-        begun = make_run(tmp_path, server.endpoint, max_staleness=2, steps=5, checkpoint={"every_steps": 2})
+        begun = make_run(tmp_path, server.endpoint, max_staleness=2, steps=5, data=data, checkpoint={"every_steps": 2})
         train(begun, resume=False)
         shutil.rmtree(tmp_path / "run/checkpoints/step-000005")  # what it had sampled for step 5 is too old now
-        advised = {
-            "max_staleness": 0,
-            "off_policy_correction": {"weight": "mask"},
-            "optimizer": {"learning_rate": 1e-4},
-        }
-        run = make_run(tmp_path, server.endpoint, steps=6, **advised)
-        train(run, resume=True)
+        mask, slower = {"weight": "mask"}, {"learning_rate": 1e-4}
+        run = make_run(
+            tmp_path, server.endpoint, max_staleness=0, steps=6, data=data, off_policy_correction=mask, optimizer=slower
+        )
+        write(tmp_path / "a.jsonl", [*PROMPTS[:2], *PROMPTS[3:]])
+        with pytest.raises(DataError, match=r"a\.jsonl has changed since the run in .*run started: row 2 is the first"):
+            train(run, resume=True)
+        (tmp_path / "run/data.digests").unlink()  # as in a run that an earlier version began
+        with caplog.at_level(logging.WARNING):
+            train(run, resume=True)
+    assert "data.digests is missing" in caplog.text and (tmp_path / "run/data.digests").exists()
     *_, fifth, sixth = metrics_of(run)
-    assert (fifth["step"], sixth["step"]) == (5, 6)
-    assert [step["optim/lr"] for step in (fifth, sixth)] == [1e-4, 1e-4]
-    assert [step["staleness/max"] for step in (fifth, sixth)] == [0, 0]
+    assert [(line["step"], line["optim/lr"], line["staleness/max"]) for line in (fifth, sixth)] == [
+        (5, 1e-4, 0), (6, 1e-4, 0)
+    ]  # fmt: skip

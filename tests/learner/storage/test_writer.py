@@ -1,6 +1,7 @@
 """A checkpoint is written while training goes on; the next, the end of the run and nothing else wait for it."""
 
 import logging
+import os
 import shutil
 import threading
 import time
@@ -13,15 +14,21 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from learner.config import LearnerRun
 from learner.policy.shards import ShardWriter
 from learner.run_inputs import RunInputs
-from learner.storage.checkpoint import RunProgress, complete_checkpoints, load_checkpoint
-from learner.storage.files import DiskError
+from learner.storage.checkpoint import (
+    RunProgress,
+    checkpoint_of,
+    complete_checkpoints,
+    load_checkpoint,
+    remove_checkpoint,
+)
+from learner.storage.files import DiskError, replace_file
 from learner.storage.writer import CheckpointWriter
 from learner.train import train
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from protocol.errors import ConfigError, DeadlineExceeded, ParityError, RankFailed
+from protocol.model_files import resolve_model
 from tests.learner import checkpoints
 from tests.learner.ledgers import steps_kept
 from tests.learner.model_engine import tiny_server
@@ -30,10 +37,6 @@ from tests.learner.runs import make_run, metrics_of, seeded
 from tests.learner.training.fixed_groups import make_run as make_plain_run
 
 PATIENCE_S = 60.0
-
-
-def checkpoints_of(run: LearnerRun) -> Path:
-    return Path(run.run_dir) / "checkpoints"
 
 
 def before_writing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
@@ -54,73 +57,37 @@ def until(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_training_goes_on_beside_a_slow_write_and_the_checkpoint_holds_what_was_then(
+def test_training_goes_on_beside_a_slow_write_and_nothing_is_removed_before_the_new_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of step 3 is held up until step 5 is done; that of step 6 has to wait for it."""
+    begun: list[int] = []
+    found: list[tuple[list[str], set[int]]] = []
     with tiny_server() as server:
-        short = make_run(tmp_path / "short", server.endpoint, **seeded(), steps=3)
-        train(short, resume=False)
-    with tiny_server() as server:
-        run = make_run(
-            tmp_path / "long", server.endpoint, **seeded(), steps=7, checkpoint={"every_steps": 3, "keep_last": 0}
-        )
-        begun: list[int] = []
-        found: list[tuple[list[Path], set[int]]] = []
+        checkpoint = {"every_steps": 3, "keep_last": 1, "keep_best": 0}
+        run = make_run(tmp_path, server.endpoint, **seeded(), steps=7, checkpoint=checkpoint)
+        directory = Path(run.run_dir) / "checkpoints"
 
         def hold_the_first() -> None:
             begun.append(len(metrics_of(run)))
             if len(begun) == 1:
                 until(lambda: len(metrics_of(run)) == 5)
-            found.append((complete_checkpoints(checkpoints_of(run)), steps_kept(run)))
+            found.append(([path.name for path in complete_checkpoints(directory)], steps_kept(run)))
 
         before_writing(monkeypatch, hold_the_first)
         train(run, resume=False)
     assert begun == [3, 6, 7]
-    assert [[path.name for path in paths] for paths, _ in found] == [
-        [],
-        ["step-000003"],
-        ["step-000003", "step-000006"],
-    ]
-    assert found[0][1] == {1, 2, 3, 4, 5}, "there is no checkpoint yet"
-    three, six, seven = complete_checkpoints(checkpoints_of(run))
-    expected = checkpoints.tensors_of(checkpoints_of(short) / "step-000003")
-    tensors = checkpoints.tensors_of(three)
-    assert tensors.keys() == expected.keys()
-    assert [name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])] == []
-    exported, weights = load_file(three / "model" / "model.safetensors"), checkpoints.weights_of(three)
-    assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
-    assert checkpoints.steps_of_moments(six) == {6} and checkpoints.steps_of_moments(seven) == {7}
-    costs = [line for line in metrics_of(run) if "checkpoint/seconds" in line]
-    assert costs and costs[0]["step"] > 5
-    files = [file.stat().st_size for file in three.rglob("*") if file.is_file()]
-    assert costs[0]["checkpoint/bytes"] == sum(files) > 3 * 4 * 100_000
-    assert 0 < costs[0]["checkpoint/stall_seconds"] < costs[0]["checkpoint/seconds"]
-
-
-def test_nothing_is_removed_or_forgotten_before_the_new_one_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    with tiny_server() as server:
-        checkpoint = {"every_steps": 2, "keep_last": 1, "keep_best": 0}
-        run = make_run(tmp_path, server.endpoint, **seeded(), steps=5, checkpoint=checkpoint)
-
-        def look() -> None:
-            names = [path.name for path in complete_checkpoints(checkpoints_of(run))]
-            found.append((names, steps_kept(run)))
-
-        before_writing(monkeypatch, look)
-        train(run, resume=False)
-    assert [names for names, _ in found] == [[], ["step-000002"], ["step-000004"]]
-    for needed, (_, kept) in zip([{1, 2}, {3, 4}, {5}], found, strict=True):
+    assert [names for names, _ in found] == [[], ["step-000003"], ["step-000006"]]
+    for needed, (_, kept) in zip([{1, 2, 3, 4, 5}, {4, 5, 6}, {7}], found, strict=True):
         assert needed <= kept
-    assert [path.name for path in checkpoints_of(run).iterdir()] == ["step-000005"]
-    assert steps_kept(run) == set()
+    assert [path.name for path in directory.iterdir()] == ["step-000007"] and steps_kept(run) == set()
+    assert checkpoints.steps_of_moments(directory / "step-000007") == {7}
+    cost, *_ = (line for line in metrics_of(run) if "checkpoint/seconds" in line)
+    assert cost["step"] > 5 and 0 < cost["checkpoint/stall_seconds"] < cost["checkpoint/seconds"]
 
 
-def a_trainer(accelerator: Accelerator, **checkpoint: Any) -> PolicyTrainer:
-    return make_trainer(RunInputs(make_plain_run(checkpoint=checkpoint)), accelerator, is_new=True)
+def a_trainer(accelerator: Accelerator, **learner: Any) -> PolicyTrainer:
+    return make_trainer(RunInputs(make_plain_run(**learner)), accelerator, is_new=True)
 
 
 def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
@@ -128,7 +95,7 @@ def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
 ) -> None:
     may_write = threading.Event()
     before_writing(monkeypatch, lambda: until(may_write.is_set))
-    with CheckpointWriter(a_trainer(accelerator, timeout_s=0.1), tmp_path) as writer:
+    with CheckpointWriter(a_trainer(accelerator, checkpoint={"timeout_s": 0.1}), tmp_path) as writer:
         writer.begin(1, RunProgress(), None, lambda: None)
         assert writer.pop_metrics() == {}
         with pytest.raises(
@@ -137,7 +104,30 @@ def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
             writer.begin(2, RunProgress(), 1, lambda: None)
         may_write.set()
         writer.wait()
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000001"]
+        num_bytes = writer.pop_metrics()["checkpoint/bytes"]
+    (checkpoint,) = complete_checkpoints(tmp_path)
+    assert checkpoint.name == "step-000001"
+    assert num_bytes == sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+
+
+def test_files_are_durable_before_they_have_their_name_and_then_the_name_is(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, named, sync = a_trainer(accelerator), tmp_path / "step-000001", os.fsync
+    has_name_at: dict[str, bool] = {}
+
+    def recorded(descriptor: int) -> None:
+        has_name_at[os.readlink(f"/proc/self/fd/{descriptor}")] = named.exists()
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", recorded)
+    checkpoint = checkpoints.save(trainer, tmp_path, 1)
+    written = [str(path).replace(named.name, f"{named.name}.tmp") for path in (checkpoint, *checkpoint.rglob("*"))]
+    assert has_name_at[str(tmp_path)] and [has_name_at[path] for path in written] == [False] * len(written)
+    named = tmp_path / "run_id"
+    has_name_at.clear()
+    replace_file(named, b"run-1")
+    assert has_name_at == {f"{named}.tmp": False, str(tmp_path): True}
 
 
 def test_one_under_way_survives_the_error_that_ends_the_run(accelerator: Accelerator, tmp_path: Path) -> None:
@@ -179,45 +169,79 @@ def no_space() -> None:
     raise OSError(28, "No space left on device")
 
 
-def fail_on_the_second_rank(accelerator: Accelerator, directory: Path) -> None:
-    if not accelerator.is_main_process:
-        ShardWriter.write_data = lambda *_: no_space()  # type: ignore[method-assign]
-    kind = DiskError if accelerator.is_main_process else RankFailed
-    with CheckpointWriter(a_trainer(accelerator), directory) as writer:
-        writer.begin(1, RunProgress(), None, lambda: None)
-        with pytest.raises(kind):
-            writer.wait()
-    accelerator.wait_for_everyone()
-    assert list(directory.iterdir()) == []
-
-
-def test_the_disk_of_any_rank_stops_all_of_them(tmp_path: Path) -> None:
-    on_two_ranks(fail_on_the_second_rank, tmp_path, is_sharded=True)
-
-
-def save_and_count(accelerator: Accelerator, directory: Path) -> None:
-    trainer = a_trainer(accelerator, export_model=False)
+def save_a_part_each_until_one_fails(accelerator: Accelerator, directory: Path) -> None:
+    trainer = a_trainer(accelerator, checkpoint={"export_model": False})
     checkpoint = checkpoints.save(trainer, directory, 1)
     sizes = [(checkpoint / "trained" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
     assert max(sizes) < 0.6 * sum(sizes), "one of them has written more than its own"
+    if not accelerator.is_main_process:
+        ShardWriter.write_data = lambda *_: no_space()  # type: ignore[method-assign]
+    kind = DiskError if accelerator.is_main_process else RankFailed
+    with CheckpointWriter(trainer, directory) as writer:
+        writer.begin(2, RunProgress(), None, lambda: None)
+        with pytest.raises(kind):
+            writer.wait()
+    accelerator.wait_for_everyone()
+    assert list(directory.iterdir()) == [checkpoint]
 
 
-def test_each_of_two_ranks_that_share_a_policy_writes_its_own_part(tmp_path: Path) -> None:
-    on_two_ranks(save_and_count, tmp_path, is_sharded=True)
+@pytest.mark.system
+def test_each_of_two_ranks_writes_its_part_of_a_shared_policy_and_the_disk_of_any_stops_all(tmp_path: Path) -> None:
+    on_two_ranks(save_a_part_each_until_one_fails, tmp_path, is_sharded=True)
 
 
-def test_a_checkpoint_of_whole_files_is_refused_with_what_to_do(accelerator: Accelerator, tmp_path: Path) -> None:
-    trainer = a_trainer(accelerator)
-    checkpoint = checkpoints.save(trainer, tmp_path, 1)
-    shutil.rmtree(checkpoint / "trained")
-    with pytest.raises(ConfigError, match=r"earlier version of Slipstream.*--model \S*/step-000001/model"):
-        load_checkpoint(trainer, checkpoint)
+def test_a_fixed_reference_is_one_file_in_all_checkpoints_and_outlives_the_first(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = a_trainer(accelerator, reference={"kind": "fixed"}, kl={"coef": 0.1})
+    began_with = load_file(resolve_model("tiny:digits") / "model.safetensors")
+    kept = {step: checkpoint_of(tmp_path, step) / "reference/__0_0.distcp" for step in (1, 2, 3)}
+    with CheckpointWriter(trainer, tmp_path) as writer:
+        writer.begin(1, RunProgress(), None, lambda: None)
+        writer.begin(2, RunProgress(), 1, lambda: None)
+        writer.wait()
+        assert kept[1].stat().st_ino == kept[2].stat().st_ino and kept[2].stat().st_nlink == 2
+        remove_checkpoint(checkpoint_of(tmp_path, 1))
+        assert kept[2].stat().st_nlink == 1
+        tensors = checkpoints.whole_tensors(kept[2].parent)
+        assert tensors.keys() == {f"0/{name}" for name in began_with}
+        assert all(torch.equal(tensors[f"0/{name}"], tensor) for name, tensor in began_with.items())
+
+        def refuse(*_: object) -> None:
+            raise PermissionError("links are not supported")
+
+        monkeypatch.setattr("os.link", refuse)
+        writer.begin(3, RunProgress(), 2, lambda: None)
+        writer.wait()
+    assert kept[2].stat().st_ino != kept[3].stat().st_ino and kept[2].read_bytes() == kept[3].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("trained/index.json", r"step-000001 cannot be read \(.*\); remove it, then --resume continues"),
+        ("trained/__0_0.distcp", r"step-000001 cannot be read"),
+        ("reference/__0_0.distcp", r"step-000001 cannot be read"),
+        ("trained", r"earlier version of Slipstream.*--model \S*/step-000001/model"),
+    ],
+)
+def test_a_checkpoint_that_is_damaged_or_of_whole_files_is_refused_with_what_to_do(
+    accelerator: Accelerator, tmp_path: Path, name: str, message: str
+) -> None:
+    trainer = a_trainer(accelerator, reference={"kind": "fixed"}, kl={"coef": 0.1})
+    path = checkpoints.save(trainer, tmp_path, 1) / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=message):
+        load_checkpoint(trainer, tmp_path / "step-000001")
 
 
 def test_another_policy_is_refused_by_the_name_of_a_parameter(accelerator: Accelerator, tmp_path: Path) -> None:
     checkpoint = checkpoints.save(a_trainer(accelerator), tmp_path, 1)
     accelerator.free_memory()
-    adapted = make_trainer(RunInputs(make_plain_run(lora={"rank": 4})), accelerator, is_new=True)
+    adapted = a_trainer(accelerator, lora={"rank": 4})
     with pytest.raises(
         ConfigError, match=r"contains another policy: it differs in transformer\.\S+ and \d+ more; resume with"
     ):

@@ -1,0 +1,129 @@
+"""Keys that contradict others or themselves: each is refused with its reason, and its remedy works."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import ConfigError
+from tests.learner.config.settings import ALWAYS, Sections, load, merged
+
+OUT_OF_RANGE: dict[str, dict[str, Any]] = {
+    "must not be negative": {
+        "loss.clip_high": -1.0, "loss.entropy_coef": -0.1, "off_policy_correction.sequence_mask": -0.5,
+        "off_policy_correction.max_token_staleness": -1, "kl.coef": -0.1, "max_staleness": -1,
+        "checkpoint.keep_last": -1, "checkpoint.keep_best": -1,
+    },
+    "must be at least 1": {
+        "updates_per_batch": 0, "micro_batch_tokens": 0, "sampling.max_tokens": 0, "data.num_prompts": 0,
+    },
+    "must be above 0": {"optimizer.learning_rate": 0.0, "reward.timeout_s": 0.0},
+    "must be above 0 and finite": {"reward.timeout_s": math.inf},
+    "must be at least 0 and finite": {"reward.unreachable_s": math.inf},
+    "must be at least 0 and below 1": {"reward.max_failed_share": 1.0, "optimizer.beta1": -0.5},
+    "must be above 0 and at most 1": {"loss.top_entropy_frac": 1.5, "sampling.top_p": 0.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"), [(key, value, rule) for rule, keys in OUT_OF_RANGE.items() for key, value in keys.items()]
+)
+def test_a_number_out_of_its_range_is_refused_by_its_whole_key(
+    key: str, value: float, rule: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/run.toml: learner.{key} = {value} {rule}")):
+        load(tmp_path, merged(ALWAYS, {key: value}))
+
+
+ON = {"kl.coef": 0.1, "reference.kind": "fixed"}
+IN_REWARD = ON | {"kl.place": "reward", "advantage.scale": "batch"}
+ADAPTIVE = {"kl.coef": 0.1, "reference.kind": "adaptive", "reference.kl_threshold": 0.1}
+MASK = {"off_policy_correction.weight": "mask"}
+REFUSED: list[tuple[Sections, str, Sections]] = [
+    # what tasks and rewards are there
+    ({"data.path": "a.jsonl"}, r"learner\.data\.task = 'reverse', path = 'a\.jsonl' are set; expected exactly one",
+     {"data.task": None}),
+    ({"data.task": None}, r"learner\.data\.task, path and dataset are unset", {"data.task": "sort"}),
+    ({"dynamic_sampling": True, "signal_reward": "right"},
+     r"signal_reward = 'right' is not a reward function of this run", {"signal_reward": None}),
+    ({"curriculum.kind": "pass_rate", "curriculum.reward": "overlong"},
+     r"curriculum\.reward = 'overlong' is not a reward function of this run; use one of: exact_match",
+     {"curriculum.reward": "exact_match"}),
+    ({"reward.overlong_buffer_tokens": 512},
+     r"reward\.overlong_buffer_tokens = 512 must be below sampling\.max_tokens = 512", {"sampling.max_tokens": 513}),
+    # the objective
+    ({"loss.objective": "ppo"}, r"objective = 'ppo' is not a known objective; use grpo, gspo", {"loss.objective": "grpo"}),
+    ({"loss.clip_low": 0.0}, r"clip_low = 0\.0 must be between 0 and 1", {"loss.clip_low": 0.1}),
+    ({"loss.clip_low": 1.0, "loss.clip_high": 2.0}, r"clip_low = 1\.0 must be between 0 and 1", {"loss.clip_low": 0.9}),
+    ({"loss.clip_low": 0.3}, r"learner\.loss\.clip_high = 0\.28 must not be below clip_low = 0\.3", {"loss.clip_high": 0.3}),
+    ({"loss.dual_clip": 1.1}, r"dual_clip = 1\.1 must be above 1 \+ clip_high = 1\.28", {"loss.dual_clip": 3.0}),
+    ({"loss.objective": "dppo", "loss.dual_clip": 1.0}, r"dual_clip = 1\.0 must be above 1; inf sets", {"loss.dual_clip": 2}),
+    ({"loss.objective": "dppo", "loss.tv_low": 1.0}, r"tv_low = 1\.0 must be between 0 and 1", {"loss.tv_low": 0.1}),
+    ({"loss.objective": "sapo", "loss.tau_positive": 0.0}, r"tau_positive = 0.0 must be above 0", {"loss.tau_positive": 1.0}),
+    # the correction
+    (MASK | {"off_policy_correction.granularity": "geometric"}, r'"geometric" needs max_weight, .* usually to 1\.01',
+     {"off_policy_correction.max_weight": 1.01}),
+    ({"off_policy_correction.anchor": "proximal"},
+     r'anchor = "proximal" with updates_per_batch = 1 and .*weight = "none": the ratio is always 1.*; '
+     r'set off_policy_correction\.weight, raise updates_per_batch, or set off_policy_correction\.anchor = "behaviour"',
+     {"updates_per_batch": 2}),
+    ({"off_policy_correction.weight": "truncate"},
+     r'"truncate" with anchor = "behaviour": the ratio of grpo already is the importance weight', MASK),
+    ({"off_policy_correction.weight": "truncate", "loss.objective": "cispo"},
+     r"the ratio of cispo already is the importance weight", {"loss.objective": "reinforce"}),
+    (MASK | {"loss.objective": "gspo"},
+     r'weight = "mask" with granularity = "token" with loss\.objective = "gspo": its ratio covers the whole completion',
+     {"off_policy_correction.granularity": "sequence"}),
+    ({"loss.objective": "gspo", "loss.top_entropy_frac": 0.5}, r'top_entropy_frac = 0\.5 with loss\.objective = "gspo"',
+     {"loss.objective": "cispo"}),
+    # the KL and its reference
+    ({"kl.coef": 0.1}, r"learner\.kl\.coef = 0\.1 needs a reference; set reference\.kind", ON),
+    (ON | {"kl.schedule": "linear"}, r'schedule = "linear" needs final_coef', {"kl.final_coef": 0.0}),
+    (ON | {"kl.schedule": "target"}, r'schedule = "target" needs target', {"kl.target": 0.1}),
+    (ON | {"kl.estimator": "k1"},
+     r'estimator = "k1" with place = "loss": .* is zero; set importance_weighted = true, place = "reward"',
+     {"kl.importance_weighted": True}),
+    (ON | {"kl.estimator": "k2", "kl.importance_weighted": True},
+     r'importance_weighted = true with estimator = "k2": the gradient .* correct only without.*set estimator to "k3"',
+     {"kl.estimator": "k3"}),
+    (IN_REWARD | {"kl.estimator": "k2"},
+     r'"k2" with place = "reward" moves .* away.*set estimator = "k1", or place = "loss"', {"kl.place": "loss"}),
+    (IN_REWARD | {"advantage.combine": "normalize_then_sum", "reward.functions": ["exact_match", "share_right"]},
+     r'place = "reward" with advantage\.combine = "normalize_then_sum": the KL cannot be subtracted from several rewards',
+     {"advantage.combine": "sum"}),
+    (IN_REWARD | {"advantage.scale": "group"},
+     r'place = "reward" with advantage\.scale = "group": .* cancels kl\.coef; set scale to "batch" or "none"',
+     {"advantage.scale": "batch"}),
+    ({"kl.coef": 0.1, "reference.kind": "ema", "reference.every_steps": 2, "reference.alpha": 0.1, "lora.rank": 4},
+     r'reference\.kind = "ema" with lora\.rank = 4: an adapter is the product of A and B',
+     {"reference.kind": "every", "reference.alpha": None}),
+    (ADAPTIVE | {"dynamic_sampling": True},
+     r"dynamic_sampling = true with reference\.reward_guard = true: .* never be refreshed", {"reference.reward_guard": False}),
+    (ADAPTIVE | {"curriculum.kind": "pass_rate"}, r'curriculum\.kind = "pass_rate" with reference\.reward_guard = true',
+     {"reference.reward_guard": False}),
+    (IN_REWARD | {"reference.kind": "every", "reference.every_steps": 1, "updates_per_batch": 2},
+     r"every_steps = 1: the KL is measured .* the KL is 0; raise every_steps", {"reference.every_steps": 2}),
+    # sampling
+    ({"sampling.top_p": 0.9}, r"top_p = 0\.9, top_k = 0: .*every importance ratio would be too small",
+     {"sampling.allow_partial_support": True}),
+    ({"sampling.top_k": 50}, r"top_k = 50: .*Set top_p = 1 and top_k = 0, or allow_partial_support = true", {"sampling.top_k": 0}),
+    ({"sampling.top_k": -1}, r"top_k = -1 must not be negative; 0 samples from all tokens", {"sampling.top_k": 0}),
+    ({"sampling.temperature": 0.0}, r"temperature = 0\.0 must be between 0\.01", {"sampling.temperature": 0.01}),
+    ({"sampling.temperature": 3.0}, r"temperature = 3\.0 must be between 0\.01 .* and 2", {"sampling.temperature": 2.0}),
+    ({"sampling.group_size": 1}, r"group_size = 1 must be at least 2", {"sampling.group_size": 2}),
+    ({"sampling.stop": ["</a>", ""]}, r"stop = \('</a>', ''\) must be at most 16 texts of 1 to 256 characters",
+     {"sampling.stop": ["</a>"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "message", "remedy"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_contradicts_is_refused_and_the_remedy_is_taken(
+    settings: Sections, message: str, remedy: Sections, tmp_path: Path
+) -> None:
+    refused = merged(ALWAYS, settings)
+    with pytest.raises(ConfigError) as refusal:
+        load(tmp_path, refused)
+    assert re.search(message, str(refusal.value)), refusal.value
+    load(tmp_path, merged(refused, remedy))
