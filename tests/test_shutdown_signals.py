@@ -18,7 +18,7 @@ from tests.chaos.audit import audit_prompts
 from tests.coming_and_going import wait_until_told
 from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.runs import make_run, metrics_of
-from tests.learner.test_several_servers import free_endpoint
+from tests.ports import free_endpoint
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 150.0

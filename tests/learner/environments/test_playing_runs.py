@@ -17,9 +17,8 @@ from learner.train import train
 from protocol.codec import unpack
 from protocol.model_files import resolve_model
 from tests.learner.ledgers import consumed_groups
-from tests.learner.model_engine import tiny_server
+from tests.learner.model_engine import VersionedEngine, tiny_server, tiny_servers
 from tests.learner.runs import make_run, metrics_of, rows_of
-from tests.learner.test_several_servers import Engine, servers
 
 USER = "tests.learner.environments.user_environments"
 DIGITS = "0123456789"
@@ -112,8 +111,8 @@ def test_a_resumed_run_plays_what_is_missing_and_no_group_twice(tmp_path: Path) 
 
 
 def test_a_server_that_dies_between_turns_costs_no_episode(tmp_path: Path) -> None:
-    mortal, survivor = Engine(), Engine()
-    with servers(mortal, survivor) as (one, other):
+    mortal, survivor = VersionedEngine(), VersionedEngine()
+    with tiny_servers(mortal, survivor) as (one, other):
 
         def hold_turns_and_die() -> None:
             mortal.release.clear()
@@ -130,8 +129,8 @@ def test_a_server_that_dies_between_turns_costs_no_episode(tmp_path: Path) -> No
 
 
 def test_turns_stay_at_their_server_and_say_its_salt(tmp_path: Path) -> None:
-    engines = [Engine(), Engine()]
-    with servers(*engines) as both:
+    engines = [VersionedEngine(), VersionedEngine()]
+    with tiny_servers(*engines) as both:
         train(playing_run(tmp_path, *(server.endpoint for server in both)), resume=False)
         # what came in the run's last moments may not have been acknowledged
         assert all(server.running.server.status()["groups_unacked"] < len(server.engine.salts) / 4 for server in both)

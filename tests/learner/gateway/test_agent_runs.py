@@ -15,9 +15,8 @@ from learner.train import train
 from protocol.codec import unpack
 from tests.learner.environments.test_playing_runs import playing_run
 from tests.learner.ledgers import consumed_groups
-from tests.learner.model_engine import tiny_server
+from tests.learner.model_engine import VersionedEngine, tiny_server, tiny_servers
 from tests.learner.runs import metrics_of, rows_of
-from tests.learner.test_several_servers import Engine, servers
 
 USER = "tests.learner.gateway.user_agents"
 AGENT = {"factory": None, "max_turns": 4, "max_concurrent": 8}
@@ -66,8 +65,8 @@ def test_a_game_played_by_an_agent_trains_as_the_same_game_as_an_environment(tmp
 
 
 def test_a_server_that_dies_between_the_turns_of_agents_costs_no_episode(tmp_path: Path) -> None:
-    mortal, survivor = Engine(), Engine()
-    with servers(mortal, survivor) as (one, other):
+    mortal, survivor = VersionedEngine(), VersionedEngine()
+    with tiny_servers(mortal, survivor) as (one, other):
 
         def hold_turns_and_die() -> None:
             mortal.release.clear()
