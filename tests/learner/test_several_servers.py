@@ -91,22 +91,17 @@ class LosesATensor(VersionedEngine):
                 self.model.transformer.wpe.weight.copy_(before)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_server_with_other_weights_after_a_sync_is_named_before_the_run_trains_on_its_tokens(
-    tmp_path: Path, overlap: bool
-) -> None:
+def test_a_server_with_other_weights_after_a_sync_is_named_before_the_run_trains_on_its_tokens(tmp_path: Path) -> None:
     with tiny_servers(VersionedEngine(), LosesATensor()) as (one, other):
-        run = make_run(
-            tmp_path, one.endpoint, other.endpoint, steps=6, max_staleness=int(overlap),
-            weight_sync={"overlap_with_training": overlap},
-        )  # fmt: skip
+        overlap = {"overlap_with_training": True}
+        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=6, max_staleness=1, weight_sync=overlap)
         expected = rf"of texts of the step is 0\.\d+, the bound is 0\.001.* the server at {other.endpoint} has"
         with pytest.raises(ParityError, match=expected):
             train(run, resume=False)
     parity = [line["parity/abs_logprob"] for line in metrics_of(run) if "parity/abs_logprob" in line]
     assert parity and max(parity) < 1e-5
     ((last_trained,),) = rows_of(run, "max(step)", "state = 'consumed'")
-    assert last_trained <= 3 + overlap  # step 4 is the first on tokens of version 3
+    assert last_trained <= 4  # step 4 may train on tokens of version 2 only
 
 
 def test_a_server_whose_fresh_tokens_are_off_is_named_though_the_mean_of_all_would_pass(tmp_path: Path) -> None:
