@@ -64,7 +64,7 @@ def run_ranks(log: Path, work: Work, *args: object) -> tuple[list[int | None], s
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(120)
         rank.kill()
     return [rank.exitcode for rank in ranks], log.read_text()
 
