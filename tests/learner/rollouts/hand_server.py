@@ -113,9 +113,12 @@ class HandServer:
             while True:
                 peer, message = await channel.receive()
                 for answer in self._answers(message):
-                    await channel.send(peer, answer)
+                    await self._send(channel, peer, answer)
         finally:
             beating.cancel()
+
+    async def _send(self, channel: ServerChannel, peer: bytes, answer: Message) -> None:
+        await channel.send(peer, answer)
 
     def _answers(self, message: object) -> list[Message]:
         match message:

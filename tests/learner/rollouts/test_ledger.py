@@ -3,7 +3,7 @@
 import os
 import sqlite3
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 
@@ -125,20 +125,6 @@ def test_a_retry_is_due_until_it_is_admitted_and_failures_are_counted_but_not_wh
     assert ledger.num_failures() == {0: 2}
 
 
-def test_a_resume_takes_back_what_was_consumed_after_the_checkpoint(ledger):
-    for slot in range(4):
-        ledger.consume([(scored(ledger, slot), 1)], step=slot + 1)
-    ledger.rewind(2)
-    assert [(row.group_id, row.state, row.step) for row in ledger.outstanding()] == [
-        ("2.0", "scored", None),
-        ("3.0", "scored", None),
-    ]
-    assert ledger.payload("3.0") == b"bytes of 3.0"
-    assert ledger.staleness_histogram() == {1: 2}
-    ledger.consume([("2.0", 0), ("3.0", 0)], step=3)
-    assert ledger.counts().consumed == 4
-
-
 def num_files(directory) -> int:
     return len(list((directory / "ledger.db-payloads").iterdir()))
 
@@ -175,50 +161,28 @@ def test_a_file_stays_while_one_of_its_payloads_is_needed_and_gets_no_more_after
     assert ledger.payload("2.0") == b"bytes of 2.0" and num_files(tmp_path) == 1
 
 
-def held(monkeypatch, name: str) -> tuple[threading.Event, threading.Event]:
-    """Hold a method of PayloadFiles up after its work. Events: it has got there, it may go on."""
-    act, is_there, may_go_on = getattr(PayloadFiles, name), threading.Event(), threading.Event()
-
-    def act_and_wait(files, *args):
-        result = act(files, *args)
-        is_there.set()
-        assert may_go_on.wait(TIMEOUT_S)
-        return result
-
-    monkeypatch.setattr(PayloadFiles, name, act_and_wait)
-    return is_there, may_go_on
-
-
-def test_while_payloads_are_written_others_commit(ledger, monkeypatch):
+def test_while_payloads_are_written_others_commit_and_what_has_no_row_yet_is_not_taken_for_forgotten(
+    ledger, monkeypatch
+):
     scored(ledger, 0)
     admit(ledger, 1)
-    is_there, may_go_on = held(monkeypatch, "append")
-    receiving = threading.Thread(target=receive, args=(ledger, "1.0"))
-    receiving.start()
-    assert is_there.wait(TIMEOUT_S)
-    committing = threading.Thread(target=ledger.consume, args=([("0.0", 1)], 1))
-    committing.start()
-    committing.join(TIMEOUT_S)
-    assert not committing.is_alive() and ledger.counts().consumed == 1
-    may_go_on.set()
-    receiving.join(TIMEOUT_S)
-    assert [row.state for row in ledger.outstanding()] == ["received"]
+    sync, is_there, may_go_on = PayloadFiles.sync, threading.Event(), threading.Event()
 
+    def sync_and_wait(files):
+        sync(files)
+        is_there.set()
+        assert may_go_on.wait(TIMEOUT_S)
 
-def test_a_payload_whose_row_is_not_committed_yet_is_not_taken_for_forgotten(ledger, monkeypatch):
-    ledger.consume([(scored(ledger, 0), 1)], step=1)
-    admit(ledger, 1)
-    is_there, may_go_on = held(monkeypatch, "sync")
-    receiving = threading.Thread(target=receive, args=(ledger, "1.0", b"bytes of 1.0"))
-    receiving.start()
-    assert is_there.wait(TIMEOUT_S)
-    forgetting = threading.Thread(target=ledger.forget_payloads, args=(1,))
-    forgetting.start()
-    forgetting.join(0.2)
-    may_go_on.set()
-    for thread in (receiving, forgetting):
-        thread.join(TIMEOUT_S)
-    assert ledger.payload("1.0") == b"bytes of 1.0"
+    monkeypatch.setattr(PayloadFiles, "sync", sync_and_wait)
+    with ThreadPoolExecutor(3) as threads:
+        receiving = threads.submit(receive, ledger, "1.0", b"bytes of 1.0")
+        assert is_there.wait(TIMEOUT_S)
+        threads.submit(ledger.consume, [("0.0", 1)], 1).result(TIMEOUT_S)
+        forgetting = threads.submit(ledger.forget_payloads, 1)
+        wait([forgetting], timeout=0.2)
+        may_go_on.set()
+        assert receiving.result(TIMEOUT_S) and forgetting.result(TIMEOUT_S) is None
+    assert ledger.payload("1.0") == b"bytes of 1.0" and ledger.counts().consumed == 1
 
 
 def test_a_payload_is_durable_before_its_row_is(ledger, monkeypatch):

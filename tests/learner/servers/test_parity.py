@@ -14,9 +14,6 @@ from learner.servers.parity import (
     ParityProbe,
     check_dtype,
     check_identity,
-    coarser,
-    comparison,
-    is_finer,
     score_fresh_server,
 )
 from protocol.errors import ConfigError, DeadlineExceeded, ParityError
@@ -111,18 +108,6 @@ def test_a_bound_that_is_set_holds_for_every_dtype(tmp_path: Path) -> None:
     run = a_run(tmp_path, parity={"max_mean_abs_logprob": 0.01})
     with pytest.raises(ParityError, match=r"the bound is 0\.01"):
         measure(run, Server(BETWEEN, dtype="bfloat16"))
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "bound"),
-    [("float32", "float32", 1e-3), ("float32", "bfloat16", 0.3), ("bfloat16", "float32", 0.3)],
-)
-def test_the_bound_is_that_of_the_coarser_dtype_whichever_side_has_it(
-    tmp_path: Path, ours: str, theirs: str, bound: float
-) -> None:
-    assert comparison(a_run(tmp_path, ours), Server(dtype=theirs).welcome).bound == bound
-    assert is_finer(ours, theirs) == (ours != theirs and ours == "float32")
-    assert coarser(ours, theirs) == ("float32" if bound == 1e-3 else "bfloat16")
 
 
 def test_fresh_tokens_are_held_to_the_bound_of_the_server_that_they_come_from(tmp_path: Path) -> None:
