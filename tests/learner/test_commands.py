@@ -70,15 +70,6 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
             assert (process.returncode, errors) == (0, b""), process.args
 
 
-def test_a_setting_that_does_nothing_is_reported() -> None:
-    done = run_learner("train", RECIPE, "--dry-run", "--learner.reference.kind", "fixed")
-    assert done.returncode == 0 and 'kind = "fixed"' in done.stdout
-    (line,) = done.stderr.splitlines()
-    assert line.endswith(
-        "WARNING these keys have no effect alongside the others: learner.reference.kind = 'fixed' (needs kl.coef above 0)"
-    )
-
-
 def test_a_run_directory_that_belongs_to_another_config(tmp_path: Path) -> None:
     flags = [
         "--run-dir",

@@ -18,7 +18,7 @@ from protocol.errors import ParityError
 from protocol.messages import Completion, Sampling
 from tests.fakes import report
 from tests.learner.model_engine import TINY_LIMITS, VersionedEngine, tiny_server, tiny_servers
-from tests.learner.runs import assert_each_prompt_once, make_run, metrics_of, rows_of
+from tests.learner.runs import assert_each_prompt_once, make_run, metrics_of
 from tests.ports import free_endpoint
 from tests.waiting import TIMEOUT_S
 
@@ -80,30 +80,6 @@ def test_a_run_uses_every_server_that_fits_and_holds_each_to_the_bound_of_its_dt
         assert f"excluded the server at {endpoint}: {reason}" in caplog.text
 
 
-class LosesATensor(VersionedEngine):
-    """From version 3 on: every byte arrives and is acknowledged, one tensor is not loaded."""
-
-    async def set_version(self, version: int) -> None:
-        before = self.model.transformer.wpe.weight.detach().clone()
-        await super().set_version(version)
-        if version >= 3:
-            with torch.no_grad():
-                self.model.transformer.wpe.weight.copy_(before)
-
-
-def test_a_server_with_other_weights_after_a_sync_is_named_before_the_run_trains_on_its_tokens(tmp_path: Path) -> None:
-    with tiny_servers(VersionedEngine(), LosesATensor()) as (one, other):
-        overlap = {"overlap_with_training": True}
-        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=6, max_staleness=1, weight_sync=overlap)
-        expected = rf"of texts of the step is 0\.\d+, the bound is 0\.001.* the server at {other.endpoint} has"
-        with pytest.raises(ParityError, match=expected):
-            train(run, resume=False)
-    parity = [line["parity/abs_logprob"] for line in metrics_of(run) if "parity/abs_logprob" in line]
-    assert parity and max(parity) < 1e-5
-    ((last_trained,),) = rows_of(run, "max(step)", "state = 'consumed'")
-    assert last_trained <= 4  # step 4 may train on tokens of version 2 only
-
-
 def test_a_server_whose_fresh_tokens_are_off_is_named_though_the_mean_of_all_would_pass(tmp_path: Path) -> None:
     with tiny_servers(VersionedEngine(), Coarse("float32", scores_too=False)) as (one, other):
         run = make_run(
@@ -132,13 +108,13 @@ def test_servers_that_die_come_late_or_fail_in_a_sync_cost_nothing_but_their_spe
         mortal.on_version = {2: mortal.release.clear, 3: two.die}  # with the groups of version 2 in it
         survivor.on_version = {4: threading.Thread(target=start).start}
         endpoints = [one.endpoint, two.endpoint, three.endpoint, endpoint_of_late]
-        run = make_run(tmp_path, *endpoints, steps=40, weight_sync={"timeout_s": 20})
+        run = make_run(tmp_path, *endpoints, steps=30, weight_sync={"timeout_s": 20})
         train(run, resume=False)
         assert started.wait(TIMEOUT_S)
-    assert_each_prompt_once(run, 40)
-    assert survivor.versions == list(range(41)) and mortal.versions[-1] == 3
-    assert late.versions[0] >= 4 and late.versions == list(range(late.versions[0], 41)) and late.prompts
-    assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions and clumsy.versions[-1] == 40, "it is back"
+    assert_each_prompt_once(run, 30)
+    assert survivor.versions == list(range(31)) and mortal.versions[-1] == 3
+    assert late.versions[0] >= 4 and late.versions == list(range(late.versions[0], 31)) and late.prompts
+    assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions and clumsy.versions[-1] == 30, "it is back"
     assert f"weight sync of version 3 to {three.endpoint} failed while" in caplog.text
     told = events_of(run.run_dir)
     assert told[0] == "the run started"
@@ -160,15 +136,15 @@ def test_servers_that_leave_the_list_come_to_it_or_shut_down_cost_no_warning(
         listed.write_text(f"# of this test\n{one.endpoint}\n{two.endpoint}  # stays\n{four.endpoint}\n")
         stays.on_version[2] = lambda: listed.write_text(f"{two.endpoint}\n{three.endpoint}\n{four.endpoint}\n")
         ends.on_version[2] = lambda: drained.append(four.told_to_end())
-        run = make_run(tmp_path, DEFAULT_ENDPOINT, steps=40)
+        run = make_run(tmp_path, DEFAULT_ENDPOINT, steps=24)
         run = msgspec.structs.replace(run, endpoints_from=f"file:{listed}")
         train(run, resume=False)
         drained[0].result(TIMEOUT_S)
         status = one.running.server.status()
     assert status["groups_unacked"] == status["groups_running"] == 0 and status["tenancy"]["state"] == "free"
-    assert_each_prompt_once(run, 40)
-    assert stays.versions == list(range(41)) and leaves.versions[-1] < 40 and leaves.prompts
-    assert comes.versions[0] >= 2 and comes.versions[-1] == 40 and comes.prompts
+    assert_each_prompt_once(run, 24)
+    assert stays.versions == list(range(25)) and leaves.versions[-1] < 24 and leaves.prompts
+    assert comes.versions[0] >= 2 and comes.versions[-1] == 24 and comes.prompts
     assert ends.versions[-1] <= 3 and ends.prompts
     for endpoint in (one.endpoint, four.endpoint):
         told = [what.partition(": ")[2] for what in events_of(run.run_dir) if endpoint in what]

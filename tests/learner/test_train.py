@@ -2,7 +2,6 @@
 
 import gc
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,13 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from inference_server.engine.interface import EngineDead
 from learner.config import LearnerRun
-from learner.controller import check_fits
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
-from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import find_checkpoint
 from learner.train import train
-from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError
+from protocol.errors import DataError, DeadlineExceeded, ParityError
 from protocol.messages import Completion, Sampling
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine, VersionedEngine, sample, tiny_server
@@ -244,35 +241,6 @@ def test_only_groups_that_entered_under_the_current_version_are_compared(tmp_pat
         train(run, resume=False)
     assert len(metrics_of(run)) == 2
     assert not any("policy/mismatch_abs_logprob" in line for line in metrics_of(run))
-
-
-@pytest.mark.parametrize(
-    ("learner", "error", "expected"),
-    [
-        ({"environment": {"factory": "guess", "max_turns": 4, "max_episode_tokens": 64}}, None, ""),
-        (
-            {"environment": {"factory": "guess", "max_turns": 4, "max_episode_tokens": 65}},
-            ConfigError,
-            r"= 65 .* max_model_len = 64 of",
-        ),
-        (
-            {"sampling": {"group_size": 2, "max_tokens": 60}},
-            DataError,
-            r"5 tokens.*max_tokens = 60.*64.*server\.max_model_len",
-        ),
-    ],
-)
-def test_what_is_longer_than_the_server_allows_is_refused_with_the_numbers(
-    tmp_path: Path, learner: dict[str, Any], error: type[Exception] | None, expected: str
-) -> None:
-    welcome = SimpleNamespace(max_model_len=64, dtype="float32")
-    server: Any = SimpleNamespace(endpoint="tcp://a:1", welcome=welcome)
-    run_inputs = RunInputs(make_run(tmp_path, server.endpoint, **learner))
-    if error is None:
-        check_fits(run_inputs, server)
-    else:
-        with pytest.raises(error, match=expected):
-            check_fits(run_inputs, server)
 
 
 def test_a_half_written_or_half_deleted_checkpoint_is_not_taken_for_one(tmp_path: Path) -> None:

@@ -78,8 +78,6 @@ class HandServer:
         self.requests: list[Generate] = []
         self.acked: list[str] = []
         self.cancelled: list[str] = []
-        self.num_running = 0
-        """As it counts."""
         self.answer = answer
         self.late_answer = is_silent
         """To what it was asked before, when it is greeted again."""
@@ -103,10 +101,13 @@ class HandServer:
             while True:
                 await asyncio.sleep(0.5)
                 if peer:
-                    await channel.send(peer, Pulse(server_id=self.server_id, policy_version=self.version,
-                                                   groups_running=self.num_running,
-                                                   groups_unacked=0, tokens_generated=0, idle_s=0.0,
-                                                   is_draining=self.is_draining))  # fmt: skip
+                    await channel.send(
+                        peer,
+                        Pulse(
+                            server_id=self.server_id, policy_version=self.version, groups_running=0, groups_unacked=0,
+                            tokens_generated=0, idle_s=0.0, is_draining=self.is_draining,
+                        ),
+                    )  # fmt: skip
 
         beating = asyncio.create_task(pulse())
         try:

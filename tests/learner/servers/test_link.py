@@ -327,27 +327,6 @@ async def test_a_server_that_is_started_again_goes_to_the_run_that_had_it_not_to
                     assert not waits.connected
 
 
-@pytest.mark.usefixtures("hasty")
-@in_loop
-async def test_the_second_process_of_a_run_waits_until_the_first_has_gone() -> None:
-    async with serving(ScriptedEngine(), ServerConfig(orphan_timeout_s=10 * TIMEOUT_S)) as server:
-        wire = Link(int(server.endpoint.rpartition(":")[2]))
-        async with linked(wire) as first:
-            await until(lambda: first.connected)
-            async with link_to(server.endpoint, learner="second") as second:
-                await until(lambda: num_busy_answers(server) >= 20)
-                assert first.connected and first._connection == 1
-                assert not second.connected and second.busy is not None
-                assert "another process of run r has held the server" in second.busy.reason
-                wire.cut()
-                await until(lambda: second.connected)
-                assert first.welcome is not None and second.welcome is not None
-                assert second.welcome.server_id == first.welcome.server_id, "what the run has there is kept"
-                wire.restore()
-                await until(lambda: first.busy is not None)
-                assert second.connected and second._connection == 1
-
-
 @in_loop
 async def test_a_server_that_is_free_soon_is_asked_then_and_any_other_after_a_second() -> None:
     link = ServerLink("tcp://127.0.0.1:1", Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL))
