@@ -108,13 +108,13 @@ def test_servers_that_die_come_late_or_fail_in_a_sync_cost_nothing_but_their_spe
         mortal.on_version = {2: mortal.release.clear, 3: two.die}  # with the groups of version 2 in it
         survivor.on_version = {4: threading.Thread(target=start).start}
         endpoints = [one.endpoint, two.endpoint, three.endpoint, endpoint_of_late]
-        run = make_run(tmp_path, *endpoints, steps=30, weight_sync={"timeout_s": 20})
+        run = make_run(tmp_path, *endpoints, steps=32, weight_sync={"timeout_s": 20})
         train(run, resume=False)
         assert started.wait(TIMEOUT_S)
-    assert_each_prompt_once(run, 30)
-    assert survivor.versions == list(range(31)) and mortal.versions[-1] == 3
-    assert late.versions[0] >= 4 and late.versions == list(range(late.versions[0], 31)) and late.prompts
-    assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions and clumsy.versions[-1] == 30, "it is back"
+    assert_each_prompt_once(run, 32)
+    assert survivor.versions == list(range(33)) and mortal.versions[-1] == 3
+    assert late.versions[0] >= 4 and late.versions == list(range(late.versions[0], 33)) and late.prompts
+    assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions and clumsy.versions[-1] == 32, "it is back"
     assert f"weight sync of version 3 to {three.endpoint} failed while" in caplog.text
     told = events_of(run.run_dir)
     assert told[0] == "the run started"
