@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -140,7 +141,7 @@ class HandServer:
                 self.cancelled += group_ids
         return []
 
-    def __enter__(self) -> "HandServer":
+    def __enter__(self) -> Self:
         self._thread.start()
         assert self._ready.wait(TIMEOUT_S)
         return self

@@ -122,7 +122,8 @@ def test_the_bound_holds_and_nothing_stands_still_whatever_comes_when_and_whatev
             assert (counts.lost, counts.duplicated, counts.consumed) == (0, 0, sum(map(len, play.consumed)))
         while play.version < num_steps:  # a run that goes on always ends
             play.admit()
-            play.step() or play.finish(next(iter(play.running)), "none")
+            if not play.step():
+                play.finish(next(iter(play.running)), "none")
         assert [len(batch) for batch in play.consumed] == [groups_per_step] * num_steps
         slots = [group.slot for batch in play.consumed for group in batch]
         assert slots == sorted(set(slots))

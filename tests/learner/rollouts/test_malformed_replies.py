@@ -23,7 +23,7 @@ class Meddled(HandServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._messages = harmless(without_end(TO_LEARNER, seed=0))
+        self._messages = harmless(without_end([*TO_LEARNER], seed=0))
         self.num_sent = self.num_malformed = 0
 
     async def _send(self, channel: ServerChannel, peer: bytes, answer: Message) -> None:

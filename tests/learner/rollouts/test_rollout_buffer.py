@@ -79,7 +79,7 @@ def a_buffer(tmp_path: Path, **learner: Any) -> Iterator[tuple[RolloutBuffer, Le
 
 def pop(buffer: RolloutBuffer, version: int, on_stale: Any = pytest.fail) -> list[str] | None:
     groups = buffer.pop_batch(version, 0.0, is_connected=True, published=0, on_stale=on_stale)
-    return groups and [group.group_id for group in groups]
+    return None if groups is None else [group.group_id for group in groups]
 
 
 def states(ledger: Ledger) -> dict[str, str]:

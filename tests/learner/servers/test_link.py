@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ class OnALink(NamedTuple):
     server: Serving
 
 
-Test = Callable[..., Awaitable[None]]
+Test = Callable[..., Coroutine[Any, Any, None]]
 
 
 @pytest.fixture

@@ -32,7 +32,8 @@ NEVER_S = 600.0
 class Weights:
     """All of one value."""
 
-    wire_dtype, device, copy_device = torch.float32, torch.device("cpu"), None
+    wire_dtype, device = torch.float32, torch.device("cpu")
+    copy_device: torch.device | None = None
 
     def __init__(self) -> None:
         self.tensor = torch.zeros(10, 100)
