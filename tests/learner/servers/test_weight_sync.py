@@ -155,9 +155,12 @@ def test_a_server_whose_sync_fails_pauses_and_gets_one_of_its_own_while_the_othe
     clumsy.reports_from_version[1] = FAILED
     with syncing(tmp_path, clumsy, other) as (sync, _, fleet):
         one, two = fleet.members
+        server_ids = [member.welcome.server_id for member in fleet.members if member.welcome is not None]
+        fleet.loop.call_soon(fleet.published, 0, server_ids)
+        until(lambda: one.state(0) == "ready")
         assert sync.push(1) is not None and sync.holders(1) == [two]
         assert f"weight sync of version 1 to {one.endpoint} failed while" in caplog.text
-        until(lambda: one.state(None) == "syncing", "it has welcomed the run again")
+        until(lambda: one.state(0) == "syncing", "it has welcomed the run again, and is asked for nothing")
         assert sync.joiners() == []
         sync._failures[one] = (1, 0.0)  # the pause is over
         assert sync.joiners() == [one]
