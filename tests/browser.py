@@ -1,7 +1,6 @@
 """Chromium without a window, told over its debugging protocol what to open, and asked what it shows."""
 
 import asyncio
-import base64
 import itertools
 import json
 import os
@@ -77,10 +76,6 @@ class Page:
         """`kind`: Moved, Pressed or Released. The left button is the one that is held between the last two."""
         button = "none" if kind == "Moved" else "left"
         await self.tell("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button=button, clickCount=clicks)
-
-    async def screenshot(self, path: Path) -> None:
-        said = await self.tell("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(said["data"]))
 
 
 @asynccontextmanager

@@ -1,8 +1,6 @@
 """How the tests share a machine.
 
-One compute thread for every process of a test: the models are tiny, and threads that spin fight for the cores. And long files
-first, for several run beside each other, and whoever ends on a long one leaves the other cores idle: those that start vLLM, then
-LONG, then those of the whole system, which lie at the top.
+One compute thread for every process of a test: the models are tiny, and threads that spin fight for the cores.
 """
 
 import os
@@ -24,11 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
 
 
-LONG = {
-    "test_exact_resume.py", "test_ranks.py", "test_sharded_training.py", "test_push_faults.py", "test_alongside.py",
-    "test_several_servers.py", "test_full_disk.py", "test_train.py", "test_agents.py",
-}  # fmt: skip
-"""Five minutes and more of one worker each."""
+pytest_plugins = ("tests.tiers", "tests.durations")
 INSTALL_TIMEOUT_S = 1200
 OPEN = pytest.StashKey[ExitStack]()
 
@@ -53,11 +47,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Not the user's; read when `datasets` is imported, which no test does before it begins."""
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    of_the_system = {item.path for item in items if item.get_closest_marker("system")}
-    items.sort(key=lambda item: (item.path not in of_the_system, item.path.name not in LONG, len(item.path.parts)))
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ import torch
 import inference_server.server
 import learner.servers.link
 import learner.servers.sync_session
-import learner.servers.weight_transfer
 import protocol.transports.gloo
 import protocol.transports.tcp
 from inference_server.config import ServerConfig
@@ -35,10 +34,9 @@ from learner.rollouts.rollout_group import RolloutGroup
 from learner.rollouts.rollouts import Rollouts
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
-from learner.servers.sync_session import SyncSession, SyncSessions
 from learner.servers.weight_sync import WeightSync
 from protocol.errors import PushError, SlipstreamError
-from protocol.messages import PROTOCOL_VERSION, Hello, Manifest, ModelFingerprint, Sampling, new_learner_id
+from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling, new_learner_id
 from protocol.weights.buckets import make_manifest
 from tests.fakes import ScriptedEngine, report, serving
 from tests.fingerprint import MODEL
@@ -52,9 +50,6 @@ PAUSE_TIMEOUT_S = 4.0
 NUM_TENSORS = 6
 TENSOR_BYTES = 2 << 20
 """More in all than the kernel buffers between two processes, so that a sender cannot be done before its receiver."""
-
-SESSION = "session with server "
-"""How the learner's log names each session that it begins."""
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -221,18 +216,10 @@ class ScriptedWeights:
         return self._weights(self.version)
 
 
-class LoggedSessions(SyncSessions):
-    def begin(self, manifest: Manifest) -> SyncSession:
-        session = super().begin(manifest)
-        logging.info("%s%s", SESSION, session.server_id)
-        return session
-
-
 def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
     """The learner's process: answers a version with what became of its push, and `take` with two groups' completions."""
     _begin(log)
     learner.servers.link.DEAD_AFTER_S, learner.servers.link.HELLO_INTERVAL_S = setup.dead_after_s, DEAD_AFTER_S / 10
-    learner.servers.weight_transfer.SyncSessions = LoggedSessions  # type: ignore[misc]
     learner.servers.sync_session.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
         tensors, dtype, setup.bucket_bytes, wire
     )

@@ -18,7 +18,6 @@ PUSH_TIMEOUT_S = 1.5
 HANG = 0
 HANG_S = 1.5 * PUSH_TIMEOUT_S
 """Past the deadline of one attempt, but not of the next."""
-FOREVER_S = 3600.0
 
 
 class Trap(msgspec.Struct, frozen=True):
@@ -27,9 +26,8 @@ class Trap(msgspec.Struct, frozen=True):
     point: str
     pid: int
     signal: int
-    """HANG: only what has come to the point stands still, and that for hang_s."""
+    """HANG: only what has come to the point stands still, and that for HANG_S."""
     nth: int = 1
-    hang_s: float = HANG_S
 
 
 class _Traps:
@@ -50,7 +48,7 @@ class _Traps:
             return 0.0
         self._trap = None
         os.kill(trap.pid, trap.signal)
-        return trap.hang_s if trap.signal == HANG else 0.0
+        return HANG_S if trap.signal == HANG else 0.0
 
 
 TRAPS = _Traps()

@@ -1,31 +1,86 @@
-"""Servers that come, die and are drained under a run of two ranks; test_coming_and_going_vllm.py: with real vLLM."""
+"""A run of two ranks whose servers change under it: a third one comes, the first dies, the second is told to end.
 
+    servers.txt ─▶ learner, two ranks over gloo ─▶ timeline.jsonl, ledger.db, report.html
+
+Each turn waits for the timeline to tell the one before, never for a clock.
+"""
+
+import time
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from tests.coming_and_going import (
-    assert_every_prompt_was_consumed_once,
-    assert_the_story_is_told,
-    run_while_servers_change,
-)
+import learner.servers.fleet
+from learner.report.records import read_events
+from protocol.config import DEFAULT_ENDPOINT, to_toml
+from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.model_engine import tiny_server
-from tests.learner.runs import make_run, metrics_of
+from tests.learner.ranks import Place, places_of
+from tests.learner.runs import GROUPS_PER_STEP, make_run, metrics_of, rows_of
 
-NUM_STEPS = 32
+pytestmark = pytest.mark.system
+
+NUM_STEPS, NUM_PROMPTS = 48, 8
+REREAD_EVERY_S = 0.2
+"""In place of the fleet's 5 s."""
+TIMEOUT_S = 120.0
 
 
-def test_two_ranks_end_complete_while_one_server_joins_one_dies_and_one_is_drained(tmp_path: Path) -> None:
+def enter_and_reread_often(place: Place) -> None:
+    place.enter()
+    learner.servers.fleet.REREAD_EVERY_S = REREAD_EVERY_S
+
+
+def wait_until_told(timeline: Path, what: str, log: Path) -> None:
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while what not in [event.what for event in read_events(timeline)]:
+        assert time.monotonic() < give_up_at, f"not told: {what}\n{log.read_text()}"
+        time.sleep(0.05)
+
+
+def test_two_ranks_end_complete_while_one_server_joins_one_dies_and_one_is_told_to_end(tmp_path: Path) -> None:
+    listed, config, log = tmp_path / "servers.txt", tmp_path / "run.toml", tmp_path / "run.log"
+    log.touch()
+    run = make_run(tmp_path, steps=NUM_STEPS, checkpoint={"every_steps": NUM_STEPS})
+    run = msgspec.structs.replace(run, endpoint=DEFAULT_ENDPOINT, endpoints=(), endpoints_from=f"file:{listed}")
+    config.write_text(to_toml(run))
+    told = partial(wait_until_told, Path(run.run_dir) / "timeline.jsonl", log=log)
     with tiny_server() as first, tiny_server() as second, tiny_server() as third:
-        endpoints = [first.endpoint, second.endpoint, third.endpoint]
-        run = make_run(tmp_path, *endpoints, steps=NUM_STEPS, checkpoint={"every_steps": NUM_STEPS})
-        log = run_while_servers_change(tmp_path, run, endpoints, first.die)
+        one, two, three = (f"the server at {server.endpoint}" for server in (first, second, third))
+        listed.write_text(f"{first.endpoint}\n{second.endpoint}\n")
+        ranks = [
+            start_learner(("train", str(config)), log, log, partial(enter_and_reread_often, place))
+            for place in places_of(2)
+        ]
+        try:
+            told(f"{one}: syncing → ready")
+            told(f"{two}: syncing → ready")
+            listed.write_text(f"{first.endpoint}\n{second.endpoint}\n{third.endpoint}\n")
+            told(f"{three}: syncing → ready")
+            first.die()
+            told(f"{one}: ready → joining")
+            second.told_to_end().result(TIMEOUT_S)
+            assert [end_of(rank, log, TIMEOUT_S) for rank in ranks] == [0, 0], log.read_text()
+        finally:
+            for rank in ranks:
+                rank.kill()
         assert all(server.engine.prompts for server in (first, second, third))
-    assert_every_prompt_was_consumed_once(run)
-    assert_the_story_is_told(run, endpoints)
-    for endpoint in endpoints:
-        assert f"parity of the server at {endpoint}: mean |Δ logprob| = " in log
+    groups = rows_of(run, "epoch, prompt_id, state")
+    wanted = [divmod(index, NUM_PROMPTS) for index in range(NUM_STEPS * GROUPS_PER_STEP)]
+    assert sorted(groups) == [(epoch, prompt, "consumed") for epoch, prompt in wanted], "no attempt was spent"
+    for server in (one, two, three):
+        assert f"parity of {server}: mean |Δ logprob| = " in log.read_text()
     last = metrics_of(run)[-1]
     assert last["step"] == NUM_STEPS and last["servers/ready"] == 1
     parity = [line["parity/abs_logprob"] for line in metrics_of(run) if "parity/abs_logprob" in line]
     assert parity and parity[-1] == pytest.approx(0, abs=1e-3)
+    story = [
+        "the run started", f"{three}: joining → syncing", f"{three}: syncing → ready", f"{one}: ready → joining",
+        f"{two}: ready → draining", f"{two}: draining → gone",
+    ]  # fmt: skip
+    page, place = (Path(run.run_dir) / "report.html").read_text().partition("<h2>Events</h2>")[2], 0
+    for what in story:
+        place = page.find(f"<td>{what}</td>", place)
+        assert place >= 0, f"{what}: not in its place in {page}"

@@ -1,41 +1,27 @@
 """A whole run at an IPv6 address, with keys: messages, and pushes over gloo."""
 
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+import msgspec
 
-from learner.rollouts.ledger import Ledger
-from protocol.channel.keys import make_keys
-from tests.learner.forked_learner import ROOT, end_of, start_learner
+from learner.train import train
+from protocol.channel.keys import make_keys, server_keys
+from protocol.model_files import fingerprint, resolve_model
+from tests.fakes import ServerThread
+from tests.learner.model_engine import ModelEngine
+from tests.learner.runs import GROUPS_PER_STEP, make_run, metrics_of, rows_of
 
-NUM_STEPS, GROUPS_PER_STEP = 3, 2
-SMALL = [
-    "--learner.steps", str(NUM_STEPS), "--learner.groups-per-step", str(GROUPS_PER_STEP),
-    "--learner.sampling.group-size", "4", "--learner.sampling.max-tokens", "5", "--learner.data.num-digits", "4",
-    "--learner.data.num-prompts", "16", "--learner.report.dashboard-port", "0", "--learner.report.trackers",
-    "--learner.cpu-cores", "None",
-]  # fmt: skip
+NUM_STEPS = 3
 
 
-@pytest.mark.slow
 def test_a_run_with_keys_at_an_ipv6_address_is_complete(tmp_path: Path) -> None:
+    keys, model = str(tmp_path / "keys"), resolve_model("tiny:digits")
     make_keys(tmp_path / "keys")
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
-        endpoint = f"tcp://[::1]:{probe.getsockname()[1]}"
-    log, run_dir = tmp_path / "learner.log", tmp_path / "run"
-    shared = ["--endpoint", endpoint, "--keys", str(tmp_path / "keys"), "--run-dir", str(run_dir)]
-    with (tmp_path / "server.log").open("w") as server_log:
-        command = [sys.executable, "-m", "tests.model_server", endpoint, str(tmp_path / "keys")]
-        server = subprocess.Popen(command, cwd=ROOT, stdout=server_log, stderr=server_log)
-    try:
-        learner = start_learner(("train", "deploy/recipes/reverse.toml", *shared, *SMALL), log, log)
-        assert end_of(learner, log) == 0, f"{log.read_text()}\nserver:\n{(tmp_path / 'server.log').read_text()}"
-    finally:
-        server.kill()
-        server.wait()
-    counts = Ledger(run_dir / "ledger.db", read_only=True).counts()
-    assert (counts.lost, counts.duplicated, counts.consumed) == (0, 0, NUM_STEPS * GROUPS_PER_STEP)
-    assert (run_dir / "metrics.jsonl").read_text().count("weight_sync/bytes") == NUM_STEPS
+    options = {"model": fingerprint(model), "endpoint": "tcp://[::1]:*", "keys": server_keys(keys)}
+    with ServerThread(ModelEngine(model), **options) as server:
+        assert server.endpoint.startswith("tcp://[::1]:")
+        run = msgspec.structs.replace(make_run(tmp_path, server.endpoint, steps=NUM_STEPS), keys=keys)
+        train(run, resume=False)
+    assert rows_of(run, "DISTINCT state") == [("consumed",)]
+    assert len(rows_of(run, "slot")) == NUM_STEPS * GROUPS_PER_STEP
+    assert all(line["weight_sync/bytes"] > 0 for line in metrics_of(run))

@@ -13,10 +13,12 @@ import pytest
 
 from tests.peer import Pair, Peer
 from tests.ports import free_port
-from tests.push_peers import DEAD_AFTER_S, NUM_TENSORS, SESSION
-from tests.push_traps import FOREVER_S, HANG, PUSH_TIMEOUT_S, Trap
+from tests.push_peers import DEAD_AFTER_S, NUM_TENSORS
+from tests.push_traps import HANG, PUSH_TIMEOUT_S, Trap
 
-NOTICE_S = 2 * PUSH_TIMEOUT_S + DEAD_AFTER_S + 4.0
+pytestmark = pytest.mark.system
+
+NOTICE_S = 2 * PUSH_TIMEOUT_S + DEAD_AFTER_S + 30.0
 """The join and a broadcast may each take their deadline; the rest is for a machine that has other work."""
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -30,6 +32,7 @@ VOCAB_SIZE = 32
 
 State = tuple[str, str, int]
 """Where the trap stands, its point, and how often that must be reached."""
+Fault = tuple[dict[str, Any], int]
 
 BEFORE_READY: State = ("server", "pausing", 1)
 BEFORE_JOIN: State = ("server", "joining", 1)
@@ -37,6 +40,15 @@ AFTER_MEETING: State = ("server", "forming", 1)
 SENDING: State = ("learner", "broadcast", MID_BUCKET)
 RECEIVING: State = ("server", "broadcast", MID_BUCKET)
 BEFORE_DONE: State = ("server", "labelling", 1)
+
+IN_THE_TRANSFER: list[Fault] = [(PLAIN, KILL), (OVERLAP, STOP), (DELTA, KILL), (OVER_TCP, STOP)]
+BEFORE_AND_AFTER: list[Fault] = [(PLAIN, KILL), (OVERLAP, STOP)]
+"""What travels is the same in all states but those of the transfer, and only those of meeting are tcp's own."""
+MEETING: list[Fault] = [(PLAIN, STOP), (OVER_TCP, KILL)]
+FAULTS = {
+    BEFORE_READY: BEFORE_AND_AFTER, BEFORE_JOIN: MEETING, AFTER_MEETING: MEETING, SENDING: IN_THE_TRANSFER,
+    RECEIVING: IN_THE_TRANSFER, BEFORE_DONE: BEFORE_AND_AFTER,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -56,10 +68,6 @@ def start_pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
         pair.kill()
 
 
-def name_of(value: State | dict[str, Any]) -> str:
-    return "-".join(value[:2]) if isinstance(value, tuple) else "+".join(value) or "plain"  # type: ignore[arg-type]
-
-
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not condition():
@@ -67,28 +75,8 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def faults_in(state: State) -> list[tuple[dict[str, Any], int]]:
-    """Modes and signals. What travels is the same in all states but those of the transfer, and over tcp those of meeting are its own."""
-    modes = [PLAIN, OVERLAP]
-    modes += [DELTA] if state in (SENDING, RECEIVING) else []
-    modes += [OVER_TCP] if state not in (BEFORE_READY, BEFORE_DONE) else []
-    return list(itertools.product(modes, (KILL, STOP)))
-
-
-def half_in(state: State) -> list[tuple[dict[str, Any], int]]:
-    """Every mode and both signals, each mode with one of them."""
-    return [fault for number, fault in enumerate(faults_in(state)) if number % 4 in (0, 3)]
-
-
-Faults = Callable[[State], list[tuple[dict[str, Any], int]]]
-few_or_all = pytest.mark.parametrize(
-    "faults", [pytest.param(half_in, id="half"), pytest.param(faults_in, id="all", marks=pytest.mark.slow)]
-)
-
-
-def late(*states: State) -> list[Any]:
-    """Mark the states that not every commit tries."""
-    return [pytest.param(state, marks=pytest.mark.slow) for state in states]
+def in_states(*states: State) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("state", states, ids=["-".join(state[:2]) for state in states])
 
 
 def at_once(check: Callable[..., None], cells: Sequence[tuple[Any, ...]]) -> None:
@@ -141,42 +129,19 @@ def assert_only_torn_weights_wait(server: Peer) -> bool:
     return is_torn
 
 
-def sessions(log: str) -> list[str | None]:
-    """Return the server of each session; None for one begun after a failure on a connection from before it.
-
-    On a loaded machine, attempts also fail at their deadlines. Those had a server that had just welcomed the learner.
-    """
-    begun: list[str | None] = []
-    is_welcome = False
-    for line in log.splitlines():
-        if line.startswith("connected to "):
-            is_welcome = True
-        elif re.search(r"^weight sync of version \d+ failed while ", line):
-            is_welcome = False
-        elif line.startswith(SESSION):
-            begun.append(line.removeprefix(SESSION) if is_welcome else None)
-    return begun
-
-
-@few_or_all
-@pytest.mark.parametrize("state", [BEFORE_READY, SENDING, *late(BEFORE_JOIN, AFTER_MEETING, BEFORE_DONE)], ids=name_of)
-def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: State, faults: Faults) -> None:
+@in_states(BEFORE_READY, BEFORE_JOIN, AFTER_MEETING, SENDING, BEFORE_DONE)
+def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: State) -> None:
     def check(mode: dict[str, Any], signal_number: int) -> None:
         pair = start_at_version_0(start_pair, mode, state)
         set_trap(pair, state, pair.learner, signal_number)
         pair.learner.send(1)
         pair.learner.wait_until_struck(signal_number)
         # With overlap everything has arrived when the server pauses.
-        is_lost = state != BEFORE_DONE and (state, mode) != (BEFORE_READY, OVERLAP)
-        if is_lost:
+        if state != BEFORE_DONE and (state, mode) != (BEFORE_READY, OVERLAP):
             said = pair.server.wait_for_log("weight sync of version 1 in session", NOTICE_S)
             assert re.search(r"in session \w{8} failed while receiving: worker 0 failed while receiving: ", said)
-            assert "bucket" in said or state in (BEFORE_JOIN, AFTER_MEETING)
-            assert (
-                "learner.weight_sync.timeout_s" in said
-                or state in (BEFORE_JOIN, AFTER_MEETING)
-                or signal_number == KILL
-            )
+            if state not in (BEFORE_JOIN, AFTER_MEETING):
+                assert "bucket" in said and (signal_number == KILL or "learner.weight_sync.timeout_s" in said)
         may_be_torn = state == SENDING and mode != OVERLAP
         is_torn = assert_only_torn_weights_wait(pair.server)
         # What a killed learner had in the kernel's buffers is lost: the first bucket may not have come.
@@ -189,14 +154,11 @@ def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: S
         assert_whole(pair, 1, digest)
         assert_whole(pair, 2, pair.learner.ask(2))
 
-    at_once(check, faults(state))
+    at_once(check, FAULTS[state])
 
 
-@few_or_all
-@pytest.mark.parametrize(
-    "state", [RECEIVING, BEFORE_DONE, *late(BEFORE_READY, BEFORE_JOIN, AFTER_MEETING)], ids=name_of
-)
-def test_a_learner_survives_its_server(start_pair: Callable[..., Pair], state: State, faults: Faults) -> None:
+@in_states(BEFORE_READY, BEFORE_JOIN, AFTER_MEETING, RECEIVING, BEFORE_DONE)
+def test_a_learner_survives_its_server(start_pair: Callable[..., Pair], state: State) -> None:
     def check(mode: dict[str, Any], signal_number: int) -> None:
         pair = start_at_version_0(start_pair, mode, state)
         set_trap(pair, state, pair.server, signal_number)
@@ -208,16 +170,10 @@ def test_a_learner_survives_its_server(start_pair: Callable[..., Pair], state: S
             pair.start_server()
         else:
             pair.server.go_on()
-        digest = pair.learner.receive()
-        if state == RECEIVING and signal_number == KILL:
-            begun = sessions(pair.learner.own_log)
-            assert len(begun) > 1 and None not in begun, (
-                f"an attempt was made on a connection that was gone:\n{pair.learner.own_log}"
-            )
-        assert_whole(pair, 1, digest)
+        assert_whole(pair, 1, pair.learner.receive())
         assert_whole(pair, 2, pair.learner.ask(2))
 
-    at_once(check, faults(state))
+    at_once(check, FAULTS[state])
 
 
 HANGS = {
@@ -243,77 +199,38 @@ def test_a_server_that_hangs_is_given_up_with_words_that_help(start_pair: Callab
     at_once(check, [(state,) for state in HANGS])
 
 
-def test_a_learner_goes_on_with_the_next_engine_when_a_call_into_the_first_never_ends(
-    start_pair: Callable[..., Pair],
-) -> None:
-    def check(state: State, mode: dict[str, Any]) -> None:
-        pair = start_at_version_0(start_pair, mode, state)
-        _, point, nth = state
-        pair.server.send(Trap(point, pair.server.pid, HANG, nth, FOREVER_S))
-        pair.learner.send(1)
-        digest = pair.learner.receive()
-        assert isinstance(digest, str), digest
-        assert pair.server.ask("status")["engine_restarts"] == 1
-        first, *others = sessions(pair.learner.own_log)
-        assert others and first not in others, (
-            f"an attempt was made on an engine that could only hang:\n{pair.learner.own_log}"
-        )
-        assert_whole(pair, 1, digest)
-        assert_whole(pair, 2, pair.learner.ask(2))
-
-    at_once(check, list(itertools.product([BEFORE_READY, BEFORE_JOIN, BEFORE_DONE], [PLAIN, OVERLAP])))
-
-
-NUM_FAILURES = 20
-"""Mostly in the middle of the transfer, which is noticed at once; every tenth in another state."""
-PLAIN_AND_OVERLAP = [
-    pytest.param(PLAIN, marks=pytest.mark.slow, id="plain"),
-    pytest.param(OVERLAP, marks=pytest.mark.slow, id="overlap"),
-]
-
-
+NUM_FAILURES = 10
 FEW = 5
 """A worker thread or a timer of its own may come or go at any moment; a leak is at least one for each failure."""
 
 
-def assert_settled(peer: Peer, before: dict[str, int]) -> None:
-    """What was given up may take a moment to end in its thread."""
-    give_up_at = time.monotonic() + NOTICE_S
-    while any((now := peer.resources())[name] > number + FEW for name, number in before.items()):
-        assert time.monotonic() < give_up_at, f"it began with {before} and ended with {now}"
-        time.sleep(0.05)
+def test_a_side_is_as_it_was_after_the_other_has_died_many_times(start_pair: Callable[..., Pair]) -> None:
+    """In the middle of the transfer, which is noticed at once."""
+
+    def check(survivor: str) -> None:
+        pair = start_pair(OVERLAP)
+        pair.learner.ask(0)
+        before = getattr(pair, survivor).resources()
+        for version in range(1, NUM_FAILURES + 1):
+            if survivor == "server":
+                set_trap(pair, SENDING, pair.learner, KILL)
+                pair.learner.send(version)
+                pair.learner.wait_until_struck(KILL)
+                pair.learner.kill()
+                pair.start_learner()
+            else:
+                set_trap(pair, RECEIVING, pair.server, KILL)
+                pair.learner.send(version)
+                pair.server.wait_until_struck(KILL)
+                pair.server.kill()
+                pair.start_server()
+                assert_whole(pair, version, pair.learner.receive())
+        last = NUM_FAILURES + 1
+        assert_whole(pair, last, pair.learner.ask(last))
+        until(lambda: is_settled(getattr(pair, survivor).resources(), before))  # what was given up ends in its thread
+
+    at_once(check, [("server",), ("learner",)])
 
 
-@pytest.mark.timeout(900)  # so many processes start one after the other, each beside the other tests
-@pytest.mark.parametrize("mode", PLAIN_AND_OVERLAP)
-def test_a_server_is_as_it_was_after_many_learners_died(start_pair: Callable[..., Pair], mode: dict[str, Any]) -> None:
-    pair = start_pair(mode)
-    pair.learner.ask(0)
-    before = pair.server.resources()
-    states = [*[SENDING] * 9, BEFORE_READY, *[SENDING] * 9, AFTER_MEETING]
-    for version in range(1, NUM_FAILURES + 1):
-        pair.learner.kill()
-        learner = pair.start_learner()
-        set_trap(pair, states[version % len(states)], learner, KILL)
-        learner.send(version)
-        learner.wait_until_struck(KILL)
-    pair.learner.kill()
-    assert_whole(pair, NUM_FAILURES + 1, pair.start_learner().ask(NUM_FAILURES + 1))
-    assert_settled(pair.server, before)
-
-
-@pytest.mark.timeout(900)  # so many processes start one after the other, each beside the other tests
-@pytest.mark.parametrize("mode", PLAIN_AND_OVERLAP)
-def test_a_learner_is_as_it_was_after_many_servers_died(start_pair: Callable[..., Pair], mode: dict[str, Any]) -> None:
-    pair = start_pair(mode)
-    pair.learner.ask(0)
-    before = pair.learner.resources()
-    states = [*[RECEIVING] * 9, BEFORE_JOIN]
-    for version in range(1, NUM_FAILURES + 1):
-        set_trap(pair, states[version % len(states)], pair.server, KILL)
-        pair.learner.send(version)
-        pair.server.wait_until_struck(KILL)
-        pair.server.kill()
-        pair.start_server()
-        assert_whole(pair, version, pair.learner.receive())
-    assert_settled(pair.learner, before)
+def is_settled(now: dict[str, int], before: dict[str, int]) -> bool:
+    return all(now[name] <= number + FEW for name, number in before.items())

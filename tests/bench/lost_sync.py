@@ -55,9 +55,7 @@ def run(directory: Path, num_steps: int, *, lost: int | None) -> dict[str, Any]:
     directory.mkdir(parents=True)
     os.environ[LOST_VERSION] = str(NEVER if lost is None else lost)
     flags = ["--dtype", "bfloat16", "--server.max-model-len", "256", "--server.cpu-cores", "0"]
-    server = RealServer(
-        directory, *flags, model=Path("smollm2:135m-instruct"), program="tests.inference_server.losing_server"
-    )
+    server = RealServer(directory, *flags, model=Path("smollm2:135m-instruct"), program="tests.bench.losing_server")
     try:
         server.wait_for("ready after")
         words = [word for key, value in FLAGS.items() for word in (f"--{key}", value)]

@@ -4,6 +4,8 @@ import pytest
 
 from tests.bench.clients import Window, compare, parse_options
 
+pytestmark = pytest.mark.system
+
 
 def test_the_share_is_the_median_of_the_repetitions_and_the_answer_the_slowest_of_all() -> None:
     alone = [Window(100.0, 10.0, []), Window(200.0, 10.0, []), Window(50.0, 10.0, [])]

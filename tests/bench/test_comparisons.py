@@ -28,6 +28,8 @@ from tests.bench.trl_side import HeldOut, TrlRun, trl_job
 from tests.bench.workload import WORKLOADS, Workload, write_model, write_prompts
 from tests.bench.workload_run import Run, config_of
 
+pytestmark = pytest.mark.system
+
 
 def steps_of(
     durations: list[float], *, rewards: list[float] | None = None, lag: float = 0.0, wait_s: float = 0.0, length: float = 10.0

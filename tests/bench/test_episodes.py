@@ -9,6 +9,8 @@ from learner.environments.contract import load_environment
 from tests.bench.episodes import SIDES, config_of
 from tests.bench.slow_tool import SECONDS
 
+pytestmark = pytest.mark.system
+
 
 @pytest.mark.parametrize(("side", "seconds"), [("slow", SECONDS), ("quick", 0.0)])
 def test_a_side_takes_the_time_that_it_is_named_after(tmp_path: Path, side: str, seconds: float) -> None:

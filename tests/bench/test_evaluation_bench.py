@@ -14,6 +14,8 @@ from learner.policy.model import load_policy
 from protocol.model_files import resolve_model
 from tests.bench.evaluation import NUM_PROBLEMS, _Answers, config_of, cost_of, gaps_of
 
+pytestmark = pytest.mark.system
+
 
 def made(step: int, ended_at: float, seconds: float) -> Evaluation:
     known: dict[str, Any] = dict.fromkeys(("reward", "majority", "reward_finished", "versions"))

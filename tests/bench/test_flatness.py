@@ -5,6 +5,8 @@ import pytest
 
 from tests.bench.flatness import Flatness, flatness, theil_sen
 
+pytestmark = pytest.mark.system
+
 SECONDS = np.arange(600.0)
 
 

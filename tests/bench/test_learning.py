@@ -22,6 +22,8 @@ from tests.bench.sampler import StaleSampler, exact_match, sample
 from tests.bench.summary import as_text, summarize
 from tests.bench.trial import Point, Trial, held_out_prompts
 
+pytestmark = pytest.mark.system
+
 
 def trial_of(cell: Cell, *exact: float) -> Trial:
     curve = [Point(step=25 * i, exact_match=value, sampled_exact_match=value / 2) for i, value in enumerate(exact)]

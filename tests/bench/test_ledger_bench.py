@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.bench.ledger import CHECKPOINT_EVERY_STEPS, measure
+
+pytestmark = pytest.mark.system
 
 
 def test_a_short_run_is_measured_and_its_books_are_right(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from tests.bench.long_resume import long_run, make_long, resume_s
 from tests.learner.model_engine import tiny_server
 from tests.learner.runs import metrics_of, rows_of
 
+pytestmark = pytest.mark.system
+
 
 @pytest.mark.slow
 def test_a_directory_that_was_made_long_is_resumed_at_its_end(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from tests.bench.push import as_text, headlines, parse_options
 from tests.bench.push_engine import cost, medians
 from tests.bench.push_peer import Order, Peer
 
+pytestmark = pytest.mark.system
+
 CPU = torch.device("cpu")
 BUCKET_BYTES = 8 << 20
 

@@ -13,6 +13,8 @@ from tests.bench import server_channel, server_generation
 from tests.bench.bare_vllm import Generated, Order
 from tests.bench.server import headlines, parse_options
 
+pytestmark = pytest.mark.system
+
 CASE = server_generation.CASES[0]
 
 

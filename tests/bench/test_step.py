@@ -11,6 +11,8 @@ from tests.bench import step
 from tests.bench.live_memory import LiveBytes
 from tests.bench.step_model import SMALL, apart, load_trainer, make_model, make_rows
 
+pytestmark = pytest.mark.system
+
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 
 

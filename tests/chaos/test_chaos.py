@@ -21,6 +21,8 @@ from tests.chaos.struck import Struck, notice_s
 from tests.chaos.traps import Event, Traps, set_trap
 from tests.learner.ledgers import receive
 
+pytestmark = pytest.mark.system
+
 NUM_STEPS, GROUPS_PER_STEP, NUM_PROMPTS, SEED = 5, 2, 4, 3
 
 

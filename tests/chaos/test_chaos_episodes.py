@@ -11,6 +11,8 @@ from tests.chaos.episodes import ENDED, Groups, audit_episodes, ends_of
 from tests.chaos.schedule import Player
 from tests.chaos.traps import Event
 
+pytestmark = pytest.mark.system
+
 STRUCK, OTHER = 71, 72
 """Process ids."""
 

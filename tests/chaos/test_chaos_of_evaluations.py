@@ -26,6 +26,8 @@ from tests.chaos.run import make_config
 from tests.chaos.schedule import OF_EVALUATIONS, schedule
 from tests.learner.ledgers import receive
 
+pytestmark = pytest.mark.system
+
 NUM_STEPS = 5
 DUE = (0, 2, 4, 5)
 SIZES = {"few": 5, "many": 8}

@@ -11,6 +11,8 @@ from tests.chaos.schedule import STATES, schedule
 from tests.chaos.stops import Stop, stops
 from tests.chaos.traps import Event, Traps
 
+pytestmark = pytest.mark.system
+
 
 def test_on_several_servers_each_is_struck_and_the_list_changes() -> None:
     faults = [fault for leg in schedule(0, 130, "fake", 3) for fault in leg.faults]

@@ -22,6 +22,8 @@ from tests.chaos.schedule import schedule
 from tests.chaos.versions import audit_versions
 from tests.learner.model_engine import sample
 
+pytestmark = pytest.mark.system
+
 LEG = msgspec.structs.replace(schedule(0, 1, "fake")[0], seed=0)
 
 

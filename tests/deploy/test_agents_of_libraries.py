@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Completion
-from tests.learner.environments.chat_tokenizer import END, call, chat_tokenizer
-from tests.learner.environments.play import completion
+from tests.deploy.agents import AGENTS, says
+from tests.learner.environments.chat_tokenizer import call
 from tests.learner.gateway.asking import played_by_agent
 from tests.ports import free_port
-from tests.test_layering import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-AGENTS = ROOT / "deploy" / "agents"
 START_TIMEOUT_S = 120
 TASKSET = """
 import verifiers.v1 as vf
@@ -101,23 +98,13 @@ def openenv_server(python: str, directory: Path, kind: str) -> Iterator[str]:
     port, give_up_at = free_port(), time.monotonic() + START_TIMEOUT_S
     with subprocess.Popen([python, str(directory / "server.py"), kind, str(port)]) as server:
         try:
-            while not is_listening(port):
-                assert server.poll() is None and time.monotonic() < give_up_at, (
-                    "the environment's server does not start"
-                )
-                time.sleep(0.1)
+            with socket.socket() as probe:
+                while probe.connect_ex(("127.0.0.1", port)):
+                    assert server.poll() is None and time.monotonic() < give_up_at, "the server does not start"
+                    time.sleep(0.1)
             yield f"http://127.0.0.1:{port}"
         finally:
             server.kill()
-
-
-def is_listening(port: int) -> bool:
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
-
-
-def says(*turns: str) -> Callable[[Any], Completion]:
-    return lambda asked: completion(chat_tokenizer().encode(turns[asked.number] + END, add_special_tokens=False), 4)
 
 
 def rows_of(python: str, *command: str) -> list[dict[str, Any]]:
@@ -132,13 +119,8 @@ def test_a_task_of_reasoning_gym_is_answered_and_scored(interpreter: Callable[..
     for row in rows[2:4]:
         entry = row["entry"]
         for said, is_right in ((entry["answer"], True), ("nothing", False)):
-            group = played_by_agent(
-                {"entry": entry},
-                row["prompt"],
-                says(f"Well. <answer>{said}</answer>"),
-                agent=f"{script}:run",
-                python=python,
-            )
+            answer = says(f"Well. <answer>{said}</answer>")
+            group = played_by_agent({"entry": entry}, row["prompt"], answer, agent=f"{script}:run", python=python)
             for episode in group.episodes:
                 assert episode.reward is not None and (episode.reward == 1.0) == is_right
 
@@ -158,13 +140,8 @@ def test_an_environment_of_skyrl_gym_is_played_turn_by_turn(interpreter: Callabl
 
 def test_a_taskset_of_verifiers_is_played_by_its_own_loop(interpreter: Callable[..., str]) -> None:
     python, script = interpreter("verifiers", "uv"), AGENTS / "verifiers_tasksets.py"
-    packages = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    Path(packages.stdout.strip(), "sayings.py").write_text(TASKSET)
+    (packages,) = Path(python).parent.parent.glob("lib/python*/site-packages")
+    (packages / "sayings.py").write_text(TASKSET)
     rows = rows_of(python, str(script), "sayings")
     assert [row["number"] for row in rows] == list(range(5))
     columns = {name: rows[3][name] for name in ("taskset", "number")}

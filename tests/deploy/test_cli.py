@@ -6,25 +6,35 @@ import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from deploy.cli import COMMANDS, usage
-from deploy.placement import DeployRun
-from inference_server.config import ServerRun
 from learner.__main__ import COMMANDS as OF_THE_LEARNER
-from learner.config import LearnerRun
-from protocol.config import SharedConfig
-from protocol.config_flags import summary
-from protocol.config_keys import keys_of
 from protocol.messages import PROTOCOL_VERSION
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = str(ROOT / "deploy/recipes/reverse.toml")
 SCRIPT = "import sys\nfrom deploy.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 """What pip installs as the command."""
-WITH_A_WARNING = """
+EACH = """
+import contextlib, io, json, logging, sys
+from deploy.cli import main
+for words in json.loads(sys.argv[1]):
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    logging.root.handlers.clear()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(words)
+        except SystemExit as end:
+            code = end.code or 0
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+"""Commands one after the other in one interpreter, which imports once."""
+WARN_AND_FAIL = """
 import logging
 import protocol.config
 from protocol.errors import ConfigError
@@ -34,17 +44,23 @@ def warn_and_fail(*_):
     raise ConfigError("new key")
 
 protocol.config.load_config = warn_and_fail
-from deploy.cli import main
-main()
 """
-"""A command whose config has a key to warn about, and then an error."""
-RUNS: list[type[SharedConfig]] = [LearnerRun, ServerRun, DeployRun]
+"""A config that has a key to warn about, and then an error."""
+HEADS = ("\nflags:\n  --", "\ncommon keys:\n  --model ", "\nall keys, by section:\n", " options ", "--model STR")
 WITH_KEYS = ("serve", "train", "colocate", "evaluate", "check", "doctor", "self-test")
 
 
-def slipstream(*arguments: str, where: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deploy.cli", *arguments]
-    return subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=120)
+class Done(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+
+
+def slipstream(*commands: Sequence[str], first: str = "") -> list[Done]:
+    command = [sys.executable, "-c", first + EACH, json.dumps(commands)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [Done(*json.loads(line)) for line in done.stdout.splitlines()]
 
 
 def loaded_by(*arguments: str) -> set[str]:
@@ -59,95 +75,68 @@ def loaded_by(*arguments: str) -> set[str]:
     return set(done.stdout.rpartition("modules:")[2].split())
 
 
-def test_the_help_has_a_line_for_each_command() -> None:
-    shown = slipstream("--help").stdout
-    assert shown == usage() + "\n" == slipstream().stdout
-    assert "--quiet" in shown and "--json-logs" in shown
-    assert re.findall(r"^  ([\w-]+) +\w", shown, re.MULTILINE) == COMMANDS
+def test_the_help_has_a_line_for_each_command_and_that_of_a_command_its_usage_flags_common_keys_and_all() -> None:
+    whole, alone, *each = slipstream(["--help"], [], *([command, "--help"] for command in COMMANDS))
+    assert whole.stdout == usage() + "\n" == alone.stdout
+    assert re.findall(r"^  ([\w-]+) +\w", whole.stdout, re.MULTILINE) == COMMANDS
     assert set(COMMANDS) == {*OF_THE_LEARNER, "serve", "colocate", "plan", "keys"}
+    for command, done in zip(COMMANDS, each, strict=True):
+        assert done.code == 0 and done.stdout.startswith(f"usage: slipstream {command} "), done.stderr
+        places = [done.stdout.find(head) for head in HEADS] if command in WITH_KEYS else [1]
+        assert places == sorted(places) and places[0] > 0, done.stdout[:3000]
+    assert all("--quiet" in done.stdout and "--json-logs" in done.stdout for done in (whole, *each))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_has_its_usage_then_flags_then_common_keys_then_all_by_section(command: str) -> None:
-    done = slipstream(command, "--help")
-    assert done.returncode == 0 and done.stdout.startswith(f"usage: slipstream {command} "), done.stderr
-    heads = ["\nflags:\n  --", "\ncommon keys:\n  --model ", "\nall keys, by section:\n", " options ──", "--model STR"]
-    places = [done.stdout.find(head) for head in heads] if command in WITH_KEYS else [1]
-    assert places == sorted(places) and places[0] > 0, done.stdout[:3000]
-    assert "--quiet" in done.stdout and "--json-logs" in done.stdout
-
-
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_a_common_key_is_a_key_with_an_explanation(run: type[SharedConfig]) -> None:
-    assert run.COMMON and set(run.COMMON) <= set(keys_of(run))
-    assert all(summary(run, key) for key in run.COMMON)
-
-
-@pytest.mark.parametrize("arguments", [["--version"], ["train", "--version"], ["serve", "--version"]], ids=" ".join)
-def test_the_version_is_that_of_the_program(arguments: list[str]) -> None:
+def test_the_version_is_that_of_the_program() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert slipstream(*arguments).stdout.startswith(f"slipstream {version} (Slipstream, protocol {PROTOCOL_VERSION}, ")
+    for done in slipstream(["--version"], ["train", "--version"], ["serve", "--version"]):
+        assert done.stdout.startswith(f"slipstream {version} (Slipstream, protocol {PROTOCOL_VERSION}, ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["trian", RECIPE], r"unknown command 'trian'; expected one of colocate, serve, .*; did you mean train\?"),
-        (["xyz"], r"unknown command 'xyz'; expected one of .*; see `slipstream --help`"),
-        (["xyz", "--version"], r"unknown command 'xyz'; expected one of .*"),
-        (["serve"], r"expected: slipstream serve run\.toml"),
-        (["doctor", "--server"], r"expected: slipstream doctor --server run\.toml"),
-        (["plan", RECIPE, "--gpus", "many"], r"argument --gpus: invalid int value: 'many'; see slipstream plan --help"),
-        (["colocate", RECIPE, "--resum"], r"unknown flag --resum; did you mean --resume\?"),
-        (["keys"], r"required: DIR; see slipstream keys --help"),
-        (["--quiet", "report", "nowhere"], r"nowhere is not a run directory"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], expected: str) -> None:
-    done = slipstream(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert re.fullmatch(f"error: .*{expected}.*", line), line
+def test_a_mistake_is_one_line_and_exit_code_2() -> None:
+    mistakes = {
+        ("trian", RECIPE): r"unknown command 'trian'; expected one of colocate, serve, .*; did you mean train\?",
+        ("xyz",): r"unknown command 'xyz'; expected one of .*; see `slipstream --help`",
+        ("xyz", "--version"): r"unknown command 'xyz'; expected one of .*",
+        ("serve",): r"expected: slipstream serve run\.toml",
+        ("doctor", "--server"): r"expected: slipstream doctor --server run\.toml",
+        ("plan", RECIPE, "--gpus", "many"): r"argument --gpus: invalid int value: 'many'; see slipstream plan --help",
+        ("colocate", RECIPE, "--resum"): r"unknown flag --resum; did you mean --resume\?",
+        ("keys",): r"required: DIR; see slipstream keys --help",
+        ("--quiet", "report", "nowhere"): r"nowhere is not a run directory",
+    }
+    for done, expected in zip(slipstream(*mistakes), mistakes.values(), strict=True):
+        assert (done.code, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert re.fullmatch(f"error: .*{expected}.*", line), line
 
 
-@pytest.mark.parametrize(
-    "command", [["--help"], ["report", "nowhere"], ["runs", "nowhere"], ["new", "--help"]], ids=" ".join
-)
-def test_what_only_looks_loads_no_torch(command: list[str]) -> None:
-    assert not loaded_by(*command) & {"torch", "vllm", "transformers", "inference_server"}
-
-
-def test_the_server_loads_nothing_of_the_learner_and_the_learner_nothing_of_the_server() -> None:
+def test_a_command_loads_only_what_it_needs() -> None:
+    for command in (["report", "nowhere"], ["new", "--help"]):
+        assert not loaded_by(*command) & {"torch", "vllm", "transformers", "inference_server"}
     assert not loaded_by("serve", RECIPE, "--dry-run") & {"learner", "torch", "vllm"}
     assert not loaded_by("train", RECIPE, "--dry-run") & {"inference_server", "torch", "vllm"}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["serve", RECIPE],
-        ["train", RECIPE],
-        ["doctor", RECIPE, "--server"],
-        ["colocate", RECIPE],
-        ["plan", RECIPE, "--gpus", "2", "--lengths", *"12324", "--decode", "1:9", "8:50", "--train-tokens-per-s", "9"],
-    ],
-    ids=lambda command: command[0],
-)
-def test_a_warning_about_the_config_is_json_too(command: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITH_A_WARNING, *command, "--json-logs"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    told = [json.loads(line) for line in done.stderr.splitlines()]
-    assert [(one["level"], one["message"]) for one in told] == [("WARNING", "old key"), ("ERROR", "new key")]
+def test_a_warning_about_the_config_is_json_too() -> None:
+    rates = ["--lengths", *"12324", "--decode", "1:9", "8:50", "--train-tokens-per-s", "9"]
+    commands = [
+        ["serve", RECIPE], ["train", RECIPE], ["doctor", RECIPE, "--server"], ["colocate", RECIPE],
+        ["plan", RECIPE, "--gpus", "2", *rates],
+    ]  # fmt: skip
+    for done in slipstream(*([*command, "--json-logs"] for command in commands), first=WARN_AND_FAIL):
+        told = [json.loads(line) for line in done.stderr.splitlines()]
+        assert [(one["level"], one["message"]) for one in told] == [("WARNING", "old key"), ("ERROR", "new key")]
 
 
 def test_each_side_has_its_doctor() -> None:
-    of_learner, of_server = slipstream("doctor", "--help").stdout, slipstream("doctor", "--server", "--help").stdout
+    examined = ["doctor", RECIPE, "--server", "--endpoint", "tcp://127.0.0.1:1", "--json"]
+    of_learner, of_server, found = (
+        done.stdout for done in slipstream(["doctor", "--help"], ["doctor", "--server", "--help"], examined)
+    )
     assert "[--server]" not in of_learner and "`slipstream doctor --server` examines" in of_learner
     assert "--learner.steps" in of_learner and "--server.http-port" not in of_learner
     assert "--server.http-port" in of_server and "--learner.steps" not in of_server
-    found = slipstream("doctor", RECIPE, "--server", "--endpoint", "tcp://127.0.0.1:1", "--json").stdout
     assert '"subject":"port"' in found and '"subject":"http"' in found
 
 
@@ -159,18 +148,9 @@ def installed(beside_user_files: Path, tmp_path_factory: pytest.TempPathFactory)
     return [sys.executable, str(script)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [(["colocate", "--help"], "usage: slipstream colocate"), (["check", RECIPE], "nothing listens at")],
-)
-def test_a_users_own_modules_do_not_disturb_a_command(
-    installed: list[str], arguments: list[str], expected: str
+def test_a_users_own_modules_disturb_neither_a_command_nor_what_colocate_starts(
+    installed: list[str], tmp_path: Path
 ) -> None:
-    done = subprocess.run([*installed, *arguments], capture_output=True, text=True, timeout=200)
-    assert expected in done.stdout and "the user's own" not in done.stdout + done.stderr, done.stderr
-
-
-def test_a_users_own_modules_do_not_disturb_what_colocate_starts(installed: list[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         flags = ["--run-dir", str(tmp_path / "run"), "--endpoint", endpoint, "--learner.report.dashboard-port", "0"]

@@ -1,6 +1,5 @@
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -47,9 +46,7 @@ def test_uv_takes_packages_from_where_pip_is_configured_to() -> None:
         "UV_EXTRA_INDEX_URL": "https://a.example/simple file:///b/simple",
         "UV_FIND_LINKS": "/wheels,https://c.example/wheels",
     }
-
-
-def test_of_two_settings_uv_gets_the_one_that_pip_goes_by() -> None:
+    # Of two settings, the one that pip goes by.
     lines = [":env:.timeout='3'", "global.timeout='1'", "install.timeout='2'", "list.timeout='4'"]
     assert uv_settings("\n".join(lines)) == {"UV_HTTP_TIMEOUT": "3"}
     assert uv_settings("\n".join(lines[1:])) == {"UV_HTTP_TIMEOUT": "2"}
@@ -71,16 +68,15 @@ def test_uv_installs_into_the_environment_whatever_else_is_active(
     assert os.listdir(venv) == ["bin"]
 
 
-def test_pip_installs_what_uv_could_not(venv: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pip_installs_where_there_is_no_uv_and_what_uv_could_not(
+    venv: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_packages(venv, "toy", ["toy==1"])
+    assert pip_calls(venv).strip().endswith("install --no-deps --no-compile toy==1")
     write_program(venv / "bin" / "uv", "#!/bin/sh\necho error: first line\necho no such index >&2\nexit 2\n")
     install_packages(venv, "toy", ["toy==1"])
     assert "install --no-deps --no-compile toy==1 --force-reinstall" in pip_calls(venv)
     assert "uv could not install toy, using pip instead: no such index\n" in capsys.readouterr().out
-
-
-def test_pip_installs_where_there_is_no_uv(venv: Path) -> None:
-    install_packages(venv, "toy", ["toy==1"])
-    assert pip_calls(venv).strip().endswith("install --no-deps --no-compile toy==1")
 
 
 def test_the_committed_lock_has_the_header_that_make_lock_writes() -> None:
@@ -100,23 +96,14 @@ esac
 def test_an_installer_that_hangs_is_stopped_with_what_to_raise(
     venv: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(deploy.cpu_environment, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(deploy.cpu_environment, "TIMEOUT_S", 1.0)
     for name in ("python", "uv"):
         write_program(venv / "bin" / name, HANGS)
-    began_at = time.monotonic()
     with pytest.raises(SystemExit):
         install_packages(venv, "toy", ["toy==1"])
-    assert time.monotonic() - began_at < 30
     said = capsys.readouterr()
-    assert "uv could not install toy, using pip instead: stopped after 0.5 s" in said.out
-    assert "stopped after 0.5 s. Set SLIPSTREAM_INSTALL_TIMEOUT_S" in said.err
-
-
-def test_a_question_to_pip_that_hangs_is_stopped_too(
-    venv: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(deploy.cpu_environment, "TIMEOUT_S", 0.5)
-    write_program(venv / "bin" / "python", HANGS)
-    with pytest.raises(SystemExit):
+    assert "uv could not install toy, using pip instead: stopped after 1 s" in said.out
+    assert "stopped after 1 s. Set SLIPSTREAM_INSTALL_TIMEOUT_S" in said.err
+    with pytest.raises(SystemExit):  # at its first question to pip
         install_torch(venv)
     assert "Set SLIPSTREAM_INSTALL_TIMEOUT_S" in capsys.readouterr().err

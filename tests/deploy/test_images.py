@@ -2,7 +2,6 @@
 
 import fnmatch
 import re
-import shlex
 import subprocess
 import tomllib
 from pathlib import Path
@@ -15,7 +14,6 @@ from packaging.requirements import Requirement
 from deploy.colocate import colocate
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
-from protocol.errors import ConfigError
 from tests.deploy.commands import DEPLOY, ROOT, check, tool
 
 IMAGES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
@@ -51,33 +49,15 @@ def test_hadolint_has_no_complaint(image: Path) -> None:
 
 
 @each_image
-def test_an_image_has_all_packages_and_what_their_build_reads(image: Path) -> None:
+def test_an_image_has_what_its_build_reads_and_runs_a_command_of_ours_as_nobody_in_particular(image: Path) -> None:
     sources = {source for value in all_of(image, "COPY") for source in value.split()[:-1]}
     assert all((ROOT / source).exists() for source in sources)
-    project = PROJECT["project"]
-    needed = {
-        *PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"],
-        project["readme"],
-        *project["license-files"],
-    }
-    assert needed | {"pyproject.toml"} <= sources
-
-
-@each_image
-def test_an_image_runs_a_command_of_ours_as_nobody_in_particular(image: Path) -> None:
+    project, wheel = PROJECT["project"], PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert {*wheel["packages"], project["readme"], *project["license-files"], "pyproject.toml"} <= sources
+    installed = re.findall(r"'\.\[([\w,-]+)\]'", " ".join(all_of(image, "RUN")))
+    assert {extra for extras in installed for extra in extras.split(",")} <= set(project["optional-dependencies"])
     check(words_of(image))
     assert all_of(image, "USER") == ["1000"] and "HOME=/cache USER=slipstream" in all_of(image, "ENV")[0]
-
-
-@each_image
-def test_an_image_asks_for_extras_that_there_are(image: Path) -> None:
-    extras = {
-        extra
-        for run in all_of(image, "RUN")
-        for found in re.findall(r"'\.\[([\w,-]+)\]'", run)
-        for extra in found.split(",")
-    }
-    assert extras <= set(PROJECT["project"]["optional-dependencies"])
 
 
 def test_the_servers_image_has_a_vllm_that_the_server_works_with() -> None:
@@ -101,13 +81,12 @@ def test_no_secret_and_no_run_gets_into_an_image() -> None:
     assert not any(name == "ADD" or value.startswith(". ") for image in IMAGES for name, value in instructions(image))
 
 
-def test_the_compose_file_is_one() -> None:
-    done = subprocess.run(
-        [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(COMPOSE)],
-        capture_output=True,
-        text=True,
-    )
+def test_the_compose_file_is_one_and_starts_no_service_again_for_ever() -> None:
+    command = [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+    policies = [service["restart"] for service in compose()["services"].values()]
+    assert all(re.fullmatch(r"on-failure:[1-9]", policy) for policy in policies), policies
 
 
 def test_the_services_of_the_compose_file_meet_each_other() -> None:
@@ -125,23 +104,10 @@ def test_the_services_of_the_compose_file_meet_each_other() -> None:
     assert learner.evaluation_url == f"http://server:{server.server.http_port}/v1"
     assert services["learner"]["environment"]["EVALUATION_API_KEY"] == "${VLLM_API_KEY}"
     assert learner.learner.report.dashboard_host == "0.0.0.0"
-    assert services["learner"]["ports"] == [
-        f"127.0.0.1:{port}:{port}" for port in (learner.learner.report.dashboard_port,)
-    ]
+    port = learner.learner.report.dashboard_port
+    assert services["learner"]["ports"] == [f"127.0.0.1:{port}:{port}"]
     assert server.server.http_host == "0.0.0.0" and "VLLM_API_KEY" in services["server"]["environment"]
     assert check(services["server"]["healthcheck"]["test"][1:]) is None
     assert float(services["server"]["stop_grace_period"].removesuffix("s")) > server.server.drain_timeout_s
     gpus = [service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for service in services.values()]
     assert gpus == [["0"], ["1"]]
-
-
-def test_no_service_of_the_compose_file_is_started_again_for_ever() -> None:
-    policies = [service["restart"] for service in compose()["services"].values()]
-    assert all(re.fullmatch(r"on-failure:[1-9]", policy) for policy in policies), policies
-
-
-def test_a_renamed_flag_of_an_artefact_would_be_found() -> None:
-    with pytest.raises(ConfigError, match=r"unknown flag --server\.http-prt; did you mean --server\.http-port"):
-        check(shlex.split("slipstream serve /config/run.toml --server.http-prt 1"))
-    with pytest.raises(AssertionError, match="no known command"):
-        check(["slipstream", "sever", "run.toml"])

@@ -2,13 +2,14 @@
 
 import json
 import sqlite3
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from deploy.planning.measured import LedgerGroup, idle_frac, observed, rates_of, read_run
+from deploy.planning.measured import LedgerGroup, MeasuredRun, idle_frac, observed, rates_of, read_run
 from deploy.planning.simulation import simulate
 from protocol.errors import ConfigError
 from tests.deploy.planned_run import CONSTANT, SPREAD, setup, write_run
@@ -16,25 +17,26 @@ from tests.deploy.planned_run import CONSTANT, SPREAD, setup, write_run
 TRUE = msgspec.structs.replace(
     CONSTANT, lengths=SPREAD, decode_token_s=2e-4, score_s=0.01, push_s=0.4, push_feed_s=0.02, push_stall_s=0.35
 )
-LEARNERS = {
-    "synchronous": {"max_staleness": 0},
-    "overlapped": {"max_staleness": 2, "weight_sync": {"overlap_with_training": True}},
-    "more than there are places": {"max_staleness": 4, "groups_per_step": 16},
-}
+SYNCHRONOUS = {"max_staleness": 0}
+OVERLAPPED = {"max_staleness": 2, "weight_sync": {"overlap_with_training": True}}
+MORE_THAN_PLACES = {"max_staleness": 4, "groups_per_step": 16}
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    """The directory of a run of 9 steps."""
+    write_run(tmp_path / "run", setup(TRUE), steps=9)
+    return tmp_path / "run"
 
 
 @pytest.mark.parametrize(
-    ("kind", "servers", "load"),
-    [
-        pytest.param("synchronous", 1, 64, marks=pytest.mark.slow),
-        ("synchronous", 2, 32),
-        ("overlapped", 1, 64),
-        ("more than there are places", 2, 64),
-    ],
+    ("learner", "servers", "load"), [(SYNCHRONOUS, 2, 32), (OVERLAPPED, 1, 64), (MORE_THAN_PLACES, 2, 64)]
 )
-def test_the_rates_of_a_run_are_found_in_its_directory(tmp_path: Path, kind: str, servers: int, load: int) -> None:
+def test_the_rates_of_a_run_are_found_in_its_directory(
+    tmp_path: Path, learner: dict[str, Any], servers: int, load: int
+) -> None:
     """`load`: the most sequences that a server runs."""
-    true = setup(TRUE, servers=servers, learner=LEARNERS[kind])
+    true = setup(TRUE, servers=servers, learner=learner)
     write_run(tmp_path / "run", true, steps=24)
     run = read_run(tmp_path / "run")
     rates, error = rates_of(run, num_ranks=1)
@@ -51,105 +53,93 @@ def test_the_rates_of_a_run_are_found_in_its_directory(tmp_path: Path, kind: str
     assert predicted.staleness_mean == pytest.approx(observed(run).staleness_mean, abs=0.25)
 
 
-def test_the_rates_of_one_run_predict_another(tmp_path: Path) -> None:
-    write_run(tmp_path / "one", setup(TRUE, learner=LEARNERS["synchronous"]), steps=24)
-    rates, _ = rates_of(read_run(tmp_path / "one"), num_ranks=1)
-    other = setup(TRUE, servers=2, learner=LEARNERS["overlapped"] | {"groups_per_step": 16})
-    truth = simulate(other, steps=60)
-    predicted = simulate(msgspec.structs.replace(other, rates=rates), steps=60)
-    assert predicted.samples_per_s == pytest.approx(truth.samples_per_s, rel=0.15)
-
-
 def test_idle_is_the_time_in_which_no_group_is_under_way() -> None:
     asked = [LedgerGroup(0, 1, began, ended, ended) for began, ended in [(0, 4), (1, 2), (3, 5), (7, 8), (9, 30)]]
     assert idle_frac(asked, 0, 10) == pytest.approx(0.3)
     assert idle_frac(asked, 4, 10) == pytest.approx(0.5)
 
 
-def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+def lines_of(run_dir: Path) -> list[str]:
+    return (run_dir / "metrics.jsonl").read_text().splitlines()
+
+
+def write_lines(run_dir: Path, lines: Iterable[str]) -> None:
+    (run_dir / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_what_is_no_run_directory_is_refused(short: Path) -> None:
     with pytest.raises(ConfigError, match=r"config file .*config\.toml does not exist"):
-        read_run(tmp_path)
-    write_run(tmp_path / "run", setup(TRUE), steps=9)
-    (tmp_path / "run" / "ledger.db").unlink()
-    with pytest.raises(ConfigError, match="cannot be read as a run directory"):
-        read_run(tmp_path / "run")
-
-
-def test_a_run_of_too_few_steps_or_of_other_metrics_is_refused(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", setup(TRUE), steps=9)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    lines = metrics.read_text().splitlines()
-    metrics.write_text("\n".join(lines[:5]))
+        read_run(short.parent)
+    lines = lines_of(short)
+    write_lines(short, lines[:5])
     with pytest.raises(ConfigError, match=r"has 5 steps; at least 8"):
-        read_run(tmp_path / "run")
-    without = [{key: value for key, value in json.loads(line).items() if key != "rollout/tokens"} for line in lines]
-    metrics.write_text("\n".join(map(json.dumps, without)))
-    with pytest.raises(ConfigError, match="is missing the metric rollout/tokens"):
-        rates_of(read_run(tmp_path / "run"), num_ranks=1)
+        read_run(short)
+    write_lines(short, lines)
+    with sqlite3.connect(short / "ledger.db") as ledger:
+        ledger.execute("DELETE FROM groups")
+    with pytest.raises(ConfigError, match=r"has no scored group in ledger\.db; expected the groups of its 9 steps"):
+        read_run(short)
+    (short / "ledger.db").unlink()
+    with pytest.raises(ConfigError, match="cannot be read as a run directory"):
+        read_run(short)
 
 
-def test_a_metric_that_is_null_is_refused_with_its_step(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", setup(TRUE), steps=9)
-    run = read_run(tmp_path / "run")
+def rates(run: MeasuredRun) -> object:
+    return rates_of(run, num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("read", "prefix", "message"),
+    [
+        (rates, "rollout/tokens", "is missing the metric rollout/tokens"),
+        (rates, "weight_sync/", r"has no weight sync \(weight_sync/seconds\) in its last 7 steps.* longer run"),
+        (observed, "staleness/max", "is missing the metric staleness/max"),
+    ],
+)
+def test_a_run_without_a_metric_is_refused_for_that(
+    short: Path, read: Callable[[MeasuredRun], object], prefix: str, message: str
+) -> None:
+    run = read_run(short)
+    lines = [{key: value for key, value in line.items() if not key.startswith(prefix)} for line in run.lines]
+    with pytest.raises(ConfigError, match=message):
+        read(run._replace(lines=lines))
+
+
+def test_a_metric_that_is_null_is_refused_with_its_step(short: Path) -> None:
+    run = read_run(short)
 
     def with_null(metric: str) -> list[dict[str, Any]]:
         return [line | ({metric: None} if line["step"] == 9 else {}) for line in run.lines]
 
     with pytest.raises(ConfigError, match=r"^rollout/tokens = null .* in step 9 .*; expected a number"):
-        rates_of(run._replace(lines=with_null("rollout/tokens")), num_ranks=1)
-    for metric in ("staleness/max", "time"):
-        with pytest.raises(ConfigError, match=f"^{metric} = null"):
-            observed(run._replace(lines=with_null(metric)))
-    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, with_null("servers/ready"))))
+        rates(run._replace(lines=with_null("rollout/tokens")))
+    with pytest.raises(ConfigError, match=r"^time = null"):
+        observed(run._replace(lines=with_null("time")))
+    write_lines(short, map(json.dumps, with_null("servers/ready")))
     with pytest.raises(ConfigError, match=r"^servers/ready = null"):
-        read_run(tmp_path / "run")
-
-
-def test_blank_lines_of_the_metrics_are_skipped(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", setup(TRUE), steps=9)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.write_text("\n" + metrics.read_text().replace("\n", "\n \n\n"))
-    assert [line["step"] for line in read_run(tmp_path / "run").lines] == list(range(1, 10))
+        read_run(short)
 
 
 def test_steps_that_a_resume_undid_count_once_and_without_their_seconds(tmp_path: Path) -> None:
     write_run(tmp_path / "run", setup(TRUE), steps=12)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     undisturbed = read_run(tmp_path / "run")
+    lines = [json.loads(line) for line in lines_of(tmp_path / "run")]
     undone_s = lines[8]["elapsed_s"] - lines[5]["elapsed_s"]  # steps 7 to 9, from a checkpoint of step 6
     again = [line | {"elapsed_s": line["elapsed_s"] + undone_s} for line in lines[6:]]
     amended = again[-1] | {"weight_sync/seconds": 7.0}
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:9], *again, amended]))
+    write_lines(tmp_path / "run", map(json.dumps, [*lines[:9], *again, amended]))
     resumed = read_run(tmp_path / "run")
     assert [line["step"] for line in resumed.lines] == list(range(1, 13))
     assert resumed.lines[-1]["weight_sync/seconds"] == 7.0
     assert observed(resumed).step_s == pytest.approx(observed(undisturbed).step_s)
 
 
-def test_a_torn_last_line_is_left_out_and_any_other_is_an_error(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", setup(TRUE), steps=9)
-    metrics = tmp_path / "run" / "metrics.jsonl"
+def test_blank_lines_and_a_torn_last_one_are_left_out_and_any_other_is_an_error(short: Path) -> None:
+    metrics = short / "metrics.jsonl"
     text = metrics.read_text()
-    metrics.write_text(text + text[:40])
-    assert len(read_run(tmp_path / "run").lines) == 9
+    metrics.write_text("\n" + text.replace("\n", "\n \n\n") + text[:40])
+    assert [line["step"] for line in read_run(short).lines] == list(range(1, 10))
     for broken in (text[:40] + "\n" + text, "[1]\n" + text, '{"step": 1}\n' + text):
         metrics.write_text(broken)
         with pytest.raises(ConfigError, match=r"metrics.jsonl, line 1: expected a JSON object with step and elapsed_s"):
-            read_run(tmp_path / "run")
-
-
-def test_a_run_without_a_weight_sync_or_without_groups_is_refused_for_that(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", setup(TRUE), steps=9)
-    run = read_run(tmp_path / "run")
-    without = [{key: value for key, value in line.items() if not key.startswith("weight_sync/")} for line in run.lines]
-    with pytest.raises(
-        ConfigError, match=r"has no weight sync \(weight_sync/seconds\) in its last 7 steps.* longer run"
-    ):
-        rates_of(run._replace(lines=without), num_ranks=1)
-    with pytest.raises(ConfigError, match="is missing the metric staleness/max"):
-        observed(run._replace(lines=[{k: v for k, v in line.items() if k != "staleness/max"} for line in run.lines]))
-    with sqlite3.connect(tmp_path / "run" / "ledger.db") as ledger:
-        ledger.execute("DELETE FROM groups")
-    with pytest.raises(ConfigError, match=r"has no scored group in ledger\.db; expected the groups of its 9 steps"):
-        read_run(tmp_path / "run")
+            read_run(short)

@@ -7,26 +7,11 @@ import msgspec
 import pytest
 
 from deploy.placement import DeployConfig, DeployRun, rank_places, server_places
-from inference_server.config import ServerRun
-from learner.config import LearnerRun
 from protocol.config import load_config
 from protocol.errors import ConfigError
-
-SHARED = {"model": "tiny:digits", "run_dir": "runs/x"}
-
+from tests.deploy.node import SHARED, a_learner, a_server
 
 TWO = ["tcp://127.0.0.1:5757", "tcp://[::1]:7000"]
-
-
-def a_server(*endpoints: str, **server: Any) -> ServerRun:
-    return msgspec.convert(SHARED | {"endpoints": endpoints, "server": server}, ServerRun)
-
-
-def a_learner(**learner: Any) -> LearnerRun:
-    settings = {"steps": 1, "data": {"task": "reverse"}, "reward": {"functions": ["exact_match"]}}
-    return msgspec.convert(SHARED | {"learner": settings | learner}, LearnerRun)
-
-
 EIGHT_GPUS = DeployConfig(server_gpus=((0, 1), (2, 3)), learner_gpus=(4, 5, 6, 7), sharded=True)
 
 
@@ -65,13 +50,10 @@ def test_cores_become_flags_and_ranks_without_gpus_are_notified() -> None:
     assert first.environment["ACCELERATE_USE_CPU"] == "true" and "CUDA_VISIBLE_DEVICES" not in first.environment
 
 
-def test_without_a_section_there_are_a_server_and_a_learner_that_get_no_flags() -> None:
+def test_without_a_section_no_side_gets_a_flag_and_one_without_gpus_beside_one_with_some_sees_none() -> None:
     (server,), (learner,) = server_places(DeployConfig(), a_server()), rank_places(DeployConfig(), a_learner(), 1)
     assert (server.name, server.flags, server.environment) == ("server", (), {})
     assert (learner.name, learner.flags, learner.environment) == ("learner", (), {})
-
-
-def test_a_side_without_gpus_beside_one_with_some_sees_none() -> None:
     (server,) = server_places(DeployConfig(learner_gpus=(0,)), a_server())
     assert server.environment == {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -99,48 +81,33 @@ def test_a_section_that_cannot_be_is_refused_by_name(tmp_path: Path, section: di
     assert message in str(refused.value)
 
 
+TWO_GPUS, THREE_GPUS = DeployConfig(server_gpus=((0, 1),)), DeployConfig(server_gpus=((0, 1, 2),))
+
+
 @pytest.mark.parametrize(
     ("config", "server", "message"),
     [
-        (
-            DeployConfig(server_gpus=((0, 1),)),
-            {"tensor_parallel_size": 4},
-            "gives a server 2 GPU\\(s\\); make them equal",
-        ),
-        (
-            DeployConfig(server_gpus=((0, 1),)),
-            {"tensor_parallel_size": 2, "data_parallel_size": 2},
-            r"server\.tensor_parallel_size = 2 times server\.data_parallel_size = 2, but deploy\.server_gpus gives a server 2",
-        ),
-        (
-            DeployConfig(server_gpus=((0, 1, 2),)),
-            {"data_parallel_size": 2},
-            "data_parallel_size = 2, but.* gives a server 3",
-        ),
+        (TWO_GPUS, {"tensor_parallel_size": 4}, r"gives a server 2 GPU\(s\); make them equal"),
+        (TWO_GPUS, {"tensor_parallel_size": 2, "data_parallel_size": 2}, r"2 times server\.data_parallel_size = 2"),
+        (THREE_GPUS, {"data_parallel_size": 2}, "data_parallel_size = 2, but.* gives a server 3"),
         (DeployConfig(server_cores=((0,),)), {"cpu_cores": [1]}, "both set the servers' cores"),
         (DeployConfig(server_cores=((0,), (1,))), {}, r"places 2 server\(s\), but the run has 1 endpoint"),
     ],
 )
-def test_what_contradicts_the_servers_section_is_refused(
+def test_what_contradicts_the_section_of_a_side_is_refused(
     config: DeployConfig, server: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         server_places(config, a_server(**server))
+    with pytest.raises(ConfigError, match="both set the learner's cores"):
+        rank_places(DeployConfig(learner_cores=((0,),)), a_learner(cpu_cores=[0]), port=1)
 
 
-@pytest.mark.parametrize(
-    ("server", "flags"),
-    [
+def test_replicas_divide_the_gpus_of_their_server() -> None:
+    for server, flags in (
         ({"data_parallel_size": 4}, ()),
         ({"data_parallel_size": 2}, ("--server.tensor-parallel-size", "2")),
         ({"data_parallel_size": 2, "tensor_parallel_size": 2}, ()),
-    ],
-)
-def test_replicas_divide_the_gpus_of_their_server(server: dict[str, int], flags: tuple[str, ...]) -> None:
-    (place,) = server_places(DeployConfig(server_gpus=((0, 1, 2, 3),)), a_server(**server))
-    assert place.flags == flags and place.environment == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-
-
-def test_what_contradicts_the_learners_section_is_refused() -> None:
-    with pytest.raises(ConfigError, match="both set the learner's cores"):
-        rank_places(DeployConfig(learner_cores=((0,),)), a_learner(cpu_cores=[0]), port=1)
+    ):
+        (place,) = server_places(DeployConfig(server_gpus=((0, 1, 2, 3),)), a_server(**server))
+        assert place.flags == flags and place.environment == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}

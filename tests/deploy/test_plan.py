@@ -75,14 +75,12 @@ def test_of_splits_as_good_as_each_other_the_least_stale_is_best() -> None:
     assert [outcome.num_servers for outcome in found] == [3, 2, 1, 4]
 
 
-@pytest.mark.parametrize(
-    "learner", [{}, {"weight_sync": {"overlap_with_training": True}}, {"max_staleness": 0}, {"max_staleness": 8}]
-)
-@pytest.mark.parametrize("servers", [1, 3, 9])
-def test_no_split_does_more_than_its_slower_side_alone(learner: dict[str, Any], servers: int) -> None:
+@pytest.mark.parametrize("learner", [{"weight_sync": {"overlap_with_training": True}}, {"max_staleness": 0}])
+def test_no_split_does_more_than_its_slower_side_alone(learner: dict[str, Any]) -> None:
     rates = replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.01, push_stall_s=0.05)
-    one = setup(rates, servers=servers, ranks=2, learner=learner | {"groups_per_step": 24})
-    assert simulate(one, steps=100).samples_per_s <= 1.03 * most_samples_per_s(one)
+    for servers in (1, 9):
+        one = setup(rates, servers=servers, ranks=2, learner=learner | {"groups_per_step": 24})
+        assert simulate(one, steps=100).samples_per_s <= 1.03 * most_samples_per_s(one)
 
 
 def test_splits_use_every_gpu_and_tensor_parallel_servers_take_several() -> None:
@@ -92,31 +90,23 @@ def test_splits_use_every_gpu_and_tensor_parallel_servers_take_several() -> None
     assert len(many) == 64 and many[0] == Split(1, 4095) and many[-1] == Split(4095, 1)
 
 
-def test_replicas_take_gpus_and_give_places() -> None:
-    alone, together = (
-        planned(*RATES, "--split", "1x1", "--server.data-parallel-size", size, "--steps", "20")["rows"][0] for size in ("1", "2")
-    )  # fmt: skip
-    assert (alone["gpus"], together["gpus"]) == (2, 3)
-    assert together["outcome"]["server_fill_frac"] < alone["outcome"]["server_fill_frac"]
-
-
-def test_a_split_can_be_named_and_the_batch_can_grow_with_the_gpus() -> None:
+def test_a_split_can_be_named_and_the_batch_can_grow_with_the_gpus_and_keys_of_the_config_are_flags() -> None:
     result = planned(*RATES, "--split", "6x2", "12x4", "--groups-per-gpu", "8", "--steps", "20")
     assert [row["gpus"] for row in result["rows"]] == [8, 16]
     assert [row["groups_per_step"] for row in result["rows"]] == [64, 128]
     first, second = (row["outcome"]["samples_per_s"] for row in result["rows"])
     assert second == pytest.approx(2 * first, rel=0.1)
+    flags = ["--learner.max-staleness", "6"], ["--learner.max-staleness", "0"], ["--server.data-parallel-size", "2"]
+    stale, fresh, replicas = (planned(*RATES, "--split", "1x1", *one, "--steps", "20")["rows"][0] for one in flags)
+    assert stale["outcome"]["samples_per_s"] > fresh["outcome"]["samples_per_s"]
+    assert fresh["outcome"]["staleness_max"] == 0
+    assert (fresh["gpus"], replicas["gpus"]) == (2, 3), "replicas take GPUs"
+    assert replicas["outcome"]["server_fill_frac"] < stale["outcome"]["server_fill_frac"], "and give places"
 
 
-def test_keys_of_the_config_are_flags() -> None:
-    stale, fresh = (
-        planned(*RATES, "--split", "1x1", "--learner.max-staleness", staleness, "--steps", "20") for staleness in ("6", "0")
-    )  # fmt: skip
-    assert stale["rows"][0]["outcome"]["samples_per_s"] > fresh["rows"][0]["outcome"]["samples_per_s"]
-    assert fresh["rows"][0]["outcome"]["staleness_max"] == 0
-
-
-def test_a_measured_run_is_predicted_beside_what_it_was(tmp_path: Path) -> None:
+def test_a_measured_run_is_predicted_beside_what_it_was_and_flags_stand_before_what_was_measured(
+    tmp_path: Path,
+) -> None:
     rates = replace(CONSTANT, lengths=SPREAD, score_s=0.01, push_s=0.05, push_stall_s=0.05)
     write_run(tmp_path / "run", setup(rates), steps=24)
     write_run(tmp_path / "two", setup(rates, servers=2), steps=24)
@@ -126,13 +116,8 @@ def test_a_measured_run_is_predicted_beside_what_it_was(tmp_path: Path) -> None:
         assert check["predicted"]["samples_per_s"] == pytest.approx(check["measured"]["samples_per_s"], rel=0.15)
     text = format_plan(result)
     assert "measured" in text and "predicted" in text and "2 servers" in text
-
-
-def test_flags_stand_before_what_was_measured(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", setup(replace(CONSTANT, lengths=SPREAD)), steps=16)
-    measured = planned("--measured", str(tmp_path / "run"))["rates"]
     changed = planned("--measured", str(tmp_path / "run"), "--push-s", "7", "--train-tokens-per-s", "100")["rates"]
-    assert changed == measured | {"push_s": 7.0, "learner_token_s": 0.01}
+    assert changed == result["rates"] | {"push_s": 7.0, "learner_token_s": 0.01}
 
 
 @pytest.mark.parametrize(
@@ -140,11 +125,9 @@ def test_flags_stand_before_what_was_measured(tmp_path: Path) -> None:
     [
         ([*RATES], "nothing to plan; set --gpus"),
         (["--gpus", "8"], "rates are missing; set --lengths, --decode, --train-tokens-per-s, or take them"),
-        (["--gpus", "8", *RATES[:6]], "rates are missing; set --decode, --train-tokens-per-s"),
         ([*RATES, "--gpus", "1"], "--gpus 1: a server takes 1 .* so 2 or more are needed"),
         ([*RATES, "--gpus", "4", "--server.tensor-parallel-size", "4"], "a server takes 4 .* so 5 or more"),
         ([*RATES, "--split", "6"], "--split 6: expected servers and ranks, such as 6x2"),
-        ([*RATES, "--split", "0x2"], "--split 0x2: expected"),
         ([*RATES, "--gpus", "8", "--steps", "2"], "--steps 2 .* expected 8 or more"),
         ([*RATES, "--gpus", "8", "--push-s", "-1"], "invalid rates: push_s = -1"),
         ([*RATES, "--gpus", "8", "--lengths", "9", "5", "3", "4", "2"], "invalid rates: completion lengths p10 9, p50 5"),
@@ -161,16 +144,8 @@ def test_what_cannot_be_planned_is_refused_with_the_remedy(arguments: list[str],
         planned(*arguments)
 
 
-def test_the_command_prints_a_table_or_json_and_errors_in_a_line() -> None:
-    command = [sys.executable, "-m", "deploy.cli", "plan", RECIPE, "--split", "2x1", "--steps", "8"]
-    table, as_json, error = (
-        subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        for more in (RATES, [*RATES, "--json"], [])
-    )
-    assert "servers × ranks" in table.stdout and "2 × 1" in table.stdout and table.returncode == 0
-    assert json.loads(as_json.stdout)["rows"][0]["outcome"]["num_servers"] == 2
-    assert (
-        error.returncode == 2
-        and error.stderr.startswith("error: rates are missing")
-        and "Traceback" not in error.stderr
-    )
+def test_the_command_prints_a_table_or_json() -> None:
+    command = [sys.executable, "-m", "deploy.cli", "plan", RECIPE, "--split", "2x1", "--steps", "8", *RATES]
+    table, as_json = (subprocess.check_output([*command, *more], cwd=ROOT, timeout=60) for more in ([], ["--json"]))
+    assert "servers × ranks" in table.decode() and "2 × 1" in table.decode()
+    assert json.loads(as_json)["rows"][0]["outcome"]["num_servers"] == 2

@@ -13,8 +13,8 @@ from tests.deploy.planned_run import SPREAD, constant
     "lengths",
     [
         SPREAD,
+        constant(7),
         Lengths(p10=18, p50=107, p90=256, mean=124, max=256, truncated_frac=0.19),
-        Lengths(p10=9, p50=9, p90=9, mean=8.99, max=9, truncated_frac=0.9),
         Lengths(p10=40, p50=300, p90=2000, mean=800, max=16384),
     ],
 )
@@ -25,10 +25,6 @@ def test_drawn_lengths_have_the_measured_mean_quantiles_and_share_cut_off(length
     assert drawn.min() >= 1 and drawn.max() <= lengths.max
     assert (drawn == lengths.max).mean() >= 0.95 * lengths.truncated_frac
     assert (drawn == np.rint(drawn)).all()
-
-
-def test_constant_lengths_are_constant() -> None:
-    assert set(constant(7).sampler().draw(np.random.default_rng(0), 100)) == {7.0}
 
 
 def test_a_mean_that_the_quantiles_cannot_have_is_refused() -> None:
@@ -45,7 +41,7 @@ def test_quantiles_out_of_order_are_refused(changes: dict[str, float]) -> None:
 
 
 def test_a_negative_rate_is_refused() -> None:
-    given = {"lengths": SPREAD, "decode_step_s": 0.01, "decode_token_s": 1e-4, "learner_token_s": 1e-4, "push_s": -1.0}
+    given = {"decode_step_s": 0.01, "decode_token_s": 1e-4, "learner_token_s": 1e-4, "push_s": -1.0}
     with pytest.raises(msgspec.ValidationError, match="push_s = -1"):
         msgspec.convert(given | {"lengths": msgspec.to_builtins(SPREAD)}, Rates)
 
@@ -53,16 +49,8 @@ def test_a_negative_rate_is_refused() -> None:
 def test_decoding_is_found_from_tokens_per_second_at_several_loads() -> None:
     points = [(running, running / (0.02 + 1e-4 * running)) for running in (1, 32, 256)]
     assert decode_rate(points) == pytest.approx((0.02, 1e-4))
-
-
-def test_decoding_that_gets_faster_with_load_is_taken_for_free_of_load() -> None:
     step_s, token_s = decode_rate([(1, 50.0), (64, 6400.0)])
-    assert step_s > 0 and token_s == 0
-
-
-@pytest.mark.parametrize(
-    "points", [[(64, 3000.0)], [(64, 3000.0), (64, 3100.0)], [(0, 10.0), (8, 100.0)], [(1, -5.0), (8, 10.0)]]
-)
-def test_too_few_points_or_impossible_ones_are_refused(points: list[tuple[float, float]]) -> None:
-    with pytest.raises(ConfigError, match="two or more numbers of running sequences"):
-        decode_rate(points)
+    assert step_s > 0 and token_s == 0, "what gets faster with load is taken for free of it"
+    for impossible in ([(64, 3000.0)], [(64, 3000.0), (64, 3100.0)], [(0, 10.0), (8, 100.0)], [(1, -5.0), (8, 10.0)]):
+        with pytest.raises(ConfigError, match="two or more numbers of running sequences"):
+            decode_rate(impossible)

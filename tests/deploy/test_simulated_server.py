@@ -26,20 +26,11 @@ def asks(slot: int, *lengths: float) -> Callable[[SimulatedServer], None]:
     return lambda server: server.submit([SimulatedGroup(slot, list(lengths), 0.0)])
 
 
-def test_a_sequence_alone_takes_its_length_times_a_step() -> None:
+def test_a_sequence_takes_its_length_times_a_step_of_all_that_run_beside_it() -> None:
     assert ends(4, (3.0, asks(0, 10))) == {0: 23.0}
-
-
-def test_what_arrives_later_slows_what_runs_from_then_on() -> None:
-    assert ends(4, (0.0, asks(0, 10)), (10.0, asks(1, 5))) == {0: 25.0, 1: 25.0}
-
-
-def test_what_ends_speeds_up_the_rest_and_a_group_is_done_with_its_longest() -> None:
-    assert ends(4, (0.0, asks(0, 2, 6))) == {0: 2 * 3 + 4 * 2}
-
-
-def test_beyond_its_places_sequences_wait_in_order() -> None:
-    assert ends(1, (0.0, asks(0, 3, 1)), (0.0, asks(1, 2))) == {0: 8.0, 1: 12.0}
+    assert ends(4, (0.0, asks(0, 10)), (10.0, asks(1, 5))) == {0: 25.0, 1: 25.0}, "what arrives slows what runs"
+    assert ends(4, (0.0, asks(0, 2, 6))) == {0: 2 * 3 + 4 * 2}, "a group is done with its longest"
+    assert ends(1, (0.0, asks(0, 3, 1)), (0.0, asks(1, 2))) == {0: 8.0, 1: 12.0}, "without a place it waits in order"
 
 
 def test_a_pause_costs_its_seconds_and_nothing_else() -> None:
@@ -68,24 +59,6 @@ def test_a_group_is_as_old_as_its_first_token() -> None:
         (4.0, lambda server: server.resume(1)),  # the second sequence begins after this
     )
     assert (group.oldest_version, late.oldest_version) == (0, 1)
-
-
-def test_seconds_are_counted_as_idle_stalled_or_running() -> None:
-    counted: dict[str, float] = {}
-
-    def look(server: SimulatedServer) -> None:
-        server.catch_up()
-        names = ("idle_s", "stalled_s", "sequence_s", "group_s")
-        counted.update({name: getattr(server, name) for name in names})
-
-    ends(
-        4,
-        (3.0, asks(0, 2, 2)),  # until 3 + 6, were it not for the pause
-        (5.0, lambda server: server.pause()),
-        (7.0, lambda server: server.resume(1)),
-        (20.0, look),
-    )
-    assert counted == {"idle_s": 3.0 + 9.0, "stalled_s": 2.0, "sequence_s": 12.0, "group_s": 8.0}
 
 
 def test_what_a_server_that_dies_had_is_given_back_untouched() -> None:

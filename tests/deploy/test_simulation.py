@@ -21,7 +21,7 @@ def with_rates(**changes: float) -> Rates:
     return msgspec.structs.replace(CONSTANT, **changes)
 
 
-@pytest.mark.parametrize("train_s", [0.2, 1.0, 1.64, 4.0])
+@pytest.mark.parametrize("train_s", [0.2, 4.0])
 def test_of_two_sides_with_constant_work_the_faster_waits_for_the_slower(train_s: float) -> None:
     outcome = simulate(setup(with_rates(learner_token_s=train_s / BATCH_TOKENS)), steps=100)
     step_s = max(train_s, GENERATION_S)
@@ -49,20 +49,6 @@ def test_a_push_beside_the_next_step_holds_the_one_after_it_up(push_s: float) ->
     assert outcome.step_s == pytest.approx(max(push_s, 1e-4 * BATCH_TOKENS), rel=0.01)
 
 
-def test_lengths_that_differ_take_what_the_longest_and_all_tokens_take() -> None:
-    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, decode_step_s=0.0)
-    outcome = simulate(setup(rates, learner={"max_staleness": 0}), steps=40)
-    tokens = outcome.tokens_per_s * outcome.step_s
-    assert outcome.step_s == pytest.approx(tokens * (1e-4 + 1e-4), rel=1e-6)
-    assert tokens == pytest.approx(64 * SPREAD.mean, rel=0.03)
-
-
-def test_a_full_server_works_off_what_waits_at_its_highest_rate() -> None:
-    outcome = simulate(setup(capacity=16, learner={"max_staleness": 0}), steps=40)
-    generation_s = 4 * 100 * (0.01 + 16 * 1e-4)
-    assert outcome.step_s == pytest.approx(generation_s + 1e-4 * BATCH_TOKENS, rel=1e-6)
-
-
 def test_equal_completions_of_a_full_server_do_not_stay_in_step() -> None:
     """A batch's groups begin one after the other while the batch before is under way, in which the learner trains for 60% of the time:
     those that begin until then are of the version before."""
@@ -80,8 +66,9 @@ def test_groups_in_flight_are_their_rate_times_their_latency() -> None:
     assert outcome.groups_in_flight == pytest.approx(rate * outcome.group_latency_s, rel=0.01)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2, 5])
-@pytest.mark.parametrize("failures", [None, Failures(every_s=40.0, restart_s=5.0)])
+@pytest.mark.parametrize(
+    ("max_staleness", "failures"), [(0, None), (2, None), (2, Failures(every_s=40.0, restart_s=5.0))]
+)
 def test_no_group_is_taken_that_is_staler_than_the_bound(max_staleness: int, failures: Failures | None) -> None:
     rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, learner_token_s=4e-4, push_s=0.2, push_stall_s=0.1)
     learner = {"max_staleness": max_staleness} | OVERLAP
@@ -91,32 +78,24 @@ def test_no_group_is_taken_that_is_staler_than_the_bound(max_staleness: int, fai
         assert outcome.staleness_mean == pytest.approx(max_staleness, abs=0.1)  # the learner is the slow side
 
 
-def test_a_learner_that_waits_gets_groups_less_stale_than_the_bound() -> None:
-    outcome = simulate(setup(with_rates(learner_token_s=1e-6), learner={"max_staleness": 4}), steps=60)
-    assert outcome.learner_idle_frac > 0.9
-    assert outcome.staleness_mean < 4
-
-
-def test_more_servers_never_give_fewer_samples() -> None:
+def test_more_servers_or_ranks_never_give_fewer_samples() -> None:
     rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, push_s=0.05, push_stall_s=0.05)
     learner = {"groups_per_step": 32} | OVERLAP
-    of_n = [simulate(setup(rates, servers=n, ranks=4, learner=learner), steps=60).samples_per_s for n in range(1, 13)]
-    assert all(more >= 0.99 * fewer for fewer, more in pairwise(of_n))
-    assert of_n[1] > 1.5 * of_n[0]
+    of_n = [simulate(setup(rates, servers=n, ranks=4, learner=learner), steps=60) for n in (1, 2, 3, 5, 9)]
+    of_m = [simulate(setup(rates, servers=4, ranks=m), steps=60) for m in (1, 2, 3, 5, 8)]
+    for outcomes in (of_n, of_m):
+        assert all(more.samples_per_s >= 0.99 * fewer.samples_per_s for fewer, more in pairwise(outcomes))
+    assert of_n[1].samples_per_s > 1.5 * of_n[0].samples_per_s
 
 
-def test_more_ranks_never_give_fewer_samples() -> None:
+def test_a_seed_gives_the_same_run_and_the_same_completions_for_every_number_of_servers() -> None:
     rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD)
-    of_m = [simulate(setup(rates, servers=4, ranks=m), steps=60).samples_per_s for m in range(1, 9)]
-    assert all(more >= 0.99 * fewer for fewer, more in pairwise(of_m))
-
-
-def test_a_seed_gives_the_same_run_and_another_seed_another() -> None:
-    spread = setup(
-        msgspec.structs.replace(CONSTANT, lengths=SPREAD), servers=2, failures=Failures(every_s=30, restart_s=2)
-    )
+    spread = setup(rates, servers=2, failures=Failures(every_s=30, restart_s=2))
     first, again, other = (simulate(spread, steps=30, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
+    outcomes = [simulate(setup(rates, servers=n), steps=20, seed=5) for n in (1, 4)]
+    tokens = [outcome.tokens_per_s * outcome.step_s for outcome in outcomes]
+    assert np.ptp(tokens) == pytest.approx(0, abs=1e-6)
 
 
 def test_every_push_stalls_all_servers_for_what_all_of_them_are_fed() -> None:
@@ -132,17 +111,12 @@ def test_a_fleet_that_dies_and_returns_loses_the_share_of_time_that_it_is_away()
     rates = with_rates(learner_token_s=1e-6)
     failures = Failures(every_s=400.0, restart_s=97.0)
     base = setup(rates, servers=16, learner={"groups_per_step": 256, "max_staleness": 4})
-    whole = simulate(base, steps=300)
-    broken = simulate(msgspec.structs.replace(base, failures=failures), steps=300)
+    whole = simulate(base, steps=100)
+    broken = simulate(msgspec.structs.replace(base, failures=failures), steps=100)
     availability = 400 / (400 + 100)
     assert broken.samples_per_s / whole.samples_per_s == pytest.approx(availability, abs=0.08)
-
-
-def test_with_no_server_left_groups_are_held_until_one_is_back() -> None:
-    broken = setup(CONSTANT, failures=Failures(every_s=10.0, restart_s=20.0))
-    outcome = simulate(broken, steps=40)
-    assert outcome.server_idle_frac > 0.4
-    assert outcome.staleness_max <= 2
+    alone = simulate(setup(CONSTANT, failures=Failures(every_s=10.0, restart_s=20.0)), steps=40)
+    assert alone.server_idle_frac > 0.4 and alone.staleness_max <= 2, "groups are held until it is back"
 
 
 def test_few_servers_stand_for_many() -> None:
@@ -162,12 +136,8 @@ def test_auto_staleness_is_as_fast_as_its_bound_and_less_stale() -> None:
     )
     assert auto.samples_per_s > 0.97 * bound.samples_per_s
     assert auto.staleness_mean < 0.6 * bound.staleness_mean
-
-
-def test_auto_staleness_comes_down_for_a_learner_that_is_the_slow_side() -> None:
-    outcome = simulate(setup(with_rates(learner_token_s=1e-3), learner={"max_staleness": "auto"}), steps=120)
-    assert outcome.learner_idle_frac < 0.01
-    assert outcome.staleness_mean < 1.1
+    slow = simulate(setup(with_rates(learner_token_s=1e-3), learner={"max_staleness": "auto"}), steps=120)
+    assert slow.learner_idle_frac < 0.01 and slow.staleness_mean < 1.1, "it comes down for a learner that is slow"
 
 
 def test_every_slot_is_taken_once_and_in_order() -> None:
@@ -190,10 +160,3 @@ def test_ranks_divide_tokens_but_no_completion() -> None:
     assert rates.train_s(6400, 100, 1) == pytest.approx(0.5 + 0.64)
     assert rates.train_s(6400, 100, 4) == pytest.approx(0.75 + 0.16)
     assert rates.train_s(6400, 100, 1000) == pytest.approx(0.75 + 0.01)
-
-
-def test_completions_of_a_seed_are_the_same_for_every_number_of_servers() -> None:
-    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD)
-    outcomes = [simulate(setup(rates, servers=n), steps=20, seed=5) for n in (1, 4)]
-    tokens = [outcome.tokens_per_s * outcome.step_s for outcome in outcomes]
-    assert np.ptp(tokens) == pytest.approx(0, abs=1e-6)

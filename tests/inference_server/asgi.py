@@ -1,10 +1,18 @@
 """Ask an ASGI application without a socket, and see what it answers."""
 
+import asyncio
+import re
 from typing import Any
 
-from starlette.types import ASGIApp, Message
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 Answer = tuple[int, dict[str, str], bytes]
+
+
+async def everything(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that answers whatever reaches it."""
+    await PlainTextResponse("reached")(scope, receive, send)
 
 
 async def ask(
@@ -35,3 +43,12 @@ async def ask(
     start, *pieces = sent
     head = {name.decode(): value.decode() for name, value in start["headers"]}
     return start["status"], head, b"".join(piece.get("body", b"") for piece in pieces)
+
+
+def status_behind(gate: ASGIApp, path: str, method: str = "GET", **headers: str) -> int:
+    return asyncio.run(ask(gate, path, method, headers=headers))[0]
+
+
+def as_asked(path: str) -> str:
+    """A path without placeholders."""
+    return re.sub(r"\{[^}]*\}", "something", path)

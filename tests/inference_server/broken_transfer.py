@@ -6,13 +6,11 @@ from typing import Any
 
 from protocol.transports.collective import Collective
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 BREAK_FILE = "SLIPSTREAM_TEST_BREAK_FILE"
 """For breakable_server.py, in the environment: the path of a file with the index of the broadcast that goes wrong."""
-HANG_FILE = "SLIPSTREAM_TEST_HANG_FILE"
-"""The same: the path of a file that is there while a worker is to hang."""
 LOST_VERSION = "SLIPSTREAM_TEST_LOST_VERSION"
-"""For losing_server.py, in the environment: the version whose sync is lost."""
+"""For tests/bench/losing_server.py, in the environment: the version whose sync is lost."""
 
 
 class OneBitFlipped:

@@ -6,12 +6,14 @@ sequence have lived through.
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from protocol.messages import Ack, Completion, Group, PushDone
 from tests.inference_server.drifting_policy import DriftingPolicy
+from tests.inference_server.real_server import TOLERANCE
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 NUM_GROUPS = 64
@@ -20,6 +22,7 @@ FLAGS = ("--server.max-concurrent-sequences", "64")
 """Most of what is asked for waits inside the engine: a group that ends leaves no gap, however long a push takes."""
 BUCKET_BYTES = 32 << 10
 """About a layer."""
+SCORED = [2 + index * 7 % 30 for index in range(60)]
 
 
 class Load:
@@ -43,21 +46,41 @@ class Load:
         self.completions += group.completions
 
 
+async def push(
+    learner: ScriptedLearner, policy: DriftingPolicy, version: int, bucket_bytes: int = BUCKET_BYTES, *,
+    again: bool = False, wire: Literal["dense", "delta"] = "dense",
+) -> PushDone:  # fmt: skip
+    """Push a version of the policy, in a new session or `again` in the one there is."""
+    tensors = policy.tensors(version)
+    if again:
+        outcome, checksum = await learner.push_again(version, tensors)
+    else:
+        outcome, checksum = await learner.push(version, tensors, bucket_bytes, wire)
+    assert isinstance(outcome, PushDone), outcome.message
+    assert (outcome.version, outcome.checksum) == (version, checksum)
+    return outcome
+
+
+async def assert_serves(learner: ScriptedLearner, policy: DriftingPolicy, version: int, num_replicas: int = 1) -> None:
+    """Every replica says it is at a version, and scores with its weights and no other's."""
+    expected, other = (policy.logprobs(each, [SCORED])[0] for each in (version, version + 1))
+    for replica in range(num_replicas):
+        scores = await learner.score(SCORED, replica=replica)
+        assert (scores.error, scores.policy_version) == (None, version), replica
+        np.testing.assert_allclose(scores.logprobs, expected, atol=TOLERANCE, err_msg=f"replica {replica}")
+        assert np.abs(scores.logprobs - other).max() > 100 * TOLERANCE
+
+
 async def push_under_load(
     learner: ScriptedLearner, policy: DriftingPolicy, prompt: list[int], num_pushes: int, num_groups: int = NUM_GROUPS
-) -> tuple[list[Completion], list[PushDone]]:
-    """Push versions 0 to `num_pushes`, all but the first under load; return what was sampled and what the pushes took."""
-    load, done = Load(learner, prompt), []
+) -> list[Completion]:
+    """Push versions 0 to `num_pushes`, all but the first under load; return what was sampled."""
+    load = Load(learner, prompt)
     for version in range(num_pushes + 1):
+        await push(learner, policy, version, again=version > 0)
         if version == 0:
-            outcome, checksum = await learner.push(version, policy.tensors(version), BUCKET_BYTES)
             for _ in range(num_groups):
                 await load.ask()
-        else:
-            outcome, checksum = await learner.push_again(version, policy.tensors(version))
-        assert isinstance(outcome, PushDone), outcome.message
-        assert (outcome.version, outcome.checksum) == (version, checksum)
-        done.append(outcome)
         # One more group each time, and whatever has ended during the push.
         num_ended = 1 + sum(isinstance(message, Group) for message in learner.unread)
         for _ in range(num_ended):
@@ -65,7 +88,7 @@ async def push_under_load(
             await load.ask()
     for _ in range(num_groups):
         await load.take()
-    return load.completions, done
+    return load.completions
 
 
 def num_pushes_that_cut(completions: list[Completion]) -> int:
@@ -113,12 +136,3 @@ def spans(completion: Completion) -> Iterator[tuple[int, slice]]:
     for version, num_tokens in completion.versions:
         yield version, slice(start, start + num_tokens)
         start += num_tokens
-
-
-def table_by_age(tokens: Tokens) -> str:
-    """Return the mismatch by age, for people."""
-    lines = ["pushes lived through | tokens | mean |Δ logprob| | largest"]
-    for age in np.unique(tokens.age_N):
-        error_n = tokens.error_N[tokens.age_N == age]
-        lines.append(f"{age:20d} | {len(error_n):6d} | {error_n.mean():16.2e} | {error_n.max():.2e}")
-    return "\n".join(lines)

@@ -12,13 +12,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 from transformers import PreTrainedModel
 
 from protocol.channel.keys import LearnerKeys
 from protocol.errors import SlipstreamError
-from protocol.messages import Farewell, PushDone, Score, Scores
+from protocol.messages import Farewell, PushDone, Scores
 from protocol.model_files import fingerprint
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.forked_server import ForkedServer
@@ -114,10 +113,9 @@ def running_server(directory: Path, *flags: str, **kwargs: Any) -> Iterator[Real
 
 
 def with_learner(
-    server: RealServer, test: Callable[[ScriptedLearner], Awaitable[None]], timeout_s: float = TEST_TIMEOUT_S,
-    *, vanishes: bool = False,
-) -> None:  # fmt: skip
-    """Run a test as a run of its own, which is over at its end, or is lost."""
+    server: RealServer, test: Callable[[ScriptedLearner], Awaitable[None]], timeout_s: float = TEST_TIMEOUT_S
+) -> None:
+    """Run a test as a run of its own, which is over at its end."""
 
     async def run() -> None:
         model = fingerprint(server.model)
@@ -127,9 +125,8 @@ def with_learner(
                 learner.num_workers = (await learner.join()).num_workers
                 await test(learner)
         finally:
-            if not vanishes:
-                with contextlib.suppress(SlipstreamError):
-                    await learner.channel.send(Farewell(is_over=True), LEAVE_TIMEOUT_S)
+            with contextlib.suppress(SlipstreamError):
+                await learner.channel.send(Farewell(is_over=True), LEAVE_TIMEOUT_S)
             learner.close()
 
     asyncio.run(run())
@@ -143,8 +140,6 @@ async def push(learner: ScriptedLearner, version: int, model: PreTrainedModel) -
 
 
 async def score(learner: ScriptedLearner, token_ids: list[int]) -> Scores:
-    request = Score(request_id="s", token_ids=np.array(token_ids, dtype=np.int32), deadline_s=60)
-    await learner.send(request)
-    scores = await learner.receive(Scores)
+    scores = await learner.score(token_ids)
     assert scores.error is None
     return scores

@@ -13,6 +13,7 @@ from protocol.messages import (
     PROTOCOL_VERSION,
     Farewell,
     Generate,
+    Group,
     Hello,
     Manifest,
     Message,
@@ -24,6 +25,8 @@ from protocol.messages import (
     PushReady,
     Refused,
     Sampling,
+    Score,
+    Scores,
     Welcome,
 )
 from tests.fingerprint import MODEL
@@ -99,6 +102,16 @@ class ScriptedLearner:
                 sampling=Sampling(**wanted), deadline_s=deadline_s, salt=salt,
             )
         )  # fmt: skip
+
+    async def group(self, group_id: str, prompt: list[int], **options: Any) -> Group:
+        """Ask for a group and wait for one."""
+        await self.generate(group_id, prompt, **options)
+        return await self.receive(Group)
+
+    async def score(self, token_ids: list[int], deadline_s: float = TIMEOUT_S, replica: int = 0) -> Scores:
+        tokens = np.array(token_ids, dtype=np.int32)
+        await self.send(Score(request_id="s", token_ids=tokens, deadline_s=deadline_s, replica=replica))
+        return await self.receive(Scores)
 
     # --- the sending half of a push ----------------------------------------------------------------------------------
 

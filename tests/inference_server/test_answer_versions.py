@@ -18,9 +18,8 @@ from starlette.routing import Route
 from inference_server.engine.versioned_llm import sampled_by
 from inference_server.http import TellVersions, _Metrics
 from protocol.endpoint import END, RUN, START
-from tests.fakes import ScriptedEngine, Serving, report
-from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.test_server import begin, join_and_push, run_with_server
+from tests.fakes import Serving
+from tests.inference_server.scripted_server import Stage, with_server
 
 Answer = Callable[[], None]
 
@@ -64,29 +63,23 @@ def told(answer: httpx.Response) -> tuple[str | None, str | None, str | None]:
     return answer.headers.get(RUN), answer.headers.get(START), answer.headers.get(END)
 
 
-def test_answers_between_two_runs_name_the_run_and_the_version_whose_weights_gave_them() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        app = app_of(running.server.status)
-        await join_and_push(engine, learner, version=7)
-        await learner.leave()
-        second = ScriptedLearner(running.endpoint, run="run-b")
-        await second.join()
-        assert told(await get(app, "/whole")) == ("run-a", "7", "7")
-        streamed = await get(app, "/streamed")
-        assert told(streamed) == ("run-a", "7", None)
-        assert streamed.text.splitlines()[-6:] == [f": {RUN}: run-a", "", f": {START}: 7", "", f": {END}: 7", ""]
-        assert told(await get(app, "/none")) == (None, None, None)
-        assert 'slipstream_policy_version{run="run-a"} 7.0' in metrics_of(running)
-        assert 'slipstream_tenancy{run="run-b",state="held"} 1.0' in metrics_of(running)
-        engine.scripted_reports.append([report()])
-        await second.send(begin(0, "e2"))
-        while running.server.status()["policy_version"] != 0:
-            await asyncio.sleep(0.01)
-        assert told(await get(app, "/whole")) == ("run-b", "0", "0")
-        assert 'slipstream_policy_version{run="run-b"} 0.0' in metrics_of(running)
-        second.close()
-
-    run_with_server(test)
+@with_server()
+async def test_answers_between_two_runs_name_the_run_and_the_version_whose_weights_gave_them(at: Stage) -> None:
+    app = app_of(at.running.server.status)
+    await at.join_and_push(version=7)
+    await at.learner.leave()
+    second = at.another(run="run-b")
+    await second.join()
+    assert told(await get(app, "/whole")) == ("run-a", "7", "7")
+    streamed = await get(app, "/streamed")
+    assert told(streamed) == ("run-a", "7", None)
+    assert streamed.text.splitlines()[-6:] == [f": {RUN}: run-a", "", f": {START}: 7", "", f": {END}: 7", ""]
+    assert told(await get(app, "/none")) == (None, None, None)
+    assert 'slipstream_policy_version{run="run-a"} 7.0' in metrics_of(at.running)
+    assert 'slipstream_tenancy{run="run-b",state="held"} 1.0' in metrics_of(at.running)
+    await at.push(0, "e2", second)
+    assert told(await get(app, "/whole")) == ("run-b", "0", "0")
+    assert 'slipstream_policy_version{run="run-b"} 0.0' in metrics_of(at.running)
 
 
 def metrics_of(running: Serving) -> str:

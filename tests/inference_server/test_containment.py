@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,24 +10,20 @@ import pytest
 
 from inference_server.config import ServerConfig
 from inference_server.engine import containment
-from inference_server.engine.interface import EngineDead, Sampled
+from inference_server.engine.interface import EngineDead, PushOrder, Sampled, WorkerReport
 from inference_server.server import Server
 from protocol.channel.sockets import LearnerChannel, ServerChannel
 from protocol.messages import (
-    Ack,
-    Cancel,
     Completion,
-    Farewell,
     Group,
     GroupFailed,
-    Manifest,
+    Message,
     Probe,
     Pulse,
     PushAbort,
-    PushBegin,
     PushDone,
     PushFailed,
-    Rendezvous,
+    PushReady,
     Sampling,
     Score,
     Scores,
@@ -36,143 +32,90 @@ from protocol.messages import (
     TrialResult,
     Welcome,
 )
-from tests.fakes import ScriptedEngine, Serving, report, serving
+from tests.fakes import ScriptedEngine, report
 from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
+from tests.inference_server.scripted_server import (
+    NOBODY,
+    TIMEOUT_S,
+    Stage,
+    begin,
+    until,
+    with_server,
+)
 
-TIMEOUT_S = 60.0
+SILENCE_S = 0.25
 
 
 class Boom(Exception):
     """What nobody expects."""
 
 
-class Thrower:
-    """Throws at the n-th call into the engine or the channel, counted from when it is armed."""
+def fail_once(at: Stage, name: str, kind: type = object, *, afterwards: bool = False) -> list[str]:
+    """Let the next call of this name into engine or channel raise: in its place, or `afterwards`, when it has been done.
 
-    def __init__(self, *, afterwards: bool) -> None:
-        self._afterwards = afterwards
-        """Throw when the call has been done, else in its place."""
-        self._left = 0
-        self._tasks: Callable[[str], bool] = bool
-        self._has_thrown = False
+    Of sends, the next of a message of this kind. Empty once it has raised.
+    """
+    owner: Any = at.running.server._channel if name in ("send", "receive") else at.engine
+    good, left = getattr(owner, name), [name]
 
-    def arm(self, number: int, tasks: Callable[[str], bool] = lambda name: name not in ("pulse", "engine")) -> None:
-        """Throw at this call, of those that tasks of such names make."""
-        self._left, self._tasks, self._has_thrown = number, tasks, False
+    async def call(*args: Any) -> Any:
+        is_due = bool(left) and (name != "send" or isinstance(args[1], kind))
+        if is_due:
+            left.clear()
+        if is_due and not afterwards:
+            raise Boom
+        result = await good(*args)
+        if is_due:
+            raise Boom
+        return result
 
-    def disarm(self) -> bool:
-        """Return whether it has thrown."""
-        self._left = 0
-        return self._has_thrown
+    setattr(owner, name, call)
+    return left
 
-    def _is_due(self) -> bool:
-        task = asyncio.current_task()
-        if self._left == 0 or task is None or not self._tasks(task.get_name()):
-            return False
-        self._left -= 1
-        self._has_thrown = self._left == 0
-        return self._has_thrown
 
-    def throwing(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def called(*args: Any, **options: Any) -> Any:
-            is_due = self._is_due()
-            if is_due and not self._afterwards:
-                raise Boom
-            result = await call(*args, **options)
-            if is_due:
-                raise Boom
-            return result
-
-        return called
-
-    def throwing_iterator(self, call: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-        async def called(*args: Any) -> AsyncIterator[Any]:
-            if self._is_due():
-                raise Boom
-            async for one in call(*args):
-                yield one
-                if self._is_due():
-                    raise Boom
-
-        return called
-
-    def wrap(self, engine: ScriptedEngine, running: Serving) -> None:
-        for name in ("score", "pause", "resume", "stage_push", "load_push", "leave_session", "set_version"):
-            setattr(engine, name, self.throwing(getattr(engine, name)))
-        engine.generate = self.throwing_iterator(engine.generate)  # type: ignore[method-assign]
-        channel = running.server._channel
-        channel.send = self.throwing(channel.send)  # type: ignore[method-assign]
-        if not self._afterwards:  # a message that was taken is not lost between two lines
-            channel.receive = self.throwing(channel.receive)  # type: ignore[method-assign]
+pytestmark = pytest.mark.usefixtures("look_often", "pulse_often")
 
 
 @pytest.fixture(autouse=True)
 def every_traceback_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(containment, "_reports", {})
-    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.02)
     monkeypatch.setattr("inference_server.server.RECEIVE_PAUSE_S", 0.001)
-
-
-def begin(version: int, session: str) -> PushBegin:
-    rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
-    return PushBegin(
-        session=session, version=version, rendezvous=rendezvous, manifest=Manifest(tensors=(), bucket_bytes=1)
-    )  # fmt: skip
-
-
-async def push(engine: ScriptedEngine, learner: ScriptedLearner, version: int, session: str) -> None:
-    engine.scripted_reports[:] = [[report()], [report()]]
-    await learner.send(begin(version, session))
-    await learner.receive(PushDone)
 
 
 # --- what is sent, and what answers it -------------------------------------------------------------------------------
 
-Ask = Callable[[ScriptedEngine, ScriptedLearner], Awaitable[None]]
+Ask = Callable[[Stage], Awaitable[None]]
 
 
-async def ask_for_a_group(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
+def asks(message: Message, *answers: type, patience_s: float = TIMEOUT_S) -> Ask:
+    """Send a message, again if nothing answers it in time; what answers it with an error says which."""
+
+    async def ask(at: Stage) -> None:
+        while True:
+            await at.learner.send(message)
+            if not answers:
+                return
+            with contextlib.suppress(TimeoutError):
+                answer: Any = await at.learner.receive(answers, timeout_s=patience_s)
+                why = answer.error if isinstance(answer, Scores) else getattr(answer, "message", None)
+                assert why is None or "unexpected Boom" in why
+                return
+
+    return ask
+
+
+async def ask_for_a_group(at: Stage) -> None:
     """As a learner does: again, when it fails in a way that may pass."""
-    await learner.generate("asked", [1])
-    await all_come(learner, {"asked"})
+    await at.learner.generate("asked", [1])
+    await all_come(at.learner, {"asked"})
 
 
-async def ask_for_a_score(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(Score(request_id="asked", token_ids=np.array([1, 2], np.int32), deadline_s=TIMEOUT_S))
-    scores = await learner.receive(Scores)
-    assert scores.error is None or "unexpected Boom" in scores.error
-
-
-async def push_once(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    engine.scripted_reports[:] = [[report()], [report()]]
-    await learner.send(begin(7, "pushed"))
-    answer = await learner.receive((PushDone, PushFailed))
-    assert isinstance(answer, PushDone) or ("unexpected Boom" in answer.message and answer.retryable)
-
-
-async def give_up_the_session(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(PushAbort(session="first"))
-
-
-async def acknowledge(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(Ack(group_ids=["other"]))
-
-
-async def cancel(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(Cancel(group_ids=["other"]))
-
-
-async def say_farewell(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    await learner.send(Farewell())
-
-
-async def greet_anew(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
+async def greet_anew(at: Stage) -> None:
     """On a new connection, over which the server sends again what it keeps."""
-    endpoint = learner.channel.endpoint
-    learner.channel.close()
-    learner.channel, learner.unread = LearnerChannel(endpoint), []
-    await greet(learner)
+    at.learner.channel.close()
+    at.learner.channel, at.learner.unread = LearnerChannel(at.running.endpoint), []
+    await greet(at.learner)
 
 
 async def greet(learner: ScriptedLearner) -> None:
@@ -180,36 +123,26 @@ async def greet(learner: ScriptedLearner) -> None:
     while True:
         await learner.hello()
         with contextlib.suppress(TimeoutError):
-            await learner.receive(Welcome, timeout_s=0.25)
+            await learner.receive(Welcome, timeout_s=SILENCE_S)
             return
-
-
-async def probe(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    while True:
-        await learner.send(Probe(probe_id="asked"))
-        with contextlib.suppress(TimeoutError):
-            await learner.receive(ServerInfo, timeout_s=0.25)
-            return
-
-
-async def try_the_way(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-    nowhere = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=1)
-    await learner.send(Trial(trial_id="asked", num_bytes=8, rendezvous=nowhere))
-    assert (await learner.receive(TrialResult)).error
 
 
 ASKED: dict[str, Ask] = {
-    "Hello": greet_anew, "Generate": ask_for_a_group, "Score": ask_for_a_score, "PushBegin": push_once,
-    "PushAbort": give_up_the_session, "Ack": acknowledge, "Cancel": cancel, "Farewell": say_farewell, "Probe": probe,
-    "Trial": try_the_way,
-}  # fmt: skip
+    "Hello": greet_anew,
+    "Generate": ask_for_a_group,
+    "Score": asks(Score(request_id="s", token_ids=np.array([1, 2], np.int32), deadline_s=TIMEOUT_S), Scores),
+    "PushBegin": asks(begin(7, "pushed"), PushDone, PushFailed),
+    "PushAbort": asks(PushAbort(session="e1")),
+    "Probe": asks(Probe(probe_id="asked"), ServerInfo, patience_s=SILENCE_S),
+    "Trial": asks(Trial(trial_id="asked", num_bytes=8, rendezvous=NOBODY), TrialResult),
+}
 
 
 # --- the story -------------------------------------------------------------------------------------------------------
 
 
 class HoldingEngine(ScriptedEngine):
-    """Holds the completions of one prompt back."""
+    """Holds the completions of one prompt back, and has received whatever is pushed."""
 
     HELD: ClassVar = [4]
 
@@ -221,6 +154,12 @@ class HoldingEngine(ScriptedEngine):
         if prompt_token_ids.tolist() == self.HELD:
             await self.let_go.wait()
         return await super().sample(prompt_token_ids, sampling)
+
+    async def stage_push(self, order: PushOrder) -> Sequence[WorkerReport]:
+        return [report()]
+
+    async def load_push(self, order: PushOrder) -> Sequence[WorkerReport]:
+        return [report()]
 
 
 async def all_come(learner: ScriptedLearner, group_ids: set[str]) -> None:
@@ -238,20 +177,20 @@ async def ask_again(learner: ScriptedLearner, failed: GroupFailed) -> None:
     await learner.generate(failed.group_id, [1])
 
 
-async def serves_on(engine: HoldingEngine, running: Serving, learner: ScriptedLearner) -> None:
+async def serves_on(at: Stage) -> None:
     """The next requests are served, and nothing of what ran or was kept meanwhile is lost."""
-    assert not running.task.done()
-    await learner.join()
-    await push(engine, learner, 9, "next")
-    await learner.generate("next", [3])
-    engine.let_go.set()
-    await learner.generate("held", engine.HELD)  # it is still there, unless the engine has been started again
-    await all_come(learner, {"next", "held"})
-    for message in learner.unread:
+    assert not at.running.task.done()
+    await at.learner.join()
+    await at.push(9, "next")
+    await at.learner.generate("next", [3])
+    at.engine.let_go.set()  # type: ignore[attr-defined]
+    await at.learner.generate("held", HoldingEngine.HELD)  # it is still there, unless the engine has been started again
+    await all_come(at.learner, {"next", "held"})
+    for message in at.learner.unread:
         if isinstance(message, GroupFailed):
-            await ask_again(learner, message)
-    learner.channel.close()  # while it is connected, no other process of its run gets the server
-    another = ScriptedLearner(running.endpoint)
+            await ask_again(at.learner, message)
+    at.learner.channel.close()  # while it is connected, no other process of its run gets the server
+    another = ScriptedLearner(at.running.endpoint)
     try:
         await greet(another)
         await all_come(another, {"kept", "next", "held"})
@@ -259,149 +198,131 @@ async def serves_on(engine: HoldingEngine, running: Serving, learner: ScriptedLe
         another.close()
 
 
-async def story(ask: Ask, number: int, *, afterwards: bool, **options: Any) -> bool:
-    """Throw at the n-th call while a message is answered. False if there is no such call."""
-    engine, thrower = HoldingEngine(), Thrower(afterwards=afterwards)
-    async with serving(engine, ServerConfig(**options)) as running:
-        thrower.wrap(engine, running)
-        learner = ScriptedLearner(running.endpoint)
-        try:
-            await learner.join()
-            await push(engine, learner, 1, "first")
-            await learner.generate("kept", [5])
-            await learner.receive(Group)
-            await learner.generate("held", engine.HELD)
-            while running.server.status()["groups_running"] == 0:
-                await asyncio.sleep(0.001)
-            thrower.arm(number)
-            await ask(engine, learner)
-            for _ in range(2):  # what has no answer is over
-                await learner.receive(Pulse)
-            has_thrown = thrower.disarm()
-            await serves_on(engine, running, learner)
-        finally:
-            learner.close()
-    return has_thrown
+async def story(at: Stage, ask: Ask, call: tuple[Any, ...], *, afterwards: bool) -> None:
+    """Let a call raise while a message is answered."""
+    await at.join_and_push(1)
+    await at.learner.group("kept", [5])
+    await at.learner.generate("held", HoldingEngine.HELD)
+    await until(lambda: at.status()["groups_running"] == 1)
+    left = fail_once(at, *call, afterwards=afterwards)
+    await ask(at)
+    for _ in range(2):  # what has no answer is over
+        await at.learner.receive(Pulse)
+    assert not left
+    await serves_on(at)
 
 
-@pytest.mark.parametrize("afterwards", [False, True])
-@pytest.mark.parametrize(("kind", "options", "num_calls"), [
-    ("Hello", {}, 2), ("Generate", {}, 2), ("Score", {}, 2), ("PushBegin", {}, 6),
-    ("PushBegin", {"overlap_weight_loading": True}, 7), ("PushAbort", {}, 1), ("Ack", {}, 0), ("Cancel", {}, 0), ("Farewell", {}, 0), ("Probe", {}, 1), ("Trial", {}, 1),
-])  # fmt: skip
-def test_an_exception_at_any_call_costs_its_own_request_alone(
-    kind: str, options: dict[str, Any], num_calls: int, afterwards: bool
+@pytest.mark.parametrize("afterwards", [False, True], ids=["in its place", "afterwards"])
+@pytest.mark.parametrize(
+    ("asked", "call"),
+    [
+        ("Hello", ("send", Welcome)), ("Generate", ("sample",)), ("Generate", ("send", Group)), ("Score", ("score",)),
+        ("Score", ("send", Scores)), ("PushBegin", ("pause",)), ("PushBegin", ("send", PushReady)),
+        ("PushBegin", ("load_push",)), ("PushBegin", ("set_version",)), ("PushBegin", ("resume",)),
+        ("PushBegin", ("send", PushDone)), ("PushAbort", ("leave_session",)), ("Probe", ("send", ServerInfo)),
+        ("Trial", ("send", TrialResult)),
+    ],
+)  # fmt: skip
+@with_server(make_engine=HoldingEngine)
+async def test_an_exception_at_any_call_costs_its_own_request_alone(
+    at: Stage, asked: str, call: tuple[Any, ...], afterwards: bool
 ) -> None:
-    number = 1
-    while asyncio.run(asyncio.wait_for(story(ASKED[kind], number, afterwards=afterwards, **options), TIMEOUT_S)):
-        number += 1
-    assert number > num_calls
+    await story(at, ASKED[asked], call, afterwards=afterwards)
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_the_pulse_goes_on_after_an_exception(number: int) -> None:
-    async def throw_at_pulses(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
-        for _ in range(3):
-            await learner.receive(Pulse)
+@pytest.mark.parametrize("afterwards", [False, True], ids=["in its place", "afterwards"])
+@with_server(make_engine=HoldingEngine, config=ServerConfig(overlap_weight_loading=True))
+async def test_an_exception_while_a_push_is_received_beside_generation_fails_it(at: Stage, afterwards: bool) -> None:
+    await story(at, ASKED["PushBegin"], ("stage_push",), afterwards=afterwards)
 
-    async def run() -> None:
-        engine, thrower = HoldingEngine(), Thrower(afterwards=False)
-        async with serving(engine) as running:
-            thrower.wrap(engine, running)
-            learner = ScriptedLearner(running.endpoint)
-            await learner.join()
-            await push(engine, learner, 1, "first")
-            thrower.arm(number, lambda name: name == "pulse")
-            await throw_at_pulses(engine, learner)
-            assert thrower.disarm()
-            running.server._channel.poll_connections = raising  # type: ignore[method-assign]
-            await throw_at_pulses(engine, learner)
-            learner.close()
 
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+@with_server(make_engine=HoldingEngine)
+async def test_an_exception_while_a_message_is_received_costs_nothing(at: Stage) -> None:
+    await story(at, ask_for_a_group, ("receive",), afterwards=False)
+
+
+@with_server()
+async def test_a_group_whose_sending_raised_is_generated_anew(at: Stage) -> None:
+    await at.join_and_push()
+    fail_once(at, "send", Group)
+    await ask_for_a_group(at)
+    assert at.engine.prompts == [[1], [1]]
+
+
+@pytest.mark.parametrize("call", [("send", Pulse), ("poll_connections",), ("pop_failed_handshakes",)])
+@with_server()
+async def test_the_pulse_goes_on_after_an_exception(
+    at: Stage, call: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await at.join_and_push()
+    if call[0] == "send":
+        left = fail_once(at, *call)
+        await until(lambda: not left)
+    else:
+        monkeypatch.setattr(at.running.server._channel, call[0], raising)
+    for _ in range(3):
+        await at.learner.receive(Pulse)
 
 
 def raising(*_: object) -> Any:
     raise Boom
 
 
-def test_a_look_at_groups_and_engine_that_raises_costs_that_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.01)
+@with_server()
+async def test_a_look_at_groups_and_engine_that_raises_costs_that_look(at: Stage) -> None:
+    await at.join_and_push()
+    num_looks = 0
 
-    async def run() -> None:
-        engine, num_looks = HoldingEngine(), 0
+    def look(*_: object) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        raise Boom
 
-        def look(*_: object) -> None:
-            nonlocal num_looks
-            num_looks += 1
-            raise Boom
-
-        async with serving(engine) as running:
-            monkeypatch.setattr(running.server._groups, "time_out_stalled", look)
-            learner = ScriptedLearner(running.endpoint)
-            await learner.join()
-            while num_looks < 3:
-                await asyncio.sleep(0.01)
-            await push(engine, learner, 1, "first")
-            learner.close()
-
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    at.running.server._groups.time_out_stalled = look  # type: ignore[method-assign]
+    await until(lambda: num_looks == 3)
+    await at.push(2, "next")
 
 
 @pytest.mark.parametrize("call", ["restart", "places"])
-def test_an_exception_while_the_engine_is_started_again_is_one_more_death_of_it(call: str) -> None:
-    async def run() -> None:
-        engine, calls = HoldingEngine(), 0
-        good = getattr(engine, call)
+@with_server()
+async def test_an_exception_while_the_engine_is_started_again_is_one_more_death_of_it(at: Stage, call: str) -> None:
+    await at.join_and_push()
+    good, calls = getattr(at.engine, call), 0
 
-        async def bad_once() -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 1:
-                raise Boom
-            return await good()
+    async def bad_once() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise Boom
+        return await good()
 
-        async with serving(engine) as running:
-            learner = ScriptedLearner(running.endpoint)
-            await learner.join()
-            setattr(engine, call, bad_once)
-            engine.fail_with = EngineDead("it is gone")
-            while calls < 2:
-                await asyncio.sleep(0.01)
-            await learner.join()
-            await push(engine, learner, 1, "first")
-            learner.close()
-
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    setattr(at.engine, call, bad_once)
+    at.engine.fail_with = EngineDead("it is gone")
+    await until(lambda: calls == 2)
+    await at.learner.join()
+    await at.push(1, "next")
 
 
-def test_a_group_that_takes_long_to_end_at_its_deadline_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.01)
-    ended = asyncio.Event()
+class SlowToEnd(HoldingEngine):
+    """Samples one completion of a group; the end of the group waits."""
 
-    class SlowToEnd(HoldingEngine):
-        async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
-            completions, version = await self.sample(prompt_token_ids, sampling)
-            yield Sampled(entered_version=version, salt="s", completions=dict(enumerate(completions[:1])))
-            try:
-                await asyncio.Event().wait()
-            finally:
-                await ended.wait()
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+        completions, version = await self.sample(prompt_token_ids, sampling)
+        yield Sampled(entered_version=version, salt="s", completions=dict(enumerate(completions[:1])))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.let_go.wait()
 
-    async def run() -> None:
-        engine = SlowToEnd()
-        async with serving(engine) as running:
-            learner = ScriptedLearner(running.endpoint)
-            await learner.join()
-            await push(engine, learner, 1, "first")
-            await learner.generate("slow", [1], deadline_s=0.01)
-            await asyncio.sleep(0.2)  # many looks after its deadline
-            assert not containment._reports
-            ended.set()
-            assert (await learner.receive(GroupFailed)).code == "deadline"
-            learner.close()
 
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+@with_server(make_engine=SlowToEnd)
+async def test_a_group_that_takes_long_to_end_at_its_deadline_ends_nothing_else(at: Stage) -> None:
+    await at.join_and_push()
+    await at.learner.generate("slow", [1], deadline_s=0.01)
+    await asyncio.sleep(0.3)  # many looks after its deadline
+    assert not containment._reports
+    at.engine.let_go.set()  # type: ignore[attr-defined]
+    assert (await at.learner.receive(GroupFailed)).code == "deadline"
 
 
 def test_a_socket_that_fails_again_and_again_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

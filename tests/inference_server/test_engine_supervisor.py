@@ -5,11 +5,12 @@ import contextlib
 import inspect
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from inference_server.config import ServerConfig
@@ -32,56 +33,28 @@ from protocol.messages import (
     PushDone,
     PushFailed,
     PushReady,
-    Rendezvous,
+    Score,
     Scores,
     TensorSpec,
     Welcome,
 )
-from tests.fakes import ScriptedEngine, Serving, report, serving
+from tests.fakes import ScriptedEngine, report, serving
 from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
+from tests.inference_server.scripted_server import (
+    NOBODY,
+    TIMEOUT_S,
+    Stage,
+    begin,
+    run_with_server,
+    until,
+    with_server,
+)
 
-TIMEOUT_S = 60.0
 DEAD = EngineDead("it is gone")
+SCORE = Score(request_id="s", token_ids=np.array([1, 2], np.int32), deadline_s=5)
 
-Test = Callable[[ScriptedEngine, Serving, ScriptedLearner], Awaitable[None]]
-
-
-@pytest.fixture(autouse=True)
-def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.02)
-
-
-def run_with_server(test: Test, **options: Any) -> None:
-    async def run() -> None:
-        engine = ScriptedEngine()
-        async with serving(engine, ServerConfig(**options)) as running:
-            learner = ScriptedLearner(running.endpoint)
-            try:
-                await asyncio.wait_for(test(engine, running, learner), TIMEOUT_S)
-            finally:
-                learner.close()
-
-    asyncio.run(run())
-
-
-def begin(version: int, session: str) -> PushBegin:
-    rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
-    return PushBegin(
-        session=session, version=version, rendezvous=rendezvous, manifest=Manifest(tensors=(), bucket_bytes=1)
-    )  # fmt: skip
-
-
-async def push(engine: ScriptedEngine, learner: ScriptedLearner, version: int = 0, session: str = "e") -> None:
-    """Give the engine weights, without any transport."""
-    engine.scripted_reports.append([report()])
-    await learner.send(begin(version, session))
-    await learner.receive(PushDone)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
+pytestmark = pytest.mark.usefixtures("look_often")
 
 
 async def new_server_id(learner: ScriptedLearner, old: str) -> str:
@@ -92,31 +65,55 @@ async def new_server_id(learner: ScriptedLearner, old: str) -> str:
     return pulse.server_id
 
 
-def test_a_dead_engine_is_replaced_finished_groups_stay_and_running_ones_may_be_asked_for_again() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        first_id = (await learner.join()).server_id
-        await push(engine, learner, version=3)
-        await learner.generate("finished", [1])
-        await learner.receive(Group)
-        engine.release.clear()
-        await learner.generate("running", [1])
-        await until(lambda: running.server.status()["groups_running"] == 1)
-        engine.fail_with = DEAD
-        second_id = await new_server_id(learner, first_id)
-        welcome = await learner.join()
-        assert (welcome.server_id, welcome.policy_version) == (second_id, None)
-        status = running.server.status()
-        assert engine.cancelled == 1 and (status["groups_running"], status["groups_unacked"]) == (0, 1)
-        assert not any(isinstance(message, GroupFailed) for message in learner.unread), "it would cost an attempt"
+async def die(at: Stage, num_restarts: int) -> None:
+    """Wait until the engine has been started again after its death, for the n-th time."""
+    at.engine.fail_with = DEAD
+    await until(lambda: at.status()["engine_restarts"] == num_restarts)
 
-        await push(engine, learner, version=4, session="e2")
-        engine.release.set()
-        await learner.generate("running", [1])
-        again = await learner.receive(Group)
-        assert (again.group_id, again.completions[0].versions) == ("running", [(4, 1)])
-        assert running.server.status()["engine_restarts"] == 1
 
-    run_with_server(test)
+@with_server()
+async def test_a_dead_engine_is_replaced_finished_groups_stay_and_running_ones_may_be_asked_for_again(
+    at: Stage,
+) -> None:
+    first_id = (await at.learner.join()).server_id
+    await at.push(version=3)
+    await at.learner.group("finished", [1])
+    await at.hold_group("running")
+    at.engine.release_restart.clear()
+    at.engine.fail_with = DEAD
+    second_id = await new_server_id(at.learner, first_id)
+    status = at.status()
+    assert at.engine.cancelled == 1 and (status["groups_running"], status["groups_unacked"]) == (0, 1)
+    assert "the engine is restarting" in status["unavailable"]
+
+    # Until the next engine is there, acks count and nothing else is answered.
+    await at.learner.send(Ack(group_ids=["finished"]))
+    await at.learner.generate("running", [1])
+    await at.learner.send(SCORE)
+    await at.learner.send(begin(1, "e2"))
+    await at.learner.hello()
+    await until(lambda: at.status()["groups_unacked"] == 0)
+    with pytest.raises(TimeoutError):  # a failure would cost an attempt
+        await at.learner.receive((Welcome, Group, GroupFailed, Scores, PushDone), timeout_s=0.3)
+    at.engine.release_restart.set()
+    await until(lambda: at.status()["engine_restarts"] == 1)
+    assert "neither old nor new weights" in at.status()["unavailable"]
+    welcome = await at.learner.join()
+    assert (welcome.server_id, welcome.policy_version) == (second_id, None)
+
+    await at.push(version=4, session="e3")
+    at.engine.release.set()
+    again = await at.learner.group("running", [1])
+    assert (again.group_id, again.completions[0].versions) == ("running", [(4, 1)])
+    assert (at.status()["unavailable"], at.status()["push_state"]) == (None, "idle")
+
+
+@with_server()
+async def test_an_engine_that_had_no_pushed_weights_is_replaced_by_one_that_is_available(at: Stage) -> None:
+    await at.learner.join()
+    await die(at, 1)
+    await until(lambda: at.status()["unavailable"] is None)
+    assert (await at.learner.join()).is_untouched
 
 
 def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
@@ -135,236 +132,152 @@ def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
 
 
 @pytest.mark.parametrize("dies_in", ["generate", "score", "pause", "idleness"])
-def test_a_death_is_noticed_wherever_it_shows(monkeypatch: pytest.MonkeyPatch, dies_in: str) -> None:
+@with_server()
+async def test_a_death_is_noticed_wherever_it_shows(at: Stage, monkeypatch: pytest.MonkeyPatch, dies_in: str) -> None:
     if dies_in != "idleness":
         monkeypatch.setattr(ScriptedEngine, "check_alive", lambda engine: None)
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        first_id = (await learner.join()).server_id
-        await push(engine, learner)
-        engine.fail_with = DEAD
-        match dies_in:
-            case "generate":
-                await learner.generate("g", [1])
-            case "score":
-                await learner.send(score_of([1, 2]))
-            case "pause":
-                await learner.send(PushBegin(session="e", version=1))
-        await new_server_id(learner, first_id)
-        await until(lambda: running.server.status()["engine_restarts"] == 1)
-        assert not any(isinstance(message, (Scores, GroupFailed)) for message in learner.unread)
-        told = [message for message in learner.unread if isinstance(message, PushFailed)]
-        assert [DEAD.args[0] in failed.message for failed in told] == ([True] if dies_in == "pause" else [])
-
-    run_with_server(test)
+    first_id = (await at.learner.join()).server_id
+    await at.push()
+    at.engine.fail_with = DEAD
+    match dies_in:
+        case "generate":
+            await at.learner.generate("g", [1])
+        case "score":
+            await at.learner.send(SCORE)
+        case "pause":
+            await at.learner.send(PushBegin(session="e1", version=1))
+    await new_server_id(at.learner, first_id)
+    await until(lambda: at.status()["engine_restarts"] == 1)
+    assert not any(isinstance(message, (Scores, GroupFailed)) for message in at.learner.unread)
+    told = [message for message in at.learner.unread if isinstance(message, PushFailed)]
+    assert [DEAD.args[0] in failed.message for failed in told] == ([True] if dies_in == "pause" else [])
 
 
 @pytest.mark.parametrize("call", ["pause", "load_push", "set_version", "resume", "leave_session"])
-def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_next_push_goes_to_the_next_engine(
-    monkeypatch: pytest.MonkeyPatch, call: str
+@with_server(config=ServerConfig(pause_timeout_s=0.2))
+async def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_next_push_goes_to_the_next_engine(
+    at: Stage, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr("inference_server.weight_update.SLACK_S", 0.1)
 
     async def hang(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        first_id = (await learner.join()).server_id
-        await push(engine, learner, version=3)
-        engine.release_restart.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, call, hang)
-            if call == "load_push":
-                spec = TensorSpec(name="weight", shape=(1,), dtype="float32")
-                manifest = Manifest(tensors=(spec,) * 10_000, bucket_bytes=1)  # as many deadlines, had it not given up
-                quick = msgspec.structs.replace(begin(4, "f").rendezvous, timeout_s=0.1)
-                await learner.send(PushBegin(session="f", version=4, rendezvous=quick, manifest=manifest))
-                await learner.receive(PushReady)
-                await learner.send(PushAbort(session="f"))
-                await learner.send(PushBegin(session="g", version=4))
-                await learner.hello()
-            elif call == "leave_session":
-                await learner.send(PushAbort(session="e"))
-            else:
-                engine.scripted_reports.append([report()])
-                await learner.send(PushBegin(session="e", version=4))
-            await until(lambda: running.server.status()["unavailable"] is not None)
-        knob = "learner.weight_sync.timeout_s" if call == "load_push" else "server.pause_timeout_s"
-        reason = running.server.status()["unavailable"]
-        assert "is restarting: the engine did not answer within 0.2 s while" in reason and knob in reason
-        if call != "leave_session":
-            failed = await learner.receive(PushFailed)
-            assert knob in failed.message and not failed.weights_intact
-            assert failed.state in ("pausing", "receiving", "resuming")
-        assert not any(isinstance(message, Welcome) for message in learner.unread), "there was nobody to push to"
-        engine.release_restart.set()
-        await new_server_id(learner, first_id)
-        await until(lambda: running.server.status()["engine_restarts"] == 1)
-        await learner.join()
-        await push(engine, learner, version=4, session="h")
-        await learner.generate("g", [1])
-        assert (await learner.receive(Group)).completions[0].versions == [(4, 1)]
-        status = running.server.status()
-        assert (status["pushes_done"], status["pushes_failed"]) == (2, int(call != "leave_session"))
-
-    run_with_server(test, pause_timeout_s=0.2)
+    first_id = (await at.learner.join()).server_id
+    await at.push(version=3)
+    at.engine.release_restart.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(at.engine, call, hang)
+        if call == "load_push":
+            spec = TensorSpec(name="weight", shape=(1,), dtype="float32")
+            manifest = Manifest(tensors=(spec,) * 10_000, bucket_bytes=1)  # as many deadlines, had it not given up
+            quick = msgspec.structs.replace(NOBODY, timeout_s=0.1)
+            await at.learner.send(PushBegin(session="f", version=4, rendezvous=quick, manifest=manifest))
+            await at.learner.receive(PushReady)
+            await at.learner.send(PushAbort(session="f"))
+            await at.learner.send(PushBegin(session="g", version=4))
+            await at.learner.hello()
+        elif call == "leave_session":
+            await at.learner.send(PushAbort(session="e1"))
+        else:
+            at.engine.scripted_reports.append([report()])
+            await at.learner.send(PushBegin(session="e1", version=4))
+        await until(lambda: at.status()["unavailable"] is not None)
+    knob = "learner.weight_sync.timeout_s" if call == "load_push" else "server.pause_timeout_s"
+    reason = at.status()["unavailable"]
+    assert "is restarting: the engine did not answer within 0.2 s while" in reason and knob in reason
+    if call != "leave_session":
+        failed = await at.learner.receive(PushFailed)
+        assert knob in failed.message and not failed.weights_intact
+        assert failed.state in ("pausing", "receiving", "resuming")
+    assert not any(isinstance(message, Welcome) for message in at.learner.unread), "there was nobody to push to"
+    at.engine.release_restart.set()
+    await new_server_id(at.learner, first_id)
+    await until(lambda: at.status()["engine_restarts"] == 1)
+    await at.learner.join()
+    await at.push(version=4, session="h")
+    assert (await at.learner.group("g", [1])).completions[0].versions == [(4, 1)]
+    status = at.status()
+    assert (status["pushes_done"], status["pushes_failed"]) == (2, int(call != "leave_session"))
 
 
-def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_one_that_waits_or_is_busy_is_not() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        first_id = (await learner.join()).server_id
-        await push(engine, learner, version=3)
-        await asyncio.sleep(2.0)  # nothing to do
-        engine.release.clear()
-        await learner.generate("g", [1])
-        for _ in range(100):  # it has others to work on, or a long prompt
-            await asyncio.sleep(0.02)
-            engine.num_steps = [(engine.num_steps[0] or 0) + 1]
-        engine.scripted_reports.append([report(ok=False, state="loading", weights_intact=False, error="torn")])
-        await learner.send(PushBegin(session="e", version=4))
-        await learner.receive(PushFailed)
-        await asyncio.sleep(2.0)  # nothing may be generated
-        assert running.server.status()["groups_running"] == 1
-        await push(engine, learner, version=4, session="f")
-        assert running.server.status()["engine_restarts"] == 0
-        engine.release_restart.clear()
-        await until(lambda: running.server.status()["unavailable"] is not None)
-        reason = running.server.status()["unavailable"]
-        assert "the engine sampled no token for 1.5 s (server.stall_timeout_s) with 1 group running" in reason
-        engine.release_restart.set()
-        await new_server_id(learner, first_id)
-        assert engine.cancelled == 1
-        await until(lambda: running.server.status()["engine_restarts"] == 1)
-
-    run_with_server(test, stall_timeout_s=1.5)
+@with_server(config=ServerConfig(stall_timeout_s=0.5))
+async def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_one_that_may_not_generate_is_not(
+    at: Stage,
+) -> None:
+    first_id = (await at.learner.join()).server_id
+    await at.push(version=3)
+    at.engine.release.clear()
+    await at.fail_push(4, "e1", state="loading", weights_intact=False, error="torn")
+    await at.learner.generate("g", [1])
+    await asyncio.sleep(1.0)  # twice as long as it may take
+    status = at.status()
+    assert (status["groups_running"], status["engine_restarts"]) == (1, 0)
+    at.engine.release_restart.clear()
+    await at.push(version=4, session="f")
+    await until(lambda: at.status()["unavailable"] is not None)
+    reason = at.status()["unavailable"]
+    assert "the engine sampled no token for 0.5 s (server.stall_timeout_s) with 1 group running" in reason
+    at.engine.release_restart.set()
+    await new_server_id(at.learner, first_id)
+    assert at.engine.cancelled == 1
 
 
-def test_a_learner_that_gave_a_push_up_is_welcomed_again_once_it_has_ended_here() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        first_id = (await learner.join()).server_id
-        engine.release_pause.clear()
-        engine.scripted_reports.append([report()])
-        await learner.send(begin(0, "a"))
-        await until(lambda: engine.calls == ["pause"])
-        await learner.send(PushAbort(session="a"))
-        await learner.hello()
-        with pytest.raises(TimeoutError):
-            await learner.receive(Welcome, timeout_s=0.3)
-        engine.release_pause.set()
-        await until(lambda: engine.calls[-1] == "leave_session a")
-        assert (await learner.join()).server_id == first_id
-
-    run_with_server(test)
+@with_server()
+async def test_a_learner_that_gave_a_push_up_is_welcomed_again_once_it_has_ended_here(at: Stage) -> None:
+    first_id = (await at.learner.join()).server_id
+    at.engine.release_pause.clear()
+    at.engine.scripted_reports.append([report()])
+    await at.learner.send(begin(0, "a"))
+    await until(lambda: at.engine.calls == ["pause"])
+    await at.learner.send(PushAbort(session="a"))
+    await at.learner.hello()
+    with pytest.raises(TimeoutError):
+        await at.learner.receive(Welcome, timeout_s=0.3)
+    at.engine.release_pause.set()
+    await until(lambda: at.engine.calls[-1] == "leave_session a")
+    assert (await at.learner.join()).server_id == first_id
 
 
-def score_of(tokens: list[int]) -> Any:
-    import numpy as np
-
-    from protocol.messages import Score
-
-    return Score(request_id="s", token_ids=np.array(tokens, dtype=np.int32), deadline_s=5)
-
-
-def test_until_the_next_engine_is_there_acks_count_and_nothing_else_is_answered() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        first_id = (await learner.join()).server_id
-        await push(engine, learner)
-        await learner.generate("finished", [1])
-        await learner.receive(Group)
-        engine.release_restart.clear()
-        engine.fail_with = DEAD
-        await new_server_id(learner, first_id)
-        assert "the engine is restarting" in running.server.status()["unavailable"]
-        await learner.send(Ack(group_ids=["finished"]))
-        await learner.generate("g", [1])
-        await learner.send(score_of([1, 2]))
-        await learner.send(begin(1, "e2"))
-        await learner.hello()
-        await until(lambda: running.server.status()["groups_unacked"] == 0)
-        with pytest.raises(TimeoutError):
-            await learner.receive((Welcome, Group, GroupFailed, Scores, PushDone), timeout_s=0.3)
-        engine.release_restart.set()
-        await until(lambda: running.server.status()["engine_restarts"] == 1)
-        assert (await learner.join()).policy_version is None
-        await push(engine, learner, version=1, session="e3")
-        await learner.generate("g", [1])
-        assert (await learner.receive(Group)).group_id == "g"
-
-    run_with_server(test)
+@with_server()
+async def test_an_engine_that_dies_in_a_push_takes_the_push_with_it(at: Stage) -> None:
+    first_id = (await at.learner.join()).server_id
+    at.engine.release_pause.clear()
+    await at.learner.send(begin(0, "a"))
+    await until(lambda: at.engine.calls == ["pause"])
+    at.engine.fail_with = DEAD
+    await new_server_id(at.learner, first_id)
+    at.engine.release_pause.set()
+    await at.learner.join()
+    await at.push(version=0, session="b")
+    status = at.status()
+    assert (status["pushes_failed"], status["pushes_done"], status["push_state"]) == (1, 1, "idle")
+    assert at.engine.calls.count("load_push") == 1, "the push of the first engine must not go on in the second"
 
 
-def test_an_engine_that_had_pushed_weights_is_unavailable_without_them_and_one_that_had_none_is_not() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.join()
-        for num_restarts in (1, 2):
-            engine.fail_with = DEAD
-            await until(lambda num=num_restarts: running.server.status()["engine_restarts"] == num)  # type: ignore[misc]
-            if num_restarts == 1:
-                await until(lambda: running.server.status()["unavailable"] is None)
-                await learner.join()
-                await push(engine, learner)
-        await until(lambda: "neither old nor new weights" in (running.server.status()["unavailable"] or ""))
-        await learner.join()
-        await push(engine, learner, version=1, session="e2")
-        status = running.server.status()
-        assert (status["unavailable"], status["push_state"], status["policy_version"]) == (None, "idle", 1)
+@pytest.mark.parametrize(("max_restarts", "restart_fails"), [(0, False), (2, False), (2, True)])
+def test_one_death_too_many_ends_the_server_with_its_reason_and_the_knob(
+    max_restarts: int, restart_fails: bool
+) -> None:
+    async def test(at: Stage) -> None:
+        at.engine.restart_fails = restart_fails
+        for num_deaths in range(1, 1 + (0 if restart_fails else max_restarts)):
+            await die(at, num_deaths)
+        at.engine.fail_with = DEAD
+        reason = "could not be restarted: out of memory" if restart_fails else "it is gone"
+        too_many = rf"death {max_restarts + 1} of the engine within.*server\.max_engine_restarts"
+        with pytest.raises(EngineDead, match=f"{reason}.*{too_many}"):
+            await at.running.task
+        assert at.engine.calls.count("restart") == max_restarts
 
-    run_with_server(test)
-
-
-def test_an_engine_that_dies_in_a_push_takes_the_push_with_it() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        first_id = (await learner.join()).server_id
-        engine.release_pause.clear()
-        await learner.send(begin(0, "a"))
-        await until(lambda: engine.calls == ["pause"])
-        engine.fail_with = DEAD
-        await new_server_id(learner, first_id)
-        engine.release_pause.set()
-        await learner.join()
-        await push(engine, learner, version=0, session="b")
-        status = running.server.status()
-        assert (status["pushes_failed"], status["pushes_done"], status["push_state"]) == (1, 1, "idle")
-        assert engine.calls.count("load_push") == 1, "the push of the first engine must not go on in the second"
-
-    run_with_server(test)
+    run_with_server(test, config=ServerConfig(max_engine_restarts=max_restarts))
 
 
-@pytest.mark.parametrize("max_restarts", [0, 2])
-def test_one_death_too_many_ends_the_server_with_its_reason_and_the_knob(max_restarts: int) -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        for num_deaths in range(1, max_restarts + 1):
-            engine.fail_with = DEAD
-            await until(lambda num=num_deaths: running.server.status()["engine_restarts"] == num)  # type: ignore[misc]
-        engine.fail_with = DEAD
-        with pytest.raises(
-            EngineDead,
-            match=rf"it is gone.* death {max_restarts + 1} of the engine within.*server\.max_engine_restarts",
-        ):
-            await running.task
-
-    run_with_server(test, max_engine_restarts=max_restarts)
-
-
-def test_deaths_long_past_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@with_server(config=ServerConfig(max_engine_restarts=1))
+async def test_deaths_long_past_are_not_counted(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.engine.supervisor.RESTARTS_WINDOW_S", 0.0)
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        for num_deaths in (1, 2, 3):
-            engine.fail_with = DEAD
-            await until(lambda num=num_deaths: running.server.status()["engine_restarts"] == num)  # type: ignore[misc]
-
-    run_with_server(test, max_engine_restarts=1)
-
-
-def test_an_engine_that_cannot_be_started_again_ends_the_server_after_as_many_attempts() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        engine.restart_fails, engine.fail_with = True, DEAD
-        with pytest.raises(EngineDead, match="could not be restarted: out of memory"):
-            await running.task
-        assert engine.calls.count("restart") == 2
-
-    run_with_server(test, max_engine_restarts=2)
+    for num_deaths in (1, 2, 3):
+        await die(at, num_deaths)
 
 
 # --- the learner's side ------------------------------------------------------------------------------------------
@@ -390,7 +303,7 @@ def test_the_link_learns_at_once_that_weights_scores_and_pushes_are_gone_and_is_
             pushing = asyncio.create_task(link.begin_push(PushBegin(session="e", version=1), 600))
             await until(lambda: engine.calls.count("pause") == 2)
             engine.fail_with = DEAD
-            async with asyncio.timeout(2):  # long before a silent server is given up
+            async with asyncio.timeout(20):  # long before their own deadlines
                 with pytest.raises(ServerLost, match="went away before it scored"):
                     await scoring
                 with pytest.raises(PushError, match="went away before PushReady"):

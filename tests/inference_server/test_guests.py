@@ -1,10 +1,5 @@
-"""Places for the clients of /v1: vLLM's schedulers with our queue, step by step without a model; the real server."""
+"""Places for the clients of /v1: vLLM's schedulers with our queue, step by step without a model."""
 
-import asyncio
-import contextlib
-import json
-import time
-import urllib.request
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,15 +24,11 @@ from vllm.v1.request import Request, RequestStatus
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.guests import FIRST_OF_GUESTS, IN_RESERVED_PLACE, SCORES, scheduler_with_guests
 from inference_server.engine.vllm_args import engine_arguments
-from protocol.messages import Ack, Group
 from tests.inference_server import tiny_gpt2
-from tests.inference_server.real_server import push, running_server, with_learner
-from tests.inference_server.scripted_learner import ScriptedLearner
 
 BLOCK = 32
 PLENTY = 1_000
 NUM_PLACES, NUM_RESERVED = 4, 2
-ANSWER_TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -133,17 +124,6 @@ def test_a_guest_begins_at_once_however_many_groups_wait_and_takes_no_place_of_t
     assert guest.is_finished()
 
 
-def test_a_guest_waits_for_no_group_however_long_these_are(vllm_config: VllmConfig) -> None:
-    engine = Engine(vllm_config)
-    engine.groups(50, num_tokens=60)
-    engine.step()
-    guests = engine.guests(3 * NUM_RESERVED)
-    engine.step(16)
-    assert all(guest.is_finished() for guest in guests), (
-        "three times five steps, as many at a time as places are reserved"
-    )
-
-
 def test_further_guests_get_the_learners_places_only_while_no_group_waits(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config)
     guests = engine.guests(20, num_tokens=8)
@@ -154,12 +134,13 @@ def test_further_guests_get_the_learners_places_only_while_no_group_waits(vllm_c
     assert engine.num_running(groups) == NUM_PLACES and engine.num_running(guests) == NUM_RESERVED
 
 
-def test_guests_are_served_in_the_order_in_which_they_came(vllm_config: VllmConfig) -> None:
+def test_guests_wait_for_no_group_and_are_served_in_the_order_in_which_they_came(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config)
     engine.groups(100, num_tokens=60)
-    guests = engine.guests(7)
+    engine.step()
+    guests = engine.guests(3 * NUM_RESERVED)
     ended: list[Request] = []
-    while len(ended) < len(guests):
+    for _ in range(16):  # three times five steps, as many at a time as places are reserved
         engine.step()
         ended += [guest for guest in guests if guest.is_finished() and guest not in ended]
     assert ended == guests
@@ -207,27 +188,18 @@ def test_a_guest_in_a_reserved_place_is_not_preempted_when_blocks_run_out(
     assert sum(group.num_preemptions for group in groups) > 0, "blocks did run out"
 
 
-def test_a_guest_that_waits_for_its_grammar_does_not_lose_its_place_to_a_group(vllm_config: VllmConfig) -> None:
+def test_guests_that_wait_for_their_grammar_are_in_no_place_and_lose_none_to_a_group(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config)
     groups = engine.groups(50, num_tokens=60)
-    guest = engine.ask(FIRST_OF_GUESTS, structured_outputs=StructuredOutputsParams(regex="a+"))
+    grammar = StructuredOutputsParams(regex="a+")
+    guests = [engine.ask(FIRST_OF_GUESTS + number % 2, structured_outputs=grammar) for number in range(20)]
     engine.step(5)
-    assert engine.num_running(groups) == NUM_PLACES and engine.num_running([guest]) == 0
-    assert guest.structured_output_request is not None
-    guest.structured_output_request.grammar = object()  # type: ignore[assignment]
-    engine.step()
-    assert engine.num_running([guest]) == 1
-
-
-def test_guests_that_wait_for_their_grammar_are_in_no_reserved_place(vllm_config: VllmConfig) -> None:
-    engine = Engine(vllm_config)
-    guests = [
-        engine.ask(FIRST_OF_GUESTS + number % 2, structured_outputs=StructuredOutputsParams(regex="a+"))
-        for number in range(20)
-    ]
-    engine.step(3)
-    assert engine.num_running(guests) == 0
+    assert engine.num_running(groups) == NUM_PLACES and engine.num_running(guests) == 0
     assert [guest.priority for guest in guests] == [FIRST_OF_GUESTS, FIRST_OF_GUESTS + 1] * 10
+    assert guests[0].structured_output_request is not None
+    guests[0].structured_output_request.grammar = object()  # type: ignore[assignment]
+    engine.step()
+    assert engine.num_running(guests[:1]) == 1
 
 
 def test_the_reserved_places_of_guests_that_have_ended_go_to_those_that_run(vllm_config: VllmConfig) -> None:
@@ -244,24 +216,18 @@ def test_the_reserved_places_of_guests_that_have_ended_go_to_those_that_run(vllm
     assert all(guest.num_preemptions > 0 for guest in others) and any(group.num_preemptions for group in groups)
 
 
-def test_a_guest_that_was_preempted_waits_with_the_priority_that_it_came_with(vllm_config: VllmConfig) -> None:
-    engine = Engine(vllm_config)
-    guest = engine.ask(FIRST_OF_GUESTS + 3, num_tokens=30)
-    engine.step()
-    assert guest.priority == IN_RESERVED_PLACE
-    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert guest.priority == FIRST_OF_GUESTS + 3
-    engine.step()
-    assert guest.priority == IN_RESERVED_PLACE
-
-
-def test_a_pause_that_recomputes_gives_every_place_back_to_whom_it_belongs(
+def test_a_pause_that_recomputes_gives_every_place_back_and_guests_wait_with_their_own_priority(
     vllm_config: VllmConfig, is_async: bool
 ) -> None:
     engine = Engine(vllm_config, is_async=is_async)
-    groups, guests = engine.groups(9, num_tokens=30), engine.guests(5, num_tokens=30)
-    engine.step(4)
+    first = engine.ask(FIRST_OF_GUESTS + 3, num_tokens=30)
+    engine.step()
+    groups, guests = engine.groups(9, num_tokens=30), [first, *engine.guests(4, num_tokens=30)]
+    engine.step(3)
+    assert [guest.priority for guest in guests].count(IN_RESERVED_PLACE) == NUM_RESERVED
+    assert first.priority == IN_RESERVED_PLACE
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert [guest.priority for guest in guests] == [FIRST_OF_GUESTS + 3] + [FIRST_OF_GUESTS] * 4
     engine.step(3)
     assert engine.num_running(groups) == NUM_PLACES and engine.num_running(guests) == NUM_RESERVED
 
@@ -318,61 +284,3 @@ def test_more_sequences_than_vllm_has_tokens_in_a_step_by_default_are_served(
     made = engine_arguments(ServerRun(model=str(path), run_dir="r", server=server), path).create_engine_config()
     assert made.scheduler_config.max_num_seqs == num_places + num_places // 32
     assert made.scheduler_config.max_num_batched_tokens == max(2048, num_places + num_places // 32)
-
-
-# --- the real server --------------------------------------------------------------------------------------------------
-
-
-async def keep_busy(learner: ScriptedLearner, num_groups: int) -> None:
-    """Always have more groups in flight than there are places, until cancelled."""
-    for index in range(num_groups):
-        await learner.generate(f"g{index}", [5, 6, 7], num_completions=16, max_tokens=55)
-    while True:
-        group = await learner.receive(Group)
-        await learner.send(Ack(group_ids=[group.group_id]))
-        num_groups += 1
-        await learner.generate(f"g{num_groups}", [5, 6, 7], num_completions=16, max_tokens=55)
-
-
-def answer(url: str, model: str) -> float:
-    """Return the seconds that a client waited for ten tokens."""
-    question = {"model": model, "prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}
-    )
-    began_at = time.monotonic()
-    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as got:
-        assert json.load(got)["usage"]["completion_tokens"] == 10
-    return time.monotonic() - began_at
-
-
-@pytest.mark.system
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param((), id="one-process"),
-        pytest.param(("--server.tensor-parallel-size", "2"), id="two-workers", marks=pytest.mark.slow),
-        pytest.param(("--server.data-parallel-size", "2"), id="two-replicas", marks=pytest.mark.slow),
-    ],
-)
-def test_a_client_is_answered_while_the_learner_always_has_more_in_flight_than_places(
-    tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    flags = (*flags, "--server.max-concurrent-sequences", "2", "--server.cpu-cores", "0")
-    for server in running_server(tmp_path, *flags, is_forked=True):
-
-        async def test(learner: ScriptedLearner, url: str = server.url, model: str = str(server.model)) -> None:
-            await push(learner, 0, tiny_gpt2.make_model(seed=1))
-            busy = asyncio.create_task(keep_busy(learner, 8))
-            try:
-                for _ in range(5):
-                    await asyncio.to_thread(answer, url, model)
-                many = [asyncio.to_thread(answer, url, model) for _ in range(8)]
-                assert len(await asyncio.gather(*many)) == 8
-                assert not busy.done(), "groups went on coming all the while"
-            finally:
-                busy.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await busy
-
-        with_learner(server, test)

@@ -1,4 +1,5 @@
-"""Tool calls, reasoning, chat template of the OpenAI side: checked before a model is loaded, read from real vLLM."""
+"""Tool calls, reasoning, chat template of the OpenAI side: checked before a model is loaded, read from real vLLM; and that
+arguments of vLLM's own reach its engine."""
 
 import asyncio
 import json
@@ -22,7 +23,7 @@ from inference_server.http import PATHS, RefuseTools
 from protocol.errors import ConfigError
 from tests.inference_server import reciting_model
 from tests.inference_server.asgi import ask
-from tests.inference_server.real_server import START_TIMEOUT_S, RealServer, running_server
+from tests.inference_server.real_server import RealServer, running_server
 
 CALL = '{"name": "add", "arguments": {"left": 17, "right": 25}}'
 SCRIPTS = [
@@ -55,15 +56,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model: Path, template: Path) -> Iterator[RealServer]:
-    flags = (*PARSERS, "--server.chat-template", str(template))
+    flags = [*PARSERS, "--server.chat-template", str(template)]
+    flags += ["--server.vllm.num-gpu-blocks-override=77", "--server.vllm.max-num-batched-tokens", "300"]
     yield from running_server(tmp_path_factory.mktemp("with-parsers"), *flags, model=model, is_forked=True)
-
-
-@pytest.fixture(scope="module")
-def plain_server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RealServer]:
-    """With the template as it is instead of its file, and nothing that reads answers."""
-    flags = ("--server.chat-template", TEMPLATE)
-    yield from running_server(tmp_path_factory.mktemp("without-parsers"), *flags, model=model, is_forked=True)
 
 
 # --- before a model is loaded ---------------------------------------------------------------------------------------
@@ -95,18 +90,13 @@ def test_a_parser_whose_tokens_the_model_lacks_is_refused(tmp_path: Path) -> Non
 def test_a_template_that_cannot_be_read_is_refused(tmp_path: Path, template: Path) -> None:
     for missing in (str(tmp_path / "missing.jinja"), str(tmp_path), "no-such-template"):
         said = refusal(None, chat_template=missing)
-        assert (
-            said.startswith(f"server.chat_template = {missing!r} cannot be read: ")
-            and "Set it to a file that exists" in said
-        )
+        assert said.startswith(f"server.chat_template = {missing!r} cannot be read: ")
+        assert "Set it to a file that exists" in said
     broken = tmp_path / "broken.jinja"
     broken.write_text("hello\n{% for message in messages %}{{ message }}")
     assert "is not a Jinja template: line 2: " in refusal(None, chat_template=str(broken))
-    for good in (
-        str(template),
-        TEMPLATE,
-        "{% for m in messages %}{% generation %}{{ m.content }}{%- endgeneration -%}{% break %}{% endfor %}",
-    ):
+    blocks = "{% for m in messages %}{% generation %}{{ m.content }}{%- endgeneration -%}{% break %}{% endfor %}"
+    for good in (str(template), TEMPLATE, blocks):
         check_openai_options(ServerConfig(chat_template=good), None)
 
 
@@ -120,16 +110,6 @@ def test_the_doctor_looks_at_them_too(tmp_path: Path, model: Path) -> None:
     assert "accepts tool_call_parser" in good
     (bad,) = found(reasoning_parser="qwen33")
     assert "server.reasoning_parser = 'qwen33'" in bad
-
-
-@pytest.mark.system
-def test_a_wrong_name_ends_the_start_before_the_model_is_loaded(tmp_path: Path) -> None:
-    server = RealServer(tmp_path, "--server.tool-call-parser", "hermess", is_forked=True)
-    try:
-        assert server.process.wait(timeout=START_TIMEOUT_S) == 2
-    finally:
-        server.kill()
-    assert "server.tool_call_parser = 'hermess'" in server.log and "Traceback" not in server.log
 
 
 # --- tools without a parser -----------------------------------------------------------------------------------------
@@ -146,9 +126,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(PATHS))
-@pytest.mark.parametrize(
-    "choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}, {"tool_choice": {"type": "any"}}]
-)
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "required"}, {"tool_choice": {"type": "any"}}])
 def test_tools_without_a_parser_are_refused_with_the_key(path: str, choice: dict[str, Any]) -> None:
     body = json.dumps({"tools": [CHAT_TOOL], **choice}).encode()
     status, _, answer = asyncio.run(ask(RefuseTools(echo), path, "POST", (body[:7], body[7:])))
@@ -164,29 +142,11 @@ def test_a_request_without_tools_goes_through_as_it_came_and_so_does_the_clients
     assert asyncio.run(ask(RefuseTools(echo), "/v1/responses", "POST", pieces))[2] == body + b" gone"
 
 
-@pytest.mark.system
-def test_each_dialect_refuses_tools_where_no_parser_is_set(plain_server: RealServer) -> None:
-    url, name = plain_server.url, str(plain_server.model)
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(openai.BadRequestError, match=r"server\.tool_call_parser"):
-            client.chat.completions.create(model=name, messages=HELLO, tools=[CHAT_TOOL])
-        with pytest.raises(openai.BadRequestError, match=r"server\.tool_call_parser"):
-            client.responses.create(model=name, input="hello", tools=[RESPONSES_TOOL])
-        said = client.chat.completions.create(model=name, messages=HELLO, temperature=0).choices[0].message
-        assert said.content == "because</think>yes", "nobody told reasoning from the answer"
-        assert client.responses.create(model=name, input="hello", temperature=0).output_text == said.content
-    with (
-        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client,
-        pytest.raises(anthropic.BadRequestError, match=r"server\.tool_call_parser"),
-    ):
-        client.messages.create(model=name, max_tokens=20, messages=HELLO, tools=[MESSAGES_TOOL])
-
-
 # --- read back from real vLLM ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.system
-def test_a_tool_call_is_read_from_each_dialect(server: RealServer) -> None:
+def test_a_tool_call_is_read_from_each_dialect_and_from_a_stream(server: RealServer) -> None:
     url, name, expected = server.url, str(server.model), {"left": 17, "right": 25}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         choice = client.chat.completions.create(model=name, messages=HELLO, tools=[CHAT_TOOL], temperature=0).choices[0]
@@ -197,6 +157,12 @@ def test_a_tool_call_is_read_from_each_dialect(server: RealServer) -> None:
         answer = client.responses.create(model=name, input="hello", tools=[RESPONSES_TOOL], temperature=0)
         (item,) = (item for item in answer.output if item.type == "function_call")
         assert (item.name, json.loads(item.arguments)) == ("add", expected)
+        stream = client.chat.completions.create(
+            model=name, messages=HELLO, tools=[CHAT_TOOL], temperature=0, stream=True
+        )
+        calls = [call for chunk in stream for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+        assert "".join(call.function.name or "" for call in calls if call.function) == "add"
+        assert json.loads("".join(call.function.arguments or "" for call in calls if call.function)) == expected
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         message = client.messages.create(model=name, max_tokens=20, messages=HELLO, tools=[MESSAGES_TOOL])
         (block,) = (block for block in message.content if block.type == "tool_use")
@@ -204,34 +170,22 @@ def test_a_tool_call_is_read_from_each_dialect(server: RealServer) -> None:
 
 
 @pytest.mark.system
-def test_a_streamed_tool_call_is_read_too(server: RealServer) -> None:
+def test_reasoning_is_distinguished_from_the_answer_of_a_model_that_goes_by_its_name(server: RealServer) -> None:
+    name = str(server.model)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        stream = client.chat.completions.create(
-            model=str(server.model), messages=HELLO, tools=[CHAT_TOOL], temperature=0, stream=True
-        )
-        calls = [call for chunk in stream for choice in chunk.choices for call in choice.delta.tool_calls or ()]
-    assert "".join(call.function.name or "" for call in calls if call.function) == "add"
-    arguments = "".join(call.function.arguments or "" for call in calls if call.function)
-    assert json.loads(arguments) == {"left": 17, "right": 25}
-
-
-@pytest.mark.system
-def test_reasoning_is_distinguished_from_the_answer(server: RealServer) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        said: Any = (
-            client.chat.completions.create(model=str(server.model), messages=HELLO, temperature=0).choices[0].message
-        )
+        said: Any = client.chat.completions.create(model=name, messages=HELLO, temperature=0).choices[0].message
         assert (said.reasoning, said.content) == ("because", "yes")
-        answer = client.responses.create(model=str(server.model), input="hello", temperature=0)
+        answer = client.responses.create(model=name, input="hello", temperature=0)
         assert answer.output_text == "yes" and [item.type for item in answer.output] == ["reasoning", "message"]
-
-
-@pytest.mark.system
-def test_a_model_can_be_asked_for_by_its_name(server: RealServer) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         (listed,) = client.models.list().data
-        found: Any = client.models.retrieve(str(server.model))
+        found: Any = client.models.retrieve(name)
         assert (found.id, found.policy_version) == (listed.id, None) and found.object == "model"
         with pytest.raises(openai.NotFoundError, match="The model `gpt-5` does not exist"):
             client.models.retrieve("gpt-5")
-        assert [model["id"] for model in json.loads(server.get("/v1/models/"))["data"]] == [listed.id]
+    assert [model["id"] for model in json.loads(server.get("/v1/models/"))["data"]] == [listed.id]
+
+
+@pytest.mark.system
+def test_arguments_of_vllms_own_reach_the_engine(server: RealServer) -> None:
+    (cache,) = (line for line in server.get("/metrics").splitlines() if line.startswith("vllm:cache_config_info"))
+    assert 'num_gpu_blocks_override="77"' in cache

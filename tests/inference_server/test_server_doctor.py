@@ -1,6 +1,5 @@
 """`inference-server doctor` at real ports and files: each fault in one line; and what a server lets its visitors do."""
 
-import asyncio
 import json
 import os
 import socket
@@ -15,16 +14,21 @@ from inference_server.doctor import examine, resources, transports, vllm_names
 from inference_server.engine.vllm_names import all_names, installed_at
 from protocol.channel.keys import make_keys
 from protocol.config import load_config
-from protocol.doctor import Finding
+from protocol.doctor import Finding, ok
 from protocol.hardware import GpuChoice
 from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialResult
-from tests.fakes import ScriptedEngine, serving
-from tests.inference_server.scripted_learner import ScriptedLearner
+from tests.inference_server.scripted_server import Stage, with_server
 from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
 HTTP_OFF = ("--server.http-port", "0")
+
+
+@pytest.fixture(autouse=True)
+def without_a_look_at_vllms_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second each time; for the test of it see below."""
+    monkeypatch.setattr("inference_server.doctor.vllm_names", lambda: ok("vllm", "not looked at"))
 
 
 def problems(*flags: str, recipe: str = RECIPE) -> dict[str, str]:
@@ -47,19 +51,31 @@ def test_ports_that_others_hold() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         ports = one.getsockname()[1], two.getsockname()[1]
         found = problems("--endpoint", f"tcp://127.0.0.1:{ports[0]}", "--server.http-port", str(ports[1]))
-    assert set(found) == {"port", "http"}
+    assert set(found) == {"port", "http"} and "server.http_port" in found["http"]
     assert f"cannot listen on tcp://127.0.0.1:{ports[0]}: Address already in use" in found["port"]
     assert "; Stop the process that uses the port" in found["port"]
-    assert "server.http_port" in found["http"]
 
 
 @pytest.mark.parametrize(
-    ("host", "expected"),
-    [("203.0.113.7", "is not an address of this machine; set `endpoint`"), ("nowhere.invalid", "does not resolve")],
+    ("flags", "subject", "expected"),
+    [
+        (
+            ("--endpoint", "tcp://203.0.113.7:5757", "--insecure"),
+            "names",
+            "is not an address of this machine; set `endpoint`",
+        ),
+        (("--endpoint", "tcp://nowhere.invalid:5757", "--insecure"), "names", "does not resolve"),
+        (("--model", "tests"), "model", "directory without config.json"),
+        (("--server.kv-cache-memory-mib", str(1 << 30)), "resources", "server.kv_cache_memory_mib = 1073741824"),
+        (("--server.block-size", "16"), "resources", "server.block_size = 16"),
+    ],
 )
-def test_an_address_that_is_not_this_machines(host: str, expected: str) -> None:
-    found = problems("--endpoint", f"tcp://{host}:5757", "--insecure", *HTTP_OFF)
-    assert set(found) == {"names"} and expected in found["names"]
+def test_an_address_or_a_model_that_does_not_fit(
+    flags: tuple[str, ...], subject: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    found = problems("--endpoint", free_endpoint(), *HTTP_OFF, *flags)
+    assert set(found) == {subject} and expected in found[subject]
 
 
 def test_keys_that_would_keep_the_learner_out(tmp_path: Path) -> None:
@@ -85,14 +101,6 @@ def test_an_open_http_port_without_a_key() -> None:
         pytest.skip("VLLM_API_KEY is set here")
     found = problems("--endpoint", free_endpoint(), "--server.http-host", "0.0.0.0")
     assert set(found) == {"http"} and "set server.api_key_file" in found["http"]
-
-
-def test_a_model_that_is_none_and_one_that_does_not_fit(tmp_path: Path) -> None:
-    flags = ("--endpoint", free_endpoint(), *HTTP_OFF)
-    assert "directory without config.json" in problems(*flags, "--model", str(tmp_path))["model"]
-    found = problems(*flags, "--server.kv-cache-memory-mib", str(1 << 30))
-    assert "server.kv_cache_memory_mib = 1073741824" in found["resources"]
-    assert "server.block_size = 16" in problems(*flags, "--server.block-size", "16")["resources"]
 
 
 def test_a_model_that_is_not_here_yet_has_an_unknown_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,21 +130,12 @@ def test_workers_without_a_gpu_each_are_counted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30))
     see_gpus(monkeypatch, 2)
     monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: None)
-    flags = (
-        "--endpoint",
-        free_endpoint(),
-        *HTTP_OFF,
-        "--server.gpu-memory-utilization",
-        "0.5",
-        "--server.data-parallel-size",
-        "2",
-    )
+    flags = ["--endpoint", free_endpoint(), *HTTP_OFF, "--server.gpu-memory-utilization", "0.5"]
+    flags += ["--server.data-parallel-size", "2"]
     assert problems(*flags) == {}
     found = problems(*flags, "--server.tensor-parallel-size", "2")
-    assert (
-        set(found) == {"resources"}
-        and "requires 4 GPUs, one for each worker, but 2 are available" in found["resources"]
-    )
+    assert set(found) == {"resources"}
+    assert "requires 4 GPUs, one for each worker, but 2 are available" in found["resources"]
 
 
 def of_nccl(monkeypatch: pytest.MonkeyPatch, *flags: str, num_gpus: int = 2, reason: str | None) -> Finding | None:
@@ -152,10 +151,9 @@ NO_CUPY = "transport nccl needs cupy (No module named 'cupy'); pip install it"
 
 
 def test_a_gpu_without_nccl_is_a_problem_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = of_nccl(monkeypatch, *REMOTE, reason=NO_CUPY)
-    assert found is not None and (found.verdict, found.remedy) == ("problem", "pip install it")
-    found = of_nccl(monkeypatch, *REMOTE, num_gpus=1, reason=NO_CUPY)
-    assert found is not None and found.verdict == "problem"
+    for num_gpus in (1, 2):
+        found = of_nccl(monkeypatch, *REMOTE, num_gpus=num_gpus, reason=NO_CUPY)
+        assert found is not None and (found.verdict, found.remedy) == ("problem", "pip install it")
     found = of_nccl(monkeypatch, *REMOTE, reason=None)
     assert found is not None and found.verdict == "ok"
 
@@ -194,41 +192,27 @@ def test_the_command_exits_1_with_a_problem_and_0_without() -> None:
     assert done.returncode == 0 and done.stderr == ""
 
 
-def trial(trial_id: str, timeout_s: float = 0.5, world_size: int = 2) -> Trial:
-    """Of somebody who is not there."""
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=port, world_size=world_size, timeout_s=timeout_s)
+def trial(trial_id: str, port: int, world_size: int = 2) -> Trial:
+    rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=port, world_size=world_size, timeout_s=1.0)
     return Trial(trial_id=trial_id, rendezvous=rendezvous, num_bytes=MAX_TRIAL_BYTES)
 
 
-def test_a_trial_that_comes_to_nothing_is_reported_and_harms_nobody() -> None:
-    async def visit() -> None:
-        async with serving(ScriptedEngine()) as server:
-            visitor = ScriptedLearner(server.endpoint)
-            await visitor.send(trial("a"))
-            assert "cannot reach the learner's rendezvous" in (await visitor.receive(TrialResult)).error
-            await visitor.send(trial("b", world_size=3))
-            assert "expected a transport between CPUs, and 2 ranks" in (await visitor.receive(TrialResult)).error
-            await visitor.join()
-            visitor.close()
-
-    asyncio.run(visit())
+@with_server()
+async def test_a_trial_that_comes_to_nothing_is_reported_and_harms_nobody(at: Stage) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    await at.learner.send(trial("a", port))
+    assert "cannot reach the learner's rendezvous" in (await at.learner.receive(TrialResult)).error
+    await at.learner.send(trial("b", port, world_size=3))
+    assert "expected a transport between CPUs, and 2 ranks" in (await at.learner.receive(TrialResult)).error
+    await at.learner.join()
 
 
-def test_one_trial_at_a_time() -> None:
-    async def visit() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the call, and says nothing
-            rendezvous = Rendezvous(
-                transport="gloo", host="127.0.0.1", port=mute.getsockname()[1], world_size=2, timeout_s=1.0
-            )
-            async with serving(ScriptedEngine()) as server:
-                visitor = ScriptedLearner(server.endpoint)
-                await visitor.send(Trial(trial_id="a", rendezvous=rendezvous, num_bytes=1))
-                await visitor.send(Trial(trial_id="b", rendezvous=rendezvous, num_bytes=1))
-                second, first = await visitor.receive(TrialResult), await visitor.receive(TrialResult)
-                assert (second.trial_id, first.trial_id) == ("b", "a")
-                assert second.error == "another transfer test is running on this server" and first.error
-                visitor.close()
-
-    asyncio.run(visit())
+@with_server()
+async def test_one_trial_at_a_time(at: Stage) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the call, and says nothing
+        for trial_id in ("a", "b"):
+            await at.learner.send(trial(trial_id, mute.getsockname()[1]))
+        second, first = await at.learner.receive(TrialResult), await at.learner.receive(TrialResult)
+    assert (second.trial_id, first.trial_id) == ("b", "a")
+    assert second.error == "another transfer test is running on this server" and first.error

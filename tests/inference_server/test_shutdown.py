@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -10,7 +11,7 @@ from inference_server.engine.interface import EngineDead
 from inference_server.shutdown import until_ended
 from protocol.signals import SHUTDOWN_SIGNALS
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Part:
@@ -32,104 +33,90 @@ def tell(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", SHUTDOWN_SIGNALS)
-def test_the_first_signal_drains_and_then_every_part_ends(number: signal.Signals) -> None:
+class Draining:
+    """A drain that the test lets end, perhaps with an error."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end, self.is_given_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.error: Exception | None = None
+
+    async def run(self) -> None:
+        self.has_begun.set()
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.is_given_up.set()
+            raise
+        if self.error is not None:
+            raise self.error
+
+
+def run_parts(test: Callable[[asyncio.Task[None], Draining, list[Part]], Awaitable[None]]) -> None:
+    """Run a test with two parts that run, and the end of them that it waits for."""
+
     async def run() -> None:
-        part, drains, is_drained = Part(), asyncio.Event(), asyncio.Event()
-
-        async def drain() -> None:
-            drains.set()
-            await is_drained.wait()
-
-        ending = asyncio.create_task(until_ended([part.run()], drain))
+        parts, drain = [Part(), Part()], Draining()
+        ending = asyncio.create_task(until_ended([part.run() for part in parts], drain.run))
         await asyncio.sleep(0)
-        tell(number)
-        await drains.wait()
-        await asyncio.sleep(0.05)
-        assert not ending.done() and not part.is_cancelled
-        is_drained.set()
-        await ending
-        assert part.is_cancelled
+        await test(ending, drain, parts)
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("number", SHUTDOWN_SIGNALS)
+def test_the_first_signal_drains_and_then_every_part_ends_however_often_a_terminal_says_that_it_closes(
+    number: signal.Signals,
+) -> None:
+    """Both the kernel and the shell send SIGHUP, and systemd may send one after its SIGTERM."""
+
+    async def test(ending: asyncio.Task[None], drain: Draining, parts: list[Part]) -> None:
+        tell(number)
+        await drain.has_begun.wait()
+        for _ in range(2):
+            tell(signal.SIGHUP)
+            await asyncio.sleep(0.05)
+        assert not ending.done() and not parts[0].is_cancelled
+        drain.may_end.set()
+        await ending
+        assert all(part.is_cancelled for part in parts)
+
+    run_parts(test)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_another_signal_ends_what_drains(number: signal.Signals) -> None:
-    async def run() -> None:
-        part, drains, is_given_up = Part(), asyncio.Event(), asyncio.Event()
-
-        async def drain() -> None:
-            drains.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                is_given_up.set()
-
-        ending = asyncio.create_task(until_ended([part.run()], drain))
-        await asyncio.sleep(0)
+    async def test(ending: asyncio.Task[None], drain: Draining, parts: list[Part]) -> None:
         tell(signal.SIGTERM)
-        await drains.wait()
+        await drain.has_begun.wait()
         tell(number)
         await ending
-        await is_given_up.wait()
-        assert part.is_cancelled
+        await drain.is_given_up.wait()
+        assert all(part.is_cancelled for part in parts)
 
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
-
-
-@pytest.mark.parametrize("first", SHUTDOWN_SIGNALS)
-def test_a_terminal_that_closes_says_so_more_than_once_and_ends_nothing_sooner(first: signal.Signals) -> None:
-    """Both the kernel and the shell send SIGHUP, and systemd may send one after its SIGTERM."""
-
-    async def run() -> None:
-        part, is_drained = Part(), asyncio.Event()
-        ending = asyncio.create_task(until_ended([part.run()], is_drained.wait))
-        await asyncio.sleep(0)
-        for number in (first, signal.SIGHUP, signal.SIGHUP):
-            tell(number)
-            await asyncio.sleep(0.05)
-        assert not ending.done() and not part.is_cancelled
-        is_drained.set()
-        await ending
-
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    run_parts(test)
 
 
 @pytest.mark.parametrize("is_draining", [False, True])
 def test_a_part_that_ends_by_itself_ends_the_others_with_its_error(is_draining: bool) -> None:
-    async def run() -> None:
-        wrong, other, drains = Part(), Part(), asyncio.Event()
-
-        async def drain() -> None:
-            drains.set()
-            await asyncio.Event().wait()
-
-        ending = asyncio.create_task(until_ended([wrong.run(), other.run()], drain))
-        await asyncio.sleep(0)
+    async def test(ending: asyncio.Task[None], drain: Draining, parts: list[Part]) -> None:
         if is_draining:
             tell(signal.SIGTERM)
-            await drains.wait()
-        wrong.goes_wrong.set()
+            await drain.has_begun.wait()
+        parts[0].goes_wrong.set()
         with pytest.raises(EngineDead, match="scripted"):
             await ending
-        assert other.is_cancelled
+        assert parts[1].is_cancelled
 
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    run_parts(test)
 
 
 def test_what_goes_wrong_while_draining_is_raised_and_every_part_ends() -> None:
-    async def run() -> None:
-        part = Part()
-
-        async def drain() -> None:
-            raise EngineDead("while draining")
-
-        ending = asyncio.create_task(until_ended([part.run()], drain))
-        await asyncio.sleep(0)
+    async def test(ending: asyncio.Task[None], drain: Draining, parts: list[Part]) -> None:
+        drain.error = EngineDead("while draining")
+        drain.may_end.set()
         tell(signal.SIGTERM)
         with pytest.raises(EngineDead, match="while draining"):
             await ending
-        assert part.is_cancelled
+        assert all(part.is_cancelled for part in parts)
 
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    run_parts(test)

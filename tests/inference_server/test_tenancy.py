@@ -3,16 +3,15 @@
 import asyncio
 import itertools
 import math
-from collections.abc import Iterable
 
 import msgspec
-import numpy as np
 import pytest
 
 from inference_server.config import ServerConfig
 from inference_server.engine.interface import EngineDead
 from inference_server.tenancy import LeaseHolder, Tenancy
 from inference_server.weight_update import WeightUpdates
+from protocol.channel.sockets import SendResult, ServerChannel
 from protocol.codec import encode
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -22,17 +21,18 @@ from protocol.messages import (
     Message,
     ModelFingerprint,
     Pulse,
-    PushDone,
     PushFailed,
     Refused,
-    Score,
-    Scores,
     Welcome,
 )
-from tests.fakes import ScriptedEngine, Serving, report
+from tests.fakes import ScriptedEngine, report
 from tests.fingerprint import MODEL
-from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.test_server import begin, join_and_push, run_with_server, until
+from tests.inference_server.scripted_server import (
+    Stage,
+    begin,
+    until,
+    with_server,
+)
 
 TIMEOUT_S = 10.0
 FOR_EVER = ServerConfig(orphan_timeout_s=1000.0)
@@ -60,6 +60,7 @@ def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() ->
     assert status(113.0) == ("away", "a", "1", 3.0, 7.0) and tenancy.away_s(113.0) == 3.0
     assert not tenancy.is_due(119.9) and tenancy.is_due(120.0)
     assert not tenancy.hold(holder(peer=b"another connection"), 115.0)
+    assert not tenancy.hold(holder(peer=b"and another"), 115.5)  # since when is as before
     assert status(116.0) == ("held", "a", "1", 1.0, None)
     tenancy.lose(116.0)
     tenancy.extend("b", 120.0)
@@ -75,25 +76,25 @@ def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() ->
 @pytest.mark.parametrize(
     ("run", "learner", "is_lost", "expected"),
     [
-        ("b", "2", False, "the server is busy with run a, whose learner 1 has held it for 7 s"),
-        ("b", "1", False, "the server is busy with run a"),
-        ("a", "2", False, "another process of run a has held the server for 7 s: 1 "),
-        ("a", "1", False, None),
+        ("b", "2", False, "the server is busy with run a, whose learner node7:42 has held it for 7 s"),
+        ("b", "node7:42:secret", False, "the server is busy with run a"),
+        ("a", "2", False, "another process of run a has held the server for 7 s: node7:42 "),
+        ("a", "node7:42:secret", False, None),
         (
             "b",
             "2",
             True,
-            "kept for run a for 10 s (server.orphan_timeout_s); its learner 1 was last seen 7 s ago",
+            "kept for run a for 10 s (server.orphan_timeout_s); its learner node7:42 was last seen 7 s ago",
         ),
         ("a", "2", True, None),
-        ("a", "1", True, None),
+        ("a", "node7:42:secret", True, None),
     ],
 )
-def test_who_has_to_wait_hears_who_holds_the_server_and_for_how_long(
+def test_who_has_to_wait_hears_who_holds_the_server_and_for_how_long_but_not_the_name_that_takes_it_over(
     run: str, learner: str, is_lost: bool, expected: str | None
 ) -> None:
     tenancy = Tenancy(TIMEOUT_S, now=0.0)
-    tenancy.hold(holder(), 0.0)
+    tenancy.hold(holder(learner="node7:42:secret"), 0.0)
     if is_lost:
         tenancy.lose(0.0)
     busy = tenancy.why_busy(run, learner, 7.0)
@@ -101,219 +102,155 @@ def test_who_has_to_wait_hears_who_holds_the_server_and_for_how_long(
     if busy is not None:
         assert expected is not None and expected in busy.reason
         assert busy.free_in_s == (3.0 if is_lost else None)
+    assert "secret" not in f"{busy} {tenancy.status(7.0)}" and tenancy.status(7.0)["learner"] == "node7:42"
 
 
 EVENTS = ("a1", "a2", "b3", "lost", "over", "4 s", "7 s")
 """A Hello of a run by a learner; the holder's connection breaks; its run is over; time goes by."""
 
 
-def history_of(events: Iterable[str]) -> tuple[float, str | None, float | None]:
-    """Return the time, the holder and when it was lost, from what has happened."""
-    now, held_by, lost_at = 0.0, None, None
-    for event in events:
-        match event:
-            case "4 s" | "7 s":
-                now += float(event[0])
-            case "lost":
-                lost_at = now if held_by is not None and lost_at is None else lost_at
-            case "over":
-                held_by = lost_at = None
-            case _ if held_by in (None, event) or (lost_at is not None and held_by[0] == event[0]):
-                held_by, lost_at = event, None
-            case _ if lost_at is not None and now - lost_at >= TIMEOUT_S:
-                held_by, lost_at = event, None
-    return now, held_by, lost_at
-
-
 def test_after_every_history_the_one_that_may_have_the_server_gets_it_and_nobody_else() -> None:
     num_waits = 0
     for events in itertools.product(EVENTS, repeat=5):
-        tenancy, now = Tenancy(TIMEOUT_S, 0.0), 0.0
-        for index, event in enumerate(events):
+        tenancy, now, held_by, lost_at = Tenancy(TIMEOUT_S, 0.0), 0.0, "", math.inf
+        for event in events:
             if event in ("4 s", "7 s"):
                 now += float(event[0])
             elif event == "lost":
                 tenancy.lose(now)
+                lost_at = min(lost_at, now) if held_by else math.inf
             elif event == "over":
                 tenancy.free(now)
-            elif (busy := tenancy.why_busy(event[0], event[1], now)) is None:
-                tenancy.hold(holder(event[0], event[1]), now)
+                held_by, lost_at = "", math.inf
             else:
-                num_waits += 1
-                assert busy.free_in_s is None or 0 < busy.free_in_s <= TIMEOUT_S
-            expected_now, held_by, lost_at = history_of(events[: index + 1])
-            assert now == expected_now
-            assert held_by == (tenancy.holder.run + tenancy.holder.learner if tenancy.holder else None), events
-            assert tenancy.state == ("free" if held_by is None else "held" if lost_at is None else "away"), events
+                is_kept = now < lost_at + TIMEOUT_S
+                may_have_it = held_by in ("", event) or not is_kept or (held_by[0] == event[0] and lost_at <= now)
+                busy = tenancy.why_busy(event[0], event[1], now)
+                assert (busy is None) == may_have_it, events
+                if busy is None:
+                    tenancy.hold(holder(event[0], event[1]), now)
+                    held_by, lost_at = event, math.inf
+                else:
+                    num_waits += 1
+                    assert busy.free_in_s is None or 0 < busy.free_in_s <= TIMEOUT_S
+            assert held_by == (tenancy.holder.run + tenancy.holder.learner if tenancy.holder else ""), events
+            assert tenancy.state == ("free" if not held_by else "held" if lost_at > now else "away"), events
     assert num_waits > 1000, "or nothing was tried"
 
 
 # --- the server --------------------------------------------------------------------------------------------------
 
 
-async def answers_until_welcome(learner: ScriptedLearner) -> list[Refused]:
-    refused = []
-    while isinstance(answer := await learner.greet(), Refused):
-        refused.append(answer)
+@pytest.mark.usefixtures("pulse_often")
+@with_server(config=ServerConfig(orphan_timeout_s=1.0))
+async def test_a_run_whose_connection_breaks_keeps_the_server_for_the_timeout_and_then_loses_its_groups(
+    at: Stage,
+) -> None:
+    await at.join_and_push()
+    await at.hold_group("g")
+    rival = at.another(run="run-b")
+    answer = await rival.greet()
+    assert isinstance(answer, Refused) and answer.is_busy and answer.free_in_s is None
+    assert f"busy with run run-a, whose learner {at.learner.learner} has held it" in answer.reason
+    at.learner.channel.close()
+    broke_at = asyncio.get_running_loop().time()
+    waits_s = []
+    while isinstance(answer := await rival.greet(), Refused):
+        assert answer.is_busy
+        waits_s += [] if answer.free_in_s is None else [answer.free_in_s]
         await asyncio.sleep(0.02)
-    return refused
+    assert asyncio.get_running_loop().time() - broke_at >= 1.0 >= max(waits_s)
+    await until(lambda: at.engine.cancelled == 1)
+    assert at.status()["run"] == "run-b" and at.status()["groups_running"] == 0
 
 
-def test_a_run_whose_connection_breaks_keeps_the_server_for_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.05)
+@with_server(config=FOR_EVER)
+async def test_a_run_that_comes_back_in_time_finds_its_groups_and_its_rival_waits_on(at: Stage) -> None:
+    await at.join_and_push()
+    server_id = at.status()["server_id"]
+    await at.learner.group("g", [1])
+    at.learner.channel.close()
+    await until(lambda: at.status()["tenancy"]["state"] == "away")
+    rival, restarted = at.another(run="run-b"), at.another()
+    assert isinstance(await rival.greet(), Refused)
+    welcome = await restarted.join()
+    assert (welcome.server_id, welcome.policy_version) == (server_id, 0)
+    assert (await restarted.receive(Group)).group_id == "g"
+    assert isinstance(await rival.greet(), Refused)
+    tenancy = at.status()["tenancy"]
+    assert (tenancy["state"], tenancy["run"], tenancy["learner"]) == ("held", "run-a", restarted.learner)
 
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        rival = ScriptedLearner(running.endpoint, run="run-b")
-        answer = await rival.greet()
+
+@with_server(config=FOR_EVER)
+async def test_a_run_that_is_over_frees_the_server_at_once_and_its_groups_are_aborted(at: Stage) -> None:
+    await at.join_and_push()
+    server_id = at.status()["server_id"]
+    await at.hold_group("g")
+    rival = at.another(run="run-b")
+    assert isinstance(await rival.greet(), Refused)
+    await at.learner.leave()
+    assert (await rival.join()).server_id != server_id
+    await until(lambda: at.engine.cancelled == 1)
+    answer = await at.learner.greet()
+    assert isinstance(answer, Refused) and "busy with run run-b" in answer.reason
+
+
+@with_server(config=FOR_EVER)
+async def test_two_processes_of_one_run_do_not_take_the_server_from_each_other(at: Stage) -> None:
+    await at.join_and_push()
+    second = at.another(at.learner.run)
+    for _ in range(3):
+        answer = await second.greet()
         assert isinstance(answer, Refused) and answer.is_busy and answer.free_in_s is None
-        assert f"busy with run run-a, whose learner {learner.learner} has held it" in answer.reason
-        learner.channel.close()
-        broke_at = asyncio.get_running_loop().time()
-        refused = await answers_until_welcome(rival)
-        assert asyncio.get_running_loop().time() - broke_at >= 1.0
-        assert all(one.is_busy for one in refused)
-        kept = [one for one in refused if one.free_in_s is not None]
-        assert all(one.free_in_s is not None and one.free_in_s <= 1.0 for one in kept)
-        assert "kept for run run-a" in kept[0].reason and "server.orphan_timeout_s" in kept[0].reason
-        assert running.server.status()["run"] == "run-b"
-        rival.close()
-
-    run_with_server(test, ServerConfig(orphan_timeout_s=1.0))
+        assert "another process of run run-a has held the server" in answer.reason
+        assert at.learner.learner in answer.reason
+        await at.learner.generate("g", [1])
+        await at.learner.receive(Pulse)
+    await at.learner.receive(Group)
+    at.learner.close()
+    assert (await second.join()).policy_version == 0
+    assert (await second.receive(Group)).group_id == "g", "it may be the first one, started again"
+    late = at.another(at.learner.run)
+    late.learner = at.learner.learner
+    assert isinstance(await late.greet(), Refused), "it was only stopped"
 
 
-def test_a_run_that_comes_back_in_time_finds_its_groups_and_its_rival_waits_on() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        server_id = running.server.status()["server_id"]
-        await learner.generate("g", [1])
-        await learner.receive(Group)
-        learner.channel.close()
-        await until(lambda: running.server.status()["tenancy"]["state"] == "away")
-        rival, restarted = ScriptedLearner(running.endpoint, run="run-b"), ScriptedLearner(running.endpoint)
-        assert isinstance(await rival.greet(), Refused)
-        welcome = await restarted.join()
-        assert (welcome.server_id, welcome.policy_version) == (server_id, 0)
-        assert (await restarted.receive(Group)).group_id == "g"
-        assert isinstance(await rival.greet(), Refused)
-        tenancy = running.server.status()["tenancy"]
-        assert (tenancy["state"], tenancy["run"], tenancy["learner"]) == ("held", "run-a", restarted.learner)
-        rival.close()
-        restarted.close()
-
-    run_with_server(test, FOR_EVER)
+@with_server(config=FOR_EVER)
+async def test_a_learner_whose_connection_is_made_again_before_the_server_has_noticed_is_the_same_one(
+    at: Stage,
+) -> None:
+    await at.join_and_push()
+    again = at.another()
+    again.learner = at.learner.learner
+    assert isinstance(await again.greet(), Welcome)
+    await again.receive(Pulse)
 
 
-def test_a_run_that_is_over_frees_the_server_at_once_and_its_groups_are_aborted() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        server_id = running.server.status()["server_id"]
-        engine.release.clear()
-        await learner.generate("g", [1])
-        await until(lambda: bool(engine.prompts))
-        rival = ScriptedLearner(running.endpoint, run="run-b")
-        assert isinstance(await rival.greet(), Refused)
-        await learner.leave()
-        assert (await rival.join()).server_id != server_id
-        await until(lambda: engine.cancelled == 1)
-        answer = await learner.greet()
-        assert isinstance(answer, Refused) and "busy with run run-b" in answer.reason
-        rival.close()
-
-    run_with_server(test, FOR_EVER)
-
-
-def test_two_processes_of_one_run_do_not_take_the_server_from_each_other() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, first: ScriptedLearner) -> None:
-        await join_and_push(engine, first)
-        second = ScriptedLearner(running.endpoint, first.run)
-        for _ in range(3):
-            answer = await second.greet()
-            assert isinstance(answer, Refused) and answer.is_busy and answer.free_in_s is None
-            assert (
-                "another process of run run-a has held the server" in answer.reason and first.learner in answer.reason
-            )
-            await first.generate("g", [1])
-            await first.receive(Pulse)
-        await first.receive(Group)
-        first.close()
-        assert (await second.join()).policy_version == 0
-        assert (await second.receive(Group)).group_id == "g", "it may be the first one, started again"
-        late = ScriptedLearner(running.endpoint, first.run)
-        late.learner = first.learner
-        assert isinstance(await late.greet(), Refused), "it was only stopped"
-        late.close()
-        second.close()
-
-    run_with_server(test, FOR_EVER)
+@pytest.mark.usefixtures("pulse_often")
+@with_server(config=ServerConfig(orphan_timeout_s=1.0))
+async def test_a_run_that_says_hello_while_the_engine_starts_again_keeps_the_server(at: Stage) -> None:
+    await at.join_and_push()
+    await at.learner.group("g", [1])
+    at.engine.release_restart.clear()
+    at.engine.fail_with = EngineDead("scripted death")
+    await until(lambda: "restart" in at.engine.calls)
+    at.learner.close()
+    await until(lambda: at.status()["tenancy"]["state"] == "away")
+    again, rival = at.another(), at.another(run="run-b")
+    for _ in range(40):
+        await again.hello()
+        await asyncio.sleep(0.05)
+    assert isinstance(await rival.greet(), Refused)
+    at.engine.release_restart.set()
+    await until(lambda: at.status()["engine_restarts"] == 1)
+    await again.join()
+    assert (await again.receive(Group)).group_id == "g"
 
 
-def test_a_learner_whose_connection_is_made_again_before_the_server_has_noticed_is_the_same_one() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        again = ScriptedLearner(running.endpoint)
-        again.learner = learner.learner
-        assert isinstance(await again.greet(), Welcome)
-        await again.receive(Pulse)
-        again.close()
-
-    run_with_server(test, FOR_EVER)
-
-
-def test_a_run_that_says_hello_while_the_engine_starts_again_keeps_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.05)
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        await learner.generate("g", [1])
-        await learner.receive(Group)
-        engine.release_restart.clear()
-        engine.fail_with = EngineDead("scripted death")
-        await until(lambda: "restart" in engine.calls)
-        learner.close()
-        await until(lambda: running.server.status()["tenancy"]["state"] == "away")
-        again, rival = ScriptedLearner(running.endpoint), ScriptedLearner(running.endpoint, run="run-b")
-        for _ in range(30):
-            await again.hello()
-            await asyncio.sleep(0.05)
-        assert isinstance(await rival.greet(), Refused)
-        engine.fail_with = None
-        engine.release_restart.set()
-        await until(
-            lambda: (
-                running.server.status()["unavailable"] is None or "weights" in running.server.status()["unavailable"]
-            )
-        )
-        await again.join()
-        assert (await again.receive(Group)).group_id == "g"
-        again.close()
-        rival.close()
-
-    run_with_server(test, ServerConfig(orphan_timeout_s=0.5))
-
-
-def test_the_name_by_which_a_process_may_take_the_server_over_is_known_to_nobody() -> None:
-    secret = "9f3ac2d1"
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        learner.learner = f"node7:4242:{secret}"
-        await learner.join()
-        assert running.server.status()["tenancy"]["learner"] == "node7:4242"
-        for run in (learner.run, "run-b"):
-            other = ScriptedLearner(running.endpoint, run)
-            answer = await other.greet()
-            assert isinstance(answer, Refused) and "node7:4242" in answer.reason and secret not in answer.reason
-            other.close()
-        assert secret not in str(running.server.status())
-
-    run_with_server(test, FOR_EVER)
-
-
-def test_a_full_queue_is_no_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("pulse_often")
+@with_server(config=ServerConfig(orphan_timeout_s=0.1))
+async def test_a_full_queue_is_no_lost_connection(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else another process of the run could take the server from one on a slow link."""
-    from protocol.channel.sockets import SendResult, ServerChannel
-
-    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.02)
     send, num_refused = ServerChannel.send, 0
 
     async def full(channel: ServerChannel, peer: bytes, message: Message) -> SendResult:
@@ -323,96 +260,67 @@ def test_a_full_queue_is_no_lost_connection(monkeypatch: pytest.MonkeyPatch) -> 
             return SendResult.QUEUE_FULL
         return await send(channel, peer, message)
 
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.join()
-        monkeypatch.setattr(ServerChannel, "send", full)
-        await until(lambda: num_refused > 10)
-        assert running.server.status()["tenancy"]["state"] == "held"
-
-    run_with_server(test, ServerConfig(orphan_timeout_s=0.1))
+    await at.learner.join()
+    monkeypatch.setattr(ServerChannel, "send", full)
+    await until(lambda: num_refused > 10)
+    assert at.status()["tenancy"]["state"] == "held"
 
 
-def test_what_other_learners_say_costs_the_one_that_is_served_nothing() -> None:
-    num_foreign = 4
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        rivals = [ScriptedLearner(running.endpoint, run=f"run-{index}") for index in range(num_foreign)]
-        began_at = asyncio.get_running_loop().time()
-        num_refused = 0
-        for _ in range(50):
-            answers = await asyncio.gather(*(rival.greet() for rival in rivals))
-            num_refused += sum(isinstance(answer, Refused) for answer in answers)
-        assert num_refused == 50 * num_foreign
-        await learner.generate("after them", [1])
-        num_pulses = 0
-        while not isinstance(await learner.receive((Pulse, Group)), Group):
-            num_pulses += 1
-        assert num_pulses <= 2 + (asyncio.get_running_loop().time() - began_at) / 0.4
-        for rival in rivals:
-            rival.close()
-
-    run_with_server(test, FOR_EVER)
+@with_server(config=FOR_EVER)
+async def test_what_other_learners_say_costs_the_one_that_is_served_nothing(at: Stage) -> None:
+    await at.join_and_push()
+    rivals = [at.another(run=f"run-{index}") for index in range(4)]
+    began_at = asyncio.get_running_loop().time()
+    for _ in range(50):
+        answers = await asyncio.gather(*(rival.greet() for rival in rivals))
+        assert all(isinstance(answer, Refused) for answer in answers)
+    await at.learner.generate("after them", [1])
+    num_pulses = 0
+    while not isinstance(await at.learner.receive((Pulse, Group)), Group):
+        num_pulses += 1
+    assert num_pulses <= 2 + (asyncio.get_running_loop().time() - began_at) / 0.4
 
 
-def test_the_weights_of_a_run_that_is_over_answer_under_its_name_until_the_next_one_has_pushed() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        def served() -> tuple[str | None, int | None, str | None]:
-            status = running.server.status()
-            return status["run"], status["policy_version"], status["weights_run"]
+@pytest.mark.parametrize("next_run", ["run-a", "run-b"])
+@with_server(config=FOR_EVER)
+async def test_the_weights_of_a_run_that_is_over_answer_under_its_name_until_the_next_one_has_pushed(
+    at: Stage, next_run: str
+) -> None:
+    def served() -> tuple[str | None, int | None, str | None]:
+        status = at.status()
+        return status["run"], status["policy_version"], status["weights_run"]
 
-        assert served() == (None, None, None)
-        await join_and_push(engine, learner, version=7)
-        assert served() == ("run-a", 7, "run-a")
-        await learner.leave()
-        second = ScriptedLearner(running.endpoint, run="run-b")
-        welcome = await second.join()
-        assert welcome.policy_version is None and not welcome.is_untouched, "weights of another run are no weights"
-        assert (await second.receive(Pulse)).policy_version is None
-        assert served() == ("run-b", 7, "run-a") and running.server.status()["weights_checksum"] == "c0ffee"
-        await second.generate("g", [1, 2])
-        assert (await second.receive(GroupFailed)).code == "not_ready"
-        await second.send(Score(request_id="s", token_ids=np.array([1, 2], np.int32), deadline_s=5))
-        assert "sync weights before scoring" in ((await second.receive(Scores)).error or "")
-        engine.scripted_reports.append([report()])
-        await second.send(begin(0, "e2"))
-        await second.receive(PushDone)
-        assert served() == ("run-b", 0, "run-b") and (await second.join()).policy_version == 0
-        second.close()
-
-    run_with_server(test, FOR_EVER)
+    assert served() == (None, None, None)
+    await at.join_and_push(version=7)
+    assert served() == ("run-a", 7, "run-a")
+    await at.learner.leave()
+    second = at.another(next_run)
+    welcome = await second.join()
+    assert welcome.policy_version is None and not welcome.is_untouched, "weights of another run are no weights"
+    assert (await second.receive(Pulse)).policy_version is None
+    assert served() == (next_run, 7, "run-a") and at.status()["weights_checksum"] == "c0ffee"
+    await second.generate("g", [1, 2])
+    assert (await second.receive(GroupFailed)).code == "not_ready"
+    assert "sync weights before scoring" in ((await second.score([1, 2])).error or "")
+    await at.push(0, "e2", second)
+    assert served() == (next_run, 0, next_run) and (await second.join()).policy_version == 0
 
 
-def test_a_run_that_was_forgotten_must_push_again_though_its_own_weights_answer() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner, version=7)
-        await learner.leave()
-        assert (await learner.join()).policy_version is None
-        assert (running.server.status()["policy_version"], running.server.status()["weights_run"]) == (7, "run-a")
-        await learner.generate("g", [1])
-        assert (await learner.receive(GroupFailed)).code == "not_ready"
-
-    run_with_server(test, FOR_EVER)
-
-
-def test_a_push_that_ends_under_the_next_run_is_of_the_run_that_began_it() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.join()
-        engine.release_pause.clear()
-        engine.scripted_reports.append([report()])
-        await learner.send(begin(8))
-        await until(lambda: engine.calls == ["pause"])
-        await learner.leave()
-        second = ScriptedLearner(running.endpoint, run="run-b")
-        await second.join()
-        engine.release_pause.set()
-        await until(lambda: running.server.status()["policy_version"] == 8)
-        assert running.server.status()["weights_run"] == "run-a"
-        await second.generate("g", [1])
-        assert (await second.receive(GroupFailed)).code == "not_ready"
-        second.close()
-
-    run_with_server(test, FOR_EVER)
+@with_server(config=FOR_EVER)
+async def test_a_push_that_ends_under_the_next_run_is_of_the_run_that_began_it(at: Stage) -> None:
+    await at.learner.join()
+    at.engine.release_pause.clear()
+    at.engine.scripted_reports.append([report()])
+    await at.learner.send(begin(8))
+    await until(lambda: at.engine.calls == ["pause"])
+    await at.learner.leave()
+    second = at.another(run="run-b")
+    await second.join()
+    at.engine.release_pause.set()
+    await until(lambda: at.status()["policy_version"] == 8)
+    assert at.status()["weights_run"] == "run-a"
+    await second.generate("g", [1])
+    assert (await second.receive(GroupFailed)).code == "not_ready"
 
 
 def test_a_push_that_has_not_started_when_another_run_is_served_is_not_started() -> None:
@@ -438,7 +346,8 @@ def test_a_push_that_has_not_started_when_another_run_is_served_is_not_started()
     asyncio.run(run())
 
 
-def test_a_learner_of_another_version_is_notified_in_a_message_that_it_can_read() -> None:
+@with_server()
+async def test_a_learner_of_another_version_is_notified_in_a_message_that_it_can_read(at: Stage) -> None:
     class Hello7(msgspec.Struct, frozen=True, tag="Hello"):
         """As before this process had a name."""
 
@@ -449,13 +358,10 @@ def test_a_learner_of_another_version_is_notified_in_a_message_that_it_can_read(
     class Refused7(msgspec.Struct, frozen=True, tag="Refused", forbid_unknown_fields=True):
         reason: str
 
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.channel._messages.send(encode(Hello7(run="r", protocol_version=7, model=MODEL)))
-        (answer,) = await learner.channel._messages.receive()
-        refused = msgspec.msgpack.decode(bytes(answer), type=Refused7)
-        assert f"protocol version 7, the server {PROTOCOL_VERSION}" in refused.reason
-
-    run_with_server(test)
+    await at.learner.channel._messages.send(encode(Hello7(run="r", protocol_version=7, model=MODEL)))
+    (answer,) = await at.learner.channel._messages.receive()
+    refused = msgspec.msgpack.decode(bytes(answer), type=Refused7)
+    assert f"protocol version 7, the server {PROTOCOL_VERSION}; install the same" in refused.reason
 
 
 def test_every_learner_process_has_a_name_of_its_own_that_says_where_it_is() -> None:

@@ -1,8 +1,11 @@
 """What the engine makes of vLLM's own outputs, and what it refuses, without starting vLLM."""
 
 import asyncio
+import multiprocessing
 import runpy
+import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import _process_utility_output
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.engine import vllm_engine
+from inference_server.engine import vllm_engine, worker
+from inference_server.engine.data_parallel import SERVER_PID
 from inference_server.engine.interface import EngineDead
 from inference_server.engine.versioned_llm import VersionedLLM
 from inference_server.engine.vllm_engine import VllmEngine, call_engine
@@ -77,17 +81,21 @@ def test_no_client_of_the_openai_application_comes_before_the_learners_groups(mo
     assert begun == [1, 1, 7, 0, -1]
 
 
-@pytest.mark.parametrize(("on_cpu", "reason"), [(True, "for the receiving thread"), (False, "keep the whole model")])
+@pytest.mark.parametrize(
+    ("on_cpu", "server", "reason"),
+    [
+        (True, {"tensor_parallel_size": 2}, "tensor_parallel_size = 2: .*for the receiving thread"),
+        (False, {"tensor_parallel_size": 2}, "tensor_parallel_size = 2: .*keep the whole model"),
+        (True, {"data_parallel_size": 2}, r"overlap_weight_loading = true .* with server\.data_parallel_size = 2: "),
+    ],
+)
 def test_receiving_beside_generation_is_refused_for_several_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, server: dict[str, int], reason: str
 ) -> None:
     monkeypatch.setattr("inference_server.engine.versioned_llm.current_platform.is_cpu", lambda: on_cpu)
-    server = ServerConfig(overlap_weight_loading=True, tensor_parallel_size=2)
-    run = ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=server)
-    with pytest.raises(
-        ConfigError, match=f"tensor_parallel_size = 2: .*{reason}.*; set server.overlap_weight_loading = false"
-    ):
-        VllmEngine(run, tmp_path)
+    config = ServerConfig(overlap_weight_loading=True, **server)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"{reason}.*; set server\.overlap_weight_loading"):
+        VllmEngine(ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=config), tmp_path)
 
 
 @pytest.mark.parametrize(("on_cpu", "poll_s"), [(True, 0.01), (False, 0.25)])
@@ -97,3 +105,39 @@ def test_workers_on_gpus_are_asked_less_often_whether_a_push_has_come(
     """Each answer costs a GPU the overlap of two decoding steps."""
     monkeypatch.setattr("inference_server.engine.versioned_llm.current_platform.is_cpu", lambda: on_cpu)
     assert runpy.run_path(vllm_engine.__file__)["STAGING_POLL_S"] == poll_s
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_worker_ends_with_its_server_and_is_kept_trimmed_and_its_seeds_kept_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool
+) -> None:
+    changes = [
+        "data_parallel.end_with_server", "output.send_in_pieces", "memory.keep_trimmed", "cpu_seeds.keep_seeds_of_chunked_prompts",
+    ]  # fmt: skip
+    made: list[str] = []
+    for name in changes:
+        monkeypatch.setattr(f"inference_server.engine.{name}", partial(made.append, name))
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: on_cpu)
+    monkeypatch.setenv(SERVER_PID, "1")
+    runpy.run_path(worker.__file__)
+    assert made == (changes if on_cpu else changes[:2])
+
+
+def test_a_restart_that_is_cancelled_kills_what_it_has_started_and_ends_with_it() -> None:
+    def start_and_wait() -> None:
+        process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        process.start()
+        process.join()
+
+    async def run() -> None:
+        engine = object.__new__(VllmEngine)
+        engine._start_anew = start_and_wait  # type: ignore[method-assign]
+        restarting = asyncio.create_task(engine.restart())
+        while not multiprocessing.active_children():
+            await asyncio.sleep(0.01)
+        restarting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restarting
+        assert not multiprocessing.active_children()
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -1,16 +1,40 @@
-"""Ranks of a learner as torchrun would start them, forked from a process that has imported everything."""
+"""Ranks of a learner as torchrun would start them, forked from a process that has imported everything.
 
+run_ranks       a whole `learner train` on each
+on_two_ranks    a function on each of a pair that lives as long as the test session, once it was needed
+"""
+
+import atexit
 import os
+import pickle
+import random
+import subprocess
+import sys
+import traceback
 from collections.abc import Callable
+from functools import cache
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
+from accelerate.state import AcceleratorState
 
 from learner.training.distributed import make_accelerator
+from protocol.config import to_toml
+from tests.learner.forked_learner import end_of, start_learner
+from tests.learner.model_engine import tiny_server
+from tests.learner.runs import make_run, metrics_of, seeded
 from tests.learner.training.sharding import FSDP2, launched_environment, shard_on_cpu
 from tests.peer import PROCESSES
 from tests.ports import free_port
 
+ROOT = Path(__file__).parent.parent.parent
+LAUNCH = ["accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--num_machines", "1",
+          "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+UNSHARDED = ["--multi_gpu", "--no_python", sys.executable, "-m", "deploy.cli"]
+"""As `accelerate launch --no_python slipstream`, which need not be installed here."""
 TIMEOUT_S = 120.0
 Work = Callable[..., Any]
 
@@ -51,27 +75,149 @@ def places_of(num_ranks: int, *, is_sharded: bool = False, switches: tuple[str, 
     ]
 
 
-def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False, switches: tuple[str, ...] = FSDP2) -> None:
-    """Call `work(accelerator, *args)` on both."""
-    be_ranks(places_of(2, is_sharded=is_sharded, switches=switches), work, *args)
+def run_ranks(
+    tmp_path: Path, num_ranks: int, *, is_sharded: bool = False, start: Callable[..., str] | None = None, **learner: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Train on so many ranks; return their metrics and the weights that reached the server."""
+    with tiny_server() as server:
+        reference = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}}
+        run = make_run(tmp_path, server.endpoint, **seeded() | reference | learner)
+        tmp_path.mkdir()
+        config = tmp_path / "run.toml"
+        config.write_text(to_toml(run))
+        logs = start(config) if start else fork(config, num_ranks=num_ranks, is_sharded=is_sharded)
+        assert ("rank 1 of 2" in logs) == (num_ranks > 1)
+        return metrics_of(run), server.engine.weights
 
 
-def be_ranks(places: list[Place], work: Work, *args: Any) -> None:
-    """Call `work(accelerator, *args)` on each."""
-    ranks = [PROCESSES.Process(target=_be, args=(place, work, args)) for place in places]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(TIMEOUT_S)
-        if rank.exitcode is None:
-            rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0] * len(ranks), "their tracebacks are in the captured output"
+def fork(config: Path, *, num_ranks: int, is_sharded: bool) -> str:
+    """Train to the end; return the log."""
+    log = config.with_suffix(".log")
+    places = places_of(num_ranks, is_sharded=is_sharded)
+    ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in places]
+    assert [end_of(rank, log) for rank in ranks] == [0] * num_ranks, log.read_text()
+    return log.read_text()
 
 
-def _be(place: Place, work: Work, args: tuple[Any, ...]) -> None:
+def launch(config: Path) -> str:
+    """The same by the command that the README gives, told that there are GPUs, without which it would start a single process."""
+    command = [sys.executable, "-m", *LAUNCH, *UNSHARDED, "train", str(config)]
+    on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=on_cpu)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
+
+
+def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False, switches: tuple[str, ...] = FSDP2) -> list[Any]:
+    """Call `work(accelerator, *args)` on both; return what each returns."""
+    if switches != FSDP2:
+        return be_ranks(places_of(2, is_sharded=is_sharded, switches=switches), work, *args)
+    pair = _pair(is_sharded=is_sharded)
+    try:
+        return pair.do(work, args)
+    except BaseException:
+        _pair.cache_clear()  # one may wait in a collective for the other
+        pair.end()
+        raise
+
+
+def be_ranks(places: list[Place], work: Work, *args: Any) -> list[Any]:
+    """The same on ranks of their own."""
+    ranks = Ranks(places)
+    try:
+        return ranks.do(work, args)
+    finally:
+        ranks.end()
+
+
+class Ranks:
+    """Processes that do one piece of work after the other, all of them the same."""
+
+    def __init__(self, places: list[Place]) -> None:
+        self._pipes, self._processes = [], []
+        for place in places:
+            ours, theirs = PROCESSES.Pipe()
+            self._processes.append(PROCESSES.Process(target=_serve, args=(place, theirs), daemon=True))
+            self._processes[-1].start()
+            self._pipes.append(ours)
+            theirs.close()
+
+    def do(self, work: Work, args: tuple[Any, ...]) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((work, args)))
+        answers: dict[Any, Any] = {}
+        problems: list[str] = []
+        while waiting := [pipe for pipe in self._pipes if pipe not in answers]:
+            # After an error of one, others may wait for it in a collective.
+            ready = wait(waiting, 5 if problems else TIMEOUT_S)
+            if not ready:
+                problems.append(f"{work} has not ended on {len(waiting)} ranks")
+                break
+            for pipe in ready:
+                answers[pipe], problem = pickle.loads(pipe.recv_bytes())
+                problems += [f"rank {self._pipes.index(pipe)}: {problem}"] if problem else []
+        assert not problems, "\n".join(problems)
+        return [answers[pipe] for pipe in self._pipes]
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+@cache
+def _pair(*, is_sharded: bool) -> Ranks:
+    pair = Ranks(places_of(2, is_sharded=is_sharded))
+    atexit.register(pair.end)
+    return pair
+
+
+def _serve(place: Place, pipe: Any) -> None:
     place.enter()
+    while True:
+        try:
+            work, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        before = _attributes()
+        random.seed(0), torch.manual_seed(0)
+        try:
+            answer = _do(place, work, args), None
+        except BaseException:
+            answer = None, traceback.format_exc()
+        _put_back(before)
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+def _do(place: Place, work: Work, args: tuple[Any, ...]) -> Any:
+    AcceleratorState._reset_state()  # not the process group
+    if place.is_sharded:
+        shard_on_cpu()
     accelerator = make_accelerator()
     assert accelerator.is_fsdp2 == place.is_sharded and accelerator.num_processes == place.num_ranks
-    work(accelerator, *args)
-    accelerator.free_memory()  # the model first, see learner/training/distributed.py
-    accelerator.end_training()
+    try:
+        return work(accelerator, *args)
+    finally:
+        accelerator.free_memory()
+
+
+def _attributes() -> list[tuple[Any, dict[str, Any]]]:
+    """Of the product's modules and classes: what a piece of work replaces there is put back after it."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("learner", "protocol")]
+    classes = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    return [(owner, dict(vars(owner))) for owner in (*modules, *classes)]
+
+
+def _put_back(before: list[tuple[Any, dict[str, Any]]]) -> None:
+    for owner, attributes in before:
+        for name, value in list(vars(owner).items()):
+            if name not in attributes and isinstance(owner, type) and not name.startswith("__"):
+                delattr(owner, name)
+            elif name in attributes and value is not attributes[name]:
+                setattr(owner, name, attributes[name])

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -34,11 +35,11 @@ def main() -> None:
     kind, endpoint, seconds, *rest = sys.argv[1:]
     give_up_at = time.monotonic() + float(seconds)
     if kind == "raw":
-        counts = shout(endpoint, give_up_at)
+        counts = call(endpoint, give_up_at, shout)
     elif kind == "malformed":
         counts = pester(endpoint, give_up_at, int(rest[0]))
     elif kind == "oversized":
-        counts = announce(endpoint, give_up_at)
+        counts = call(endpoint, give_up_at, announce)
     elif kind == "flood":
         counts = knock(endpoint, give_up_at, None, [b"\xc1" * int(rest[0])], num_connections=1)
     else:
@@ -114,40 +115,35 @@ def open_dealer(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[Any]:
     return dealer
 
 
-def announce(endpoint: str, give_up_at: float) -> dict[str, int]:
-    """Say that a frame of a gibibyte follows, and wait for what the server does."""
+def call(endpoint: str, give_up_at: float, say: Callable[[socket.socket], None]) -> dict[str, int]:
+    """Connect again and again, say something, and wait for what the server does."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     counts = {"sent": 0, "answers": 0, "ended": 0}
     while time.monotonic() < give_up_at:
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
-            connection.sendall(GREETING + READY)
-            heard = b""
-            while b"READY" not in heard:
-                heard += connection.recv(4096)
-            connection.sendall(FRAME_OF_A_GIBIBYTE)
+        with (
+            socket.create_connection((host, int(port)), timeout=30) as connection,
+            contextlib.suppress(ConnectionError),
+        ):
+            say(connection)
             counts["sent"] += 1
-            with contextlib.suppress(ConnectionError):
-                while connection.recv(4096):
-                    pass
+            while connection.recv(4096):
+                pass  # the greeting that every ZeroMQ socket sends first
         counts["ended"] += 1
     return counts
 
 
-def shout(endpoint: str, give_up_at: float) -> dict[str, int]:
+def announce(connection: socket.socket) -> None:
+    """Say that a frame of a gibibyte follows."""
+    connection.sendall(GREETING + READY)
+    heard = b""
+    while b"READY" not in heard:
+        heard += connection.recv(4096)
+    connection.sendall(FRAME_OF_A_GIBIBYTE)
+
+
+def shout(connection: socket.socket) -> None:
     """Send what is not ZeroMQ at all."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    counts = {"sent": 0, "answers": 0, "ended": 0}
-    while time.monotonic() < give_up_at:
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
-            try:
-                connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 1000)
-                counts["sent"] += 1
-                while connection.recv(4096):
-                    pass  # the greeting that every ZeroMQ socket sends first
-            except (ConnectionError, TimeoutError):
-                pass
-        counts["ended"] += 1
-    return counts
+    connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 1000)
 
 
 if __name__ == "__main__":

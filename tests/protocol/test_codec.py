@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from protocol.codec import Decoder, decode, encode, pack, unpack
 from protocol.errors import ProtocolError
-from protocol.messages import Completion, Generate, Group, LearnerMessage, Sampling, ServerMessage, Welcome
+from protocol.messages import Completion, Generate, Group, LearnerMessage, Sampling, ServerMessage
 
 finite_float32 = st.floats(width=32, allow_nan=False)
 
@@ -21,11 +21,9 @@ def completions(draw: st.DrawFn) -> Completion:
     split = draw(st.integers(0, num_tokens))
     versions = [(version, count) for version, count in [(4, split), (7, num_tokens - split)] if count]
     return Completion(
-        token_ids=np.array(token_ids, np.int32),
-        behaviour_logprobs=np.array(logprobs, np.float32),
-        versions=versions,
+        token_ids=np.array(token_ids, np.int32), behaviour_logprobs=np.array(logprobs, np.float32), versions=versions,
         finish_reason="stop",
-    )
+    )  # fmt: skip
 
 
 @given(st.lists(completions(), max_size=5), st.text(st.characters(categories=["L", "N"]), max_size=20))
@@ -40,12 +38,8 @@ def test_a_group_survives_the_wire_bit_for_bit(sent: list[Completion], group_id:
 
 
 def generate() -> Generate:
-    return Generate(
-        group_id="3.0",
-        prompt_token_ids=np.arange(5, dtype=np.int32),
-        sampling=Sampling(num_completions=2, max_tokens=4),
-        deadline_s=1.0,
-    )
+    sampling = Sampling(num_completions=2, max_tokens=4)
+    return Generate(group_id="3.0", prompt_token_ids=np.arange(5, dtype=np.int32), sampling=sampling, deadline_s=1.0)
 
 
 def test_a_stored_message_is_the_sent_one() -> None:
@@ -53,9 +47,7 @@ def test_a_stored_message_is_the_sent_one() -> None:
     assert stored.prompt_token_ids.tolist() == [0, 1, 2, 3, 4] and stored.sampling == generate().sampling
 
 
-@pytest.mark.parametrize(
-    "packed", [b"", pack(generate())[:-1], pack(generate()) + b"x", msgspec.msgpack.encode("text"), b"\x91" * 100_000]
-)
+@pytest.mark.parametrize("packed", [b"", pack(generate())[:-1], pack(generate()) + b"x", b"\x91" * 100_000])
 def test_stored_bytes_that_are_no_message_are_a_protocol_error(packed: bytes) -> None:
     with pytest.raises(ProtocolError, match=r"Expected the frames of Generate or Group\. Resume with"):
         unpack(packed, Generate | Group)  # type: ignore[arg-type]
@@ -83,57 +75,37 @@ def test_a_damaged_message_is_refused_or_still_valid(data: st.DataObject) -> Non
     ("tamper", "expected"),
     [
         (lambda frames: frames[:-1], "no frame fits"),
+        (lambda frames: [*frames, b""], "received 2 array frames, but the header announces 1"),
+        (lambda frames: [], "without frames"),
         (lambda frames: [frames[0], frames[1] + b"\0\0\0\0"], r"no frame fits.*'int32', 5.*\[24\] bytes"),
         (lambda frames: [frames[0], frames[1] + b"\0"], r"no frame fits.*'int32', 5.*\[21\] bytes"),
         (lambda frames: [frames[0].replace(b"int32", b"int64"), frames[1]], "no frame fits"),
-        (lambda frames: [frames[0].replace(b"int32", b"float32"[:5]), frames[1]], "no frame fits"),
         (lambda frames: [frames[0].replace(b"Generate", b"Delete!!"), frames[1]], "Delete!!"),
+        (lambda frames: encode(Group(group_id="g", entered_version=0, completions=[])), "Group"),
     ],
 )
-def test_frames_that_differ_from_the_header_are_refused(tamper, expected: str) -> None:
+def test_frames_that_differ_from_the_header_are_refused_and_the_next_are_decoded(tamper, expected: str) -> None:
+    decoder, frames = Decoder(LearnerMessage), [bytes(frame) for frame in encode(generate())]
     with pytest.raises(ProtocolError, match=expected):
-        decode(tamper([bytes(frame) for frame in encode(generate())]), LearnerMessage)
+        decoder.decode(tamper(frames))
+    assert isinstance(decoder.decode(frames), Generate)
 
 
-@pytest.mark.parametrize("announced", [[1, 0], [0, 0], [1, 1], [-1, 0], [0, 2], [0, "1"], [0, None], [0, [1]]])
-def test_each_frame_is_announced_once_and_in_the_order_in_which_it_came(announced: list) -> None:
-    arrays = [np.zeros(3, np.int32), np.zeros(3, np.float32)]
+TOKEN_IDS = [[1, "int32", 3], [-1, "int32", 3], ["0", "int32", 3], [0, "int32", 3.0], [0, "int32"], "012", None]
 
-    def frames_of(first: object, second: object) -> list[bytes]:
+
+@pytest.mark.parametrize("announced", TOKEN_IDS)
+def test_each_frame_is_announced_once_and_in_the_order_in_which_it_came(announced: object) -> None:
+    def frames_of(token_ids: object) -> list[bytes]:
         completion = {
-            "token_ids": [first, "int32", 3], "behaviour_logprobs": [second, "float32", 3], "versions": [[1, 3]],
-            "finish_reason": "stop",
+            "token_ids": token_ids, "behaviour_logprobs": [1, "float32", 3], "versions": [[1, 3]], "finish_reason": "stop"
         }  # fmt: skip
         header = {"type": "Group", "group_id": "1.0", "entered_version": 1, "completions": [completion]}
-        return [msgspec.msgpack.encode(header), *(array.tobytes() for array in arrays)]
+        return [msgspec.msgpack.encode(header), bytes(12), bytes(12)]
 
-    assert isinstance(decode(frames_of(0, 1), ServerMessage), Group)
-    with pytest.raises(ProtocolError, match="no frame fits"):
-        decode(frames_of(*announced), ServerMessage)
-
-
-@pytest.mark.parametrize(
-    "announced", [[0, "int32"], [0, ["int32"], 5], "012", 7, None, [0, "int32", "5" * 20], [0, "int32", 5.0]]
-)
-def test_what_announces_no_array_is_refused(announced: object) -> None:
-    header = msgspec.msgpack.encode(SCORE | {"token_ids": announced})
+    assert isinstance(decode(frames_of([0, "int32", 3]), ServerMessage), Group)
     with pytest.raises(ProtocolError, match="not a valid message"):
-        decode([header, bytes(20)], LearnerMessage)
-
-
-def test_a_decoder_that_has_refused_a_message_decodes_the_next() -> None:
-    decoder = Decoder(LearnerMessage)
-    frames = [bytes(frame) for frame in encode(generate())]
-    for damaged in ([frames[0]], [frames[0], frames[1][:-4]], [b"", frames[1]], [*frames, b""]):
-        with pytest.raises(ProtocolError):
-            decoder.decode(damaged)
-        assert isinstance(decoder.decode(frames), Generate)
-
-
-def test_an_unknown_field_is_refused() -> None:
-    header = msgspec.msgpack.encode({"type": "Ack", "group_ids": [], "extra": 1})
-    with pytest.raises(ProtocolError, match="extra"):
-        decode([header], LearnerMessage)
+        decode(frames_of(announced), ServerMessage)
 
 
 SCORE = {"type": "Score", "request_id": "r", "token_ids": [0, "int32", 0], "deadline_s": 1.0}
@@ -148,6 +120,7 @@ TENSOR = {"name": "w", "shape": [2], "dtype": "float32"}
         SCORE | {"deadline_s": 0.0},
         SCORE | {"request_id": "of\ntwo lines"},
         SCORE | {"request_id": "x" * 257},
+        SCORE | {"unknown_field": 1},
         BEGIN | {"version": -1},
         BEGIN | {"version": 2**53},
         BEGIN | {"manifest": {"tensors": [TENSOR | {"shape": [-2]}], "bucket_bytes": 1}},
@@ -171,11 +144,6 @@ def test_a_complaint_is_short_and_of_one_line_whatever_it_quotes() -> None:
     assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
 
 
-def test_a_learner_message_is_not_a_server_message() -> None:
-    with pytest.raises(ProtocolError, match="Generate"):
-        decode([bytes(frame) for frame in encode(generate())], Welcome | Group)
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -186,11 +154,6 @@ def test_a_learner_message_is_not_a_server_message() -> None:
     ],
 )
 def test_a_completion_that_contradicts_itself_cannot_be_made(fields, expected: str) -> None:
-    good = {
-        "token_ids": np.zeros(3, np.int32),
-        "behaviour_logprobs": np.zeros(3, np.float32),
-        "versions": [(1, 3)],
-        "finish_reason": "stop",
-    }
+    arrays = {"token_ids": np.zeros(3, np.int32), "behaviour_logprobs": np.zeros(3, np.float32)}
     with pytest.raises(ValueError, match=expected):
-        Completion(**(good | fields))
+        Completion(**({"versions": [(1, 3)], "finish_reason": "stop"} | arrays | fields))

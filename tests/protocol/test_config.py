@@ -54,16 +54,15 @@ TOML = 'model = "m"\nrun_dir = "r"\n[learner]\nsteps = 3\n'
 def load(tmp_path: Path, toml: str, *flags: str) -> Run:
     path = tmp_path / "run.toml"
     path.write_text(toml)
-    return load_config(Run, [str(path), *flags], "learner train")
+    return load_config(Run, [str(path), *flags], "learner train", {"--resume": "continue"})
 
 
 def test_a_head_may_be_finer_than_what_is_before_it_and_not_coarser(tmp_path: Path) -> None:
     assert load(tmp_path, 'dtype = "bfloat16"\nhead_dtype = "float32"\n' + TOML).has_float32_head
     assert not load(tmp_path, 'dtype = "float32"\nhead_dtype = "float32"\n' + TOML).has_float32_head
     assert not load(tmp_path, 'dtype = "bfloat16"\n' + TOML).has_float32_head
-    with pytest.raises(
-        ConfigError, match=r'head_dtype = "bfloat16" is not possible with dtype = "float32".*Remove head_dtype'
-    ):
+    refusal = r'head_dtype = "bfloat16" is not possible with dtype = "float32".*Remove head_dtype'
+    with pytest.raises(ConfigError, match=refusal):
         load(tmp_path, 'dtype = "float32"\nhead_dtype = "bfloat16"\n' + TOML)
 
 
@@ -81,79 +80,73 @@ def test_the_resolved_config_reads_back_as_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("toml", "flags", "expected"),
+    ("toml", "expected"),
     [
-        (TOML + "stesp = 4\n", (), r"unknown key learner\.stesp = 4; did you mean learner\.steps\?"),
-        ("modle = 1\n" + TOML, (), r"unknown key modle = 1; did you mean model\?"),
-        (TOML + "[learner.loss]\nzzz = 1\n", (), r"unknown key learner\.loss\.zzz = 1; known keys: clip_low, kind"),
-        (
-            TOML + "clip_low = 0.1\n",
-            (),
-            r"unknown key learner\.clip_low = 0\.1; did you mean learner\.loss\.clip_low\?",
-        ),
-        (
-            TOML + "[learner.data]\nsteps = 4\n",
-            (),
-            r"unknown key learner\.data = {'steps': 4}; set steps directly in learner, without a section data",
-        ),
-        (TOML.replace("3", '"three"'), (), r"learner\.steps = 'three': Expected `int`"),
-        (TOML + '[learner.loss]\nkind = "c"\n', (), r"learner\.loss\.kind = 'c'"),
-        (
-            TOML + "[learner.loss]\nclip_low = -1.0\n",
-            (),
-            r"run\.toml: learner\.loss\.clip_low = -1\.0 must not be negative",
-        ),
-        ('model = "m"\n[learner]\nsteps = 1\n', (), "missing required field `run_dir`"),
-        ("model = \n", (), "cannot be read as TOML"),
-        (TOML, ("--learner.loss.clip-low", "-1"), r"^learner\.loss\.clip_low = -1\.0 must not be negative"),
-        ('model = "m"\nrun_dir = "r"\n[learner]\nnames = []\n', (), "missing required field `steps` - at `.*learner`"),
-        (TOML, ("--learner.stpes", "1"), r"unknown flag --learner\.stpes; did you mean --learner\.steps\?"),
-        (TOML, ("--bogus", "1"), r"unknown flag --bogus; see --help"),
-        (
-            TOML,
-            ("--endpoints", "tcp://127.0.0.1:1", "tcp://10.0.0.5:1"),
-            r"tcp://10\.0\.0\.5:1.*is open to other machines",
-        ),
-        (TOML, ("--seed", "x"), r"^--seed x is not valid; use an integer$"),
-        (TOML, ("--seed=",), r"^--seed '' is not valid; use an integer$"),
-        (TOML, ("--seed",), r"^--seed has no value; use --seed VALUE with an integer"),
-        (TOML, ("--seed", "--insecure"), r"^--seed has no value"),
-        (TOML, ("--seed", "1", "2"), r"^--seed got 2 values: 1 2; use one, an integer"),
-        (TOML, ("--model", "--seed", "1"), r"^--model has no value; use --model VALUE with a text \(--model=VALUE if"),
-        (TOML, ("stray", "--seed", "1"), r"^'stray' belongs to no flag; expected: --key VALUE"),
-        (TOML, ("-x",), r"^unknown flag -x; did you mean -h"),
-        (TOML, ("--learner.loss.kind", "c"), r"^--learner\.loss\.kind c is not valid; use a or b$"),
-        (
-            TOML,
-            ("--learner.cores", "1", "b"),
-            r"cores 1 b is not valid; use any number of values, each an integer or None$",
-        ),
-        (TOML, ("--server",), r"^--server is no flag of this command; set server in the config file, or see --help"),
-        (
-            TOML,
-            ("--server.port", "1"),
-            r"^--server\.port is no flag of this command; set server\.port in the config file",
-        ),
+        (TOML + "stesp = 4\n", r"unknown key learner\.stesp = 4; did you mean learner\.steps\?"),
+        ("modle = 1\n" + TOML, r"unknown key modle = 1; did you mean model\?"),
+        (TOML + "[learner.loss]\nzzz = 1\n", r"unknown key learner\.loss\.zzz = 1; known keys: clip_low, kind"),
+        (TOML + "clip_low = 0.1\n", r"unknown key learner\.clip_low = 0\.1; did you mean learner\.loss\.clip_low\?"),
+        (TOML + "[learner.data]\nsteps = 4\n", r"\.data = {'steps': 4}; set steps directly in learner, without"),
+        (TOML.replace("3", '"three"'), r"learner\.steps = 'three': Expected `int`"),
+        (TOML + '[learner.loss]\nkind = "c"\n', r"learner\.loss\.kind = 'c'"),
+        (TOML + "[learner.loss]\nclip_low = -1.0\n", r"run\.toml: learner\.loss\.clip_low = -1\.0 must not be"),
+        ('model = "m"\n[learner]\nsteps = 1\n', "missing required field `run_dir`"),
+        ('model = "m"\nrun_dir = "r"\n[learner]\nnames = []\n', "missing required field `steps` - at `.*learner`"),
+        ("model = \n", "cannot be read as TOML"),
     ],
 )
-def test_a_wrong_config_is_refused_with_key_value_and_remedy(
-    tmp_path: Path, toml: str, flags: tuple[str, ...], expected: str
-) -> None:
+def test_a_wrong_file_is_refused_with_key_value_and_remedy(tmp_path: Path, toml: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        load(tmp_path, toml, *flags)
+        load(tmp_path, toml)
+
+
+OPEN = "--endpoints tcp://127.0.0.1:1 tcp://10.0.0.5:1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--learner.loss.clip-low -1", r"^learner\.loss\.clip_low = -1\.0 must not be negative"),
+        ("--learner.stpes 1", r"unknown flag --learner\.stpes; did you mean --learner\.steps\?"),
+        ("--bogus 1", r"unknown flag --bogus; see --help"),
+        ("--resum", r"unknown flag --resum; did you mean --resume\?"),
+        (OPEN, r"tcp://10\.0\.0\.5:1.*is open to other machines.*`slipstream keys keys`.*insecure = true"),
+        ("--seed x", r"^--seed x is not valid; use an integer$"),
+        ("--seed=", r"^--seed '' is not valid; use an integer$"),
+        ("--seed", r"^--seed has no value; use --seed VALUE with an integer"),
+        ("--seed --insecure", r"^--seed has no value"),
+        ("--seed 1 2", r"^--seed got 2 values: 1 2; use one, an integer"),
+        ("--model --seed 1", r"^--model has no value; use --model VALUE with a text \(--model=VALUE if"),
+        ("stray --seed 1", r"^'stray' belongs to no flag; expected: --key VALUE"),
+        ("-x", r"^unknown flag -x; did you mean -h"),
+        ("--learner.loss.kind c", r"^--learner\.loss\.kind c is not valid; use a or b$"),
+        ("--learner.cores 1 b", r"cores 1 b is not valid; use any number of values, each an integer or None$"),
+        ("--server", r"^--server is no flag of this command; set server in the config file, or see --help"),
+        ("--server.port 1", r"^--server\.port is no flag of this command; set server\.port in the config file"),
+        ("--insecure maybe", "--insecure maybe is not a boolean; use --insecure true or --insecure false"),
+        ("--learner.library.a", r"--learner\.library\.a has no value; expected: .* VALUE"),
+        ("--learner.library.a --seed 1", r"--learner\.library\.a has no value"),
+        ("--learner.library 1", r"unknown flag --learner\.library"),
+        ("--learner.library.a 1 --sede 1", r"unknown flag --sede; did you mean --seed"),
+        ("--learner.library.a 1 --learner.loss.clip-low -1", r"clip_low = -1\.0 must not be negative"),
+    ],
+)
+def test_a_wrong_flag_is_refused_with_the_remedy(tmp_path: Path, flags: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load(tmp_path, TOML, *flags.split())
+
+
+def test_an_open_endpoint_needs_keys_or_a_word_for_going_without(tmp_path: Path) -> None:
+    assert load(tmp_path, TOML, *OPEN.split(), "--insecure").insecure
+    assert load(tmp_path, TOML, *OPEN.split(), "--keys", "keys").keys == "keys"
 
 
 def test_what_is_on_or_off_is_a_flag_alone_or_with_a_word(tmp_path: Path) -> None:
     on = "insecure = true\n" + TOML
     assert load(tmp_path, TOML, "--insecure").insecure and load(tmp_path, TOML, "--insecure", "--seed", "7").seed == 7
     assert load(tmp_path, TOML, "--insecure", "true").insecure and load(tmp_path, TOML, "--insecure=True").insecure
-    assert (
-        not load(tmp_path, on, "--insecure", "false").insecure and not load(tmp_path, on, "--insecure=false").insecure
-    )
-    with pytest.raises(
-        ConfigError, match=r"--insecure maybe is not a boolean; use --insecure true or --insecure false"
-    ):
-        load(tmp_path, TOML, "--insecure", "maybe")
+    assert not load(tmp_path, on, "--insecure", "false").insecure
+    assert not load(tmp_path, on, "--insecure=false").insecure
 
 
 def test_what_a_library_types_takes_any_name_and_a_flag_of_it_is_read_as_toml(tmp_path: Path) -> None:
@@ -166,34 +159,8 @@ def test_what_a_library_types_takes_any_name_and_a_flag_of_it_is_read_as_toml(tm
         "size": -3, "kept": 2.5, "deep": deep, "on_disk": True, "names": ["a", "b"], "word": "a b"
     }  # fmt: skip
     assert run.seed == 7 and load(tmp_path, to_toml(run)) == run
-    assert load(tmp_path, toml, "--learner.library.deep", "1", "--learner.library.deep.x", "2").learner.library[
-        "deep"
-    ] == {"x": 2}
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (("--learner.library.a",), r"--learner\.library\.a has no value; expected: .* VALUE"),
-        (("--learner.library.a", "--seed", "1"), r"--learner\.library\.a has no value"),
-        (("--learner.library", "1"), r"unknown flag --learner\.library"),
-        (("--learner.library.a", "1", "--sede", "1"), r"unknown flag --sede; did you mean --seed"),
-        (("--learner.library.a", "1", "--learner.loss.clip-low", "-1"), r"clip_low = -1\.0 must not be negative"),
-    ],
-)
-def test_a_wrong_flag_beside_a_librarys_is_still_refused(tmp_path: Path, flags: tuple[str, ...], expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        load(tmp_path, TOML, *flags)
-
-
-@pytest.mark.parametrize(
-    ("flag", "expected"), [("--resum", "--resume"), ("--json", "--json-logs"), ("--sede", "--seed")]
-)
-def test_a_flag_like_one_of_the_command_is_explained_by_it(tmp_path: Path, flag: str, expected: str) -> None:
-    (tmp_path / "run.toml").write_text(TOML)
-    switches = {"--resume": "continue", "--json-logs": "print JSON"}
-    with pytest.raises(ConfigError, match=rf"unknown flag {flag}; did you mean {expected}\?"):
-        load_config(Run, [str(tmp_path / "run.toml"), flag], "learner train", switches)
+    deepened = load(tmp_path, toml, "--learner.library.deep", "1", "--learner.library.deep.x", "2")
+    assert deepened.learner.library["deep"] == {"x": 2}
 
 
 def test_a_missing_file_and_a_missing_argument_are_named() -> None:

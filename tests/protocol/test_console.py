@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,19 +27,22 @@ def as_it_was() -> Iterator[None]:
     console.pop_switches([])
 
 
-def trained(tmp_path: Path, *switches: str) -> subprocess.CompletedProcess[str]:
-    """A run of a few steps, with the checkpoint and the report at its end."""
+def run(code: str, folder: Path = ROOT, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, text=True, timeout=60, env=environment,
+        **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options),
+    )  # fmt: skip
+
+
+@pytest.mark.system  # a learner in a process of its own
+def test_every_line_of_a_run_is_json_for_machines(tmp_path: Path) -> None:
+    """Of a few steps, with the checkpoint and the report at its end."""
     with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as server:
-        run = make_run(tmp_path, server.endpoint, evaluation={"every_steps": 2, "timeout_s": 0.5})
-        (tmp_path / "run.toml").write_text(to_toml(run))
-        done = run_learner("train", str(tmp_path / "run.toml"), *switches)
+        config = make_run(tmp_path, server.endpoint, evaluation={"every_steps": 2, "timeout_s": 0.5})
+        (tmp_path / "run.toml").write_text(to_toml(config))
+        done = run_learner("train", str(tmp_path / "run.toml"), "--json-logs")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run/report.html").is_file()
-    return done
-
-
-def test_every_line_is_json_for_machines(tmp_path: Path) -> None:
-    done = trained(tmp_path, "--json-logs")
     told = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
     assert all({"time", "level", "message"} <= one.keys() for one in told)
     steps = [one for one in told if "reward/mean" in one]
@@ -47,13 +51,23 @@ def test_every_line_is_json_for_machines(tmp_path: Path) -> None:
     of_step = {line["step"]: line for line in lines}
     assert steps[1]["reward/mean"] == of_step[2]["reward/mean"]
     assert any(one["level"] == "WARNING" and "the evaluation after step 2 failed" in one["message"] for one in told)
-    assert any("report: " in one["message"] for one in told)
+    assert any("report: " in one["message"] for one in told) and (tmp_path / "run/report.html").is_file()
 
 
-def test_only_warnings_are_printed_with_quiet(tmp_path: Path) -> None:
-    done = trained(tmp_path, "--quiet")
-    assert done.stdout == "" and "the evaluation after step 2 failed" in done.stderr
-    assert all(" WARNING " in line for line in done.stderr.splitlines()), done.stderr
+QUIET = """
+import logging
+from protocol import console
+assert console.pop_switches(["--quiet", "run.toml"]) == ["run.toml"]
+console.start_logging()
+logging.info("as usual")
+console.say("Step 1")
+logging.warning("look out")
+"""
+
+
+def test_only_warnings_are_printed_with_quiet() -> None:
+    done = run(QUIET)
+    assert done.stdout == "" and done.stderr.endswith(" WARNING look out\n") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [("learner", "train"), ("inference_server",)], ids=" ".join)
@@ -82,9 +96,7 @@ def test_what_json_has_no_word_for_is_null(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(said)["reward/mean"] is None and '"loss/policy": null' in said and "Step 1 – ε" in said
 
 
-def test_colours_are_for_terminals_whose_users_have_not_declined_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_colours_are_for_terminals_unless_declined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = os.openpty()
@@ -98,12 +110,8 @@ def test_colours_are_for_terminals_whose_users_have_not_declined_them(
 
 
 def test_a_count_of_one_has_a_noun_without_an_s() -> None:
-    assert [console.counted(count, "group") for count in (0, 1, 2, 1000)] == [
-        "0 groups",
-        "1 group",
-        "2 groups",
-        "1,000 groups",
-    ]
+    told = [console.counted(count, "group") for count in (0, 1, 2, 1000)]
+    assert told == ["0 groups", "1 group", "2 groups", "1,000 groups"]
 
 
 WITHOUT_READER = """
@@ -141,10 +149,7 @@ def run_without_reader(code: str, folder: Path) -> subprocess.CompletedProcess[s
     theirs, ours = os.pipe()
     os.close(theirs)
     with os.fdopen(ours, "w") as output:
-        return subprocess.run(
-            [sys.executable, "-c", code], cwd=folder, stdout=output, stderr=subprocess.PIPE, text=True,
-            timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
-        )  # fmt: skip
+        return run(code, folder, stdout=output)
 
 
 def test_a_run_goes_on_when_the_reader_of_its_lines_leaves(tmp_path: Path) -> None:
@@ -155,9 +160,7 @@ def test_a_run_goes_on_when_the_reader_of_its_lines_leaves(tmp_path: Path) -> No
 
 
 def test_another_pipe_that_breaks_is_not_taken_for_the_output() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITH_ANOTHER_PIPE], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run(WITH_ANOTHER_PIPE)
     assert done.returncode == 1 and "BrokenPipeError" in done.stderr
 
 
@@ -165,7 +168,6 @@ def test_another_pipe_that_breaks_is_not_taken_for_the_output() -> None:
     ("end", "code", "message"),
     [
         ("", 0, ""),
-        ("sys.exit(1)", 1, ""),
         ("print(flush=True)", 0, ""),
         ("raise ConfigError('no such key')", 2, "error: no such key\n"),
         ("raise RuntimeError('a defect')", 1, "RuntimeError: a defect\n"),
@@ -178,5 +180,5 @@ def test_an_output_without_reader_hides_no_error(end: str, code: int, message: s
 
 
 def test_a_command_runs_with_a_closed_output() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_OUTPUT], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run(WITHOUT_OUTPUT)
     assert (done.returncode, done.stderr) == (0, "")

@@ -14,7 +14,6 @@ import torch
 
 from protocol.errors import PushError
 from protocol.transports import cuda_ipc
-from protocol.transports.collective import Collective
 from protocol.transports.cuda_ipc import (
     HEADER_BYTES,
     MAX_OPEN_STORAGES,
@@ -23,10 +22,9 @@ from protocol.transports.cuda_ipc import (
     encode_handle,
     has_expandable_segments,
 )
-from protocol.transports.group import RendezvousHost, join_collective
-from protocol.weights.buckets import ALIGNMENT_BYTES, make_manifest, span_bytes_on, split_into_buckets
+from protocol.weights.buckets import ALIGNMENT_BYTES, SPAN_BYTES, make_manifest, split_into_buckets
 from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
-from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
+from tests.protocol.local_ranks import Waiting, broadcast, joined, zeros
 
 HANDLE = TensorHandle(
     allocation=bytes(range(66)), storage_bytes=4096, storage_offset_bytes=512, ref_counter=b"/torch_1_2",
@@ -102,168 +100,107 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> ScriptedMemory:
     return scripted
 
 
-def join_all(num_workers: int = 1) -> list[Collective]:
-    rendezvous_host = RendezvousHost(HOST, timeout_s=60)
-    rendezvous = rendezvous_host.rendezvous(num_workers, "ipc")
-    with ThreadPoolExecutor(num_workers) as pool:
-        workers = [pool.submit(join_collective, "e1", rendezvous, 1 + index, CPU) for index in range(num_workers)]
-        ranks = [rendezvous_host.host_collective("e1", rendezvous, CPU), *(worker.result() for worker in workers)]
-    rendezvous_host.close()
-    return ranks
-
-
-def broadcast(ranks: list[Collective], sent: torch.Tensor) -> None:
-    """Broadcast and check what arrives."""
-    received = [zeros(sent.numel()) for _ in ranks[1:]]
-    with ThreadPoolExecutor(len(received)) as pool:
-        workers = [pool.submit(rank.broadcast, buffer) for rank, buffer in zip(ranks[1:], received, strict=True)]
-        ranks[0].broadcast(sent)
-        for worker in workers:
-            worker.result()
-    assert all(torch.equal(buffer, sent) for buffer in received)
-
-
 def bucket(num_bytes: int, seed: int) -> torch.Tensor:
     return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def test_every_rank_gets_the_bytes_of_rank_0_and_a_storage_is_lent_and_opened_once(memory: ScriptedMemory) -> None:
-    ranks = join_all(num_workers=2)
-    first, second = bucket(1000, seed=0), bucket(500, seed=1)
-    for sent in (first, second, first[100:300], second[:0], first):
-        broadcast(ranks, sent)
-    assert memory.num_waits == 5 * len(ranks) + 5 * 2  # for what each has queued before, and for each copy
-    assert Counter(memory.calls) == Counter(
-        {("collect",): 2, ("lend", 0): 1, ("lend", 1): 1, ("open", 0): 2, ("open", 1): 2}
-    )
-    for rank in ranks:
-        rank.close()
+    with joined(2, "ipc") as ranks:
+        first, second = bucket(1000, seed=0), bucket(500, seed=1)
+        for sent in (first, second, first[100:300], second[:0], first):
+            broadcast(ranks, sent)
+        assert memory.num_waits == 5 * len(ranks) + 5 * 2  # for what each has queued before, and for each copy
+        assert Counter(memory.calls) == Counter(
+            {("collect",): 2, ("lend", 0): 1, ("lend", 1): 1, ("open", 0): 2, ("open", 1): 2}
+        )
     assert memory.calls.count(("take back", 0)) == memory.calls.count(("take back", 1)) == 1
 
 
 def test_new_storages_are_lent_anew_and_only_a_few_stay_open(memory: ScriptedMemory) -> None:
-    ranks = join_all()
-    for seed in range(3 * MAX_OPEN_STORAGES):
-        broadcast(ranks, bucket(64, seed))
-    assert len(ranks[1]._opened) == MAX_OPEN_STORAGES  # type: ignore[attr-defined]
-    assert len(ranks[0]._lent) <= 2  # type: ignore[attr-defined]
-    assert [call[0] for call in memory.calls].count("lend") == 3 * MAX_OPEN_STORAGES
-    for rank in ranks:
-        rank.close()
+    with joined(transport="ipc") as ranks:
+        for seed in range(3 * MAX_OPEN_STORAGES):
+            broadcast(ranks, bucket(64, seed))
+        assert len(ranks[1]._opened) == MAX_OPEN_STORAGES  # type: ignore[attr-defined]
+        assert len(ranks[0]._lent) <= 2  # type: ignore[attr-defined]
+        assert [call[0] for call in memory.calls].count("lend") == 3 * MAX_OPEN_STORAGES
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "wire_dtype"),
-    [(4096, torch.bfloat16), (span_bytes_on(CPU), torch.float32)],
-    ids=["cast", "as they lie"],
-)
-def test_the_few_buffers_and_trailers_of_a_push_are_opened_once(
-    memory: ScriptedMemory, num_bytes: int, wire_dtype: torch.dtype
-) -> None:
-    learner, worker = join_all()
-    tensors = [(f"layer {index}", torch.randn(num_bytes // wire_dtype.itemsize)) for index in range(32)]
-    manifest = make_manifest(tensors, wire_dtype, num_bytes)
-    with ThreadPoolExecutor(1) as thread:
+def test_the_few_buffers_of_a_push_are_opened_once(memory: ScriptedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although each tensor is large enough to be sent in place."""
+    monkeypatch.setitem(SPAN_BYTES, "cpu", 4096)
+    tensors = [(f"layer {index}", torch.randn(1024)) for index in range(32)]
+    manifest = make_manifest(tensors, torch.float32, 4096)
+    with joined(transport="ipc") as (learner, worker), ThreadPoolExecutor(1) as thread:
         receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
         sent = send_weights(learner, split_into_buckets(manifest), tensors)
-        arrived = receiving.result()
-    assert len(arrived) == 32 and sent.num_bytes == 32 * (num_bytes + ALIGNMENT_BYTES)  # in 64 broadcasts
-    opened = [call for call in memory.calls if call[0] == "open"]
-    assert len(opened) == NUM_BUFFERS + 1 == MAX_OPEN_STORAGES
-    for rank in (learner, worker):
-        rank.close()
+        assert len(receiving.result()) == 32 and sent.num_bytes == 32 * (4096 + ALIGNMENT_BYTES)  # in 64 broadcasts
+    assert [call[0] for call in memory.calls].count("open") == NUM_BUFFERS + 1 == MAX_OPEN_STORAGES
 
 
-def test_a_buffer_is_not_written_before_what_its_callers_stream_has_queued_for_it_is_done(
-    memory: ScriptedMemory,
-) -> None:
+def test_a_buffer_is_not_written_before_the_work_that_its_callers_stream_has_queued(memory: ScriptedMemory) -> None:
     """Such are the copies into vLLM's weights of the bucket that lay there before, on a stream of vLLM's own."""
-    learner, worker = join_all()
     buffer, sent = torch.full((64,), 7, dtype=torch.uint8), bucket(64, seed=0)
-    loaded = memory.queue()
-    learners_side, workers_side = Waiting(lambda: learner.broadcast(sent)), Waiting(worker.start_broadcast(buffer))
-    assert not workers_side.ends_promptly(0.5)
-    assert set(buffer.tolist()) == {7}
-    loaded.set()
-    assert workers_side.ends_promptly() and learners_side.ends_promptly()
+    with joined(transport="ipc") as (learner, worker):
+        loaded = memory.queue()
+        learners_side, workers_side = Waiting(lambda: learner.broadcast(sent)), Waiting(worker.start_broadcast(buffer))
+        assert not workers_side.ends_promptly(0.5)
+        assert set(buffer.tolist()) == {7}
+        loaded.set()
+        assert workers_side.ends_promptly() and learners_side.ends_promptly()
     assert torch.equal(buffer, sent)
-    for rank in (learner, worker):
-        rank.close()
 
 
-def test_a_tensor_is_not_lent_before_what_its_callers_stream_has_queued_for_it_is_done(memory: ScriptedMemory) -> None:
-    learner, worker = join_all()
-    buffer, tensor, sent = zeros(64), zeros(64), bucket(64, seed=0)
-    filled = memory.queue()
-    learners_side, workers_side = Waiting(learner.start_broadcast(tensor)), Waiting(lambda: worker.broadcast(buffer))
-    assert not workers_side.ends_promptly(0.5)
-    tensor.copy_(sent)
-    filled.set()
-    assert workers_side.ends_promptly() and learners_side.ends_promptly()
-    assert torch.equal(buffer, sent)
-    for rank in (learner, worker):
-        rank.close()
-
-
-def test_several_broadcasts_may_be_under_way(memory: ScriptedMemory) -> None:
-    learner, worker = join_all()
+@pytest.mark.usefixtures("memory")
+def test_several_broadcasts_may_be_under_way() -> None:
     sent, received = [bucket(64, seed) for seed in range(3)], [zeros(64) for _ in range(3)]
-    waits = [learner.start_broadcast(tensor) for tensor in sent] + [
-        worker.start_broadcast(buffer) for buffer in received
-    ]
-    for wait in waits:
-        wait()
-    assert all(torch.equal(*pair) for pair in zip(sent, received, strict=True))
-    under_way = [learner.start_broadcast(tensor) for tensor in sent]
-    learner.close()
-    for wait in under_way:
-        with pytest.raises(PushError):
+    with joined(transport="ipc") as (learner, worker):
+        waits = [learner.start_broadcast(tensor) for tensor in sent]
+        waits += [worker.start_broadcast(buffer) for buffer in received]
+        for wait in waits:
             wait()
-    with pytest.raises(PushError, match="is closed"):
-        learner.start_broadcast(sent[0])
-    worker.close()
+        assert all(torch.equal(*pair) for pair in zip(sent, received, strict=True))
+        under_way = [learner.start_broadcast(tensor) for tensor in sent]
+        learner.close()
+        for wait in under_way:
+            with pytest.raises(PushError):
+                wait()
+        with pytest.raises(PushError, match="is closed"):
+            learner.start_broadcast(sent[0])
 
 
-def test_rank_0_returns_only_when_every_rank_has_copied(memory: ScriptedMemory) -> None:
-    learner, *workers = join_all(num_workers=2)
-    sent = bucket(64, seed=0)
-    learners_side = Waiting(lambda: learner.broadcast(sent))
-    ready = Waiting(lambda: workers[0].broadcast(zeros(64)))
-    for waiting in (learners_side, ready):
-        assert not waiting.ends_promptly(0.3)
-    workers[1].broadcast(zeros(64))
-    assert learners_side.ends_promptly() and not learners_side.error
-    for rank in (learner, *workers):
-        rank.close()
+@pytest.mark.usefixtures("memory")
+def test_rank_0_returns_only_when_every_rank_has_copied() -> None:
+    with joined(2, "ipc") as (learner, *workers):
+        learners_side = Waiting(lambda: learner.broadcast(bucket(64, seed=0)))
+        ready = Waiting(lambda: workers[0].broadcast(zeros(64)))
+        for waiting in (learners_side, ready):
+            assert not waiting.ends_promptly(0.3)
+        workers[1].broadcast(zeros(64))
+        assert learners_side.ends_promptly() and not learners_side.error
 
 
-def test_a_rank_that_expects_another_size_ends_the_broadcast_of_all(memory: ScriptedMemory) -> None:
-    learner, worker = join_all()
-    waiting = Waiting(lambda: learner.broadcast(bucket(64, seed=0)))
-    with pytest.raises(PushError, match="rank 0 broadcasts 64 bytes, rank 1 expects 65"):
-        worker.broadcast(zeros(65))
-    assert waiting.ends_promptly() and waiting.error
-    learner.close()
-    worker.close()
+@pytest.mark.usefixtures("memory")
+def test_a_rank_that_expects_another_size_ends_the_broadcast_of_all() -> None:
+    with joined(transport="ipc") as (learner, worker):
+        waiting = Waiting(lambda: learner.broadcast(bucket(64, seed=0)))
+        with pytest.raises(PushError, match="rank 0 broadcasts 64 bytes, rank 1 expects 65"):
+            worker.broadcast(zeros(65))
+        assert waiting.ends_promptly() and waiting.error
 
 
 def test_abort_wakes_rank_0_and_what_it_lent_is_taken_back(memory: ScriptedMemory) -> None:
-    learner, worker = join_all()
-    sent = bucket(64, seed=0)
-    waiting = Waiting(lambda: learner.broadcast(sent))
-    assert not waiting.ends_promptly(0.3)
-    learner.abort()
-    assert waiting.ends_promptly() and waiting.error
-    learner.close()
-    learner.close()
-    assert memory.calls == [("collect",), ("lend", 0), ("take back", 0), ("collect",), ("collect",)]
-    worker.close()
+    with joined(transport="ipc") as (learner, _):
+        waiting = Waiting(lambda: learner.broadcast(bucket(64, seed=0)))
+        assert not waiting.ends_promptly(0.3)
+        learner.abort()
+        assert waiting.ends_promptly() and waiting.error
+        learner.close()
+        learner.close()
+        assert memory.calls == [("collect",), ("lend", 0), ("take back", 0), ("collect",), ("collect",)]
 
 
-def test_a_broadcast_that_has_failed_keeps_no_memory_until_python_looks_for_cycles(memory: ScriptedMemory) -> None:
-    learner, worker = join_all()
-    worker.abort()
-
+@pytest.mark.usefixtures("memory")
+def test_a_broadcast_that_has_failed_keeps_no_memory_until_python_looks_for_cycles() -> None:
     def fail() -> weakref.ref[torch.Tensor]:
         sent = bucket(64, seed=0)
         with suppress(PushError):
@@ -271,14 +208,15 @@ def test_a_broadcast_that_has_failed_keeps_no_memory_until_python_looks_for_cycl
             raise AssertionError("it has not failed")
         return weakref.ref(sent)
 
-    gc.disable()
-    try:
-        sent = fail()
-        learner.close()
-        assert sent() is None
-    finally:
-        gc.enable()
-    worker.close()
+    with joined(transport="ipc") as (learner, worker):
+        worker.abort()
+        gc.disable()
+        try:
+            sent = fail()
+            learner.close()
+            assert sent() is None
+        finally:
+            gc.enable()
 
 
 # --- handles ---------------------------------------------------------------------------------------------------------
@@ -288,12 +226,6 @@ def test_a_handle_arrives_as_it_was_sent() -> None:
     header = encode_handle(HANDLE)
     assert (header.shape, header.dtype) == ((HEADER_BYTES,), torch.uint8)
     assert decode_handle(header) == HANDLE
-
-
-def header_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(
-        bytearray((len(data).to_bytes(2, "little") + data).ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8
-    )
 
 
 @pytest.mark.parametrize(
@@ -308,24 +240,18 @@ def header_of(data: bytes) -> torch.Tensor:
 )
 def test_a_malformed_handle_is_refused(changes, reason) -> None:
     data = msgspec.msgpack.encode(msgspec.structs.asdict(HANDLE) | changes)
+    header = (len(data).to_bytes(2, "little") + data).ljust(HEADER_BYTES, b"\0")
     with pytest.raises(PushError, match=f"not a CUDA handle: .*({reason})"):
-        decode_handle(header_of(data))
+        decode_handle(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("header", [zeros(HEADER_BYTES), torch.full((HEADER_BYTES,), 255, dtype=torch.uint8)])
-def test_bytes_that_are_no_handle_are_refused(header: torch.Tensor) -> None:
-    with pytest.raises(PushError, match="not a CUDA handle"):
-        decode_handle(header)
+def test_bytes_that_are_no_handle_are_refused() -> None:
+    for header in (zeros(HEADER_BYTES), torch.full((HEADER_BYTES,), 255, dtype=torch.uint8)):
+        with pytest.raises(PushError, match="not a CUDA handle"):
+            decode_handle(header)
 
 
-@pytest.mark.parametrize(
-    ("environment", "has"),
-    [
-        ({}, False),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
-    ],
-)
-def test_expandable_segments_are_seen_under_both_names(environment, has) -> None:
-    assert has_expandable_segments(environment) is has
+def test_expandable_segments_are_seen_under_both_names() -> None:
+    assert has_expandable_segments({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert has_expandable_segments({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
+    assert not has_expandable_segments({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})

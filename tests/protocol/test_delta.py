@@ -26,17 +26,13 @@ def random_bucket(num_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8))
 
 
-def rounded(weights: torch.Tensor) -> torch.Tensor:
-    return weights.bfloat16().view(torch.uint8)
-
-
 def assert_arrives(new: torch.Tensor, base: torch.Tensor, element_bytes: int) -> np.ndarray:
     """Send `new` against `base`, which stays as it is; return the message."""
     message = encode(new, base, element_bytes)
     arrived = base.clone()
     decode(torch.from_numpy(message).numpy(), arrived, element_bytes)
     assert torch.equal(arrived, new)
-    assert len(message) <= len(new) + HEADER.size * math.ceil(len(new) / CHUNK_BYTES)
+    assert len(message) <= max_encoded_bytes(len(new))
     return message
 
 
@@ -57,40 +53,24 @@ def test_any_bucket_arrives_bit_for_bit(seed: int, num_blocks: int, density: flo
     assert_arrives(bucket(new), bucket(base), element_bytes)
 
 
-@settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 0xFFFF), st.integers(0, 0xFFFF)), min_size=8, max_size=64), st.integers(0, 0xFFFF)
-)
-def test_a_word_may_turn_into_any_other(pairs: list[tuple[int, int]], special: int) -> None:
-    pairs = pairs[: len(pairs) // 8 * 8]
-    # bfloat16's NaNs of both signs, infinities and zeros of both signs, against anything.
-    for pattern in (0x7FC0, 0xFFFF, 0x7F80, 0xFF80, 0x0000, 0x8000):
-        pairs += [(pattern, special), (special, pattern)] * 4
-    base, new = np.array(pairs, np.uint16).T.copy()
-    assert_arrives(bucket(new), bucket(base), 2)
-
-
 @pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
-@pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 65_535, 65_536, 200_003])
-def test_changes_arrive_at_any_distance(gap: int, element_bytes: int) -> None:
-    num_words = 1 << 18
-    base = np.zeros(num_words, f"<u{element_bytes}")
+def test_changes_arrive_at_any_distance(element_bytes: int) -> None:
+    gaps = np.array([0, 1, 253, 254, 255, 256, 509, 510, 511, 65_535, 65_536, 100_003])
+    base = np.zeros(1 << 18, f"<u{element_bytes}")
     new = base.copy()
-    new[[gap, 2 * gap + 1 if 2 * gap + 1 < num_words else 0, num_words - 1]] = 77
+    new[np.cumsum(gaps + 1) - 1] = new[-1] = 77
     message = assert_arrives(bucket(new), bucket(base), element_bytes)
     assert message[0] in (DIFFERENCE, OVERWRITE)
 
 
-@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
-@pytest.mark.parametrize("num_bytes", [16, CHUNK_BYTES - 16, CHUNK_BYTES, CHUNK_BYTES + 16, 2 * CHUNK_BYTES + 4096])
-def test_a_bucket_of_several_chunks_arrives(num_bytes: int, element_bytes: int) -> None:
+@pytest.mark.parametrize("num_bytes", [CHUNK_BYTES, CHUNK_BYTES + 16, 2 * CHUNK_BYTES - 16])
+def test_a_bucket_of_several_chunks_arrives(num_bytes: int) -> None:
     base = random_bucket(num_bytes)
     new = base.clone()
     new[-1] += 1
     new[:: CHUNK_BYTES // 3] += 1
-    assert_arrives(new, base, element_bytes)
-    assert_arrives(base + 1, base, element_bytes)
-    assert_arrives(random_bucket(num_bytes, seed=1), base, element_bytes)
+    assert_arrives(new, base, 2)
+    assert_arrives(random_bucket(num_bytes, seed=1), base, 4)
 
 
 def test_an_unchanged_bucket_costs_next_to_nothing() -> None:
@@ -99,54 +79,28 @@ def test_an_unchanged_bucket_costs_next_to_nothing() -> None:
     assert len(assert_arrives(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), 2)) == 0
 
 
-def test_a_bucket_may_mix_dtypes() -> None:
-    def mixed(step: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)
-        weights = torch.randn(5000, generator=generator) + 1e-3 * step
-        tensors = weights.bfloat16(), weights, torch.arange(5000) * (1 + step), weights > step / 10
-        return torch.cat([tensor.view(torch.uint8) for tensor in tensors])
-
-    for element_bytes in (1, 2, 4, 8):
-        assert_arrives(mixed(1), mixed(0), element_bytes)
-
-
-def test_unrelated_bytes_travel_dense() -> None:
-    new, base = random_bucket(4096), random_bucket(4096, seed=1)
-    message = assert_arrives(new, base, 2)
-    assert bytes(message) == HEADER.pack(DENSE, 0, 0, 0, 4096) + bytes(new.numpy())
-
-
-def test_one_percent_of_flipped_roundings_is_sent_in_less_than_a_hundredth() -> None:
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(3 << 19, generator=generator) * 0.02
-    step = 2e-7 * torch.randn(weights.shape, generator=generator).sign()
-    new, base = rounded(weights + step), rounded(weights)
-    density = (new.view(torch.int16) != base.view(torch.int16)).double().mean()
-    assert 0.008 < density < 0.012
-    assert len(assert_arrives(new, base, 2)) < len(new) / 100
-
-
-@pytest.mark.parametrize("density", [0.003, 0.01, 0.1])
+@pytest.mark.parametrize("density", [0.003, 0.1])
 def test_a_step_of_one_ulp_takes_little_more_than_its_entropy(density: float) -> None:
     rng = np.random.default_rng(0)
     num_words = 1 << 20
-    base = rounded(torch.randn(num_words, generator=torch.Generator().manual_seed(0))).numpy().view("<u2")
+    base = torch.randn(num_words, generator=torch.Generator().manual_seed(0)).bfloat16().view(torch.uint8)
     steps = (rng.random(num_words) < density) * rng.choice([-1, 1], num_words)
-    message = assert_arrives(bucket((base + steps).astype("<u2")), bucket(base), 2)
+    message = assert_arrives(bucket((base.numpy().view("<u2") + steps).astype("<u2")), base, 2)
     where_bits = -density * math.log2(density) - (1 - density) * math.log2(1 - density)
     assert len(message) < 1.15 * num_words * (where_bits + density) / 8
 
 
-def test_small_steps_everywhere_are_sent_as_differences() -> None:
-    base = random_bucket(1 << 16).numpy().view("<u2")
-    message = assert_arrives(bucket(base + np.tile(np.array([1, -1]).astype("<u2"), len(base) // 2)), bucket(base), 2)
-    assert message[0] == DIFFERENCE and len(message) < base.nbytes / 10
-
-
-def test_words_that_all_become_one_value_are_overwritten() -> None:
+def test_each_chunk_travels_in_its_smallest_form() -> None:
     base = random_bucket(1 << 16)
+    steps = np.tile(np.array([1, -1]).astype("<u2"), len(base) // 4)
+    message = assert_arrives(bucket(base.numpy().view("<u2") + steps), base, 2)
+    assert message[0] == DIFFERENCE and len(message) < len(base) / 10
     message = assert_arrives(torch.zeros_like(base), base, 2)
     assert message[0] == OVERWRITE and len(message) < len(base) / 50
+    unrelated = random_bucket(1 << 16, seed=1)
+    message = assert_arrives(unrelated, base, 2)
+    assert bytes(message) == HEADER.pack(DENSE, 0, 0, 0, 1 << 16) + bytes(unrelated.numpy())
+    assert max_encoded_bytes(CHUNK_BYTES + 16) == CHUNK_BYTES + 16 + 2 * HEADER.size
 
 
 def test_the_wire_format_is_the_documented_one() -> None:
@@ -164,15 +118,6 @@ def test_the_wire_format_is_the_documented_one() -> None:
         assert np.array_equal(arrived.numpy().view("<u2"), expected)
 
 
-def test_differences_on_another_base_give_another_bucket_silently() -> None:
-    base = random_bucket(4096)
-    new = base.clone()
-    new[::64] += 1
-    wrong_base = base + 1
-    decode(encode(new, base, 1), wrong_base, 1)
-    assert not torch.equal(wrong_base, new)
-
-
 def test_a_bucket_of_another_length_than_its_base_is_refused() -> None:
     with pytest.raises(ValueError, match=r"32 bytes .* base of 16"):
         encode(random_bucket(32), random_bucket(16), 2)
@@ -182,7 +127,7 @@ GUARD = b"\xa5" * 64
 
 
 def decode_between_guards(message: bytes | np.ndarray, base: torch.Tensor, element_bytes: int) -> torch.Tensor | None:
-    """Decode into a copy of `base` that has guards before and after it; None if the message was refused."""
+    """Decode into a copy of `base` with guards before and after; None if the message was refused."""
     guards = torch.frombuffer(bytearray(GUARD), dtype=torch.uint8)
     memory = torch.cat([guards, base, guards])
     arrived = memory[len(GUARD) : len(GUARD) + len(base)]
@@ -199,7 +144,7 @@ def decode_between_guards(message: bytes | np.ndarray, base: torch.Tensor, eleme
 EDITS = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 255), st.sampled_from(["set", "insert", "cut"])))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(EDITS, ELEMENT_BYTES, st.sampled_from([0.0, 0.02, 1.0]), st.integers(0, 1))
 def test_an_altered_message_is_refused_or_decoded_within_the_base(
     edits: list[tuple[int, int, str]], element_bytes: int, density: float, is_long: int
@@ -221,49 +166,42 @@ def test_an_altered_message_is_refused_or_decoded_within_the_base(
     decode_between_guards(bytes(message), bucket(base), element_bytes)
 
 
-@pytest.mark.parametrize("element_bytes", [1, 2])
-def test_a_message_cut_short_or_drawn_out_leaves_the_base_as_it_was(element_bytes: int) -> None:
+def test_a_message_cut_short_or_drawn_out_leaves_the_base_as_it_was() -> None:
     base = random_bucket(CHUNK_BYTES + 64)
-    message = encode(base + 1, base, element_bytes)
+    message = encode(base + 1, base, 2)
     for malformed in (message[:0], message[:1], message[:40], message[:-1], np.append(message, np.uint8(0))):
         arrived = base.clone()
         with pytest.raises(PushError, match="the next weight sync must be dense"):
-            decode(malformed, arrived, element_bytes)
+            decode(malformed, arrived, 2)
         assert torch.equal(arrived, base)
 
 
 STREAM = zlib.compress(b"1")
+GAPS = zlib.compress(b"\x7f")
 
 
 @pytest.mark.parametrize(
     ("kind", "num_changed", "gaps", "values"),
     [
         (OVERWRITE, 1, zlib.compress(b"\x80"), STREAM),
-        (OVERWRITE, 1, zlib.compress(b"\x7f"), STREAM[:-1]),
-        (OVERWRITE, 1, zlib.compress(b"\x7f"), STREAM + b"\0"),
-        (OVERWRITE, 1, zlib.compress(b"\x7f"), zlib.compress(b"12")),
-        (OVERWRITE, 1, zlib.compress(b"\x7f"), b""),
-        (OVERWRITE, 1, b"", STREAM),
-        (OVERWRITE, 2, zlib.compress(b"\x7f"), STREAM),
-        (OVERWRITE + 1, 1, zlib.compress(b"\x7f"), STREAM),
-        (DENSE, 1, zlib.compress(b"\x7f"), STREAM),
+        (OVERWRITE, 1, GAPS, STREAM[:-1]),
+        (OVERWRITE, 1, GAPS, STREAM + b"\0"),
+        (OVERWRITE, 1, GAPS, zlib.compress(b"12")),
+        (OVERWRITE, 1, GAPS, b""),
+        (OVERWRITE, 2, GAPS, STREAM),
+        (OVERWRITE + 1, 1, GAPS, STREAM),
+        (DENSE, 1, GAPS, STREAM),
     ],
 )
-def test_a_chunk_with_a_fault_leaves_its_words_as_they_were(
-    kind: int, num_changed: int, gaps: bytes, values: bytes
-) -> None:
+def test_a_chunk_with_a_fault_changes_nothing(kind: int, num_changed: int, gaps: bytes, values: bytes) -> None:
     base = random_bucket(128)
     arrived = base.clone()
     message = HEADER.pack(kind, num_changed, 1, len(gaps), len(values)) + gaps + values
     with pytest.raises(PushError):
         decode(np.frombuffer(message, np.uint8), arrived, 1)
     assert torch.equal(arrived, base)
-
-
-def test_that_chunk_without_a_fault_changes_its_last_word() -> None:
-    arrived = torch.zeros(128, dtype=torch.uint8)
-    decode(one_chunk(OVERWRITE, 1, b"\x7f", b"1"), arrived, 1)
-    assert arrived.nonzero().tolist() == [[127]]
+    decode(one_chunk(OVERWRITE, 1, b"\x7f", b"1"), arrived, 1)  # without a fault
+    assert (arrived != base).nonzero().tolist() == [[127]]
 
 
 @settings(max_examples=300, deadline=None)
@@ -293,17 +231,12 @@ def test_gaps_are_followed_only_to_where_a_slow_reader_gets(gaps: list[int], num
     ("num_changed", "num_gap_bytes", "gaps", "values"),
     [
         (0, 0, b"", bytes(1 << 26)),
-        (0, 0, bytes(1 << 26), b""),
         (1, 1, bytes(1 << 26), b"1"),
         (1, 1, b"\0", bytes(1 << 26)),
-        (1, 1 << 26, bytes(1 << 26), b"1"),
-        (1 << 26, 1 << 26, bytes(1 << 26), bytes(1 << 26)),
         (2**32 - 1, 2**32 - 1, bytes(1 << 26), bytes(1 << 26)),
     ],
 )
-def test_a_bomb_is_refused_before_it_fills_the_memory(
-    num_changed: int, num_gap_bytes: int, gaps: bytes, values: bytes
-) -> None:
+def test_a_bomb_fills_no_memory(num_changed: int, num_gap_bytes: int, gaps: bytes, values: bytes) -> None:
     base = random_bucket(4096)
     arrived = base.clone()
     message = one_chunk(DIFFERENCE, num_changed, gaps, values, num_gap_bytes)
@@ -328,9 +261,3 @@ def test_the_temporary_memory_does_not_grow_with_the_bucket() -> None:
     finally:
         tracemalloc.stop()
     assert torch.equal(base, new)
-
-
-def test_noise_is_never_longer_than_the_bound_a_receiver_allocates_by() -> None:
-    for num_bytes in (0, 16, CHUNK_BYTES, CHUNK_BYTES + 16):
-        noise = torch.from_numpy(np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8))
-        assert num_bytes <= len(encode(noise, torch.zeros_like(noise), 2)) <= max_encoded_bytes(num_bytes)

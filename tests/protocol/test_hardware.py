@@ -6,7 +6,6 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -57,7 +56,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator:
         devices: tuple[str, ...] = (),
         nvml: int | None = None,
         init: int = 0,
-        visible: str | None = None,
     ) -> None:
         for name in devices:
             (tmp_path / name).touch()
@@ -67,8 +65,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator:
             source = tmp_path / "nvml.c"
             source.write_text(NVML.format(count=nvml, init=init))
             subprocess.run(["cc", "-shared", "-fPIC", "-o", hardware.NVML, str(source)], check=True)
-        if visible is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         forget()
         monkeypatch.setattr(hardware, "_has_torch_for_cpus", lambda: False)
 
@@ -78,38 +74,40 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator:
 
 
 @pytest.mark.parametrize(
-    ("devices", "nvml", "visible", "num_gpus", "reason"),
+    ("devices", "nvml", "num_gpus", "reason"),
     [
-        (
-            ("nvidia0", "nvidiactl"),
-            None,
-            None,
-            1,
-            "a GPU was found: .*/nvidia0 exists, but .*libnvidia-ml.so.1 is missing, 1 usable",
-        ),
-        (("nvidia6", "nvidiactl", "nvidia-uvm"), None, None, 1, "nvidia6 exists"),
-        (("nvidiactl", "nvidia-uvm"), None, None, 0, "neither the driver's .*libnvidia-ml.so.1 nor .*/nvidia"),
-        ((), None, None, 0, "no GPU was found: neither the driver's"),
-        ((), 1, None, 1, "a GPU was found: NVML finds 1, 1 usable"),
-        (("nvidia0",), 0, None, 0, "no GPU was found: NVML finds 0"),
-        ((), 8, "", 0, "no GPU is usable: CUDA_VISIBLE_DEVICES = '' hides all GPUs"),
-        ((), 8, "-1", 0, "CUDA_VISIBLE_DEVICES = '-1' hides all GPUs"),
-        ((), 8, "6", 1, "NVML finds 8, 1 usable"),
-        ((), 8, "2, 3,5", 3, "NVML finds 8, 3 usable"),
-        ((), 8, "0,-1,1", 1, "1 usable"),
-        ((), 1, "6", 0, "CUDA_VISIBLE_DEVICES = '6' starts with a GPU that does not exist, NVML finds 1"),
-        ((), 8, "NoDevFiles", 0, "starts with a GPU that does not exist"),
-        ((), 8, "²", 0, "starts with a GPU that does not exist"),
-        ((), 8, "GPU-8e2a,MIG-77", 2, "2 usable"),
+        (("nvidia0", "nvidiactl"), None, 1, "/nvidia0 exists, but .*libnvidia-ml.so.1 is missing, 1 usable"),
+        (("nvidia6", "nvidiactl", "nvidia-uvm"), None, 1, "a GPU was found: .*/nvidia6 exists"),
+        (("nvidiactl", "nvidia-uvm"), None, 0, "no GPU was found: neither the driver's .*ml.so.1 nor .*/nvidia"),
+        ((), 1, 1, "a GPU was found: NVML finds 1, 1 usable"),
+        (("nvidia0",), 0, 0, "no GPU was found: NVML finds 0"),
     ],
 )
-def test_a_gpu_is_one_that_the_driver_has_and_this_process_may_use(
-    machine, devices: tuple[str, ...], nvml: int | None, visible: str | None, num_gpus: int, reason: str
+def test_a_gpu_is_one_that_the_driver_has(
+    machine, devices: tuple[str, ...], nvml: int | None, num_gpus: int, reason: str
 ) -> None:
-    machine(devices=devices, nvml=nvml, visible=visible)
+    machine(devices=devices, nvml=nvml)
     found = gpu_choice()
     assert (found.has_gpu, found.num_gpus) == (num_gpus > 0, num_gpus) and has_gpu() is found.has_gpu
     assert re.search(reason, found.reason)
+
+
+def test_a_gpu_is_one_that_this_process_may_use(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(nvml=8)
+    for visible, num_gpus, reason in (
+        ("", 0, "no GPU is usable: CUDA_VISIBLE_DEVICES = '' hides all GPUs"),
+        ("-1", 0, "CUDA_VISIBLE_DEVICES = '-1' hides all GPUs"),
+        ("6", 1, "NVML finds 8, 1 usable"),
+        ("2, 3,5", 3, "NVML finds 8, 3 usable"),
+        ("0,-1,1", 1, "1 usable"),
+        ("8", 0, "CUDA_VISIBLE_DEVICES = '8' starts with a GPU that does not exist, NVML finds 8"),
+        ("NoDevFiles", 0, "starts with a GPU that does not exist"),
+        ("²", 0, "starts with a GPU that does not exist"),
+        ("GPU-8e2a,MIG-77", 2, "2 usable"),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found = gpu_choice()
+        assert (found.has_gpu, found.num_gpus) == (num_gpus > 0, num_gpus) and reason in found.reason
 
 
 def test_a_driver_that_does_not_start_has_no_gpu_and_says_why(machine) -> None:
@@ -137,43 +135,34 @@ def test_nvml_counts_as_many_gpus_as_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpu_info", "has_gpu", "dtype", "reason"),
+    ("cpu_info", "limit", "dtype", "reason"),
     [
-        (PLAIN, True, "bfloat16", "a GPU was found: "),
-        (AMX, False, "bfloat16", "this CPU has AMX"),
-        (AVX512, False, "bfloat16", "this CPU has AVX-512 BF16"),
-        (PLAIN, False, "float32", "this CPU has neither AMX nor AVX-512 BF16"),
-        (None, False, "float32", "this CPU has neither AMX nor AVX-512 BF16"),
+        (AMX, "", "bfloat16", "this CPU has AMX"),
+        (AVX512, "", "bfloat16", "this CPU has AVX-512 BF16"),
+        (PLAIN, "", "float32", "this CPU has neither AMX nor AVX-512 BF16"),
+        (None, "", "float32", "this CPU has neither AMX nor AVX-512 BF16"),
+        # What oneDNN must not use makes nothing faster.
+        (AMX, "AVX512_CORE_VNNI", "float32", "neither"),
+        (AMX, "avx512_core_amx", "bfloat16", "AMX"),
+        (AVX512, "AVX512_CORE_VNNI", "float32", "neither"),
+        (AVX512, "AVX512_CORE_BF16", "bfloat16", "BF16"),
+        (AVX512, "AVX10_1_512", "bfloat16", "BF16"),
+        (AVX512, "DEFAULT", "bfloat16", "BF16"),
     ],
 )
 def test_the_default_is_what_the_machine_multiplies_fastest(
-    machine, cpu_info: str | None, has_gpu: bool, dtype: str, reason: str
+    machine, monkeypatch: pytest.MonkeyPatch, cpu_info: str | None, limit: str, dtype: str, reason: str
 ) -> None:
-    machine(cpu_info, devices=("nvidia0",) if has_gpu else ())
+    machine(cpu_info)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert SharedConfig(model="m", run_dir="r").dtype == dtype == dtype_choice().dtype
     assert reason in dtype_choice().reason
     assert SharedConfig(model="m", run_dir="r", dtype="float32").dtype == "float32"
 
 
-@pytest.mark.parametrize(
-    ("cpu_info", "limit", "dtype"),
-    [
-        (AMX, "AVX512_CORE_VNNI", "float32"),
-        (AMX, "AVX512_CORE_BF16", "float32"),
-        (AMX, "avx512_core_amx", "bfloat16"),
-        (AMX, "ALL", "bfloat16"),
-        (AVX512, "AVX512_CORE_VNNI", "float32"),
-        (AVX512, "AVX512_CORE_BF16", "bfloat16"),
-        (AVX512, "AVX10_1_512", "bfloat16"),
-        (AVX512, "DEFAULT", "bfloat16"),
-    ],
-)
-def test_what_onednn_must_not_use_makes_nothing_faster(
-    machine, monkeypatch: pytest.MonkeyPatch, cpu_info: str, limit: str, dtype: str
-) -> None:
-    machine(cpu_info)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert dtype_choice().dtype == dtype
+def test_with_a_gpu_the_default_is_bfloat16_whatever_the_cpu(machine) -> None:
+    machine(PLAIN, devices=("nvidia0",))
+    assert dtype_choice().dtype == "bfloat16" and dtype_choice().reason.startswith("a GPU was found: ")
 
 
 def test_check_and_doctors_name_the_faster_dtype_and_why(machine) -> None:
@@ -196,15 +185,10 @@ def five_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("five_cores")
-def test_halves_are_all_cores_once() -> None:
-    assert halves(5) == {"server": (0, 1), "learner": (2, 3, 4)}
-
-
-@pytest.mark.usefixtures("five_cores")
 def test_two_sides_on_one_machine_take_a_half_each_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert share_of_cores("server", {}, LOOPBACK) == (0, 1)
-        assert share_of_cores("learner", {"http_port": 0}, LOOPBACK) == (2, 3, 4)
+        assert share_of_cores("server", {}, LOOPBACK) == (0, 1) == halves(5)["server"]
+        assert share_of_cores("learner", {"http_port": 0}, LOOPBACK) == (2, 3, 4) == halves(5)["learner"]
     assert caplog.messages == [
         "using core(s) 0, 1 of 5, so that the learner has its own; server.cpu_cores overrides this",
         "using core(s) 2, 3, 4 of 5, so that the server has its own; learner.cpu_cores overrides this",
@@ -214,30 +198,25 @@ def test_two_sides_on_one_machine_take_a_half_each_and_say_so(caplog: pytest.Log
 @pytest.mark.usefixtures("five_cores")
 @pytest.mark.parametrize(
     ("taken", "left"),
-    [([0], (1, 2, 3, 4)), ([1, 7], (0, 3, 4)), ([0, 1, 2, 3, 4], (2, 3, 4)), ([], (2, 3, 4))],
-    ids=["one", "one beyond the last, which wraps around", "all, so the half", "none"],
+    [([0], (1, 2, 3, 4)), ([1, 7], (0, 3, 4)), ([0, 1, 2, 3, 4], (2, 3, 4))],
+    ids=["one", "one beyond the last, which wraps around", "all, so the half"],
 )
 def test_what_the_other_section_names_is_left_to_it(taken: list[int], left: tuple[int, ...]) -> None:
     assert share_of_cores("learner", {"cpu_cores": taken}, LOOPBACK) == left
 
 
 @pytest.mark.usefixtures("five_cores")
-@pytest.mark.parametrize("endpoints", [("tcp://10.0.0.5:5757",), ("tcp://[::]:5757",), ()])
-def test_a_side_that_is_alone_on_its_machine_takes_what_there_is(endpoints: tuple[str, ...]) -> None:
-    assert share_of_cores("learner", {}, endpoints) is None
-
-
-@pytest.mark.usefixtures("five_cores")
-def test_of_several_servers_one_on_this_machine_is_enough() -> None:
+def test_a_side_that_is_alone_on_its_machine_takes_what_there_is() -> None:
+    for endpoints in (("tcp://10.0.0.5:5757",), ("tcp://[::]:5757",), ()):
+        assert share_of_cores("learner", {}, endpoints) is None
+    # Of several servers, one on this machine is enough.
     assert share_of_cores("learner", {}, ("tcp://10.0.0.5:5757", *LOOPBACK)) == (2, 3, 4)
 
 
 @pytest.mark.usefixtures("five_cores")
-def test_ranks_and_workers_divide_a_half_and_too_many_are_left_where_they_are(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def of(rank: int, num_ranks: int, section: dict[str, Any] | None = None) -> tuple[int, ...] | None:
-        return share_of_cores("learner", section or {}, LOOPBACK, rank=rank, num_processes=num_ranks)
+def test_ranks_and_workers_divide_a_half_unless_they_are_too_many(caplog: pytest.LogCaptureFixture) -> None:
+    def of(rank: int, num_ranks: int) -> tuple[int, ...] | None:
+        return share_of_cores("learner", {}, LOOPBACK, rank=rank, num_processes=num_ranks)
 
     with caplog.at_level(logging.INFO):
         assert [of(rank, 2) for rank in (0, 1)] == [(2, 4), (3,)]
@@ -248,12 +227,10 @@ def test_ranks_and_workers_divide_a_half_and_too_many_are_left_where_they_are(
 
 
 @pytest.mark.usefixtures("five_cores")
-@pytest.mark.parametrize(("flags", "cores"), [((), (0, 1)), (("2",), (0, 1)), (("3",), None)])
-def test_a_server_whose_workers_find_no_room_in_its_half_stays_where_it_is(
-    flags: tuple[str, ...], cores: tuple[int, ...] | None
-) -> None:
-    workers = ["--server.tensor-parallel-size", *flags] if flags else []
-    run = load_config(ServerRun, [RECIPE, *workers], "test")
-    assert _on_own_cores(run).server.cpu_cores == cores
-    named = load_config(ServerRun, [RECIPE, "--server.cpu-cores", "4"], "test")
-    assert _on_own_cores(named).server.cpu_cores == (4,)
+def test_a_server_whose_workers_find_no_room_in_its_half_stays_where_it_is() -> None:
+    def cores(*flags: str) -> tuple[int, ...] | None:
+        return _on_own_cores(load_config(ServerRun, [RECIPE, *flags], "test")).server.cpu_cores
+
+    assert cores() == cores("--server.tensor-parallel-size", "2") == (0, 1)
+    assert cores("--server.tensor-parallel-size", "3") is None
+    assert cores("--server.cpu-cores", "4") == (4,)

@@ -3,12 +3,14 @@
 import asyncio
 import select
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Iterator
+from contextlib import closing
 
 import pytest
 import zmq
 
 from protocol.channel.loop_socket import LoopSocket
+from tests.event_loop import in_event_loop
 
 TIMEOUT_S = 20.0
 LONGER_THAN_LIBZMQ_IGNORES_NEWS_S = 0.1
@@ -38,16 +40,10 @@ class Pair:
         self._theirs.close(linger=0)
 
 
-def with_pair(test: Callable[[Pair], Awaitable[None]]) -> None:
-    async def run() -> None:
-        with zmq.Context() as context:
-            pair = Pair(context)
-            try:
-                await asyncio.wait_for(test(pair), TIMEOUT_S)
-            finally:
-                pair.close()
-
-    asyncio.run(run())
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with zmq.Context() as context, closing(Pair(context)) as pair:
+        yield pair
 
 
 async def received(socket: LoopSocket) -> list[bytes]:
@@ -69,96 +65,82 @@ async def connected(pair: Pair) -> zmq.Socket[bytes]:
     return theirs
 
 
-def test_what_comes_while_something_is_sent_is_received() -> None:
-    async def test(pair: Pair) -> None:
-        theirs = await connected(pair)
-        receiving = await begun(received(pair.ours))
-        theirs.send_multipart([b"a", b"", b"b"])
-        assert pair.has_news(TIMEOUT_S)
-        time.sleep(LONGER_THAN_LIBZMQ_IGNORES_NEWS_S)
-        pair.ours.send_now([b"takes the notice away"])
-        assert not pair.has_news(0)
-        pair.ours.send_now([b"wakes nobody a second time"])
-        assert await receiving == [b"a", b"", b"b"]
-
-    with_pair(test)
+@in_event_loop
+async def test_what_comes_while_something_is_sent_is_received(pair: Pair) -> None:
+    theirs = await connected(pair)
+    receiving = await begun(received(pair.ours))
+    theirs.send_multipart([b"a", b"", b"b"])
+    assert pair.has_news(TIMEOUT_S)
+    time.sleep(LONGER_THAN_LIBZMQ_IGNORES_NEWS_S)
+    pair.ours.send_now([b"takes the notice away"])
+    assert not pair.has_news(0)
+    pair.ours.send_now([b"wakes nobody a second time"])
+    assert await receiving == [b"a", b"", b"b"]
 
 
-def test_what_waits_to_be_sent_is_sent_when_a_peer_comes_while_somebody_receives() -> None:
-    async def test(pair: Pair) -> None:
-        sending = await begun(pair.ours.send([b"at last"]))
-        assert not sending.done()
-        theirs = pair.connect()
-        assert pair.has_news(TIMEOUT_S)
-        time.sleep(LONGER_THAN_LIBZMQ_IGNORES_NEWS_S)
-        receiving = pair.ours.receive()
-        receiving.send(None)  # to where it lets others have their turn
-        receiving.send(None)  # to where it waits, and the loop has had no turn
-        assert not pair.has_news(0)
-        await sending
-        assert theirs.recv_multipart() == [b"at last"]
-        receiving.close()
-
-    with_pair(test)
+@in_event_loop
+async def test_what_waits_to_be_sent_is_sent_when_a_peer_comes_while_somebody_receives(pair: Pair) -> None:
+    sending = await begun(pair.ours.send([b"at last"]))
+    assert not sending.done()
+    theirs = pair.connect()
+    assert pair.has_news(TIMEOUT_S)
+    time.sleep(LONGER_THAN_LIBZMQ_IGNORES_NEWS_S)
+    receiving = pair.ours.receive()
+    receiving.send(None)  # to where it lets others have their turn
+    receiving.send(None)  # to where it waits, and the loop has had no turn
+    assert not pair.has_news(0)
+    await sending
+    assert theirs.recv_multipart() == [b"at last"]
+    receiving.close()
 
 
-def test_messages_that_wait_to_be_sent_keep_their_order() -> None:
-    async def test(pair: Pair) -> None:
-        sending = [await begun(pair.ours.send([b"%d" % number])) for number in range(5)]
-        theirs = pair.connect()
-        assert pair.has_news(TIMEOUT_S)
-        sending.append(await begun(pair.ours.send([b"5"])))
-        await asyncio.gather(*sending)
-        assert [theirs.recv() for _ in sending] == [b"%d" % number for number in range(6)]
-
-    with_pair(test)
+@in_event_loop
+async def test_messages_that_wait_to_be_sent_keep_their_order(pair: Pair) -> None:
+    sending = [await begun(pair.ours.send([b"%d" % number])) for number in range(5)]
+    theirs = pair.connect()
+    assert pair.has_news(TIMEOUT_S)
+    sending.append(await begun(pair.ours.send([b"5"])))
+    await asyncio.gather(*sending)
+    assert [theirs.recv() for _ in sending] == [b"%d" % number for number in range(6)]
 
 
-def test_a_receive_that_is_cancelled_loses_nothing() -> None:
-    async def test(pair: Pair) -> None:
-        theirs = await connected(pair)
-        receiving = await begun(received(pair.ours))
-        theirs.send(b"came in that moment")
-        assert pair.has_news(TIMEOUT_S)
-        pair.ours.send_now([b"wakes whoever receives"])
-        receiving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await receiving
-        assert await received(pair.ours) == [b"came in that moment"]
-
-    with_pair(test)
+@in_event_loop
+async def test_a_receive_that_is_cancelled_loses_nothing(pair: Pair) -> None:
+    theirs = await connected(pair)
+    receiving = await begun(received(pair.ours))
+    theirs.send(b"came in that moment")
+    assert pair.has_news(TIMEOUT_S)
+    pair.ours.send_now([b"wakes whoever receives"])
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    assert await received(pair.ours) == [b"came in that moment"]
 
 
-def test_several_may_receive_and_one_of_them_may_give_up() -> None:
-    async def test(pair: Pair) -> None:
-        theirs = await connected(pair)
-        first, second, third = [await begun(received(pair.ours)) for _ in range(3)]
-        first.cancel()
-        theirs.send(b"a")
-        theirs.send(b"b")
-        assert sorted([await second, await third]) == [[b"a"], [b"b"]]
-
-    with_pair(test)
+@in_event_loop
+async def test_several_may_receive_and_one_of_them_may_give_up(pair: Pair) -> None:
+    theirs = await connected(pair)
+    first, second, third = [await begun(received(pair.ours)) for _ in range(3)]
+    first.cancel()
+    theirs.send(b"a")
+    theirs.send(b"b")
+    assert sorted([await second, await third]) == [[b"a"], [b"b"]]
 
 
-def test_what_comes_while_nobody_receives_does_not_keep_the_event_loop_busy() -> None:
-    async def test(pair: Pair) -> None:
-        theirs = await connected(pair)
-        (await begun(received(pair.ours))).cancel()  # from now on the loop looks for news
-        theirs.send(b"later")
-        assert pair.has_news(TIMEOUT_S)
-        await asyncio.sleep(0.1)
-        assert not pair.has_news(0)
-        assert await received(pair.ours) == [b"later"]
-
-    with_pair(test)
+@in_event_loop
+async def test_what_comes_while_nobody_receives_does_not_keep_the_event_loop_busy(pair: Pair) -> None:
+    theirs = await connected(pair)
+    (await begun(received(pair.ours))).cancel()  # from now on the loop looks for news
+    theirs.send(b"later")
+    assert pair.has_news(TIMEOUT_S)
+    await asyncio.sleep(0.1)
+    assert not pair.has_news(0)
+    assert await received(pair.ours) == [b"later"]
 
 
-def test_whoever_waits_at_a_socket_that_is_closed_is_cancelled() -> None:
-    async def test(pair: Pair) -> None:
-        waiting = [await begun(received(pair.ours)), await begun(pair.ours.send([b"nobody is there"]))]
-        pair.ours.close()
-        await asyncio.wait(waiting)
-        assert all(task.cancelled() for task in waiting)
-
-    with_pair(test)
+@in_event_loop
+async def test_whoever_waits_at_a_socket_that_is_closed_is_cancelled(pair: Pair) -> None:
+    waiting = [await begun(received(pair.ours)), await begun(pair.ours.send([b"nobody is there"]))]
+    pair.ours.close()
+    await asyncio.wait(waiting)
+    assert all(task.cancelled() for task in waiting)

@@ -7,10 +7,9 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
-import msgspec
 import pytest
 import torch
 
@@ -18,9 +17,12 @@ from protocol.errors import PushError
 from protocol.messages import Rendezvous
 from protocol.transports import group
 from protocol.transports import nccl as nccl_transport
-from protocol.transports.collective import Collective, RankContext
-from protocol.transports.group import RendezvousHost, join_collective
+from protocol.transports.collective import RankContext
+from protocol.transports.group import join_collective
 from protocol.transports.nccl import (
+    FAMILY,
+    INTERFACE,
+    SHARED_GPU_SWITCH,
     NcclCollective,
     ranks_may_share_a_gpu,
     use_interface_of,
@@ -30,10 +32,9 @@ from protocol.transports.rendezvous import RendezvousStore, SessionStore
 from protocol.transports.transport import offered_transports
 from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.dense import receive_weights, send_weights
-from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
+from tests.protocol.local_ranks import CPU, HOST, PROMPTLY_S, Waiting, rendezvous_host, zeros
 
 UNIQUE_ID = bytes(range(128))
-CHOICES = ["NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"]
 TENSORS = [(f"layer {index}", torch.ones(256)) for index in range(3)]
 """One to a bucket of 1024 bytes."""
 
@@ -110,16 +111,16 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNccl]:
         def record_event(self) -> Event:
             return Event()
 
+        def keep(self, tensor: torch.Tensor) -> None:
+            library.calls.append((f"{self.name} keeps", tensor.data_ptr()))
+
+    def own_stream(_: object) -> Stream:
+        return Stream(f"stream of {threading.current_thread().name}")
+
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side stream"))
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: Stream(f"stream of {threading.current_thread().name}")
-    )
+    monkeypatch.setattr(torch.cuda, "current_stream", own_stream)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(
-        torch.Tensor,
-        "record_stream",
-        lambda tensor, stream: library.calls.append((f"{stream.name} keeps", tensor.data_ptr())),
-    )
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: stream.keep(tensor))
     yield library
     library.may_init.set()
     library.may_finish.set()
@@ -133,39 +134,43 @@ def formed(timeout_s: float = 60) -> NcclCollective:
         return NcclCollective(RankContext("s1", 1, rendezvous, CPU, store, SessionStore("s1", store, timeout_s)))
 
 
-def join(rendezvous_host: RendezvousHost, session: str, rendezvous: Rendezvous, rank: int) -> Collective:
-    """Join as the learner or as a worker of a server."""
-    if rank == 0:
-        return rendezvous_host.host_collective(session, rendezvous, CPU)
-    return join_collective(session, rendezvous, rank, CPU)
+@contextlib.contextmanager
+def joining(timeout_s: float = 60) -> Iterator[tuple[Waiting, Waiting]]:
+    """Both sides of a session that join it, and leave it when they have."""
+    with rendezvous_host(timeout_s) as hosted:
+        rendezvous = hosted.rendezvous(num_workers=1, transport="nccl")
+        yield (
+            Waiting(lambda: hosted.host_collective("s1", rendezvous, CPU).close()),
+            Waiting(lambda: join_collective("s1", rendezvous, 1, CPU).close()),
+        )
 
 
-def test_both_sides_join_with_the_id_that_the_rendezvous_carries(nccl: ScriptedNccl) -> None:
-    rendezvous_host = RendezvousHost(HOST, timeout_s=10)
-    rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
-    assert rendezvous.secret == UNIQUE_ID
-    worker = Waiting(lambda: join_collective("s1", rendezvous, 1, CPU).close())
-    rendezvous_host.host_collective("s1", rendezvous, CPU).close()
-    assert worker.ends_promptly() and not worker.error
-    inits = sorted(call for call in nccl.calls if call[0] == "init")
-    assert inits == [("init", 2, UNIQUE_ID, 0), ("init", 2, UNIQUE_ID, 1)]
-    rendezvous_host.close()
+def num_calls(nccl: ScriptedNccl, name: str) -> int:
+    return [call[0] for call in nccl.calls].count(name)
 
 
-@pytest.mark.parametrize(
-    ("transport", "secret", "expected"),
-    [("nccl", None, 128), ("nccl", b"short", 128), ("gloo", UNIQUE_ID, 0), ("ipc", UNIQUE_ID, 0), ("tcp", None, 32)],
-)
-def test_a_secret_goes_with_its_transport_and_is_whole(transport, secret, expected) -> None:
-    with closing(RendezvousHost(HOST, timeout_s=10)) as rendezvous_host:
-        rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="gloo")
-        wrong = msgspec.structs.replace(rendezvous, transport=transport, secret=secret)
-        with pytest.raises(PushError, match=f"transport {transport} expects a secret of {expected} bytes, got"):
-            join_collective("s1", wrong, 1, CPU)
+def until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + PROMPTLY_S
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def test_both_sides_choose_the_interface_and_join(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_transport, "use_interface_of", lambda host: nccl.calls.append(("interface", host)))
+    monkeypatch.setattr(nccl_transport, "new_unique_id", lambda: nccl.calls.append(("id",)) or UNIQUE_ID)
+    with joining() as sides:
+        assert all(side.ends_promptly() and not side.error for side in sides)
+    assert nccl.calls[:2] == [("interface", HOST), ("id",)]
+    calls = [call for call in nccl.calls[2:] if call[0] in ("interface", "init")]
+    assert calls[0] == ("interface", HOST) and calls.count(("interface", HOST)) == 2
+    assert sorted(calls)[:2] == [("init", 2, UNIQUE_ID, 0), ("init", 2, UNIQUE_ID, 1)]
 
 
 def test_a_broadcast_waits_for_the_current_stream_and_runs_on_the_side_stream(nccl: ScriptedNccl) -> None:
     collective = formed()
+    in_joining = [call[0] for call in nccl.calls]
+    assert in_joining == ["init", "side stream waits for", "side stream keeps", "broadcast"] and nccl.calls[-1][3] == 1
     tensor = zeros(48)
     nccl.calls.clear()
     collective.broadcast(tensor)
@@ -184,45 +189,26 @@ def waited_for(nccl: ScriptedNccl) -> list[str]:
     return [call[1] for call in orders[::2]]
 
 
-def test_what_the_thread_that_loads_has_queued_comes_before_each_broadcast_into_its_memory(nccl: ScriptedNccl) -> None:
+def test_what_the_thread_that_loads_or_gathers_has_queued_comes_before_each_broadcast(nccl: ScriptedNccl) -> None:
     """A bucket's memory is used again while the copies out of it wait on vLLM's stream, which is that thread's alone."""
     manifest = make_manifest(TENSORS, torch.float32, 1024)
     collective = formed()
+    nccl.calls.clear()
+    pushing = Waiting(lambda: send_weights(collective, split_into_buckets(manifest), TENSORS), name="push")
+    assert pushing.ends_promptly() and not pushing.error
+    assert waited_for(nccl) == ["stream of push"] * 6
     nccl.calls.clear()
     loading = Waiting(lambda: list(receive_weights(collective, manifest)), name="vLLM")
     assert loading.ends_promptly() and "checksum" in loading.error  # nothing travels here
     assert waited_for(nccl) == ["stream of vLLM"] * 4  # the spans and trailers of two buckets
 
 
-def test_what_the_thread_that_gathers_has_queued_comes_before_each_broadcast_of_it(nccl: ScriptedNccl) -> None:
-    collective = formed()
-    nccl.calls.clear()
-    manifest = make_manifest(TENSORS, torch.float32, 1024)
-    pushing = Waiting(lambda: send_weights(collective, split_into_buckets(manifest), TENSORS), name="push")
-    assert pushing.ends_promptly() and not pushing.error
-    assert waited_for(nccl) == ["stream of push"] * 6
-
-
-def test_several_broadcasts_are_queued_before_the_first_has_ended(nccl: ScriptedNccl) -> None:
-    collective = formed()
-    nccl.calls.clear()
-    nccl.may_finish.clear()
-    waits = [Waiting(collective.start_broadcast(zeros(num_bytes))) for num_bytes in (1, 2, 3)]
-    assert [call[3] for call in nccl.calls if call[0] == "broadcast"] == [1, 2, 3]
-    assert all(wait.is_waiting() for wait in waits)
-    nccl.may_finish.set()
-    assert all(wait.ends_promptly() and not wait.error for wait in waits)
-
-
-def test_no_more_are_queued_than_a_stream_takes_without_waiting_in_c(
-    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_are_queued_than_a_stream_takes(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_transport, "MAX_QUEUED", 3)
     collective = formed()
     nccl.may_finish.clear()
-    waits = [
-        collective.start_broadcast(zeros(8)) for _ in range(2)
-    ]  # and the one that belongs to joining, which is done
+    waits = [collective.start_broadcast(zeros(8)) for _ in range(2)]  # and the one of joining, which is done
+    assert num_calls(nccl, "broadcast") == 3
     one_more = Waiting(lambda: collective.start_broadcast(zeros(8)))
     assert not one_more.ends_promptly(0.3)
     nccl.may_finish.set()
@@ -247,82 +233,44 @@ def test_a_receiver_queues_the_next_bucket_before_the_first_has_come(nccl: Scrip
     assert receiving.ends_promptly() and "aborted or closed" in receiving.error
 
 
-def test_a_broadcast_that_an_abort_has_ended_is_not_taken_for_done(nccl: ScriptedNccl) -> None:
-    collective = formed()
-    wait = collective.start_broadcast(zeros(48))
-    collective.abort()
-    with pytest.raises(PushError, match="session s1 was aborted or closed"):
-        wait()
-
-
-def test_connecting_belongs_to_joining(nccl: ScriptedNccl) -> None:
-    formed()
-    assert [call[0] for call in nccl.calls] == [
-        "init",
-        "side stream waits for",
-        "side stream keeps",
-        "broadcast",
-    ] and nccl.calls[-1][3] == 1
-
-
 def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_it_return(nccl: ScriptedNccl) -> None:
     nccl.may_init.clear()
-    rendezvous_host = RendezvousHost(HOST, timeout_s=2)
-    rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
-    worker = Waiting(lambda: join_collective("s1", rendezvous, 1, CPU))
-    with pytest.raises(PushError, match=r"of 2 could not form session s1 within 2 s \(learner.weight_sync.timeout_s\)"):
-        rendezvous_host.host_collective("s1", rendezvous, CPU)
-    assert worker.ends_promptly() and "of 2 could not form session s1 within 2 s" in worker.error
+    with joining(timeout_s=1) as sides:
+        for side in sides:
+            assert side.ends_promptly()
+            assert "of 2 could not form session s1 within 1 s (learner.weight_sync.timeout_s)" in side.error
     assert not nccl.released.is_set()
     nccl.may_init.set()
     assert nccl.released.wait(60)
-    rendezvous_host.close()
 
 
 def test_any_number_of_servers_joins_at_once(nccl: ScriptedNccl) -> None:
     """The learner is rank 0 of one group for each server, all in one process; here the workers are in it too."""
     num_servers = 24
     nccl.may_init.clear()
-    rendezvous_hosts = [RendezvousHost(HOST, timeout_s=60) for _ in range(num_servers)]
-    joins = []
-    for number, rendezvous_host in enumerate(rendezvous_hosts):
-        rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
-        for rank in (0, 1):
-            joins.append(
-                Waiting(lambda joining=(rendezvous_host, f"e{number}", rendezvous, rank): join(*joining).close())
-            )
-    give_up_at = time.monotonic() + 60
-    while [call[0] for call in nccl.calls].count("init") < 2 * num_servers:
-        assert all(wait.is_waiting() for wait in joins) and time.monotonic() < give_up_at
-        time.sleep(0.01)
-    nccl.may_init.set()
-    assert all(wait.ends_promptly() and not wait.error for wait in joins)
-    for rendezvous_host in rendezvous_hosts:
-        rendezvous_host.close()
+    with contextlib.ExitStack() as sessions:
+        sides = [side for _ in range(num_servers) for side in sessions.enter_context(joining())]
+        until(lambda: num_calls(nccl, "init") == 2 * num_servers)
+        assert all(side.is_waiting() for side in sides)
+        nccl.may_init.set()
+        assert all(side.ends_promptly() and not side.error for side in sides)
 
 
 def test_joins_that_hang_in_c_are_few_and_then_refused(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "MAX_STUCK_JOINS", 2)
     nccl.may_init.clear()
-    rendezvous_host = RendezvousHost(HOST, timeout_s=0.3)
-    rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
-    stuck = [Waiting(lambda rank=rank: join(rendezvous_host, "s1", rendezvous, rank)) for rank in (0, 1)]
-    assert all(wait.ends_promptly() and "could not form session s1" in wait.error for wait in stuck)
-    again = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
-    with pytest.raises(PushError, match=r"2 abandoned joins still hang .* restart the process, .* \"gloo\""):
-        rendezvous_host.host_collective("s2", again, CPU)
+    with joining(timeout_s=0.3) as sides:
+        assert all(side.ends_promptly() and "could not form session s1" in side.error for side in sides)
+    with joining() as sides:
+        assert sides[0].ends_promptly()
+        assert re.search(r"2 abandoned joins still hang .* restart the process, .* \"gloo\"", sides[0].error)
     nccl.may_init.set()
-    while nccl.calls.count(("abort",)) < 2:  # both have returned, and are closed
-        assert nccl.released.wait(60)
-        time.sleep(0.01)
-    joins = [Waiting(lambda rank=rank: join(rendezvous_host, "e3", again, rank).close()) for rank in (0, 1)]
-    assert all(wait.ends_promptly() and not wait.error for wait in joins)
-    rendezvous_host.close()
+    until(lambda: num_calls(nccl, "abort") == 2)  # both have returned, and are closed
+    with joining() as sides:
+        assert all(side.ends_promptly() and not side.error for side in sides)
 
 
-def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
-    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_init_that_fails_names_rank_device_and_reason(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(world_size: int, unique_id: bytes, rank: int) -> None:
         raise RuntimeError("Duplicate GPU detected")
 
@@ -334,9 +282,7 @@ def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
 def test_a_broadcast_that_never_ends_is_aborted_at_the_deadline(nccl: ScriptedNccl) -> None:
     collective = formed(timeout_s=0.2)
     nccl.may_finish.clear()
-    with pytest.raises(
-        PushError, match=r"48 bytes over nccl in session s1 did not finish within 0.2 s \(learner.weight_sync.tim"
-    ):
+    with pytest.raises(PushError, match=r"session s1 did not finish within 0.2 s \(learner.weight_sync.timeout_s\)"):
         collective.broadcast(zeros(48))
     assert nccl.calls[-1] == ("abort",)
 
@@ -353,33 +299,32 @@ def test_an_error_that_nccl_notices_ends_the_broadcast_at_once(nccl: ScriptedNcc
 @pytest.mark.parametrize("leave", ["abort", "close"])
 def test_abort_from_another_thread_wakes_a_broadcast(nccl: ScriptedNccl, leave: str) -> None:
     collective = formed()
+    done = collective.start_broadcast(zeros(48))
     nccl.may_finish.clear()
     waiting = Waiting(lambda: collective.broadcast(zeros(48)))
-    while [call[0] for call in nccl.calls].count("broadcast") < 2:
-        assert waiting.is_waiting()
+    until(lambda: num_calls(nccl, "broadcast") == 3)
     getattr(collective, leave)()
     assert waiting.ends_promptly() and "session s1 was aborted or closed" in waiting.error
+    nccl.may_finish.set()  # an abort ends what is queued, too
+    with pytest.raises(PushError, match="session s1 was aborted or closed"):
+        done()
     collective.close()
     assert nccl.calls.count(("abort",)) == 1
     with pytest.raises(PushError, match="aborted or closed"):
         collective.broadcast(zeros(1))
 
 
-@pytest.mark.parametrize(
-    ("version", "switch", "may"),
-    [(23003, "1", True), (23207, "1", True), (23002, "1", False), (22907, "1", False), (23003, "0", False)],
-)
-def test_two_ranks_share_a_gpu_from_nccl_2_30_3_on_if_switched_on(
-    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch, version: int, switch: str, may: bool
-) -> None:
-    nccl.version = version
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", switch)
-    assert ranks_may_share_a_gpu() is may
+def test_ranks_share_a_gpu_from_nccl_2_30_3_on(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHARED_GPU_SWITCH, "1")
+    may = {}
+    for nccl.version in (22907, 23002, 23003, 23207):
+        may[nccl.version] = ranks_may_share_a_gpu()
+    assert may == {22907: False, 23002: False, 23003: True, 23207: True}
+    monkeypatch.setenv(SHARED_GPU_SWITCH, "0")
+    assert not ranks_may_share_a_gpu()
 
 
-def test_nccl_is_installed_where_a_libnccl_answers_and_not_where_cupy_alone_is(
-    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_is_installed_where_a_libnccl_answers(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert why_not_installed() is None and "nccl" in offered_transports()
 
@@ -389,9 +334,14 @@ def test_nccl_is_installed_where_a_libnccl_answers_and_not_where_cupy_alone_is(
     for error in (RuntimeError("NCCL_ERROR_SYSTEM_ERROR"), AttributeError("get_version")):
         monkeypatch.setattr(nccl, "get_version", lambda error=error: fail(error))
         assert why_not_installed() is not None and "nccl" not in offered_transports()
-    monkeypatch.undo()
     nccl.available = False
-    assert why_not_installed() is not None
+    assert "finds no libnccl" in (why_not_installed() or "")
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with rendezvous_host() as hosted, pytest.raises(PushError, match=r"needs cupy .*; .*pip install .*\[nccl\]'"):
+        hosted.rendezvous(num_workers=1, transport="nccl")
+
+
+OLD_DRIVER = "the driver supports CUDA 12 at most; run pip uninstall cupy-cuda13x, then .*nccl-cuda12"
 
 
 @pytest.mark.parametrize(
@@ -399,14 +349,7 @@ def test_nccl_is_installed_where_a_libnccl_answers_and_not_where_cupy_alone_is(
     [
         ("13.0", "cupy-cuda13x", 13000, 13000, None),
         ("12.8", "cupy-cuda12x", 12090, 12080, None),
-        ("12.8", "cupy-cuda12x", 12090, 13000, None),
-        (
-            "12.8",
-            "cupy-cuda13x",
-            13000,
-            12080,
-            "built for CUDA 13, but the driver supports CUDA 12 at most; run pip uninstall cupy-cuda13x, then .*nccl-cuda12",
-        ),
+        ("12.8", "cupy-cuda13x", 13000, 12080, f"built for CUDA 13, but {OLD_DRIVER}"),
         ("13.0", "cupy-cuda12x", None, 13000, "is built for CUDA 12, but torch for CUDA 13; .*nccl\\]"),
         ("12.8", "cupy-cuda13x", None, 12080, "is built for CUDA 13, but torch for CUDA 12; .*nccl-cuda12\\]"),
     ],
@@ -431,70 +374,24 @@ def test_a_cupy_for_another_cuda_is_reported_with_the_extra_for_this_one(
     assert re.search(expected, found) if expected is not None else found is None
 
 
-@pytest.fixture
-def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that this machine might have, and an environment that says nothing of any."""
-    for name in CHOICES:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    known = {"10.0.0.5": "eth1", "fd00::5": "ib0"}
-    monkeypatch.setattr(nccl_transport, "interface_of", known.get)
-
-
-def choices() -> list[str | None]:
-    return [os.environ.get(name) for name in CHOICES]
-
-
-@pytest.mark.usefixtures("interfaces")
 @pytest.mark.parametrize(
     ("host", "chosen"),
     [
-        ("10.0.0.5", ["=eth1", "AF_INET"]),
-        ("fd00::5", ["=ib0", "AF_INET6"]),
-        ("127.0.0.1", [None, None]),
-        ("::1", [None, None]),
-        ("192.0.2.1", [None, None]),
+        ("10.0.0.5", ("=eth1", "AF_INET")),
+        ("fd00::5", ("=ib0", "AF_INET6")),
+        ("127.0.0.1", (None, None)),
+        ("192.0.2.1", (None, None)),
     ],
 )
-def test_nccl_goes_by_the_interface_of_the_store_if_it_is_known_and_leads_out(host: str, chosen: list[str]) -> None:
-    use_interface_of(host)
-    assert choices() == chosen
-
-
-@pytest.mark.usefixtures("interfaces")
-def test_an_interface_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    use_interface_of("10.0.0.5")
-    assert choices() == ["eth0", None]
-
-
-def test_the_interface_is_chosen_before_nccl_is_used_on_either_side(
-    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
+def test_nccl_goes_by_the_interface_of_the_store_if_it_is_known_and_leads_out(
+    monkeypatch: pytest.MonkeyPatch, host: str, chosen: tuple[str | None, str | None]
 ) -> None:
-    monkeypatch.setattr(nccl_transport, "use_interface_of", lambda host: nccl.calls.append(("interface", host)))
-    monkeypatch.setattr(nccl_transport, "new_unique_id", lambda: nccl.calls.append(("id",)) or UNIQUE_ID)
-    rendezvous_host = RendezvousHost(HOST, timeout_s=10)
-    rendezvous = rendezvous_host.rendezvous(num_workers=1, transport="nccl")
-    assert nccl.calls == [("interface", HOST), ("id",)]
-    nccl.calls.clear()
-    worker = Waiting(lambda: join_collective("s1", rendezvous, 1, CPU).close())
-    rendezvous_host.host_collective("s1", rendezvous, CPU).close()
-    assert worker.ends_promptly() and not worker.error
-    calls = [call for call in nccl.calls if call[0] in ("interface", "init")]
-    assert calls[0] == ("interface", HOST) and calls.count(("interface", HOST)) == 2
-    rendezvous_host.close()
-
-
-def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    rendezvous_host = RendezvousHost(HOST, timeout_s=1)
-    with pytest.raises(PushError, match=r"needs cupy .*; .*pip install .*\[nccl\]'"):
-        rendezvous_host.rendezvous(num_workers=1, transport="nccl")
-    rendezvous_host.close()
-
-
-def test_a_cupy_without_libnccl_is_refused(nccl: ScriptedNccl) -> None:
-    nccl.available = False
-    with pytest.raises(PushError, match="finds no libnccl"):
-        formed()
+    for name in (INTERFACE, FAMILY):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(nccl_transport, "interface_of", {"10.0.0.5": "eth1", "fd00::5": "ib0"}.get)
+    use_interface_of(host)
+    assert (os.environ.get(INTERFACE), os.environ.get(FAMILY)) == chosen
+    monkeypatch.setenv(INTERFACE, "eth0")  # as the user names it
+    use_interface_of(host)
+    assert os.environ[INTERFACE] == "eth0"

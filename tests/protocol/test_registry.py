@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -11,17 +10,15 @@ import pytest
 import torch
 
 from protocol.errors import ConfigError, PushError
-from protocol.messages import Trial
-from protocol.transports.collective import load_transport
-from protocol.transports.group import RendezvousHost, join_collective
+from protocol.transports.collective import Collective, load_transport
+from protocol.transports.group import join_collective
 from protocol.transports.registry import TRANSPORTS, Entry
 from protocol.transports.transport import choose_transport, offered_transports
-from protocol.transports.trial import receive_trial, send_trial
 from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.dense import receive_weights, send_weights
+from tests.protocol.local_ranks import CPU, joined, rendezvous_host
 
 ROOT = Path(__file__).parent.parent.parent
-CPU, HOST = torch.device("cpu"), "127.0.0.1"
 PIPE = Entry("tests.protocol.pipe_transport:PipeCollective", uses_one_port=True)
 
 
@@ -35,29 +32,17 @@ def test_weights_travel_over_a_transport_that_was_registered() -> None:
     tensors = [(f"layer {index}", torch.randn(256)) for index in range(5)]
     manifest = make_manifest(tensors, torch.float32, 1024)
 
-    def receive(rank: int) -> tuple[list[torch.Tensor], list[int]]:
-        with closing(join_collective("e1", rendezvous, rank, CPU)) as worker:
-            arrived = [(bucket.buffer.clone(), bucket.checksum) for bucket in receive_weights(worker, manifest)]
+    def receive(worker: Collective) -> tuple[list[torch.Tensor], list[int]]:
+        arrived = [(bucket.buffer.clone(), bucket.checksum) for bucket in receive_weights(worker, manifest)]
         return [buffer for buffer, _ in arrived], [checksum for _, checksum in arrived]
 
-    with closing(RendezvousHost(HOST, timeout_s=10)) as rendezvous_host, ThreadPoolExecutor(2) as pool:
-        rendezvous = rendezvous_host.rendezvous(num_workers=2, transport="pipe")
-        workers = [pool.submit(receive, rank) for rank in (1, 2)]
-        with closing(rendezvous_host.host_collective("e1", rendezvous, CPU)) as learner:
-            sent = send_weights(learner, split_into_buckets(manifest), tensors)
-            received = [worker.result(60) for worker in workers]
+    with joined(2, "pipe") as (learner, *workers), ThreadPoolExecutor(2) as pool:
+        receiving = [pool.submit(receive, worker) for worker in workers]
+        sent = send_weights(learner, split_into_buckets(manifest), tensors)
+        received = [each.result(60) for each in receiving]
     assert sent.num_bytes >= 5 * 1024 and received[0][1] == received[1][1]
     for buffers, _ in received:
         assert [buffer[:1024].view(torch.float32).tolist() for buffer in buffers] == [t.tolist() for _, t in tensors]
-
-
-@pytest.mark.usefixtures("pipe")
-def test_the_doctors_trial_goes_over_it() -> None:
-    with closing(RendezvousHost(HOST, timeout_s=10)) as rendezvous_host, ThreadPoolExecutor(1) as pool:
-        trial = Trial(trial_id="t", rendezvous=rendezvous_host.rendezvous(1, "pipe"), num_bytes=5 << 20)
-        took_s = pool.submit(receive_trial, trial)
-        with closing(send_trial(rendezvous_host, trial)):
-            assert took_s.result(60) > 0
 
 
 @pytest.mark.usefixtures("pipe")
@@ -97,22 +82,21 @@ load_config(LearnerRun, ["--help"], "test")
 
 
 def test_a_transport_that_only_the_learner_knows_is_named_with_those_that_are_known() -> None:
-    with closing(RendezvousHost(HOST, timeout_s=10)) as rendezvous_host:
-        rendezvous = msgspec.structs.replace(rendezvous_host.rendezvous(1, "gloo"), transport="pigeon")
+    with rendezvous_host() as hosted:
+        rendezvous = msgspec.structs.replace(hosted.rendezvous(1, "gloo"), transport="pigeon")
         with pytest.raises(PushError, match=rf"unknown transport 'pigeon'; expected one of {', '.join(TRANSPORTS)}\. "):
             join_collective("e1", rendezvous, 1, CPU)
         with pytest.raises(PushError, match=r"session e1 was canceled: rank 1 gave up: unknown transport 'pigeon'"):
-            rendezvous_host.host_collective("e1", msgspec.structs.replace(rendezvous, transport="gloo"), CPU)
+            hosted.host_collective("e1", msgspec.structs.replace(rendezvous, transport="gloo"), CPU)
 
 
 @pytest.mark.parametrize(
-    ("transport", "secret", "expected"), [("gloo", b"extra", 0), ("tcp", b"short", 32), ("tcp", None, 32)]
+    ("transport", "secret", "expected"),
+    [("gloo", b"extra", 0), ("ipc", b"extra", 0), ("tcp", b"short", 32), ("tcp", None, 32), ("nccl", None, 128)],
 )
-def test_a_secret_of_a_wrong_size_is_refused_before_the_ranks_connect(
-    transport: str, secret: bytes | None, expected: int
-) -> None:
-    with closing(RendezvousHost(HOST, timeout_s=10)) as rendezvous_host:
-        rendezvous = msgspec.structs.replace(rendezvous_host.rendezvous(1, transport), secret=secret)
+def test_a_secret_of_a_wrong_size_is_refused(transport: str, secret: bytes | None, expected: int) -> None:
+    with rendezvous_host() as hosted:
+        rendezvous = msgspec.structs.replace(hosted.rendezvous(1, "gloo"), transport=transport, secret=secret)
         refusal = rf"transport {transport} expects a secret of {expected} bytes, got {len(secret or b'')}; install"
         with pytest.raises(PushError, match=refusal):
             join_collective("e1", rendezvous, 1, CPU)

@@ -7,26 +7,23 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 import torch
 
 from protocol.errors import PushError
-from protocol.transports.collective import Collective
-from protocol.transports.group import RendezvousHost, join_collective
 from protocol.weights import delta, shared_baseline
 from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.shared_baseline import DIRECTORY, PREFIX, SharedBaseline, worker_baseline
+from tests.protocol.local_ranks import joined
 
 pytestmark = pytest.mark.skipif(not DIRECTORY.is_dir(), reason=f"needs {DIRECTORY}")
 
-CPU = torch.device("cpu")
 FIRST = [("weight", torch.randn(700, 500)), ("bias", torch.zeros(7)), ("index", torch.arange(5))]
 MANIFEST = make_manifest(FIRST, torch.float32, 1 << 20, "delta")
+BUCKETS = split_into_buckets(MANIFEST)
 NUM_WORKERS = 2
 NOBODY = 65534
 
@@ -44,20 +41,7 @@ def shared() -> Iterator[list[SharedBaseline]]:
     assert not files()
 
 
-@contextmanager
-def group() -> Iterator[tuple[Collective, list[Collective]]]:
-    rendezvous_host = RendezvousHost("127.0.0.1", timeout_s=10)
-    rendezvous = rendezvous_host.rendezvous(NUM_WORKERS, "gloo")
-    with ThreadPoolExecutor(NUM_WORKERS) as threads:
-        joining = [threads.submit(join_collective, "e1", rendezvous, 1 + rank, CPU) for rank in range(NUM_WORKERS)]
-        host = rendezvous_host.host_collective("e1", rendezvous, CPU)
-        workers = [each.result() for each in joining]
-    yield host, workers
-    for one in (host, *workers):
-        one.close()
-
-
-def test_every_version_reaches_all_and_each_bucket_is_decoded_once(
+def test_every_version_reaches_all_and_is_decoded_once(
     shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = []
@@ -71,29 +55,22 @@ def test_every_version_reaches_all_and_each_bucket_is_decoded_once(
     later = [(name, tensor.clone()) for name, tensor in FIRST]
     later[0][1][::50, ::2] *= 1.5
     mine = Baseline()
-    with group() as (host, workers), ThreadPoolExecutor(NUM_WORKERS) as threads:
+    with joined(NUM_WORKERS) as (host, *workers), ThreadPoolExecutor(NUM_WORKERS) as threads:
         for version, tensors in enumerate([FIRST, later, FIRST]):
             receiving = [
                 threads.submit(lambda pair: [*receive_changes(pair[0], MANIFEST, pair[1])], pair)
                 for pair in zip(workers, shared, strict=True)
             ]
-            send_changes(host, split_into_buckets(MANIFEST), tensors, mine)
+            send_changes(host, BUCKETS, tensors, mine)
             for arrived in (each.result() for each in receiving):
                 got = {name: tensor for one in arrived for name, tensor in one.bucket.views(one.buffer)}
                 assert all(torch.equal(got[name], tensor) for name, tensor in tensors)
-            assert len(decoded) == version * len(split_into_buckets(MANIFEST)) and len(split_into_buckets(MANIFEST)) > 1
+            assert len(decoded) == version * len(BUCKETS) and len(BUCKETS) > 1
             assert len(files()) == (1 if version == 0 else 0), "its name goes once all workers have it"
 
 
-def test_they_share_their_memory(shared: list[SharedBaseline]) -> None:
-    one, other = shared
-    for bucket in split_into_buckets(MANIFEST):
-        one.of(bucket).fill_(7 + bucket.index)
-        assert torch.equal(other.of(bucket), one.of(bucket))
-
-
 def die_in_the_middle(session: str) -> None:
-    with SharedBaseline(os.getppid(), session, MANIFEST).changing(split_into_buckets(MANIFEST)[0]):
+    with SharedBaseline(os.getppid(), session, MANIFEST).changing(BUCKETS[0]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -102,38 +79,29 @@ def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    with (
-        pytest.raises(PushError, match="must start a new session"),
-        shared[0].changing(split_into_buckets(MANIFEST)[0]),
-    ):
-        pytest.fail("it was taken for whole")
-    with shared[0].changing(split_into_buckets(MANIFEST)[1]) as is_ours:  # the dead one's lock is nobody's
-        assert is_ours
-
-
-def test_a_change_whose_checksum_is_wrong_is_not_taken_by_the_others_for_done(shared: list[SharedBaseline]) -> None:
     one, other = shared
-    bucket = split_into_buckets(MANIFEST)[0]
-    with pytest.raises(ValueError, match="wrong"), one.changing(bucket):
-        raise ValueError("wrong")
-    with pytest.raises(PushError, match="failed during the change"), other.changing(bucket):
+    with pytest.raises(PushError, match="must start a new session"), one.changing(BUCKETS[0]):
+        pytest.fail("it was taken for whole")
+    with one.changing(BUCKETS[1]) as is_ours:  # the dead one's lock is nobody's
+        assert is_ours
+    with pytest.raises(ValueError, match="checksum"), one.changing(BUCKETS[1]):
+        raise ValueError("checksum")
+    with pytest.raises(PushError, match="failed during the change"), other.changing(BUCKETS[1]):
         pytest.fail("it was taken for whole")
 
 
-def test_who_holds_the_lock_for_too_long_is_an_error(
-    shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_holds_the_lock_too_long_is_an_error(shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_baseline, "LOCK_TIMEOUT_S", 0.1)
     one, other = shared
     with (
-        one.changing(split_into_buckets(MANIFEST)[0]),
+        one.changing(BUCKETS[0]),
         pytest.raises(PushError, match="has held the shared baseline for"),
-        other.changing(split_into_buckets(MANIFEST)[1]),
+        other.changing(BUCKETS[1]),
     ):
         pytest.fail("both have it")
 
 
-def test_without_room_each_worker_has_its_own_and_the_log_says_what_to_do(
+def test_without_room_each_worker_has_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
@@ -146,33 +114,18 @@ def test_without_room_each_worker_has_its_own_and_the_log_says_what_to_do(
     assert "No space left" in message and "--shm-size" in message and not files()
 
 
-def hold_until_killed(owner_pid: int, is_held: Event) -> None:
-    SharedBaseline(owner_pid, "of a container", MANIFEST)
-    is_held.set()
-    signal.pause()
-
-
-def test_what_killed_servers_left_goes_with_the_next_session_and_a_living_ones_stays(
-    shared: list[SharedBaseline],
-) -> None:
+def test_what_killed_servers_left_goes_and_a_living_ones_stays(shared: list[SharedBaseline]) -> None:
     """Whatever process ids mean here: a server in a container is process 1, as may be another beside it."""
     not_here = 1 << 22  # more than the kernel gives out
-    left = DIRECTORY / f"{PREFIX}-{os.getpid()}-0"
-    left.touch()
-    fork = multiprocessing.get_context("fork")
-    is_held = fork.Event()
-    process = fork.Process(target=hold_until_killed, args=(not_here, is_held))
-    process.start()
-    try:
-        assert is_held.wait(60)
-        (living,) = DIRECTORY.glob(f"{PREFIX}-{not_here}-*")
-        SharedBaseline(os.getpid(), "another session", MANIFEST).close()
-        assert not left.exists() and len(files()) == 1 and living.exists()
-    finally:
-        process.kill()
-        process.join()
+    living = SharedBaseline(not_here, "of a container", MANIFEST)
     SharedBaseline(os.getpid(), "another session", MANIFEST).close()
-    assert not living.exists()
+    (file,) = DIRECTORY.glob(f"{PREFIX}-{not_here}-*")
+    assert len(files()) == 1
+    descriptor = living._file
+    del living
+    os.close(descriptor)  # as the kernel does when it is killed
+    SharedBaseline(os.getpid(), "another session", MANIFEST).close()
+    assert not file.exists()
 
 
 def test_a_file_that_is_removed_before_it_could_be_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,13 +147,11 @@ def test_a_file_that_is_removed_before_it_could_be_locked_is_made_again(monkeypa
 def test_what_another_user_left_is_no_reason_to_have_no_shared_one() -> None:
     left = DIRECTORY / f"{PREFIX}-another-users"
     left.touch(mode=0o600)
+    os.seteuid(NOBODY)
     try:
-        os.seteuid(NOBODY)
-        try:
-            baseline = worker_baseline(os.getpid(), 2, "a session", MANIFEST)
-            baseline.close()
-        finally:
-            os.seteuid(0)
+        baseline = worker_baseline(os.getpid(), 2, "a session", MANIFEST)
+        baseline.close()
         assert isinstance(baseline, SharedBaseline) and left.exists()
     finally:
+        os.seteuid(0)
         left.unlink()

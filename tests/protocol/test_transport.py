@@ -10,6 +10,7 @@ from protocol.transports.transport import choose_transport, offered_transports, 
 
 ALL = ["gloo", "tcp", "ipc", "nccl"]
 NO_CUPY = ["gloo", "ipc"]
+NO_IPC = ["gloo", "nccl"]
 
 
 @pytest.mark.parametrize(
@@ -24,14 +25,11 @@ NO_CUPY = ["gloo", "ipc"]
         ("auto", "a/1", ["b/2", "b/3"], ALL, ALL, "nccl"),
         ("auto", "a/1", ["a/2"], NO_CUPY, ALL, "gloo"),
         ("auto", "a/1", ["a/2"], ALL, NO_CUPY, "gloo"),
-        ("auto", "a/1", ["a/1"], ["gloo", "nccl"], ALL, "gloo"),  # expandable segments on one GPU
+        ("auto", "a/1", ["a/1"], NO_IPC, ALL, "gloo"),  # expandable segments on one GPU
         ("auto", "a/1", ["a/1", "a/2"], ALL, ALL, "gloo"),  # neither all on one GPU nor each on its own
         ("auto", "a/1", ["a/2", "a/2"], ALL, ALL, "gloo"),
         ("auto", "a/1", ["b/1"], ALL, ALL, "gloo"),  # one GPU, two containers
         ("gloo", "a/1", ["a/1"], ALL, ALL, "gloo"),
-        ("ipc", "a/1", ["a/1"], ALL, ALL, "ipc"),
-        ("nccl", "a/1", ["b/2"], ALL, ALL, "nccl"),
-        ("tcp", "cpu", ["cpu"], ["gloo", "tcp"], ["gloo", "tcp"], "tcp"),
         ("tcp", "a/1", ["b/2"], ALL, ALL, "tcp"),
     ],
 )
@@ -43,48 +41,25 @@ def test_the_choice(wanted, learner, workers, learner_has, server_has, chosen) -
 @pytest.mark.parametrize(
     ("wanted", "learner", "workers", "learner_has", "server_has", "reason"),
     [
-        ("nccl", "cpu", ["a/1"], ALL, ALL, "over nccl: it works only between GPUs"),
         ("ipc", "a/1", ["cpu"], ALL, ALL, "over ipc: it works only between GPUs"),
         ("ipc", "a/1", ["a/2"], ALL, ALL, "over ipc: .* on the same GPU"),
         ("ipc", "a/1", ["b/1"], ALL, ALL, "over ipc: .* of one host"),
-        (
-            "ipc",
-            "a/1",
-            ["a/1"],
-            ["gloo", "nccl"],
-            ALL,
-            "the learner does not offer ipc, .* without expandable_segments",
-        ),
+        ("ipc", "a/1", ["a/1"], NO_IPC, ALL, "the learner does not offer ipc, .* without expandable_segments"),
         ("nccl", "a/1", ["a/2"], NO_CUPY, ALL, r"the learner does not offer nccl, .*pip install .*\[nccl\]"),
         ("nccl", "a/1", ["a/2"], ALL, NO_CUPY, r"the server does not offer nccl, .*pip install .*\[nccl\]"),
         ("nccl", "a/1", ["a/1"], ALL, ALL, "share a GPU, which needs NCCL 2.30.3 .* NCCL_MULTI_RANK_GPU_ENABLE=1"),
-        ("nccl", "a/1", ["b/1"], ALL, ALL, "share a GPU"),
-        (
-            "tcp",
-            "cpu",
-            ["cpu"],
-            ALL,
-            ["gloo"],
-            "the server does not offer tcp, which needs slipstream-rl on both sides",
-        ),
+        ("tcp", "cpu", ["cpu"], ALL, ["gloo"], "the server does not offer tcp, which needs slipstream-rl on both"),
     ],
 )
-def test_what_is_impossible_is_refused_with_the_reason(
-    wanted, learner, workers, learner_has, server_has, reason
-) -> None:
+def test_what_is_impossible_is_refused(wanted, learner, workers, learner_has, server_has, reason) -> None:
     offers = {"learner_transports": learner_has, "server_transports": server_has}
-    with pytest.raises(ConfigError, match=reason) as refused:
+    where = f"The learner computes on {learner}, the server's workers on {workers[0]}; set learner.weight_sync.tran"
+    with pytest.raises(ConfigError, match=rf"{reason}.*{where}"):
         choose_transport(wanted, learner, workers, **offers)
-    where = (
-        f"The learner computes on {learner}, the server's workers on {workers[0]}; set learner.weight_sync.transport"
-    )
-    assert where in str(refused.value)
 
 
 def test_auto_that_finds_no_transport_does_not_advise_itself() -> None:
-    with pytest.raises(
-        ConfigError, match=r"over gloo: the server does not offer gloo.* Install the same slipstream-rl"
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"over gloo: the server does not offer gloo.* Install the same") as refused:
         choose_transport("auto", "cpu", ["cpu"], learner_transports=ALL, server_transports=["tcp"])
     assert "auto" not in str(refused.value)
 

@@ -1,30 +1,18 @@
 """A push over a real gloo collective: every byte arrives, both sides agree on the checksum, failures end in time."""
 
-import multiprocessing
-import os
-import signal
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from protocol.errors import PushError
-from protocol.messages import Manifest, Rendezvous
-from protocol.transports.collective import Collective
-from protocol.transports.group import RendezvousHost, join_collective
 from protocol.weights.buckets import BucketMemory, NamedTensors, make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.dense import ReceivedBucket, Sent, receive_weights, send_weights
 from tests.inference_server.broken_transfer import OneBitFlippedOnArrival
-
-HOST = "127.0.0.1"
-CPU = torch.device("cpu")
+from tests.protocol.local_ranks import CPU, Waiting, joined
 
 
 def some_tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -41,24 +29,10 @@ def some_tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-@contextmanager
-def pair() -> Iterator[tuple[Collective, Collective]]:
-    """Both ends of one session, in this process."""
-    rendezvous_host = RendezvousHost(HOST, timeout_s=10)
-    rendezvous = rendezvous_host.rendezvous(1, "gloo")
-    with ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(join_collective, "e1", rendezvous, 1, CPU)
-        host = rendezvous_host.host_collective("e1", rendezvous, CPU)
-        worker = joining.result()
-    yield host, worker
-    host.close()
-    worker.close()
-
-
 def transfer(tensors: NamedTensors, wire_dtype: torch.dtype, bucket_bytes: int) -> tuple[Sent, list[ReceivedBucket]]:
     """Send from this thread, receive in another."""
     manifest = make_manifest(tensors, wire_dtype, bucket_bytes)
-    with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
+    with joined() as (host, worker), ThreadPoolExecutor(1) as thread:
         receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
         return send_weights(host, split_into_buckets(manifest), tensors), receiving.result()
 
@@ -78,17 +52,12 @@ def test_every_tensor_arrives_bit_for_bit_whatever_the_bucket_size(bucket_bytes:
     assert (len(arrived) == 1) == (bucket_bytes == 1 << 30)
 
 
-def test_a_tensor_larger_than_a_span_travels_in_pieces_and_arrives_whole() -> None:
-    tensors = [("large", torch.randn(9_000_001)), ("small", torch.ones(3))]
-    _, arrived = transfer(tensors, torch.bfloat16, 1 << 30)
-    assert torch.equal(tensors_of(arrived)["large"], tensors[0][1].bfloat16())
-    assert torch.equal(tensors_of(arrived)["small"], torch.ones(3, dtype=torch.bfloat16))
-
-
-def test_floats_travel_in_the_wire_dtype_and_others_as_they_are() -> None:
-    _, arrived = transfer(some_tensors(), torch.bfloat16, 1 << 20)
-    assert torch.equal(tensors_of(arrived)["big"], dict(some_tensors())["big"].bfloat16())
-    assert tensors_of(arrived)["positions"].dtype == torch.int64
+def test_a_tensor_larger_than_a_span_travels_in_pieces_floats_in_the_wire_dtype_and_others_as_they_are() -> None:
+    tensors = [("large", torch.randn(9_000_001)), ("small", torch.ones(3)), ("positions", torch.arange(9))]
+    arrived = tensors_of(transfer(tensors, torch.bfloat16, 1 << 30)[1])
+    assert torch.equal(arrived["large"], tensors[0][1].bfloat16())
+    assert torch.equal(arrived["small"], torch.ones(3, dtype=torch.bfloat16))
+    assert torch.equal(arrived["positions"], torch.arange(9))
 
 
 def test_another_value_gives_another_checksum_and_another_bucket_size_the_same_bytes_another_too() -> None:
@@ -99,38 +68,11 @@ def test_another_value_gives_another_checksum_and_another_bucket_size_the_same_b
     assert one.checksum == transfer(some_tensors(), torch.float32, 1 << 20)[0].checksum
 
 
-class Recorded:
-    """A collective that only keeps what is sent."""
-
-    device, sends_in_place = CPU, True
-
-    def __init__(self) -> None:
-        self.frames: list[torch.Tensor] = []
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self.start_broadcast(tensor)()
-
-    def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
-        return lambda: self.frames.append(tensor.clone())
-
-    def abort(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def test_the_gaps_between_tensors_travel_as_zeros_whatever_the_memory_held_before() -> None:
-    full = [(f"full {index}", torch.full((32,), 255, dtype=torch.uint8)) for index in range(8)]
-    with_gap = [(name, torch.full((5,), 7, dtype=torch.uint8)) for name in ("one", "other")]
-    sent = Recorded()
-    send_weights(sent, split_into_buckets(make_manifest(full + with_gap, torch.float32, 32)), full + with_gap)
-    assert sent.frames[-2].tolist() == [7] * 5 + [0] * 11 + [7] * 5
-
-
 class OnlyKept(BucketMemory):
     """Memory that takes nothing beyond what it keeps."""
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        give_up_at = time.monotonic() + 5
+        give_up_at = time.monotonic() + 60
         while not self.has_room(num_bytes):  # gloo's thread keeps what has come for a moment longer
             assert time.monotonic() < give_up_at
             time.sleep(0.001)
@@ -141,7 +83,7 @@ def test_a_bucket_waits_for_memory_where_the_one_before_it_is_a_tensor_larger_th
     tensors = [(f"small {index}", torch.randn(250)) for index in range(9)]
     tensors.insert(4, ("large", torch.randn(900)))
     manifest = make_manifest(tensors, torch.float32, 1024)
-    with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
+    with joined() as (host, worker), ThreadPoolExecutor(1) as thread:
         sending = thread.submit(send_weights, host, split_into_buckets(manifest), tensors)
         arrived = {}
         for one in receive_weights(worker, manifest, OnlyKept(manifest, CPU)):
@@ -153,7 +95,7 @@ def test_a_bucket_waits_for_memory_where_the_one_before_it_is_a_tensor_larger_th
 
 def test_tensors_in_another_order_than_the_manifest_are_refused() -> None:
     manifest = make_manifest(some_tensors(), torch.float32, 1 << 20)
-    with pair() as (host, _), pytest.raises(ValueError, match="expects embedding of shape"):
+    with joined() as (host, _), pytest.raises(ValueError, match="expects embedding of shape"):
         send_weights(host, split_into_buckets(manifest), reversed(some_tensors()))
 
 
@@ -162,20 +104,20 @@ def test_a_flipped_bit_is_found_before_its_bucket_is_handed_on(broadcast_index: 
     tensors = [("a", torch.randn(600_000)), ("b", torch.randn(600_000))]
     manifest = make_manifest(tensors, torch.float32, 1 << 20)
     loaded = []
-    with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
+    with joined() as (host, worker), ThreadPoolExecutor(1) as thread:
         sending = thread.submit(send_weights, host, split_into_buckets(manifest), tensors)
         with pytest.raises(PushError, match=r"bucket . of 2 .*checksum"):
             for arrived in receive_weights(OneBitFlippedOnArrival(worker, broadcast_index), manifest):
                 loaded.append(arrived.bucket.index)
         assert loaded == ([] if broadcast_index < 2 else [0])
         worker.close()
-        sending.exception(10)
+        sending.exception(60)
 
 
 def push_changes(pushes: list[list[tuple[str, torch.Tensor]]]) -> tuple[list[Sent], list[dict[str, torch.Tensor]]]:
     manifest = make_manifest(pushes[0], torch.bfloat16, 1 << 20, "delta")
     mine, theirs, sent, arrived = Baseline(), Baseline(), [], []
-    with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
+    with joined() as (host, worker), ThreadPoolExecutor(1) as thread:
         for tensors in pushes:
             receiving = thread.submit(lambda: [*receive_changes(worker, manifest, theirs)])
             sent.append(send_changes(host, split_into_buckets(manifest), tensors, mine))
@@ -183,21 +125,13 @@ def push_changes(pushes: list[list[tuple[str, torch.Tensor]]]) -> tuple[list[Sen
     return sent, arrived
 
 
-def test_changes_alone_give_every_version_bit_for_bit_and_far_fewer_bytes() -> None:
-    first = [("weight", torch.randn(700, 1000)), ("bias", torch.zeros(7)), ("index", torch.arange(5))]
-    second = [(name, tensor.clone()) for name, tensor in first]
-    second[0][1][::50, ::2] *= 1.01
-    sent, arrived = push_changes([first, second, second])
-    for tensors, got in zip([first, second, second], arrived, strict=True):
-        for name, tensor in tensors:
-            expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
-            assert torch.equal(got[name], expected), name
-    assert sent[0].num_bytes > 900_000 and sent[1].num_bytes < sent[0].num_bytes / 30
-    assert sent[2].num_bytes < 1000 and sent[2].checksum == sent[1].checksum
-
-
-def test_the_first_push_of_a_session_is_dense_and_the_next_is_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of zeros, which a comparison with nothing would have made next to nothing of, into memory that has held other things."""
+def test_changes_alone_give_every_version_bit_for_bit_and_far_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first push is dense, and the next is compared with it, whatever the memory between tensors held before."""
+    first = [
+        ("weight", torch.randn(700, 1000)), ("bias", torch.zeros(7)), ("index", torch.arange(5)),
+        ("empty", torch.zeros(0)), ("odd", torch.ones(3)),
+    ]  # fmt: skip
+    dense, _ = transfer(first, torch.bfloat16, 1 << 20)
     empty = torch.empty
 
     def used_before(*size: int, **options: Any) -> torch.Tensor:
@@ -205,16 +139,16 @@ def test_the_first_push_of_a_session_is_dense_and_the_next_is_compared_with_it(m
         return memory.fill_(165) if memory.dtype == torch.uint8 else memory
 
     monkeypatch.setattr(torch, "empty", used_before)
-    tensors = [
-        ("large", torch.zeros(3 << 20)),
-        ("small", torch.ones(9)),
-        ("empty", torch.zeros(0)),
-        ("odd", torch.ones(3)),
-    ]
-    dense, _ = transfer(tensors, torch.bfloat16, 1 << 20)
-    (first, second), _ = push_changes([tensors, tensors])
-    assert first == dense
-    assert second.num_bytes < dense.num_bytes / 100
+    second = [(name, tensor.clone()) for name, tensor in first]
+    second[0][1][::50, ::2] *= 1.01
+    sent, arrived = push_changes([first, second, second])
+    for tensors, got in zip([first, second, second], arrived, strict=True):
+        for name, tensor in tensors:
+            expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
+            assert torch.equal(got[name], expected), name
+    assert sent[0] == dense
+    assert sent[1].num_bytes < sent[0].num_bytes / 30
+    assert sent[2].num_bytes < 1000 and sent[2].checksum == sent[1].checksum
 
 
 def test_changes_to_another_baseline_are_refused() -> None:
@@ -223,82 +157,23 @@ def test_changes_to_another_baseline_are_refused() -> None:
     mine, theirs = Baseline(), Baseline()
     for baseline, byte in ((mine, 0), (theirs, 1)):
         baseline.of(split_into_buckets(manifest)[0])[0] = byte
-    with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
-        sending = thread.submit(
-            send_changes, host, split_into_buckets(manifest), [("weight", torch.zeros(700, 1000))], mine
-        )
+    with joined() as (host, worker), ThreadPoolExecutor(1) as thread:
+        zeros = [("weight", torch.zeros(700, 1000))]
+        sending = thread.submit(send_changes, host, split_into_buckets(manifest), zeros, mine)
         with pytest.raises(PushError, match="checksum"):
             list(receive_changes(worker, manifest, theirs))
-        sending.result(10)
+        sending.result(60)
 
 
-# --- failures ----------------------------------------------------------------------------------------------------
-
-
-def one_tensor(num_floats: int) -> list[tuple[str, torch.Tensor]]:
-    return [("weight", torch.ones(num_floats))]
-
-
-def test_a_worker_that_never_comes_ends_the_join_at_the_deadline() -> None:
-    rendezvous_host = RendezvousHost(HOST, timeout_s=0.5)
-    with pytest.raises(PushError, match=r"did not form within 0\.5 s"):
-        rendezvous_host.host_collective("e1", rendezvous_host.rendezvous(1, "gloo"), CPU)
-
-
-def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
-    rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=0.5)
-    with pytest.raises(PushError, match=f"{HOST}:{port}"):
-        join_collective("e1", rendezvous, 1, CPU)
-
-
-def send_and_stop(connection, manifest: Manifest, stop_by: signal.Signals) -> None:  # type: ignore[no-untyped-def]
-    rendezvous_host = RendezvousHost(HOST, timeout_s=5)
-    rendezvous = rendezvous_host.rendezvous(1, "gloo")
-    connection.send(rendezvous)
-    collective = rendezvous_host.host_collective("e1", rendezvous, CPU)
-    first = split_into_buckets(manifest)[:1]
-    send_weights(collective, first, [(slot.spec.name, torch.ones(slot.spec.shape)) for slot in first[0].slots])
-    connection.send("sent")
-    os.kill(os.getpid(), stop_by)
-
-
-@pytest.mark.parametrize("stop_by", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_sender_that_stops_in_the_middle_ends_the_receive(stop_by: signal.Signals) -> None:
+def test_a_sender_that_leaves_in_the_middle_ends_the_receive_with_the_number_of_the_bucket() -> None:
     tensors = [("a", torch.ones(300_000)), ("b", torch.ones(300_000))]
     manifest = make_manifest(tensors, torch.float32, 1 << 20)
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    sender = context.Process(target=send_and_stop, args=(theirs, manifest, stop_by))
-    sender.start()
-    try:
-        worker = join_collective("e1", mine.recv(), 1, CPU)
+    with joined() as (host, worker), ThreadPoolExecutor(1) as thread:
         arriving = receive_weights(worker, manifest)
+        sending = thread.submit(send_weights, host, split_into_buckets(manifest)[:1], tensors[:1])
         assert next(arriving).bucket.index == 0
-        with pytest.raises(PushError, match="bucket 2 of 2"):
-            next(arriving)
-        worker.close()
-    finally:
-        sender.kill()
-        sender.join()
-
-
-def test_an_abort_from_another_thread_ends_a_receive_that_waits() -> None:
-    manifest = make_manifest(one_tensor(100), torch.float32, 1 << 20)
-    with pair() as (_, worker), ThreadPoolExecutor(1) as thread:
-        receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
-        threading.Timer(0.2, worker.abort).start()
-        assert isinstance(receiving.exception(5), PushError)
-
-
-def test_the_rendezvous_listens_on_the_named_address_only() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.2", 0))
-    rendezvous_host = RendezvousHost(HOST, timeout_s=5)
-    port = rendezvous_host.rendezvous(1, "gloo").port
-    with socket.create_connection((HOST, port), timeout=5):
-        pass
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", port), timeout=5)
+        sending.result()
+        waiting = Waiting(lambda: next(arriving))
+        assert not waiting.ends_promptly(0.3)
+        host.close()
+        assert waiting.ends_promptly() and "bucket 2 of 2" in waiting.error

@@ -4,12 +4,12 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import pytest
 
 from protocol.errors import PushError
+from protocol.transports.rendezvous import RendezvousStore
 from protocol.transports.worker_connections import (
     MAX_EXPECTED,
     ConnectionRequest,
@@ -17,8 +17,8 @@ from protocol.transports.worker_connections import (
     WorkerConnections,
     connect_to_learner,
 )
+from tests.protocol.local_ranks import HOST
 
-HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
 NOBODY = b"x" * 32
 
@@ -27,38 +27,16 @@ def do_nothing() -> None:
     """The check of a session that nobody has canceled."""
 
 
-class Door:
-    """The learner's port: every worker is presented to `connections`, and this end of its connection is closed."""
-
-    def __init__(self) -> None:
-        self.connections = WorkerConnections()
-        self._listener = socket.create_server((HOST, 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._open, daemon=True)
-        self._thread.start()
-
-    def _open(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                with connection, connection.makefile("rb") as lines:
-                    self.connections.admit(connection, msgspec.json.decode(lines.readline(), type=ConnectionRequest))
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-        self.connections.close()
+@pytest.fixture
+def store() -> Iterator[RendezvousStore]:
+    """The learner's, at whose port the workers connect."""
+    with contextlib.closing(RendezvousStore(HOST)) as store:
+        yield store
 
 
-@contextlib.contextmanager
-def door() -> Iterator[Door]:
-    opened = Door()
-    try:
-        yield opened
-    finally:
-        opened.close()
+def connect(store: RendezvousStore, secret: bytes, rank: int) -> TcpConnection:
+    """As a worker does."""
+    return connect_to_learner(HOST, store.port, ConnectionRequest(secret, rank), TIMEOUT_S)
 
 
 @contextlib.contextmanager
@@ -75,67 +53,49 @@ def pair(timeout_s: float) -> Iterator[tuple[TcpConnection, TcpConnection]]:
             end.close()
 
 
-def in_thread(pool: ThreadPoolExecutor, peer: TcpConnection, num_bytes: int) -> "Future[None]":
-    return pool.submit(peer.receive, memoryview(bytearray(num_bytes)))
-
-
-def test_each_worker_that_presents_the_secret_gets_the_connection_of_its_rank() -> None:
-    with door() as opened:
-        secret = opened.connections.expect(3, TIMEOUT_S)
-        workers = [connect_to_learner(HOST, opened.port, ConnectionRequest(secret, rank), TIMEOUT_S) for rank in (2, 1)]
-        peers = opened.connections.collect(secret, do_nothing, TIMEOUT_S)
-        for rank, peer in enumerate(peers, start=1):
-            peer.send(memoryview(bytes([rank]) * 5))
-        for rank, worker in zip((2, 1), workers, strict=True):
-            came = bytearray(5)
-            worker.receive(memoryview(came))
-            assert came == bytes([rank]) * 5
-        for peer in (*peers, *workers):
-            peer.close()
-
-
-@pytest.mark.parametrize("stranger", [(NOBODY, 1), (b"", 1), (None, 0), (None, 2), (None, -1)])
-def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(stranger: tuple[bytes | None, int]) -> None:
-    with door() as opened:
-        secret = opened.connections.expect(2, TIMEOUT_S)
-        shown = secret if stranger[0] is None else stranger[0]
-        with pytest.raises(
-            PushError, match=rf"rank {stranger[1]} could not open a connection .* 127.0.0.1:{opened.port}: .*advertise"
-        ):
-            connect_to_learner(HOST, opened.port, ConnectionRequest(shown, stranger[1]), TIMEOUT_S)
-        worker = connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
-        (peer,) = opened.connections.collect(secret, do_nothing, TIMEOUT_S)
+def test_each_worker_that_presents_the_secret_gets_the_connection_of_its_rank(store: RendezvousStore) -> None:
+    secret = store.worker_connections.expect(3, TIMEOUT_S)
+    workers = [connect(store, secret, rank) for rank in (2, 1)]
+    peers = store.worker_connections.collect(secret, do_nothing, TIMEOUT_S)
+    for rank, peer in enumerate(peers, start=1):
+        peer.send(memoryview(bytes([rank]) * 5))
+    for rank, worker in zip((2, 1), workers, strict=True):
+        came = bytearray(5)
+        worker.receive(memoryview(came))
+        assert came == bytes([rank]) * 5
+    for peer in (*peers, *workers):
         peer.close()
-        worker.close()
 
 
-def test_a_place_is_given_once() -> None:
-    with door() as opened:
-        secret = opened.connections.expect(2, TIMEOUT_S)
-        worker = connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
-        with pytest.raises(PushError, match="rank 1 could not open a connection"):
-            connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
-        (peer,) = opened.connections.collect(secret, do_nothing, TIMEOUT_S)
-        peer.send(memoryview(b"a"))
+def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(store: RendezvousStore) -> None:
+    secret = store.worker_connections.expect(2, TIMEOUT_S)
+
+    def refused(presented: bytes, rank: int) -> None:
+        unwelcome = rf"rank {rank} could not open a connection .* 127.0.0.1:{store.port}: .*advertise"
+        with pytest.raises(PushError, match=unwelcome):
+            connect(store, presented, rank)
+
+    for presented, rank in ((NOBODY, 1), (b"", 1), (secret, 0), (secret, 2), (secret, -1)):
+        refused(presented, rank)
+    worker = connect(store, secret, 1)
+    refused(secret, 1)
+    (peer,) = store.worker_connections.collect(secret, do_nothing, TIMEOUT_S)
+    peer.send(memoryview(b"a"))
+    worker.receive(memoryview(bytearray(1)))
+    refused(secret, 1)
+    peer.close()
+    worker.close()
+
+
+def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_look_at(store: RendezvousStore) -> None:
+    secret = store.worker_connections.expect(4, TIMEOUT_S)
+    worker = connect(store, secret, 2)
+    missing = r"rank 1, rank 3 did not connect within 0.3 s \(learner.weight_sync.timeout_s\); .*weight_sync.ports"
+    with pytest.raises(PushError, match=missing):
+        store.worker_connections.collect(secret, do_nothing, 0.3)
+    with pytest.raises(OSError, match="closed the connection"):
         worker.receive(memoryview(bytearray(1)))
-        with pytest.raises(PushError, match="rank 1 could not open a connection"):
-            connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 1), TIMEOUT_S)
-        peer.close()
-        worker.close()
-
-
-def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_look_at() -> None:
-    with door() as opened:
-        secret = opened.connections.expect(4, TIMEOUT_S)
-        worker = connect_to_learner(HOST, opened.port, ConnectionRequest(secret, 2), TIMEOUT_S)
-        with pytest.raises(
-            PushError,
-            match=r"rank 1, rank 3 did not connect within 0.3 s \(learner.weight_sync.timeout_s\); .*weight_sync.ports",
-        ):
-            opened.connections.collect(secret, do_nothing, 0.3)
-        with pytest.raises(OSError, match="closed the connection"):
-            worker.receive(memoryview(bytearray(1)))
-        worker.close()
+    worker.close()
 
 
 def test_a_session_that_is_canceled_ends_the_wait_for_its_workers() -> None:
@@ -154,25 +114,6 @@ def test_of_sessions_whose_workers_never_call_only_the_last_are_remembered() -> 
         connections.collect(secrets[0], do_nothing, TIMEOUT_S)
     with pytest.raises(PushError, match="rank 1"):
         connections.collect(secrets[1], do_nothing, 0.0)
-
-
-def test_more_than_the_kernel_holds_arrives_whole() -> None:
-    sent = bytes(range(256)) * (1 << 14)
-    came = bytearray(len(sent))
-    with pair(TIMEOUT_S) as (near, far), ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(far.receive, memoryview(came))
-        near.send(memoryview(sent))
-        receiving.result()
-    assert came == sent
-
-
-@pytest.mark.parametrize("shut", [0, 1])
-def test_whoever_shuts_a_line_wakes_those_who_wait_at_both_ends(shut: int) -> None:
-    with pair(TIMEOUT_S) as ends, ThreadPoolExecutor(1) as pool:
-        waiting = in_thread(pool, ends[0], 1)
-        ends[shut].shut()
-        with pytest.raises(OSError, match="closed the connection"):
-            waiting.result(TIMEOUT_S / 2)
 
 
 def test_neither_silence_nor_a_full_line_is_waited_for_longer_than_the_deadline() -> None:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tests.sweep.families import FAMILIES
-from tests.sweep.report import problem_of, table
+from tests.sweep.report import by_way, figures, problem_of
 from tests.sweep.visit import visit_in_process
 
 
@@ -25,7 +25,7 @@ def main() -> None:
             visits.append(done.result())
             print(len(visits), visits[-1].family, visits[-1].way, flush=True)
     visits.sort(key=lambda visit: visit.family)
-    print(table(visits))
+    print(by_way(visits), figures(visits), sep="\n\n")
     problems = [f"{visit.family}: {problem}" for visit in visits if (problem := problem_of(visit))]
     print("\n".join(["", "as expected" if not problems else "NOT as expected:", *problems]))
     if given.json:

@@ -21,14 +21,8 @@ MAX_PARAMETERS = 5_000_000
 WINDOW = 24
 
 LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "num_decoder_layers",
-    "num_blocks",
-)
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "num_blocks",
+)  # fmt: skip
 _KEYS_BY_SIZE: tuple[tuple[int, tuple[str, ...]], ...] = (
     (VOCAB_SIZE, ("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input")),
     (64, (

@@ -187,15 +187,14 @@ def plain_logprobs(model: Any, groups: Sequence[Group]) -> torch.Tensor:
 def _warnings() -> Iterator[list[str]]:
     """What settling says of a family that does not go packed."""
     said: list[str] = []
+    log = logging.getLogger("learner.forward.packing_check")
 
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if (text := record.getMessage()) not in said:
-                said.append(text)
+    def hear(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return True
 
-    log, listener = logging.getLogger("learner.forward.packing_check"), Listener(logging.WARNING)
-    log.addHandler(listener)
+    log.addFilter(hear)
     try:
         yield said
     finally:
-        log.removeHandler(listener)
+        log.removeFilter(hear)

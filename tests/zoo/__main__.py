@@ -1,7 +1,7 @@
 """`python -m tests.zoo [--json] [--out DIR] [FAMILY ...]`
 
 Takes a tiny random model of each family through the whole system, an adapter through three of them, and says how far server,
-learner, transformers and a plain vLLM are apart. Exit code 0 only if every family did what `report.py` expects of it.
+learner, transformers and a plain vLLM are apart. Exit code 0 only if every family did what is expected of it.
 """
 
 import argparse
@@ -13,8 +13,7 @@ import msgspec
 
 from tests.inference_server.forked_server import fork_server
 from tests.zoo.families import FAMILIES
-from tests.zoo.report import WITH_ADAPTER, as_expected, table
-from tests.zoo.visit import Visit, visit
+from tests.zoo.visit import WITH_ADAPTER, Visit, table, visit
 
 
 def main() -> None:
@@ -32,7 +31,7 @@ def main() -> None:
             visits.append(visit(family, directory / name, lora=bool(adapter)))
             print(msgspec.json.encode(visits[-1]).decode(), file=sys.stderr, flush=True)
     print(msgspec.json.format(msgspec.json.encode(visits)).decode() if arguments.json else table(visits))
-    sys.exit(0 if all(map(as_expected, visits)) else 1)
+    sys.exit(0 if all(visited.is_as_expected for visited in visits) else 1)
 
 
 if __name__ == "__main__":

@@ -260,18 +260,6 @@ def gradient(rule: Rule, completion: Completion) -> list:
     return [derivative(next(inside)) if math.isfinite(t.behaviour) else mpf(0) for t in completion.tokens]
 
 
-def gspo_of_the_paper(completions: Sequence[Completion], *, low: float, high: float, moved: Sequence[Sequence] = ()):
-    """arXiv 2507.18071, equation 5, as a loss: minus the mean over completions of min(s A, clip(s, 1 - low, 1 + high) A), with
-    s = (p(y) / p_old(y))^(1 / |y|) the ratio of the whole completion. Weights of completions are not looked at.
-    """
-    total = mpf(0)
-    for completion, logprobs in zip(completions, moved or [c.logprobs for c in completions], strict=True):
-        likelihood = mpmath.exp(sum(logprobs) - sum(mpf(token.behaviour) for token in completion.tokens))
-        s, a = likelihood ** (mpf(1) / len(logprobs)), mpf(completion.advantage)
-        total += min(s * a, clamp(s, 1 - mpf(low), 1 + mpf(high)) * a)
-    return -total / len(completions)
-
-
 def sums(rule: Rule, completions: Sequence[Completion]) -> dict[str, float]:
     """What is reported beside the loss: plain sums over M."""
 

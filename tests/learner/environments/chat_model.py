@@ -9,15 +9,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from tests.learner.environments.chat_tokenizer import chat_tokenizer
 
 
-def takes_for_calls(name: str, arguments: dict[str, Any], begins_with: str = "") -> dict[str, Any]:
-    """A `response_template` in which every turn that begins so (a regular expression) calls this tool. `{content}` in the arguments:
-    what the turn says."""
+def takes_for_calls(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A `response_template` in which every turn calls this tool. `{content}` in the arguments: what the turn says."""
     return {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
             "tool_calls": {
-                "open_pattern": f"^{begins_with}",
+                "open_pattern": "^",
                 "close_pattern": r"<\|im_end\|>",
                 "repeats": True,
                 "transform": {"type": "function", "function": {"name": name, "arguments": arguments}},

@@ -1,7 +1,7 @@
 """The player with a scripted policy and a real environment, for tests: a group is played, and what was asked of the policy noted."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -39,13 +39,40 @@ def completion(text: str | list[int], version: int, reason: str = "stop") -> Com
     return Completion(token_ids=ids, behaviour_logprobs=logprobs, versions=[(version, len(ids))], finish_reason=reason)
 
 
+Script = Callable[[TurnPrompt], Completion | Awaitable[Completion | None] | None]
+
+
+class Scripted:
+    """Answers what a script says, as a server would; notes what it was asked."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.asked: list[TurnPrompt] = []
+
+    async def __call__(self, turn: TurnPrompt) -> TurnResult | None:
+        self.asked.append(turn)
+        answer = self._script(turn)
+        if isinstance(answer, Awaitable):
+            answer = await answer
+        if answer is None:
+            return None
+        group = Group(
+            group_id="g", entered_version=5 - turn.number, completions=[answer], salt=f"salt {turn.episode}",
+            num_cached_tokens=turn.number,
+        )  # fmt: skip
+        return TurnResult(group, f"server {turn.number}")
+
+
 def played(
-    script: Callable[[TurnPrompt], Completion | None], factory: str | None = "Echo", columns: dict[str, Any] | None = None,
+    script: Script, factory: str | None = "Echo", columns: dict[str, Any] | None = None,
     prompt: Any = "p", max_tokens: int = 1000, template: ChatTemplate | None = None, asks_attributes: bool = False,
     **environment: Any,
 ) -> tuple[EpisodeGroup, list[TurnPrompt]]:  # fmt: skip
     """Play a group of two; return it with what was asked, in order of episode and turn. With a template prompts are conversations."""
-    settings = {"factory": factory and f"{USER}:{factory}", "timeout_s": 1.0} | environment
+    settings = {
+        "factory": factory and (factory if ":" in factory else f"{USER}:{factory}"),
+        "timeout_s": 20.0,
+    } | environment
     reward = "exact_match" if settings["factory"] is None else "environment_reward"
     config = msgspec.convert(
         {
@@ -56,26 +83,14 @@ def played(
     )  # fmt: skip
     environments = Environments(config.environment, takes_text=template is None)
     player = Player(config, template or ChatTemplate(Letters(), {}, []), environments, asks_attributes)  # type: ignore[arg-type]
-    asked: list[TurnPrompt] = []
-
-    async def ask(turn: TurnPrompt) -> TurnResult | None:
-        asked.append(turn)
-        answer = script(turn)
-        if answer is None:
-            return None
-        group = Group(
-            group_id="g", entered_version=5 - turn.number, completions=[answer], salt=f"salt {turn.episode}",
-            num_cached_tokens=turn.number,
-        )  # fmt: skip
-        return TurnResult(group, f"server {turn.number}")
-
+    ask = Scripted(script)
     try:
         token_ids = template.prompt_ids(prompt) if template else [1, 2]
         row = Prompt(prompt_id=0, prompt=prompt, token_ids=token_ids, columns=columns or {})
         group = asyncio.run(player.play("3.0", row, ask, num_episodes=2, max_tokens=max_tokens))
     finally:
         environments.close()
-    return group, sorted(asked, key=lambda turn: (turn.episode, turn.number))
+    return group, sorted(ask.asked, key=lambda turn: (turn.episode, turn.number))
 
 
 def says(*texts: str | list[int]) -> Callable[[TurnPrompt], Completion]:

@@ -1,9 +1,9 @@
 """Every turn that a run has recorded, and what the weights of the versions on its labels say of its tokens.
 
-    weights of each version, kept before they are pushed ─┬─▶ the learner's own pass, in float32
-    episodes of the ledger ───────────────────────────────┴─▶ transformers' pass in float64, which shares no code with either side
+    weights of each version, kept before they are pushed ─┬─▶ transformers' pass in float64, which shares no code with either side
+    episodes of the ledger ───────────────────────────────┘
 
-For tests on real vLLM.
+For tests on real vLLM. The learner's own pass is compared with the server's by the metric policy/mismatch_abs_logprob.
 """
 
 from collections.abc import Iterable
@@ -18,17 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
 from learner.environments.episode import EpisodeGroup, TokenSequence
-from learner.forward.logprobs import token_logprobs
-from learner.forward.pack import pack
-from learner.forward.packing_check import choose_attention
-from learner.policy.model import load_policy
 from learner.rollouts.ledger import Ledger
 from learner.run_inputs import RunInputs
 from learner.servers.weight_sync import WeightSync
 from protocol.codec import unpack
 from tests.learner.ledgers import consumed_groups
 
-CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 """Of a logprob of about -4.6, in float32. Measured on vLLM's CPU build: at most 6e-7 between the server and float64, 9e-7 between the
 learner and float64, 1e-6 between both; the weights of another version give 0.2 more or less."""
@@ -41,7 +36,6 @@ class RecordedTurn(msgspec.Struct, frozen=True, eq=False):
 
     versions_T: np.ndarray
     of_server_T: np.ndarray
-    of_learner_T: np.ndarray
     exact_T: np.ndarray
     """In float64, by the weights of each token's version."""
     of_others_T: np.ndarray
@@ -51,9 +45,8 @@ class RecordedTurn(msgspec.Struct, frozen=True, eq=False):
 
 
 def assert_said_by_the_versions_on_the_labels(turns: list[RecordedTurn]) -> None:
-    """Turn by turn: by the learner, in float64, and by no other version."""
+    """Turn by turn, and by no other version."""
     for turn in turns:
-        np.testing.assert_allclose(turn.of_learner_T, turn.of_server_T, rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(turn.exact_T, turn.of_server_T, rtol=0, atol=TOLERANCE)
     others_N = np.concatenate([np.abs(turn.of_others_T - turn.of_server_T) for turn in turns])
     assert np.mean(others_N > 100 * TOLERANCE) > 0.95
@@ -76,29 +69,25 @@ def keep_all(monkeypatch: pytest.MonkeyPatch) -> Weights:
 def recorded_turns(run: LearnerRun, weights: Weights) -> list[RecordedTurn]:
     """Of all episodes that were trained on."""
     run_inputs = RunInputs(run)
-    learners, exact = policy_of_learner(run_inputs.model_path), policy_in_float64(run_inputs.model_path)
+    exact = policy_in_float64(run_inputs.model_path)
     turns: list[RecordedTurn] = []
     for row, payload in consumed_groups(run):
         group, prompt = unpack(payload, EpisodeGroup), run_inputs.prompts.prompt_at(row.position).token_ids
         for branch in (branch for episode in group.episodes for branch in episode.branches):
             before = prompt if branch.prompt_token_ids is None else branch.prompt_token_ids.tolist()
-            turns += turns_of(branch, before, group.entered_version, weights, learners, exact)
+            turns += turns_of(branch, before, group.entered_version, weights, exact)
     return turns
 
 
 def turns_of(
-    branch: TokenSequence, before: list[int], entered_version: int, weights: Weights, learners: Any, exact: Any
+    branch: TokenSequence, before: list[int], entered_version: int, weights: Weights, exact: Any
 ) -> Iterable[RecordedTurn]:
     versions_T = branch.versions_T
-    said: dict[str, np.ndarray] = {
-        name: np.full(len(versions_T), np.nan) for name in ("of_learner", "exact", "of_others")
-    }
+    said: dict[str, np.ndarray] = {name: np.full(len(versions_T), np.nan) for name in ("exact", "of_others")}
     for version in set(branch.sampled_versions):
         other = version - 1 if version - 1 in weights else version + 1
         is_its_T = versions_T == version
-        load(learners, weights[version])
         load(exact, weights[version])
-        said["of_learner"][is_its_T] = by_learner(learners, before, branch)[is_its_T]
         said["exact"][is_its_T] = in_float64(exact, before, branch)[is_its_T]
         load(exact, weights[other])
         said["of_others"][is_its_T] = in_float64(exact, before, branch)[is_its_T]
@@ -108,17 +97,10 @@ def turns_of(
         yield RecordedTurn(
             versions_T=versions_T[places],
             of_server_T=branch.behaviour_logprobs[places],
-            of_learner_T=said["of_learner"][places],
             exact_T=said["exact"][places],
             of_others_T=said["of_others"][places],
             is_fresh=bool((up_to_T == entered_version).all()),
         )
-
-
-def policy_of_learner(path: Path) -> Any:
-    policy = load_policy(path, gradient_checkpointing=False)
-    choose_attention(policy, CPU, torch.float32)
-    return policy
 
 
 def policy_in_float64(path: Path) -> Any:
@@ -128,12 +110,6 @@ def policy_in_float64(path: Path) -> Any:
 def load(policy: Any, weights: dict[str, torch.Tensor]) -> None:
     policy.load_state_dict(weights, strict=False)  # a tied head is not among them
     policy.tie_weights()
-
-
-@torch.no_grad()
-def by_learner(policy: Any, before: list[int], branch: TokenSequence) -> np.ndarray:
-    (logprobs_T,), _ = token_logprobs(policy, pack([(np.array(before), [branch.token_ids])], CPU), 1.0)
-    return logprobs_T.numpy()
 
 
 @torch.no_grad()

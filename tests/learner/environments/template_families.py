@@ -11,9 +11,13 @@ from typing import Any
 
 import msgspec
 
-from learner.prompts.chat_template import ChatTemplate, TurnFormat
+from learner.prompts.chat_template import ChatTemplate, Message, TurnFormat
 from tests.learner.environments.chat_tokenizer import chat_tokenizer
 
+QUESTION: list[Message] = [{"role": "user", "content": "How much?"}]
+PARAMETERS = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add a number.", "parameters": PARAMETERS}}]
+ADD = ("add", {"number": 2})
 Arguments = dict[str, Any]
 JSON_CALL = '{{"name": "{name}", "arguments": {arguments}}}'
 
@@ -150,3 +154,7 @@ def chat_of(name: str, tools: list[dict[str, Any]]) -> ChatTemplate:
     return ChatTemplate(
         tokenizer, {}, tools, TurnFormat(family.renderer, frozenset(tokenizer.convert_tokens_to_ids(ends)))
     )
+
+
+def encoded(template: ChatTemplate, text: str) -> list[int]:
+    return list(template.tokenizer.encode(text, add_special_tokens=False))

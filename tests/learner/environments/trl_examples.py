@@ -54,8 +54,3 @@ async def async_add(a: int, b: int) -> int:
         The sum of the two integers.
     """
     return a + b
-
-
-def used_a_tool(completions, **kwargs):
-    """Rewards every answer of a tool."""
-    return [float(sum(message["role"] == "tool" for message in completion)) for completion in completions]

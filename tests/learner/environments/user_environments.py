@@ -5,9 +5,7 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -67,16 +65,16 @@ class Treacherous(Echo):
         match text:
             case "sleep":
                 time.sleep(600)
-            case "print":
-                print("said by an environment")
+            case "hoard":
+                held = bytearray(300 << 20)
+                time.sleep(600)
+                return str(len(held))
             case "leave":
                 return str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
             case "exit":
                 os._exit(3)
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "stay":
-                os.kill(os.getpid(), signal.SIGSTOP)
             case "raise":
                 raise KeyError("no such word")
             case "number":
@@ -85,34 +83,24 @@ class Treacherous(Echo):
 
 
 class Fickle:
-    """What becomes of an episode is in the last digit that the policy says."""
+    """What becomes of an episode is luck: it may not even begin, and each turn may hang, end the process or raise."""
 
     def reset(self, **row: Any) -> None:
-        """Nothing to begin with."""
+        if random.random() < 0.25:
+            raise ValueError("not now")
 
     def answer(self, text: str) -> str:
-        match text[-1:]:
-            case "0" | "1":
-                time.sleep(600)
-            case "2":
-                os._exit(3)
-            case "3":
-                raise ValueError("=")
+        luck = random.random()
+        if luck < 0.12:
+            time.sleep(600)
+        if luck < 0.24:
+            os._exit(3)
+        if luck < 0.4:
+            raise ValueError("=")
         return ">"
 
     def get_reward(self) -> float:
         return float(os.getpid() % 2)
-
-
-class Unwilling(Fickle):
-    """Often does not even begin, and then says nothing about the policy."""
-
-    def reset(self, **row: Any) -> None:
-        if random.random() < 0.3:
-            raise ValueError("not now")
-
-    def answer(self, text: str) -> str:
-        return ">"
 
 
 class TwoMethods(Echo):
@@ -188,41 +176,13 @@ class Calculator:
         """
         raise ValueError(why)
 
-    def sleep(self) -> str:
-        """Never return."""
-        time.sleep(600)
-        return ""
-
     async def get_reward(self) -> float:
         return float(self.total)
-
-
-class Hoarder(Unrated):
-    """Holds 800 MiB in a process that it has started, and catches whatever comes of it."""
-
-    def tell(self, text: str) -> str:  # type: ignore[override]
-        with suppress(BaseException):
-            subprocess.run([sys.executable, "-c", HOARD], check=False)
-        return text
-
-
-HOARD = "import time; held = bytearray(800 << 20); time.sleep(600)"
 
 
 class WithoutDocstring(Unrated):
     def untold(self, number: int) -> str:
         return str(number)
-
-
-def multiply(a: int, b: int) -> int:
-    """
-    Multiply two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a * b
 
 
 def add(number: int) -> int:

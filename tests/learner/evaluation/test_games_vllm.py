@@ -15,8 +15,8 @@ from learner.environments.builtin import RIGHT
 from learner.evaluation.eval_sets import sets_of
 from learner.evaluation.results import FILE, earlier
 from tests.inference_server.real_server import running_server
+from tests.learner.environments.games import DIGITS, playing_run, said_by
 from tests.learner.environments.recomputed import keep_all, load, policy_in_float64
-from tests.learner.environments.test_playing_runs import DIGITS, playing_run, said_by
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 

@@ -17,7 +17,7 @@ from learner.evaluation.results import FILE, as_text, earlier
 from learner.report.summary import read_metrics
 from learner.train import train
 from protocol.model_files import resolve_model
-from tests.learner.environments.test_playing_runs import playing_run
+from tests.learner.environments.games import playing_run
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.openai_server import OpenAIServer, openai_server
 

@@ -1,26 +1,43 @@
-"""A policy whose pieces torch.compile has fused, against itself before: losses, gradients; and what becomes of one that cannot."""
+"""A policy that torch.compile has fused, in pieces or whole layers, against itself before; and what becomes of one that cannot."""
 
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
 from learner.config.policy import LoraConfig
+from learner.forward import attention, compile
+from learner.forward.attention import compiled_layers, is_packed, key_layout, layers_of
 from learner.forward.compile import ROTARY, fuse
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
 from learner.forward.packing_check import choose_attention
+from learner.forward.probe import probe_of
 from learner.policy.lora import add_adapter
-from learner.policy.model import compute_in
-from tests.learner.forward.test_families import CPU, TEMPERATURE, gradients, loss_of, make_groups, tiny
+from learner.policy.model import compute_in, load_policy
+from tests.learner.forward.plain_pass import (
+    CPU,
+    TEMPERATURE,
+    Gradients,
+    assert_same,
+    make_groups,
+    pass_over,
+    tiny,
+)
+from tests.learner.forward.spelt_kernel import on_kernel
+from tests.zoo.families import save_model
 
 pytestmark = [
+    pytest.mark.system,
     pytest.mark.timeout(900),  # a C++ compiler on a busy machine
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor that is not a leaf"
@@ -29,101 +46,162 @@ pytestmark = [
 
 
 @pytest.fixture
-def tiny_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """A model whose family gets its rotary embedding back after the test."""
+def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Let a model choose its attention; its family gets its rotary embedding back after the test."""
 
-    def make(name: str, keys: dict[str, Any] | None = None) -> Any:
-        model = tiny(name, keys or {})
+    def settle(model: Any) -> Any:
         home = sys.modules[type(model).__module__]
-        monkeypatch.setattr(home, ROTARY, getattr(home, ROTARY))
+        if hasattr(home, ROTARY):
+            monkeypatch.setattr(home, ROTARY, getattr(home, ROTARY))
         choose_attention(model, CPU, torch.float32)
         return model
 
-    return make
+    return settle
 
 
-def loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    batch = pack(make_groups(), CPU)
-    logprobs_BT, entropy_BT = token_logprobs(model, batch, TEMPERATURE, entropy="gradient")
-    assert entropy_BT is not None
-    loss = loss_of(logprobs_BT[batch.is_token_BT], entropy_BT[batch.is_token_BT])
-    return float(loss.detach()), gradients(model, loss)
+@pytest.fixture
+def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a GPU, its kernel spelt out: whole layers, and keys laid out for them."""
+    monkeypatch.setattr(attention, "_keys_of", key_layout)
+    monkeypatch.setattr(attention, "varlen_attention", on_kernel)
+    monkeypatch.setattr(compile, "_whole_layers", lambda model: layers_of(model)[:-1] if is_packed(model) else [])
 
 
-def compiled_pieces(model: Any) -> list[str]:
-    return [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+def rotary_of(model: Any) -> Any:
+    return getattr(sys.modules[type(model).__module__], ROTARY)
 
 
-def assert_same(found_loss: float, found: dict[str, torch.Tensor], loss: float, right: dict[str, torch.Tensor]) -> None:
-    assert abs(found_loss - loss) <= 1e-6 * abs(loss)
-    norm = sum(float(gradient.square().sum()) for gradient in right.values()) ** 0.5
-    assert sum(float((found[n] - right[n]).square().sum()) for n in right) ** 0.5 <= 1e-5 * norm
+def loss_and_gradients(model: Any) -> tuple[float, Gradients]:
+    _, _, loss, gradients = pass_over(model, pack(make_groups(), CPU))
+    return loss, gradients
 
 
-@pytest.mark.parametrize(
-    ("name", "with_adapter"), [pytest.param("Qwen3Config", False, marks=pytest.mark.slow), ("LlamaConfig", True)]
-)
+def compiled_pieces(model: Any) -> set[str]:
+    """By the last part of their names."""
+    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    return {name.rsplit(".", 1)[-1] for name in compiled}
+
+
+PIECES = {"mlp", "input_layernorm", "norm"}
+
+
 def test_a_fused_policy_has_the_loss_and_the_gradients_that_it_had_before(
-    tiny_model: Callable[[str], Any], name: str, with_adapter: bool, caplog: pytest.LogCaptureFixture
+    settled: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = tiny_model(name)
-    if with_adapter:
-        add_adapter(model, LoraConfig(rank=2, target_modules=("q_proj", "gate_proj", "down_proj")), seed=0)
-    loss, right = loss_and_gradients(model)
-    plain = getattr(sys.modules[type(model).__module__], ROTARY)
+    model = settled(tiny("LlamaConfig"))
+    add_adapter(model, LoraConfig(rank=2, target_modules=("q_proj", "gate_proj", "down_proj")), seed=0)
+    right, plain = loss_and_gradients(model), rotary_of(model)
     with caplog.at_level(logging.INFO):
         fuse(model, torch.float32)
     assert "compiled the policy in" in caplog.text
-    found_loss, found = loss_and_gradients(model)
-    assert_same(found_loss, found, loss, right)
-    assert {one.rsplit(".", 1)[-1] for one in compiled_pieces(model)} >= {"mlp", "input_layernorm", "norm"}
-    assert getattr(sys.modules[type(model).__module__], ROTARY) is not plain
+    assert_same(*loss_and_gradients(model), *right)
+    assert compiled_pieces(model) >= PIECES and rotary_of(model) is not plain
 
 
 def assert_goes_on_without(
     model: Any, caplog: pytest.LogCaptureFixture, reason: str, dtype: torch.dtype = torch.float32
 ) -> None:
-    loss, _ = loss_and_gradients(model)
-    plain = getattr(sys.modules[type(model).__module__], ROTARY)
+    loss, plain = loss_and_gradients(model)[0], rotary_of(model)
     with caplog.at_level(logging.WARNING):
         fuse(model, dtype)
     assert f"learner.compile: cannot compile {type(model).__name__}" in caplog.text and reason in caplog.text
-    assert compiled_pieces(model) == [] and getattr(sys.modules[type(model).__module__], ROTARY) is plain
+    assert not compiled_pieces(model) and rotary_of(model) is plain
     assert loss_and_gradients(model)[0] == loss
 
 
 def test_where_there_is_no_compiler_a_policy_goes_on_without(
-    tiny_model: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+    settled: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     torch._dynamo.reset()
     with inductor.patch({"cpp.cxx": ("no-such-compiler",)}), fresh_cache():
-        assert_goes_on_without(tiny_model("Qwen2Config"), caplog, "compiler")
+        assert_goes_on_without(settled(tiny("Qwen2Config")), caplog, "compiler")
 
 
-def test_a_policy_that_would_have_other_numbers_fused_goes_on_without(
-    tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def compile_wrongly(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: tuple(2 * one for one in function(*args, **kwargs))
+def doubled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: tuple(2 * one for one in function(*args, **kwargs))
 
-    model = tiny_model("Qwen2Config")
+
+def leaking(rotary: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    def rotate(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key = rotary(*args, **kwargs)
+        return query, key + 0.01 * torch.nn.functional.pad(key, (0, 0, 3, 0))[..., :-3, :]
+
+    return rotate
+
+
+@pytest.mark.parametrize(
+    ("compiled", "dtype", "reason"),
+    [
+        (doubled, torch.float32, "its logprobs differ by"),
+        # far below the rounding of bfloat16
+        (leaking, torch.bfloat16, "its logprobs depend on other sequences of the pass"),
+    ],
+    ids=["other numbers", "a leak"],
+)
+def test_a_policy_that_fusing_would_change_goes_on_without(
+    settled: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    compiled: Callable[..., Any], dtype: torch.dtype, reason: str,
+) -> None:  # fmt: skip
+    model = settled(tiny("Qwen2Config"))
+    compute_in(dtype, model, Accelerator(cpu=True))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
-    monkeypatch.setattr(torch, "compile", compile_wrongly)
-    assert_goes_on_without(model, caplog, "its logprobs differ by")
+    monkeypatch.setattr(torch, "compile", compiled)
+    assert_goes_on_without(model, caplog, reason, dtype)
 
 
-def test_a_leak_that_fusing_would_bring_is_found_below_the_rounding_of_bfloat16(
-    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_whole_layers_have_the_loss_and_the_gradients_of_the_pass_without_and_are_compiled_once_for_any_length(
+    settled: Callable[[Any], Any], like_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def leaking(rotary: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-        def rotate(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            query, key = rotary(*args, **kwargs)
-            return query, key + 0.01 * torch.nn.functional.pad(key, (0, 0, 3, 0))[..., :-3, :]
+    trace_only(monkeypatch)
+    model = settled(tiny("Qwen2Config", {"num_hidden_layers": 4}))
+    right = loss_and_gradients(model)
+    fuse(model, torch.float32)
+    assert [layer in compiled_layers for layer in layers_of(model)] == [True, True, True, False]
+    loss_and_gradients(model)
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert_same(*loss_and_gradients(model), *right)
+    for longer in (1, 7, 20):
+        token_logprobs(model, probe_of(model, longer=longer), TEMPERATURE)[0].sum().backward()
+    assert counters["stats"]["unique_graphs"] == num_graphs
 
-        return rotate
 
-    model = tiny_model("Qwen2Config")
-    compute_in(torch.bfloat16, model, Accelerator(cpu=True))
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
-    monkeypatch.setattr(torch, "compile", leaking)
-    assert_goes_on_without(model, caplog, "its logprobs depend on other sequences of the pass", torch.bfloat16)
+def test_where_torch_cannot_compile_a_layer_whole_it_compiles_its_pieces(
+    settled: Callable[[Any], Any], like_a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaking(*args: Any) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return on_kernel(*args)
+
+    monkeypatch.setattr(attention, "varlen_attention", breaking)
+    trace_only(monkeypatch)
+    model = settled(tiny("Qwen2Config"))
+    right = loss_and_gradients(model)
+    with caplog.at_level(logging.INFO):
+        fuse(model, torch.float32)
+    assert "cannot compile whole layers" in caplog.text and "compiled the policy in" in caplog.text
+    assert not any(layer in compiled_layers for layer in layers_of(model))
+    assert compiled_pieces(model) >= PIECES
+    assert_same(*loss_and_gradients(model), *right)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])  # with windows; with sinks, which are padded here
+def test_a_family_has_the_same_numbers_with_whole_layers_or_goes_on_without_them(
+    tmp_path: Path, family: str, settled: Callable[[Any], Any], like_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    trace_only(monkeypatch)
+    save_model(family, tmp_path)
+    policy: Any = settled(load_policy(tmp_path, gradient_checkpointing=False))
+    right = loss_and_gradients(policy)
+    fuse(policy, torch.float32)
+    assert_same(*loss_and_gradients(policy), *right)
+    assert all(layer in compiled_layers for layer in layers_of(policy)[:-1]) == is_packed(policy)
+
+
+def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace as always, but do not compile, which would take a minute for each model."""
+    monkeypatch.setattr(torch, "compile", partial(traced_only, torch.compile))
+
+
+def traced_only(compile: Callable[..., Any], function: Any, *, options: dict[str, Any], **how: Any) -> Any:
+    return compile(function, backend="aot_eager", **how)

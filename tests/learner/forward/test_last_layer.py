@@ -10,7 +10,7 @@ from learner.forward.attention import PackingError
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack, pack
 from learner.forward.packing_check import choose_attention
-from tests.learner.forward.test_families import CPU, tiny
+from tests.learner.forward.plain_pass import CPU, tiny
 
 LAST_ROW, COMPLETIONS = 1, 4 + 6
 """Of a prompt, and of completions of 5 and 7 tokens, whose last predicts nothing."""
@@ -21,7 +21,7 @@ def a_group(num_prompt_tokens: int) -> Pack:
 
 
 def a_model() -> Any:
-    model = tiny("Qwen2Config", {})
+    model = tiny("Qwen2Config")
     choose_attention(model, CPU, torch.float32)
     return model
 
@@ -51,16 +51,13 @@ def test_a_prompt_goes_through_the_last_layer_for_its_keys_and_values_only() -> 
     assert last == {"k": 40 + COMPLETIONS} | dict.fromkeys(("q", "o", "mlp"), LAST_ROW + COMPLETIONS)
 
 
-def test_a_layer_stays_whole_where_nearly_all_rows_predict() -> None:
-    for rows in rows_of_each_layer(a_model(), a_group(3)):
-        assert set(rows.values()) == {3 + COMPLETIONS}
-
-
-def test_a_layer_that_is_computed_again_in_the_backward_pass_stays_whole() -> None:
+def test_a_layer_stays_whole_where_nearly_all_rows_predict_and_where_it_is_computed_again_in_the_backward_pass() -> (
+    None
+):
     model = a_model()
+    assert all(set(rows.values()) == {3 + COMPLETIONS} for rows in rows_of_each_layer(model, a_group(3)))
     model.gradient_checkpointing_enable()
-    for rows in rows_of_each_layer(model, a_group(40)):
-        assert set(rows.values()) == {2 * (40 + COMPLETIONS)}
+    assert all(set(rows.values()) == {2 * (40 + COMPLETIONS)} for rows in rows_of_each_layer(model, a_group(40)))
 
 
 def test_after_a_pass_that_broke_off_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

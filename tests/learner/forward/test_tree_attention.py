@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from learner.forward.attention import key_layout, varlen_attention
 from learner.forward.pack import Pack, Segment, pack
+from learner.forward.packing_check import choose_attention
 from learner.forward.tree_attention import CHUNK_ROWS, Rows, Tree, TreeAttention, plan_of
+from tests.learner.forward.plain_pass import tiny
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 
@@ -55,8 +58,7 @@ def dense(q_NHD, k_NKD, v_NKD, sinks_H, is_visible_NN, scale):
 
 
 @pytest.mark.parametrize("make", [a_pack, a_trie])
-@pytest.mark.parametrize("window", [None, 1, 5, 100, 400])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (1, False), (5, True), (100, False), (400, True)])
 @pytest.mark.parametrize("predicting_only", [False, True])
 def test_it_is_the_softmax_over_what_a_token_sees_of_its_own_sequence(
     make, window: int | None, has_sinks: bool, predicting_only: bool
@@ -78,28 +80,6 @@ def test_it_is_the_softmax_over_what_a_token_sees_of_its_own_sequence(
         torch.autograd.grad(found_NHD, used, grad_NHD), torch.autograd.grad(right_NHD, used, grad_NHD), strict=True
     ):
         torch.testing.assert_close(found, right, atol=1e-11, rtol=0)
-
-
-@pytest.mark.parametrize("make", [a_pack, a_trie])
-@pytest.mark.parametrize("window", [None, 5, 100])
-@pytest.mark.parametrize("predicting_only", [False, True])
-def test_every_visible_pair_is_in_exactly_one_part(make, window: int | None, predicting_only: bool) -> None:
-    batch = make()
-    counts_NN = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.long)
-    for part in plan_of(batch, window, predicting_only=predicting_only).parts:
-        for queries_Q, keys_K, is_repeated_Q in zip(part.queries_nQ, part.keys_nK, part.is_repeated_nQ, strict=True):
-            is_seen_QK = torch.from_numpy(~is_repeated_Q)[:, None].repeat(1, len(keys_K))
-            if part.is_causal:
-                is_seen_QK = is_seen_QK.tril()
-            bias = part.bias(torch.float32)
-            if bias is not None:
-                is_seen_QK &= bias[0, 0] == 0
-            rows = (torch.from_numpy(queries_Q)[:, None], torch.from_numpy(keys_K)[None])
-            counts_NN.index_put_(rows, is_seen_QK.long(), accumulate=True)
-    is_read_N = torch.zeros(batch.num_tokens, dtype=torch.bool).index_fill_(0, batch.read_R, predicting_only)
-    is_asked_N = is_read_N if predicting_only else ~is_read_N
-    assert torch.equal(counts_NN[is_asked_N], visible(batch, window)[is_asked_N].long())
-    assert bool((counts_NN <= visible(batch, window).long()).all())
 
 
 def test_masks_are_made_only_where_a_window_is_shorter_than_a_sequence() -> None:
@@ -133,9 +113,12 @@ def computed_pairs(batch: Pack, *, predicting_only: bool = False) -> int:
     return sum(part.queries_nQ.size * part.keys_nK.shape[1] for part in parts)
 
 
-def test_of_a_square_that_the_kernel_would_compute_whole_little_more_than_half_is_computed() -> None:
-    batch = pack([(np.zeros(1, int), [np.zeros(512, int)])], torch.device("cpu"))
-    assert 0.5 < computed_pairs(batch) / batch.num_tokens**2 < 0.64
+def test_little_is_computed_that_no_token_sees() -> None:
+    square = pack([(np.zeros(1, int), [np.zeros(512, int)])], torch.device("cpu"))
+    assert 0.5 < computed_pairs(square) / square.num_tokens**2 < 0.64, "a kernel would compute all of it"
+    # For the rows that predict, a long prompt is seen by its last row and its completions only.
+    batch = pack([(np.zeros(256, int), [np.zeros(9, int)] * 8)], torch.device("cpu"))
+    assert computed_pairs(batch, predicting_only=True) == 256 + 8 * 8 * 256 + 8 * 8 * 8
 
 
 def test_completions_of_a_short_prompt_see_it_in_their_own_part_and_those_of_a_long_one_in_another() -> None:
@@ -144,6 +127,57 @@ def test_completions_of_a_short_prompt_see_it_in_their_own_part_and_those_of_a_l
         assert all(part.is_causal for part in plan_of(batch, None).parts) == is_short
 
 
-def test_for_the_rows_that_predict_a_long_prompt_is_seen_by_its_last_row_and_its_completions_only() -> None:
-    batch = pack([(np.zeros(256, int), [np.zeros(9, int)] * 8)], torch.device("cpu"))
-    assert computed_pairs(batch, predicting_only=True) == 256 + 8 * 8 * 256 + 8 * 8 * 8
+# The way of a pack on GPUs: who has which keys, here; the kernel, on a GPU, against the parts on the CPU.
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+
+
+@pytest.mark.parametrize("make", [a_pack, a_trie])
+@pytest.mark.parametrize("window", [None, 5, 100])
+def test_causal_from_the_end_every_segment_sees_what_its_tokens_see(make, window: int | None) -> None:
+    batch: Pack = make()
+    layout = key_layout(batch)
+    is_seen_NN = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.long)
+    queries, keys = layout.first_queries.tolist(), layout.first_keys.tolist()
+    for first, end, first_key, end_key in zip(queries, queries[1:], keys, keys[1:], strict=False):
+        rows_K = layout.rows_L[first_key:end_key]
+        behind_QK = (end - 1 - torch.arange(first, end))[:, None] - (len(rows_K) - 1 - torch.arange(len(rows_K)))
+        is_seen_NN[first:end, rows_K] += (behind_QK <= 0) & (behind_QK > -(window or 1 << 40))
+        assert end - first <= layout.max_queries and len(rows_K) <= layout.max_keys
+    assert queries[-1] == batch.num_tokens and torch.equal(is_seen_NN, visible(batch, window).long())
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("make", [a_pack, a_trie])
+@pytest.mark.parametrize("window", [None, 5, 100])
+def test_the_kernel_gives_the_numbers_of_the_parts_forward_and_backward(make, window: int | None) -> None:
+    here, there = make(), make()
+    there = _on(there, torch.device("cuda"))
+    torch.manual_seed(0)
+    inputs = [torch.randn(here.num_tokens, heads, 64).bfloat16() for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    leaves = [x.float().requires_grad_() for x in inputs]
+    copies = [x.cuda().requires_grad_() for x in inputs]
+    grad = torch.randn(here.num_tokens, HEADS, 64)
+    right = TreeAttention.apply(*leaves, None, Tree(plan_of(here, window), 0.125))
+    found = varlen_attention(copies[0], copies[1], copies[2], key_layout(there), window, 0.125)
+    pairs = [(found.detach(), right.detach())]
+    gradients = torch.autograd.grad(found, copies, grad.cuda().bfloat16())
+    pairs += zip(gradients, torch.autograd.grad(right, leaves, grad), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine.float().cpu(), theirs, atol=0.03 * float(theirs.abs().max()), rtol=0)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_a_model_goes_packed_on_a_gpu() -> None:
+    model = tiny("Qwen2Config")
+    choose_attention(model, torch.device("cuda"), torch.bfloat16)
+    assert model.config._attn_implementation == "slipstream_pack"
+
+
+def _on(batch: Pack, device: torch.device) -> Pack:
+    tensors = {
+        name: getattr(batch, name).to(device) for name in ("token_ids_N", "positions_N", "predicting_M", "targets_M")
+    }
+    return Pack(**tensors, is_token_BT=batch.is_token_BT.to(device), segments=batch.segments, paths_B=batch.paths_B)

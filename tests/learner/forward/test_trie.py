@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.forward.attention import is_packed
-from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import MIN_SHARED, Group, TokenRun, common_length, pack, pack_trees, runs_of
 from learner.forward.packing_check import choose_attention
-from tests.learner.forward.test_families import MIXED, gradients, loss_of, tiny
+from tests.learner.forward.plain_pass import CPU, MIXED, assert_same, pass_over, tiny
 
-CPU = torch.device("cpu")
 CHUNKS = st.tuples(st.integers(1, 2), st.sampled_from([1, 5, MIN_SHARED - 1, MIN_SHARED, MIN_SHARED + 1, 70]))
 PROMPTS = st.lists(st.lists(CHUNKS, min_size=1, max_size=4), min_size=1, max_size=8)
 
@@ -86,12 +84,6 @@ def test_a_pack_of_trees_gives_the_logprobs_and_gradients_of_one_without(keys: d
     plain = pack([group for groups in trees() for group in groups], CPU)
     shared = pack_trees(trees(), CPU)
     assert shared.num_tokens == plain.num_tokens - (40 + 75 + 40 + 40)
-    found = []
-    for batch in (plain, shared):
-        logprobs_BT, entropy_BT = token_logprobs(policy, batch, 1.0, entropy="gradient")
-        assert entropy_BT is not None
-        loss = loss_of(logprobs_BT[batch.is_token_BT], entropy_BT[batch.is_token_BT])
-        found.append((logprobs_BT.detach(), gradients(policy, loss)))
-    torch.testing.assert_close(found[1][0], found[0][0], atol=1e-5, rtol=1e-5)
-    norm = sum(float(one.square().sum()) for one in found[0][1].values()) ** 0.5
-    assert sum(float((found[1][1][n] - g).square().sum()) for n, g in found[0][1].items()) ** 0.5 <= 1e-5 * norm
+    (right_M, _, *right), (found_M, _, *found) = (pass_over(policy, batch) for batch in (plain, shared))
+    torch.testing.assert_close(found_M, right_M, atol=1e-5, rtol=1e-5)
+    assert_same(*found, *right)

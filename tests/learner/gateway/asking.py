@@ -1,7 +1,7 @@
 """A gateway on a real socket with a scripted policy behind it, and the plain openai client or an agent's process before it, for tests."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -10,50 +10,29 @@ from openai import AsyncOpenAI
 
 from learner.config import LearnerConfig
 from learner.environments.episode import Episode, EpisodeGroup
-from learner.environments.player import TurnPrompt, TurnResult
+from learner.environments.player import TurnPrompt
 from learner.gateway.gateway import Gateway
 from learner.gateway.players import AgentPlayer
 from learner.gateway.session import Session
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
 from learner.servers.loop_thread import LoopThread
-from protocol.messages import Completion, Group
-from tests.learner.environments.chat_tokenizer import END, KEEPING, chat_tokenizer
-from tests.learner.environments.play import completion
+from protocol.messages import Completion
+from tests.learner.environments.chat_tokenizer import KEEPING, chat_tokenizer
+from tests.learner.environments.conversing import QUESTION, says
+from tests.learner.environments.play import Script, Scripted
 
 PLAY_DEADLINE_S = 240.0
-QUESTION = [{"role": "user", "content": "How much?"}]
 ADD = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}}},
 }
-Script = Callable[[TurnPrompt], Completion | Awaitable[Completion | None] | None]
-
-
-class Scripted:
-    """Answers what a script says, as a server would; notes what it was asked."""
-
-    def __init__(self, script: Script) -> None:
-        self._script = script
-        self.asked: list[TurnPrompt] = []
-
-    async def __call__(self, turn: TurnPrompt) -> TurnResult | None:
-        self.asked.append(turn)
-        answer = self._script(turn)
-        if isinstance(answer, Awaitable):
-            answer = await answer
-        if answer is None:
-            return None
-        group = Group(
-            group_id="g", entered_version=5 - turn.number, completions=[answer], salt=f"salt {turn.episode}",
-            num_cached_tokens=turn.number,
-        )  # fmt: skip
-        return TurnResult(group, f"server {turn.number}")
 
 
 class Opened(msgspec.Struct, eq=False):
     """An episode that goes on."""
 
+    gateway: Gateway
     session: Session
     client: AsyncOpenAI
     asked: list[TurnPrompt]
@@ -100,26 +79,22 @@ async def opened(
     try:
         with gateway.opened(session) as key:
             async with AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0, timeout=60) as client:
-                yield Opened(session, client, ask.asked, template)
+                yield Opened(gateway, session, client, ask.asked, template)
     finally:
         await gateway.close()
 
 
-def says_five(asked: TurnPrompt) -> Completion:
-    return completion(chat_tokenizer().encode("Five" + END), 4 + asked.number)
+says_five = says(*["Five"] * 9)
 
 
 class OnceOnly:
-    """A policy that answers the first turn of each episode and never another; `when_asked` hears of those."""
+    """A policy that answers the first turn of each episode and never another."""
 
-    def __init__(self, when_asked: Callable[[], None] = lambda: None) -> None:
-        self._when_asked = when_asked
-        self.num_held = self.num_given_up = 0
+    num_held = num_given_up = 0
 
     async def __call__(self, asked: TurnPrompt) -> Completion:
         if asked.number:
             self.num_held += 1
-            self._when_asked()
             try:
                 await asyncio.Event().wait()
             finally:

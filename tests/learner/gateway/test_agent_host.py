@@ -1,16 +1,69 @@
-"""The process of an agent ends with its learner, however that has ended."""
+"""The process of an agent: what of an episode it tells its learner, and that it ends with it, however that has ended."""
 
 import select
 import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 
+from learner.gateway.agent_host import command_of, outcome
 from learner.gateway.players import AGENT_HOST
 
 TIMEOUT_S = 60.0
+REQUEST = {"row": {"worth": 1.0}, "base_url": "http://none", "api_key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward"),
+    [
+        (np.float32(0.5), 0.5),
+        (None, None),
+        ({"chatcmpl-1": 1, "chatcmpl-2": 0}, {"chatcmpl-1": 1.0, "chatcmpl-2": 0.0}),
+    ],
+)
+def test_an_agent_may_return_a_number_numbers_by_completion_or_nothing(returned: Any, reward: Any) -> None:
+    async def asynchronous(row: dict[str, Any], **given: Any) -> Any:
+        return returned
+
+    def synchronous(row: dict[str, Any], **given: Any) -> Any:
+        return asynchronous(row, **given)
+
+    assert outcome(asynchronous, REQUEST) == outcome(synchronous, REQUEST) == {"reward": reward}
+
+
+@pytest.mark.parametrize("returned", ["right", float("inf"), {"chatcmpl-1": "right"}])
+def test_an_agent_that_returns_something_else_or_raises_has_failed(returned: Any) -> None:
+    told = outcome(lambda row, **given: returned, REQUEST)["problem"]
+    assert (
+        told.startswith("raised TypeError: ") and "expected a finite number, numbers by completion id, or None" in told
+    )
+    for error in (ValueError("no such thing"), SystemExit(3)):
+
+        async def fail(row: dict[str, Any], error: BaseException = error, **given: Any) -> Any:
+            raise error
+
+        assert outcome(fail, REQUEST)["problem"].startswith(f"raised {type(error).__name__}: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("echo said; echo 0.75", {"reward": 0.75}), ("echo", {"reward": None}), ("echo true", {"reward": None}),
+        ("echo '{\"chatcmpl-1\": 1}'", {"reward": {"chatcmpl-1": 1.0}}),
+        ('test "$OPENAI_BASE_URL $OPENAI_API_KEY" = "http://none k" && echo "$SLIPSTREAM_ROW"', {"reward": {"worth": 1.0}}),
+    ],
+)  # fmt: skip
+def test_the_last_line_that_a_command_prints_is_its_reward(command: str, told: dict[str, Any]) -> None:
+    assert outcome(command_of(command), REQUEST) == told
+
+
+@pytest.mark.parametrize(("command", "code"), [("echo 1; exit 7", 7), ("kill -9 $$", -9)])
+def test_a_command_that_fails_has_no_reward(command: str, code: int) -> None:
+    assert f"the command ended with exit code {code}" in outcome(command_of(command), REQUEST)["problem"]
 
 
 @pytest.mark.parametrize("last_words", ["none", "half an order", "an answer is left unread", "the agent would answer"])

@@ -3,6 +3,8 @@
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,26 +12,25 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from learner.config import EnvironmentConfig
 from learner.environments.episode import EpisodeGroup
-from learner.environments.process import tools_of
+from learner.environments.player import TurnPrompt
+from learner.gateway.gateway import check_connected
+from learner.gateway.messages import RefusedRequest
 from learner.prompts.chat_template import ChatTemplate
 from protocol.codec import pack, unpack
 from protocol.messages import Completion
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
-from tests.learner.environments.play import USER, completion, played
-from tests.learner.environments.test_conversations import TURNS
-from tests.learner.gateway.asking import ADD, QUESTION, OnceOnly, Opened, Script, opened
+from tests.learner.environments.conversing import QUESTION, TOKENIZER, TURNS, calculator_tools, says
+from tests.learner.environments.play import played
+from tests.learner.gateway.asking import ADD, OnceOnly, Opened, opened, says_five
 
-TOKENIZER = chat_tokenizer()
 HEAD = "<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n"
+pytestmark = pytest.mark.anyio
 
 
-def says(*turns: str, reason: str = "stop", end: str = END) -> Script:
-    """The policy's turns, each with the token that ends it."""
-    return lambda asked: completion(
-        TOKENIZER.encode(turns[asked.number] + end, add_special_tokens=False), 4 + asked.number, reason
-    )
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 def sent_back(message: Any, *, has_reasoning: bool) -> dict[str, Any]:
@@ -55,74 +56,56 @@ async def add_up(agent: Opened, tools: list[dict[str, Any]], *, has_reasoning: b
 
 @pytest.mark.parametrize("has_reasoning", [True, False])
 @pytest.mark.parametrize("text", [KEEPING, DROPPING])
-def test_an_agent_asks_and_records_the_same_tokens_as_the_same_tools_of_an_environment(
+async def test_an_agent_asks_and_records_the_same_tokens_as_the_same_tools_of_an_environment(
     text: str, has_reasoning: bool
 ) -> None:
-    tools = tools_of(EnvironmentConfig(factory=f"{USER}:Calculator"))
+    tools = calculator_tools()
     template = ChatTemplate(chat_tokenizer(text), {}, tools)
-    group, asked_by_player = played(says(*TURNS), "Calculator", prompt=QUESTION, template=template)
+    play = partial(played, says(*TURNS), "Calculator", prompt=QUESTION, template=template)
+    group, asked_by_player = await asyncio.to_thread(play)  # in a loop of its own
     expected = group.episodes[0]
-
-    async def run() -> None:
-        async with opened(says(*TURNS), template=template) as agent:
-            last = await add_up(agent, tools, has_reasoning=has_reasoning)
-            assert last.content == "It is 5"
-            by_player = [one for one in asked_by_player if one.episode == 0]
-            for ours, other in zip(agent.asked, by_player, strict=True):
-                assert ours.token_ids.tolist() == other.token_ids.tolist()
-                assert (ours.number, ours.salt, ours.stays_at) == (other.number, other.salt, other.stays_at)
-            episode = agent.end()
-        assert len(episode.branches) == len(expected.branches) == (1 if text == KEEPING else 3)
-        for branch, other_branch in zip(episode.branches, expected.branches, strict=True):
-            assert branch.token_ids.tolist() == other_branch.token_ids.tolist()
-            np.testing.assert_array_equal(branch.behaviour_logprobs, other_branch.behaviour_logprobs)
-            assert (branch.versions, branch.finish_reason) == (other_branch.versions, other_branch.finish_reason)
-            assert (branch.prompt_token_ids is None) == (other_branch.prompt_token_ids is None)
-        ours_course, course = episode.course, expected.course
-        assert (ours_course.state, ours_course.num_turns, ours_course.num_calls) == ("finished", 3, 2)
-        assert ours_course.num_prompt_tokens == course.num_prompt_tokens
-        assert ours_course.num_cached_tokens == course.num_cached_tokens
-        assert [one["role"] for one in episode.messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
-
-    asyncio.run(run())
+    async with opened(says(*TURNS), template=template) as agent:
+        last = await add_up(agent, tools, has_reasoning=has_reasoning)
+        assert last.content == "It is 5"
+        by_player = [one for one in asked_by_player if one.episode == 0]
+        for ours, other in zip(agent.asked, by_player, strict=True):
+            assert ours.token_ids.tolist() == other.token_ids.tolist()
+            assert (ours.number, ours.salt, ours.stays_at) == (other.number, other.salt, other.stays_at)
+        episode = agent.end()
+    assert len(episode.branches) == len(expected.branches) == (1 if text == KEEPING else 3)
+    for branch, other_branch in zip(episode.branches, expected.branches, strict=True):
+        assert branch.token_ids.tolist() == other_branch.token_ids.tolist()
+        np.testing.assert_array_equal(branch.behaviour_logprobs, other_branch.behaviour_logprobs)
+        assert (branch.versions, branch.finish_reason) == (other_branch.versions, other_branch.finish_reason)
+        assert (branch.prompt_token_ids is None) == (other_branch.prompt_token_ids is None)
+    ours_course, course = episode.course, expected.course
+    assert (ours_course.state, ours_course.num_turns, ours_course.num_calls) == ("finished", 3, 2)
+    assert ours_course.num_prompt_tokens == course.num_prompt_tokens
+    assert ours_course.num_cached_tokens == course.num_cached_tokens
+    assert [one["role"] for one in episode.messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
 
 
-def test_what_the_client_gets_of_a_turn_is_what_is_recorded() -> None:
-    async def run() -> None:
-        async with opened(says("<think>two</think>Well" + call("add", number=2))) as agent:
-            reply = await agent.chat(QUESTION, tools=[ADD], logprobs=True, extra_body={"return_token_ids": True})
-            episode = agent.end()
-        (choice,), (branch,) = reply.choices, episode.branches
-        assert (choice.finish_reason, choice.message.content, choice.message.reasoning_content) == (
-            "tool_calls",
-            "Well",
-            "two",
-        )
-        (called,) = choice.message.tool_calls
-        assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"number": 2})
-        assert (
-            choice.token_ids == branch.token_ids.tolist()
-            and reply.prompt_token_ids == agent.asked[0].token_ids.tolist()
-        )
-        np.testing.assert_allclose([one.logprob for one in choice.logprobs.content], branch.behaviour_logprobs)
-        num_prompt, num_sampled = len(reply.prompt_token_ids), len(branch.token_ids)
-        usage = reply.usage
-        assert (usage.prompt_tokens, usage.completion_tokens) == (num_prompt, num_sampled)
-        assert usage.total_tokens == num_prompt + num_sampled and reply.id.startswith("chatcmpl-")
-        assert branch.versions == [(4, num_sampled)]
-
-    asyncio.run(run())
+async def test_what_the_client_gets_of_a_turn_is_what_is_recorded() -> None:
+    async with opened(says("<think>two</think>Well" + call("add", number=2))) as agent:
+        reply = await agent.chat(QUESTION, tools=[ADD], logprobs=True, extra_body={"return_token_ids": True})
+        episode = agent.end()
+    (choice,), (branch,) = reply.choices, episode.branches
+    message = choice.message
+    assert (choice.finish_reason, message.content, message.reasoning_content) == ("tool_calls", "Well", "two")
+    (called,) = message.tool_calls
+    assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"number": 2})
+    assert choice.token_ids == branch.token_ids.tolist() and reply.prompt_token_ids == agent.asked[0].token_ids.tolist()
+    np.testing.assert_allclose([one.logprob for one in choice.logprobs.content], branch.behaviour_logprobs)
+    num_prompt, num_sampled = len(reply.prompt_token_ids), len(branch.token_ids)
+    usage = reply.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (num_prompt, num_sampled)
+    assert usage.total_tokens == num_prompt + num_sampled and reply.id.startswith("chatcmpl-")
+    assert branch.versions == [(4, num_sampled)]
 
 
 async def streamed(agent: Opened, messages: list[Any], **more: Any) -> dict[str, Any]:
     """What a stream of chunks says together."""
-    said: dict[str, Any] = {
-        "content": "",
-        "reasoning_content": "",
-        "tool_calls": [],
-        "finish_reason": None,
-        "usage": None,
-    }
+    said: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
     stream = await agent.chat(messages, stream=True, stream_options={"include_usage": True}, **more)
     async for chunk in stream:
         if chunk.usage is not None:
@@ -135,82 +118,68 @@ async def streamed(agent: Opened, messages: list[Any], **more: Any) -> dict[str,
     return said
 
 
-def test_a_stream_says_what_the_whole_answer_says() -> None:
+async def test_a_stream_says_what_the_whole_answer_says_and_goes_on_from_a_stream() -> None:
     turn = "<think>two</think>Well" + call("add", number=2) + call("add", number=3)
-
-    async def run() -> None:
-        async with opened(says(turn, turn)) as agent:
-            reply = await agent.chat(QUESTION, tools=[ADD])
-            said = await streamed(agent, QUESTION, tools=[ADD])
-            assert len(agent.end().branches) == 2
+    async with opened(says(turn, turn, "one", "two", "three")) as agent:
+        reply = await agent.chat(QUESTION, tools=[ADD])
+        said = await streamed(agent, QUESTION, tools=[ADD])
         (choice,) = reply.choices
         message = choice.message
         assert said["content"] == message.content and said["reasoning_content"] == message.reasoning_content
         assert said["tool_calls"] == [one.function.model_dump() for one in message.tool_calls]
         assert said["finish_reason"] == choice.finish_reason
         assert said["usage"]["completion_tokens"] == reply.usage.completion_tokens
-
-    asyncio.run(run())
-
-
-def test_a_stream_goes_on_from_a_stream() -> None:
-    async def run() -> None:
-        async with opened(says("one", "two", "three")) as agent:
-            first = await streamed(agent, QUESTION)
-            told = [*QUESTION, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And?"}]
-            assert (await streamed(agent, told))["content"] == "two"
-            stream = await agent.complete("a text", stream=True)
-            chunks = [chunk.choices[0] async for chunk in stream]
-            assert "".join(chunk.text for chunk in chunks) == "three"
-            assert [chunk.finish_reason for chunk in chunks] == [None, "stop"]
-            assert len(agent.end().branches) == 2
-
-    asyncio.run(run())
+        first = await streamed(agent, QUESTION)
+        told = [*QUESTION, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And?"}]
+        assert (await streamed(agent, told))["content"] == "two"
+        stream = await agent.complete("a text", stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+        assert "".join(chunk.text for chunk in chunks) == "three"
+        assert [chunk.finish_reason for chunk in chunks] == [None, "stop"]
+        assert len(agent.end().branches) == 4
 
 
-@pytest.mark.parametrize("key", ["nonsense", "sk-0"])
-def test_a_wrong_key_is_refused(key: str) -> None:
-    async def run() -> None:
-        async with (
-            opened(says("one")) as agent,
-            AsyncOpenAI(base_url=agent.client.base_url, api_key=key, max_retries=0) as stranger,
-        ):
-            with pytest.raises(openai.AuthenticationError, match="the API key belongs to no episode"):
-                await stranger.chat.completions.create(model="any", messages=QUESTION)  # type: ignore[arg-type]
-            with pytest.raises(openai.AuthenticationError):
-                await stranger.models.list()
-            assert agent.asked == []
-            assert [model.id for model in (await agent.client.models.list()).data] == ["tiny"]
-
-    asyncio.run(run())
+async def test_a_wrong_key_or_path_is_refused() -> None:
+    async with (
+        opened(says("one")) as agent,
+        AsyncOpenAI(base_url=agent.client.base_url, api_key="sk-0", max_retries=0) as stranger,
+    ):
+        with pytest.raises(openai.AuthenticationError, match="the API key belongs to no episode"):
+            await stranger.chat.completions.create(model="any", messages=QUESTION)  # type: ignore[arg-type]
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.models.list()
+        with pytest.raises(openai.NotFoundError):
+            await agent.client.get("/nothing", cast_to=object)
+        assert agent.asked == []
+        assert [model.id for model in (await agent.client.models.list()).data] == ["tiny"]
 
 
-def test_an_episode_that_is_over_answers_nothing_and_records_nothing_more() -> None:
-    async def run() -> None:
-        release = asyncio.Event()
-        async with opened(says("one", "two")) as agent:
+async def test_an_episode_that_is_over_answers_nothing_and_records_nothing_more() -> None:
+    asked, release = asyncio.Event(), asyncio.Event()
+
+    async def script(turn: TurnPrompt) -> Completion:
+        if turn.number:
+            asked.set()
+            await release.wait()
+        return says_five(turn)
+
+    async with opened(script) as agent:
+        await agent.chat(QUESTION)
+        late = asyncio.create_task(agent.chat(QUESTION))
+        await asked.wait()
+        episode = agent.end()
+        release.set()
+        with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)") as over:
+            await late
+        assert over.value.status_code == 410
+        with pytest.raises(openai.APIStatusError, match="the episode is over"):
             await agent.chat(QUESTION)
-            ask = agent.session._ask
-
-            async def ask_later(turn: Any) -> Any:
-                await release.wait()
-                return await ask(turn)
-
-            agent.session._ask = ask_later
-            late = asyncio.create_task(agent.chat(QUESTION))
-            while len(agent.session.places.last_messages) != 2 or agent.session._num_turns != 2:
-                await asyncio.sleep(0.01)
-            episode = agent.end()
-            release.set()
-            with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)") as over:
-                await late
-            assert over.value.status_code == 410
-            with pytest.raises(openai.APIStatusError, match="the episode is over"):
-                await agent.chat(QUESTION)
-            assert len(agent.asked) == 2
-            assert len(agent.session.episode.branches) == len(episode.branches) == episode.course.num_turns == 1
-
-    asyncio.run(run())
+        with agent.gateway.opened(agent.session) as agent.client.api_key:
+            pass
+        with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)"):
+            await agent.client.models.list()
+        assert len(agent.asked) == 2
+        assert len(agent.session.episode.branches) == len(episode.branches) == episode.course.num_turns == 1
 
 
 @pytest.mark.parametrize(
@@ -237,284 +206,215 @@ def test_an_episode_that_is_over_answers_nothing_and_records_nothing_more() -> N
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has parts that are not text"),
         ({"messages": [{"content": "x"}]}, "has no role"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "has a tool call without a function name"),
         ({"messages": "hello"}, "the body is not a valid request for chat completions"),
     ],
 )  # fmt: skip
-def test_what_the_run_fixes_or_cannot_do_is_refused_with_the_reason(more: dict[str, Any], problem: str) -> None:
-    async def run() -> None:
-        async with opened(says("one")) as agent:
-            with pytest.raises(openai.BadRequestError, match=problem):
-                await agent.chat(
-                    more.get("messages", QUESTION), **{key: more[key] for key in more if key != "messages"}
-                )
-            assert agent.asked == []
-
-    asyncio.run(run())
+async def test_what_the_run_fixes_or_cannot_do_is_refused_with_the_reason(more: dict[str, Any], problem: str) -> None:
+    async with opened(says("one")) as agent:
+        with pytest.raises(openai.BadRequestError, match=problem):
+            await agent.chat(more.get("messages", QUESTION), **{key: more[key] for key in more if key != "messages"})
+        assert agent.asked == []
 
 
-def test_what_is_as_the_run_samples_is_not_refused() -> None:
-    async def run() -> None:
-        async with opened(says("one"), sampling={"temperature": 0.5}) as agent:
-            same = {"temperature": 0.5, "top_p": 1, "n": 1, "presence_penalty": 0.0, "logit_bias": {}, "user": "me"}
-            await agent.chat(QUESTION, **same, extra_body={"top_k": -1, "repetition_penalty": 1.0})
-
-    asyncio.run(run())
+async def test_what_is_as_the_run_samples_is_not_refused() -> None:
+    async with opened(says("one"), sampling={"temperature": 0.5}) as agent:
+        same = {"temperature": 0.5, "top_p": 1, "n": 1, "presence_penalty": 0.0, "logit_bias": {}, "user": "me"}
+        await agent.chat(QUESTION, **same, extra_body={"top_k": -1, "repetition_penalty": 1.0})
 
 
-def test_what_an_agent_says_about_sampling_may_be_left_out() -> None:
-    async def run() -> None:
-        async with opened(says("one", "two", "three"), override_sampling=True) as agent:
-            await agent.chat(QUESTION, temperature=0.7, top_p=0.9, seed=3, n=2, extra_body={"stop_token_ids": [3]})
-            forced: Any = {"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}
-            await agent.chat(QUESTION, **forced)
-            assert len(agent.asked) == 2 and "add" in agent.shown(1)
-            await agent.chat(QUESTION, tools=[ADD], tool_choice="none")
-            assert "add" not in agent.shown(2)
-            with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
-                await agent.chat(QUESTION, temperature=0.7, reasoning_effort="low")
-
-    asyncio.run(run())
+async def test_what_an_agent_says_about_sampling_may_be_left_out() -> None:
+    async with opened(says("one", "two", "three"), override_sampling=True) as agent:
+        await agent.chat(QUESTION, temperature=0.7, top_p=0.9, seed=3, n=2, extra_body={"stop_token_ids": [3]})
+        forced: Any = {"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}
+        await agent.chat(QUESTION, **forced)
+        assert len(agent.asked) == 2 and "add" in agent.shown(1)
+        await agent.chat(QUESTION, tools=[ADD], tool_choice="none")
+        assert "add" not in agent.shown(2)
+        with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
+            await agent.chat(QUESTION, temperature=0.7, reasoning_effort="low")
 
 
 @pytest.mark.parametrize(
     "arguments", ['{"number": 18446744073709551616}', '{"text": "\\ud800"}', '{"a":' * 3000 + "1" + "}" * 3000]
 )
-def test_a_call_that_an_agent_has_read_itself_is_kept_whatever_the_policy_wrote_in_it(arguments: str) -> None:
-    async def run() -> None:
-        async with opened(says("one", "two"), max_tokens=100_000) as agent:
-            call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-            told = [
-                *QUESTION,
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "c1", "content": "?"},
-            ]
-            await agent.chat(told)
-            episode = agent.end()
-        assert (
-            unpack(pack(EpisodeGroup(group_id="g", entered_version=0, episodes=[episode])), EpisodeGroup)
-            .episodes[0]
-            .messages
-        )
-
-    asyncio.run(run())
+async def test_a_call_that_an_agent_has_read_itself_is_kept_whatever_the_policy_wrote_in_it(arguments: str) -> None:
+    async with opened(says("one", "two"), max_tokens=100_000) as agent:
+        call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        await agent.chat([*QUESTION, turn, {"role": "tool", "tool_call_id": "c1", "content": "?"}])
+        episode = agent.end()
+    packed = pack(EpisodeGroup(group_id="g", entered_version=0, episodes=[episode]))
+    assert unpack(packed, EpisodeGroup).episodes[0].messages
 
 
-def test_a_developer_is_the_system_to_the_template() -> None:
-    async def run() -> None:
-        async with opened(says("one")) as agent:
-            await agent.chat([{"role": "developer", "content": "Be short."}, *QUESTION])
-            shown = TOKENIZER.decode(agent.asked[0].token_ids.tolist())
-        assert "<|im_start|>system\nBe short.<|im_end|>" in shown and "developer" not in shown
-
-    asyncio.run(run())
+async def test_a_developer_is_the_system_to_the_template() -> None:
+    async with opened(says("one")) as agent:
+        parts = [{"type": "text", "text": text} for text in ("Be ", "short.")]
+        await agent.chat([{"role": "developer", "content": parts}, *QUESTION])
+        shown = TOKENIZER.decode(agent.asked[0].token_ids.tolist())
+    assert "<|im_start|>system\nBe short.<|im_end|>" in shown and "developer" not in shown
 
 
-def test_a_turn_that_comes_back_with_a_name_or_stripped_is_the_same_turn() -> None:
-    async def run() -> None:
-        async with opened(says(" one\n", "two", "three")) as agent:
+async def test_a_turn_that_comes_back_with_a_name_or_stripped_is_the_same_turn() -> None:
+    async with opened(says(" one\n", "two", "three")) as agent:
+        await agent.chat(QUESTION)
+        turn = {"role": "assistant", "name": "solver", "content": "one"}
+        await agent.chat([*QUESTION, turn, {"role": "user", "content": "so"}])
+        assert len(agent.end().branches) == 1
+
+
+async def test_max_tokens_is_heeded_and_bounded_by_the_run() -> None:
+    async with opened(says(*"abcd"), sampling={"max_tokens": 20}, max_tokens=100) as agent:
+        for wanted in ({"max_tokens": 7}, {"max_completion_tokens": 8}, {"max_tokens": 1000}, {}):
+            await agent.chat(QUESTION, **wanted)
+        assert [asked.max_tokens for asked in agent.asked] == [7, 8, 20, 20]
+    async with opened(says(*"ab"), max_tokens=len(TOKENIZER.encode(HEAD)) + 9) as agent:
+        await agent.chat(QUESTION)
+        assert [asked.max_tokens for asked in agent.asked] == [9]
+
+
+async def test_an_agents_own_stop_is_cut_from_the_text_and_stands_in_the_tokens() -> None:
+    async with opened(says("one;", "two", end=""), sampling={"stop": ["e"]}) as agent:
+        reply = await agent.chat(QUESTION, stop=["e", ";"])
+        assert agent.asked[0].stop == (";",) and reply.choices[0].message.content == "one"
+        turn = sent_back(reply.choices[0].message, has_reasoning=True)
+        await agent.chat([*QUESTION, turn, {"role": "user", "content": "so"}])
+        assert agent.shown(1) == HEAD + "one;<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
+        assert len(agent.end().branches) == 1
+
+
+async def test_turns_are_counted_and_none_is_given_beyond_the_most() -> None:
+    async with opened(says("one", "two"), max_turns=2) as agent:
+        await agent.chat(QUESTION)
+        await agent.chat(QUESTION)
+        with pytest.raises(openai.APIStatusError, match=r"learner\.environment\.max_turns") as refused:
             await agent.chat(QUESTION)
-            told = [
-                *QUESTION,
-                {"role": "assistant", "name": "solver", "content": "one"},
-                {"role": "user", "content": "so"},
-            ]
-            await agent.chat(told)
-            assert len(agent.end().branches) == 1
-
-    asyncio.run(run())
+        assert refused.value.code == "max_turns" and len(agent.asked) == 2
+        assert agent.end().course.state == "max_turns"
 
 
-def test_max_tokens_is_heeded_and_bounded_by_the_run() -> None:
-    async def run() -> None:
-        async with opened(says(*"abcd"), sampling={"max_tokens": 20}, max_tokens=100) as agent:
-            for wanted in ({"max_tokens": 7}, {"max_completion_tokens": 8}, {"max_tokens": 1000}, {}):
-                await agent.chat(QUESTION, **wanted)
-            assert [asked.max_tokens for asked in agent.asked] == [7, 8, 20, 20]
-        async with opened(says(*"ab"), max_tokens=len(TOKENIZER.encode(HEAD)) + 9) as agent:
-            await agent.chat(QUESTION)
-            assert [asked.max_tokens for asked in agent.asked] == [9]
-
-    asyncio.run(run())
-
-
-def test_an_agents_own_stop_is_cut_from_the_text_and_stands_in_the_tokens() -> None:
-    async def run() -> None:
-        async with opened(says("one;", "two", end=""), sampling={"stop": ["e"]}) as agent:
-            reply = await agent.chat(QUESTION, stop=["e", ";"])
-            assert agent.asked[0].stop == (";",) and reply.choices[0].message.content == "one"
-            told = [
-                *QUESTION,
-                sent_back(reply.choices[0].message, has_reasoning=True),
-                {"role": "user", "content": "so"},
-            ]
-            await agent.chat(told)
-            assert agent.shown(1) == HEAD + "one;<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
-            assert len(agent.end().branches) == 1
-
-    asyncio.run(run())
+async def test_a_prompt_without_room_is_refused_in_openais_words_and_shorter_ones_are_not() -> None:
+    long = [{"role": "user", "content": "x" * 100}]
+    async with opened(says("one"), max_tokens=100) as agent:
+        with pytest.raises(openai.BadRequestError, match=r"learner\.environment\.max_episode_tokens") as refused:
+            await agent.chat(long)
+        assert refused.value.code == "context_length_exceeded"
+        await agent.chat(QUESTION)
+        assert agent.end().course.state == "finished"
+    async with opened(says("one"), max_tokens=100) as agent:
+        with pytest.raises(openai.BadRequestError):
+            await agent.chat(long)
+        episode = agent.end()
+        assert (episode.course.state, episode.branches) == ("length", [])
 
 
-def test_turns_are_counted_and_none_is_given_beyond_the_most() -> None:
-    async def run() -> None:
-        async with opened(says("one", "two"), max_turns=2) as agent:
-            await agent.chat(QUESTION)
-            await agent.chat(QUESTION)
-            with pytest.raises(openai.APIStatusError, match=r"learner\.environment\.max_turns") as refused:
-                await agent.chat(QUESTION)
-            assert refused.value.code == "max_turns" and len(agent.asked) == 2
-            assert agent.end().course.state == "max_turns"
-
-    asyncio.run(run())
+async def test_a_turn_that_was_cut_off_is_reported_and_ends_its_episode_as_length() -> None:
+    async with opened(says("one", "two" + call("add"), reason="length", end="")) as agent:
+        reply = await agent.chat(QUESTION, tools=[ADD])
+        assert reply.choices[0].finish_reason == "length"
+        reply = await agent.chat(QUESTION, tools=[ADD])
+        assert reply.choices[0].message.tool_calls is None
+        episode = agent.end()
+        assert episode.course.state == "length"
+        assert [branch.finish_reason for branch in episode.branches] == ["stop", "length"]
 
 
-def test_a_prompt_without_room_is_refused_in_openais_words_and_shorter_ones_are_not() -> None:
-    async def run() -> None:
-        long = [{"role": "user", "content": "x" * 100}]
-        async with opened(says("one"), max_tokens=100) as agent:
-            with pytest.raises(openai.BadRequestError, match=r"learner\.environment\.max_episode_tokens") as refused:
-                await agent.chat(long)
-            assert refused.value.code == "context_length_exceeded"
-            await agent.chat(QUESTION)
-            assert agent.end().course.state == "finished"
-        async with opened(says("one"), max_tokens=100) as agent:
-            with pytest.raises(openai.BadRequestError):
-                await agent.chat(long)
-            episode = agent.end()
-            assert (episode.course.state, episode.branches) == ("length", [])
-
-    asyncio.run(run())
-
-
-def test_a_turn_that_was_cut_off_is_reported_and_ends_its_episode_as_length() -> None:
-    async def run() -> None:
-        async with opened(says("one", "two" + call("add"), reason="length", end="")) as agent:
-            reply = await agent.chat(QUESTION, tools=[ADD])
-            assert reply.choices[0].finish_reason == "length"
-            reply = await agent.chat(QUESTION, tools=[ADD])
-            assert reply.choices[0].message.tool_calls is None
-            episode = agent.end()
-            assert episode.course.state == "length"
-            assert [branch.finish_reason for branch in episode.branches] == ["stop", "length"]
-
-    asyncio.run(run())
+async def test_requests_that_are_made_at_once_are_branches_of_one_episode() -> None:
+    async with opened(says("first", *(f"turn {number}" for number in range(4)))) as agent:
+        reply = await agent.chat(QUESTION)
+        told = [*QUESTION, sent_back(reply.choices[0].message, has_reasoning=True)]
+        questions = [[*told, {"role": "user", "content": f"And {number}?"}] for number in range(4)]
+        answers = await asyncio.gather(*(agent.chat(question) for question in questions))
+        episode = agent.end()
+    assert sorted(answer.choices[0].message.content for answer in answers) == [f"turn {number}" for number in range(4)]
+    assert len(episode.branches) == 4 and episode.course.num_turns == 5
+    first_ids = TOKENIZER.encode(HEAD + "first" + END)
+    for branch in episode.branches:
+        before = TOKENIZER.encode(HEAD) if branch.prompt_token_ids is None else branch.prompt_token_ids.tolist()
+        assert [*before, *branch.token_ids.tolist()][: len(first_ids)] == first_ids
+    sampled = [TOKENIZER.decode(branch.token_ids[branch.is_sampled_T].tolist()) for branch in episode.branches]
+    assert sum("first" in text for text in sampled) == 1, "a turn that several go on from is trained on once"
+    assert sum(branch.num_sampled for branch in episode.branches) == len("first") + 1 + 4 * (len("turn 0") + 1)
 
 
-def test_requests_that_are_made_at_once_are_branches_of_one_episode() -> None:
-    async def run() -> None:
-        async with opened(says("first", *(f"turn {number}" for number in range(4)))) as agent:
-            reply = await agent.chat(QUESTION)
-            told = [*QUESTION, sent_back(reply.choices[0].message, has_reasoning=True)]
-            questions = [[*told, {"role": "user", "content": f"And {number}?"}] for number in range(4)]
-            answers = await asyncio.gather(*(agent.chat(question) for question in questions))
-            episode = agent.end()
-        assert sorted(answer.choices[0].message.content for answer in answers) == [
-            f"turn {number}" for number in range(4)
-        ]
-        assert len(episode.branches) == 4 and episode.course.num_turns == 5
-        first_ids = TOKENIZER.encode(HEAD + "first" + END)
-        for branch in episode.branches:
-            before = TOKENIZER.encode(HEAD) if branch.prompt_token_ids is None else branch.prompt_token_ids.tolist()
-            assert [*before, *branch.token_ids.tolist()][: len(first_ids)] == first_ids
-        sampled = [TOKENIZER.decode(branch.token_ids[branch.is_sampled_T].tolist()) for branch in episode.branches]
-        assert sum("first" in text for text in sampled) == 1, "a turn that several go on from is trained on once"
-        assert sum(branch.num_sampled for branch in episode.branches) == len("first") + 1 + 4 * (len("turn 0") + 1)
-
-    asyncio.run(run())
+async def test_a_conversation_that_an_agent_has_changed_is_another_branch() -> None:
+    async with opened(says("one", "two")) as agent:
+        await agent.chat(QUESTION)
+        changed = [*QUESTION, {"role": "assistant", "content": "One"}, {"role": "user", "content": "so"}]
+        await agent.chat(changed)
+        first, second = agent.end().branches
+    assert first.prompt_token_ids is None and second.prompt_token_ids is not None
+    shown = HEAD + "One<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(second.prompt_token_ids.tolist()) == shown
+    assert [branch.num_sampled for branch in (first, second)] == [4, 4]
 
 
-def test_a_conversation_that_an_agent_has_changed_is_another_branch() -> None:
-    async def run() -> None:
-        async with opened(says("one", "two")) as agent:
-            await agent.chat(QUESTION)
-            changed = [*QUESTION, {"role": "assistant", "content": "One"}, {"role": "user", "content": "so"}]
-            await agent.chat(changed)
-            first, second = agent.end().branches
-        assert first.prompt_token_ids is None and second.prompt_token_ids is not None
-        shown = HEAD + "One<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
-        assert TOKENIZER.decode(second.prompt_token_ids.tolist()) == shown
-        assert [branch.num_sampled for branch in (first, second)] == [4, 4]
-
-    asyncio.run(run())
-
-
-def test_a_call_that_nobody_can_read_is_text_and_the_conversation_goes_on() -> None:
+async def test_a_call_that_nobody_can_read_is_text_and_the_conversation_goes_on() -> None:
     broken = "<tool_call>[1]</tool_call>"
-
-    async def run() -> None:
-        async with opened(says(broken, call("add", number=1), "two")) as agent:
-            first = (await agent.chat(QUESTION, tools=[ADD])).choices[0]
-            assert (first.finish_reason, first.message.content) == ("stop", broken)
-            told = [*QUESTION, sent_back(first.message, has_reasoning=True), {"role": "user", "content": "What?"}]
-            second = (await agent.chat(told, tools=[ADD], tool_choice="none")).choices[0]
-            assert (second.message.content, second.message.tool_calls) == (call("add", number=1), None)
-            assert len(agent.end().branches) == 2, "without tools it is another conversation"
-
-    asyncio.run(run())
+    async with opened(says(broken, call("add", number=1), "two")) as agent:
+        first = (await agent.chat(QUESTION, tools=[ADD])).choices[0]
+        assert (first.finish_reason, first.message.content) == ("stop", broken)
+        told = [*QUESTION, sent_back(first.message, has_reasoning=True), {"role": "user", "content": "What?"}]
+        second = (await agent.chat(told, tools=[ADD], tool_choice="none")).choices[0]
+        assert (second.message.content, second.message.tool_calls) == (call("add", number=1), None)
+        assert len(agent.end().branches) == 2, "without tools it is another conversation"
 
 
-def test_texts_and_tokens_go_on_behind_what_was_recorded() -> None:
-    async def run() -> None:
-        async with opened(says("one", "two", "three"), prompt="Say: ") as agent:
-            first = await agent.complete("Say: ")
-            assert first.choices[0].text == "one" and first.id.startswith("cmpl-")
-            second = await agent.complete("Say: one and ", extra_body={"return_token_ids": True})
-            assert agent.shown(1) == "Say: one<|im_end|> and "
-            tokens = [*second.prompt_token_ids, *second.choices[0].token_ids, 5]
-            await agent.complete([tokens])
-            episode = agent.end()
-            assert agent.asked[2].token_ids.tolist() == tokens
-        (branch,) = episode.branches
-        assert branch.prompt_token_ids is None and branch.sampled_versions == [4, 5, 6] and episode.messages == []
-        with pytest.raises(openai.BadRequestError, match="neither one text nor one list of token ids"):
-            async with opened(says("one")) as agent:
-                await agent.complete([0, 100000])
-
-    asyncio.run(run())
-
-
-def test_a_text_goes_on_behind_the_stop_that_ended_it_and_is_another_without_it() -> None:
-    async def run() -> None:
-        for told, shown, num_branches in (
-            ("Say: think; 5 ", "Say: think; 5 ", 1),
-            ("Say: think 5 ", "Say: think 5 ", 2),
-            ("Say: think", "Say: think", 2),
-        ):
-            async with opened(says("think;", "two", end=""), prompt="Say: ") as agent:
-                first = await agent.complete("Say: ", stop=[";"])
-                assert first.choices[0].text == "think"
-                await agent.complete(told)
-                assert agent.shown(1) == shown and len(agent.end().branches) == num_branches
-
-    asyncio.run(run())
+async def test_texts_and_tokens_go_on_behind_what_was_recorded() -> None:
+    async with opened(says("one", "two", "three"), prompt="Say: ") as agent:
+        first = await agent.complete("Say: ")
+        assert first.choices[0].text == "one" and first.id.startswith("cmpl-")
+        second = await agent.complete("Say: one and ", extra_body={"return_token_ids": True})
+        assert agent.shown(1) == "Say: one<|im_end|> and "
+        tokens = [*second.prompt_token_ids, *second.choices[0].token_ids, 5]
+        await agent.complete([tokens])
+        episode = agent.end()
+        assert agent.asked[2].token_ids.tolist() == tokens
+    (branch,) = episode.branches
+    assert branch.prompt_token_ids is None and branch.sampled_versions == [4, 5, 6] and episode.messages == []
+    with pytest.raises(openai.BadRequestError, match="neither one text nor one list of token ids"):
+        async with opened(says("one")) as agent:
+            await agent.complete([0, 100000])
+    async with opened(says("one")) as agent:
+        for prompt, more, problem in (([], {}, "has no tokens"), ("x", {"logprobs": 1}, "do not return logprobs")):
+            with pytest.raises(openai.BadRequestError, match=problem):
+                await agent.complete(prompt, **more)
 
 
-def test_what_nobody_waits_for_any_more_is_given_up_and_not_recorded() -> None:
-    async def run() -> None:
-        async with opened(policy := OnceOnly()) as agent:
-            told = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]
-            impatient = asyncio.create_task(agent.chat(told))
-            await until(lambda: policy.num_held == 1)
-            impatient.cancel()
-            await until(lambda: policy.num_given_up == 1)
-            episode = agent.end()
-        assert (episode.course.num_turns, len(episode.branches)) == (1, 1)
+async def test_a_text_goes_on_behind_the_stop_that_ended_it_and_is_another_without_it() -> None:
+    for told, shown, num_branches in (
+        ("Say: think; 5 ", "Say: think; 5 ", 1),
+        ("Say: think 5 ", "Say: think 5 ", 2),
+        ("Say: think", "Say: think", 2),
+    ):
+        async with opened(says("think;", "two", end=""), prompt="Say: ") as agent:
+            first = await agent.complete("Say: ", stop=[";"])
+            assert first.choices[0].text == "think"
+            await agent.complete(told)
+            assert agent.shown(1) == shown and len(agent.end().branches) == num_branches
 
-    asyncio.run(run())
+
+async def test_what_nobody_waits_for_or_the_episode_outlives_is_given_up_and_not_recorded() -> None:
+    async with opened(policy := OnceOnly()) as agent:
+        told = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]
+        impatient = asyncio.create_task(agent.chat(told))
+        await until(lambda: policy.num_held == 1)
+        impatient.cancel()
+        await until(lambda: policy.num_given_up == 1)
+        late = asyncio.create_task(agent.chat(told))
+        await until(lambda: policy.num_held == 2)
+        episode = agent.end()
+        assert agent.session.leave() == "finished"
+        with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)") as over:
+            await late
+    assert (over.value.status_code, policy.num_given_up) == (410, 2)
+    assert (episode.course.num_turns, len(episode.branches)) == (1, 1)
 
 
-def test_what_is_asked_when_the_episode_ends_is_given_up_and_reported() -> None:
-    async def run() -> None:
-        async with opened(policy := OnceOnly()) as agent:
-            told = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]
-            late = asyncio.create_task(agent.chat(told))
-            await until(lambda: policy.num_held == 1)
-            agent.end()
-            assert agent.session.leave() == "finished"
-            with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)") as over:
-                await late
-            assert (over.value.status_code, policy.num_given_up) == (410, 1)
-
-    asyncio.run(run())
+def test_a_turn_that_its_agent_does_not_get_is_none_of_its_episode() -> None:
+    with pytest.raises(RefusedRequest, match="the client has disconnected"):
+        check_connected(SimpleNamespace(transport=None))  # type: ignore[arg-type]
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -523,15 +423,12 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_without_a_server_the_episode_is_aborted_whatever_its_agent_makes_of_it() -> None:
+async def test_without_a_server_the_episode_is_aborted_whatever_its_agent_makes_of_it() -> None:
     def script(asked: Any) -> Completion | None:
         return None
 
-    async def run() -> None:
-        async with opened(script) as agent:
-            with pytest.raises(openai.InternalServerError, match="no server could answer"):
-                await agent.chat(QUESTION)
-            episode = agent.end()
-            assert (episode.course.state, episode.reward) == ("aborted", None)
-
-    asyncio.run(run())
+    async with opened(script) as agent:
+        with pytest.raises(openai.InternalServerError, match="no server could answer"):
+            await agent.chat(QUESTION)
+        episode = agent.end()
+        assert (episode.course.state, episode.reward) == ("aborted", None)

@@ -3,12 +3,7 @@
 import asyncio
 import json
 import os
-import random
 import signal
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -72,82 +67,18 @@ async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_c
     """After a turn, as the row says."""
     await ask(base_url, api_key, http_client)
     match data["how"]:
-        case "raise":
-            raise ValueError("no such thing")
-        case "hang":
-            await asyncio.sleep(3600)
-        case "hang at first":
-            with open(data["log"], "a+") as log:
-                log.seek(0)
-                num_before = len(log.readlines())
-                print("here", file=log)
-            if num_before < 2:
-                await asyncio.sleep(3600)
-            return 1.0
-        case "block":
-            time.sleep(3600)
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        case "exit":
-            sys.exit(3)
-        case "leave":
-            os._exit(4)
-        case "word":
-            return "right"
-        case "infinite":
-            return float("inf")
         case "invented":
             return {"chatcmpl-mine": 1.0}
         case "go on":
             while True:
                 await ask(base_url, api_key, http_client)
-        case "print":
-            print("said by an agent")
-            return 1.0
-        case "nothing":
-            return None
-        case "open":
-            threading.Thread(target=ask_for_ever, args=(base_url, api_key, data["log"]), daemon=True).start()
-            return 1.0
         case "hoard":
             held = bytearray(300 << 20)
             await asyncio.sleep(600)
             return len(held)
-        case "child":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
-            with open(data["log"], "a") as log:
-                print(child.pid, file=log)
-            await asyncio.sleep(3600)
     raise AssertionError(data)
-
-
-async def ask_and_go(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
-    """Returns, or dies, in the midst of what a thread of it asks."""
-    await ask(base_url, api_key, http_client)
-    threading.Thread(target=ask_for_ever, args=(base_url, api_key, os.devnull), daemon=True).start()
-    while not os.path.exists(data["asked"]):
-        await asyncio.sleep(0.05)
-    if data["how"] == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 1.0
-
-
-async def wait(data: dict[str, Any], **given: Any) -> None:
-    await asyncio.sleep(3600)
-
-
-def ask_for_ever(base_url: str, api_key: str, log: str) -> None:
-    """Write down how each request ended."""
-    while True:
-        answer = httpx.post(
-            f"{base_url}/chat/completions", headers={"Authorization": f"Bearer {api_key}"}, json={"messages": MESSAGES}
-        )
-        with open(log, "a") as file:
-            print(answer.status_code, file=file)
-        time.sleep(0.05)
-
-
-not_a_function = 3
 
 
 async def guess(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
@@ -165,18 +96,6 @@ async def guess(data: dict[str, Any], *, base_url: str, api_key: str, http_clien
         if game.done:
             break
     return game.get_reward()
-
-
-async def fickle_guess(data: dict[str, Any], **given: Any) -> float:
-    """The same behind a prompt of its own, if it is in the mood."""
-    reward, mood = await guess(data | {"prompt": data["prompt"] + " "}, **given), random.random()
-    if mood < 0.04:
-        await asyncio.sleep(3600)
-    elif mood < 0.14:
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif mood < 0.3:
-        raise ValueError("not now")
-    return reward
 
 
 async def tell(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:

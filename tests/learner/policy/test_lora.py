@@ -23,8 +23,8 @@ from protocol.model_files import resolve_model
 from tests.learner.checkpoints import weights_of
 from tests.learner.model_engine import tiny_server
 from tests.learner.policy.test_reference import a_batch
+from tests.learner.ranks import run_ranks
 from tests.learner.runs import make_run, metrics_of, seeded
-from tests.learner.training.test_ranks import run_ranks
 
 RANK_4 = LoraConfig(rank=4, alpha=6.0)
 LORA: dict[str, Any] = {"lora": {"rank": 4}, "optimizer": {"learning_rate": 5e-3}}

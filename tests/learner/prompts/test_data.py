@@ -8,44 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from learner.config import DataConfig
-from learner.prompts.chat_template import TurnFormat
 from learner.prompts.prompts import Prompts
 from protocol.errors import DataError
-from protocol.model_files import resolve_model
 from tests.learner.environments.chat_tokenizer import START, chat_tokenizer
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'system' %}={{ message['content'] }}={% else %}"
-    "+{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    from transformers import AutoTokenizer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLIPSTREAM_HOME", str(tmp_path_factory.mktemp("home")))
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny:digits"))
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return str(path)
-
-
-def save_dataset(path, rows):
-    import datasets
-
-    datasets.Dataset.from_list(rows).save_to_disk(str(path))
-    return str(path)
-
-
-def all_of(prompts):
-    return sorted((prompts.prompt_at(slot) for slot in range(len(prompts))), key=lambda prompt: prompt.prompt_id)
-
+from tests.learner.prompts.data_files import CHAT_TEMPLATE, all_of, write_jsonl
 
 # --- order -------------------------------------------------------------------------------------------------------
 
@@ -91,14 +57,18 @@ def test_a_task_gives_prompts_with_their_columns(tokenizer):
     assert tokenizer.decode(prompt.token_ids) == prompt.prompt
 
 
-def test_jsonl_and_a_dataset_on_disk_give_the_same_prompts(tokenizer, tmp_path):
+def test_jsonl_and_a_dataset_on_disk_give_the_same_prompts(tokenizer, sources):
     rows = [{"question": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(6)]
-    from_file = DataConfig(path=write_jsonl(tmp_path / "a.jsonl", rows), prompt_column="question")
-    from_disk = DataConfig(dataset=save_dataset(tmp_path / "saved", rows), prompt_column="question")
-    prompts = all_of(Prompts(from_file, tokenizer, 0))
-    assert prompts == all_of(Prompts(from_disk, tokenizer, 0))
-    assert prompts[3].columns == {"answer": "6", "level": 3}
-    assert tokenizer.decode(prompts[3].token_ids) == "3+3="
+    first, second = (
+        all_of(Prompts(DataConfig(**one, prompt_column="question"), tokenizer, 0)) for one in sources(rows)
+    )
+    assert first == second and first[3].columns == {"answer": "6", "level": 3}
+    assert tokenizer.decode(first[3].token_ids) == "3+3="
+    for source in sources(rows):
+        with pytest.raises(
+            DataError, match=r"no column 'prompt'; its columns are: question, answer, level. Set .*prompt_column"
+        ):
+            Prompts(DataConfig(**source), tokenizer, 0)
 
 
 def test_a_split_of_a_saved_dataset_dict_and_a_directory_of_data_files_can_be_named(tokenizer, tmp_path):
@@ -117,85 +87,83 @@ def test_a_split_of_a_saved_dataset_dict_and_a_directory_of_data_files_can_be_na
     assert len(Prompts(DataConfig(dataset=str(tmp_path / "files")), tokenizer, 0)) == 2
 
 
-def test_a_number_of_prompts_takes_the_first(tokenizer, tmp_path):
-    rows = [{"prompt": str(i)} for i in range(6)]
-    for source in (
-        {"path": write_jsonl(tmp_path / "a.jsonl", rows)},
-        {"dataset": save_dataset(tmp_path / "saved", rows)},
-    ):
+def test_a_number_of_prompts_takes_the_first(tokenizer, sources):
+    for source in sources([{"prompt": str(i)} for i in range(6)]):
         prompts = all_of(Prompts(DataConfig(**source, num_prompts=2), tokenizer, 0))
         assert [prompt.prompt for prompt in prompts] == ["0", "1"]
         with pytest.raises(DataError, match=r"num_prompts = 9, but .* has 6 prompts"):
             Prompts(DataConfig(**source, num_prompts=9), tokenizer, 0)
 
 
-def test_a_line_separator_inside_a_text_does_not_split_a_line(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "note": "a\u2028b\x85c"}])
-    assert Prompts(DataConfig(path=path), tokenizer, 0).prompt_at(0).columns == {"note": "a\u2028b\x85c"}
+def test_a_line_separator_inside_a_text_does_not_split_a_line(of_rows):
+    prompts = of_rows({"prompt": "1", "note": "a\u2028b\x85c"})
+    assert prompts.prompt_at(0).columns == {"note": "a\u2028b\x85c"}
 
 
 # --- conversations -----------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_goes_through_the_chat_template(tokenizer, tmp_path):
-    messages = [{"role": "user", "content": "1+1"}]
-    for source in (
-        {"path": write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])},
-        {"dataset": save_dataset(tmp_path / "saved", [{"prompt": messages}])},
-    ):
-        prompt = Prompts(DataConfig(**source), tokenizer, 0).prompt_at(0)
-        assert prompt.prompt == messages
-        assert all(type(token_id) is int for token_id in prompt.token_ids)
-        assert tokenizer.decode(prompt.token_ids) == "+1+1>"
+USER, BEGUN = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2+"}
+SYSTEM = {"role": "system", "content": "7"}
 
 
 @pytest.mark.parametrize(
-    ("last", "shown"),
+    ("row", "config", "shown"),
     [
-        ({"role": "assistant", "content": "2+"}, "+1+1+2+"),
-        ({"role": "assistant", "content": [{"type": "text", "text": "2+"}]}, "+1+1+2+"),
-        ({"role": "assistant", "content": ""}, "+1+1+>"),
-        ({"role": "user", "content": "2"}, "+1+1+2>"),
+        ([USER], {}, "+1+1>"),
+        ([USER, BEGUN], {}, "+1+1+2+"),
+        ([USER, BEGUN | {"content": [{"type": "text", "text": "2+"}]}], {}, "+1+1+2+"),
+        ([USER, BEGUN | {"content": ""}], {}, "+1+1+>"),
+        ([USER, BEGUN], {"goes_on": False}, "+1+1+2+>"),
+        ([USER, {"role": "user", "content": "2"}], {}, "+1+1+2>"),
+        ("1+1", {"system_prompt": "42"}, "=42=+1+1>"),
+        ("1+1", {"system_prompt": ""}, "+1+1>"),
+        ([SYSTEM, USER], {"system_prompt": "42"}, "=7=+1+1>"),
     ],
+    ids=str,
 )
-def test_an_answer_that_a_prompt_begins_is_left_open(tokenizer, tmp_path, last, shown):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "1+1"}, last]}])
-    prompt = Prompts(DataConfig(path=path), tokenizer, 0).prompt_at(0)
-    assert tokenizer.decode(prompt.token_ids) == shown and prompt.prompt[-1] == last
+def test_a_conversation_goes_through_the_chat_template_with_a_system_prompt_and_an_answer_that_it_begins(
+    tokenizer, of_rows, row, config, shown
+):
+    prompt = of_rows({"prompt": row}, **config).prompt_at(0)
+    assert tokenizer.decode(prompt.token_ids) == shown
+    assert all(type(token_id) is int for token_id in prompt.token_ids)
+    assert (prompt.prefill == "2+") == shown.endswith("2+")
+    if row == "1+1":
+        system = [{"role": "system", "content": "42"}] if config["system_prompt"] else []
+        assert prompt.prompt == [*system, USER]
+    else:
+        assert prompt.prompt == row
 
 
 @pytest.mark.parametrize(("content", "shown"), [("2+ ", "+1+1+2+ "), (" ", "+1+1+ >")])
 def test_an_answer_that_a_prompt_begins_keeps_the_space_that_a_template_trims(
-    tokenizer, tmp_path, monkeypatch, content, shown
+    tokenizer, of_rows, monkeypatch, content, shown
 ):
-    monkeypatch.setattr(
-        tokenizer,
-        "chat_template",
-        CHAT_TEMPLATE.replace("+{{ message['content'] }}", "+{{ message['content'] | trim }}"),
-    )
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": content}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
-    prompt = Prompts(DataConfig(path=path), tokenizer, 0).prompt_at(0)
+    trimming = CHAT_TEMPLATE.replace("+{{ message['content'] }}", "+{{ message['content'] | trim }}")
+    monkeypatch.setattr(tokenizer, "chat_template", trimming)
+    prompt = of_rows({"prompt": [USER, BEGUN | {"content": content}]}).prompt_at(0)
     assert tokenizer.decode(prompt.token_ids) == shown.replace("+ >", "+>")
     assert prompt.prefill == (content if content.strip() else None)
 
 
-def test_agents_open_a_turn_of_their_own_behind_an_answer_that_is_started(tokenizer, tmp_path):
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2+"}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
-    prompt = Prompts(DataConfig(path=path), tokenizer, 0, turns=TurnFormat(goes_on=False)).prompt_at(0)
-    assert tokenizer.decode(prompt.token_ids) == "+1+1+2+>" and prompt.prefill is None
+HIDES = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"
 
 
-def test_a_template_that_hides_the_answer_that_a_prompt_begins_is_an_error(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        tokenizer,
-        "chat_template",
-        "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}",
-    )
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "assistant", "content": "2+"}]}])
-    with pytest.raises(DataError, match=r"row 0 of .* the final message does not appear in the chat"):
-        Prompts(DataConfig(path=path), tokenizer, 0)
+@pytest.mark.parametrize(
+    ("template", "row", "problem"),
+    [
+        (None, [USER], "has no chat template; use an instruct model"),
+        ("{{ raise_exception('roles must alternate') }}", [USER], r"row 0 of .* template cannot render the conversation: roles must alternate"),
+        (HIDES, [BEGUN], r"row 0 of .* the final message does not appear in the chat"),
+    ],
+)  # fmt: skip
+def test_a_template_that_cannot_show_a_conversation_is_an_error(
+    tokenizer, of_rows, monkeypatch, template, row, problem
+):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(DataError, match=problem):
+        of_rows({"prompt": row})
 
 
 TOOLS = [
@@ -204,27 +172,23 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["objects", "as JSON"])
-def test_a_row_may_have_tools_of_its_own(tokenizer, tmp_path, monkeypatch, tools):
+def test_a_row_may_have_tools_of_its_own(tokenizer, of_rows, monkeypatch, tools):
     shown = "{% for tool in tools or [] %}{{ tool.function.name }}{{ 9 if 'extra' in tool.function.parameters }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", shown + CHAT_TEMPLATE)
-    messages = [{"role": "user", "content": "1"}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "tools": tools}, {"prompt": messages}])
-    config = DataConfig(path=path, shuffle=False)
-    prompts = Prompts(config, tokenizer, 0)
-    assert [tokenizer.decode(prompts.prompt_at(place).token_ids) for place in (0, 1)] == ["4+1>", "+1>"]
+    rows = {"prompt": [USER], "tools": tools}, {"prompt": [USER]}
+    prompts = of_rows(*rows)
+    assert [tokenizer.decode(prompts.prompt_at(place).token_ids) for place in (0, 1)] == ["4+1+1>", "+1+1>"]
+    agents = of_rows(*rows, goes_on=False)
+    assert tokenizer.decode(agents.prompt_at(0).token_ids) == "+1+1>"
     own = [{"type": "function", "function": {"name": "5", "parameters": {}}}]
-    assert tokenizer.decode(Prompts(config, tokenizer, 0, lambda: own).prompt_at(0).token_ids) == "5+1>"
-    assert (
-        tokenizer.decode(Prompts(config, tokenizer, 0, turns=TurnFormat(goes_on=False)).prompt_at(0).token_ids) == "+1>"
-    )
+    assert tokenizer.decode(of_rows(*rows, tools=lambda: own).prompt_at(0).token_ids) == "5+1+1>"
 
 
 @pytest.mark.parametrize("tools", ["search", 3, ["search"]], ids=str)
-def test_tools_that_are_none_name_their_row(tokenizer, tmp_path, tools):
-    rows = [{"prompt": "1", "tools": tools}, {"prompt": [{"role": "user", "content": "1"}], "tools": tools}]
-    assert len(Prompts(DataConfig(path=write_jsonl(tmp_path / "a.jsonl", rows[:1])), tokenizer, 0)) == 1
+def test_tools_that_are_none_name_their_row(of_rows, tools):
+    assert len(of_rows({"prompt": "1", "tools": tools})) == 1
     with pytest.raises(DataError, match=r"row 0 of .* in column 'tools'; expected a list of JSON schemas"):
-        Prompts(DataConfig(path=write_jsonl(tmp_path / "b.jsonl", rows[1:])), tokenizer, 0)
+        of_rows({"prompt": [USER], "tools": tools})
 
 
 def test_a_text_that_was_rendered_before_has_one_begin(tmp_path):
@@ -239,36 +203,6 @@ def test_a_text_that_was_rendered_before_has_one_begin(tmp_path):
     assert first == second and first.count(begin) == 1 and third.count(begin) == 2
 
 
-def test_a_system_prompt_makes_a_conversation_of_a_plain_prompt(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1"}])
-    prompt = Prompts(DataConfig(path=path, system_prompt="42"), tokenizer, 0).prompt_at(0)
-    assert prompt.prompt == [{"role": "system", "content": "42"}, {"role": "user", "content": "1+1"}]
-    assert tokenizer.decode(prompt.token_ids) == "=42=+1+1>"
-    bare = Prompts(DataConfig(path=path, system_prompt=""), tokenizer, 0).prompt_at(0)
-    assert tokenizer.decode(bare.token_ids) == "+1+1>"
-
-
-def test_a_system_message_in_the_data_wins(tokenizer, tmp_path):
-    messages = [{"role": "system", "content": "7"}, {"role": "user", "content": "1"}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
-    prompt = Prompts(DataConfig(path=path, system_prompt="42"), tokenizer, 0).prompt_at(0)
-    assert tokenizer.decode(prompt.token_ids) == "=7=+1>"
-
-
-def test_a_missing_chat_template_is_an_error_with_a_remedy(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}])
-    with pytest.raises(DataError, match="has no chat template; use an instruct model"):
-        Prompts(DataConfig(path=path, system_prompt="42"), tokenizer, 0)
-
-
-def test_a_template_that_refuses_a_conversation_names_its_row(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "1"}]}])
-    with pytest.raises(DataError, match=r"row 0 of .* template cannot render the conversation: roles must alternate"):
-        Prompts(DataConfig(path=path), tokenizer, 0)
-
-
 # --- errors ------------------------------------------------------------------------------------------------------
 
 
@@ -277,32 +211,6 @@ def test_exactly_one_source_must_be_named():
         DataConfig()
     with pytest.raises(ValueError, match=r"task = 'reverse', path = 'a.jsonl' are set; expected exactly one"):
         DataConfig(task="reverse", path="a.jsonl")
-
-
-def test_a_number_below_one_names_its_key():
-    with pytest.raises(ValueError, match=r"num_prompts = 0 must be at least 1"):
-        DataConfig(task="reverse", num_prompts=0)
-
-
-def test_a_prompt_that_is_too_long_names_row_length_limit_and_remedy(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "12345"}])
-    assert len(Prompts(DataConfig(path=path, max_prompt_tokens=5), tokenizer, 0)) == 2
-    with pytest.raises(
-        DataError, match=r"row 1 of .*a.jsonl has 5 tokens, but the limit is 4; .*Raise server.max_model_len"
-    ):
-        Prompts(DataConfig(path=path, max_prompt_tokens=4), tokenizer, 0)
-
-
-def test_a_missing_column_names_the_columns_there_are(tokenizer, tmp_path):
-    rows = [{"question": "1", "answer": "2"}]
-    for source in (
-        {"path": write_jsonl(tmp_path / "a.jsonl", rows)},
-        {"dataset": save_dataset(tmp_path / "saved", rows)},
-    ):
-        with pytest.raises(
-            DataError, match=r"no column 'prompt'; its columns are: question, answer. Set .*prompt_column"
-        ):
-            Prompts(DataConfig(**source), tokenizer, 0)
 
 
 def test_a_bad_line_names_file_and_line(tokenizer, tmp_path):
@@ -318,19 +226,14 @@ def test_a_bad_line_names_file_and_line(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("prompt", [17, "", [], [{"role": "user"}], None])
-def test_a_prompt_of_the_wrong_kind_names_its_row(tokenizer, tmp_path, prompt):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": prompt}])
+def test_a_prompt_of_the_wrong_kind_names_its_row(of_rows, prompt):
     with pytest.raises(DataError, match=r"row 1 of .* expected a non-empty text or a non-empty list of messages"):
-        Prompts(DataConfig(path=path), tokenizer, 0)
+        of_rows({"prompt": "1"}, {"prompt": prompt})
 
 
-def test_empty_data_is_an_error(tokenizer, tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n")
+def test_a_file_or_dataset_that_is_not_there_or_empty_is_an_error(tokenizer, tmp_path, of_rows):
     with pytest.raises(DataError, match="has no prompts"):
-        Prompts(DataConfig(path=str(tmp_path / "a.jsonl")), tokenizer, 0)
-
-
-def test_a_file_or_dataset_that_is_not_there_is_an_error(tokenizer, tmp_path, monkeypatch):
+        of_rows()
     with pytest.raises(DataError, match=r"learner.data.path = .*none.jsonl' cannot be read"):
         Prompts(DataConfig(path=str(tmp_path / "none.jsonl")), tokenizer, 0)
     with pytest.raises(DataError, match=r"learner.data.dataset = .*none' .*cannot be loaded"):

@@ -1,50 +1,26 @@
 """Rows are encoded once and found again; what is too long is refused, dropped or truncated; ids and order stay."""
 
-import json
-import logging
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from learner.config import DataConfig
 from learner.prompts.encoding import Encoder, digest
 from learner.prompts.prompts import Prompt, Prompts
 from protocol.errors import DataError
-from protocol.model_files import resolve_model
+from tests.learner.prompts.data_files import CHAT_TEMPLATE, make_tokenizer
 
-TEMPLATE = (
-    "{% for message in messages %}{{ '=' if message['role'] == 'system' else '+' }}{{ message['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}>{% endif %}{% if thinks is defined and thinks %},{% endif %}"
-)
-
-
-def make_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny:digits"))
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreTrainedTokenizerBase]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLIPSTREAM_HOME", str(tmp_path_factory.mktemp("home")))
-        yield make_tokenizer()
+OfRows = Callable[..., Prompts]
 
 
 def said(text: str, **columns: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "system", "content": "7"}, {"role": "user", "content": text}], **columns}
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def all_of(prompts: Prompts) -> list[Prompt]:
+def in_order(prompts: Prompts) -> list[Prompt]:
     return [prompts.prompt_at(position) for position in range(len(prompts))]
 
 
@@ -56,11 +32,10 @@ def forbid_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_texts_and_conversations_get_the_ids_that_the_tokenizer_itself_gives_them(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tokenizer: PreTrainedTokenizerBase, of_rows: OfRows
 ) -> None:
     rows = [{"prompt": "1+1="}, said("2", answer=[1, {"a": None}]), {"prompt": "3=", "answer": 4.5}, said("44")]
-    prompts = Prompts(DataConfig(path=write(tmp_path / "a.jsonl", rows), shuffle=False), tokenizer, 0)
-    for prompt, row in zip(all_of(prompts), rows, strict=True):
+    for prompt, row in zip(in_order(of_rows(*rows)), rows, strict=True):
         if isinstance(row["prompt"], str):
             expected = tokenizer(row["prompt"])["input_ids"]
         else:
@@ -70,23 +45,15 @@ def test_texts_and_conversations_get_the_ids_that_the_tokenizer_itself_gives_the
         assert prompt.columns == {name: value for name, value in row.items() if name != "prompt"}
 
 
-@pytest.mark.parametrize("kind", ["file", "saved dataset"])
 def test_the_second_start_encodes_nothing(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tokenizer: PreTrainedTokenizerBase, sources: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import datasets
-
-    rows = [said(str(number), answer=kind) for number in range(30)]
-    if kind == "file":
-        config = DataConfig(path=write(tmp_path / "a.jsonl", rows))
-    else:
-        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
-        config = DataConfig(dataset=str(tmp_path / "saved"))
-    first = Prompts(config, tokenizer, 0)
+    configs = [DataConfig(**source) for source in sources([said(str(number), answer="s") for number in range(30)])]
+    first = [Prompts(config, tokenizer, 0) for config in configs]
     forbid_encoding(monkeypatch)
-    second = Prompts(config, make_tokenizer(), 0)
-    assert all_of(first) == all_of(second)
-    assert np.array_equal(first.digests, second.digests)
+    second = [Prompts(config, make_tokenizer(), 0) for config in configs]
+    for one, other in zip(first, second, strict=True):
+        assert in_order(one) == in_order(other) and np.array_equal(one.digests, other.digests)
 
 
 @pytest.mark.parametrize(
@@ -98,44 +65,33 @@ def test_the_second_start_encodes_nothing(
     ids=str,
 )  # fmt: skip
 def test_whatever_would_be_encoded_otherwise_is_encoded_anew(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: Any
+    of_rows: OfRows, monkeypatch: pytest.MonkeyPatch, changed: Any
 ) -> None:
     rows = [said(str(number), other="5", of=str(changed)) for number in range(4)]
-    path, keys = write(tmp_path / "a.jsonl", rows), changed if isinstance(changed, dict) else {}
-    Prompts(DataConfig(path=path), tokenizer, 0)
-    if changed == "row":
-        write(tmp_path / "a.jsonl", [*rows[:-1], said("8")])
+    of_rows(*rows)
     forbid_encoding(monkeypatch)
+    of_rows(*rows)
+    config = changed if isinstance(changed, dict) else {}
+    if changed == "template":
+        config = {"spoken_by": make_tokenizer(f"{CHAT_TEMPLATE}=")}
+    elif changed == "row":
+        rows[-1] = said("8")
     with pytest.raises(AssertionError, match="encoded again"):
-        Prompts(
-            DataConfig(path=path, **keys), make_tokenizer(f"{TEMPLATE}=") if changed == "template" else tokenizer, 0
-        )
+        of_rows(*rows, **config)
 
 
-def test_several_processes_encode_the_same(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    rows = [said(str(number), answer=number) for number in range(50)]
-    config = DataConfig(path=write(tmp_path / "a.jsonl", rows), num_workers=2)
-    alone = DataConfig(path=write(tmp_path / "b.jsonl", [*rows, said("1")]), num_prompts=50)
-    assert all_of(Prompts(config, tokenizer, 0)) == all_of(Prompts(alone, tokenizer, 0))
-
-
-def test_an_edit_of_the_file_does_not_reach_a_run_that_goes_on(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+def test_several_processes_encode_the_same_and_an_edit_of_the_file_does_not_reach_a_run_that_goes_on(
+    of_rows: OfRows,
 ) -> None:
-    rows = [said(str(number), answer="long before") for number in range(5)]
-    prompts = Prompts(DataConfig(path=write(tmp_path / "a.jsonl", rows)), tokenizer, 0)
-    before = all_of(prompts)
-    write(tmp_path / "a.jsonl", [{"prompt": "1"}])
-    assert all_of(prompts) == before
+    rows = [said(str(number), answer="w") for number in range(50)]
+    prompts = of_rows(*rows, num_workers=2)
+    before = in_order(prompts)
+    assert before == in_order(of_rows(*rows, said("1"), num_prompts=50)) == in_order(prompts)
 
 
-def test_keys_reach_the_chat_template(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [said("1")])
-    texts = [
-        tokenizer.decode(Prompts(DataConfig(path=path, chat_template_kwargs=keys), tokenizer, 0).prompt_at(0).token_ids)
-        for keys in ({}, {"thinks": True})
-    ]
-    assert texts == ["=7+1>", "=7+1>,"]
+def test_keys_reach_the_chat_template(tokenizer: PreTrainedTokenizerBase, of_rows: OfRows) -> None:
+    for keys, shown in (({}, "=7=+1>"), ({"thinks": True}, "=7=+1>,")):
+        assert tokenizer.decode(of_rows(said("1"), chat_template_kwargs=keys).prompt_at(0).token_ids) == shown
 
 
 def test_a_hub_dataset_is_asked_for_at_its_revision(
@@ -157,25 +113,20 @@ def test_a_hub_dataset_is_asked_for_at_its_revision(
 # --- too long ----------------------------------------------------------------------------------------------------
 
 LENGTHS = [3, 5, 2, 7, 4, 6]
-
-
-def of_lengths(path: Path) -> str:
-    return write(path, [{"prompt": "1234567"[:length], "answer": length} for length in LENGTHS])
+OF_LENGTHS = [{"prompt": "1234567"[:length], "answer": length} for length in LENGTHS]
 
 
 def test_prompts_that_are_too_long_are_dropped_and_the_others_keep_their_numbers(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    of_rows: OfRows, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = DataConfig(path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=4, overlong_prompts="drop")
-    with caplog.at_level(logging.WARNING):
-        prompts = Prompts(config, tokenizer, 3)
-    epochs = (
-        [[prompts.row_at(3 * epoch + place) for place in range(3)] for epoch in range(6)] if len(prompts) == 3 else []
-    )
-    assert len(prompts) == 3 and all(sorted(rows) == [0, 2, 4] for rows in epochs)
-    assert [prompt.columns["answer"] for prompt in all_of(prompts)] == [LENGTHS[row] for row in epochs[0]]
+    config = {"max_prompt_tokens": 4, "overlong_prompts": "drop", "shuffle": True}
+    prompts = of_rows(*OF_LENGTHS, **config)
+    assert len(prompts) == 3
+    epochs = [[prompts.row_at(3 * epoch + place) for place in range(3)] for epoch in range(6)]
+    assert all(sorted(rows) == [0, 2, 4] for rows in epochs)
+    assert [prompt.columns["answer"] for prompt in in_order(prompts)] == [LENGTHS[row] for row in epochs[0]]
     assert prompts.longest() == (4, 4) and prompts.metrics == {"data/dropped_prompts": 3.0}
-    again = Prompts(config, tokenizer, 3)
+    again = of_rows(*OF_LENGTHS, **config)
     assert [again.row_at(position) for position in range(18)] == [row for rows in epochs for row in rows]
     (line,) = caplog.messages[:1]
     assert "dropped 3 of 6 prompts with more than learner.data.max_prompt_tokens = 4 tokens" in line
@@ -183,29 +134,27 @@ def test_prompts_that_are_too_long_are_dropped_and_the_others_keep_their_numbers
 
 
 def test_prompts_that_are_too_long_are_asked_without_their_first_tokens(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tokenizer: PreTrainedTokenizerBase, of_rows: OfRows
 ) -> None:
-    config = DataConfig(
-        path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=4, overlong_prompts="truncate", shuffle=False
-    )
-    prompts = Prompts(config, tokenizer, 0)
-    asked = [tokenizer.decode(prompt.token_ids) for prompt in all_of(prompts)]
+    prompts = of_rows(*OF_LENGTHS, max_prompt_tokens=4, overlong_prompts="truncate")
+    asked = [tokenizer.decode(prompt.token_ids) for prompt in in_order(prompts)]
     assert asked == ["123", "2345", "12", "4567", "1234", "3456"]
-    assert [prompt.prompt for prompt in all_of(prompts)] == ["1234567"[:length] for length in LENGTHS]
+    assert [prompt.prompt for prompt in in_order(prompts)] == [row["prompt"] for row in OF_LENGTHS]
     assert prompts.longest()[1] == 4 and prompts.metrics == {"data/truncated_prompts": 3.0}
 
 
-def test_what_is_refused_is_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"row 1 of .* has 5 tokens.*3 of 6 prompts are longer.*learner.data.overlong_prompts"
-    ):
-        Prompts(DataConfig(path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=4), tokenizer, 0)
-
-
-def test_at_least_one_prompt_must_be_left(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    config = DataConfig(path=of_lengths(tmp_path / "a.jsonl"), max_prompt_tokens=1, overlong_prompts="drop")
-    with pytest.raises(DataError, match=r"every prompt of .* has more than learner\.data\.max_prompt_tokens = 1"):
-        Prompts(config, tokenizer, 0)
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"max_prompt_tokens": 4}, r"row 1 of .*rows.jsonl has 5 tokens, but the limit is 4; 3 of 6 prompts are longer. .*learner.data.overlong_prompts"),
+        ({"max_prompt_tokens": 1, "overlong_prompts": "drop"}, r"every prompt of .* has more than learner\.data\.max_prompt_tokens = 1"),
+    ],
+)  # fmt: skip
+def test_what_is_too_long_is_refused_and_counted_and_at_least_one_prompt_must_be_left(
+    of_rows: OfRows, config: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        of_rows(*OF_LENGTHS, **config)
 
 
 def test_dropping_needs_a_limit_that_does_not_depend_on_the_server() -> None:

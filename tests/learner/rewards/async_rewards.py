@@ -7,33 +7,18 @@ import signal
 import time
 from pathlib import Path
 
-import aiohttp
-
 DEADLINE_S = 60
 
-clients = []
+loops: set[asyncio.AbstractEventLoop] = set()
 in_flight = 0
 most_in_flight = 0
 num_calls = 0
 
 
-async def judge_over_http(completions, url, **kwargs):
-    """One client for all calls, as whoever writes a judge makes it."""
-    if not clients:
-        clients.append(aiohttp.ClientSession())
-    async with clients[0].get(url[0]) as response:
-        return [float(await response.text())] * len(completions)
-
-
-async def meets(completions, num_together, **kwargs):
-    """Return once so many calls have been in flight together."""
-    global in_flight, most_in_flight
-    in_flight += 1
-    most_in_flight = max(most_in_flight, in_flight)
-    while most_in_flight < num_together[0]:
-        await asyncio.sleep(0.01)
-    in_flight -= 1
-    return [float(os.getpid())] * len(completions)
+async def same_loop(completions, **kwargs):
+    """Return how many event loops have been seen, to one of which a judge's client would belong."""
+    loops.add(asyncio.get_running_loop())
+    return [float(len(loops))] * len(completions)
 
 
 async def most_together(completions, **kwargs):
@@ -76,12 +61,6 @@ async def raises(completions, **kwargs):
     raise TimeoutError("the judge is asleep")
 
 
-async def takes_mib(completions, mib, **kwargs):
-    held = bytearray(b"x") * (mib[0] << 20)
-    await asyncio.sleep(1)
-    return [float(len(held) > 0)] * len(completions)
-
-
 class _Judge:
     async def __call__(self, prompts, completions, completion_ids, **kwargs):
         await asyncio.sleep(0)
@@ -92,8 +71,8 @@ judge_object = _Judge()
 partly = functools.partial(sleeps_if_told, seconds=[0.0])
 
 
-def hands_a_coroutine_on(completions, url, **kwargs):
-    return judge_over_http(completions, url)
+def hands_a_coroutine_on(completions, **kwargs):
+    return same_loop(completions)
 
 
 def waits_for_the_other(completions, mine, other, **kwargs):

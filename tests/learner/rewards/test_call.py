@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +20,7 @@ from learner.evaluation.openai_client import EvaluationError
 from learner.rewards import call
 from learner.rewards.call import is_unreachable
 from learner.rewards.workers import RewardWorkers
-from tests.learner.rewards.test_rewards import DEADLINE_S, prompt
+from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
 from tests.ports import free_port
 
 JUDGE = """
@@ -78,10 +78,14 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
-BOTH = pytest.mark.parametrize("name", ["judge", "judge_too"])
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.02)
 
 
-@BOTH
+@pytest.mark.parametrize("name", ["judge", "judge_too"])
 def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
     tmp_path: Path, port: int, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -89,17 +93,14 @@ def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
     functions = (f"{tmp_path}/judge.py:{name}", "exact_match")
     with RewardWorkers(RewardConfig(functions=functions, unreachable_s=60)) as workers:
         groups = [workers.submit(prompt(answer="12"), ["12", "1234"], [[1], [2]]) for _ in range(3)]
-        give_up_at = time.monotonic() + DEADLINE_S
-        while "cannot reach its service" not in caplog.text:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.02)
+        wait_until(lambda: "cannot reach its service" in caplog.text)
         assert not any(group.done() for group in groups)
         with judging(port) as server:
             results = [group.result(DEADLINE_S) for group in groups]
             server.status = 503
             late = workers.submit(prompt(answer="12"), ["12"], [[1]])
-            time.sleep(0.5)
-            assert not late.done() and server.num_asked > 4
+            wait_until(lambda: server.num_asked > 4)
+            assert not late.done()
             server.status = 200
             assert late.result(DEADLINE_S).rewards == [3.0]
     assert [result.rewards for result in results] == [[3.0, 4.0]] * 3
@@ -108,19 +109,18 @@ def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
     assert caplog.text.count(f"reward function {name} reaches its service again") == 2
 
 
-@BOTH
-def test_one_that_stays_away_is_a_failure_in_the_end(tmp_path: Path, port: int, name: str) -> None:
-    with RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:{name}",), unreachable_s=0.5)) as workers:
+def test_one_that_stays_away_is_a_failure_in_the_end(tmp_path: Path, port: int) -> None:
+    with RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:judge",), unreachable_s=0.5)) as workers:
         began_at = time.monotonic()
         (function,) = workers.submit(prompt(), ["12"], [[1]]).result(DEADLINE_S).functions
     assert function.outcome == "unreachable" and time.monotonic() - began_at > 0.5
     assert "start the service that it calls, or raise learner.reward.unreachable_s" in (function.message or "")
 
 
-def test_workers_that_are_closed_call_nobody_again(tmp_path: Path, port: int) -> None:
+def test_workers_that_are_closed_call_nobody_again(tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture) -> None:
     workers = RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:judge",)))
     group = workers.submit(prompt(), ["12"], [[1]])
-    time.sleep(0.5)
+    wait_until(lambda: "cannot reach its service" in caplog.text)
     workers.close()
     with judging(port) as server:
         time.sleep(0.6)
@@ -133,18 +133,14 @@ def of_library(name: str) -> Exception:
 
 def with_status(status: int, where: str = "status_code") -> Exception:
     error: Any = RuntimeError("no")
-    if where == "response":
-        error.response = SimpleNamespace(status_code=status)
-    else:
-        setattr(error, where, status)
+    setattr(error, where, SimpleNamespace(status_code=status) if where == "response" else status)
     return error
 
 
 def caused_by(cause: Exception) -> Exception:
-    try:
-        raise RuntimeError("the judge failed") from cause
-    except RuntimeError as error:
-        return error
+    error = RuntimeError("the judge failed")
+    error.__cause__ = cause
+    return error
 
 
 @pytest.mark.parametrize(

@@ -18,22 +18,13 @@ PERSON = {
 @pytest.mark.parametrize(
     ("said", "reward"),
     [
-        ('{"name": "Ada", "age": 36}', 1.0),
-        (' {"name": "Ada"}\n', 1.0),
-        ('```json\n{"name": "Ada"}\n```', 1.0),
-        ('<think>{"name": 1}</think>{"name": "Ada"}', 1.0),
-        ('Here it is: {"name": "Ada"}', 0.0),
-        ('{"name": "Ada", "age": -1}', 0.0),
-        ('{"name": "Ada", "age": NaN}', 0.0),
-        ('{"name": "Ada", "more": 1}', 0.0),
-        ('{"name": "Ada"', 0.0),
-        ("[]", 0.0),
-        ("", 0.0),
-        ('"\ud800"', 0.0),
-        ("[" * 100_000, 0.0),
-        ("9" * 100_000, 0.0),
+        ('{"name": "Ada", "age": 36}', 1.0), (' {"name": "Ada"}\n', 1.0), ('```json\n{"name": "Ada"}\n```', 1.0),
+        ('<think>{"name": 1}</think>{"name": "Ada"}', 1.0), ('Here it is: {"name": "Ada"}', 0.0),
+        ('{"name": "Ada", "age": -1}', 0.0), ('{"name": "Ada", "age": NaN}', 0.0), ('{"name": "Ada", "more": 1}', 0.0),
+        ('{"name": "Ada"', 0.0), ("[]", 0.0), ("", 0.0), ('"\ud800"', 0.0), ("[" * 100_000, 0.0), ("9" * 100_000, 0.0),
     ],
-)
+    ids=lambda value: repr(value)[:40],
+)  # fmt: skip
 def test_json_that_the_schema_allows_is_paid_and_nothing_else(said, reward):
     assert json_schema([said, said], [PERSON, json.dumps(PERSON)]) == [reward, reward]
 

@@ -14,11 +14,9 @@ import pytest
 
 from learner.config import RewardConfig
 from learner.config.rewards import JudgeConfig
-from learner.rewards import call
 from learner.rewards.builtin.judge import filled
 from learner.rewards.builtin.judge import score as score_of
-from tests.learner.rewards.test_rewards import prompt, score
-from tests.ports import free_port
+from tests.learner.rewards.scored_groups import prompt, score
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -26,8 +24,8 @@ class Endpoint(ThreadingHTTPServer):
 
     status = 200
 
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.says: dict[str, str] = {}
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
@@ -53,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         rated = re.search("Answer to rate:\n(.*)\n", question["messages"][0]["content"])
         answer = rated[1] if rated else ""
         if answer in self.server.slow:
-            time.sleep(3)
+            time.sleep(5)
         said, reason = self.server.says.get(answer, "no number"), "length" if answer in self.server.cut_off else "stop"
         choice = {"message": {"role": "assistant", "content": said}, "finish_reason": reason}
         self.answer({"choices": [choice]}, 400 if answer in self.server.refused else self.server.status)
@@ -69,8 +67,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def endpoint(port: int = 0) -> Iterator[Endpoint]:
-    with Endpoint(port) as server:
+def endpoint() -> Iterator[Endpoint]:
+    with Endpoint() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -109,9 +107,9 @@ def test_a_verdict_that_is_cut_off_refused_or_late_costs_its_own_completion():
     with endpoint() as server:
         server.says = {"a": "7", "b": "There are 3 errors: first", "c": "8"}
         server.cut_off, server.refused, server.slow = {"b"}, {"c"}, {"d"}
-        assert rated(server.url, list("abcd"), timeout_s=2.0).rewards == [0.7, None, None, None]
+        assert rated(server.url, list("abcd"), timeout_s=3.0).rewards == [0.7, None, None, None]
         server.slow = set("abcd")
-        result = rated(server.url, list("abcd"), timeout_s=2.0)
+        result = rated(server.url, list("abcd"), timeout_s=3.0)
     assert result.functions[0].outcome == "failed" and "raise learner.reward.timeout_s" in (
         result.functions[0].message or ""
     )
@@ -119,17 +117,11 @@ def test_a_verdict_that_is_cut_off_refused_or_late_costs_its_own_completion():
 
 def test_what_is_asked_is_the_users(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "sk-judge\n")
-    own = {
-        "model": "large",
-        "prompt": "Answer to rate:\n{completion}\n",
-        "best_score": 5.0,
-        "max_tokens": 3,
-        "temperature": 0.5,
-    }
+    question = {"model": "large", "temperature": 0.5, "max_tokens": 3}
+    own = question | {"prompt": "Answer to rate:\n{completion}\n", "best_score": 5.0}
     with endpoint() as server:
         server.says = {"a": "4 / 5"}
         assert rated(server.url, ["a"], judge=own).rewards == [0.8]
-        question = {"model": "large", "temperature": 0.5, "max_tokens": 3}
         assert server.asked == [question | {"messages": [{"role": "user", "content": "Answer to rate:\na\n"}]}]
         assert server.keys == ["Bearer sk-judge"]
 
@@ -146,21 +138,6 @@ def test_a_judge_that_refuses_is_named_with_what_it_says():
         result = rated(server.url, ["a"])
     assert result.functions[0].outcome == "failed"
     assert re.search(r"the judge at http://\S+ returned status 401: .*first", result.functions[0].message or "")
-
-
-def test_a_judge_that_starts_later_is_waited_for(monkeypatch):
-    monkeypatch.setattr(call, "FIRST_RETRY_S", 0.1)
-    port = free_port()
-    results = []
-    asking = threading.Thread(
-        target=lambda: results.append(rated(f"http://127.0.0.1:{port}/v1", ["a"], unreachable_s=30.0))
-    )
-    asking.start()
-    time.sleep(0.5)
-    with endpoint(port) as server:
-        server.says = {"a": "10"}
-        asking.join(30)
-    assert [result.rewards for result in results] == [[1.0]]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from learner.rewards import function
 from learner.rewards.builtin.program import Check, checks_of, code_of, passes_tests, run
 from learner.rewards.function import load_all
 from learner.rewards.workers import RewardWorkers
-from tests.learner.rewards.test_rewards import DEADLINE_S, prompt, score
+from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
 
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 RIGHT = "def add(a, b):\n    return a + b"
@@ -37,30 +37,19 @@ def paid(code: str, tests=TESTS) -> float | None:
 @pytest.mark.parametrize(
     ("code", "reward"),
     [
-        (RIGHT, 1.0),
-        ("def add(a, b): return a - b", 0.0),
-        ("def subtract(a, b): return a - b", 0.0),
-        ("def add(a, b) return", 0.0),
+        (RIGHT, 1.0), ("def add(a, b): return a - b", 0.0), ("def subtract(a, b): return a - b", 0.0), ("def add(a, b) return", 0.0),
         (f"{RIGHT}\nif __name__ == '__main__': add(input())", 1.0),
-        ("import sys; sys.exit(0)", 0.0),
-        ("import os; os._exit(0)", 0.0),
-        ("import os; os._exit = lambda code: None", 0.0),
+        ("import sys; sys.exit(0)", 0.0), ("import os; os._exit(0)", 0.0), ("import os; os._exit = lambda code: None", 0.0),
         ("import builtins; builtins.exec = lambda *a: None", 0.0),
         ("import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'passed')\n    except OSError: pass", 0.0),
-        (
-            f"from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n{RIGHT}",
-            1.0,
-        ),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 0.0),
-        ("raise KeyboardInterrupt", 0.0),
+        (f"from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n{RIGHT}", 1.0),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 0.0), ("raise KeyboardInterrupt", 0.0),
         (f"{RIGHT}\nimport sys; sys.stdout.close(); sys.stderr.close()", 1.0),
-        (f"{RIGHT}\nimport atexit; atexit.register(lambda: 1 / 0)", 1.0),
-        (f"import os\nos.fork()\n{RIGHT}", 1.0),
-        ("\udc80", 0.0),
-        ("\0", 0.0),
-        ("(" * 10_000, 0.0),
+        (f"{RIGHT}\nimport atexit; atexit.register(lambda: 1 / 0)", 1.0), (f"import os\nos.fork()\n{RIGHT}", 1.0),
+        ("\udc80", 0.0), ("\0", 0.0), ("(" * 10_000, 0.0),
     ],
-)
+    ids=lambda value: repr(value)[:60],
+)  # fmt: skip
 def test_a_program_is_paid_for_passing_its_tests_and_nothing_else(code, reward):
     assert paid(code) == reward
 
@@ -76,11 +65,8 @@ def test_a_column_holds_python_or_statements_or_inputs_with_outputs_and_may_be_a
     assert paid("print(3)", pairs) == 0.0
     assert paid(f"{reads}\nraise SystemExit(1)", pairs) == 0.0 and paid(f"{reads}\nraise SystemExit", pairs) == 1.0
     threaded = f"import threading\ndef main():\n    {reads.replace(chr(10), chr(10) + '    ')}\nthreading.Thread(target=main).start()"
-    assert (
-        paid(threaded, pairs)
-        == paid("out = open(1, 'w')\nout.write(str(sum(map(int, input().split()))))", pairs)
-        == 1.0
-    )
+    by_file = "out = open(1, 'w')\nout.write(str(sum(map(int, input().split()))))"
+    assert paid(threaded, pairs) == paid(by_file, pairs) == 1.0
     assert [paid(RIGHT, nothing) for nothing in (None, "", [], {})] == [None] * 4
 
 
@@ -182,22 +168,23 @@ def test_what_a_program_starts_ends_with_it_in_whatever_session(timeout_s):
     stays = "" if timeout_s == TIMEOUT_S else "while True: pass"
     with pytest.raises(TimeoutError) if stays else nullcontext():
         assert run(leaves + stays, Check("assert True"), timeout_s)
-    deadline = time.monotonic() + 5
-    while (left := commands_with(mark)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert left == []
+    wait_until(lambda: not runs(mark))
 
 
-def commands_with(mark: str) -> list[bytes]:
-    found = []
+def runs(mark: str) -> bool:
+    """Whether there is a process `sleep MARK`."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes()
-        except OSError:
-            continue
-        if command == f"sleep\0{mark}\0".encode():
-            found.append(command)
-    return found
+        with suppress(OSError):
+            if path.read_bytes() == f"sleep\0{mark}\0".encode():
+                return True
+    return False
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_program_ends_with_the_worker_that_runs_it():
@@ -205,14 +192,8 @@ def test_a_program_ends_with_the_worker_that_runs_it():
     code = f"```python\nimport subprocess; subprocess.run(['sleep', '{mark}'])\n```"
     with RewardWorkers(RewardConfig(functions=("passes_tests",), timeout_s=60.0)) as workers:
         workers.submit(prompt(tests=TESTS), [code], [[1]])
-        deadline = time.monotonic() + DEADLINE_S
-        while not commands_with(mark):
-            assert time.monotonic() < deadline, "the program did not start"
-            time.sleep(0.02)
-    deadline = time.monotonic() + 5
-    while commands_with(mark) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert commands_with(mark) == []
+        wait_until(lambda: runs(mark))
+    wait_until(lambda: not runs(mark))
 
 
 def test_programs_run_from_threads_too():
@@ -223,11 +204,6 @@ def test_programs_run_from_threads_too():
     for thread in threads:
         thread.join()
     assert outcomes == [1.0] * 4
-
-
-def test_a_row_whose_tests_are_none_names_them():
-    result = score(["passes_tests"], [RIGHT], prompt(tests=7), max_failed_share=0.9)
-    assert "column tests contains 7; expected Python code that raises" in (result.functions[0].message or "")
 
 
 def test_where_programs_cannot_be_confined_the_run_is_refused_unless_it_accepts_that(monkeypatch):

@@ -22,6 +22,7 @@ from protocol.errors import RewardError
 from protocol.messages import Completion, Group
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import tiny_server
+from tests.learner.rewards.scored_groups import prompt
 from tests.learner.runs import make_run, metrics_of, rows_of
 
 OUTCOMES = {".": "ok", "f": "failed", "t": "timed_out"}
@@ -34,13 +35,8 @@ class RecordingWorkers:
     state: TrainerState
 
     def submit(
-        self,
-        prompt: Prompt,
-        texts_G: list[str],
-        token_ids_G: list[list[int]],
-        state: TrainerState,
-        *of_environments: Any,
-    ) -> "Future[GroupRewards]":
+        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], state: TrainerState, *of_environments: Any
+    ) -> "Future[GroupRewards]":  # fmt: skip
         self.texts, self.state = texts_G, state
         future: Future[GroupRewards] = Future()
         future.set_result(GroupRewards(rewards=[0.0] * len(texts_G), functions=[]))
@@ -54,38 +50,30 @@ def test_special_tokens_are_shown_on_demand(tmp_path: Path, skips: bool) -> None
     config = msgspec.structs.replace(config, reward=RewardConfig(functions=("exact_match",), skip_special_tokens=skips))
     ids = [*tokenizer("12")["input_ids"], tokenizer.eos_token_id]
     completion = Completion(
-        token_ids=np.array(ids, np.int32),
-        behaviour_logprobs=np.zeros(3, np.float32),
-        versions=[(0, 3)],
-        finish_reason="stop",
-    )
+        token_ids=np.array(ids, np.int32), behaviour_logprobs=np.zeros(3, np.float32), versions=[(0, 3)], finish_reason="stop"
+    )  # fmt: skip
     workers = RecordingWorkers()
     scorer = Scorer(config, tokenizer, workers)  # type: ignore[arg-type]
     group = Group(group_id="0.0", entered_version=0, completions=[completion])
-    prompt = Prompt(prompt_id=0, prompt="21>", token_ids=[1], columns={})
-    asyncio.run(scorer.score(prompt, episodes_of(group), step=2))
+    asyncio.run(scorer.score(prompt(), episodes_of(group), step=2))
     assert workers.texts == ["12" if skips else f"12{tokenizer.eos_token}"]
     assert (workers.state.global_step, workers.state.max_steps) == (2, config.steps)
 
 
 def branch(num_tokens: int, finish_reason: str = "stop") -> TokenSequence:
     return TokenSequence(
-        token_ids=np.ones(num_tokens, np.int32),
-        behaviour_logprobs=np.zeros(num_tokens, np.float32),
-        versions=[(0, num_tokens)],
-        finish_reason=finish_reason,
-    )
+        token_ids=np.ones(num_tokens, np.int32), behaviour_logprobs=np.zeros(num_tokens, np.float32),
+        versions=[(0, num_tokens)], finish_reason=finish_reason,
+    )  # fmt: skip
 
 
-def test_the_penalty_is_that_of_the_paper_length_by_length() -> None:
+def test_the_penalty_is_that_of_the_paper_length_by_length_and_the_whole_one_if_truncated() -> None:
     """Worked out by hand from arXiv 2503.14476 eq. 13 with L_max = 20 and L_cache = 4."""
     expected = {1: 0.0, 15: 0.0, 16: 0.0, 17: -0.25, 18: -0.5, 19: -0.75, 20: -1.0}
     assert overlong_rewards([branch(n) for n in expected], 20, 4, 1.0) == list(expected.values())
     assert overlong_rewards([branch(n) for n in expected], 20, 4, 0.5) == [value / 2 for value in expected.values()]
-
-
-def test_a_truncated_completion_gets_the_whole_penalty_however_short_the_context_cut_it() -> None:
-    assert overlong_rewards([branch(20, "length"), branch(3, "length")], 20, 4, 1.0) == [-1.0, -1.0]
+    cut_off = [branch(20, "length"), branch(3, "length")]  # by its own limit, or by a shorter context
+    assert overlong_rewards(cut_off, 20, 4, 1.0) == [-1.0, -1.0]
 
 
 def test_the_penalty_is_added_to_what_is_scorable_and_named_beside_the_functions() -> None:
@@ -106,17 +94,9 @@ def test_the_penalty_has_weight_one_where_rewards_are_normalised_one_by_one() ->
     assert longer_is_worse > 0 > worse
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"overlong_buffer_tokens": 0}, "must be at least 1"),
-        ({"overlong_buffer_tokens": 2, "overlong_penalty": 0.0}, "must be above 0"),
-        ({"overlong_buffer_tokens": 2, "functions": ("m:overlong",)}, "rename the function"),
-    ],
-)
-def test_a_penalty_that_makes_no_sense_is_refused(config: dict, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        RewardConfig(**{"functions": ("m:f",)} | config)
+def test_a_function_of_the_penaltys_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="rename the function"):
+        RewardConfig(functions=("m:overlong",), overlong_buffer_tokens=2)
 
 
 def test_a_run_logs_the_penalty_and_keeps_it_in_the_ledger(tmp_path: Path) -> None:
@@ -143,27 +123,26 @@ def num_groups_until_the_end(outcomes: str, **config: float) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "end"),
+    ("outcomes", "config", "end"),
     [
-        ("fff", 3),  # all of the first ones
-        ("ttt", 3),
-        (".f.t.f", 6),
-        ("ff" + 98 * "." + 500 * ("f" + 9 * "."), None),  # a tenth is below the share
-        (500 * "." + "f" + 500 * ".", None),
-        (1000 * "." + 50 * "f", 1021),  # more than 20 of the last 100
-        (40 * "." + 50 * "t", 51),  # 11 of 51
-        (30 * (4 * "." + "f"), None),  # a fifth is not more than a fifth
-        (30 * (4 * "." + "f") + "f", 151),
+        ("fff", {}, 3),  # all of the first ones
+        ("ttt", {}, 3),
+        (".f.t.f", {}, 6),
+        ("ff" + 98 * "." + 500 * ("f" + 9 * "."), {}, None),  # a tenth is below the share
+        (1000 * "." + 50 * "f", {}, 1021),  # more than 20 of the last 100
+        (40 * "." + 50 * "t", {}, 51),  # 11 of 51
+        (30 * (4 * "." + "f"), {}, None),  # a fifth is not more than a fifth
+        (30 * (4 * "." + "f") + "f", {}, 151),
+        (50 * "." + "t", {"max_failed_share": 0.0}, 51),
+        (20 * "ff.", {"max_failed_share": 0.7}, 11),
+        (20 * "f.", {"max_failed_share": 0.7}, None),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_a_run_ends_when_more_than_a_share_of_the_last_calls_is_broken(outcomes: str, end: int | None) -> None:
-    assert num_groups_until_the_end(outcomes) == end
-
-
-def test_the_share_is_configured_and_0_allows_none() -> None:
-    assert num_groups_until_the_end(50 * "." + "t", max_failed_share=0.0) == 51
-    assert num_groups_until_the_end(20 * "ff.", max_failed_share=0.7) == 11
-    assert num_groups_until_the_end(20 * "f.", max_failed_share=0.7) is None
+def test_a_run_ends_when_more_than_a_share_of_the_last_calls_is_broken(
+    outcomes: str, config: dict[str, float], end: int | None
+) -> None:
+    assert num_groups_until_the_end(outcomes, **config) == end
 
 
 def test_each_function_is_judged_by_itself_and_the_error_shows_what_it_was_called_with() -> None:

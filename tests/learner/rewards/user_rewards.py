@@ -54,10 +54,6 @@ def number_of_messages(completions, **kwargs):
     return [float(len(completion)) for completion in completions if completion[0]["role"] == "assistant"]
 
 
-def first_only(completions, **kwargs):
-    return [2.0] + [None] * (len(completions) - 1)
-
-
 def raises(completions, **kwargs):
     return [1 / len(text) for text in ["", *completions]]
 
@@ -82,35 +78,23 @@ def exits(completions, **kwargs):
     sys.exit(3)
 
 
-def dies(completions, **kwargs):
-    os._exit(7)
-
-
-def is_always_killed(completions, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def spins(completions, **kwargs):
-    while True:
-        pass
-
-
-def sleeps(completions, **kwargs):
-    time.sleep(1000)
+def does_as_told(completions, how, **kwargs):
+    match how[0]:
+        case "exit":
+            os._exit(7)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hoard":
+            held = bytearray(400 << 20)
+            time.sleep(len(held))
+        case "sleep":
+            while True:
+                pass
+    return [0.0 for _ in completions]
 
 
 def slow_if_told(completions, seconds, **kwargs):
     time.sleep(seconds[0])
-    return [0.0 for _ in completions]
-
-
-def takes_mib(completions, mib, **kwargs):
-    held = []
-    try:
-        for _ in range(mib[0]):
-            held.append(bytearray(b"x") * (1 << 20))
-    except Exception:
-        pass
     return [0.0 for _ in completions]
 
 
@@ -125,6 +109,3 @@ def loads_torch(completions, **kwargs):
 
 def takes_no_kwargs(completions):
     return [0.0 for _ in completions]
-
-
-not_callable = 3

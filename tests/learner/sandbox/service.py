@@ -1,4 +1,4 @@
-"""A service that answers commands, well or badly, in a process of the sandbox."""
+"""A service that answers commands, well or badly, in a process of the sandbox that is started in any way."""
 
 import gc
 import os
@@ -6,14 +6,21 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 
-from learner.sandbox.start import Child, fork, spawn
+from learner.sandbox.process import PipeProcess, SandboxLimits
+from learner.sandbox.start import Child, fork, run_script, spawn
 
 LARGE = 5_000_000
 """Bytes that fit into no pipe."""
+DEADLINE_S, SHORT_S = 60.0, 0.5
+TEXT = msgspec.msgpack.Decoder(str)
+LIMITS = SandboxLimits(section="learner.test", processes_key="num_tests", timeout_s=SHORT_S, max_memory_mib=200)
+IMPORTED_IN = os.getpid()
 
 
 def serve(pipe: Connection) -> None:
@@ -58,6 +65,8 @@ def answer(pipe: Connection, command: str) -> bytes:
             print("printed by a service")
         case "environ":
             text = str(os.environ.get("PYTHONSAFEPATH"))
+        case "preloaded":
+            text = str(os.getpid() != IMPORTED_IN)
     return msgspec.msgpack.encode(text)
 
 
@@ -67,3 +76,19 @@ def spawned() -> tuple[Connection, Child]:
 
 def forked() -> tuple[Connection, Child]:
     return fork("service", __name__, serve)
+
+
+def scripted() -> tuple[Connection, Child]:
+    return run_script(sys.executable, Path(__file__))
+
+
+WAYS = {"spawned": spawned, "forked": forked, "scripted": scripted}
+
+
+def service(way: str = "forked") -> PipeProcess:
+    return PipeProcess(*WAYS[way](), LIMITS)
+
+
+if __name__ == "__main__":
+    with suppress(EOFError):
+        serve(Connection(int(sys.argv[1])))

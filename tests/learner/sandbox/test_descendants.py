@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +13,13 @@ import pytest
 
 from learner.sandbox.descendants import all_processes, descendants_of, kill_with_descendants
 from learner.sandbox.pool import resident_bytes
+from tests.learner.sandbox.processes import wait_until_gone
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 30.0
 STARTS = """
 import os, subprocess, sys, time
 from learner.sandbox.descendants import adopt_orphans, end_with_descendants
-if "adopts" in sys.argv:
-    adopt_orphans()
+adopt_orphans()
 leave = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
 subprocess.run([sys.executable, "-c", leave])
 print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
@@ -51,44 +49,21 @@ def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
                     os.kill(pid, signal.SIGKILL)
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not all(map(is_gone, pids)):
-        assert time.monotonic() < deadline, f"{pids} outlive what started them"
-        time.sleep(0.02)
-
-
-def test_all_that_a_process_has_started_is_killed_with_it() -> None:
-    with started("adopts") as (process, pids):
-        assert descendants_of(process.pid, all_processes()) == set(pids)
-        kill_with_descendants(process.pid)
-        wait_until_gone([process.pid, *pids])
-
-
-def test_a_process_may_end_with_all_that_it_has_started() -> None:
-    with started("adopts", "ends") as (process, pids):
-        assert process.stdin is not None
-        process.stdin.close()
-        wait_until_gone([process.pid, *pids])
-
-
-def test_what_is_left_behind_is_lost_without_adoption() -> None:
+def test_all_that_a_process_has_started_counts_as_its_memory_and_is_killed_with_it() -> None:
     with started() as (process, pids):
-        assert descendants_of(process.pid, all_processes()) == set(pids[1:])
-
-
-def test_what_a_process_has_started_counts_as_its_memory() -> None:
-    with started("adopts") as (process, pids):
         alone = [psutil.Process(pid).memory_info().rss for pid in (process.pid, *pids)]
         assert resident_bytes(process.pid, all_processes()) == pytest.approx(sum(alone), rel=0.2)
         assert resident_bytes(process.pid, all_processes()) > alone[0] + alone[1]
+        assert descendants_of(process.pid, all_processes()) == set(pids)
+        kill_with_descendants(process.pid)
+        wait_until_gone(process.pid, *pids)
+
+
+def test_a_process_may_end_with_all_that_it_has_started() -> None:
+    with started("ends") as (process, pids):
+        assert process.stdin is not None
+        process.stdin.close()
+        wait_until_gone(process.pid, *pids)
 
 
 def test_of_a_process_that_is_gone_there_is_nothing() -> None:

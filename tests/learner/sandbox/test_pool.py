@@ -11,13 +11,13 @@ import pytest
 
 from learner.sandbox.pool import PoolClosed, ProcessPool
 from learner.sandbox.process import PipeProcess, ProcessFailure
-from tests.learner.sandbox.service import forked
-from tests.learner.sandbox.test_process import DEADLINE_S, LIMITS, TEXT, wait_until_gone
+from tests.learner.sandbox.processes import wait_until_gone
+from tests.learner.sandbox.service import DEADLINE_S, TEXT, service
 
 
 @pytest.fixture
 def pool() -> Iterator[ProcessPool[PipeProcess]]:
-    pool = ProcessPool(lambda: PipeProcess(*forked(), LIMITS), None, max_leases=2)
+    pool = ProcessPool(service, None, max_leases=2)
     yield pool
     pool.close()
 
@@ -70,14 +70,9 @@ def test_close_kills_all_processes_and_ends_pending_calls(pool: ProcessPool[Pipe
     pool.release(idle)
     threading.Timer(0.2, pool.close).start()
     assert isinstance(busy.ask("spin", TEXT, DEADLINE_S, ""), ProcessFailure)
-    for process in (busy, idle):
-        wait_until_gone(process.pid)
+    wait_until_gone(busy.pid, idle.pid)
     with pytest.raises(PoolClosed):
         pool.acquire()
-
-
-def test_a_lease_of_a_closed_pool_is_canceled(pool: ProcessPool[PipeProcess]) -> None:
-    pool.close()
 
     async def lease() -> None:
         async with pool.lease():
@@ -91,7 +86,7 @@ def test_a_process_that_starts_while_the_pool_closes_does_not_outlive_it() -> No
     started: list[PipeProcess] = []
 
     def start_and_close() -> PipeProcess:
-        started.append(PipeProcess(*forked(), LIMITS))
+        started.append(service())
         pool.close()
         return started[0]
 

@@ -1,40 +1,34 @@
-"""The life of a process that runs user code, however it is started: it answers, fails, is killed, and ends with the learner."""
+"""The life of a process that runs user code, however it is started: it answers, fails, is killed, and ends with the learner.
+
+Reward functions, environments and agents live in such processes. Their own tests show only what they make of its failures.
+"""
 
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
 from learner.sandbox.pool import MemoryWatch
-from learner.sandbox.process import MAX_CHILDREN, PipeProcess, ProcessFailure, SandboxLimits
+from learner.sandbox.process import PipeProcess, ProcessFailure
 from protocol.signals import SHUTDOWN_SIGNALS
-from tests.learner.sandbox.service import LARGE, forked, spawned
+from tests.learner.sandbox.processes import wait_until_gone
+from tests.learner.sandbox.service import DEADLINE_S, LARGE, LIMITS, SHORT_S, TEXT, WAYS, service
 
 ROOT = Path(__file__).parents[3]
-DEADLINE_S, SHORT_S = 60.0, 0.5
-TEXT = msgspec.msgpack.Decoder(str)
-LIMITS = SandboxLimits(section="learner.test", processes_key="num_tests", timeout_s=SHORT_S, max_memory_mib=200)
-WAYS = {"spawned": spawned, "forked": forked}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_fork_server_of_others() -> None:
-    """The server of another test file may have been started without shielding it from signals."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+forked_alone = pytest.mark.parametrize("process", ["forked"], indirect=True)
+"""Where it makes no difference how the process was started."""
 
 
 @pytest.fixture(params=WAYS)
 def process(request: pytest.FixtureRequest) -> Iterator[PipeProcess]:
-    process = PipeProcess(*WAYS[request.param](), LIMITS)
+    process = service(request.param)
     assert process.ask("hello", TEXT, DEADLINE_S, "") == "hello"
     yield process
     process.kill()
@@ -62,37 +56,34 @@ def test_a_process_that_ends_or_writes_nonsense_is_a_failure_with_the_reason(
     assert failure.outcome == outcome and failure.message.startswith(message)
 
 
-def test_a_process_that_does_not_answer_is_killed_at_the_deadline(process: PipeProcess) -> None:
-    started = time.monotonic()
+def test_a_process_that_does_not_answer_is_killed_at_the_deadline_with_what_it_has_started(
+    process: PipeProcess,
+) -> None:
+    started = process.ask("start", TEXT, DEADLINE_S, "")
+    assert isinstance(started, str)
     failure = failure_of(process, "spin", SHORT_S)
     assert failure.message == "did not return within 0.5 s and was killed; make it faster"
-    assert failure.outcome == "timed_out" and time.monotonic() - started < 10
-    wait_until_gone(process.pid)
+    assert failure.outcome == "timed_out"
+    wait_until_gone(process.pid, int(started))
 
 
-def stopped(process: PipeProcess) -> None:
-    os.kill(process.pid, signal.SIGSTOP)
-
-
-def test_a_stopped_process_is_killed_at_the_deadline(process: PipeProcess) -> None:
-    stopped(process)
-    assert failure_of(process, "hello", SHORT_S).outcome == "timed_out"
-
-
+@forked_alone
 def test_a_stopped_process_is_killed_when_its_pipe_is_full(process: PipeProcess) -> None:
-    stopped(process)
+    os.kill(process.pid, signal.SIGSTOP)
     failure = failure_of(process, "hello " + "x" * LARGE)
     assert failure.outcome == "timed_out" and "raise learner.test.timeout_s" in failure.remedy
 
 
+@forked_alone
 def test_a_process_that_is_stopped_while_it_writes_is_killed_at_the_deadline(process: PipeProcess) -> None:
     process.send("write")
     assert process._pipe.poll(DEADLINE_S)
-    stopped(process)
+    os.kill(process.pid, signal.SIGSTOP)
     failure = process.receive(TEXT, DEADLINE_S)
     assert isinstance(failure, ProcessFailure) and failure.outcome == "timed_out" and not process.is_usable
 
 
+@pytest.mark.parametrize("process", ["spawned"], indirect=True)
 @pytest.mark.parametrize("command", ["hoard", "share"])
 def test_a_process_that_uses_too_much_memory_with_what_it_has_started_is_killed(
     process: PipeProcess, command: str
@@ -107,17 +98,7 @@ def test_a_process_that_uses_too_much_memory_with_what_it_has_started_is_killed(
     )
 
 
-def test_what_a_process_has_started_is_killed_with_it_in_whatever_session(process: PipeProcess) -> None:
-    started = process.ask("start", TEXT, DEADLINE_S, "")
-    assert isinstance(started, str)
-    failure_of(process, "spin", SHORT_S)
-    wait_until_gone(int(started))
-
-
-def test_a_pool_with_a_process_for_each_core_is_not_too_many() -> None:
-    assert max(128, 2 * (os.cpu_count() or 1)) <= MAX_CHILDREN
-
-
+@forked_alone
 def test_a_process_with_many_left_behind_is_not_used_again(
     process: PipeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,8 +111,13 @@ def test_a_process_with_many_left_behind_is_not_used_again(
         started.append(int(answer))
     assert not process.is_usable
     process.close()
-    for pid in started:
-        wait_until_gone(pid)
+    wait_until_gone(*started)
+
+
+def test_a_process_that_was_killed_before_the_call_is_a_failure_too(process: PipeProcess) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until_gone(process.pid)
+    assert failure_of(process, "hello").outcome == "killed"
 
 
 def test_a_process_may_be_killed_by_another_thread_and_the_call_returns(process: PipeProcess) -> None:
@@ -140,25 +126,10 @@ def test_a_process_may_be_killed_by_another_thread_and_the_call_returns(process:
     process.kill()
 
 
-def test_a_process_with_a_pending_answer_is_not_used_again(process: PipeProcess) -> None:
-    process.has_pending_answer = True
-    assert not process.is_usable
-    process.has_pending_answer = False
-    assert process.is_usable
-
-
-@pytest.mark.parametrize("number", SHUTDOWN_SIGNALS)
-def test_signals_to_end_are_left_to_the_learner(process: PipeProcess, number: signal.Signals) -> None:
-    os.kill(process.pid, number)
-    assert process.ask("hello", TEXT, DEADLINE_S, "") == "hello" and process.is_usable
-
-
-@pytest.mark.parametrize("process", ["forked"], indirect=True)
-@pytest.mark.parametrize("number", SHUTDOWN_SIGNALS)
-def test_signals_to_end_leave_the_fork_server_alone(process: PipeProcess, number: signal.Signals) -> None:
-    """Without it, the learner would lose track of every forked process, and take each for ended."""
-    os.kill(forkserver._forkserver._forkserver_pid, number)  # type: ignore[attr-defined]
-    time.sleep(0.2)
+@pytest.mark.parametrize("process", ["spawned", "forked"], indirect=True)
+def test_signals_to_end_are_left_to_the_learner(process: PipeProcess) -> None:
+    for number in SHUTDOWN_SIGNALS:
+        os.kill(process.pid, number)
     assert process.ask("hello", TEXT, DEADLINE_S, "") == "hello" and process.is_usable
 
 
@@ -170,35 +141,51 @@ def test_what_a_process_prints_is_no_part_of_a_commands_answer(
 
 
 LEARNER = """
-import time
-from learner.sandbox.process import PipeProcess
-from tests.learner.sandbox.test_process import LIMITS, TEXT, WAYS
+import os, time
+from multiprocessing import forkserver
+from protocol.signals import SHUTDOWN_SIGNALS
+from tests.learner.sandbox.service import DEADLINE_S, TEXT, service
 if __name__ == "__main__":
-    process = PipeProcess(*WAYS["{way}"](), LIMITS)
-    print(process.pid, process.ask("start", TEXT, 60.0, ""), flush=True)
-    process.send("spin")
-    time.sleep(600)
+    process = service("{way}")
+    for number in SHUTDOWN_SIGNALS if "{way}" == "forked" else ():
+        os.kill(forkserver._forkserver._forkserver_pid, number)
+    time.sleep(0.2)
+    print(*(process.ask(command, TEXT, DEADLINE_S, "") for command in {commands}), process.pid, flush=True)
+    process.ask("spin", TEXT, 600.0, "")
 """
+"""Signals to end leave the fork server alone: without it, a learner would take each of its processes for ended."""
 
 
-@pytest.mark.parametrize("way", WAYS)
+@contextmanager
+def learner(directory: Path, way: str, *commands: str) -> Iterator[list[str]]:
+    """A script elsewhere, as `learner` is, whose working directory is not on its path; it is killed in the end.
+
+    Yields what its process has answered to the commands, and the number of that process.
+    """
+    (directory / "learner_of_test.py").write_text(LEARNER.format(way=way, commands=commands))
+    (directory / "run").mkdir()
+    (directory / "run" / "protocol.py").write_text("raise SystemExit('the user\\'s own')")
+    with subprocess.Popen(
+        [sys.executable, str(directory / "learner_of_test.py")], stdout=subprocess.PIPE, text=True,
+        cwd=directory / "run", env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("way", ["spawned", "forked"])
 def test_a_process_and_what_it_has_started_end_with_the_learner_in_the_middle_of_a_call(
     tmp_path: Path, way: str
 ) -> None:
-    script = tmp_path / "learner_of_test.py"
-    script.write_text(LEARNER.format(way=way))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environ, cwd=ROOT) as learner:
-        assert learner.stdout is not None
-        pids = [int(pid) for pid in learner.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
-        learner.kill()
-    for pid in pids:
-        wait_until_gone(pid)
+    with learner(tmp_path, way, "start") as pids:
+        assert len(pids) == 2 and all(psutil.pid_exists(int(pid)) for pid in pids)
+    wait_until_gone(*map(int, pids))
 
 
-def wait_until_gone(pid: int) -> None:
-    give_up_at = time.monotonic() + DEADLINE_S
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < give_up_at, f"process {pid} outlives what has started it"
-        time.sleep(0.05)
+def test_a_forked_process_finds_its_modules_imported_and_not_those_of_the_working_directory(tmp_path: Path) -> None:
+    with learner(tmp_path, "forked", "preloaded", "environ") as (was_preloaded, safe_path, pid):
+        assert (was_preloaded, safe_path) == ("True", "None"), "the user's own setting, which is none"
+    wait_until_gone(int(pid))

@@ -13,7 +13,7 @@ from learner.servers.sync_session import SyncSession
 from protocol.errors import PushError
 from protocol.transports.group import RendezvousHost
 from protocol.weights.buckets import make_manifest
-from tests.protocol.test_collective import Waiting
+from tests.protocol.local_ranks import Waiting
 from tests.watching import WaitingCollective, transfer
 
 TIMEOUT_S = 60.0

@@ -25,7 +25,7 @@ from tests.learner.model_engine import tiny_server
 from tests.learner.ranks import on_two_ranks, places_of
 from tests.learner.runs import make_run, seeded
 from tests.learner.storage.seen_checkpoints import choose, enter_with_an_old_view
-from tests.learner.training.disagreement import a_run
+from tests.learner.training.fixed_groups import a_run
 
 
 def test_ranks_go_on_from_the_checkpoint_of_rank_0_once_they_see_it_or_say_what_they_lack(tmp_path: Path) -> None:

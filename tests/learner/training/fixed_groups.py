@@ -1,6 +1,7 @@
 """Groups of random completions with behaviour logprobs near the tiny model's own, of several versions; always the same."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,6 +33,12 @@ def make_run(**learner: Any) -> LearnerRun:
     }
     shared = {"model": "tiny:digits", "dtype": "float32", "run_dir": "unused"}
     return msgspec.convert(shared | {"learner": settings | learner}, LearnerRun)
+
+
+def a_run(model: Path | str = "tiny:digits", **learner: Any) -> LearnerRun:
+    """A gentler one, in several passes, of any model."""
+    settings = {"micro_batch_tokens": 20, "optimizer": {"learning_rate": 1e-3}} | learner
+    return msgspec.structs.replace(make_run(**settings), model=str(model))
 
 
 def make_moved_trainer(run: LearnerRun, accelerator: Accelerator) -> PolicyTrainer:

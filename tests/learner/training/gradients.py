@@ -1,11 +1,7 @@
-"""The gradient of a step under many configs, for the tests that split the step."""
-
-from pathlib import Path
-from typing import Any
+"""The gradient of a step in every case of plain_step.py, for the tests that split the step."""
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
 
 from learner.policy.snapshot import whole
 from learner.rollouts.rollout_group import RolloutGroup
@@ -16,37 +12,7 @@ from learner.training.policy_trainer import PolicyTrainer
 from learner.training.precompute import precompute_logprobs
 from learner.training.step import advantages, apply_kl_penalty, forward_backward
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
-
-GEOMETRIC_MASK = {
-    "anchor": "proximal",
-    "proximal": "log_linear",
-    "weight": "mask",
-    "granularity": "geometric",
-    "max_weight": 1.05,
-}
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "gspo per sequence": {"loss": {"objective": "gspo", "normalization": "sequence"}},
-    "cispo": {"loss": {"objective": "cispo"}},
-    "sapo per sequence": {"loss": {"objective": "sapo", "normalization": "sequence"}},
-    "dppo": {"loss": {"objective": "dppo", "normalization": "dr_grpo"}},
-    "reinforce, truncated": {"loss": {"objective": "reinforce"}, "off_policy_correction": {"weight": "truncate"}},
-    "decoupled": {"off_policy_correction": {"anchor": "proximal", "weight": "truncate"}, "updates_per_batch": 2},
-    "log-linear, geometric mask": {"off_policy_correction": GEOMETRIC_MASK, "loss": {"normalization": "dr_grpo"}},
-    "sequence masks": {
-        "off_policy_correction": {"weight": "mask", "granularity": "sequence", "max_weight": 1.5, "sequence_mask": 0.1}
-    },
-    "stale tokens count less": {"off_policy_correction": {"max_token_staleness": 1, "stale_token_weight": 0.25}},
-    "top entropy and bonus": {"loss": {"top_entropy_frac": 0.3, "entropy_coef": 0.1}},
-    "kl in the loss": {"kl": {"coef": 0.3, "importance_weighted": True}, "reference": {"kind": "fixed"}},
-    "kl in the reward": {
-        "kl": {"coef": 0.3, "place": "reward"},
-        "reference": {"kind": "fixed"},
-        "advantage": {"scale": "batch"},
-    },
-    "truncated left out, batch deviation": {"loss": {"mask_truncated": True}, "advantage": {"scale": "batch"}},
-}
+from tests.learner.training.plain_step import CASES, FIXED
 
 
 def gradient_of(trainer: PolicyTrainer, groups: list[RolloutGroup]) -> torch.Tensor:
@@ -63,16 +29,16 @@ def gradient_of(trainer: PolicyTrainer, groups: list[RolloutGroup]) -> torch.Ten
     return gradient
 
 
-def all_gradients(accelerator: Accelerator, *, micro_batch_tokens: int) -> dict[str, torch.Tensor]:
-    gradients = {}
-    for name, settings in CONFIGS.items():
-        run = make_run(**settings, micro_batch_tokens=micro_batch_tokens)
-        trainer = make_moved_trainer(run, accelerator)
-        groups = make_groups(accelerator.unwrap_model(trainer.policy))
-        gradients[name] = gradient_of(trainer, groups)
-    return gradients
-
-
-def write_gradients(accelerator: Accelerator, stem: Path, micro_batch_tokens: int) -> None:
-    """Each rank into a file of its own."""
-    save_file(all_gradients(accelerator, micro_batch_tokens=micro_batch_tokens), f"{stem}-{accelerator.process_index}")
+def gradients(accelerator: Accelerator, *, micro_batch_tokens: int, is_turned: bool = False) -> dict[str, torch.Tensor]:
+    """Of nine rows: of two ranks one has more than the other."""
+    trainers = [
+        make_moved_trainer(make_run(**settings), accelerator) for settings in ({}, FIXED | {"kl": {"coef": 0.5}})
+    ]
+    groups = make_groups(accelerator.unwrap_model(trainers[0].policy), num_completions=3)
+    found = {}
+    for name, (settings, _) in CASES.items():
+        trainer = trainers["kl" in settings]
+        trainer.run = make_run(**settings | {"micro_batch_tokens": micro_batch_tokens})
+        trainer.kl_coef = trainer.config.kl.coef
+        found[name] = gradient_of(trainer, groups[::-1] if is_turned else groups)
+    return found

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from learner.config import LearnerConfig
-from learner.environments.episode import TokenSequence
-from learner.rollouts.rollout_group import RolloutGroup
-from learner.training.batch import BatchRow, micro_batch, trained_rows
+from learner.training.batch import micro_batch, trained_rows
+from tests.learner.training.batch_rows import make_completion, make_group, make_row
 
 CPU = torch.device("cpu")
 
@@ -16,39 +15,6 @@ CPU = torch.device("cpu")
 def learner_config(**settings: object) -> LearnerConfig:
     needed = {"data": {"task": "reverse"}, "reward": {"functions": ["exact_match"]}, "steps": 1}
     return msgspec.convert(needed | settings, LearnerConfig)
-
-
-def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None = None) -> TokenSequence:
-    return TokenSequence(
-        token_ids=np.array(token_ids, np.int32),
-        behaviour_logprobs=-np.array(token_ids, np.float32) / 100,
-        versions=versions or [(3, len(token_ids))],
-        finish_reason="stop",
-    )
-
-
-def make_row(prompt: list[int], completion: TokenSequence, advantage: float, group: int = 0) -> BatchRow:
-    return BatchRow(
-        prompt_token_ids=np.array(prompt, np.int32),
-        branch=completion,
-        group=group,
-        place=0,
-        advantage=advantage,
-        weight=2 * advantage,
-        entered_version=3,
-    )
-
-
-def make_group(slot: int = 0) -> RolloutGroup:
-    return RolloutGroup(
-        group_id=f"{slot}.0",
-        slot=slot,
-        prompt_token_ids=np.array([1, 2], np.int32),
-        completions=[make_completion([10 + g, 20 + g]) for g in range(2)],
-        rewards_G=[0.0, 1.0],
-        entered_version=3,
-        rewards_by_function={},
-    )
 
 
 def test_index_t_belongs_to_token_t_of_the_completion() -> None:

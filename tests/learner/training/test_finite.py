@@ -11,36 +11,31 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 import learner.training.step
-from learner.policy.snapshot import whole
 from learner.run_inputs import RunInputs
-from learner.storage.checkpoint import complete_checkpoints
 from learner.train import train
 from learner.training.metrics import StepTimer
 from learner.training.optimizer import NotFiniteError
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import train_on
 from protocol.model_files import resolve_model
-from tests.learner import checkpoints
 from tests.learner.model_engine import ModelEngine, tiny_server
-from tests.learner.ranks import on_two_ranks
 from tests.learner.runs import make_run as make_whole_run
 from tests.learner.runs import metrics_of, seeded
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 
 
-def weights_of(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
-    policy = trainer.accelerator.unwrap_model(trainer.policy)
-    return {name: whole(parameter).detach().clone() for name, parameter in policy.named_parameters()}
+def weights_of(trainer: PolicyTrainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.policy.parameters()]
 
 
 def poison(trainer: PolicyTrainer) -> Any:
-    """From now on what this rank's layers compute are no numbers; the handle's `remove` ends it."""
-    norm = trainer.accelerator.unwrap_model(trainer.policy).transformer.ln_f
+    """From now on what its layers compute are no numbers; the handle's `remove` ends it."""
+    norm: Any = trainer.policy.transformer.ln_f
     return norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
 
 
-def is_unchanged(trainer: PolicyTrainer, before: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, before[name]) for name, tensor in weights_of(trainer).items())
+def is_unchanged(trainer: PolicyTrainer, before: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, weights_of(trainer), before))
 
 
 KL = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.3, "schedule": "target", "target": 0.01}}
@@ -64,7 +59,7 @@ def test_an_update_with_a_gradient_that_is_no_number_is_skipped_counted_and_said
     poisoned.remove()
     metrics = train_on(trainer, groups, VERSION + 1, StepTimer())
     assert metrics["optim/skipped_updates"] == 0 and metrics["optim/grad_norm"] > 0
-    assert not is_unchanged(trainer, before) and all(w.isfinite().all() for w in weights_of(trainer).values())
+    assert not is_unchanged(trainer, before) and all(w.isfinite().all() for w in weights_of(trainer))
 
 
 def test_only_so_many_in_a_row_are_skipped(accelerator: Accelerator) -> None:
@@ -115,24 +110,7 @@ def test_a_model_with_weights_that_are_no_numbers_is_refused(accelerator: Accele
         make_trainer(run_inputs, accelerator, is_new=True)
 
 
-def skip_where_one_rank_is_poisoned(accelerator: Accelerator) -> None:
-    trainer = make_moved_trainer(make_run(**KL), accelerator)
-    groups, before = make_groups(accelerator.unwrap_model(trainer.policy)), weights_of(trainer)
-    poisoned = poison(trainer) if accelerator.process_index == 1 else None
-    metrics = train_on(trainer, groups, VERSION, StepTimer())
-    assert metrics["optim/skipped_updates"] == 1 and is_unchanged(trainer, before)
-    if poisoned is not None:
-        poisoned.remove()
-    assert train_on(trainer, groups, VERSION, StepTimer())["optim/skipped_updates"] == 0
-    assert not is_unchanged(trainer, before)
-
-
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
-def test_all_ranks_skip_when_the_gradient_of_one_is_no_number(is_sharded: bool) -> None:
-    on_two_ranks(skip_where_one_rank_is_poisoned, is_sharded=is_sharded)
-
-
-def test_a_run_goes_on_after_a_skipped_step_and_pushes_and_saves_numbers_only(
+def test_a_run_goes_on_after_a_skipped_step_and_pushes_numbers_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backward = learner.training.step.forward_backward
@@ -146,15 +124,9 @@ def test_a_run_goes_on_after_a_skipped_step_and_pushes_and_saves_numbers_only(
     monkeypatch.setattr(learner.training.step, "forward_backward", poisoned_once)
     engine = ModelEngine(resolve_model("tiny:digits"))
     with tiny_server(engine) as server:
-        run = make_whole_run(tmp_path, server.endpoint, **seeded(), checkpoint={"every_steps": 1, "keep_last": 0})
+        run = make_whole_run(tmp_path, server.endpoint, **seeded())
         train(run, resume=False)
     assert [line["optim/skipped_updates"] for line in metrics_of(run)] == [0, 1, 0, 0]
     assert [order.version for order in engine.orders] == [0, 1, 2, 3, 4]
-    one, two, three, _ = [
-        checkpoints.weights_of(path) for path in complete_checkpoints(Path(run.run_dir) / "checkpoints")
-    ]
-    assert all(torch.equal(one[name], two[name]) for name in one) and not all(
-        torch.equal(two[name], three[name]) for name in two
-    )
     assert all(weight.isfinite().all() for weight in engine.weights.values())
     assert "update skipped" in capsys.readouterr().out

@@ -56,21 +56,13 @@ def holder(*parameters: nn.Parameter) -> nn.Module:
     return nn.ParameterList(parameters)
 
 
-def test_a_few_steps_are_those_of_the_formula() -> None:
+def test_a_few_steps_are_those_of_the_formula_and_frozen_parameters_have_no_moments() -> None:
     weights, gradients = torch.randn(37, 29), gradients_of((37, 29))
-    parameter = nn.Parameter(weights.clone())
-    optimizer = make_optimizer(holder(parameter), SETTINGS, SETTINGS.learning_rate)
-    found = stepped(optimizer, parameter, gradients)
+    trained, frozen = nn.Parameter(weights.clone()), nn.Parameter(torch.ones(3, 1), requires_grad=False)
+    optimizer = make_optimizer(holder(trained, frozen), SETTINGS, SETTINGS.learning_rate)
+    found = stepped(optimizer, trained, gradients)
     torch.testing.assert_close(found.double(), adamw(weights, gradients), atol=1e-6, rtol=0)
-    assert optimizer.param_groups[0]["fused"]
-
-
-def test_the_learning_rate_is_the_callers_and_frozen_parameters_have_no_moments() -> None:
-    trained, frozen = nn.Parameter(torch.ones(3, 1)), nn.Parameter(torch.ones(3, 1), requires_grad=False)
-    optimizer = make_optimizer(holder(trained, frozen), SETTINGS, learning_rate=0.5)
-    stepped(optimizer, trained, [torch.ones(3, 1)])
-    assert list(optimizer.state) == [trained]
-    torch.testing.assert_close(trained.detach(), torch.full((3, 1), 1 - 0.5 * (1 + 0.1)))
+    assert optimizer.param_groups[0]["fused"] and list(optimizer.state) == [trained]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
@@ -106,17 +98,6 @@ def steps(trainer: PolicyTrainer, versions: range) -> None:
         train_on(trainer, groups, version, StepTimer())
 
 
-def test_moments_of_8_bits_make_nearly_the_same_steps() -> None:
-    pytest.importorskip("bitsandbytes")
-    weights, gradients = torch.randn(64, 96), gradients_of((64, 96))
-    parameter = nn.Parameter(weights.clone())
-    settings = msgspec.structs.replace(SETTINGS, kind="adamw_8bit")
-    found = stepped(make_optimizer(holder(parameter), settings, settings.learning_rate), parameter, gradients)
-    expected = adamw(weights, gradients)
-    error, way = (found - expected).norm() / (expected - weights).norm(), (found - weights).norm()
-    assert 0 < error < 0.03 and way > 0
-
-
 def test_moments_of_8_bits_take_a_quarter_and_resume_exactly(accelerator: Accelerator, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     whole = make_trainer(RunInputs(IN_8_BITS), accelerator, is_new=True)
@@ -144,7 +125,7 @@ def test_without_its_library_the_error_says_how_to_install_it(monkeypatch: pytes
         make_optimizer(holder(nn.Parameter(torch.ones(3))), IN_8_BITS.learner.optimizer, 1e-3)
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 1, 4, NUM_STEPS])
+@pytest.mark.parametrize("warmup_steps", [0, 4, NUM_STEPS])
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_every_step_has_the_learning_rate_of_a_scheduler_but_none_is_0(schedule: str, warmup_steps: int) -> None:
     """transformers' own begins its warm-up with a step of 0; ours is one ahead of it until the peak."""

@@ -8,22 +8,11 @@ from hypothesis import strategies as st
 from learner.training.batch import BatchRow
 from learner.training.packing import Layout, num_tokens, pieces_of, share_out, split_into_micro_batches
 from tests.learner.config.settings import ALWAYS, load
-from tests.learner.training.test_batch import make_completion, make_row
+from tests.learner.training.batch_rows import Shapes, make_completion, make_row, rows_of
 
-Shapes = list[tuple[int, list[int]]]
-"""Of groups: the length of the prompt, those of the completions."""
 SHAPES = st.lists(
     st.tuples(st.integers(1, 12), st.lists(st.integers(1, 12), min_size=1, max_size=6)), min_size=1, max_size=8
 )
-
-
-def rows_of(shapes: Shapes) -> list[BatchRow]:
-    """Each with an advantage of its own, by which it is known."""
-    lengths = [(group, prompt, length) for group, (prompt, lengths) in enumerate(shapes) for length in lengths]
-    return [
-        make_row([group] * prompt, make_completion([1] * length), float(i), group)
-        for i, (group, prompt, length) in enumerate(lengths)
-    ]
 
 
 def layout(max_tokens: int, *, is_packed: bool = True, pair_cost: float = 0.0) -> Layout:

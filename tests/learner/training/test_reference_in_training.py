@@ -1,61 +1,23 @@
-"""The reference in whole runs: what they log, how they resume, and what a refresh does to the optimizer."""
+"""The reference of a trainer: what it logs, what a resume wants of it, and what a refresh does to the optimizer."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 
 from learner.run_inputs import RunInputs
-from learner.storage.checkpoint import find_checkpoint, load_checkpoint
+from learner.storage.checkpoint import load_checkpoint
 from learner.train import train
 from learner.training.policy_trainer import make_trainer
 from protocol.errors import ConfigError
-from tests.learner.checkpoints import save, steps_of_moments
+from tests.learner.checkpoints import save
 from tests.learner.model_engine import tiny_server
 from tests.learner.runs import make_run, metrics_of, seeded
 
 ADAPTIVE = {"kind": "adaptive", "kl_threshold": 1e-9, "patience": 2, "reward_guard": False}
 MIXTURE = {"kind": "mixture", "every_steps": 2, "num_snapshots": 2}
-RESETTING = {"kind": "every", "every_steps": 5, "reset_optimizer": True}
-
-
-def optimizer_steps_of(run: Any) -> set[int]:
-    """How many steps the moments in the newest checkpoint have seen."""
-    checkpoint = find_checkpoint(Path(run.run_dir) / "checkpoints")
-    assert checkpoint is not None
-    return steps_of_moments(checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("reference", "versions", "moments_seen"),
-    [
-        # the KL is 0 at steps 1 and 4, the first under a new reference, and above the threshold at all others
-        pytest.param(ADAPTIVE, [0, 0, 3, 3, 3, 6], 6, id="adaptive", marks=pytest.mark.slow),
-        pytest.param(MIXTURE, [0, 2, 2, 4, 4, 6], 6, id="mixture"),
-        pytest.param(RESETTING, [0, 0, 0, 0, 5, 5], 1, id="resetting", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_stopped_after_step_five_goes_on_with_the_same_reference(
-    tmp_path: Path, reference: dict, versions: list[int], moments_seen: int
-) -> None:
-    weights = []
-    for name, parts in (("whole", [6]), ("parts", [5, 6])):
-        with tiny_server() as server:
-            for i, steps in enumerate(parts):
-                settings = {"reference": reference, "kl": {"coef": 0.1}, "steps": steps}
-                run = make_run(tmp_path / name, server.endpoint, **seeded(), **settings)
-                train(run, resume=i > 0)
-            weights.append(server.engine.weights)
-        metrics = metrics_of(run)
-        assert [line["reference/version"] for line in metrics] == versions
-        assert [line["reference/refreshed"] for line in metrics] == [
-            float(version == step) for step, version in enumerate(versions, 1)
-        ]
-        assert optimizer_steps_of(run) == {moments_seen}
-    for name, tensor in weights[0].items():
-        assert torch.equal(tensor, weights[1][name]), name
+RESETTING = {"kind": "every", "every_steps": 3, "reset_optimizer": True}
 
 
 def run_with(tmp_path: Path, reference: dict | None):
@@ -65,6 +27,22 @@ def run_with(tmp_path: Path, reference: dict | None):
 
 def trainer_with(accelerator: Accelerator, tmp_path: Path, reference: dict | None):
     return make_trainer(RunInputs(run_with(tmp_path, reference)), accelerator, is_new=True)
+
+
+def test_metrics_tell_the_reference_of_a_step_and_a_refresh_may_reset_the_optimizer(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    trainer = trainer_with(accelerator, tmp_path, RESETTING)
+    policy = trainer.published.model
+    for version, (of_reference, was_reset) in enumerate([(0, False), (0, False), (3, True), (3, False)], start=1):
+        for parameter in policy.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        trainer.optimizer.step()
+        metrics = trainer.after_step(version, {"reference/kl": 0.1})
+        assert metrics == {
+            "reference/kl_coef": 0.1, "reference/version": of_reference, "reference/refreshed": float(was_reset)
+        }  # fmt: skip
+        assert (len(trainer.optimizer.state) == 0) == was_reset
 
 
 @pytest.mark.parametrize(("before", "now"), [(MIXTURE, ADAPTIVE), (MIXTURE, None), (None, ADAPTIVE)])
@@ -81,17 +59,14 @@ def test_with_a_coefficient_of_0_a_run_is_one_without_reference_and_says_so_in_o
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     swept = {"reference": ADAPTIVE, "kl": {"coef": 0.0, "estimator": "k1", "place": "reward"}}
-    runs = []
-    for name, settings in (("swept", swept), ("plain", {})):
-        with tiny_server() as server:
-            runs.append(make_run(tmp_path / name, server.endpoint, **seeded(), **settings, steps=2))
-            train(runs[-1], resume=False)
+    with tiny_server() as server:
+        run, plain = (make_run(tmp_path, server.endpoint, **seeded(), **more, steps=1) for more in (swept, {}))
+        train(run, resume=False)
+    assert run.in_effect() == plain
     (line,) = (message for message in caplog.messages if "have no effect" in message)
     assert "learner.reference.kind = 'adaptive' (needs kl.coef above 0)" in line
-    at_zero, plain = map(metrics_of, runs)
-    assert [step["loss/policy"] for step in at_zero] == [step["loss/policy"] for step in plain]
-    assert not any(name.startswith("reference/") for step in at_zero for name in step)
-    assert 'kind = "adaptive"' in (tmp_path / "swept/run/config.toml").read_text()
+    assert not any(name.startswith("reference/") for step in metrics_of(run) for name in step)
+    assert 'kind = "adaptive"' in (tmp_path / "run/config.toml").read_text()
 
 
 def test_a_checkpoint_whose_state_cannot_be_read_is_named(accelerator: Accelerator, tmp_path: Path) -> None:
@@ -99,10 +74,3 @@ def test_a_checkpoint_whose_state_cannot_be_read_is_named(accelerator: Accelerat
     (tmp_path / "step-000003" / "state.json").write_text('{"step": 3, "version": 3}')
     with pytest.raises(ConfigError, match=r"step-000003/state\.json is damaged or from another version .*`reference`"):
         load_checkpoint(trainer_with(accelerator, tmp_path, None), tmp_path / "step-000003")
-
-
-def test_a_reference_that_is_always_the_policy_itself_is_refused(tmp_path: Path) -> None:
-    settings = {"reference": {"kind": "every", "every_steps": 1}, "kl": {"coef": 0.1}}
-    with pytest.raises(ValueError, match=r"every_steps = 1: the KL is measured .* equals the policy"):
-        make_run(tmp_path, "tcp://127.0.0.1:1", **settings)
-    assert make_run(tmp_path, "tcp://127.0.0.1:1", **settings, updates_per_batch=2).learner.updates_per_batch == 2

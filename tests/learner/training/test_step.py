@@ -1,216 +1,99 @@
-"""A whole step against a plain one: completion by completion, unpadded, in float64, each case written out from its paper."""
+"""A whole step against a plain one, each case written out from its paper, of completions and of episodes."""
 
 import copy
 import math
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from learner.environments.episode import TokenSequence
+from learner.forward import pack as forward_pack
 from learner.rollouts.rollout_group import RolloutGroup
-from learner.run_inputs import RunInputs
+from learner.training import packing
+from learner.training.distributed import StepBatch
 from learner.training.metrics import StepTimer, group_metrics
-from learner.training.policy_trainer import make_trainer
 from learner.training.step import train_on
-from tests.learner.policy.plain import plain_logits
-from tests.learner.ranks import on_two_ranks
+from protocol.codec import pack, unpack
+from protocol.model_files import resolve_model
 from tests.learner.training.fixed_groups import MAX_TOKENS, VERSION, make_groups, make_moved_trainer, make_run
-from tests.learner.training.gradients import CONFIGS, all_gradients, gradient_of, write_gradients
+from tests.learner.training.gradients import gradients
+from tests.learner.training.plain_step import CASES, FIXED, Rule, episodes_of, k3, plain_step
 
-LEARNING_RATE = 0.1
-
-
-Told = tuple[torch.Tensor, torch.Tensor]
-
-
-def tell(model: torch.nn.Module, group: RolloutGroup, completion: TokenSequence) -> Told:
-    """Logprob and entropy of each token of a completion, alone and unpadded."""
-    prompt = group.prompt_token_ids.tolist()
-    tokens = torch.tensor(prompt + completion.token_ids.tolist())
-    logprobs_TV = plain_logits(model, tokens[None])[0, len(prompt) - 1 : -1].log_softmax(-1)
-    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
-    return logprobs_TV.gather(1, tokens[len(prompt) :, None])[:, 0], entropy_T
+ANSWER = [3, 9]
+"""What an environment says."""
 
 
-def group_advantages(rewards: list[float]) -> list[float]:
-    mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
-    return [(reward - mean) / (deviation + 1e-4) for reward in rewards]
-
-
-def clipped(ratio_T: torch.Tensor, advantage: float) -> torch.Tensor:
-    objective_T = torch.minimum(ratio_T * advantage, ratio_T.clamp(0.8, 1.28) * advantage)
-    return -(objective_T.clamp(min=3 * advantage) if advantage < 0 else objective_T)
-
-
-def behaviour(completion: TokenSequence) -> torch.Tensor:
-    return torch.from_numpy(completion.behaviour_logprobs).double()
-
-
-def plain_updates(
-    model: torch.nn.Module,
-    groups: list[RolloutGroup],
-    advantages: list[list[float]],
-    num_updates: int,
-    loss_of: Callable,
-) -> None:
-    """`loss_of(i, told, completion, advantage)` gives a completion's loss per token; the mean is over all tokens."""
-    num_tokens = sum(len(completion.token_ids) for group in groups for completion in group.completions)
-    for _ in range(num_updates):
-        model.zero_grad()
-        total, i = 0.0, 0
-        for group, advantages_G in zip(groups, advantages, strict=True):
-            for completion, advantage in zip(group.completions, advantages_G, strict=True):
-                total = total + loss_of(i, tell(model, group, completion), completion, advantage).sum() / num_tokens
-                i += 1
-        total.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= LEARNING_RATE * parameter.grad
-
-
-def compare(
-    accelerator: Accelerator, plain: Callable, *, change: Callable = lambda groups: groups, **settings: Any
-) -> dict[str, float]:
-    """Train on the same groups by `train_on` and by `plain(model, reference, groups)`; the weights must be equal."""
-    run = make_run(**settings)
-    trainer = make_moved_trainer(run, accelerator)
-    groups = change(make_groups(trainer.policy))
-    model = copy.deepcopy(trainer.policy).double()
-    reference = copy.deepcopy(make_start(accelerator)).double().requires_grad_(False)
-    metrics = train_on(trainer, groups, VERSION, StepTimer())
-    before = copy.deepcopy(model)
-    plain(model, reference, groups)
-    moved = 0.0
-    start = dict(before.named_parameters())
-    for (name, trained), expected in zip(trainer.policy.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(trained.double(), expected, atol=2e-6, rtol=0, msg=name)
-        moved = max(moved, float((expected - start[name]).detach().abs().max()))
-    assert moved > 1e-3
-    return metrics
-
-
-def make_start(accelerator: Accelerator) -> torch.nn.Module:
-    """The policy as it was when the reference was taken."""
-    torch.manual_seed(0)
-    return accelerator.unwrap_model(make_trainer(RunInputs(make_run()), accelerator, is_new=True).policy)
-
-
-def test_several_updates_on_a_batch_clip_against_the_stored_logprobs(accelerator: Accelerator) -> None:
-    def plain(model, reference, groups):
-        def loss(i, told, completion, advantage):
-            return clipped((told[0] - behaviour(completion)).exp(), advantage)
-
-        plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 3, loss)
-
-    # At version 5 of 10 steps half of the peak: all updates of a step have the learning rate of its version.
-    falling = {"learning_rate": 2 * LEARNING_RATE, "schedule": "linear", "max_grad_norm": 1e9}
-    metrics = compare(accelerator, plain, updates_per_batch=3, optimizer=falling)
-    assert 0 < metrics["loss/clipped_frac"] < 1
-
-
-def test_decoupled_ppo_holds_the_proximal_policy_over_the_updates(accelerator: Accelerator) -> None:
-    def plain(model, reference, groups):
-        completions = [(group, completion) for group in groups for completion in group.completions]
-        with torch.no_grad():
-            proximal = [tell(model, group, completion)[0] for group, completion in completions]
-
-        def loss(i, told, completion, advantage):
-            weight_T = (proximal[i] - behaviour(completion)).exp().clamp(max=1.3)
-            return weight_T * clipped((told[0] - proximal[i]).exp(), advantage)
-
-        plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 2, loss)
-
-    correction = {"anchor": "proximal", "weight": "truncate", "max_weight": 1.3}
-    metrics = compare(accelerator, plain, updates_per_batch=2, off_policy_correction=correction)
-    assert metrics["correction/bounded_frac"] > 0 and metrics["loss/kept_frac"] == 1
-
-
-def test_the_log_linear_proximal_policy_goes_by_each_tokens_version(accelerator: Accelerator) -> None:
-    def plain(model, reference, groups):
-        def loss(i, told, completion, advantage):
-            ages = [VERSION - version for version, count in completion.versions for _ in range(count)]
-            share_T = torch.tensor([age / (age + 1) for age in ages], dtype=torch.float64)
-            proximal_T = (behaviour(completion) + share_T * (told[0] - behaviour(completion))).detach()
-            weight_T = (proximal_T - behaviour(completion)).exp().clamp(max=2.0)
-            return weight_T * clipped((told[0] - proximal_T).exp(), advantage)
-
-        plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 1, loss)
-
-    compare(
-        accelerator, plain, off_policy_correction={"anchor": "proximal", "proximal": "log_linear", "weight": "truncate"}
+def answered(branch: TokenSequence) -> TokenSequence:
+    """Two turns: the environment speaks after the first token."""
+    versions = [(version, 1) for version, count in branch.versions for _ in range(count)]
+    return TokenSequence(
+        token_ids=np.insert(branch.token_ids, 1, ANSWER).astype(np.int32),
+        behaviour_logprobs=np.insert(branch.behaviour_logprobs, 1, [0.0, 0.0]).astype(np.float32),
+        versions=[*versions[:1], (None, len(ANSWER)), *versions[1:]],
+        finish_reason=branch.finish_reason,
     )
 
 
-def test_tokens_beyond_a_staleness_are_left_out_and_stay_in_the_denominator(accelerator: Accelerator) -> None:
-    def plain(model, reference, groups):
-        def loss(i, told, completion, advantage):
-            ages = [VERSION - version for version, count in completion.versions for _ in range(count)]
-            kept_T = torch.tensor([float(age <= 2) for age in ages], dtype=torch.float64)
-            return kept_T * clipped((told[0] - behaviour(completion)).exp(), advantage)
-
-        plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 1, loss)
-
-    metrics = compare(accelerator, plain, off_policy_correction={"max_token_staleness": 2})
-    assert 0 < metrics["correction/stale_frac"] == pytest.approx(1 - metrics["loss/kept_frac"])
-
-
-def test_truncated_completions_are_left_out_of_the_mean_and_stay_in_the_baseline(accelerator: Accelerator) -> None:
-    def plain(model, reference, groups):
-        lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
-        share_kept = sum(length for length in lengths if length < MAX_TOKENS) / sum(lengths)
-        assert 0 < share_kept < 1
-
-        def loss(i, told, completion, advantage):
-            is_kept = len(told[0]) < MAX_TOKENS
-            return is_kept / share_kept * clipped((told[0] - behaviour(completion)).exp(), advantage)
-
-        plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 1, loss)
-
-    compare(accelerator, plain, loss={"mask_truncated": True})
+def with_episodes(groups: list[RolloutGroup], first_token: int | None = 7) -> list[RolloutGroup]:
+    """Every episode has two turns; every other one has a second branch, behind a prompt of its own, which begins otherwise than the
+    group's unless `first_token` is None.
+    """
+    changed = []
+    for group in groups:
+        episodes = [[answered(branch)] for branch in group.completions]
+        for number, branches in enumerate(episodes):
+            if number % 2:
+                first = group.prompt_token_ids[0] if first_token is None else first_token
+                own_prompt = np.array([first, *group.prompt_token_ids[1:], 11, number], np.int32)
+                branches.append(msgspec.structs.replace(group.completions[number - 1], prompt_token_ids=own_prompt))
+        flat = [branch for branches in episodes for branch in branches]
+        changed.append(msgspec.structs.replace(group, completions=flat, num_branches_G=list(map(len, episodes))))
+    return changed
 
 
-def test_a_kl_in_the_reward_changes_the_advantages_and_nothing_else(accelerator: Accelerator) -> None:
-    def plain(model, reference, groups):
-        advantages = []
-        with torch.no_grad():
-            for group in groups:
-                kls = [
-                    float((tell(model, group, completion)[0] - tell(reference, group, completion)[0]).sum())
-                    for completion in group.completions
-                ]
-                shaped = [r - 0.2 * k for r, k in zip(group.rewards_G, kls, strict=True)]
-                advantages.append([reward - statistics.mean(shaped) for reward in shaped])
+def compare(
+    accelerator: Accelerator, rule: Rule, settings: dict[str, Any], change: Callable[[list], list]
+) -> dict[str, float]:
+    """Train on the same groups in both ways; the weights and the extremes of tokens must be equal."""
+    trainer = make_moved_trainer(make_run(**settings), accelerator)
+    groups = change(make_groups(trainer.policy))
+    model = copy.deepcopy(trainer.policy).double()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    reference = AutoModelForCausalLM.from_pretrained(resolve_model("tiny:digits"), dtype=torch.float64)
+    metrics = train_on(trainer, groups, VERSION, StepTimer())
+    extremes = plain_step(model, reference, groups, rule)
+    assert metrics["policy/ratio_min"] == pytest.approx(extremes.ratio_min, rel=1e-4)
+    assert metrics["policy/ratio_max"] == pytest.approx(extremes.ratio_max, rel=1e-4)
+    assert metrics["loss/max_token_share"] == pytest.approx(extremes.max_token_share, rel=1e-3)
+    for (name, trained), expected in zip(trainer.policy.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(trained.double(), expected, atol=2e-6, rtol=0, msg=name)
+    moved = zip(model.parameters(), before, strict=True)
+    assert max(float((parameter - start).detach().abs().max()) for parameter, start in moved) > 1e-3
+    return metrics
 
-        def loss(i, told, completion, advantage):
-            return clipped((told[0] - behaviour(completion)).exp(), advantage)
 
-        plain_updates(model, groups, advantages, 1, loss)
-
-    kl = {"coef": 0.2, "place": "reward", "estimator": "k1"}
-    metrics = compare(accelerator, plain, kl=kl, reference={"kind": "fixed"}, advantage={"scale": "none"})
-    assert abs(metrics["reference/kl"]) > 1e-3
-
-
-def test_a_kl_in_the_loss_is_measured_against_one_reference_over_all_updates(accelerator: Accelerator) -> None:
-    def plain(model, reference, groups):
-        completions = [(group, completion) for group in groups for completion in group.completions]
-
-        def loss(i, told, completion, advantage):
-            d_T = tell(reference, *completions[i])[0] - told[0]
-            ratio_T = (told[0] - behaviour(completion)).exp()
-            return clipped(ratio_T, advantage) + 0.5 * ratio_T * (d_T.exp() - d_T - 1)
-
-        plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 2, loss)
-
-    kl = {"coef": 0.5, "importance_weighted": True}
-    compare(accelerator, plain, kl=kl, reference={"kind": "fixed"}, updates_per_batch=2)
+@pytest.mark.parametrize("change", [lambda groups: groups, with_episodes], ids=["completions", "episodes"])
+@pytest.mark.parametrize(("settings", "rule"), CASES.values(), ids=CASES)
+def test_a_step_is_that_of_the_paper(
+    accelerator: Accelerator, settings: dict[str, Any], rule: Rule, change: Callable[[list], list]
+) -> None:
+    metrics = compare(accelerator, rule, settings, change)
+    assert 0 < metrics["loss/clipped_frac"] < 1
+    correction = settings.get("off_policy_correction", {})
+    if "max_weight" in correction:
+        assert metrics["correction/bounded_frac"] > 0 and metrics["loss/kept_frac"] == 1
+    if "max_token_staleness" in correction:
+        assert 0 < metrics["correction/stale_frac"] == pytest.approx(1 - metrics["loss/kept_frac"])
+    if "kl" in settings:
+        assert abs(metrics["reference/kl"]) > 1e-3
+    if rule.top_entropy < 1:
+        assert 0.18 < metrics["loss/kept_frac"] < 0.3  # first tokens of a group have the same entropy and stay together
 
 
 def test_groups_without_signal_still_have_a_kl_and_an_entropy(accelerator: Accelerator) -> None:
@@ -219,22 +102,22 @@ def test_groups_without_signal_still_have_a_kl_and_an_entropy(accelerator: Accel
     def without_signal(groups: list[RolloutGroup]) -> list[RolloutGroup]:
         return [msgspec.structs.replace(group, rewards_G=[1.0] * len(group.completions)) for group in groups]
 
-    def plain(model, reference, groups):
-        completions = [(group, completion) for group in groups for completion in group.completions]
-
-        def loss(i, told, completion, advantage):
-            d_T = tell(reference, *completions[i])[0] - told[0]
-            return 0.5 * (d_T.exp() - d_T - 1) - 0.3 * told[1]
-
-        plain_updates(model, groups, [[0.0] * len(group.completions) for group in groups], 1, loss)
-
-    settings = {"kl": {"coef": 0.5}, "reference": {"kind": "fixed"}, "loss": {"entropy_coef": 0.3}}
-    metrics = compare(accelerator, plain, change=without_signal, **settings)
+    settings = {"kl": {"coef": 0.5}, "loss": {"entropy_coef": 0.3}, **FIXED}
+    rule = Rule(lambda branch: 0.5 * k3(branch) - 0.3 * branch.entropy)
+    metrics = compare(accelerator, rule, settings, without_signal)
     assert metrics["batch/no_signal_groups"] == 3 and metrics["reference/kl"] > 1e-3
 
 
+def test_what_the_prompts_of_an_episode_begin_with_together_is_computed_once_with_the_same_gradient(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (forward_pack, packing):
+        monkeypatch.setattr(module, "MIN_SHARED", 1)
+    compare(accelerator, Rule(), {}, lambda groups: with_episodes(groups, first_token=None))
+
+
 def test_a_logprob_that_is_no_number_takes_its_token_out_of_loss_and_metrics(accelerator: Accelerator) -> None:
-    run = make_run(kl={"coef": 0.5}, reference={"kind": "fixed"})
+    run = make_run(kl={"coef": 0.5}, **FIXED)
     trainer = make_moved_trainer(run, accelerator)
     groups = [msgspec.structs.replace(group, entered_version=VERSION) for group in make_groups(trainer.policy)]
     for group in groups:
@@ -246,53 +129,53 @@ def test_a_logprob_that_is_no_number_takes_its_token_out_of_loss_and_metrics(acc
     assert group_metrics(groups, VERSION)["rollout/nonfinite_logprobs"] == 12
 
 
-def test_an_entropy_bonus_raises_the_entropy_of_every_trained_token(accelerator: Accelerator) -> None:
-    def plain(model, reference, groups):
-        def loss(i, told, completion, advantage):
-            return clipped((told[0] - behaviour(completion)).exp(), advantage) - 0.3 * told[1]
-
-        plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 1, loss)
-
-    compare(accelerator, plain, loss={"entropy_coef": 0.3})
-
-
-def test_only_the_tokens_of_highest_entropy_of_the_whole_step_carry_the_objective(accelerator: Accelerator) -> None:
-    def plain(model, reference, groups):
-        completions = [(group, completion) for group in groups for completion in group.completions]
-        with torch.no_grad():
-            entropies = [tell(model, group, completion)[1] for group, completion in completions]
-        in_order = sorted((float(entropy) for entropy_T in entropies for entropy in entropy_T), reverse=True)
-        floor = in_order[round(0.2 * len(in_order)) - 1]
-
-        def loss(i, told, completion, advantage):
-            return (entropies[i] >= floor - 1e-7) * clipped((told[0] - behaviour(completion)).exp(), advantage)
-
-        plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 1, loss)
-
-    metrics = compare(accelerator, plain, loss={"top_entropy_frac": 0.2}, micro_batch_tokens=30)
-    assert 0.18 < metrics["loss/kept_frac"] < 0.3  # first tokens of a group have the same entropy and stay together
+def test_micro_batches_padding_and_order_do_not_change_the_gradient(accelerator: Accelerator) -> None:
+    whole = gradients(accelerator, micro_batch_tokens=1000)
+    for micro_batch_tokens, is_turned in ((1, False), (30, False), (1000, True)):
+        found = gradients(accelerator, micro_batch_tokens=micro_batch_tokens, is_turned=is_turned)
+        for name, gradient in whole.items():
+            assert gradient.abs().max() > 1e-3
+            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS.keys())
-def test_micro_batches_padding_and_order_do_not_change_the_gradient(accelerator: Accelerator, settings: dict) -> None:
-    run = make_run(**settings)
+def test_metrics_count_episodes_and_what_the_policy_sampled(accelerator: Accelerator) -> None:
+    trainer = make_moved_trainer(make_run(), accelerator)
+    (group,) = with_episodes(make_groups(trainer.policy, num_groups=1))
+    sampled = [sum(c for b in branches for v, c in b.versions if v is not None) for branches in episodes_of(group)]
+    metrics = group_metrics([group], VERSION)
+    assert metrics["rollout/tokens"] == sum(sampled)
+    assert metrics["rollout/completion_length_max"] == max(sampled)
+    assert metrics["rollout/completion_length_mean"] == sum(sampled) / 4
+    oldest = min(v for branch in group.completions for v, _ in branch.versions if v is not None)
+    assert metrics["staleness/max"] == VERSION - oldest
+
+
+def test_an_episode_may_sample_more_than_a_turn_may(accelerator: Accelerator) -> None:
+    """Its metrics by length too, which are by quarters of what a turn may have."""
+    run = make_run(off_policy_correction={"weight": "mask", "max_weight": 1.5})
     trainer = make_moved_trainer(run, accelerator)
-    groups = make_groups(trainer.policy)
-    whole = gradient_of(trainer, groups)
-    assert whole.abs().max() > 1e-3
-    for budget in (1, 30):
-        trainer.run = make_run(**settings, micro_batch_tokens=budget)
-        torch.testing.assert_close(gradient_of(trainer, groups), whole, atol=1e-5, rtol=0)
-    trainer.run = run
-    turned = gradient_of(trainer, groups[::-1])
-    torch.testing.assert_close(turned, whole, atol=1e-5, rtol=0)
+    groups = make_groups(trainer.policy, num_groups=1)
+    (turn,) = [branch for branch in groups[0].completions if len(branch.token_ids) == MAX_TOKENS][:1]
+    twice = TokenSequence(
+        token_ids=np.tile(turn.token_ids, 2), behaviour_logprobs=np.tile(turn.behaviour_logprobs, 2),
+        versions=turn.versions * 2, finish_reason="stop",
+    )  # fmt: skip
+    groups = [msgspec.structs.replace(groups[0], completions=[twice, *groups[0].completions[1:]])]
+    assert train_on(trainer, groups, VERSION, StepTimer())["loss/kept_frac_length_q4"] > 0
 
 
-@pytest.mark.slow
-def test_two_ranks_have_the_gradient_of_one(accelerator: Accelerator, tmp_path: Path) -> None:
-    one = all_gradients(accelerator, micro_batch_tokens=1000)
-    on_two_ranks(write_gradients, tmp_path / "rank", 40)
-    for rank in range(2):
-        two = load_file(f"{tmp_path / 'rank'}-{rank}")
-        for name, gradient in one.items():
-            torch.testing.assert_close(two[name], gradient, atol=1e-5, rtol=0, msg=name)
+def test_episodes_reach_the_other_ranks_as_they_are(accelerator: Accelerator) -> None:
+    trainer = make_moved_trainer(make_run(), accelerator)
+    groups = with_episodes(make_groups(trainer.policy, num_groups=1))
+    received = unpack(pack(StepBatch(groups=groups)), StepBatch).groups
+    assert received is not None and received[0].num_branches_G == groups[0].num_branches_G
+    for before, after in zip(groups[0].completions, received[0].completions, strict=True):
+        assert after.versions == before.versions and after.token_ids.tolist() == before.token_ids.tolist()
+        assert (after.prompt_token_ids is None) == (before.prompt_token_ids is None)
+
+
+def test_a_branch_whose_parts_differ_in_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 token ids, 2 behavior logprobs and versions of 3 tokens"):
+        TokenSequence(
+            token_ids=np.zeros(2, np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(None, 3)], finish_reason="stop"
+        )  # fmt: skip

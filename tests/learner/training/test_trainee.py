@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from learner.config import LearnerConfig
@@ -60,12 +59,10 @@ def test_a_controlled_weight_moves_by_a_bounded_share_towards_the_target() -> No
     assert coefs(config, [1.0, None, 0.09, 0.0, 0.1]) == pytest.approx([1.0, 1.1, 1.1, 1.045, 0.9405])
 
 
-def test_a_resume_with_more_steps_goes_on_with_the_weight_of_the_longer_run() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
+def test_a_resume_with_more_steps_goes_on_with_the_weight_of_the_longer_run(accelerator: Accelerator) -> None:
     kl = {"coef": 0.4, "schedule": "linear", "final_coef": 0.0}
     longer = make_run(steps=9, kl=kl, reference={"kind": "fixed"})
-    trainer = make_trainer(RunInputs(longer), Accelerator(cpu=True), is_new=False)
+    trainer = make_trainer(RunInputs(longer), accelerator, is_new=False)
     trainer.kl_coef = 0.0  # as the checkpoint of a run of 5 steps has it
     trainer.set_kl_coef(4, None)
     assert trainer.kl_coef == pytest.approx(0.2)
-    AcceleratorState._reset_state(reset_partial_state=True)

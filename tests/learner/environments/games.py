@@ -1,0 +1,64 @@
+"""Whole runs that play the built-in game of guessing, and its rules once more."""
+
+from pathlib import Path
+from typing import Any
+
+from learner.config import LearnerRun
+from learner.environments.builtin import HIGHER, LOWER, NO_DIGIT, RIGHT
+from learner.environments.episode import Episode, EpisodeGroup
+from learner.policy.model import load_tokenizer
+from learner.prompts.prompts import Prompts
+from protocol.codec import unpack
+from protocol.model_files import resolve_model
+from tests.learner.ledgers import consumed_groups
+from tests.learner.runs import make_run
+
+DIGITS = "0123456789"
+
+
+def playing_run(tmp_path: Path, *endpoints: str, steps: int = 4, factory: str = "guess", **learner: Any) -> LearnerRun:
+    settings = {
+        "steps": steps,
+        "data": {"task": "guess", "num_prompts": 32},
+        "reward": {"functions": ["environment_reward"]},
+        "sampling": {"group_size": 4, "max_tokens": 2, "stop": list(DIGITS)},
+        "environment": {"factory": factory, "max_turns": 4, "max_concurrent": 8, "timeout_s": 5.0},
+    }
+    return make_run(tmp_path, *endpoints, **settings | learner)
+
+
+def groups_of(run: LearnerRun) -> list[tuple[EpisodeGroup, int]]:
+    """What the ledger has of the consumed groups, each with its secret."""
+    prompts = Prompts(run.learner.data, load_tokenizer(resolve_model("tiny:digits")), run.seed)
+    groups = consumed_groups(run)
+    assert groups
+    return [
+        (unpack(payload, EpisodeGroup), prompts.prompt_at(row.position).columns["secret"]) for row, payload in groups
+    ]
+
+
+def said_by(secret: int, text: str) -> str:
+    """The rules of the game once more."""
+    if text[-1:] not in set(DIGITS):
+        return NO_DIGIT
+    return RIGHT if int(text[-1]) == secret else HIGHER if int(text[-1]) < secret else LOWER
+
+
+def assert_played_by_the_rules(episode: Episode, secret: int, *, is_agent: bool = False) -> None:
+    """Sampled and unsampled tokens take turns, and each answer is that of the turn before it. An agent keeps the last to itself."""
+    tokenizer = load_tokenizer(resolve_model("tiny:digits"))
+    (branch,) = episode.branches
+    texts, was_sampled = [""], True
+    for token, is_sampled in zip(branch.token_ids.tolist(), branch.is_sampled_T.tolist(), strict=True):
+        if is_sampled != was_sampled:
+            texts.append("")
+        texts[-1] += tokenizer.decode([token], skip_special_tokens=True)
+        was_sampled = is_sampled
+    turns, answers = texts[::2], texts[1::2]
+    assert len(turns) == episode.course.num_turns
+    assert answers == [said_by(secret, turn) for turn in turns][: len(answers)]
+    assert len(turns) - len(answers) == (is_agent or episode.course.state == "length")
+    is_found = said_by(secret, turns[-1]) == RIGHT
+    assert episode.reward == float(is_found)
+    assert (is_found or is_agent) == (episode.course.state == "finished") or episode.course.state == "length"
+    assert (branch.behaviour_logprobs[~branch.is_sampled_T] == 0).all()

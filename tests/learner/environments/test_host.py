@@ -1,0 +1,129 @@
+"""One instance of an environment: what it answers to the learner's commands, and of which classes it may be."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from learner.environments.builtin import HIGHER, LOWER, NO_DIGIT, RIGHT, Calculator
+from learner.environments.contract import BUILT_IN, load_environment
+from learner.environments.host import Answer, ClassError, Command, Host, Rate, Reset, RewardResult, StepResult, Turn
+from learner.sandbox.user_code import NotLoaded
+from tests.learner.environments.conversing import described
+from tests.learner.environments.play import USER
+
+EXAMPLES = Path(__file__).parent / "trl_examples.py"
+
+
+def answers(name: str, *commands: Command) -> list[Answer]:
+    host = Host(load_environment(name if name in BUILT_IN else f"{USER}:{name}", takes_text=True), {})
+    with host._loop:
+        return [host.answer(command) for command in commands]
+
+
+EXCHANGES: dict[str, tuple[str, list[tuple[Command, Answer]]]] = {
+    "one episode after another": (
+        "Echo",
+        [
+            (Reset({"prompt": "p", "greeting": "hello"}), StepResult("hello")),
+            (Turn("a"), StepResult("<a>")), (Turn("stop"), StepResult("<stop>", is_done=True)), (Rate(), RewardResult(2.0)),
+            (Reset({}), StepResult("")), (Rate(), RewardResult(0.0)),
+        ],
+    ),
+    "one loop for all that is asynchronous, and a reward of numpy": (
+        "Asynchronous",
+        [
+            (Reset({}), StepResult("begun")), (Turn("a"), StepResult("a in the same loop")),
+            (Turn("b"), StepResult("b in the same loop")), (Rate(), RewardResult(0.5)),
+        ],
+    ),
+    "the policy reads an error of the method": (
+        "Treacherous",
+        [
+            (Reset({}), StepResult("")), (Turn("raise"), StepResult("'no such word'", has_failed=True)),
+            (Turn("again"), StepResult("<again>")),
+        ],
+    ),
+    "no reward": (
+        "Unrated", [(Reset({}), StepResult("")), (Turn("a"), StepResult("")), (Rate(), RewardResult(None))],
+    ),
+    "the secret is guessed": (
+        "guess",
+        [
+            (Reset({"prompt": "=", "secret": 4}), StepResult("")), (Turn("7"), StepResult(LOWER)),
+            (Turn("1"), StepResult(HIGHER)), (Turn(" >"), StepResult(NO_DIGIT)), (Turn(""), StepResult(NO_DIGIT)),
+            (Turn("=3"), StepResult(HIGHER)), (Rate(), RewardResult(0.0)),
+            (Turn("4"), StepResult(RIGHT, is_done=True)), (Rate(), RewardResult(1.0)),
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "exchange"), EXCHANGES.values(), ids=list(EXCHANGES))
+def test_commands_are_answered(name: str, exchange: list[tuple[Command, Answer]]) -> None:
+    assert answers(name, *(command for command, _ in exchange)) == [answer for _, answer in exchange]
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "problem"),
+    [
+        ("Treacherous", Reset({"prompt": "raise"}), r"raised ValueError: 'no such row' \(.*user_environments.py:\d+\)"),
+        ("Treacherous", Turn("number"), "tell returned 7, expected a text or None"),
+        ("Overrated", Rate(), "get_reward returned 'much', expected a finite number or None"),
+    ],
+    ids=str,
+)
+def test_an_error_of_the_class_is_named(name: str, command: Command, problem: str) -> None:
+    answer = answers(name, Reset({}), command)[1]
+    assert isinstance(answer, ClassError) and re.fullmatch(problem, answer.problem)
+
+
+@pytest.mark.parametrize(
+    ("turns", "heard", "reward"),
+    [
+        (("37+45=", "82"), ["82>", ""], 1.0),
+        (("45+37=", "82"), ["82>", ""], (2 / 6 + 1) / 2),
+        (("37+45=", "83"), ["82>", ""], 0.75),
+        (("37+45=", "37+45="), ["82>", "82>"], 0.5),
+        (("37+=", ""), [" ", ""], 3 / 6 / 2),
+        (("37+45+1=", "82"), [" ", ""], (5 / 8 + 1) / 2),
+    ],
+)
+def test_the_calculator_shows_a_sum_and_rates_the_call_and_the_answer_by_half(
+    turns: tuple[str, ...], heard: list[str], reward: float
+) -> None:
+    calculator = Calculator()
+    calculator.reset(call="37+45=", answer="82", prompt="37,45>")
+    assert [calculator.press(turn) for turn in turns] == heard
+    assert calculator.done == (not turns[-1].endswith("="))
+    assert calculator.get_reward() == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("factory", "problem"),
+    [
+        ("gues", f"it is not built in; known are: {', '.join(BUILT_IN)}"),
+        (f"{USER}:not_a_class", "expected a class"),
+        (f"{USER}:TwoMethods", r"has 2 public methods besides reset and get_reward \(tell, whisper\); expected one"),
+        (f"{USER}:WithoutReset", "no method reset"),
+    ],
+)
+def test_a_class_that_cannot_be_played_is_refused_with_the_remedy(factory: str, problem: str) -> None:
+    with pytest.raises(NotLoaded, match=problem):
+        load_environment(factory, takes_text=True)
+
+
+@pytest.mark.parametrize(
+    ("factory", "functions", "problem"),
+    [
+        ("WithoutDocstring", [], r"the tool tell cannot be described .* docstring in Google style"),
+        (None, [f"{EXAMPLES}:multiply"] * 2, "second tool with the name multiply"),
+        (None, [f"{USER}:Echo"], "expected a function"),
+        ("Calculator", [f"{USER}:add"], "add is both a tool and a method"),
+    ],
+)
+def test_tools_that_cannot_be_offered_are_refused_with_the_remedy(
+    factory: str | None, functions: list[str], problem: str
+) -> None:
+    with pytest.raises((NotLoaded, AssertionError), match=problem):
+        described(factory and f"{USER}:{factory}", *functions)

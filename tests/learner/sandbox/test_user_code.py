@@ -1,0 +1,48 @@
+"""What the config names is imported from a module or a file, or the error says what is wrong with it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from learner.sandbox.user_code import NotLoaded, load_named
+
+FILES = {
+    "beside_it.py": "SAYS = 'hello'\n",
+    "mine.py": "from beside_it import SAYS\n\nNUMBER = 3\n\ndef say():\n    return SAYS\n",
+    "half.py": "first = 1\nraise ValueError('no more')\n",
+    "ends.py": "raise SystemExit(3)\n",
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def test_a_file_or_a_module_of_the_working_directory_may_import_what_stands_beside_it(directory: Path) -> None:
+    for spec in (f"{directory}/mine.py:say", "mine.py:say", "mine:say"):
+        assert load_named(spec)() == "hello"
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("mine:nobody", "mine holds nothing under the name 'nobody'; define it there"),
+        ("mine.py:NUMBER", "mine.py holds a value of type int under the name 'NUMBER'"),
+        ("no.such.module:f", "importing no.such.module failed with ModuleNotFoundError"),
+        ("no/such/file.py:f", "importing no/such/file.py failed with FileNotFoundError"),
+        ("half.py:first", r"importing half.py failed with ValueError: 'no more' \(.*half.py:2\); expected module:name"),
+        ("ends.py:f", "importing ends.py failed with SystemExit"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named_and_fails_alike_when_it_is_tried_again(
+    directory: Path, spec: str, problem: str
+) -> None:
+    for _ in range(2):
+        with pytest.raises(NotLoaded, match=problem):
+            load_named(spec)

@@ -1,0 +1,213 @@
+"""A step once more, the oracle of `train_on`: branch by branch, unpadded, in float64, by plain gradient descent; and the cases of both."""
+
+import math
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from learner.environments.episode import TokenSequence
+from learner.rollouts.rollout_group import RolloutGroup
+from tests.learner.policy.plain import plain_logits
+from tests.learner.training.fixed_groups import VERSION
+
+LEARNING_RATE = 0.1
+
+
+class Branch(msgspec.Struct, eq=False):
+    """What is known of the tokens of a branch that a policy sampled."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    """Both of the policy as it is now, with a gradient."""
+    started: torch.Tensor
+    started_entropy: torch.Tensor
+    """Of the policy at the start of the step."""
+    behaviour: torch.Tensor
+    reference: torch.Tensor
+    ages: torch.Tensor
+    advantage: float
+
+
+def ppo(branch: Branch) -> torch.Tensor:
+    return clipped(branch, (branch.logprobs - branch.behaviour).exp())
+
+
+def clipped(branch: Branch, ratio_T: torch.Tensor) -> torch.Tensor:
+    advantage = branch.advantage
+    objective_T = torch.minimum(ratio_T * advantage, ratio_T.clamp(0.8, 1.28) * advantage)
+    return -(objective_T.clamp(min=3 * advantage) if advantage < 0 else objective_T)
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """How a step is made; `loss` gives that of each sampled token of a branch."""
+
+    loss: Callable[[Branch], torch.Tensor] = ppo
+    num_updates: int = 1
+    is_per_episode: bool = False
+    """The mean is over episodes of the means of their tokens, not over all tokens."""
+    leaves_out_truncated: bool = False
+    kl_in_reward: float | None = None
+    """Instead of the deviation, by which rewards are divided otherwise."""
+    top_entropy: float = 1.0
+
+
+def decoupled(branch: Branch) -> torch.Tensor:
+    weight_T = (branch.started - branch.behaviour).exp().clamp(max=1.3)
+    return weight_T * clipped(branch, (branch.logprobs - branch.started).exp())
+
+
+def log_linear(branch: Branch) -> torch.Tensor:
+    share_T = branch.ages / (branch.ages + 1)
+    proximal_T = (branch.behaviour + share_T * (branch.logprobs - branch.behaviour)).detach()
+    weight_T = (proximal_T - branch.behaviour).exp().clamp(max=2.0)
+    return weight_T * clipped(branch, (branch.logprobs - proximal_T).exp())
+
+
+def gspo(branch: Branch) -> torch.Tensor:
+    ratio = (branch.logprobs - branch.behaviour).mean().exp()
+    return clipped(branch, ratio.expand_as(branch.logprobs))
+
+
+def k3(branch: Branch) -> torch.Tensor:
+    d_T = branch.reference - branch.logprobs
+    return d_T.exp() - d_T - 1
+
+
+def with_weighted_kl(branch: Branch) -> torch.Tensor:
+    return ppo(branch) + 0.5 * (branch.logprobs - branch.behaviour).exp() * k3(branch)
+
+
+FIXED = {"reference": {"kind": "fixed"}}
+FALLING = {"learning_rate": 2 * LEARNING_RATE, "schedule": "linear", "max_grad_norm": 1e9}
+"""At version 5 of 10 steps half of the peak: all updates of a step have the learning rate of its version."""
+CASES: dict[str, tuple[dict[str, Any], Rule]] = {
+    "several updates clip against the stored logprobs": (
+        {"updates_per_batch": 3, "optimizer": FALLING}, Rule(num_updates=3),
+    ),
+    "the mean over episodes": ({"loss": {"normalization": "sequence"}}, Rule(is_per_episode=True)),
+    "padded": ({"loss": {"normalization": "sequence"}, "attn_implementation": "sdpa"}, Rule(is_per_episode=True)),
+    "decoupled PPO holds the proximal policy over the updates": (
+        {"updates_per_batch": 2, "off_policy_correction": {"anchor": "proximal", "weight": "truncate", "max_weight": 1.3}},
+        Rule(decoupled, num_updates=2),
+    ),
+    "the log-linear proximal policy goes by each token's version": (
+        {"off_policy_correction": {"anchor": "proximal", "proximal": "log_linear", "weight": "truncate"}}, Rule(log_linear),
+    ),
+    "tokens beyond a staleness are left out and stay in the denominator": (
+        {"off_policy_correction": {"max_token_staleness": 2}}, Rule(lambda branch: (branch.ages <= 2) * ppo(branch)),
+    ),
+    "what is truncated is left out of the mean and stays in the baseline": (
+        {"loss": {"mask_truncated": True}}, Rule(leaves_out_truncated=True),
+    ),
+    "the ratio of a sequence is made of what the policy sampled": (
+        {"loss": {"objective": "gspo", "clip_low": 0.2, "clip_high": 0.28}}, Rule(gspo, is_per_episode=True),
+    ),
+    "a KL in the reward changes the advantages and nothing else": (
+        {"kl": {"coef": 0.2, "place": "reward", "estimator": "k1"}, "advantage": {"scale": "none"}, **FIXED},
+        Rule(kl_in_reward=0.2),
+    ),
+    "a KL in the loss is measured against one reference over all updates": (
+        {"kl": {"coef": 0.5, "importance_weighted": True}, "updates_per_batch": 2, **FIXED},
+        Rule(with_weighted_kl, num_updates=2),
+    ),
+    "an entropy bonus raises the entropy of every trained token": (
+        {"loss": {"entropy_coef": 0.3}}, Rule(lambda branch: ppo(branch) - 0.3 * branch.entropy),
+    ),
+    "the tokens of highest entropy of the whole step carry the objective": (
+        {"loss": {"top_entropy_frac": 0.2}, "micro_batch_tokens": 30}, Rule(top_entropy=0.2),
+    ),
+}  # fmt: skip
+
+
+def episodes_of(group: RolloutGroup) -> list[list[TokenSequence]]:
+    starts = np.cumsum([0, *(group.num_branches_G or [1] * len(group.completions))])
+    return [group.completions[start:end] for start, end in pairwise(starts)]
+
+
+def owners_of(branch: TokenSequence) -> list[int | None]:
+    return [version for version, count in branch.versions for _ in range(count)]
+
+
+def tell(model: torch.nn.Module, group: RolloutGroup, branch: TokenSequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprob and entropy of each token of a branch that a policy sampled."""
+    prompt = (group.prompt_token_ids if branch.prompt_token_ids is None else branch.prompt_token_ids).tolist()
+    tokens = torch.tensor(prompt + branch.token_ids.tolist())
+    logprobs_TV = plain_logits(model, tokens[None])[0, len(prompt) - 1 : -1].log_softmax(-1)
+    sampled = [index for index, version in enumerate(owners_of(branch)) if version is not None]
+    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    return logprobs_TV.gather(1, tokens[len(prompt) :, None])[sampled, 0], entropy_T[sampled]
+
+
+class Extremes(msgspec.Struct):
+    """Of single tokens: the ratios to the behavior policy, and how much of the gradient of its update one has at most."""
+
+    ratio_min: float = math.inf
+    ratio_max: float = 0.0
+    max_token_share: float = 0.0
+
+
+def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[RolloutGroup], rule: Rule) -> Extremes:
+    """Change the weights of the model, which is in float64, as the reference is."""
+    extremes = Extremes()
+    episodes_P_G = [episodes_of(group) for group in groups]
+    pairs = [(group, one) for group, episodes in zip(groups, episodes_P_G, strict=True) for e in episodes for one in e]
+    with torch.no_grad():
+        started = {id(one): tell(model, group, one) for group, one in pairs}
+        references = {id(one): tell(reference, group, one)[0] for group, one in pairs}
+    entropies = sorted((float(entropy) for _, entropy_T in started.values() for entropy in entropy_T), reverse=True)
+    floor = entropies[round(rule.top_entropy * len(entropies)) - 1] - 1e-7
+
+    def kl_of(episode: list[TokenSequence]) -> float:
+        return sum(float((started[id(one)][0] - references[id(one)]).sum()) for one in episode)
+
+    def branch_of(group: RolloutGroup, one: TokenSequence, advantage: float) -> Branch:
+        known: dict[str, Any] = dict(zip(("started", "started_entropy"), started[id(one)], strict=True))
+        known |= dict(zip(("logprobs", "entropy"), tell(model, group, one), strict=True))
+        sampled = [version for version in owners_of(one) if version is not None]
+        behaviour = torch.from_numpy(one.behaviour_logprobs[[v is not None for v in owners_of(one)]]).double()
+        ages = torch.tensor([VERSION - version for version in sampled], dtype=torch.float64)
+        return Branch(behaviour=behaviour, reference=references[id(one)], ages=ages, advantage=advantage, **known)
+
+    def is_kept(one: TokenSequence) -> bool:
+        return not (rule.leaves_out_truncated and one.finish_reason == "length")
+
+    def num_tokens(branches: list[TokenSequence]) -> int:
+        return sum(len(references[id(one)]) for one in branches if is_kept(one))
+
+    for _ in range(rule.num_updates):
+        model.zero_grad()
+        total, pulls = torch.zeros((), dtype=torch.float64), []
+        for group, episodes in zip(groups, episodes_P_G, strict=True):
+            kls = [kl_of(episode) for episode in episodes]
+            for episode, advantage in zip(episodes, advantages_of(group.rewards_G, kls, rule), strict=True):
+                num_all = num_tokens([one for _, one in pairs])
+                if rule.is_per_episode:
+                    num_all = num_tokens(episode) * sum(map(len, episodes_P_G))
+                for one in filter(is_kept, episode):
+                    branch = branch_of(group, one, advantage)
+                    loss = (rule.loss(branch) * (branch.started_entropy >= floor)).sum() / num_all
+                    total = total + loss
+                    pulls += torch.autograd.grad(loss, branch.logprobs, retain_graph=True)[0].abs().tolist()
+                    ratios = (branch.logprobs - branch.behaviour).exp().tolist()
+                    extremes.ratio_min, extremes.ratio_max = (
+                        min(extremes.ratio_min, *ratios),
+                        max(extremes.ratio_max, *ratios),
+                    )
+        extremes.max_token_share = max(extremes.max_token_share, max(pulls) / sum(pulls))
+        total.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LEARNING_RATE * parameter.grad
+    return extremes
+
+
+def advantages_of(rewards: list[float], kls: list[float], rule: Rule) -> list[float]:
+    if rule.kl_in_reward is not None:
+        shaped = [reward - rule.kl_in_reward * kl for reward, kl in zip(rewards, kls, strict=True)]
+        return [reward - statistics.mean(shaped) for reward in shaped]
+    return [(reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-4) for reward in rewards]

@@ -1,0 +1,77 @@
+"""The budget of a test of `make test`, held by a run of pytest in which it is a tenth of a second; the table of durations."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests import durations
+from tests.durations import Phase
+
+ROOT = Path(__file__).parent.parent
+CONFTEST = """
+pytest_plugins = ("tests.tiers", "tests.durations")
+def pytest_configure(config):
+    import tests.tiers
+    tests.tiers.CPU_S = 0.1
+    config.addinivalue_line("markers", "system: of the whole system")
+"""
+TESTS = """
+import time
+import pytest
+
+def burn():
+    begun = time.process_time()
+    while time.process_time() < begun + 0.3:
+        pass
+
+@pytest.fixture(scope="module")
+def expensive():
+    time.sleep(0.3)
+
+def test_waits(expensive): time.sleep(0.3)
+def test_burns(): burn()
+@pytest.mark.system
+def test_burns_for_the_whole_system(): burn()
+"""
+
+
+def test_a_test_over_its_budget_fails_and_its_duration_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_burning.py").write_text(TESTS)
+    record = tmp_path / "record.jsonl"
+    options = ["-p", "no:cacheprovider", "-rf", "--rootdir", ".", "--record", str(record)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "pytest", *options, "."]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50)
+    assert "1 failed, 2 passed" in run.stdout, run.stdout + run.stderr
+    assert "FAILED test_burning.py::test_burns - it took 0.3 s of CPU, and a test of" in run.stdout
+    phases = [msgspec.json.decode(line, type=Phase) for line in record.read_bytes().splitlines()]
+    assert len(phases) == 9
+    waits = [phase for phase in phases if phase.test == "test_burning.py::test_waits"]
+    assert sum(phase.duration_s for phase in waits) > 0.5 > waits[-1].cpu_s
+    assert [name for name, _ in waits[-1].fixtures] == ["test_burning.py::expensive"]
+    assert {phase.test[22:]: phase.tier for phase in phases if phase.cpu_s > 0.2} == {
+        "burns": "test",
+        "burns_for_the_whole_system": "system",
+    }
+
+
+def test_the_table_of_durations_keeps_what_was_written_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = tmp_path / "durations.md"
+    monkeypatch.setattr(durations, "TABLES", tables)
+    tables.write_text("")
+    phases = [
+        Phase("tests/test_a.py::test_x[1 | 2]", "test", 3.0, 1.0),
+        Phase("tests/test_b.py::test_y", "system", 2.0, 0.5),
+    ]
+    tables.write_text(durations.tables_of(phases))
+    assert "| 3.0 | 1.0 | test | `tests/test_a.py::test_x[1 | 2]` |  |  |" in tables.read_text()
+    tables.write_text(tables.read_text().replace("test_y` |  |  |", "test_y` | that y holds | test_a.py |"))
+    tables.write_text(durations.tables_of([*phases, Phase("tests/test_b.py::test_y", "system", 2.0, 0.5)]))
+    assert "| 4.0 | 0.5 | system | `tests/test_b.py::test_y` | that y holds | test_a.py |" in tables.read_text()
+    assert durations.file_durations() == {"tests/test_b.py": 4, "tests/test_a.py": 3}
