@@ -1,6 +1,7 @@
 """Which server is asked for which group: hand-driven servers on real sockets, lost, late, behind and draining."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -111,7 +112,18 @@ def test_a_server_that_lacks_the_version_is_asked_for_nothing_until_it_has_it(tm
         assert [next_slots(rollouts), next_slots(rollouts)] == [[0, 1, 2], [3, 4, 5]]
         assert one.generated == [] and [member.state(0) for member in fleet.members] == ["syncing", "ready"]
         one.version = 1
+
+        def wake_and_wait() -> None:
+            """So that admission runs after the call of `publish`, and before the loop gets to it."""
+            rollouts._wake.set()
+            is_there.set()
+            assert may_go_on.wait(TIMEOUT_S)
+
+        is_there, may_go_on = threading.Event(), threading.Event()
+        rollouts._loop.call_soon(wake_and_wait)
+        assert is_there.wait(TIMEOUT_S)
         rollouts.publish(1, "server-0")
+        may_go_on.set()
         assert next_slots(rollouts, 1) == [6, 7, 8]
         assert sorted(one.generated) == ["6.0", "7.0", "8.0"] and len(other.generated) == 6
         one.version = other.version = 2
