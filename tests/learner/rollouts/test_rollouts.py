@@ -67,7 +67,7 @@ def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_ru
         assert rollouts.next_batch(0, 0.3) is None and server.generated == []
         rollouts.publish(0, server.server_id)
         assert next_slots(rollouts) == [0, 1, 2]
-        assert rollouts.batch_metrics["bottleneck/weight_sync"] >= 0.3
+        assert rollouts.batch_metrics["bottleneck/weight_sync"] > 0.1
         assert next_slots(rollouts) == [3, 4, 5]
         assert rollouts.next_batch(0, 0.3) is None and len(server.generated) == 6
         rollouts.publish(1, server.server_id)
