@@ -23,3 +23,7 @@ def free_port() -> int:
         with suppress(OSError), socket.create_server(("127.0.0.1", _OWN_PORTS[number % len(_OWN_PORTS)])) as holder:
             return holder.getsockname()[1]
     raise AssertionError("counting never ends")
+
+
+def free_endpoint() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"

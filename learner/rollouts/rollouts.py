@@ -84,7 +84,6 @@ class Rollouts:
 
     def publish(self, version: int, *server_ids: str) -> None:
         """Admit new groups, as these servers now generate with `version`."""
-        self._version = version
         self._loop.call_soon(self._published, version, server_ids)
 
     def next_batch(self, version: int, timeout_s: float) -> list[RolloutGroup] | None:
@@ -149,6 +148,8 @@ class Rollouts:
         self._loop.spawn(self._dispatcher.send_unassigned())
 
     def _published(self, version: int, server_ids: tuple[str, ...]) -> None:
+        # Together, or groups admitted under this version would go to servers that have only the one before.
+        self._version = version
         self._fleet.published(version, server_ids)
         self._record_capacity()
         self._loop.spawn(self._dispatcher.send_unassigned())

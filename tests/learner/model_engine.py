@@ -3,7 +3,8 @@
 Every completion has a seed of its own, so what is sampled depends on weights, prompt and seed alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,24 @@ def tiny_server(engine: ScriptedEngine | None = None, endpoint: str = "tcp://127
     """A server of the tiny model, on a free port if none is given."""
     path = resolve_model("tiny:digits")
     return ServerThread(engine or ModelEngine(path), model=fingerprint(path), endpoint=endpoint)
+
+
+class VersionedEngine(ModelEngine):
+    """Of the tiny model. Records its versions, and does what a test wants when it gets one."""
+
+    def __init__(self, limits: EngineLimits = TINY_LIMITS) -> None:
+        super().__init__(resolve_model("tiny:digits"), limits)
+        self.on_version: dict[int, Any] = {}
+        self.versions: list[int] = []
+
+    async def set_version(self, version: int) -> None:
+        await super().set_version(version)
+        self.versions.append(version)
+        if act := self.on_version.pop(version, None):
+            act()
+
+
+@contextmanager
+def tiny_servers(*engines: ModelEngine) -> Iterator[list[ServerThread]]:
+    with ExitStack() as cleanup:
+        yield [cleanup.enter_context(tiny_server(engine)) for engine in engines]

@@ -59,3 +59,11 @@ def seeded() -> dict[str, Any]:
 def batches_of(run: LearnerRun) -> list[tuple]:
     """Everything that happened to the slots, without when."""
     return rows_of(run, "slot, attempt, position, prompt_id, state, reason, step, rewards")
+
+
+def assert_each_prompt_once(run: LearnerRun, num_steps: int) -> None:
+    """In every epoch of the 8 prompts, of which a step consumes 3; no attempt was spent."""
+    assert num_steps % 8 == 0, "else which prompts the last epoch owes is a matter of its order"
+    consumed = rows_of(run, "epoch, prompt_id", "state = 'consumed'")
+    assert sorted(consumed) == [(index // 8, index % 8) for index in range(GROUPS_PER_STEP * num_steps)]
+    assert rows_of(run, "max(attempt), count(*)") == [(0, GROUPS_PER_STEP * num_steps)]

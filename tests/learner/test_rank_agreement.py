@@ -22,7 +22,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
 
 
-def decide(accelerator: Accelerator) -> None:
+def agree(accelerator: Accelerator) -> None:
     rank = accelerator.process_index
     assert decide_on_rank_0(accelerator, lambda: View(step=rank), View) == View(step=0)
     assert decide_on_rank_0(accelerator, lambda: None if rank == 0 else 1, int | None) is None
@@ -33,20 +33,10 @@ def decide(accelerator: Accelerator) -> None:
     assert broadcast_bytes(accelerator, sent) == bytes(range(256)) * 1000
     assert broadcast_bytes(accelerator, b"" if rank == 0 else b"ignored") == b""
 
-
-def refuse() -> View:
-    raise ConfigError("no such key")
-
-
-def tell_problems(accelerator: Accelerator) -> None:
-    rank = accelerator.process_index
     assert first_problem(accelerator, None) is None
     assert first_problem(accelerator, "no compiler" if rank == 1 else None) == "on rank 1: no compiler"
     assert first_problem(accelerator, "a longer problem" if rank == 0 else "none") == "on rank 0: a longer problem"
 
-
-def compare(accelerator: Accelerator) -> None:
-    rank = accelerator.process_index
     require_agreement(accelerator, View(step=3, settings={"kind": "adamw", "rate": 1e-5}), "Do nothing")
     with pytest.raises(RanksDisagree) as caught:
         require_agreement(accelerator, View(step=3 + rank, settings={"kind": "adamw"} if rank else {}), "Start again")
@@ -57,9 +47,12 @@ def compare(accelerator: Accelerator) -> None:
     require_agreement(accelerator, View(step=5), "Do nothing")  # they are still in step with each other
 
 
-@pytest.mark.parametrize("work", [decide, tell_problems, compare])
-def test_two_ranks_have_one_answer(work: Any) -> None:
-    on_two_ranks(work)
+def refuse() -> View:
+    raise ConfigError("no such key")
+
+
+def test_two_ranks_have_one_answer() -> None:
+    on_two_ranks(agree)
 
 
 def test_a_single_rank_decides_for_itself_without_a_collective() -> None:

@@ -12,9 +12,8 @@ from learner.rollouts.ledger import Ledger
 from learner.train import train
 from tests.learner.environments.games import assert_played_by_the_rules, groups_of, playing_run
 from tests.learner.environments.play import USER
-from tests.learner.model_engine import tiny_server
+from tests.learner.model_engine import VersionedEngine, tiny_server, tiny_servers
 from tests.learner.runs import metrics_of, rows_of
-from tests.learner.test_several_servers import Engine, servers
 
 AGENT = {"agent": "tests.learner.gateway.user_agents:guess"}
 IS_DONE = "tests.learner.environments.environment_rewards:is_done"
@@ -36,8 +35,8 @@ def test_every_episode_is_played_by_the_rules_at_one_server_and_trained_on_once_
 ) -> None:
     environment = {"max_turns": 4, "max_concurrent": 4} | player
     settings: dict[str, Any] = {"environment": environment, "reward": {"functions": functions}}
-    engines = [Engine(), Engine()]
-    with servers(*engines) as both:
+    engines = [VersionedEngine(), VersionedEngine()]
+    with tiny_servers(*engines) as both:
         endpoints = [server.endpoint for server in both]
         train(playing_run(tmp_path, *endpoints, steps=2, **settings), resume=False)
         run = playing_run(tmp_path, *endpoints, steps=4, **settings)
@@ -68,8 +67,8 @@ def test_every_episode_is_played_by_the_rules_at_one_server_and_trained_on_once_
 
 
 def test_a_server_that_dies_between_turns_costs_no_episode(tmp_path: Path) -> None:
-    mortal, survivor = Engine(), Engine()
-    with servers(mortal, survivor) as (one, other):
+    mortal, survivor = VersionedEngine(), VersionedEngine()
+    with tiny_servers(mortal, survivor) as (one, other):
 
         def hold_turns_and_die() -> None:
             mortal.release.clear()

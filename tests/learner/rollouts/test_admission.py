@@ -1,197 +1,133 @@
 """The admission rule bounds staleness whatever the timing: whole runs played out with random orders, drops and resumes."""
 
-import numpy as np
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.config import DataConfig, LearnerConfig, RewardConfig
-from learner.environments.episode import TokenSequence
+from learner.prompts.prompts import Prompts
+from learner.rollouts.group_requests import GroupRequest
+from learner.rollouts.ledger import Ledger
+from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.rollouts.rollout_group import RolloutGroup
-from learner.rollouts.selection import Selection
-from learner.rollouts.slot_order import PassedOver, SlotOrder, num_places_allowed
-
-
-def group(slot: int, version: int, *, signal: bool) -> RolloutGroup:
-    completion = TokenSequence(
-        token_ids=np.ones(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(version, 1)], finish_reason="stop"
-    )  # fmt: skip
-    rewards = [0.0, 1.0] if signal else [1.0, 1.0]
-    return RolloutGroup(
-        group_id=f"{slot}.0", slot=slot, prompt_token_ids=np.ones(1, np.int32), completions=[completion] * 2,
-        rewards_G=rewards, rewards_by_function={"f": rewards}, entered_version=version,
-    )  # fmt: skip
+from learner.rollouts.slot_order import SlotOrder, num_places_allowed
+from learner.run_inputs import RunInputs
+from tests.learner.rollouts.scored_groups import NO_SIGNAL, SIGNAL, receive_and_score
+from tests.learner.runs import make_run
 
 
 class Play:
-    """Rollouts without a server: the real rule, slots and selection; what comes when is up to the test."""
+    """Rollouts without a server: the real buffer and ledger; what comes when is up to the test."""
 
-    def __init__(self, config: LearnerConfig) -> None:
-        self.config, self.version, self.checkpoint = config, 0, 0
-        self.running: list[int] = []
-        self.unsent: list[int] = []
-        self.sent_at: dict[int, int] = {}
-        self.passed_over: dict[int, PassedOver] = {}
+    def __init__(self, directory: Path, **learner: Any) -> None:
+        self.run = make_run(
+            directory, "tcp://127.0.0.1:1", dynamic_sampling=True, max_group_attempts=2,
+            reward={"functions": ["exact_match"]}, **learner,
+        )  # fmt: skip
+        self.config = self.run.learner
+        self.ledger = Ledger(directory / "ledger.db")
+        self.ledger._db.execute("PRAGMA synchronous = OFF")
+        self.version = self.checkpoint = 0
+        self.running: dict[str, tuple[GroupRequest, int]] = {}
+        """What was sent, and under which version."""
         self.consumed: list[list[RolloutGroup]] = []
-        self.staleness: list[int] = []
-        self.replaced: list[float] = []
-        self.ready: dict[int, RolloutGroup] = {}
-        self.restart(SlotOrder(0, 0, {}))
-
-    def restart(self, slots: SlotOrder) -> None:
-        self.slots, self.selection = slots, Selection(self.config)
-
-    @property
-    def num_allowed(self) -> int:
-        config = self.config
-        return num_places_allowed(
-            version=self.version,
-            max_staleness=config.max_staleness,
-            groups_per_step=config.groups_per_step,
-            total_groups=config.steps * config.groups_per_step,
-        )
-
-    def admit(self) -> None:
-        for _ in range(self.slots.num_new(self.num_allowed)):
-            self.unsent.append(self.slots.next_to_admit)
-            self.slots.next_to_admit += 1
-        for slot in [slot for slot in self.unsent if self.slots.consumption_index(slot) < self.num_allowed]:
-            self.unsent.remove(slot)
-            self.running.append(slot)
-            self.sent_at[slot] = self.version
-
-    def finish(self, slot: int, outcome: str) -> None:
-        self.running.remove(slot)
-        if outcome == "failed":
-            self.slots.pass_over(slot, "failed")
-            self.passed_over[slot] = "failed"
-            return
-        scored = group(slot, self.sent_at[slot], signal=outcome == "signal")
-        if self.selection.accepts(scored, self.slots.num_replaced_with(slot, self.config.groups_per_step)):
-            self.ready[slot] = scored
-        else:
-            self.slots.pass_over(slot, "no_signal")
-            self.passed_over[slot] = "no_signal"
-
-    def step(self) -> bool:
-        head = self.slots.next(self.config.groups_per_step)
-        if not self.ready.keys() >= set(head):
-            return False
-        num_replaced = self.slots.num_replaced_with(head[-1], len(head))
-        self.slots.advance(head[-1] + 1)
-        self.consumed.append([self.ready.pop(slot) for slot in head])
-        metrics = self.selection.metrics_of(self.consumed[-1], num_replaced)
-        self.staleness += [self.version - self.sent_at[slot] for slot in head]
-        self.replaced.append(metrics["batch/replaced_groups"])
-        self.version += 1
-        return True
+        self.resume()
 
     def resume(self) -> None:
         """From the checkpoint: later batches are ready again, what was running has to be sent again."""
-        back = [one for batch in self.consumed[self.checkpoint :] for one in batch]
+        self.ledger.rewind(self.checkpoint)
+        self.version, self.running = self.checkpoint, {}
         del self.consumed[self.checkpoint :]
-        self.version = self.checkpoint
-        next_to_take = self.consumed[-1][-1].slot + 1 if self.consumed else 0
-        slots = SlotOrder(self.slots.next_to_admit, next_to_take, self.passed_over)
-        self.ready |= {one.slot: one for one in back}
-        self.unsent = sorted(self.unsent + self.running)
-        self.running = []
-        self.restart(slots)
+        self.buffer = RolloutBuffer(self.run, prompts_of_all(), self.ledger)
+        assert self.buffer.restore(self.version) == []
 
-    def check(self) -> None:
-        config = self.config
-        num_accepted = len(self.ready) + sum(len(batch) for batch in self.consumed)
-        num_places = num_accepted + len(self.running) + len(self.unsent)
-        assert num_places + len(self.passed_over) == self.slots.next_to_admit
-        assert max(self.staleness, default=0) <= config.max_staleness
-        places = [self.slots.consumption_index(slot) for slot in self.running]
-        assert all(place < self.num_allowed for place in places)
+    def send(self, *requests: GroupRequest) -> None:
+        self.running |= {request.group_id: (request, self.version) for request in requests}
+
+    def admit(self) -> None:
+        self.send(*self.buffer.admit(self.version))
+
+    def finish(self, group_id: str, outcome: str) -> None:
+        request, version = self.running.pop(group_id)
+        if outcome == "failed":
+            retry = self.buffer.retry(group_id, "engine_error", self.version)
+            self.send(*filter(None, [retry]))
+        else:
+            assert self.buffer.receive(group_id) is request
+            rewards = SIGNAL if outcome == "signal" else NO_SIGNAL
+            self.buffer.score([receive_and_score(self.ledger, request, version, rewards)])
+
+    def step(self) -> bool:
+        groups = self.buffer.pop_batch(
+            self.version, 0.0, is_connected=True, published=self.version, on_stale=lambda retry: pytest.fail("stale")
+        )
+        if groups is None:
+            return False
+        assert all(self.version - group.oldest_version <= self.config.max_staleness for group in groups)  # type: ignore[operator]
+        self.version += 1
+        self.ledger.consume([(group.group_id, 0) for group in groups], self.version)
+        self.consumed.append(groups)
+        return True
 
 
-@settings(deadline=None)
+@cache
+def prompts_of_all() -> Prompts:
+    """Those of every run here are the same."""
+    return RunInputs(make_run(Path("unused"), "tcp://127.0.0.1:1")).prompts
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_disk() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
+
+
+@settings(deadline=None, max_examples=40)
 @given(
     max_staleness=st.integers(0, 4),
     groups_per_step=st.integers(1, 4),
-    num_steps=st.integers(1, 8),
+    num_steps=st.integers(1, 5),
     max_resamples=st.integers(1, 3),
     with_resumes=st.booleans(),
-    choices=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 10**6)), max_size=300),
+    choices=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 10**6)), max_size=150),
 )
 def test_the_bound_holds_and_nothing_stands_still_whatever_comes_when_and_whatever_is_dropped(
     max_staleness, groups_per_step, num_steps, max_resamples, with_resumes, choices
 ) -> None:
-    play = Play(
-        LearnerConfig(
-            data=DataConfig(task="reverse"), reward=RewardConfig(functions=("f",)), steps=num_steps,
-            groups_per_step=groups_per_step, max_staleness=max_staleness, dynamic_sampling=True,
+    with tempfile.TemporaryDirectory() as directory:
+        play = Play(
+            Path(directory), steps=num_steps, groups_per_step=groups_per_step, max_staleness=max_staleness,
             max_resamples=max_resamples,
-        )
-    )  # fmt: skip
-    for event, choice in choices:
-        play.admit()
-        if not with_resumes:
-            places = len(play.running) + len(play.ready) + sum(len(batch) for batch in play.consumed)
-            assert places <= play.num_allowed, "running + accepted stays within the rule"
-        if event < 4:
-            play.step()
-        elif event == 4 and with_resumes:
-            play.resume()
-        elif event == 5:
-            play.checkpoint = play.version
-        elif play.running:
-            outcome = "failed" if event == 6 else "none" if event < 15 else "signal"
-            play.finish(play.running[choice % len(play.running)], outcome)
-        play.check()
-    while play.version < num_steps:  # a run that goes on always ends
-        play.admit()
-        play.step() or play.finish(play.running[-1], "none")
-        play.check()
-    assert [len(batch) for batch in play.consumed] == [groups_per_step] * num_steps
-    slots = [one.slot for batch in play.consumed for one in batch]
-    assert slots == sorted(set(slots))
-
-
-@settings(deadline=None)
-@given(order=st.randoms(use_true_random=False), num_steps=st.integers(1, 5), max_staleness=st.integers(0, 3))
-def test_in_a_run_without_any_signal_every_step_replaces_what_it_may_and_ends(order, num_steps, max_staleness) -> None:
-    play = Play(
-        LearnerConfig(
-            data=DataConfig(task="reverse"), reward=RewardConfig(functions=("f",)), steps=num_steps, groups_per_step=3,
-            max_staleness=max_staleness, dynamic_sampling=True, max_resamples=2,
-        )
-    )  # fmt: skip
-    num_finished = 0
-    while play.version < num_steps:
-        play.admit()
-        if not play.step():
-            play.finish(order.choice(play.running), "none")
-            num_finished += 1
-    if max_staleness == 0:
-        assert play.replaced == [6.0] * num_steps
-        assert num_finished == (6 + 3) * num_steps
-    assert num_finished <= (6 * (max_staleness + 1) + 3) * num_steps
-
-
-def test_a_slot_sent_again_after_a_resume_waits_for_its_own_place_whatever_was_replaced_behind_it() -> None:
-    play = Play(
-        LearnerConfig(
-            data=DataConfig(task="reverse"), reward=RewardConfig(functions=("f",)), steps=5, groups_per_step=2,
-            max_staleness=1, dynamic_sampling=True,
-        )
-    )  # fmt: skip
-    play.admit()
-    for slot in (0, 1):
-        play.finish(slot, "signal")
-    assert play.step()
-    play.admit()
-    play.finish(5, "none")
-    play.admit()
-    assert sorted(play.running) == [2, 3, 4, 6]
-    play.resume()
-    play.admit()
-    assert sorted(play.running) == [2, 3], "slot 4 is consumed at version 2, so it must not be sent at version 0"
-    assert play.step()
-    play.admit()
-    assert sorted(play.running) == [2, 3, 4, 6]
+        )  # fmt: skip
+        for event, choice in choices:
+            play.admit()
+            num_places = len(play.running) + play.buffer.num("scored") + sum(map(len, play.consumed))
+            num_allowed = min((max_staleness + play.version + 1), num_steps) * groups_per_step
+            assert with_resumes or num_places <= num_allowed, "running + accepted stays within the rule"
+            if event < 4:
+                play.step()
+            elif event == 4 and with_resumes:
+                play.resume()
+            elif event == 5:
+                play.checkpoint = play.version
+            elif play.running:
+                outcome = "failed" if event == 6 else "none" if event < 15 else "signal"
+                play.finish(sorted(play.running)[choice % len(play.running)], outcome)
+            counts = play.ledger.counts()
+            assert (counts.lost, counts.duplicated, counts.consumed) == (0, 0, sum(map(len, play.consumed)))
+        while play.version < num_steps:  # a run that goes on always ends
+            play.admit()
+            if not play.step():
+                play.finish(next(iter(play.running)), "none")
+        assert [len(batch) for batch in play.consumed] == [groups_per_step] * num_steps
+        slots = [group.slot for batch in play.consumed for group in batch]
+        assert slots == sorted(set(slots))
+        play.ledger.close()
 
 
 def test_the_rule_lets_the_server_run_ahead_exactly_as_far_as_allowed() -> None:
@@ -202,11 +138,3 @@ def test_the_rule_lets_the_server_run_ahead_exactly_as_far_as_allowed() -> None:
     slots = SlotOrder(next_to_admit=12, next_to_take=0, passed_over={3: "failed", 7: "no_signal"})
     assert slots.num_new(12) == 2
     assert [slots.consumption_index(slot) for slot in (3, 4, 7, 8, 12)] == [3, 3, 6, 6, 10]
-
-
-def test_replaced_groups_are_counted_for_the_step_that_replaces_them() -> None:
-    slots = SlotOrder(
-        next_to_admit=12, next_to_take=2, passed_over={2: "no_signal", 4: "failed", 5: "no_signal", 8: "no_signal"}
-    )
-    # Two groups a step: slots 3 and 6 make one, 7 and 9 the next.
-    assert [slots.num_replaced_with(slot, 2) for slot in range(2, 12)] == [2, 2, 2, 2, 2, 1, 1, 1, 0, 0]

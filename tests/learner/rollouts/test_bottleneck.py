@@ -1,107 +1,35 @@
-"""What holds a run up is said, and nothing grows meanwhile: whole runs, each with one part that is slow."""
+"""What holds a run up is measured, and attributed to the part that is slow."""
 
-import asyncio
 import time
-from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from learner import train as train_module
-from learner.report.summary import as_text, summarize
+from learner.report.run_log import console_line
 from learner.rollouts.bottleneck import WaitTimes, held_up_by, learner_s, shares
-from learner.train import train
-from protocol.messages import Completion, Sampling
-from protocol.model_files import resolve_model
-from tests.learner.model_engine import ModelEngine, tiny_server
-from tests.learner.rollouts.test_rollouts import TIMEOUT_S, HandServer, group_of, rollouts_on
-from tests.learner.runs import GROUPS_PER_STEP, make_run, metrics_of
-from tests.link import Link
+from protocol.messages import Generate, Message
+from tests.learner.rollouts.hand_server import HandServer, answers, next_slots, published_on
 
-MAX_STALENESS = 2
-NUM_SLOW_STEPS = 2
-SLOW_S = 1.0
-
-
-class SlowEngine(ModelEngine):
-    """Takes its time over every group."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(resolve_model("tiny:digits"))
-        self.seconds = seconds
-
-    async def sample(self, prompt_token_ids: Any, sampling: Sampling) -> tuple[list[Completion], int]:
-        await asyncio.sleep(self.seconds)
-        return await super().sample(prompt_token_ids, sampling)
-
-
-@pytest.fixture
-def slow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, float]]]:
-    """Runs a few steps with one slow part and returns their metrics. At every step all groups are within the capacity."""
-
-    def run_it(
-        engine_s: float = 0, step_s: float = 0, bytes_per_s: float | None = None, **learner: Any
-    ) -> list[dict[str, float]]:
-        engine = SlowEngine(engine_s)
-        train_on = train_module.train_on
-
-        def slow_step(trainer: Any, groups: Any, version: int, timer: Any) -> dict[str, float]:
-            num_allowed = (MAX_STALENESS + version + 1) * GROUPS_PER_STEP
-            assert len(engine.prompts) <= num_allowed
-            if (
-                step_s and version < NUM_SLOW_STEPS
-            ):  # time enough for all that the rule allows to come, and to be acknowledged
-                time.sleep(step_s)
-                assert len(engine.prompts) == num_allowed
-                assert server.running.server.status()["groups_unacked"] == 0
-            return train_on(trainer, groups, version, timer)
-
-        monkeypatch.setattr(train_module, "train_on", slow_step)
-        with tiny_server(engine) as server, closing(Link(int(server.endpoint.rpartition(":")[2]), bytes_per_s)) as link:
-            run = make_run(tmp_path, f"tcp://127.0.0.1:{link.port}", max_staleness=MAX_STALENESS, **learner)
-            train(run, resume=False)
-        return metrics_of(run)
-
-    return run_it
-
-
-def test_a_slow_engine_is_said_to_be_waited_for(
-    slow_run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    metrics = slow_run(engine_s=SLOW_S, steps=1)
-    assert held_up_by(metrics[0]) == "server"
-    assert sum(value for name, value in metrics[0].items() if name.startswith("bottleneck/")) <= metrics[0]["time/step"]
-    assert "| waits: server\n" in capsys.readouterr().out
-    assert "waits        mostly for the server's completions (" in as_text(summarize(tmp_path / "run"))
-
-
-def test_a_slow_reward_is_said_to_be_waited_for(slow_run: Any) -> None:
-    reward = {"functions": ["tests/learner/rewards/broken_rewards.py:slow"]}
-    metrics = slow_run(reward=reward, steps=1)
-    assert held_up_by(metrics[0]) == "reward"
+SLOW_REWARD = {"functions": ["tests/learner/rewards/broken_rewards.py:slow"]}
+SLOW_S = 0.5
 
 
 def test_a_wait_turns_from_the_link_to_the_reward_when_the_group_has_come(tmp_path: Path) -> None:
-    reward = {"functions": ["tests/learner/rewards/broken_rewards.py:slow"]}
-    at_once = HandServer(lambda server, request: [group_of(request, 0)])
-    with at_once as server, rollouts_on(server, tmp_path, reward=reward) as rollouts:
-        rollouts.publish(0, server.server_id)
-        assert rollouts.next_batch(0, TIMEOUT_S) is not None
-    waits = rollouts.batch_metrics
+    with HandServer() as server, published_on(tmp_path, server, reward=SLOW_REWARD) as rollouts:
+        next_slots(rollouts)
+        waits = rollouts.batch_metrics
     assert waits["bottleneck/reward"] > waits["bottleneck/link"] + waits["bottleneck/server"]
 
 
-def test_a_slow_link_is_said_to_be_waited_for(slow_run: Any) -> None:
-    # Longer completions than elsewhere, because the weight sync takes the link's time too.
-    metrics = slow_run(bytes_per_s=1500, steps=1, sampling={"group_size": 4, "max_tokens": 40})
-    assert held_up_by(metrics[0]) == "link"
+def test_a_round_trip_that_the_server_does_not_account_for_is_the_links(tmp_path: Path) -> None:
+    def slowly(server: HandServer, request: Generate) -> list[Message]:
+        time.sleep(SLOW_S / 3)
+        return answers(server, request)
 
-
-def test_a_slow_step_is_said_to_be_waited_for(slow_run: Any) -> None:
-    metrics = slow_run(step_s=2 * SLOW_S, steps=NUM_SLOW_STEPS + MAX_STALENESS + 1)
-    assert held_up_by(metrics[1]) == "learner"
+    with HandServer(slowly) as server, published_on(tmp_path, server, max_staleness=0) as rollouts:
+        next_slots(rollouts)
+        waits = rollouts.batch_metrics
+    assert waits["bottleneck/link"] > SLOW_S / 2 > waits["bottleneck/server"] == 0.0
 
 
 def test_what_the_server_owed_is_divided_by_what_it_says_of_the_groups_that_came() -> None:
@@ -136,3 +64,12 @@ def test_the_part_with_the_largest_share_is_named_if_it_took_more_than_half() ->
     assert held_up_by({"time/step": 10.0, "bottleneck/server": 5.0, "bottleneck/reward": 5.0}) is None
     assert held_up_by({}) is None
     assert list(shares(steps).items())[:3] == [("server", 0.55), ("learner", 0.15), ("reward", 0.025)]
+
+
+def test_the_line_of_a_step_names_what_held_it_up() -> None:
+    step = dict.fromkeys(
+        ("time/wait_for_batch", "time/weight_sync", "staleness/mean", "perf/completion_tokens_per_s"), 0.5
+    )
+    step["time/step"] = 1.0
+    assert console_line(1, 4, step | {"bottleneck/server": 0.6}).endswith(" | waits: server")
+    assert "waits" not in console_line(1, 4, step | {"bottleneck/server": 0.5})

@@ -2,9 +2,8 @@
 
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from learner.rollouts.ledger import SCHEMA_VERSION, Ledger, LedgerError
-from learner.rollouts.ledger_storage import PayloadFiles
+from learner.rollouts.ledger_storage import TO_SCHEMA_3, PayloadFiles
 from protocol.errors import SlipstreamError
 from tests.learner.ledgers import receive
 
@@ -42,7 +41,9 @@ def scored(ledger: Ledger, slot: int, attempt: int = 0) -> str:
 
 
 def test_a_group_goes_its_whole_way_and_every_fact_is_kept(ledger):
+    assert ledger.next_slot() == ledger.counts().lost == 0
     group_id = admit(ledger, 0)
+    assert ledger.next_slot() == 1
     assert [row.state for row in ledger.outstanding()] == ["admitted"]
     assert receive(ledger, group_id, b"\x00\xffbytes", 2, 640)
     assert ledger.payload(group_id) == b"\x00\xffbytes"
@@ -55,13 +56,6 @@ def test_a_group_goes_its_whole_way_and_every_fact_is_kept(ledger):
     assert ledger.staleness_histogram() == {2: 1}
     counts = ledger.counts()
     assert (counts.admitted, counts.consumed, counts.dropped, counts.outstanding, counts.lost) == (1, 1, 0, 0, 0)
-
-
-def test_a_new_ledger_is_empty_and_starts_at_slot_zero(ledger):
-    assert ledger.next_slot() == 0
-    assert ledger.counts().lost == 0
-    admit(ledger, 0)
-    assert ledger.next_slot() == 1
 
 
 def test_a_duplicate_an_unknown_and_a_dropped_group_change_nothing(ledger):
@@ -118,73 +112,41 @@ def test_a_slot_has_one_live_group_and_none_after_it_failed(ledger):
         admit(ledger, 0, attempt=2)
 
 
-def test_a_retry_is_due_until_it_is_admitted(ledger):
-    for slot in range(3):
-        admit(ledger, slot)
-    ledger.drop("1.0", "stale")
-    ledger.drop("2.0", "failed")
-    assert [row.group_id for row in ledger.retries_due()] == ["1.0"]
-    assert ledger.counts().lost == 1
-    admit(ledger, 1, attempt=1)
-    assert ledger.retries_due() == []
-    assert ledger.counts().lost == 0
-
-
-def test_the_failures_of_a_slot_are_counted_but_not_what_was_merely_too_old(ledger):
+def test_a_retry_is_due_until_it_is_admitted_and_failures_are_counted_but_not_what_was_merely_too_old(ledger):
     for attempt, reason in enumerate(["engine_error", "stale", "too_few_survivors"]):
-        admit(ledger, 4, attempt)
-        ledger.drop(f"4.{attempt}", reason)
-    scored(ledger, 5)
-    ledger.drop("5.0", "no_signal")
-    assert ledger.num_failures() == {4: 2}
-
-
-def test_a_resume_takes_back_what_was_consumed_after_the_checkpoint(ledger):
-    for slot in range(4):
-        ledger.consume([(scored(ledger, slot), 1)], step=slot + 1)
-    ledger.rewind(2)
-    assert [(row.group_id, row.state, row.step) for row in ledger.outstanding()] == [
-        ("2.0", "scored", None),
-        ("3.0", "scored", None),
-    ]
-    assert ledger.payload("3.0") == b"bytes of 3.0"
-    assert ledger.staleness_histogram() == {1: 2}
-    ledger.consume([("2.0", 0), ("3.0", 0)], step=3)
-    assert ledger.counts().consumed == 4
-
-
-@pytest.fixture
-def one_payload_a_file(monkeypatch):
-    monkeypatch.setattr("learner.rollouts.ledger_storage.MAX_FILE_BYTES", 1)
+        admit(ledger, 0, attempt)
+        ledger.drop(f"0.{attempt}", reason)
+        assert [row.group_id for row in ledger.retries_due()] == [f"0.{attempt}"]
+        assert ledger.counts().lost == 1
+    admit(ledger, 0, attempt=3)
+    for slot, reason in ((1, "failed"), (2, "no_signal")):
+        ledger.drop(scored(ledger, slot), reason)
+    assert ledger.retries_due() == [] and ledger.counts().lost == 0
+    assert ledger.num_failures() == {0: 2}
 
 
 def num_files(directory) -> int:
     return len(list((directory / "ledger.db-payloads").iterdir()))
 
 
-def test_forgotten_payloads_are_gone_and_a_rewind_that_needs_them_is_refused(ledger, tmp_path, one_payload_a_file):
-    for slot in range(3):
+def test_payloads_that_no_resume_needs_are_removed_and_a_rewind_that_needs_them_is_refused(
+    ledger, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("learner.rollouts.ledger_storage.MAX_FILE_BYTES", 1)
+    for slot in range(2):
         ledger.consume([(scored(ledger, slot), 1)], step=slot + 1)
-    ledger.forget_payloads(2)
-    with pytest.raises(LedgerError, match=r"group 0\.0 is consumed and has no payload"):
-        ledger.payload("0.0")
-    assert num_files(tmp_path) == 1
-    ledger.rewind(2)
-    with pytest.raises(LedgerError, match="resume from the newest checkpoint"):
-        ledger.rewind(1)
-    assert ledger.payload("2.0") == b"bytes of 2.0"
-
-
-def test_no_payload_is_forgotten_that_a_resume_may_need(ledger, tmp_path, one_payload_a_file):
-    ledger.consume([(scored(ledger, 0), 1)], step=1)
-    ledger.consume([(scored(ledger, 1), 1)], step=2)
     scored(ledger, 2)
     assert receive(ledger, admit(ledger, 3), b"bytes of 3.0")
-    scored(ledger, 4)
-    ledger.drop("4.0", "no_signal")
+    ledger.drop(scored(ledger, 4), "no_signal")
     ledger.forget_payloads(1)
     assert [ledger.payload(f"{slot}.0") for slot in (1, 2, 3)] == [b"bytes of 1.0", b"bytes of 2.0", b"bytes of 3.0"]
     assert num_files(tmp_path) == 3, "one each: those of the first step and of the dropped group are gone"
+    with pytest.raises(LedgerError, match=r"group 0\.0 is consumed and has no payload"):
+        ledger.payload("0.0")
+    ledger.rewind(1)
+    with pytest.raises(LedgerError, match="resume from the newest checkpoint"):
+        ledger.rewind(0)
+    assert ledger.payload("1.0") == b"bytes of 1.0"
 
 
 def test_a_file_stays_while_one_of_its_payloads_is_needed_and_gets_no_more_after_a_checkpoint(ledger, tmp_path):
@@ -199,50 +161,28 @@ def test_a_file_stays_while_one_of_its_payloads_is_needed_and_gets_no_more_after
     assert ledger.payload("2.0") == b"bytes of 2.0" and num_files(tmp_path) == 1
 
 
-def held(monkeypatch, name: str) -> tuple[threading.Event, threading.Event]:
-    """Hold a method of PayloadFiles up after its work. Events: it has got there, it may go on."""
-    act, is_there, may_go_on = getattr(PayloadFiles, name), threading.Event(), threading.Event()
-
-    def act_and_wait(files, *args):
-        result = act(files, *args)
-        is_there.set()
-        assert may_go_on.wait(TIMEOUT_S)
-        return result
-
-    monkeypatch.setattr(PayloadFiles, name, act_and_wait)
-    return is_there, may_go_on
-
-
-def test_while_payloads_are_written_others_commit(ledger, monkeypatch):
+def test_while_payloads_are_written_others_commit_and_what_has_no_row_yet_is_not_taken_for_forgotten(
+    ledger, monkeypatch
+):
     scored(ledger, 0)
     admit(ledger, 1)
-    is_there, may_go_on = held(monkeypatch, "append")
-    receiving = threading.Thread(target=receive, args=(ledger, "1.0"))
-    receiving.start()
-    assert is_there.wait(TIMEOUT_S)
-    committing = threading.Thread(target=ledger.consume, args=([("0.0", 1)], 1))
-    committing.start()
-    committing.join(TIMEOUT_S)
-    assert not committing.is_alive() and ledger.counts().consumed == 1
-    may_go_on.set()
-    receiving.join(TIMEOUT_S)
-    assert [row.state for row in ledger.outstanding()] == ["received"]
+    sync, is_there, may_go_on = PayloadFiles.sync, threading.Event(), threading.Event()
 
+    def sync_and_wait(files):
+        sync(files)
+        is_there.set()
+        assert may_go_on.wait(TIMEOUT_S)
 
-def test_a_payload_whose_row_is_not_committed_yet_is_not_taken_for_forgotten(ledger, monkeypatch):
-    ledger.consume([(scored(ledger, 0), 1)], step=1)
-    admit(ledger, 1)
-    is_there, may_go_on = held(monkeypatch, "sync")
-    receiving = threading.Thread(target=receive, args=(ledger, "1.0", b"bytes of 1.0"))
-    receiving.start()
-    assert is_there.wait(TIMEOUT_S)
-    forgetting = threading.Thread(target=ledger.forget_payloads, args=(1,))
-    forgetting.start()
-    forgetting.join(0.2)
-    may_go_on.set()
-    for thread in (receiving, forgetting):
-        thread.join(TIMEOUT_S)
-    assert ledger.payload("1.0") == b"bytes of 1.0"
+    monkeypatch.setattr(PayloadFiles, "sync", sync_and_wait)
+    with ThreadPoolExecutor(3) as threads:
+        receiving = threads.submit(receive, ledger, "1.0", b"bytes of 1.0")
+        assert is_there.wait(TIMEOUT_S)
+        threads.submit(ledger.consume, [("0.0", 1)], 1).result(TIMEOUT_S)
+        forgetting = threads.submit(ledger.forget_payloads, 1)
+        wait([forgetting], timeout=0.2)
+        may_go_on.set()
+        assert receiving.result(TIMEOUT_S) and forgetting.result(TIMEOUT_S) is None
+    assert ledger.payload("1.0") == b"bytes of 1.0" and ledger.counts().consumed == 1
 
 
 def test_a_payload_is_durable_before_its_row_is(ledger, monkeypatch):
@@ -283,19 +223,6 @@ def test_no_row_of_a_forgotten_group_takes_what_another_holds_for_its_own(ledger
             scored(again, slot)
         with pytest.raises(LedgerError, match="cannot go back to step 0"):
             again.rewind(0)
-
-
-def test_what_a_group_holds_is_written_once_and_not_by_sqlite(ledger, tmp_path):
-    num_bytes, num_groups = 1 << 20, 8
-    for slot in range(num_groups):
-        assert receive(ledger, admit(ledger, slot), bytes(num_bytes))
-        ledger.score(f"{slot}.0", "[]", None)
-    ledger.consume([(f"{slot}.0", 0) for slot in range(num_groups)], step=1)
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files if path.parent == tmp_path) < num_bytes / 2
-    assert sum(path.stat().st_size for path in files if path.parent != tmp_path) == num_groups * num_bytes
-    ledger.forget_payloads(1)
-    assert num_files(tmp_path) == 0
 
 
 def test_a_payload_that_somebody_cut_short_is_an_error_that_names_the_file(ledger, tmp_path):
@@ -345,58 +272,43 @@ def assert_goes_on(path) -> None:
         assert ledger.payload("2.0") == b"bytes of 2.0" and ledger.payload("6.0") == b"new"
 
 
-def test_a_run_of_before_goes_on_and_its_file_gives_the_space_back(tmp_path):
+class Killed(BaseException):
+    """In place of a kill: nothing behind it runs, and SQLite rolls back."""
+
+
+def die(*_):
+    raise Killed
+
+
+def copy_one_and_die(monkeypatch):
+    append, copied = PayloadFiles.append, []
+
+    def append_or_die(files, payload):
+        copied.append(payload)
+        return append(files, payload) if len(copied) < 2 else die()
+
+    monkeypatch.setattr(PayloadFiles, "append", append_or_die)
+
+
+def die_before_the_commit(monkeypatch):
+    monkeypatch.setattr("learner.rollouts.ledger_storage.TO_SCHEMA_3", (*TO_SCHEMA_3, "no SQL"))
+
+
+def die_after_the_commit(monkeypatch):
+    monkeypatch.setattr(Ledger, "_give_space_back", die)
+
+
+@pytest.mark.parametrize("strike", [None, copy_one_and_die, die_before_the_commit, die_after_the_commit])
+def test_a_run_of_before_goes_on_and_its_file_gives_the_space_back_also_after_a_kill_in_the_middle(tmp_path, strike):
     path = tmp_path / "ledger.db"
     make_schema_2(path)
     with closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE groups SET payload = zeroblob(5000000) WHERE slot = 1")
         db.commit()
-    Ledger(path).close()
-    assert path.stat().st_size < 100_000
-    assert_goes_on(path)
-
-
-@pytest.mark.parametrize("point", ["a payload copied", "the table changed", "committed"])
-def test_a_kill_in_the_middle_of_the_migration_loses_nothing(tmp_path, point):
-    path = tmp_path / "ledger.db"
-    make_schema_2(path)
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("UPDATE groups SET payload = zeroblob(5000000) WHERE slot = 1")
-        db.commit()
-    child = f"""
-import os, signal, sqlite3
-from pathlib import Path
-import learner.rollouts.ledger_storage
-from learner.rollouts.ledger import Ledger
-from learner.rollouts.ledger_storage import PayloadFiles
-
-def die(*_): os.kill(os.getpid(), signal.SIGKILL)
-
-append, num = PayloadFiles.append, 0
-def append_and_die(files, payload):
-    global num
-    num += 1
-    place = append(files, payload)
-    return place if num < 2 else die()
-
-if {point!r} == "a payload copied":
-    PayloadFiles.append = append_and_die
-elif {point!r} == "the table changed":
-    learner.rollouts.ledger_storage.TO_SCHEMA_3 += ("SELECT die()",)
-class Deadly(sqlite3.Connection):
-    def execute(self, sql, *args):
-        if sql == "VACUUM": die()
-        return super().execute(sql, *args)
-connect = sqlite3.connect
-def connect_deadly(*args, **options):
-    db = connect(*args, factory=Deadly, **options)
-    db.create_function("die", 0, die)
-    return db
-sqlite3.connect = connect_deadly
-Ledger(Path({str(path)!r}))
-"""
-    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == -9, done.stderr
+    if strike is not None:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((Killed, LedgerError)):
+            strike(patch)
+            Ledger(path)
     Ledger(path).close()
     assert num_files(tmp_path) == 1, "what the killed one had copied takes no space"
     assert path.stat().st_size < 100_000, "nor what the table had held"
@@ -490,62 +402,12 @@ def play_history(data, path) -> None:
     ledger.close()
 
 
-@settings(max_examples=20, deadline=None)
-@given(num_slots=st.integers(2, 30), data=st.data())
-def test_deleted_rows_are_reported_as_lost(num_slots, data, tmp_path_factory):
-    ledger = Ledger(tmp_path_factory.mktemp("deleted") / "ledger.db")
-    ledger._db.execute("PRAGMA synchronous = OFF")
-    for slot in range(num_slots):
-        admit(ledger, slot)
-    gone = data.draw(st.sets(st.integers(0, num_slots - 2)))
-    for slot in gone:
-        ledger._db.execute("DELETE FROM groups WHERE slot = ?", (slot,))
-    assert ledger.counts().lost == len(gone)
-    ledger.close()
-
-
-def test_what_was_acknowledged_survives_a_kill(tmp_path):
-    """A child receives groups, says so after each commit, and is killed without any warning."""
-    child = f"""
-import os, signal
-from pathlib import Path
-from learner.rollouts.ledger import Ledger
-from tests.learner.ledgers import receive
-ledger = Ledger(Path({str(tmp_path / "ledger.db")!r}))
-for slot in range(20):
-    ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
-    receive(ledger, f"{{slot}}.0", b"x" * 1000, 0, 1)
-    print(slot, flush=True)
-ledger.admit(slot=20, attempt=0, position=20, epoch=0, prompt_id=20, version=0)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=60)
-    assert done.returncode == -9, done.stderr
-    ledger = Ledger(tmp_path / "ledger.db")
-    states = [row.state for row in ledger.outstanding()]
-    ledger.close()
-    assert done.stdout.split() == [str(slot) for slot in range(20)]
-    assert states == ["received"] * 20 + ["admitted"]
-
-
 def test_threads_share_one_ledger(ledger):
     for slot in range(40):
         admit(ledger, slot)
-    accepted: list[str] = []
-
-    def deliver() -> None:
-        for slot in range(40):
-            if receive(ledger, f"{slot}.0", b"x", 0, 1):
-                accepted.append(f"{slot}.0")
-
-    threads = [threading.Thread(target=deliver) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(accepted) == sorted(f"{slot}.0" for slot in range(40)), (
-        "each group is accepted by exactly one of four"
-    )
+    with ThreadPoolExecutor(4) as threads:
+        accepted = list(threads.map(lambda slot: receive(ledger, f"{slot % 40}.0"), range(4 * 40)))
+    assert sum(accepted) == 40 and len(ledger.outstanding()) == 40
 
 
 def test_another_schema_and_foreign_files_are_refused_with_a_remedy(tmp_path):

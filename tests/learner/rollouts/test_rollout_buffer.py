@@ -1,19 +1,20 @@
 """The states of a slot, and what the buffer restores where a run stopped: pass rates from the checkpoint and the rows behind it, not from all rows."""
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 
 from learner.prompts.curriculum import PassRates
 from learner.rewards.workers import FunctionRewards, GroupRewards
-from learner.rollouts.group_requests import GroupRequest
 from learner.rollouts.ledger import Ledger, Row
-from learner.rollouts.rollout_buffer import RolloutBuffer, ScoredGroup
+from learner.rollouts.rollout_buffer import RolloutBuffer
+from learner.rollouts.slot_order import SlotOrder
 from learner.run_inputs import RunInputs
 from tests.learner.ledgers import receive
-from tests.learner.rollouts.test_admission import group
+from tests.learner.rollouts.scored_groups import receive_and_score
 from tests.learner.runs import make_run
 
 NUM_CONSUMED, NUM_KEPT = 12, 8
@@ -52,40 +53,55 @@ def test_a_resume_counts_each_row_once_and_reads_only_those_behind_the_checkpoin
     tmp_path: Path, kept: PassRates | None, first_slot: int
 ) -> None:
     run = make_run(tmp_path, "tcp://127.0.0.1:1", curriculum={"kind": "pass_rate", "decay": DECAY})
-    ledger = WatchedLedger(tmp_path / "ledger.db")
-    ledger.first_slots = []
-    for slot in range(NUM_CONSUMED):
-        group_id = ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot % 3, version=0)
-        assert receive(ledger, group_id, b"payload", 0, 10)
-        functions = [FunctionRewards(name="share_right", rewards=[pass_rate_of(slot)])]
-        ledger.score(group_id, GroupRewards(rewards=[0.0], functions=functions).to_json(), 0.0)
-        ledger.consume([(group_id, 0)], step=1 + slot)
-    restored = RolloutBuffer(run, RunInputs(run).prompts, ledger, kept).pass_rates()
-    ledger.close()
+    with closing(WatchedLedger(tmp_path / "ledger.db")) as ledger:
+        ledger.first_slots = []
+        for slot in range(NUM_CONSUMED):
+            group_id = ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot % 3, version=0)
+            assert receive(ledger, group_id)
+            functions = [FunctionRewards(name="share_right", rewards=[pass_rate_of(slot)])]
+            ledger.score(group_id, GroupRewards(rewards=[0.0], functions=functions).to_json(), 0.0)
+            ledger.consume([(group_id, 0)], step=1 + slot)
+        restored = RolloutBuffer(run, RunInputs(run).prompts, ledger, kept).pass_rates()
     assert ledger.first_slots == [first_slot]
     assert restored is not None and restored.next_slot == NUM_CONSUMED
     assert restored.by_prompt == pytest.approx(moving_averages(range(NUM_CONSUMED)))
 
 
-def test_a_slot_goes_from_admitted_to_consumed_and_the_ledger_mirrors_it(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "tcp://127.0.0.1:1", groups_per_step=1, max_staleness=0)
+@contextmanager
+def a_buffer(tmp_path: Path, **learner: Any) -> Iterator[tuple[RolloutBuffer, Ledger]]:
+    """Of a run with one group a step, which has been admitted."""
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", groups_per_step=1, max_staleness=0, **learner)
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
         buffer = RolloutBuffer(run, RunInputs(run).prompts, ledger)
         assert [request.group_id for request in buffer.admit(0)] == ["0.0"]
+        yield buffer, ledger
+
+
+def pop(buffer: RolloutBuffer, version: int, on_stale: Any = pytest.fail) -> list[str] | None:
+    groups = buffer.pop_batch(version, 0.0, is_connected=True, published=0, on_stale=on_stale)
+    return None if groups is None else [group.group_id for group in groups]
+
+
+def states(ledger: Ledger) -> dict[str, str]:
+    return dict(ledger._all("SELECT group_id, state FROM groups"))
+
+
+def test_a_slot_goes_from_admitted_to_consumed_and_the_ledger_and_what_is_waited_for_mirror_it(tmp_path: Path) -> None:
+    with a_buffer(tmp_path) as (buffer, ledger):
         assert buffer.num("requested") == 1 and states(ledger) == {"0.0": "admitted"}
-        assert buffer.receive("0.0") is not None and buffer.num("received") == 1
-        buffer.score([scored_in(ledger, "0.0")])
+        assert buffer.waits_for(is_connected=False) == "link" and buffer.waits_for(is_connected=True) == "server"
+        request = buffer.receive("0.0")
+        assert request is not None and buffer.num("received") == 1
+        assert buffer.waits_for(is_connected=True) == "reward"
+        buffer.score([receive_and_score(ledger, request, 0)])
         assert buffer.num("scored") == 1 and states(ledger) == {"0.0": "scored"}
-        (taken,) = buffer.pop_batch(0, 0.0, is_connected=True, published=0, on_stale=print) or ()
-        assert taken.group_id == "0.0" and buffer.num("scored") == 0
+        assert pop(buffer, 0) == ["0.0"] and buffer.num("scored") == 0
+        assert buffer.waits_for(is_connected=True) == "weight_sync"
         assert [request.group_id for request in buffer.admit(1)] == ["1.0"]
 
 
 def test_a_group_arrives_once_and_only_for_the_attempt_that_is_pending(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "tcp://127.0.0.1:1", groups_per_step=1, max_staleness=0)
-    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
-        buffer = RolloutBuffer(run, RunInputs(run).prompts, ledger)
-        buffer.admit(0)
+    with a_buffer(tmp_path) as (buffer, _):
         for group_id in ("0.1", "1.0", "0", "0.0/a/0.0.0", "²²9.0", "9" * 5000 + ".0", ""):
             assert buffer.receive(group_id) is None and buffer.pending(group_id) is None
         retried = buffer.retry("0.0", "engine_error", 0)
@@ -96,40 +112,36 @@ def test_a_group_arrives_once_and_only_for_the_attempt_that_is_pending(tmp_path:
 
 
 def test_a_slot_that_failed_too_often_is_passed_over_and_makes_room_for_another_prompt(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "tcp://127.0.0.1:1", groups_per_step=1, max_staleness=0, max_group_attempts=2)
-    prompts = RunInputs(run).prompts
-    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
-        buffer = RolloutBuffer(run, prompts, ledger)
-        buffer.admit(0)
+    with a_buffer(tmp_path, max_group_attempts=2) as (buffer, ledger):
         assert buffer.retry("0.0", "engine_error", 0) is not None
-        resumed = RolloutBuffer(run, prompts, ledger)  # counts the failure of before
-        resumed.restore(0)
-        assert resumed.retry("0.1", "engine_error", 0) is None
+        assert buffer.retry("0.1", "engine_error", 0) is None
         assert states(ledger) == {"0.0": "dropped", "0.1": "dropped"}
-        assert [request.group_id for request in resumed.admit(0)] == ["1.0"]
+        assert [request.group_id for request in buffer.admit(0)] == ["1.0"]
 
 
 def test_a_stale_group_is_requested_again_and_does_not_count_as_a_failure(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "tcp://127.0.0.1:1", groups_per_step=1, max_staleness=0, max_group_attempts=1)
-    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
-        buffer = RolloutBuffer(run, RunInputs(run).prompts, ledger)
-        buffer.admit(0)
-        buffer.receive("0.0")
-        buffer.score([scored_in(ledger, "0.0")])
-        retries: list[GroupRequest | None] = []
-        assert buffer.pop_batch(1, 0.0, is_connected=True, published=0, on_stale=retries.append) is None
-        assert [retry and retry.group_id for retry in retries] == ["0.1"]
+    with a_buffer(tmp_path, max_group_attempts=1) as (buffer, ledger):
+        request = buffer.receive("0.0")
+        assert request is not None
+        buffer.score([receive_and_score(ledger, request, 0)])
+        retries: list[Any] = []
+        assert pop(buffer, 1, retries.append) is None
+        assert [retry.group_id for retry in retries] == ["0.1"]
         assert buffer.num("requested") == 1 and states(ledger) == {"0.0": "dropped", "0.1": "admitted"}
 
 
-def states(ledger: Ledger) -> dict[str, str]:
-    return dict(ledger._all("SELECT group_id, state FROM groups"))
-
-
-def scored_in(ledger: Ledger, group_id: str) -> ScoredGroup:
-    """A group of version 0 with signal, stored in the ledger."""
-    slot = int(group_id.partition(".")[0])
-    made = msgspec.structs.replace(group(slot, 0, signal=True), group_id=group_id)
-    assert receive(ledger, group_id, b"payload", 0, 10)
-    rewards = GroupRewards(rewards=[0.0, 1.0], functions=[FunctionRewards(name="f", rewards=[0.0, 1.0])])
-    return ScoredGroup(made, 0, rewards)
+def test_a_long_resume_looks_at_each_pending_group_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_held, place_of, asked = 400, SlotOrder.consumption_index, list[int]()
+    monkeypatch.setattr(SlotOrder, "consumption_index", lambda order, slot: asked.append(slot) or place_of(order, slot))
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", steps=num_held, groups_per_step=8, max_staleness=0)
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        with ledger.batch():
+            for slot in range(num_held):
+                ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=0, version=0)
+        buffer = RolloutBuffer(run, RunInputs(run).prompts, ledger)
+        assert buffer.restore(0) == []
+        for slot in range(0, num_held, 2):
+            assert buffer.receive(f"{slot}.0") is not None
+        requests = [request for version in range(num_held // 8) for request in buffer.admit(version)]
+    assert [request.slot for request in requests] == list(range(1, num_held, 2))
+    assert len(asked) < 2 * num_held

@@ -1,32 +1,25 @@
 """Which groups have signal: told by the rewards for answers, not by the penalty for lengths."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from learner.rewards.workers import FunctionRewards, GroupRewards
-from learner.rollouts.rollout_group import RolloutGroup
+from learner.prompts.prompts import Prompt
+from learner.rollouts.group_requests import GroupRequest
 from learner.rollouts.selection import Selection
+from protocol.messages import Group
+from tests.learner.rollouts.scored_groups import RewardsByFunction, score
 from tests.learner.runs import make_run
-from tests.learner.training.batch_rows import make_group
 
 
-def accepted(tmp_path: Path, rewards: dict[str, list[float]], **learner: Any) -> bool:
+def accepted(tmp_path: Path, rewards: RewardsByFunction, signal_reward: str | None = None) -> bool:
     """Whether a group with these rewards is ready, and not replaced, in a run with active sampling and an overlong penalty."""
     reward = {"functions": ["exact_match", "share_right"], "overlong_buffer_tokens": 2}
-    run = make_run(tmp_path, "tcp://127.0.0.1:1", dynamic_sampling=True, reward=reward, **learner)
-    config = run.learner
-    totals = [sum(values) for values in zip(*rewards.values(), strict=True)]
-    scored = GroupRewards(
-        rewards=totals, functions=[FunctionRewards(name=name, rewards=values) for name, values in rewards.items()]
-    )
-    group = make_group()
-    ready = RolloutGroup(
-        group_id="0.0", slot=0, prompt_token_ids=group.prompt_token_ids, completions=group.completions,
-        rewards_G=scored.rewards, rewards_by_function=scored.by_function, entered_version=0,
-    )  # fmt: skip
-    return Selection(config).accepts(ready, num_replaced=0)
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", dynamic_sampling=True, reward=reward, signal_reward=signal_reward)
+    prompt = Prompt(prompt_id=0, prompt="1", token_ids=[1], columns={})
+    request = GroupRequest(slot=0, attempt=0, prompt=prompt)
+    scored = score(request, Group(group_id="0.0", entered_version=0, completions=[]), rewards)
+    return Selection(run.learner).accepts(scored.group, num_replaced=0)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +38,7 @@ def test_a_group_has_signal_by_the_sum_of_its_rewards_without_the_overlong_penal
     assert accepted(tmp_path, rewards) == expected
 
 
-def test_one_function_may_decide_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("signal_reward", "expected"), [(None, True), ("exact_match", False), ("share_right", True)])
+def test_one_function_may_decide_alone(tmp_path: Path, signal_reward: str | None, expected: bool) -> None:
     rewards = {"exact_match": [1.0, 1.0], "share_right": [0.7, 0.1], "overlong": [0.0, 0.0]}
-    assert accepted(tmp_path, rewards)
-    assert not accepted(tmp_path, rewards, signal_reward="exact_match")
-    assert accepted(tmp_path, rewards, signal_reward="share_right")
+    assert accepted(tmp_path, rewards, signal_reward) == expected

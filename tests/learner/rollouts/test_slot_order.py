@@ -3,8 +3,7 @@ pipeline it ends at the least lookahead that loses nothing, and it moves a real 
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
 
@@ -12,17 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.config.learner import LearnerConfig
-from learner.rollouts.ledger import Ledger
-from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.rollouts.slot_order import SPARE_TAKES, AutoStaleness, PassedOver, SlotOrder
-from learner.run_inputs import RunInputs
-from learner.train import train
 from protocol.messages import Generate, Message
 from tests.learner.config.settings import ALWAYS, load
-from tests.learner.model_engine import tiny_server
-from tests.learner.rollouts.test_rollouts import TIMEOUT_S, HandServer, group_of, rollouts_on, slots
-from tests.learner.runs import make_run, metrics_of
+from tests.learner.rollouts.hand_server import HandServer, answers, next_slots, rollouts_on
 
 GROUPS_PER_STEP = 3
 NUM_STEPS = 200
@@ -88,66 +80,31 @@ def test_slots_keep_the_rules_whatever_is_passed_over_taken_and_resumed(data: st
         ]
 
 
-def cpu_s(work: Callable[[], object]) -> float:
-    """The least of several tries, of this process alone: others on the machine do not count."""
-    seconds = []
-    for _ in range(5):
-        started = time.process_time()
-        work()
-        seconds.append(time.process_time() - started)
-    return min(seconds)
-
-
 def seconds_of_questions(num_passed_over: int, *, is_ahead: bool) -> float:
-    """With so many slots passed over before the next to take, or behind it."""
+    """The least of several tries, with so many slots passed over before the next to take, or behind it."""
     next_to_take = 0 if is_ahead else num_passed_over
     passed_over: dict[int, PassedOver] = dict.fromkeys(range(num_passed_over), "no_signal")
     slots = SlotOrder(num_passed_over + 100, next_to_take, passed_over)
-
-    def ask() -> None:
+    seconds = []
+    for _ in range(5):
+        started = time.process_time()
         for slot in range(num_passed_over, num_passed_over + 100):
             slots.consumption_index(slot)
             slots.num_new(slot)
             slots.next(8)
             slots.num_replaced_with(slot, 8)
-
-    return cpu_s(ask)
-
-
-def test_ten_times_as_many_slots_passed_over_cost_about_the_same() -> None:
-    for is_ahead in (False, True):
-        few, many = (seconds_of_questions(num, is_ahead=is_ahead) for num in (2_000, 20_000))
-        assert many < 3 * few, f"ahead: {is_ahead}"
+        seconds.append(time.process_time() - started)
+    return min(seconds)
 
 
-def seconds_of_a_resume(num_held: int, directory: Path) -> float:
-    """That a resume with so many pending groups takes until all are requested, where half of them arrive before."""
-    run = make_run(directory, "tcp://127.0.0.1:1", steps=num_held, groups_per_step=8, max_staleness=0)
-    prompts = RunInputs(run).prompts
-    directory.mkdir()
-    with closing(Ledger(directory / "ledger.db")) as ledger:
-        with ledger.batch():
-            for slot in range(num_held):
-                ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=0, version=0)
-
-        def resume() -> None:
-            buffer = RolloutBuffer(run, prompts, ledger)
-            assert buffer.restore(0) == []
-            for slot in range(0, num_held, 2):
-                assert buffer.receive(f"{slot}.0") is not None
-            requests = [request for version in range(num_held // 8) for request in buffer.admit(version)]
-            assert [request.slot for request in requests] == list(range(1, num_held, 2))
-
-        return cpu_s(resume)
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_ten_times_as_many_slots_passed_over_cost_about_the_same(is_ahead: bool) -> None:
+    few, many = (seconds_of_questions(num, is_ahead=is_ahead) for num in (2_000, 20_000))
+    assert many < 3 * few
 
 
-def test_a_resume_with_ten_times_as_many_pending_groups_costs_about_ten_times_as_much(tmp_path: Path) -> None:
-    few, many = (seconds_of_a_resume(num, tmp_path / str(num)) for num in (400, 4_000))
-    assert many < 30 * few
-
-
-def config_of(tmp_path: Path, **learner: object) -> LearnerConfig:
-    return load(tmp_path, ALWAYS | learner).learner
+def lookahead_of(tmp_path: Path, max_staleness: int | str = "auto", **learner: object) -> AutoStaleness:
+    return AutoStaleness(load(tmp_path, ALWAYS | {"max_staleness": max_staleness} | learner).learner)
 
 
 def simulate(
@@ -182,48 +139,38 @@ def simulate(
     return seen, (taken_at[-1] - taken_at[half]) / (NUM_STEPS - 1 - half)
 
 
-@pytest.mark.parametrize(("latency", "least"), [(0.3, 1), (0.95, 1), (1.5, 2), (3.5, 4), (6.9, 7)])
-@pytest.mark.parametrize("jitter", [0.0, 0.04])
+@pytest.mark.parametrize(("latency", "least", "jitter"), [(0.3, 1, 0.0), (1.5, 2, 0.04), (3.5, 4, 0.0), (6.9, 7, 0.04)])
 def test_it_ends_at_the_least_lookahead_that_keeps_the_learner_fed(
     tmp_path: Path, latency: float, least: int, jitter: float
 ) -> None:
-    seen, step_s = simulate(
-        AutoStaleness(config_of(tmp_path, max_staleness="auto")), latency, num_at_once=20, jitter=jitter
-    )
+    seen, step_s = simulate(lookahead_of(tmp_path), latency, num_at_once=20, jitter=jitter)
     assert set(seen[NUM_STEPS // 2 :]) == {least}
     assert step_s == pytest.approx(1.0, rel=0.02)
     if least > 1:  # and none below it would have
-        _, slower_s = simulate(AutoStaleness(config_of(tmp_path, max_staleness=least - 1)), latency, num_at_once=20)
+        _, slower_s = simulate(lookahead_of(tmp_path, least - 1), latency, num_at_once=20)
         assert slower_s > 1.05
 
 
-@pytest.mark.parametrize("num_at_once", [1, 2, 3])
+@pytest.mark.parametrize("num_at_once", [1, 3])
 def test_a_full_server_is_not_asked_for_more(tmp_path: Path, num_at_once: int) -> None:
-    latency = 4.0 * num_at_once
-    seen, step_s = simulate(AutoStaleness(config_of(tmp_path, max_staleness="auto")), latency, num_at_once)
+    seen, step_s = simulate(lookahead_of(tmp_path), 4.0 * num_at_once, num_at_once)
     assert max(seen) <= num_at_once + 1
     assert step_s == pytest.approx(4.0, rel=0.02)
 
 
-def test_it_never_goes_beyond_its_bounds(tmp_path: Path) -> None:
-    seen, _ = simulate(
-        AutoStaleness(config_of(tmp_path, max_staleness="auto", max_auto_staleness=3)), 50.0, num_at_once=99
-    )
-    assert max(seen) == 3
-    seen, _ = simulate(
-        AutoStaleness(config_of(tmp_path, max_staleness="auto", max_auto_staleness=1)), 0.01, num_at_once=99
-    )
-    assert set(seen) == {1}
-
-
-@pytest.mark.parametrize("versions", [0, 2, 5])
-def test_a_number_stays_what_it_is(tmp_path: Path, versions: int) -> None:
-    seen, _ = simulate(AutoStaleness(config_of(tmp_path, max_staleness=versions)), 3.0, num_at_once=9)
-    assert set(seen) == {versions}
+@pytest.mark.parametrize(
+    ("max_staleness", "most", "latency", "expected"),
+    [("auto", 3, 50.0, 3), ("auto", 1, 0.01, 1), (0, 8, 3.0, 0), (5, 8, 3.0, 5)],
+)
+def test_it_never_goes_beyond_its_bounds_and_a_number_stays_what_it_is(
+    tmp_path: Path, max_staleness: int | str, most: int, latency: float, expected: int
+) -> None:
+    seen, _ = simulate(lookahead_of(tmp_path, max_staleness, max_auto_staleness=most), latency, num_at_once=99)
+    assert max(seen) == expected and (max_staleness == "auto" or set(seen) == {expected})
 
 
 def test_a_single_hiccup_of_the_server_is_given_back(tmp_path: Path) -> None:
-    lookahead = AutoStaleness(config_of(tmp_path, max_staleness="auto"))
+    lookahead = lookahead_of(tmp_path)
     for _ in range(9):
         lookahead.update(waited_share=0.0, has_room=True, has_spare=False)
     lookahead.update(waited_share=0.6, has_room=True, has_spare=False)
@@ -233,31 +180,19 @@ def test_a_single_hiccup_of_the_server_is_given_back(tmp_path: Path) -> None:
     assert lookahead.versions == 2
 
 
-@pytest.mark.parametrize(("num_sequences", "is_more_asked_for"), [(8, False), (1000, True)])
-def test_a_queue_that_waits_asks_for_more_if_the_server_has_room(
-    tmp_path: Path, num_sequences: int, is_more_asked_for: bool
-) -> None:
+def test_a_queue_that_waits_asks_for_more_of_a_server_that_has_room(tmp_path: Path) -> None:
     def slowly(server: HandServer, request: Generate) -> list[Message]:
         time.sleep(0.05)
-        return [group_of(request, server.version)]
+        return answers(server, request)
 
+    allowed = []
     with (
-        HandServer(slowly, num_sequences) as server,
-        rollouts_on(server, tmp_path, max_staleness="auto", steps=30) as rollouts,
+        HandServer(slowly, max_concurrent_sequences=1000) as server,
+        rollouts_on(tmp_path, server, max_staleness="auto", steps=30) as (_, rollouts),
     ):
-        allowed = []
         for version in range(9):
             rollouts.publish(version, server.server_id)
-            assert len(slots(rollouts.next_batch(version, TIMEOUT_S))) == 3
+            assert len(next_slots(rollouts, version)) == 3
             allowed.append(rollouts.batch_metrics["staleness/allowed"])
             assert len(server.generated) <= (allowed[-1] + version + 1) * 3
-    assert allowed[0] == 2 and (max(allowed) > 2) == is_more_asked_for
-
-
-def test_a_run_finds_its_lookahead_and_trains_on_nothing_staler(tmp_path: Path) -> None:
-    with tiny_server() as server:
-        run = make_run(tmp_path, server.endpoint, steps=8, max_staleness="auto", max_auto_staleness=3)
-        train(run, resume=False)
-    lines = metrics_of(run)
-    assert all(1 <= line["staleness/allowed"] <= 3 and line["staleness/max"] <= 3 for line in lines)
-    assert len(lines) == 8
+    assert allowed[0] == 2 < max(allowed)

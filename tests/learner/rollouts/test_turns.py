@@ -1,7 +1,8 @@
 """The turns of episodes, asked of a hand-driven server: who no longer waits for one tells the server."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,9 @@ from learner.environments.player import Ask, TurnPrompt
 from learner.prompts.prompts import Prompt
 from learner.rollouts.rollouts import Rollouts
 from protocol.messages import Generate, Message
-from tests.learner.rollouts.test_dispatcher import is_silent, until
-from tests.learner.rollouts.test_rollouts import HandServer, group_of, rollouts_of
+from tests.learner.rollouts.hand_server import HandServer, fails, group_of, is_silent, rollouts_of
 from tests.learner.runs import make_run
+from tests.waiting import until
 
 
 class Impatient:
@@ -26,46 +27,44 @@ class Impatient:
     async def play(
         self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
     ) -> EpisodeGroup:
-        first = asyncio.create_task(ask(asked(0)))
+        first = asyncio.create_task(ask(turn(0)))
         while not any(name.startswith(f"{group_id}/") for name in self._server.generated):
             await asyncio.sleep(0.01)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         self.num_played += 1
-        await ask(asked(1))
+        await ask(turn(1))
         raise AssertionError("the server is silent")
 
 
-def asked(number: int) -> TurnPrompt:
+def turn(number: int) -> TurnPrompt:
     return TurnPrompt(episode=0, number=number, token_ids=np.array([3], np.int32), max_tokens=2, salt="", stays_at="")
 
 
-def played(tmp_path: Path, server: HandServer, then: Callable[[Rollouts, Impatient], None], **learner: object) -> None:
-    run = make_run(tmp_path, server.endpoint, steps=10, max_staleness=1, **learner)
+@contextmanager
+def played(tmp_path: Path, server: HandServer, **learner: object) -> Iterator[tuple[Rollouts, Impatient]]:
+    run = make_run(tmp_path, server.endpoint, **{"steps": 10, "max_staleness": 1} | learner)
     with rollouts_of(run) as (fleet, rollouts):
         player = Impatient(server)
         rollouts.start(0, player)
         fleet.wait()
         rollouts.publish(0, server.server_id)
-        then(rollouts, player)
+        yield rollouts, player
 
 
 def turns(names: list[str]) -> list[str]:
-    """Which turn of its episode each is."""
+    """Which turn of its episode each is, and the attempt."""
     return [name.rpartition("/")[2] for name in names]
 
 
 def test_a_turn_that_nobody_waits_for_is_cancelled_at_its_server_and_owed_no_more(tmp_path: Path) -> None:
     with HandServer(is_silent) as server:
-
-        def check(rollouts: Rollouts, player: Impatient) -> None:
+        with played(tmp_path, server) as (rollouts, player):
             until(lambda: len(server.cancelled) == player.num_played == 6, "each first turn is cancelled")
             assert turns(server.cancelled) == ["0.0.0"] * 6
             until(lambda: rollouts._dispatcher.num_pending.total() == 6, "the second turns are owed")
             assert turns(rollouts._dispatcher.group_ids) == ["0.1.0"] * 6
-
-        played(tmp_path, server, check)
-    assert sorted(turns(server.cancelled)) == ["0.0.0"] * 6 + ["0.1.0"] * 6, "those of the second turns as the run ends"
+        until(lambda: sorted(turns(server.cancelled)) == ["0.0.0"] * 6 + ["0.1.0"] * 6, "as the run ends")
 
 
 def test_an_answer_that_crosses_its_cancellation_is_only_acknowledged(tmp_path: Path) -> None:
@@ -76,15 +75,19 @@ def test_an_answer_that_crosses_its_cancellation_is_only_acknowledged(tmp_path: 
         return late[:1] if turns([request.group_id]) == ["0.1.0"] else []
 
     with HandServer(answers_cancelled) as server:
-        played(tmp_path, server, lambda rollouts, player: until(lambda: len(server.acked) > 0, "it is acknowledged"))
-    assert set(turns(server.acked)) == {"0.0.0"}
+        with played(tmp_path, server):
+            until(lambda: server.acked)
+        assert set(turns(server.acked)) == {"0.0.0"}
 
 
-def test_a_turn_that_a_live_server_has_lost_is_asked_for_again_under_its_name(tmp_path: Path) -> None:
-    with HandServer(is_silent) as server:
+def test_a_turn_that_failed_is_asked_for_again_with_another_seed(tmp_path: Path) -> None:
+    def fails_once(server: HandServer, request: Generate) -> list[Message]:
+        return fails(request) if turns([request.group_id]) == ["0.1.0"] else []
 
-        def check(rollouts: Rollouts, player: Impatient) -> None:
-            until(lambda: len(server.generated) >= 18, "the first turns are given up, the second are asked for twice")
-            assert sorted(server.generated[12:18]) == sorted(rollouts._dispatcher.group_ids)
-
-        played(tmp_path, server, check, group_idle_timeout_s=0.6)
+    sampling = {"group_size": 4, "max_tokens": 8, "seeded": True}
+    with HandServer(fails_once) as server:
+        with played(tmp_path, server, sampling=sampling, groups_per_step=1, max_staleness=0):
+            until(lambda: len(server.requests) == 3)
+        assert turns(server.generated) == ["0.0.0", "0.1.0", "0.1.1"]
+    _, first, second = (request.sampling.seed for request in server.requests)
+    assert first is not None and second is not None and first < 2**31 <= second

@@ -5,28 +5,22 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
 from inference_server.config import ServerConfig
-from learner.servers.fleet import Fleet
 from learner.servers.link import DEAD_AFTER_S, HELLO_INTERVAL_S
 from learner.servers.loop_thread import LoopThread
-from protocol.config import DEFAULT_ENDPOINT
 from protocol.errors import DeadlineExceeded, HandshakeRefused, RewardError, ServerLost
-from protocol.messages import PROTOCOL_VERSION, Hello
 from tests.fakes import ScriptedEngine, ServerThread
-from tests.fingerprint import MODEL
 from tests.learner.model_engine import tiny_server
-from tests.learner.runs import make_run
+from tests.learner.servers.fleets import a_fleet, tenancy_of
+from tests.ports import free_endpoint
+from tests.waiting import TIMEOUT_S, until
 
 NOWHERE = "tcp://127.0.0.1:1"
-TIMEOUT_S = 60.0
 LOST_FOR_S = DEAD_AFTER_S + HELLO_INTERVAL_S
 """When a link that gets nothing more is lost."""
 
@@ -36,21 +30,6 @@ def loop() -> Iterator[LoopThread]:
     loop = LoopThread("test")
     yield loop
     loop.stop()
-
-
-@contextmanager
-def a_fleet(tmp_path: Path, *endpoints: str, listed: Path | None = None, name: str = "r") -> Iterator[Fleet]:
-    """Started, and closed as the controller closes it; `listed`: the file of its endpoints; `name`: the run's."""
-    run = make_run(tmp_path, *endpoints, connect_timeout_s=1.0)
-    if listed is not None:
-        run = msgspec.structs.replace(run, endpoint=DEFAULT_ENDPOINT, endpoints_from=f"file:{listed}")
-    hello = Hello(run=name, protocol_version=PROTOCOL_VERSION, model=MODEL, learner=f"learner of {name}")
-    fleet = Fleet(run, hello, LoopThread("test"))
-    fleet.start(lambda member, group: None)
-    yield fleet
-    fleet.leave()
-    fleet.loop.stop()
-    fleet.close()
 
 
 def ended(loop: LoopThread) -> None:
@@ -100,13 +79,14 @@ def test_what_is_spawned_as_the_loop_stops_is_cancelled_too(is_busy: bool) -> No
 
 
 def test_a_wait_for_no_server_ends_with_the_remedy_and_one_that_is_called_off_at_once(tmp_path: Path) -> None:
-    closing = threading.Event()
-    with a_fleet(tmp_path, NOWHERE) as fleet:
+    closing, other = threading.Event(), free_endpoint()
+    with a_fleet(tmp_path, NOWHERE, other) as fleet:
         assert not fleet.is_connected
-        with pytest.raises(DeadlineExceeded, match=rf"at {NOWHERE} after 1 s.*raise learner\.connect_timeout_s"):
+        expected = rf"no inference server answers at {NOWHERE}, {other} after 1 s.*`endpoints`.*raise learner\.connect_timeout_s"
+        with pytest.raises(DeadlineExceeded, match=expected):
             fleet.wait(closing)
         closing.set()
-        with pytest.raises(ServerLost, match="stopped waiting for"):
+        with pytest.raises(ServerLost, match="stopped waiting for any of the inference servers at"):
             fleet.wait(closing)
 
 
@@ -119,13 +99,6 @@ def test_a_wait_ends_when_anything_in_the_background_fails(tmp_path: Path) -> No
         fleet.wait()
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
-
-
 def test_a_server_that_is_listed_again_before_the_next_look_at_the_list_joins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,15 +108,11 @@ def test_a_server_that_is_listed_again_before_the_next_look_at_the_list_joins_ag
         listed.write_text(f"{server.endpoint}\n{NOWHERE}\n")
         with a_fleet(tmp_path, listed=listed) as fleet:
             fleet.on_change = told.append
-            wait_until(lambda: fleet.is_connected)
+            until(lambda: fleet.is_connected)
             listed.write_text(f"{NOWHERE}\n")
-            wait_until(lambda: f"the server at {server.endpoint}: draining → gone" in told)
+            until(lambda: f"the server at {server.endpoint}: draining → gone" in told)
             listed.write_text(f"{server.endpoint}\n{NOWHERE}\n")
-            wait_until(lambda: fleet.is_connected)
-
-
-def tenancy_of(server: ServerThread) -> dict[str, Any]:
-    return server.running.server.status()["tenancy"]
+            until(lambda: fleet.is_connected)
 
 
 def test_a_run_waits_for_a_server_that_another_has_and_ends_with_who_has_it_and_the_remedy(
@@ -175,18 +144,18 @@ def test_one_of_several_servers_that_another_run_has_is_waited_for_while_the_oth
         with a_fleet(tmp_path, busy.endpoint, free.endpoint, name="other") as waiting:
             told = list[str]()
             waiting.on_change = told.append
-            wait_until(lambda: waiting.members[0].link.busy is not None)
+            until(lambda: waiting.members[0].link.busy is not None)
             assert [member.endpoint for member in waiting.wait()] == [free.endpoint]
             assert waiting.members[0].state(None) == "joining"
             assert any("busy with run one" in what for what in told)
             fleet.is_over = True
             fleet.leave()
-            wait_until(lambda: len(waiting.connected()) == 2)
+            until(lambda: len(waiting.connected()) == 2)
         assert tenancy_of(busy)["run"] == "other", "its run may come back"
         with a_fleet(tmp_path, busy.endpoint, name="other") as resumed:
-            wait_until(lambda: resumed.is_connected)
+            until(lambda: resumed.is_connected)
             resumed.is_over = True
-        wait_until(lambda: tenancy_of(busy)["state"] == "free")
+        until(lambda: tenancy_of(busy)["state"] == "free")
 
 
 def test_a_server_under_two_addresses_is_not_freed_when_one_of_them_is_left(
@@ -197,12 +166,12 @@ def test_a_server_under_two_addresses_is_not_freed_when_one_of_them_is_left(
     with ServerThread(ScriptedEngine()) as server:
         other_name = server.endpoint.replace("127.0.0.1", "localhost")
         with a_fleet(tmp_path, server.endpoint, other_name) as fleet:
-            wait_until(lambda: any(member.is_gone and member.link._channel._socket.closed for member in fleet.members))
+            until(lambda: any(member.is_gone and member.link._channel._socket.closed for member in fleet.members))
             server_id = server.running.server.status()["server_id"]
             (stays,) = [member for member in fleet.members if not member.is_gone]
             # The server answers the link that greeted it last. If that was the other one, this one is lost for a while.
             time.sleep(LOST_FOR_S)
-            wait_until(lambda: stays.link.connected)
+            until(lambda: stays.link.connected)
             assert stays.welcome is not None and stays.welcome.server_id == server_id
             assert tenancy_of(server)["state"] == "held"
             assert "run r is over" not in caplog.text

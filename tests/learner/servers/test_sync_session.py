@@ -1,6 +1,5 @@
 """Sessions that end before they were formed, or while they are received: nobody waits for them and nothing of them stays."""
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -12,7 +11,7 @@ from inference_server.engine.interface import PushOrder
 from inference_server.engine.weight_receiver import Receiver
 from learner.servers.sync_session import SyncSession
 from protocol.errors import PushError
-from protocol.transports.group import RendezvousHost, join_collective
+from protocol.transports.group import RendezvousHost
 from protocol.weights.buckets import make_manifest
 from tests.protocol.local_ranks import Waiting
 from tests.watching import WaitingCollective, transfer
@@ -28,24 +27,6 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
-
-
-def test_a_worker_that_waits_for_a_session_that_was_given_up_is_notified_at_once() -> None:
-    rendezvous_host = RendezvousHost("127.0.0.1", TIMEOUT_S)
-    session = SyncSession("server", MANIFEST, rendezvous_host.rendezvous(1, "gloo"), rendezvous_host, CPU)
-    said: list[str] = []
-
-    def join() -> None:
-        with pytest.raises(PushError) as failed:
-            join_collective(session.name, session.rendezvous, 1, CPU)
-        said.append(str(failed.value))
-
-    waiting = threading.Thread(target=join, daemon=True)
-    waiting.start()
-    session.close()
-    until(lambda: not waiting.is_alive())
-    assert "was canceled" in said[0] and session.name in said[0]
-    rendezvous_host.close()
 
 
 @pytest.mark.parametrize("give_up", [SyncSession.abort, SyncSession.close])

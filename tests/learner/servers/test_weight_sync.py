@@ -1,0 +1,343 @@
+"""Weight syncs to scripted servers that fail, hang or are late: a server that cannot take one does not stop the others."""
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from inference_server.engine.interface import PushOrder, WorkerReport
+from learner.servers.fan_out import FanOut, Share
+from learner.servers.fleet import Fleet
+from learner.servers.membership import Member
+from learner.servers.weight_sync import Stragglers, WeightSync
+from learner.servers.weight_transfer import ServerPush
+from protocol.errors import DeadlineExceeded, PushError, PushIncomplete
+from protocol.weights.buckets import NamedTensors
+from tests.fakes import ScriptedEngine, ServerThread, report
+from tests.learner.servers.fleets import a_fleet
+from tests.waiting import TIMEOUT_S, until
+
+FAILED = [report(ok=False, state="receiving", error="scripted failure")]
+PATIENCE_S = 0.5
+NEVER_S = 600.0
+
+
+class Weights:
+    """All of one value."""
+
+    wire_dtype, device = torch.float32, torch.device("cpu")
+    copy_device: torch.device | None = None
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(10, 100)
+        self.num_read = 0
+
+    def tensors(self) -> NamedTensors:
+        self.num_read += 1
+        yield "a", self.tensor
+        yield "b", self.tensor[0]
+
+
+def failures_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the learner says of syncs that failed."""
+    told = [record.getMessage() for record in caplog.records if record.name == "learner.servers.weight_sync"]
+    return [message for message in told if "failed while" in message]
+
+
+def value_at(engine: ScriptedEngine) -> float:
+    (value,) = {float(number) for tensor in engine.weights.values() for number in tensor.unique()}
+    return value
+
+
+@contextmanager
+def syncing(
+    tmp_path: Path, *engines: ScriptedEngine, connect_timeout_s: float = TIMEOUT_S, **weight_sync: Any
+) -> Iterator[tuple[WeightSync, Weights, Fleet]]:
+    """Syncs of a fleet on servers with these engines, which have version 0."""
+    settings = {"timeout_s": 20.0} | weight_sync
+    with ExitStack() as cleanup:
+        endpoints = [cleanup.enter_context(ServerThread(engine)).endpoint for engine in engines]
+        fleet = cleanup.enter_context(
+            a_fleet(tmp_path, *endpoints, connect_timeout_s=connect_timeout_s, weight_sync=settings)
+        )
+        until(lambda: len(fleet.connected()) == len(engines))
+        weights = Weights()
+        sync = WeightSync(fleet, weights, fleet._run.learner.weight_sync)
+        cleanup.callback(sync.close)
+        assert sync.push(0) is not None
+        yield sync, weights, fleet
+
+
+def test_a_policy_is_read_once_for_all_servers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "learner")
+    one, other = ScriptedEngine(), ScriptedEngine()
+    with syncing(tmp_path, one, other) as (sync, weights, fleet):
+        weights.tensor += 1
+        weights.num_read = 0
+        assert sync.push(1) is not None
+        assert weights.num_read == 1 and value_at(one) == value_at(other) == 1
+        assert sync.holders(1) == fleet.connected() and len(sync.holders()) == 2
+    (line,) = [message for message in caplog.messages if message.startswith("synced version 1 to ")]
+    assert all(f"{member.endpoint} in " in line for member in fleet.members)
+
+
+def test_a_sync_beside_the_next_step_sends_the_weights_as_they_were(tmp_path: Path) -> None:
+    class Slow(ScriptedEngine):
+        may_receive = threading.Event()
+
+        def _load(self, order: PushOrder) -> WorkerReport:
+            assert order.version == 0 or self.may_receive.wait(TIMEOUT_S)
+            return super()._load(order)
+
+    with syncing(tmp_path, engine := Slow()) as (sync, weights, _):
+        done = list[int]()
+        weights.tensor += 1
+        sync.begin(1, lambda: done.append(1))
+        weights.tensor += 1
+        assert sync.is_pushing and done == [] and sync.pop_report() is None
+        engine.may_receive.set()
+        sync.wait()
+        assert done == [1] and sync.pop_report() is not None and value_at(engine) == 1
+
+
+def test_a_sync_that_fails_is_tried_again_in_a_new_session(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    with syncing(tmp_path, engine) as (sync, weights, _):
+        weights.tensor += 1
+        engine.scripted_reports = [FAILED]
+        assert sync.push(1) is not None and sync.push(2) is not None
+        assert value_at(engine) == 1
+    first, failed, again, last = engine.orders
+    assert first.session == failed.session != again.session == last.session
+    assert again.rendezvous is not None and last.rendezvous is None
+    assert [order.version for order in engine.orders] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_syncs_that_never_succeed_end_the_run(tmp_path: Path, overlap: bool, num_servers: int) -> None:
+    engines = [ScriptedEngine() for _ in range(num_servers)]
+    with syncing(tmp_path, *engines, max_attempts=2) as (sync, _, _):
+        for engine in engines:
+            engine.reports_from_version[1] = FAILED
+        with pytest.raises(PushError, match=r"weight sync of version 1 failed in 2 attempts .*scripted failure"):
+            sync.begin(1, lambda: None) if overlap else sync.push(1)
+            sync.wait()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sync_that_would_fail_again_is_not_tried_again(tmp_path: Path, overlap: bool) -> None:
+    engine, error = ScriptedEngine(), str(PushIncomplete.missing(["model.norm.weight"]))
+    engine.reports_from_version[1] = [
+        report(ok=False, state="loading", weights_intact=False, retryable=False, error=error)
+    ]
+    with (
+        syncing(tmp_path, engine) as (sync, _, _),
+        pytest.raises(PushIncomplete, match=r"is missing weights .*model\.norm\.weight.*the same `model`"),
+    ):
+        sync.begin(1, lambda: None) if overlap else sync.push(1)
+        sync.wait()
+    assert [order.version for order in engine.orders] == [0, 1]
+
+
+def test_a_server_whose_sync_fails_pauses_and_gets_one_of_its_own_while_the_other_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner.servers.weight_sync.LEAST_PAUSE_S", NEVER_S)
+    clumsy, other = ScriptedEngine(), ScriptedEngine()
+    clumsy.reports_from_version[1] = FAILED
+    with syncing(tmp_path, clumsy, other) as (sync, _, fleet):
+        one, two = fleet.members
+        server_ids = [member.welcome.server_id for member in fleet.members if member.welcome is not None]
+        fleet.loop.call_soon(fleet.published, 0, server_ids)
+        until(lambda: one.state(0) == "ready")
+        assert sync.push(1) is not None and sync.holders(1) == [two]
+        assert f"weight sync of version 1 to {one.endpoint} failed while" in caplog.text
+        until(lambda: one.state(0) == "syncing", "it has welcomed the run again, and is asked for nothing")
+        assert sync.joiners() == []
+        sync._failures[one] = (1, 0.0)  # the pause is over
+        assert sync.joiners() == [one]
+        assert sync.push(2) is not None and sync.push(2, [one]) is not None and sync.holders(2) == [one, two]
+    assert [order.version for order in other.orders] == [0, 1, 2]
+
+
+def test_a_server_that_shuts_down_during_a_sync_is_skipped_without_a_warning_and_costs_no_attempt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "learner")
+
+    class Ending(ScriptedEngine):
+        async def load_push(self, order: PushOrder) -> Any:
+            if order.version == 1:
+                fleet.members[0].link.is_draining = True
+                return FAILED
+            return await super().load_push(order)
+
+    with (
+        syncing(tmp_path, Ending(), connect_timeout_s=2.0, max_attempts=1) as (sync, _, fleet),
+        pytest.raises(DeadlineExceeded, match="no inference server answers"),  # it waits for the next one
+    ):
+        sync.push(1)
+    skipped = f"skipped the weight sync of version 1 to the server at {fleet.members[0].endpoint} (shutting down)"
+    assert skipped in caplog.messages and failures_of(caplog) == []
+
+
+@pytest.mark.parametrize("compression", ["none", "delta"])
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_large_sync_shows_how_far_it_is(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    compression: str,
+    is_large: bool,
+) -> None:
+    if is_large:
+        monkeypatch.setattr("learner.servers.weight_transfer.PROGRESS_BYTES", 1)
+    with syncing(tmp_path, ScriptedEngine(), compression=compression) as (sync, weights, _):
+        weights.tensor += 1
+        sync.push(1)
+    drawn = capsys.readouterr().err.replace("\r", "\n")
+    for version in (0, 1):
+        bars = re.findall(rf"weight sync {version}: +(.*)", drawn)
+        assert bool(bars) == is_large
+        assert not bars or (bars[0].startswith("0%") and bars[-1].startswith("100%") and "4.40k/4.40k" in bars[-1])
+
+
+# --- stragglers ------------------------------------------------------------------------------------------------------
+
+
+class Hanging(ScriptedEngine):
+    """Stands still at a point of a push until it is released."""
+
+    def __init__(self, point: str) -> None:
+        super().__init__()
+        self._point, self.may_go_on = point, threading.Event()
+        self.may_go_on.set()
+
+    async def pause(self) -> None:
+        await self._reach("pausing")
+        await super().pause()
+
+    async def set_version(self, version: int) -> None:
+        await self._reach("labelling")
+        await super().set_version(version)
+
+    def _load(self, order: PushOrder) -> WorkerReport:
+        asyncio.run(self._reach("receiving"))  # in a thread of its own
+        return super()._load(order)
+
+    async def _reach(self, point: str) -> None:
+        while point == self._point and not self.may_go_on.is_set():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("point", "states", "state_of_its_own", "overlap"),
+    [
+        ("pausing", {"pausing"}, "pausing", False),
+        ("receiving", {"sending", "finishing"}, "joining", False),
+        ("labelling", {"finishing"}, "finishing", True),
+    ],
+)
+def test_a_server_that_hangs_is_left_behind_and_comes_back_with_a_sync_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, point: str, states: set[str], state_of_its_own: str, overlap: bool
+) -> None:
+    hanging, other = Hanging(point), ScriptedEngine()
+    patience = {"timeout_s": NEVER_S, "straggler_timeout_s": PATIENCE_S}
+    with syncing(tmp_path, hanging, other, **patience) as (sync, weights, fleet):
+        one, two = fleet.members
+        weights.tensor += 1
+        hanging.may_go_on.clear()
+        sync.begin(1, lambda: None) if overlap else sync.push(1)
+        sync.wait()
+        assert sync.holders(1) == [two]
+        hanging.may_go_on.set()
+        until(lambda: one in fleet.connected(), "it has welcomed the run again")
+        hanging.may_go_on.clear()
+        assert sync.push(1, [one]) is None, "that one gets no further either, and nobody waits for it"
+        hanging.may_go_on.set()
+        until(lambda: sync.push(1, [one]) is not None, "it has ended what was given up")
+        assert sync.holders(1) == [one, two] and value_at(hanging) == 1
+    assert [order.version for order in other.orders] == [0, 1], "it is not sent again to the other"
+    told = failures_of(caplog)
+    assert any(f"weight sync of version 1 to {one.endpoint} failed while {state} " in told[0] for state in states)
+    assert "another server had the version 0.5 s earlier (learner.weight_sync.straggler_timeout_s)" in told[0]
+    assert f" failed while {state_of_its_own} " in told[1]
+    assert "it has made no progress for 0.5 s (learner.weight_sync.straggler_timeout_s)" in told[1]
+
+
+class Recorded:
+    """In place of a push under way."""
+
+    def __init__(self) -> None:
+        self.moved_at = 0.0
+        self.reasons: list[str] = []
+
+    def end(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+
+def under_way(*pushes: Recorded) -> dict[Member, tuple[ServerPush, Share]]:
+    shares = FanOut(len(pushes), 1.0, NEVER_S, NEVER_S).shares
+    members = [cast(Member, f"server {index}") for index in range(len(pushes))]
+    return {
+        member: (cast(ServerPush, push), share) for member, push, share in zip(members, pushes, shares, strict=True)
+    }
+
+
+def test_nobody_is_late_while_nobody_has_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, one, other = Clock(monkeypatch), Recorded(), Recorded()
+    pushes, have_it = under_way(one, other), set[Member]()
+    stragglers = Stragglers(5.0, have_it, set(), others_serve=False)
+    clock.now_s += 1000.0
+    stragglers.end_late(pushes)
+    have_it.add(next(iter(pushes)))
+    stragglers.end_late(pushes)
+    clock.now_s += 4.9
+    other.moved_at = clock.now_s  # which does not count: the others of its push have waited
+    stragglers.end_late(pushes)
+    assert other.reasons == []
+    clock.now_s += 0.2
+    stragglers.end_late(pushes)
+    assert one.reasons == [] and "another server had the version 5 s earlier" in other.reasons[0]
+
+
+def test_a_push_of_its_own_may_take_long_but_not_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, late, has_failed = Clock(monkeypatch), Recorded(), Recorded()
+    pushes = under_way(late, has_failed)
+    stragglers = Stragglers(5.0, set(), {list(pushes)[1]}, others_serve=True)
+    for _ in range(10):
+        clock.now_s += 4.9
+        late.moved_at = clock.now_s
+        stragglers.end_late(pushes)
+    assert late.reasons == []
+    clock.now_s += 5.1
+    stragglers.end_late(pushes)
+    stragglers.end_late(pushes)
+    assert len(late.reasons) == 2 and "no progress for 5 s" in late.reasons[0], (
+        "said again, for it may wait elsewhere by now"
+    )
+    assert has_failed.reasons == []
+
+
+def test_who_was_cut_off_for_keeping_others_waiting_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    late = Recorded()
+    pushes = under_way(late)
+    ((_, share),) = pushes.values()
+    share.cut_off("it kept the others waiting")
+    Stragglers(5.0, set(), set(), others_serve=False).end_late(pushes)
+    assert late.reasons == ["it kept the others waiting"]

@@ -1,0 +1,21 @@
+"""Wait for what another thread, task or process does, with a deadline that is met only where something is broken."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+TIMEOUT_S = 60.0
+
+
+def until(is_so: Callable[[], object], what: str = "") -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+async def until_in_loop(is_so: Callable[[], object]) -> None:
+    """The same for what happens in this event loop."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not is_so():
+            await asyncio.sleep(0.01)
