@@ -15,6 +15,7 @@ from tests.peer import Pair, Peer
 from tests.ports import free_port
 from tests.push_peers import DEAD_AFTER_S, NUM_TENSORS
 from tests.push_traps import HANG, PUSH_TIMEOUT_S, Trap
+from tests.waiting import until
 
 pytestmark = pytest.mark.system
 
@@ -66,13 +67,6 @@ def start_pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
     yield start
     for pair in started:
         pair.kill()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.02)
 
 
 def in_states(*states: State) -> pytest.MarkDecorator:

@@ -14,6 +14,7 @@ from protocol.config import load_config
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
+AGENTS = DEPLOY / "agents"
 RECIPE = str(DEPLOY / "recipes/gsm8k.toml")
 
 

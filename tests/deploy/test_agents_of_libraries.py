@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.agents import AGENTS, says
+from tests.deploy.commands import AGENTS
 from tests.learner.environments.chat_tokenizer import call
+from tests.learner.environments.conversing import says
 from tests.learner.gateway.asking import played_by_agent
 from tests.ports import free_port
 

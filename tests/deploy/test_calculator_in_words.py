@@ -3,7 +3,8 @@
 import pytest
 
 from learner.prompts.tasks import make_rows
-from tests.deploy.agents import AGENTS, says
+from tests.deploy.commands import AGENTS
+from tests.learner.environments.conversing import says
 from tests.learner.gateway.asking import played_by_agent
 
 PRODUCT = make_rows("products", 1, seed=0)[0]

@@ -49,23 +49,6 @@ def test_a_push_beside_the_next_step_holds_the_one_after_it_up(push_s: float) ->
     assert outcome.step_s == pytest.approx(max(push_s, 1e-4 * BATCH_TOKENS), rel=0.01)
 
 
-def test_equal_completions_of_a_full_server_do_not_stay_in_step() -> None:
-    """A batch's groups begin one after the other while the batch before is under way, in which the learner trains for 60% of the time:
-    those that begin until then are of the version before."""
-    batch_s = 100 * CONSTANT.decode_s(64)
-    rates = with_rates(learner_token_s=0.6 * batch_s / BATCH_TOKENS)
-    outcome = simulate(setup(rates, learner={"max_staleness": 2}), steps=80)
-    assert outcome.step_s == pytest.approx(batch_s, rel=0.01)
-    assert outcome.staleness_mean == pytest.approx(1.6, abs=1 / 8)  # by one of a batch's 8 groups
-
-
-def test_groups_in_flight_are_their_rate_times_their_latency() -> None:
-    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_stall_s=0.1)
-    outcome = simulate(setup(rates, servers=3, learner={"groups_per_step": 24} | OVERLAP), steps=400)
-    rate = outcome.samples_per_s / 8
-    assert outcome.groups_in_flight == pytest.approx(rate * outcome.group_latency_s, rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("max_staleness", "failures"), [(0, None), (2, None), (2, Failures(every_s=40.0, restart_s=5.0))]
 )

@@ -14,6 +14,7 @@ from protocol.messages import (
     Farewell,
     Generate,
     Group,
+    GroupFailed,
     Hello,
     Manifest,
     Message,
@@ -106,7 +107,9 @@ class ScriptedLearner:
     async def group(self, group_id: str, prompt: list[int], **options: Any) -> Group:
         """Ask for a group and wait for one."""
         await self.generate(group_id, prompt, **options)
-        return await self.receive(Group)
+        answer = await self.receive((Group, GroupFailed))
+        assert isinstance(answer, Group), answer.message
+        return answer
 
     async def score(self, token_ids: list[int], deadline_s: float = TIMEOUT_S, replica: int = 0) -> Scores:
         tokens = np.array(token_ids, dtype=np.int32)

@@ -21,7 +21,6 @@ from inference_server.preparation import check_block_size, check_room, prepare
 from protocol.channel.keys import write_secret
 from protocol.config import SharedConfig, load_config
 from protocol.errors import ConfigError
-from protocol.hardware import GpuChoice
 from protocol.model_files import resolve_model
 from tests.ports import free_port
 
@@ -185,16 +184,3 @@ def test_a_block_size_that_only_latent_attention_takes_is_vllms_own_affair(home:
     (home / "deepseek").mkdir()
     (home / "deepseek" / "config.json").write_text('{"kv_lora_rank": 512}')
     check_block_size(run, home / "deepseek")
-
-
-def test_more_workers_than_gpus_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.preparation.gpu_choice", lambda: GpuChoice(True, "NVML finds 2", 2))
-    server = ServerConfig(tensor_parallel_size=2)
-    run = ServerRun(model=str(home / "model"), run_dir="r", server=server)
-    check_room(run, home / "model")
-    run = msgspec.structs.replace(run, server=msgspec.structs.replace(server, data_parallel_size=2))
-    with pytest.raises(
-        ConfigError,
-        match=r"data_parallel_size = 2 requires 4 GPUs, one for each worker, but 2 are available \(NVML finds 2\)",
-    ):
-        check_room(run, home / "model")

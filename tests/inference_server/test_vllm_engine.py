@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import _process_utility_output
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.engine import vllm_engine, worker
+from inference_server.engine import worker
 from inference_server.engine.data_parallel import SERVER_PID
 from inference_server.engine.interface import EngineDead
 from inference_server.engine.versioned_llm import VersionedLLM
@@ -96,15 +96,6 @@ def test_receiving_beside_generation_is_refused_for_several_workers(
     config = ServerConfig(overlap_weight_loading=True, **server)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"{reason}.*; set server\.overlap_weight_loading"):
         VllmEngine(ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=config), tmp_path)
-
-
-@pytest.mark.parametrize(("on_cpu", "poll_s"), [(True, 0.01), (False, 0.25)])
-def test_workers_on_gpus_are_asked_less_often_whether_a_push_has_come(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, poll_s: float
-) -> None:
-    """Each answer costs a GPU the overlap of two decoding steps."""
-    monkeypatch.setattr("inference_server.engine.versioned_llm.current_platform.is_cpu", lambda: on_cpu)
-    assert runpy.run_path(vllm_engine.__file__)["STAGING_POLL_S"] == poll_s
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -5,9 +5,8 @@ import os
 import re
 import sys
 import threading
-import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -32,7 +31,8 @@ from protocol.transports.rendezvous import RendezvousStore, SessionStore
 from protocol.transports.transport import offered_transports
 from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.dense import receive_weights, send_weights
-from tests.protocol.local_ranks import CPU, HOST, PROMPTLY_S, Waiting, rendezvous_host, zeros
+from tests.protocol.local_ranks import CPU, HOST, Waiting, rendezvous_host, zeros
+from tests.waiting import until
 
 UNIQUE_ID = bytes(range(128))
 TENSORS = [(f"layer {index}", torch.ones(256)) for index in range(3)]
@@ -147,13 +147,6 @@ def joining(timeout_s: float = 60) -> Iterator[tuple[Waiting, Waiting]]:
 
 def num_calls(nccl: ScriptedNccl, name: str) -> int:
     return [call[0] for call in nccl.calls].count(name)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + PROMPTLY_S
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
 
 
 def test_both_sides_choose_the_interface_and_join(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:

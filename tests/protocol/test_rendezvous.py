@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-import msgspec
 import pytest
 
 from protocol.errors import PushError
@@ -103,7 +102,3 @@ def test_more_notes_than_there_is_room_for_push_out_the_oldest(monkeypatch: pyte
         for number in range(5):
             remote.query(StoreQuery("s1", f"{number}", b"value"))
         assert [hosted.query(StoreQuery("s1", f"{number}")) for number in range(5)] == [None, None] + 3 * [b"value"]
-
-
-def test_a_query_is_one_line_whatever_is_in_it() -> None:
-    assert b"\n" not in msgspec.json.encode(StoreQuery("e\n1", "k\ney", b"\n"))
