@@ -1,13 +1,14 @@
-"""What `python -m tests.mutants` breaks, and that it stays Python."""
+"""What `python -m tests.bench.mutants` breaks, and that it stays Python."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-from tests.mutants import mutants_of, report, sample
+from tests.bench.mutants import mutants_of, report, sample
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.system
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
