@@ -24,6 +24,8 @@ class Link:
         self.server_port = server_port
         """May change; connections from then on go there."""
         self._bytes_per_s, self._bytes_per_s_to_server = bytes_per_s, bytes_per_s_to_server
+        self.seen = bytearray()
+        """What has passed, as somebody on the way would see it."""
         self._is_cut = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._thread = LoopThread("link")
@@ -89,5 +91,6 @@ class Link:
                 if bytes_per_s:
                     await asyncio.sleep(len(chunk) / bytes_per_s)
                 await self._flows.wait()
+                self.seen += chunk
                 writer.write(chunk)
                 await writer.drain()

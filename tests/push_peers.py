@@ -40,6 +40,7 @@ from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Samplin
 from protocol.weights.buckets import make_manifest
 from tests.fakes import ScriptedEngine, report, serving
 from tests.fingerprint import MODEL
+from tests.learner.runs import make_run
 from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedGloo, TrappedTcp
 
 ANSWER_TIMEOUT_S = 120.0
@@ -271,21 +272,10 @@ def _push(pusher: WeightSync, rollouts: Rollouts, version: int, overlap: bool) -
 
 
 def _learner_run(directory: Path, setup: LearnerSetup) -> LearnerRun:
-    return msgspec.convert(
-        {
-            "model": "scripted",
-            "run_dir": str(directory),
-            "endpoint": setup.endpoint,
-            "dtype": "float32",
-            "learner": {
-                "steps": 10**6, "groups_per_step": 2, "max_staleness": 1, "connect_timeout_s": ANSWER_TIMEOUT_S,
-                "data": {"task": "reverse", "num_digits": 4, "num_prompts": 8},
-                "reward": {"functions": ["exact_match"]},
-                "sampling": {"group_size": 2, "max_tokens": NUM_TENSORS},
-                "weight_sync": {"timeout_s": PUSH_TIMEOUT_S} | setup.weight_sync,
-            },
-        },
-        LearnerRun,
+    return make_run(
+        directory, setup.endpoint, steps=10**6, groups_per_step=2, max_staleness=1, connect_timeout_s=ANSWER_TIMEOUT_S,
+        reward={"functions": ["exact_match"]}, sampling={"group_size": 2, "max_tokens": NUM_TENSORS},
+        weight_sync={"timeout_s": PUSH_TIMEOUT_S} | setup.weight_sync,
     )  # fmt: skip
 
 

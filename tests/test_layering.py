@@ -141,7 +141,6 @@ def test_light_modules_load_neither_torch_nor_vllm() -> None:
     assert done.stdout == "set()\n", done.stdout + done.stderr
 
 
-@pytest.mark.xfail(reason="some are yet")
 def test_no_file_of_tests_is_imported_by_another() -> None:
     """What two of them share is in a module beside them, named after the thing that it is."""
     tests = sources("tests")

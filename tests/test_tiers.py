@@ -1,4 +1,4 @@
-"""The budget of a test of `make test`, held by a run of pytest in which it is a tenth of a second; the table of durations."""
+"""The budget of a test of `make test`, held by a run of pytest in which it is a tenth of a second, and the durations that it records."""
 
 import os
 import subprocess
@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 import msgspec
-import pytest
 
-from tests import durations
 from tests.durations import Phase
 
 ROOT = Path(__file__).parent.parent
@@ -59,19 +57,3 @@ def test_a_test_over_its_budget_fails_and_its_duration_is_recorded(tmp_path: Pat
         "burns": "test",
         "burns_for_the_whole_system": "system",
     }
-
-
-def test_the_table_of_durations_keeps_what_was_written_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = tmp_path / "durations.md"
-    monkeypatch.setattr(durations, "TABLES", tables)
-    tables.write_text("")
-    phases = [
-        Phase("tests/test_a.py::test_x[1 | 2]", "test", 3.0, 1.0),
-        Phase("tests/test_b.py::test_y", "system", 2.0, 0.5),
-    ]
-    tables.write_text(durations.tables_of(phases))
-    assert "| 3.0 | 1.0 | test | `tests/test_a.py::test_x[1 | 2]` |  |  |" in tables.read_text()
-    tables.write_text(tables.read_text().replace("test_y` |  |  |", "test_y` | that y holds | test_a.py |"))
-    tables.write_text(durations.tables_of([*phases, Phase("tests/test_b.py::test_y", "system", 2.0, 0.5)]))
-    assert "| 4.0 | 0.5 | system | `tests/test_b.py::test_y` | that y holds | test_a.py |" in tables.read_text()
-    assert durations.file_durations() == {"tests/test_b.py": 4, "tests/test_a.py": 3}

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import pytest
 
 from learner.servers.link import ServerLink
 from protocol.channel.keys import LearnerKeys, learner_keys, make_keys, server_keys
+from protocol.endpoint import split_endpoint
 from protocol.errors import DeadlineExceeded, HandshakeRefused
 from protocol.messages import PROTOCOL_VERSION, Ack, Group, Hello
 from tests.fakes import ScriptedEngine, serving
 from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.inference_server.scripted_server import TIMEOUT_S, Stage, until, with_server
+from tests.link import Link
 from tests.malformed import OF_A_DOCTOR, TO_SERVER, without_end
 
 ROOT = Path(__file__).parent.parent.parent
@@ -246,33 +249,12 @@ def test_a_server_that_comes_back_with_its_keys_is_found_again(keys: Path) -> No
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
-def test_what_travels_is_not_readable_on_the_way(keys: Path) -> None:
-    """Read a connection between the two as a man in the middle does."""
-
-    async def run() -> bytes:
-        seen = bytearray()
-        async with serving(ScriptedEngine(), keys=server_keys(str(keys))) as running:
-            host, port = running.endpoint.removeprefix("tcp://").split(":")
-
-            async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                while data := await reader.read(65536):
-                    seen.extend(data)
-                    writer.write(data)
-                writer.close()
-
-            async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                to_server = await asyncio.open_connection(host, int(port))
-                await asyncio.gather(copy(reader, to_server[1]), copy(to_server[0], writer))
-
-            middle = await asyncio.start_server(relay, "127.0.0.1", 0)
-            endpoint = f"tcp://127.0.0.1:{middle.sockets[0].getsockname()[1]}"
-            learner = ScriptedLearner(endpoint, run="a-secret-run", keys=learner_keys(str(keys)))
-            assert (await learner.join()).dtype == "float32"
-            learner.close()
-            await asyncio.sleep(0.2)
-            middle.close()
-        return bytes(seen)
-
-    seen = asyncio.run(run())
+@with_server()
+async def test_what_travels_is_not_readable_on_the_way(at: Stage, keys: Path) -> None:
+    with closing(Link(int(split_endpoint(at.running.endpoint)[1]))) as middle:
+        learner = ScriptedLearner(f"tcp://127.0.0.1:{middle.port}", "a-secret-run", keys=learner_keys(str(keys)))
+        assert (await learner.join()).dtype == "float32"
+        learner.close()
+        seen = bytes(middle.seen)
     assert b"CURVE" in seen and len(seen) > 500
     assert b"a-secret-run" not in seen and b"float32" not in seen

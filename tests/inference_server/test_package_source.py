@@ -1,7 +1,6 @@
 """Names and signatures read from a package that is never imported, in a folder and in a wheel alike."""
 
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,10 +120,3 @@ def test_a_name_is_found_wherever_it_is_defined(
 )  # fmt: skip
 def test_a_name_that_is_not_there_is_none(source: PackageSource, module: str, name: str) -> None:
     assert source.find(module, name) is None
-
-
-def test_the_members_of_a_class_are_its_own(source: PackageSource) -> None:
-    members: Callable[[str, str], set[str]] = source.members
-    assert members("pkg.core", "Engine") == {"run", "state", "start"}
-    assert members("pkg", "PublicEngine") == {"run", "state", "start"}
-    assert members("pkg.core", "run") == set()

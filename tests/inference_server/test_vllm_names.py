@@ -124,11 +124,6 @@ def test_the_table_has_nothing_that_is_used_no_more(used: set[tuple[str, str]]) 
     assert sorted(name for _, name in TABLE - used if name.rpartition(".")[2] not in words) == []
 
 
-def test_every_group_of_private_names_has_a_reason() -> None:
-    assert all(len(group.reason) > 20 for group in PRIVATE)
-    assert not {name for name in PRIVATE_NAMES if name[1] in PUBLIC.get(name[0], {})}
-
-
 def test_the_versions_are_those_of_the_project() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["server-gpu"] == [f"vllm{SUPPORTED}"]

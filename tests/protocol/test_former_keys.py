@@ -72,15 +72,6 @@ def test_every_former_value_leads_to_a_value_of_its_key() -> None:
             assert former_keys.renamed_flags([f"--{key}={former}"]) == ([f"--{key}={value}"], warning)
 
 
-def test_a_section_and_its_keys_may_have_former_names() -> None:
-    former = {"correction": {"weight": "mask", "level": "sequence"}, "push": {"wire": "dense"}}
-    config, told = former_keys.renamed({"learner": former})
-    assert config["learner"] == {
-        "off_policy_correction": {"weight": "mask", "granularity": "sequence"}, "weight_sync": {"compression": "none"}
-    }  # fmt: skip
-    assert len(told) == 3 and told["learner.correction.weight"] == "learner.off_policy_correction.weight"
-
-
 def test_former_names_and_values_cost_one_warning_that_names_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, ca
 from tests.learner.environments.conversing import QUESTION, TOKENIZER, TURNS, calculator_tools, says
 from tests.learner.environments.play import played
 from tests.learner.gateway.asking import ADD, OnceOnly, Opened, opened, says_five
+from tests.waiting import until_in_loop as until
 
 HEAD = "<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n"
 pytestmark = pytest.mark.anyio
@@ -415,12 +415,6 @@ async def test_what_nobody_waits_for_or_the_episode_outlives_is_given_up_and_not
 def test_a_turn_that_its_agent_does_not_get_is_none_of_its_episode() -> None:
     with pytest.raises(RefusedRequest, match="the client has disconnected"):
         check_connected(SimpleNamespace(transport=None))  # type: ignore[arg-type]
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 async def test_without_a_server_the_episode_is_aborted_whatever_its_agent_makes_of_it() -> None:

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +22,7 @@ from learner.rewards.call import is_unreachable
 from learner.rewards.workers import RewardWorkers
 from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
 from tests.ports import free_port
+from tests.waiting import until
 
 JUDGE = """
 import json, os, urllib.request
@@ -78,13 +79,6 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("name", ["judge", "judge_too"])
 def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
     tmp_path: Path, port: int, name: str, caplog: pytest.LogCaptureFixture
@@ -93,13 +87,13 @@ def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
     functions = (f"{tmp_path}/judge.py:{name}", "exact_match")
     with RewardWorkers(RewardConfig(functions=functions, unreachable_s=60)) as workers:
         groups = [workers.submit(prompt(answer="12"), ["12", "1234"], [[1], [2]]) for _ in range(3)]
-        wait_until(lambda: "cannot reach its service" in caplog.text)
+        until(lambda: "cannot reach its service" in caplog.text)
         assert not any(group.done() for group in groups)
         with judging(port) as server:
             results = [group.result(DEADLINE_S) for group in groups]
             server.status = 503
             late = workers.submit(prompt(answer="12"), ["12"], [[1]])
-            wait_until(lambda: server.num_asked > 4)
+            until(lambda: server.num_asked > 4)
             assert not late.done()
             server.status = 200
             assert late.result(DEADLINE_S).rewards == [3.0]
@@ -120,7 +114,7 @@ def test_one_that_stays_away_is_a_failure_in_the_end(tmp_path: Path, port: int) 
 def test_workers_that_are_closed_call_nobody_again(tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture) -> None:
     workers = RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:judge",)))
     group = workers.submit(prompt(), ["12"], [[1]])
-    wait_until(lambda: "cannot reach its service" in caplog.text)
+    until(lambda: "cannot reach its service" in caplog.text)
     workers.close()
     with judging(port) as server:
         time.sleep(0.6)

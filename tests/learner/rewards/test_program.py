@@ -17,6 +17,7 @@ from learner.rewards.builtin.program import Check, checks_of, code_of, passes_te
 from learner.rewards.function import load_all
 from learner.rewards.workers import RewardWorkers
 from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
+from tests.waiting import until
 
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 RIGHT = "def add(a, b):\n    return a + b"
@@ -168,7 +169,7 @@ def test_what_a_program_starts_ends_with_it_in_whatever_session(timeout_s):
     stays = "" if timeout_s == TIMEOUT_S else "while True: pass"
     with pytest.raises(TimeoutError) if stays else nullcontext():
         assert run(leaves + stays, Check("assert True"), timeout_s)
-    wait_until(lambda: not runs(mark))
+    until(lambda: not runs(mark))
 
 
 def runs(mark: str) -> bool:
@@ -180,20 +181,13 @@ def runs(mark: str) -> bool:
     return False
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_program_ends_with_the_worker_that_runs_it():
     mark = f"9{os.getpid()}"
     code = f"```python\nimport subprocess; subprocess.run(['sleep', '{mark}'])\n```"
     with RewardWorkers(RewardConfig(functions=("passes_tests",), timeout_s=60.0)) as workers:
         workers.submit(prompt(tests=TESTS), [code], [[1]])
-        wait_until(lambda: runs(mark))
-    wait_until(lambda: not runs(mark))
+        until(lambda: runs(mark))
+    until(lambda: not runs(mark))
 
 
 def test_programs_run_from_threads_too():

@@ -26,6 +26,7 @@ from protocol.messages import (
     Rendezvous,
     Sampling,
 )
+from tests.event_loop import in_event_loop
 from tests.fakes import ScriptedEngine, Serving, report, serving
 from tests.fingerprint import MODEL
 from tests.link import Link
@@ -60,16 +61,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "DEAD_AFTER_S", 10 * TIMEOUT_S)
 
 
-def in_loop(test: Test) -> Callable[[], None]:
-    """A test that runs in an event loop."""
-
-    def run() -> None:
-        asyncio.run(test())
-
-    run.__name__ = test.__name__
-    return run
-
-
 def on_a_link(test: Test) -> Callable[[], None]:
     """A test of a link that is welcome at a scripted server which already serves version 0."""
 
@@ -83,7 +74,7 @@ def on_a_link(test: Test) -> Callable[[], None]:
             await test(OnALink(link, engine, server))
 
     run.__name__ = test.__name__
-    return in_loop(run)
+    return in_event_loop(run)
 
 
 @asynccontextmanager
@@ -185,7 +176,7 @@ async def test_an_answer_that_may_be_lost_over_a_reconnect_is_not_waited_for(at:
 
 
 @pytest.mark.usefixtures("patient")
-@in_loop
+@in_event_loop
 async def test_a_broken_connection_is_noticed_before_the_silence() -> None:
     async with serving(ScriptedEngine()) as server:
         wire = Link(int(server.endpoint.rpartition(":")[2]))
@@ -198,7 +189,7 @@ async def test_a_broken_connection_is_noticed_before_the_silence() -> None:
 
 
 @pytest.mark.usefixtures("patient", "hasty")
-@in_loop
+@in_event_loop
 async def test_connections_that_broke_before_the_welcome_do_not_end_the_one_it_came_over() -> None:
     async with serving(ScriptedEngine()) as server:
         wire = Link(int(server.endpoint.rpartition(":")[2]))
@@ -241,7 +232,7 @@ async def test_a_server_greeted_again_is_asked_nothing_before_it_has_answered(at
 
 
 @pytest.mark.usefixtures("hasty")
-@in_loop
+@in_event_loop
 async def test_a_refusal_ends_the_link_with_the_servers_reason() -> None:
     async with serving(ScriptedEngine()) as server:
         hello = Hello(run="r", protocol_version=PROTOCOL_VERSION + 1, model=MODEL, learner="l")
@@ -265,7 +256,7 @@ def num_busy_answers(server: Serving) -> int:
 
 
 @pytest.mark.usefixtures("hasty")
-@in_loop
+@in_event_loop
 async def test_a_link_waits_for_a_server_that_another_run_has_and_gets_it_when_that_is_over() -> None:
     told: list[Refused] = []
     async with (
@@ -288,7 +279,7 @@ async def test_a_link_waits_for_a_server_that_another_run_has_and_gets_it_when_t
 
 
 @pytest.mark.usefixtures("hasty")
-@in_loop
+@in_event_loop
 async def test_a_link_that_was_welcomed_before_waits_while_another_run_has_its_server() -> None:
     async with serving(ScriptedEngine(), ServerConfig(orphan_timeout_s=0.2)) as server:
         wire = Link(int(server.endpoint.rpartition(":")[2]))
@@ -307,7 +298,7 @@ async def test_a_link_that_was_welcomed_before_waits_while_another_run_has_its_s
             assert link.welcome.server_id != first_id, "its weights and groups are gone"
 
 
-@in_loop
+@in_event_loop
 async def test_a_server_that_is_started_again_goes_to_the_run_that_had_it_not_to_one_that_waits() -> None:
     endpoint = free_endpoint()
     async with contextlib.AsyncExitStack() as first:
@@ -327,7 +318,7 @@ async def test_a_server_that_is_started_again_goes_to_the_run_that_had_it_not_to
                     assert not waits.connected
 
 
-@in_loop
+@in_event_loop
 async def test_a_server_that_is_free_soon_is_asked_then_and_any_other_after_a_second() -> None:
     link = ServerLink("tcp://127.0.0.1:1", Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL))
     for free_in_s, expected_s in ((None, 1.0), (25.0, 1.0), (0.3, 0.3), (0.0, 0.0)):

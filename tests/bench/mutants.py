@@ -1,13 +1,13 @@
-"""`python -m tests.mutants`: break the product in random places, one at a time, and list the breakages that no test notices.
+"""`python -m tests.bench.mutants`: break the product in random places, one at a time, and list the breakages that no test notices.
 
     functions of the product ─▶ mutants ─▶ a sample, always the same of a seed
-    coverage, durations ─▶ the tests that run the line, fastest first ─▶ pytest -x in a copy of the checkout ─▶ verdicts
+    coverage, record    ─▶ the tests that run the line, fastest first ─▶ pytest -x in a copy of the checkout ─▶ verdicts
 
-The coverage data says which test ran which line, DURATIONS how long each takes (a JSON object a line, with `id` and `s`):
+The coverage data says which test ran which line, and the record how long each test takes:
 
     pip install pytest-cov
-    python -m pytest -n 4 --cov=learner --cov=protocol --cov=inference_server --cov-context=test
-    python -m tests.mutants --count 200 --seed 1 --coverage .coverage --durations DURATIONS --out mutants.jsonl
+    make test ARGS="--record /tmp/record.jsonl --cov=learner --cov=protocol --cov=inference_server --cov-context=test"
+    python -m tests.bench.mutants --count 200 --seed 1 --coverage .coverage --record /tmp/record.jsonl --out mutants.jsonl
 
 "noticed": a test fails that passes without the mutant, or takes too long. "not run": by no test; what only processes run that
 tests start is not in the coverage data. Each copy has a process that has imported torch, transformers and pytest, and nothing
@@ -328,7 +328,7 @@ def _be_pytest(tests: list[str], marks: str, ours: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m tests.mutants")
+    parser = argparse.ArgumentParser("python -m tests.bench.mutants")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--paths", nargs="+", default=PATHS, help="folders or files of the product")
@@ -336,15 +336,15 @@ def main() -> None:
         "--tier", choices=TIERS, default="test", help="tests of `make test`, or of `make test-system` too"
     )
     parser.add_argument("--coverage", default=".coverage", help="coverage data with the tests as contexts")
-    parser.add_argument("--durations", type=Path, help="JSON lines with the `id` and the seconds `s` of tests")
+    parser.add_argument("--record", type=Path, help="what the tests took, from `pytest --record`")
     parser.add_argument("--out", type=Path, help="JSON lines of verdicts, for a next time to go on from")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     mutants = sample(root, options.paths, options.count, options.seed)
     seconds: dict[str, float] = defaultdict(float)
-    for line in _lines_of(options.durations):
-        seconds[line["id"]] += line["s"]
+    for line in _lines_of(options.record):
+        seconds[line["test"]] += line["duration_s"]
     tests = tests_of(mutants, options.coverage, seconds)
     verdicts: dict[str, str] = {line["mutant"]: line["verdict"] for line in _lines_of(options.out)}
     workplaces: SimpleQueue[Workplace] = SimpleQueue()

@@ -1,13 +1,14 @@
-"""What `python -m tests.mutants` breaks, and that it stays Python."""
+"""What `python -m tests.bench.mutants` breaks, and that it stays Python."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-from tests.mutants import mutants_of, sample
+from tests.bench.mutants import mutants_of, report, sample
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.system
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -16,16 +17,23 @@ ROOT = Path(__file__).parents[1]
         ("y = 1 <= x is z", {"compare y = (1 < x is z)", "compare y = (1 <= x is not z)", "constant y = 2 <= x is z"}),
         ("y = x // z", {"arithmetic y = (x * z)"}),
         ("x += z", {"arithmetic x -= z"}),
+        ("y = x and z", {"boolean y = (x or z)"}),
         ("y = not x", {"not y = (x)"}),
         ("y = x if z() else self", {"condition y = x if (not (z())) else self"}),
+        ("y = [z for z in x if z]", {"condition y = [z for z in x if (not (z))]"}),
         ("while x: z()", {"condition while (not (x)): z()", "drop while x: pass"}),
         ("return False", {"constant return True", "return return None"}),
+        ("return None", {"return return True"}),
         ("y = 0.5", {"constant y = 1.5"}),
+        ("await x(z)", {"drop pass"}),
+        ("self.y = x", {"drop pass"}),
         ("self.y: list[int] = x", {"drop pass"}),
+        ("raise ValueError(x + 1)", {"drop pass"}),
         ("log.info('%d', x + 1)", set()),
         ("assert x > 1", set()),
         ("y = f'{x + 1}'", set()),
         ("'''A docstring'''", set()),
+        ("y: Literal[1] = x", set()),
         ("if TYPE_CHECKING: y = 1", set()),
         ("if __name__ == '__main__': x()", set()),
     ],
@@ -54,3 +62,12 @@ def test_a_seed_always_gives_the_same_mutants_and_each_is_python() -> None:
     assert mutants != sample(ROOT, ["learner/storage", "protocol/codec.py"], 50, seed=2)
     for mutant in mutants:
         ast.parse(mutant.apply((ROOT / mutant.path).read_bytes()))
+
+
+def test_the_report_counts_by_folder_and_shows_what_was_not_noticed() -> None:
+    mutants = sample(ROOT, ["learner/storage"], 3, seed=1)
+    verdicts = dict(zip([mutant.name for mutant in mutants], ("noticed", "unnoticed", "not run"), strict=True))
+    lines = report(ROOT, mutants, verdicts, ["learner/storage", "protocol"]).splitlines()
+    assert lines[2:5] == ["| learner/storage | 1 | 1 | 1 |", "| protocol | 0 | 0 | 0 |", "| all | 1 | 1 | 1 |"]
+    assert next(line for line in lines if ".py:" in line).startswith(mutants[1].name)
+    assert lines[-1] == f"  + {mutants[1].text}"
