@@ -16,7 +16,6 @@ from protocol.messages import (
     Group,
     GroupFailed,
     Hello,
-    Manifest,
     Message,
     ModelFingerprint,
     Pulse,
@@ -120,8 +119,8 @@ class ScriptedLearner:
 
     async def begin_push(
         self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense"
-    ) -> Manifest:
-        """Begin the first push of a new session; return its manifest once the server is ready and the group is formed."""
+    ) -> None:
+        """Begin the first push of a new session; return once the server is ready and the group is formed."""
         import torch
 
         from protocol.transports.group import RendezvousHost
@@ -141,7 +140,6 @@ class ScriptedLearner:
         self.collective = await asyncio.to_thread(
             self._rendezvous_host.host_collective, self.session, rendezvous, torch.device("cpu")
         )
-        return self._manifest
 
     async def begin_push_again(self, version: int) -> None:
         """Begin a push in the session there is; return once the server is ready."""
@@ -185,16 +183,6 @@ class ScriptedLearner:
         await self.begin_push_again(version)
         sent = await self.transfer(tensors)
         return await self.receive((PushDone, PushFailed)), sent.checksum
-
-    async def break_push(self, manifest: Any, tensors: list) -> PushFailed:
-        """Send the first bucket of a push and vanish from the collective."""
-        from protocol.weights.buckets import split_into_buckets
-        from protocol.weights.dense import send_weights
-
-        first = split_into_buckets(manifest)[:1]
-        await asyncio.to_thread(send_weights, self.collective, first, tensors[: len(first[0].slots)])
-        self.close_collective()
-        return await self.receive(PushFailed)
 
     def close_collective(self) -> None:
         if self.collective is not None:

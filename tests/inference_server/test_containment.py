@@ -35,14 +35,7 @@ from protocol.messages import (
 from tests.fakes import ScriptedEngine, report
 from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.scripted_server import (
-    NOBODY,
-    TIMEOUT_S,
-    Stage,
-    begin,
-    until,
-    with_server,
-)
+from tests.inference_server.scripted_server import NOBODY, TIMEOUT_S, Stage, begin, until, with_server
 
 SILENCE_S = 0.25
 

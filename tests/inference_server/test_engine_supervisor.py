@@ -18,14 +18,10 @@ from inference_server.engine import processes as engine_processes
 from inference_server.engine.interface import EngineDead
 from inference_server.engine.processes import EngineProcesses
 from inference_server.engine.supervisor import EngineSupervisor, StallDetector
-from learner.servers.link import ServerLink
-from protocol.errors import PushError, ServerLost
 from protocol.messages import (
-    PROTOCOL_VERSION,
     Ack,
     Group,
     GroupFailed,
-    Hello,
     Manifest,
     Pulse,
     PushAbort,
@@ -38,18 +34,9 @@ from protocol.messages import (
     TensorSpec,
     Welcome,
 )
-from tests.fakes import ScriptedEngine, report, serving
-from tests.fingerprint import MODEL
+from tests.fakes import ScriptedEngine, report
 from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.scripted_server import (
-    NOBODY,
-    TIMEOUT_S,
-    Stage,
-    begin,
-    run_with_server,
-    until,
-    with_server,
-)
+from tests.inference_server.scripted_server import NOBODY, Stage, begin, run_with_server, until, with_server
 
 DEAD = EngineDead("it is gone")
 SCORE = Score(request_id="s", token_ids=np.array([1, 2], np.int32), deadline_s=5)
@@ -278,45 +265,6 @@ async def test_deaths_long_past_are_not_counted(at: Stage, monkeypatch: pytest.M
     monkeypatch.setattr("inference_server.engine.supervisor.RESTARTS_WINDOW_S", 0.0)
     for num_deaths in (1, 2, 3):
         await die(at, num_deaths)
-
-
-# --- the learner's side ------------------------------------------------------------------------------------------
-
-
-def test_the_link_learns_at_once_that_weights_scores_and_pushes_are_gone_and_is_welcomed_by_the_next() -> None:
-    async def run() -> None:
-        engine = ScriptedEngine()
-        async with serving(engine) as running:
-            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l")
-            link = ServerLink(running.endpoint, hello)
-            task = asyncio.create_task(link.run())
-            await until(lambda: link.connected)
-            engine.scripted_reports.append([report()])
-            await link.begin_push(begin(0, "e"), TIMEOUT_S)
-            await link.finish_push("e")
-            assert link.welcome is not None
-            first_id = link.welcome.server_id
-            engine.release.clear()
-            engine.release_pause.clear()
-            engine.release_restart.clear()
-            scoring = asyncio.create_task(link.score([1, 2, 3], 600))
-            pushing = asyncio.create_task(link.begin_push(PushBegin(session="e", version=1), 600))
-            await until(lambda: engine.calls.count("pause") == 2)
-            engine.fail_with = DEAD
-            async with asyncio.timeout(20):  # long before their own deadlines
-                with pytest.raises(ServerLost, match="went away before it scored"):
-                    await scoring
-                with pytest.raises(PushError, match="went away before PushReady"):
-                    await pushing
-            assert not link.connected and link.welcome.server_id == first_id
-            engine.release_restart.set()
-            await until(lambda: link.connected)
-            assert link.welcome.server_id != first_id
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            link.close()
-
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
 # --- processes ---------------------------------------------------------------------------------------------------

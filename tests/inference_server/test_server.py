@@ -31,13 +31,7 @@ from protocol.messages import (
 )
 from tests.fakes import LIMITS, ScriptedEngine, report
 from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.scripted_server import (
-    Stage,
-    begin,
-    run_with_server,
-    until,
-    with_server,
-)
+from tests.inference_server.scripted_server import Stage, begin, run_with_server, until, with_server
 
 # --- handshake ---------------------------------------------------------------------------------------------------
 

@@ -29,12 +29,7 @@ from protocol.messages import (
 )
 from tests.fakes import ScriptedEngine, report
 from tests.fingerprint import MODEL
-from tests.inference_server.scripted_server import (
-    Stage,
-    begin,
-    until,
-    with_server,
-)
+from tests.inference_server.scripted_server import Stage, begin, until, with_server
 
 TIMEOUT_S = 10.0
 FOR_EVER = ServerConfig(orphan_timeout_s=1000.0)

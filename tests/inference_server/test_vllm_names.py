@@ -15,15 +15,7 @@ import pytest
 from inference_server.config import ServerRun
 from inference_server.engine import vllm_names
 from inference_server.engine.package_source import PackageSource
-from inference_server.engine.vllm_names import (
-    PRIVATE,
-    PUBLIC,
-    SUPPORTED,
-    all_names,
-    check_vllm,
-    installed_at,
-    missing_names,
-)
+from inference_server.engine.vllm_names import PUBLIC, SUPPORTED, all_names, check_vllm, installed_at, missing_names
 from protocol.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,7 +28,6 @@ TABLE = {(module, name) for modules, name, _ in all_names() for module in module
 PARAMETERS: dict[str, set[str]] = defaultdict(set)
 for _, one, parameters in all_names():
     PARAMETERS[one] |= set(re.split(r"[,/ ]+", parameters))
-PRIVATE_NAMES = {(module, name) for group in PRIVATE for module, names in group.names.items() for name in names}
 DOWNLOAD_TIMEOUT_S = 240
 
 

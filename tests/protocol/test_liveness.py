@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -53,23 +52,6 @@ def frame(body: bytes, *, more: bool = False) -> bytes:
     return bytes([2 + more]) + struct.pack(">Q", len(body)) + body
 
 
-class EndlessMessage(threading.Thread):
-    """Sends one frame after the other until the connection is ended."""
-
-    num_bytes = 0
-
-    def __init__(self, endpoint: str) -> None:
-        super().__init__(daemon=True)
-        self._endpoint = endpoint
-
-    def run(self) -> None:
-        part = frame(bytes(MIB), more=True)
-        with greet(self._endpoint) as connection, contextlib.suppress(OSError):
-            while self.num_bytes < MOST_BYTES:
-                connection.sendall(part)
-                self.num_bytes += len(part)
-
-
 @contextmanager
 def linked(**options: float) -> Iterator[tuple[ServerChannel, LearnerChannel, Link]]:
     """Both ends with a link between them, for use in an event loop."""
@@ -96,13 +78,21 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
 async def test_a_message_that_does_not_end_costs_its_sender_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, MAX_UNFINISHED_BYTES=LIMIT_BYTES)
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(LearnerChannel(server.endpoint)) as learner:
-        endless = EndlessMessage(server.endpoint)
-        endless.start()
-        while endless.is_alive():
+        num_bytes = 0
+
+        def send_without_end() -> None:
+            nonlocal num_bytes
+            with greet(server.endpoint) as connection, contextlib.suppress(OSError):
+                while num_bytes < MOST_BYTES:
+                    connection.sendall(frame(bytes(MIB), more=True))
+                    num_bytes += MIB
+
+        sending = asyncio.create_task(asyncio.to_thread(send_without_end))
+        while not sending.done():
             await name_of_peer(server, learner)
             await asyncio.sleep(0.01)
             server.poll_connections()
-        assert LIMIT_BYTES < endless.num_bytes < MOST_BYTES
+        assert LIMIT_BYTES < num_bytes < MOST_BYTES
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,11 @@ NO_IPC = ["gloo", "nccl"]
     ("wanted", "learner", "workers", "learner_has", "server_has", "chosen"),
     [
         ("auto", "cpu", ["cpu"], ["gloo"], ["gloo"], "gloo"),
-        ("auto", "a/1", ["cpu", "cpu"], ALL, ["gloo"], "gloo"),
         ("auto", "cpu", ["a/1"], ["gloo"], ALL, "gloo"),
         ("auto", "a/1", ["a/1"], ALL, ALL, "ipc"),
-        ("auto", "a/1", ["a/1", "a/1"], NO_CUPY, NO_CUPY, "ipc"),
         ("auto", "a/1", ["a/2"], ALL, ALL, "nccl"),
         ("auto", "a/1", ["b/2", "b/3"], ALL, ALL, "nccl"),
         ("auto", "a/1", ["a/2"], NO_CUPY, ALL, "gloo"),
-        ("auto", "a/1", ["a/2"], ALL, NO_CUPY, "gloo"),
         ("auto", "a/1", ["a/1"], NO_IPC, ALL, "gloo"),  # expandable segments on one GPU
         ("auto", "a/1", ["a/1", "a/2"], ALL, ALL, "gloo"),  # neither all on one GPU nor each on its own
         ("auto", "a/1", ["a/2", "a/2"], ALL, ALL, "gloo"),

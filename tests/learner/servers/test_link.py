@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from inference_server.config import ServerConfig
-from inference_server.engine.interface import EngineFailed
+from inference_server.engine.interface import EngineDead, EngineFailed
 from learner.servers import link as link_module
 from learner.servers.link import ServerLink
 from protocol.errors import DeadlineExceeded, HandshakeRefused, PushError, ServerLost, SlipstreamError
@@ -160,6 +160,28 @@ async def test_a_server_that_dies_during_a_request_is_noticed_long_before_the_de
     with pytest.raises(PushError, match="went away before PushReady"):
         await push
     assert not at.link.connected
+
+
+@on_a_link
+async def test_an_engine_that_dies_during_a_request_is_noticed_at_once_and_the_next_one_is_another_server(
+    at: OnALink,
+) -> None:
+    for gate in (at.engine.release, at.engine.release_pause, at.engine.release_restart):
+        gate.clear()
+    assert at.link.welcome is not None
+    first_id = at.link.welcome.server_id
+    score = asyncio.create_task(at.link.score([1, 2, 3], 600))
+    push = asyncio.create_task(at.link.begin_push(PushBegin(session="e", version=1), 600))
+    await until(lambda: at.engine.calls.count("pause") == 2)
+    at.engine.fail_with = EngineDead("it is gone")
+    with pytest.raises(ServerLost, match="went away before it scored"):
+        await score
+    with pytest.raises(PushError, match="went away before PushReady"):
+        await push
+    assert not at.link.connected and at.link.welcome.server_id == first_id
+    at.engine.release_restart.set()
+    await until(lambda: at.link.connected)
+    assert at.link.welcome.server_id != first_id
 
 
 @on_a_link
