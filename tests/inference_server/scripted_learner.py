@@ -106,7 +106,7 @@ class ScriptedLearner:
     async def group(self, group_id: str, prompt: list[int], **options: Any) -> Group:
         """Ask for a group and wait for one."""
         await self.generate(group_id, prompt, **options)
-        answer = await self.receive((Group, GroupFailed))
+        answer: Group | GroupFailed = await self.receive((Group, GroupFailed))
         assert isinstance(answer, Group), answer.message
         return answer
 

@@ -49,7 +49,7 @@ async def test_a_frame_above_the_limit_costs_its_sender_the_connection(monkeypat
         with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as ended:
             stranger.connect(server.endpoint)
             stranger.send(b"x" * 2000)
-            assert ended.poll(1000 * TIMEOUT_S)
+            assert ended.poll(int(1000 * TIMEOUT_S))
         stranger.close(linger=0)
         await learner.send(Ack(group_ids=["mine"]), TIMEOUT_S)
         _, message = await server.receive()
