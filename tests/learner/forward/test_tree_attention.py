@@ -121,12 +121,6 @@ def test_little_is_computed_that_no_token_sees() -> None:
     assert computed_pairs(batch, predicting_only=True) == 256 + 8 * 8 * 256 + 8 * 8 * 8
 
 
-def test_completions_of_a_short_prompt_see_it_in_their_own_part_and_those_of_a_long_one_in_another() -> None:
-    for prompt, is_short in ((13, True), (100, False)):
-        batch = pack([(np.zeros(prompt, int), [np.zeros(c, int) for c in (20, 3, 60, 1)])], torch.device("cpu"))
-        assert all(part.is_causal for part in plan_of(batch, None).parts) == is_short
-
-
 # The way of a pack on GPUs: who has which keys, here; the kernel, on a GPU, against the parts on the CPU.
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")

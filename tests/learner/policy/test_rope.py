@@ -131,12 +131,6 @@ def vllm_rotation(rope: dict[str, Any], max_model_len: int, positions_T: torch.T
     return turned.unflatten(1, (HEAD_DIM, HEAD_DIM))
 
 
-@pytest.mark.system
-def test_vllm_has_no_embedding_beyond_the_positions_of_a_dynamic_one() -> None:
-    with pytest.raises(IndexError):
-        vllm_rotation(ROPES["dynamic"], 4 * LONGEST, torch.arange(LONGEST + 1))
-
-
 def test_logprobs_of_a_short_row_are_the_same_beside_a_long_one_and_alone(tmp_path: Path) -> None:
     model_of(phi3()).save_pretrained(tmp_path)
     rng = np.random.default_rng(0)
