@@ -71,6 +71,8 @@ def compare(
     assert metrics["policy/ratio_min"] == pytest.approx(extremes.ratio_min, rel=1e-4)
     assert metrics["policy/ratio_max"] == pytest.approx(extremes.ratio_max, rel=1e-4)
     assert metrics["loss/max_token_share"] == pytest.approx(extremes.max_token_share, rel=1e-3)
+    # Groups that entered under an older version may have its KV cache: their logprobs are not compared.
+    assert not any("mismatch" in name for name in metrics)
     for (name, trained), expected in zip(trainer.policy.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(trained.double(), expected, atol=2e-6, rtol=0, msg=name)
     moved = zip(model.parameters(), before, strict=True)
