@@ -93,6 +93,30 @@ def test_a_micro_batch_without_tokens_has_loss_gradient_and_sums_of_exactly_zero
     assert all(sums[name] == 0 for name in oracle.sums(rule, []))
 
 
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        ({}, [1.0, 1.0, 1.0]),
+        ({"weight": "truncate"}, [0.5, 1.5, 2.0]),
+        ({"weight": "truncate", "max_weight": 1.25}, [0.5, 1.25, 1.25]),
+        ({"weight": "mask"}, [0.5, 1.5, 0.0]),
+        ({"weight": "mask", "max_weight": 8.0, "min_weight": 0.75}, [0.0, 1.5, 4.0]),
+        # 0.5 × 1.5 × 4 = 3
+        ({"weight": "truncate", "granularity": "sequence"}, [2.0] * 3),
+        ({"weight": "truncate", "granularity": "sequence", "max_weight": 5.0}, [3.0] * 3),
+        ({"weight": "mask", "granularity": "sequence"}, [0.0] * 3),
+        ({"weight": "mask", "granularity": "geometric", "max_weight": 1.5}, [3 ** (1 / 3)] * 3),
+        ({"weight": "mask", "granularity": "geometric", "max_weight": 1.4}, [0.0] * 3),
+    ],
+)
+def test_importance_weights_of_ratios_a_half_one_and_a_half_and_four(correction: dict, expected: list[float]) -> None:
+    """By hand. With reinforce a token's gradient is -advantage × what the correction multiplies it with."""
+    rule = Rule(LossConfig(objective="reinforce"), OffPolicyCorrectionConfig(**correction))
+    tokens = tuple(Token(math.log(0.05 * ratio), math.log(0.05)) for ratio in (0.5, 1.5, 4.0))
+    (gradients_T,) = run(Case(rule, [Completion(1.0, 1.0, tokens)], [range(3)]), width=3).gradients
+    assert gradients_T == pytest.approx([-factor for factor in expected], rel=1e-5)
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
 def test_each_normalisation_weighs_a_token_as_its_paper_does(num_tokens: int) -> None:
     counts = {"num_tokens": NUM_TOKENS, "num_rows": NUM_ROWS, "max_tokens": MAX_TOKENS, "row_tokens": num_tokens}

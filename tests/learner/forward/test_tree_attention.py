@@ -9,7 +9,7 @@ import torch
 from learner.forward.attention import key_layout, varlen_attention
 from learner.forward.pack import Pack, Segment, pack
 from learner.forward.packing_check import choose_attention
-from learner.forward.tree_attention import CHUNK_ROWS, Rows, Tree, TreeAttention, plan_of
+from learner.forward.tree_attention import CHUNK_ROWS, Tree, TreeAttention, plan_of
 from tests.learner.forward.plain_pass import tiny
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
@@ -98,13 +98,6 @@ def test_what_is_gathered_at_once_is_bounded_and_a_long_sequence_is_not_gathered
     x_NHD = torch.zeros(long.num_tokens, 1, 1)
     (chunk,) = plan_of(long, None).chunks
     assert all(rows.of(x_NHD)[0].data_ptr() == x_NHD.data_ptr() for rows in (chunk.queries, chunk.keys))
-
-
-@pytest.mark.parametrize("rows", [[3, 4, 5, 6], [3, 4, 6, 7], [6, 5, 4, 3], [0, 0, 1, 1]])
-def test_rows_are_those_that_were_asked_for_whether_or_not_they_stand_one_after_the_other(rows: list[int]) -> None:
-    x_NHD = torch.arange(10.0)[:, None, None]
-    stacks = [np.array(rows[:1])[None], np.array(rows[1:])[None]]
-    assert [block.flatten().tolist() for block in Rows(stacks).of(x_NHD)] == [rows[:1], rows[1:]]
 
 
 def computed_pairs(batch: Pack, *, predicting_only: bool = False) -> int:
