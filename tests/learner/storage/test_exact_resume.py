@@ -66,7 +66,7 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
     assert any(abs(line["loss/policy"]) > 1e-3 for line in losses_of(whole))
 
 
-class OldView(Place):
+class OldView(Place, frozen=True):
     """Of a rank whose file system does not list the newest checkpoint yet."""
 
     def enter(self) -> None:

@@ -72,7 +72,6 @@ def test_training_goes_on_beside_a_slow_write_and_nothing_is_removed_before_the_
     for needed, (_, kept) in zip([{1, 2, 3, 4, 5}, {4, 5, 6}, {7}], found, strict=True):
         assert needed <= kept
     assert [path.name for path in directory.iterdir()] == ["step-000007"] and steps_kept(run) == set()
-    assert checkpoints.steps_of_moments(directory / "step-000007") == {7}
     cost, *_ = (line for line in metrics_of(run) if "checkpoint/seconds" in line)
     assert cost["step"] > 5 and 0 < cost["checkpoint/stall_seconds"] < cost["checkpoint/seconds"]
 
