@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from accelerate.utils.other import load
 
-from learner.policy.shards import OPTIMIZER, POLICY, begin_writing, read_index, read_into, written
+from learner.policy.shards import POLICY, begin_writing, read_index, read_into, written
 from learner.storage.checkpoint import RunProgress
 from learner.storage.writer import CheckpointWriter
 from learner.training.policy_trainer import PolicyTrainer
@@ -35,12 +35,6 @@ def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """What is trained, by the names of the parameters."""
     found = whole_tensors(checkpoint / "trained")
     return {name.removeprefix(POLICY): tensor for name, tensor in found.items() if name.startswith(POLICY)}
-
-
-def steps_of_moments(checkpoint: Path) -> set[int]:
-    """How many steps the moments have seen."""
-    found = whole_tensors(checkpoint / "trained")
-    return {int(tensor) for name, tensor in found.items() if name.startswith(OPTIMIZER) and name.endswith("/step")}
 
 
 def save_whole(tensors: dict[str, torch.Tensor], directory: Path) -> None:

@@ -1,6 +1,5 @@
 """The learner's commands as a user types them: every mistake gets one clear sentence, exit code 2 and no traceback."""
 
-import json
 import os
 import re
 import subprocess
@@ -14,12 +13,10 @@ from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol.config import load_config
 from tests.learner.forked_learner import run_learner
-from tests.learner.model_engine import tiny_server
 from tests.ports import free_endpoint
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
-NO_DASHBOARD = ["--learner.report.dashboard-port", "0"]
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
@@ -39,7 +36,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         (["report", "--json"], r"required: RUN_DIR; see slipstream report --help"),
         (["trian", RECIPE], r"unknown command 'trian'; expected one of .*; did you mean train\?"),
         (
-            ["train", RECIPE, *nobody, *NO_DASHBOARD],
+            ["train", RECIPE, *nobody, "--learner.report.dashboard-port", "0"],
             rf"no inference server answers at {endpoint} after 1 s; start one with `slipstream serve run\.toml`",
         ),
     ):
@@ -68,27 +65,6 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
         for process in started:
             _, errors = process.communicate(timeout=120)
             assert (process.returncode, errors) == (0, b""), process.args
-
-
-def test_a_run_directory_that_belongs_to_another_config(tmp_path: Path) -> None:
-    flags = [
-        "--run-dir",
-        str(tmp_path / "run"),
-        *NO_DASHBOARD,
-        "--learner.steps",
-        "1",
-        "--learner.groups-per-step",
-        "2",
-    ]
-    with tiny_server() as server:
-        flags += ["--endpoint", server.endpoint]
-        first = run_learner("train", RECIPE, *flags)
-        assert first.returncode == 0, first.stderr
-    assert_refused(run_learner("train", RECIPE, *flags), r"already contains a run; continue it with --resume")
-    other = run_learner("train", RECIPE, *flags, "--resume", "--learner.optimizer.beta2", "0.99")
-    assert_refused(other, r"another config: learner\.optimizer\.beta2 was 0\.95, is 0\.99\. Restore")
-    report = run_learner("report", str(tmp_path / "run"), "--json")
-    assert json.loads(report.stdout)["groups_consumed"] == 2
 
 
 @pytest.mark.parametrize("run", [LearnerRun, ServerRun, DeployRun])

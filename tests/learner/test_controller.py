@@ -1,5 +1,6 @@
 """Which servers fit a run, and what one costs that does not score in time."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,21 @@ def test_what_is_longer_than_the_server_allows_is_refused_with_the_numbers(
             check_fits(run_inputs, server)
 
 
+def parts_of(tmp_path: Path, **parts: Any) -> dict[str, Any]:
+    """Of a controller, none of which is there but these."""
+    run_inputs = RunInputs(make_run(tmp_path, "tcp://a:1", connect_timeout_s=0.1))
+    return dict.fromkeys(Controller.__struct_fields__) | {"run_inputs": run_inputs} | parts
+
+
+def test_a_run_that_has_lost_all_servers_ends_after_a_while(tmp_path: Path) -> None:
+    fleet = SimpleNamespace(is_connected=False, on_wait=lambda: None, no_server=lambda: DeadlineExceeded("nobody"))
+    rollouts, evaluations = SimpleNamespace(next_batch=lambda *_: time.sleep(0.01)), SimpleNamespace(holds=False)
+    controller = Controller(**parts_of(tmp_path, fleet=fleet, rollouts=rollouts, evaluations=evaluations))
+    interrupt: Any = SimpleNamespace(requested=False)
+    with pytest.raises(DeadlineExceeded, match="nobody"):
+        controller.next_batch(0, interrupt)
+
+
 @pytest.mark.parametrize("is_several", [True, False])
 def test_a_server_that_does_not_score_gets_another_sync_later_and_ends_the_run_where_it_is_the_only_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_several: bool
@@ -60,18 +76,12 @@ def test_a_server_that_does_not_score_gets_another_sync_later_and_ends_the_run_w
             raise DeadlineExceeded("it did not score")
         return 0.5
 
-    parts: dict[str, Any] = dict.fromkeys(Controller.__struct_fields__)
-    parts |= {
-        "run_inputs": RunInputs(make_run(tmp_path, busy.endpoint)),
-        "fleet": SimpleNamespace(is_several=is_several),
-        "parity": SimpleNamespace(measure=measure),
-        "weight_sync": SimpleNamespace(
-            push=lambda version, due: None, holders=lambda version: members, failed=failed.append
-        ),
-    }
+    sync = {"push": lambda version, due: None, "holders": lambda version: members, "failed": failed.append}
+    fleet, parity = SimpleNamespace(is_several=is_several), SimpleNamespace(measure=measure)
+    controller = Controller(**parts_of(tmp_path, fleet=fleet, parity=parity, weight_sync=SimpleNamespace(**sync)))
     if is_several:
-        assert Controller(**parts)._sync(members, 1) == 0.5 and failed == [busy]
+        assert controller._sync(members, 1) == 0.5 and failed == [busy]
         assert "parity could not be measured: it did not score" in caplog.messages
     else:
         with pytest.raises(DeadlineExceeded):
-            Controller(**parts)._sync([busy], 1)
+            controller._sync([busy], 1)

@@ -20,7 +20,7 @@ from tests.fakes import report
 from tests.learner.model_engine import TINY_LIMITS, VersionedEngine, tiny_server, tiny_servers
 from tests.learner.runs import assert_each_prompt_once, make_run, metrics_of
 from tests.ports import free_endpoint
-from tests.waiting import TIMEOUT_S
+from tests.waiting import TIMEOUT_S, until
 
 COARSE = 0.05
 """Above the bound of float32, which is 1e-3, and below that of bfloat16, 0.3."""
@@ -96,28 +96,36 @@ def test_a_server_whose_fresh_tokens_are_off_is_named_though_the_mean_of_all_wou
 
 
 def test_servers_that_die_come_late_or_fail_in_a_sync_cost_nothing_but_their_speed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "learner")
+    monkeypatch.setattr("learner.servers.weight_sync.LEAST_PAUSE_S", 0.1)
     survivor, mortal, clumsy, late = (VersionedEngine() for _ in range(4))
     clumsy.reports_from_version[3] = [report(ok=False, state="receiving", error="scripted failure")]
-    endpoint_of_late, started = free_endpoint(), threading.Event()
+    endpoint_of_late, is_complete = free_endpoint(), threading.Event()
     with tiny_servers(survivor, mortal, clumsy) as (one, two, three), ExitStack() as cleanup:
 
         def start() -> None:
+            """A server, for which and for the clumsy one the step is held up."""
             cleanup.enter_context(tiny_server(late, endpoint_of_late))
-            started.set()
+            until(lambda: late.versions and clumsy.versions[-1] > 3)
+            one._loop.call_soon_threadsafe(survivor.release.set)
+            is_complete.set()
+
+        def hold_up() -> None:
+            survivor.release.clear()
+            threading.Thread(target=start).start()
 
         mortal.on_version = {2: mortal.release.clear, 3: two.die}  # with the groups of version 2 in it
-        survivor.on_version = {4: threading.Thread(target=start).start}
+        survivor.on_version = {4: hold_up}
         endpoints = [one.endpoint, two.endpoint, three.endpoint, endpoint_of_late]
-        run = make_run(tmp_path, *endpoints, steps=32, weight_sync={"timeout_s": 20})
+        run = make_run(tmp_path, *endpoints, steps=16)
         train(run, resume=False)
-        assert started.wait(TIMEOUT_S)
-    assert_each_prompt_once(run, 32)
-    assert survivor.versions == list(range(33)) and mortal.versions[-1] == 3
-    assert late.versions[0] >= 4 and late.versions == list(range(late.versions[0], 33)) and late.prompts
-    assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions and clumsy.versions[-1] == 32, "it is back"
+        assert is_complete.wait(TIMEOUT_S)
+    assert_each_prompt_once(run, 16)
+    assert survivor.versions == list(range(17)) and mortal.versions[-1] == 3
+    assert late.versions[0] >= 4 and late.versions == list(range(late.versions[0], 17)) and late.prompts
+    assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions and clumsy.versions[-1] == 16, "it is back"
     assert f"weight sync of version 3 to {three.endpoint} failed while" in caplog.text
     told = events_of(run.run_dir)
     assert told[0] == "the run started"
@@ -137,17 +145,30 @@ def test_servers_that_leave_the_list_come_to_it_or_shut_down_cost_no_warning(
     listed, drained = tmp_path / "servers.txt", list[Future[None]]()
     with tiny_servers(leaves, stays, comes, ends) as (one, two, three, four):
         listed.write_text(f"# of this test\n{one.endpoint}\n{two.endpoint}  # stays\n{four.endpoint}\n")
-        stays.on_version[2] = lambda: listed.write_text(f"{two.endpoint}\n{three.endpoint}\n{four.endpoint}\n")
+        run = make_run(tmp_path, DEFAULT_ENDPOINT, steps=16)
+
+        def await_changes() -> None:
+            """For which the step is held up."""
+            until(
+                lambda: comes.versions and sum(what.endswith("draining → gone") for what in events_of(run.run_dir)) == 2
+            )
+            two._loop.call_soon_threadsafe(stays.release.set)
+
+        def change_the_list() -> None:
+            listed.write_text(f"{two.endpoint}\n{three.endpoint}\n{four.endpoint}\n")
+            stays.release.clear()
+            threading.Thread(target=await_changes).start()
+
+        stays.on_version[2] = change_the_list
         ends.on_version[2] = lambda: drained.append(four.told_to_end())
-        run = make_run(tmp_path, DEFAULT_ENDPOINT, steps=24)
         run = msgspec.structs.replace(run, endpoints_from=f"file:{listed}")
         train(run, resume=False)
         drained[0].result(TIMEOUT_S)
         status = one.running.server.status()
     assert status["groups_unacked"] == status["groups_running"] == 0 and status["tenancy"]["state"] == "free"
-    assert_each_prompt_once(run, 24)
-    assert stays.versions == list(range(25)) and leaves.versions[-1] < 24 and leaves.prompts
-    assert comes.versions[0] >= 2 and comes.versions[-1] == 24 and comes.prompts
+    assert_each_prompt_once(run, 16)
+    assert stays.versions == list(range(17)) and leaves.versions[-1] < 16 and leaves.prompts
+    assert comes.versions[0] >= 2 and comes.versions[-1] == 16 and comes.prompts
     assert ends.versions[-1] <= 3 and ends.prompts
     for endpoint in (one.endpoint, four.endpoint):
         told = [what.partition(": ")[2] for what in events_of(run.run_dir) if endpoint in what]
@@ -172,10 +193,10 @@ def test_the_only_server_is_shut_down_and_the_next_one_at_its_endpoint_goes_on(
 
         follower = threading.Thread(target=follow)
         first.on_version[2] = follower.start
-        run = make_run(tmp_path, endpoint, steps=16, weight_sync={"max_attempts": 1}, connect_timeout_s=TIMEOUT_S)
+        run = make_run(tmp_path, endpoint, steps=8, weight_sync={"max_attempts": 1}, connect_timeout_s=TIMEOUT_S)
         train(run, resume=False)
         follower.join(TIMEOUT_S)
-    assert_each_prompt_once(run, 16)
-    assert first.versions[-1] in (2, 3) and second.versions[-1] == 16 and second.prompts
+    assert_each_prompt_once(run, 8)
+    assert first.versions[-1] in (2, 3) and second.versions[-1] == 8 and second.prompts
     assert caplog.text.count("is shutting down and no other server is connected") == 1
     assert warnings_about_servers(caplog) == []

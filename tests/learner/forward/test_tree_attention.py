@@ -9,7 +9,7 @@ import torch
 from learner.forward.attention import key_layout, varlen_attention
 from learner.forward.pack import Pack, Segment, pack
 from learner.forward.packing_check import choose_attention
-from learner.forward.tree_attention import CHUNK_ROWS, Rows, Tree, TreeAttention, plan_of
+from learner.forward.tree_attention import CHUNK_ROWS, Tree, TreeAttention, plan_of
 from tests.learner.forward.plain_pass import tiny
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
@@ -100,13 +100,6 @@ def test_what_is_gathered_at_once_is_bounded_and_a_long_sequence_is_not_gathered
     assert all(rows.of(x_NHD)[0].data_ptr() == x_NHD.data_ptr() for rows in (chunk.queries, chunk.keys))
 
 
-@pytest.mark.parametrize("rows", [[3, 4, 5, 6], [3, 4, 6, 7], [6, 5, 4, 3], [0, 0, 1, 1]])
-def test_rows_are_those_that_were_asked_for_whether_or_not_they_stand_one_after_the_other(rows: list[int]) -> None:
-    x_NHD = torch.arange(10.0)[:, None, None]
-    stacks = [np.array(rows[:1])[None], np.array(rows[1:])[None]]
-    assert [block.flatten().tolist() for block in Rows(stacks).of(x_NHD)] == [rows[:1], rows[1:]]
-
-
 def computed_pairs(batch: Pack, *, predicting_only: bool = False) -> int:
     """Of the kernel, which leaves out nothing of what a short square hides."""
     parts = plan_of(batch, None, predicting_only=predicting_only).parts
@@ -119,12 +112,6 @@ def test_little_is_computed_that_no_token_sees() -> None:
     # For the rows that predict, a long prompt is seen by its last row and its completions only.
     batch = pack([(np.zeros(256, int), [np.zeros(9, int)] * 8)], torch.device("cpu"))
     assert computed_pairs(batch, predicting_only=True) == 256 + 8 * 8 * 256 + 8 * 8 * 8
-
-
-def test_completions_of_a_short_prompt_see_it_in_their_own_part_and_those_of_a_long_one_in_another() -> None:
-    for prompt, is_short in ((13, True), (100, False)):
-        batch = pack([(np.zeros(prompt, int), [np.zeros(c, int) for c in (20, 3, 60, 1)])], torch.device("cpu"))
-        assert all(part.is_causal for part in plan_of(batch, None).parts) == is_short
 
 
 # The way of a pack on GPUs: who has which keys, here; the kernel, on a GPU, against the parts on the CPU.

@@ -1,18 +1,13 @@
-"""What prompts begin with together: a tree of exact ids, and a pack of it that gives the numbers of a pack without."""
+"""What prompts begin with together: a tree of exact ids, and a pack of it."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.forward.attention import is_packed
 from learner.forward.pack import MIN_SHARED, Group, TokenRun, common_length, pack, pack_trees, runs_of
-from learner.forward.packing_check import choose_attention
-from tests.learner.forward.plain_pass import CPU, MIXED, assert_same, pass_over, tiny
+from tests.learner.forward.plain_pass import CPU
 
 CHUNKS = st.tuples(st.integers(1, 2), st.sampled_from([1, 5, MIN_SHARED - 1, MIN_SHARED, MIN_SHARED + 1, 70]))
 PROMPTS = st.lists(st.lists(CHUNKS, min_size=1, max_size=4), min_size=1, max_size=8)
@@ -74,16 +69,7 @@ def trees() -> list[list[Group]]:
     return [episodes, [(ids[8], [ids[9], ids[4]])]]
 
 
-@pytest.mark.parametrize(
-    "keys", [{}, {"use_sliding_window": True, **MIXED}], ids=["whole", "with a window shorter than what is shared"]
-)
-def test_a_pack_of_trees_gives_the_logprobs_and_gradients_of_one_without(keys: dict[str, Any]) -> None:
-    policy = tiny("Qwen2Config", keys)
-    choose_attention(policy, CPU, torch.float32)
-    assert is_packed(policy)
+def test_a_pack_of_trees_has_what_prompts_share_once() -> None:
+    """The numbers of such a pack: test_tree_attention.py, and a whole step in training/test_step.py."""
     plain = pack([group for groups in trees() for group in groups], CPU)
-    shared = pack_trees(trees(), CPU)
-    assert shared.num_tokens == plain.num_tokens - (40 + 75 + 40 + 40)
-    (right_M, _, *right), (found_M, _, *found) = (pass_over(policy, batch) for batch in (plain, shared))
-    torch.testing.assert_close(found_M, right_M, atol=1e-5, rtol=1e-5)
-    assert_same(*found, *right)
+    assert pack_trees(trees(), CPU).num_tokens == plain.num_tokens - (40 + 75 + 40 + 40)

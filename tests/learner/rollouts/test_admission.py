@@ -94,12 +94,14 @@ def quick_disk() -> Any:
     num_steps=st.integers(1, 5),
     max_resamples=st.integers(1, 3),
     with_resumes=st.booleans(),
+    max_file_bytes=st.sampled_from([1, 1000, 1 << 20]),
     choices=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 10**6)), max_size=150),
 )
 def test_the_bound_holds_and_nothing_stands_still_whatever_comes_when_and_whatever_is_dropped(
-    max_staleness, groups_per_step, num_steps, max_resamples, with_resumes, choices
+    max_staleness, groups_per_step, num_steps, max_resamples, with_resumes, max_file_bytes, choices
 ) -> None:
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("learner.rollouts.ledger_storage.MAX_FILE_BYTES", max_file_bytes)
         play = Play(
             Path(directory), steps=num_steps, groups_per_step=groups_per_step, max_staleness=max_staleness,
             max_resamples=max_resamples,
@@ -115,6 +117,7 @@ def test_the_bound_holds_and_nothing_stands_still_whatever_comes_when_and_whatev
                 play.resume()
             elif event == 5:
                 play.checkpoint = play.version
+                play.ledger.forget_payloads(play.checkpoint)
             elif play.running:
                 outcome = "failed" if event == 6 else "none" if event < 15 else "signal"
                 play.finish(sorted(play.running)[choice % len(play.running)], outcome)

@@ -8,8 +8,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from learner.rollouts.ledger import SCHEMA_VERSION, Ledger, LedgerError
 from learner.rollouts.ledger_storage import TO_SCHEMA_3, PayloadFiles
@@ -341,65 +339,6 @@ def test_the_audit_counts_gaps_overtaken_and_duplicated_slots(ledger, tmp_path):
     assert (counts.lost, counts.duplicated) == (3, 1), (
         "slots 1 and 2 have no group, slot 3 is overtaken, slot 0 came twice"
     )
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_legal_history_consumes_every_slot_exactly_once(data, tmp_path_factory):
-    """Deliveries in any order and any number, drops, retries, crashes and resumes; consumption in slot order."""
-    path = tmp_path_factory.mktemp("history") / "ledger.db"
-    max_file_bytes = data.draw(st.sampled_from([1, 30, 1000]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("learner.rollouts.ledger_storage.MAX_FILE_BYTES", max_file_bytes)
-        play_history(data, path)
-
-
-def play_history(data, path) -> None:
-    ledger, step, checkpoint, consumed_at = Ledger(path), 0, 0, {}
-    ledger._db.execute("PRAGMA synchronous = OFF")
-    for _ in range(data.draw(st.integers(1, 40))):
-        move = data.draw(
-            st.sampled_from(["admit", "receive", "score", "consume", "drop", "retry", "checkpoint", "resume"])
-        )
-        waiting = ledger.outstanding()
-        if move == "admit":
-            admit(ledger, ledger.next_slot())
-        elif move == "receive" and waiting:
-            row = data.draw(st.sampled_from(waiting))
-            payload = f"bytes of {row.group_id}".encode()
-            assert receive(ledger, row.group_id, payload, 0, 1) == (row.state == "admitted")
-        elif move == "score" and (ready := [row for row in waiting if row.state == "received"]):
-            ledger.score(data.draw(st.sampled_from(ready)).group_id, "[]", None)
-        elif (
-            move == "consume"
-            and waiting
-            and waiting[0].state == "scored"
-            and not any(r.slot < waiting[0].slot for r in ledger.retries_due())
-        ):
-            step += 1
-            ledger.consume([(waiting[0].group_id, 0)], step)
-            consumed_at[waiting[0].slot] = step
-        elif move == "drop" and waiting:
-            ledger.drop(data.draw(st.sampled_from(waiting)).group_id, data.draw(st.sampled_from(["stale", "failed"])))
-        elif move == "retry" and (due := ledger.retries_due()):
-            admit(ledger, due[0].slot, due[0].attempt + 1)
-        elif move == "checkpoint":
-            checkpoint = step
-            ledger.forget_payloads(step)
-        elif move == "resume":
-            ledger.close()
-            ledger, step = Ledger(path), checkpoint
-            ledger._db.execute("PRAGMA synchronous = OFF")
-            ledger.rewind(step)
-            consumed_at = {slot: at for slot, at in consumed_at.items() if at <= step}
-        for row in ledger.outstanding():
-            assert row.state == "admitted" or ledger.payload(row.group_id) == f"bytes of {row.group_id}".encode()
-    counts = ledger.counts()
-    rows = ledger._all("SELECT slot, step FROM groups WHERE state = 'consumed'")
-    assert dict(rows) == consumed_at and len(rows) == len(consumed_at)
-    assert counts.admitted == counts.consumed + counts.dropped + counts.outstanding
-    assert (counts.lost, counts.duplicated) == (len(ledger.retries_due()), 0)
-    ledger.close()
 
 
 def test_threads_share_one_ledger(ledger):

@@ -244,15 +244,6 @@ async def test_a_push_without_an_answer_names_the_knob(at: OnALink) -> None:
         await at.link.begin_push(begin, 0.2)
 
 
-@on_a_link
-async def test_a_server_greeted_again_is_asked_nothing_before_it_has_answered(at: OnALink) -> None:
-    connection = at.link._connection
-    await at.link.greet_again()
-    assert not at.link.connected
-    await until(lambda: at.link.connected)
-    assert at.link._connection == connection + 1
-
-
 @pytest.mark.usefixtures("hasty")
 @in_event_loop
 async def test_a_refusal_ends_the_link_with_the_servers_reason() -> None:

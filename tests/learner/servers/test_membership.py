@@ -1,10 +1,12 @@
-"""The list of servers in a file or behind a name: what cannot be read changes nothing."""
+"""The list of servers in a file or behind a name, of which what cannot be read changes nothing; and which is asked next."""
 
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from learner.servers.membership import Membership
+from learner.servers.membership import Load, Membership, least_loaded
 from protocol.errors import ConfigError
 
 ONE, OTHER = "tcp://127.0.0.1:6001", "tcp://127.0.0.1:6002"
@@ -50,3 +52,28 @@ def test_a_name_stands_for_each_of_its_addresses() -> None:
 def test_at_the_start_a_source_that_names_no_server_is_refused(source: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         of(source)
+
+
+LOADS = st.lists(st.builds(Load, st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=8)
+
+
+@given(LOADS)
+def test_it_is_one_that_owes_the_fewest_and_of_those_one_chosen_longest_ago(loads: list[Load]) -> None:
+    index = least_loaded(loads)
+    assert index is not None
+    fewest = [load for load in loads if load.num_groups == min(load.num_groups for load in loads)]
+    assert loads[index] in fewest and loads[index].chosen_at == min(load.chosen_at for load in fewest)
+
+
+@given(LOADS, st.data())
+def test_a_later_turn_stays_while_its_server_has_two_more_to_do_than_the_freest(
+    loads: list[Load], data: st.DataObject
+) -> None:
+    stays_at = data.draw(st.integers(0, len(loads) - 1))
+    fewest = min(load.num_groups for load in loads)
+    may_stay = loads[stays_at].num_groups - fewest <= 2
+    assert least_loaded(loads, stays_at) == (stays_at if may_stay else least_loaded(loads))
+
+
+def test_nobody_is_chosen_of_nobody() -> None:
+    assert least_loaded([]) is None

@@ -1,6 +1,5 @@
 """Sessions that end before they were formed, or while they are received: nobody waits for them and nothing of them stays."""
 
-import time
 from collections.abc import Callable
 
 import psutil
@@ -14,19 +13,11 @@ from protocol.errors import PushError
 from protocol.transports.group import RendezvousHost
 from protocol.weights.buckets import make_manifest
 from tests.protocol.local_ranks import Waiting
+from tests.waiting import TIMEOUT_S, until
 from tests.watching import WaitingCollective, transfer
 
-TIMEOUT_S = 60.0
-"""Far more than any of these tests may take."""
 CPU = torch.device("cpu")
 MANIFEST = make_manifest([("a", torch.zeros(4))], torch.float32, 1 << 20)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + TIMEOUT_S / 4
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("give_up", [SyncSession.abort, SyncSession.close])

@@ -168,6 +168,20 @@ def test_a_server_whose_sync_fails_pauses_and_gets_one_of_its_own_while_the_othe
     assert [order.version for order in other.orders] == [0, 1, 2]
 
 
+def test_a_server_pauses_longer_after_each_sync_that_failed_until_one_succeeds(tmp_path: Path) -> None:
+    with syncing(tmp_path, ScriptedEngine()) as (sync, _, fleet):
+        (member,) = fleet.members
+
+        def pause_s() -> int:
+            before = time.monotonic()
+            sync.failed(member)
+            return round(sync._failures[member][1] - before)
+
+        assert [pause_s() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+        until(lambda: member in fleet.connected())
+        assert sync.push(1) is not None and pause_s() == 1
+
+
 def test_a_server_that_shuts_down_during_a_sync_is_skipped_without_a_warning_and_costs_no_attempt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -146,3 +146,11 @@ def test_a_digest_is_of_every_tensor_and_of_the_config_but_not_of_how_they_are_w
     for i, names in enumerate((list(tensors)[::2], list(tensors)[1::2])):
         save_file({name: tensors[name] for name in names}, model / f"model-{i}.safetensors", {"of": "two"})
     assert digest_model(model) == digest
+
+
+def test_a_checkpoint_that_was_cloned_without_git_lfs_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a safetensors file .*git lfs pull"):
+        digest_model(tmp_path)

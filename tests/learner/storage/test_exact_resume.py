@@ -3,14 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from learner.config import LearnerRun
+from learner.storage import checkpoint
 from learner.train import train
 from tests.learner.model_engine import tiny_server
 from tests.learner.mortal_learner import Death, LateDeath, Life, live
-from tests.learner.ranks import places_of
+from tests.learner.ranks import Place, places_of
 from tests.learner.storage.same_end import (
     assert_ends_alike,
     everything_in,
@@ -64,9 +66,19 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
     assert any(abs(line["loss/policy"]) > 1e-3 for line in losses_of(whole))
 
 
+class OldView(Place, frozen=True):
+    """Of a rank whose file system does not list the newest checkpoint yet."""
+
+    def enter(self) -> None:
+        super().enter()
+        complete = checkpoint.complete_checkpoints
+        checkpoint.complete_checkpoints = lambda directory: complete(directory)[:-1]
+
+
 def live_as_two(run: LearnerRun, death: Death | None, *, resume: bool) -> None:
     """Two ranks that share the policy; torchrun would end the one that is left when the other dies."""
-    places = places_of(2, is_sharded=True)
+    first, second = places_of(2, is_sharded=True)
+    places = [first, OldView(**msgspec.structs.asdict(second))]
     lives = [Life(run, death if place.rank == 0 else None, resume=resume, place=place) for place in places]
     code = lives[0].end()
     if death is not None:

@@ -11,11 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from learner.rollouts.ledger import Ledger, LedgerError
 from learner.storage.checkpoint import complete_checkpoints
 from learner.storage.files import DiskError, JsonLinesFile, replace_file, writing
 from learner.train import train
-from tests.learner.ledgers import receive
 from tests.learner.model_engine import tiny_server
 from tests.learner.mortal_learner import BALLAST, FullDisk, Life
 from tests.learner.storage.same_end import assert_ends_alike, make_comparable_run
@@ -64,29 +62,6 @@ def test_lines_that_find_no_room_are_an_error_and_leave_whole_lines_behind(tmp_p
     lines.append({"step": step})
     lines.close()
     assert (disk / "metrics.jsonl").read_text().splitlines() == [f'{{"step": {i}}}' for i in range(1, step + 1)]
-
-
-def test_a_ledger_that_finds_no_room_keeps_what_it_committed(tmp_path: Path, mount: Disk) -> None:
-    disk = tmp_path / "disk"
-    mount(disk, 512)
-    ledger = Ledger(disk / "ledger.db")
-
-    def receive_slot(slot: int) -> None:
-        ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
-        assert receive(ledger, f"{slot}.0", b"x" * 5000, 0, 1)
-
-    receive_slot(0)
-    fill(disk)
-    with pytest.raises(LedgerError, match=r"ledger\.db: .*(full|disk I/O error|No space left).*free space.*--resume"):
-        for slot in range(1, 1000):
-            receive_slot(slot)
-    ledger.close()
-    (disk / BALLAST).unlink()
-    ledger = Ledger(disk / "ledger.db")
-    rows = ledger.outstanding()
-    assert [row.slot for row in rows] == list(range(len(rows))) and rows[0].state == "received"
-    receive_slot(len(rows))
-    ledger.close()
 
 
 def test_whoever_writes_the_error_names_the_path_and_the_space(tmp_path: Path, mount: Disk) -> None:

@@ -91,6 +91,8 @@ def test_what_an_error_advises_may_be_done_at_a_resume_and_every_difference_is_s
     begun = open_run_dir(now(tmp_path), resume=False)
     begun.begin()
     begun.close()
+    with pytest.raises(ConfigError, match="already contains a run; continue it with --resume"):
+        open_run_dir(now(tmp_path), resume=False)
     changes = {"cpu_cores": None, "gradient_checkpointing": True, "max_group_attempts": 9, "max_staleness": 1,
                "optimizer.learning_rate": 1e-3, "reward.max_failed_share": 0.5, "reward.max_memory_mib": 4096}  # fmt: skip
     with caplog.at_level(logging.INFO):
@@ -183,13 +185,6 @@ def test_other_data_is_refused_with_what_changed_first(
         return
     with pytest.raises(DataError, match=f"{problem}.*start a new run with --run-dir"):
         check_data(record, prompts)
-
-
-def test_another_limit_would_drop_others(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", ["1>", "22>", "333>", "4444>"])
-    record_data(tmp_path / "data.digests", read(path, max_prompt_tokens=4, overlong_prompts="drop"))
-    with pytest.raises(DataError, match=r"1 new prompt after the original 3"):
-        check_data(tmp_path / "data.digests", read(path, max_prompt_tokens=5, overlong_prompts="drop"))
 
 
 def test_a_run_is_resumed_on_its_data_alone_and_with_what_the_warning_of_a_run_off_policy_advises(

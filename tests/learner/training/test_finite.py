@@ -10,17 +10,12 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-import learner.training.step
 from learner.run_inputs import RunInputs
-from learner.train import train
 from learner.training.metrics import StepTimer
 from learner.training.optimizer import NotFiniteError
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import train_on
 from protocol.model_files import resolve_model
-from tests.learner.model_engine import ModelEngine, tiny_server
-from tests.learner.runs import make_run as make_whole_run
-from tests.learner.runs import metrics_of, seeded
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 
 
@@ -108,25 +103,3 @@ def test_a_model_with_weights_that_are_no_numbers_is_refused(accelerator: Accele
     run_inputs.model_path = tmp_path
     with pytest.raises(NotFiniteError, match=r"the weights of .* contain NaN or inf \(first in transformer\.wpe"):
         make_trainer(run_inputs, accelerator, is_new=True)
-
-
-def test_a_run_goes_on_after_a_skipped_step_and_pushes_numbers_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    backward = learner.training.step.forward_backward
-
-    def poisoned_once(trainer: PolicyTrainer, batches: Any, version: int, **rest: Any) -> Any:
-        sums = backward(trainer, batches, version, **rest)
-        if version == 1:
-            next(iter(trainer.policy.parameters())).grad[0, 0] = math.nan
-        return sums
-
-    monkeypatch.setattr(learner.training.step, "forward_backward", poisoned_once)
-    engine = ModelEngine(resolve_model("tiny:digits"))
-    with tiny_server(engine) as server:
-        run = make_whole_run(tmp_path, server.endpoint, **seeded())
-        train(run, resume=False)
-    assert [line["optim/skipped_updates"] for line in metrics_of(run)] == [0, 1, 0, 0]
-    assert [order.version for order in engine.orders] == [0, 1, 2, 3, 4]
-    assert all(weight.isfinite().all() for weight in engine.weights.values())
-    assert "update skipped" in capsys.readouterr().out

@@ -60,12 +60,6 @@ def test_without_packing_a_row_costs_the_longest_of_its_micro_batch() -> None:
     assert [advantages_of(batch) for batch in batches] == [[0, 2], [1]]
 
 
-def test_a_cost_counts_pairs_of_tokens_as_well_as_tokens() -> None:
-    rows = rows_of([(4, [2, 6])])
-    tokens, pairs = 4 + 2 + 6, 4 * 4 / 2 + 2 * 4 + 2 * 2 / 2 + 6 * 4 + 6 * 6 / 2
-    assert layout(100, pair_cost=0.25).cost(rows) == tokens + 0.25 * pairs
-
-
 def test_branches_of_a_group_count_only_what_their_prompts_have_alone() -> None:
     prompts = [[1] * 40, [1] * 40 + [2] * 10, [1] * 40 + [2] * 10 + [3] * 40, [1] * 40]
     rows = [make_row(prompt, make_completion([4] * 5), float(i), 0) for i, prompt in enumerate(prompts)]

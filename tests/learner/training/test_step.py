@@ -41,7 +41,7 @@ def answered(branch: TokenSequence) -> TokenSequence:
 
 
 def with_episodes(groups: list[RolloutGroup], first_token: int | None = 7) -> list[RolloutGroup]:
-    """Every episode has two turns; every other one has a second branch, behind a prompt of its own, which begins otherwise than the
+    """As they reach every rank. Every episode has two turns; every other one has a second branch, behind a prompt of its own, which begins otherwise than the
     group's unless `first_token` is None.
     """
     changed = []
@@ -54,7 +54,9 @@ def with_episodes(groups: list[RolloutGroup], first_token: int | None = 7) -> li
                 branches.append(msgspec.structs.replace(group.completions[number - 1], prompt_token_ids=own_prompt))
         flat = [branch for branches in episodes for branch in branches]
         changed.append(msgspec.structs.replace(group, completions=flat, num_branches_G=list(map(len, episodes))))
-    return changed
+    groups_of_other_ranks = unpack(pack(StepBatch(groups=changed)), StepBatch).groups
+    assert groups_of_other_ranks is not None
+    return groups_of_other_ranks
 
 
 def compare(
@@ -71,6 +73,8 @@ def compare(
     assert metrics["policy/ratio_min"] == pytest.approx(extremes.ratio_min, rel=1e-4)
     assert metrics["policy/ratio_max"] == pytest.approx(extremes.ratio_max, rel=1e-4)
     assert metrics["loss/max_token_share"] == pytest.approx(extremes.max_token_share, rel=1e-3)
+    # Groups that entered under an older version may have its KV cache: their logprobs are not compared.
+    assert not any("mismatch" in name for name in metrics)
     for (name, trained), expected in zip(trainer.policy.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(trained.double(), expected, atol=2e-6, rtol=0, msg=name)
     moved = zip(model.parameters(), before, strict=True)
@@ -162,16 +166,6 @@ def test_an_episode_may_sample_more_than_a_turn_may(accelerator: Accelerator) ->
     )  # fmt: skip
     groups = [msgspec.structs.replace(groups[0], completions=[twice, *groups[0].completions[1:]])]
     assert train_on(trainer, groups, VERSION, StepTimer())["loss/kept_frac_length_q4"] > 0
-
-
-def test_episodes_reach_the_other_ranks_as_they_are(accelerator: Accelerator) -> None:
-    trainer = make_moved_trainer(make_run(), accelerator)
-    groups = with_episodes(make_groups(trainer.policy, num_groups=1))
-    received = unpack(pack(StepBatch(groups=groups)), StepBatch).groups
-    assert received is not None and received[0].num_branches_G == groups[0].num_branches_G
-    for before, after in zip(groups[0].completions, received[0].completions, strict=True):
-        assert after.versions == before.versions and after.token_ids.tolist() == before.token_ids.tolist()
-        assert (after.prompt_token_ids is None) == (before.prompt_token_ids is None)
 
 
 def test_a_branch_whose_parts_differ_in_length_is_refused() -> None:
