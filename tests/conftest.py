@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.inference_server.forked_server import fork_server
 from tests.scheduling import make_scheduler
@@ -20,7 +21,9 @@ from tests.scheduling import make_scheduler
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 # Without AMX and AVX-512 BF16, so that the default of `dtype` is float32 on every machine; tests in bfloat16 set it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
-
+# On a busy machine hypothesis would find its own deadlines missed.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 pytest_plugins = ("tests.tiers", "tests.durations")
 INSTALL_TIMEOUT_S = 1200

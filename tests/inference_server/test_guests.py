@@ -232,7 +232,7 @@ def test_a_pause_that_recomputes_gives_every_place_back_and_guests_wait_with_the
     assert engine.num_running(groups) == NUM_PLACES and engine.num_running(guests) == NUM_RESERVED
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), is_async=st.booleans(), num_blocks=st.sampled_from([7, 12, PLENTY]))
 def test_whatever_comes_and_goes_groups_keep_to_their_places_and_everything_ends(
     vllm_config: VllmConfig, data: st.DataObject, is_async: bool, num_blocks: int

@@ -44,7 +44,6 @@ def one_chunk(kind: int, num_changed: int, gaps: bytes, values: bytes, num_gap_b
     return np.frombuffer(header + b"".join(deflated), np.uint8)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 200), st.floats(0, 1), ELEMENT_BYTES)
 def test_any_bucket_arrives_bit_for_bit(seed: int, num_blocks: int, density: float, element_bytes: int) -> None:
     rng = np.random.default_rng(seed)
@@ -144,7 +143,7 @@ def decode_between_guards(message: bytes | np.ndarray, base: torch.Tensor, eleme
 EDITS = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 255), st.sampled_from(["set", "insert", "cut"])))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(EDITS, ELEMENT_BYTES, st.sampled_from([0.0, 0.02, 1.0]), st.integers(0, 1))
 def test_an_altered_message_is_refused_or_decoded_within_the_base(
     edits: list[tuple[int, int, str]], element_bytes: int, density: float, is_long: int
@@ -204,7 +203,7 @@ def test_a_chunk_with_a_fault_changes_nothing(kind: int, num_changed: int, gaps:
     assert (arrived != base).nonzero().tolist() == [[127]]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 255) | st.just(255), max_size=12), st.integers(0, 12), st.integers(-1, 1))
 def test_gaps_are_followed_only_to_where_a_slow_reader_gets(gaps: list[int], num_changed: int, excess: int) -> None:
     num_words = 1024

@@ -45,7 +45,7 @@ def test_whatever_a_policy_writes_is_read_or_unreadable(name: str) -> None:
     family, template = FAMILIES[name], chat_of(name, TOOLS)
     before, num_read = template.prompt_ids(QUESTION), 0
 
-    @settings(max_examples=NUM_TURNS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=NUM_TURNS, database=None, suppress_health_check=list(HealthCheck))
     @given(turns_of(family), st.sampled_from(["", *family.ends.split()]))
     def say(turn: str, end: str) -> None:
         nonlocal num_read

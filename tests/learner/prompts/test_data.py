@@ -16,7 +16,7 @@ from tests.learner.prompts.data_files import CHAT_TEMPLATE, all_of, write_jsonl
 # --- order -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(num_prompts=st.integers(1, 40), seed=st.integers(-5, 2**40), epoch=st.integers(0, 1000), shuffle=st.booleans())
 def test_every_epoch_holds_each_prompt_exactly_once(tokenizer, num_prompts, seed, epoch, shuffle):
     prompts = Prompts(DataConfig(task="reverse", num_prompts=num_prompts, shuffle=shuffle), tokenizer, seed)

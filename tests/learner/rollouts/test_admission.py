@@ -87,7 +87,7 @@ def quick_disk() -> Any:
         yield
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     max_staleness=st.integers(0, 4),
     groups_per_step=st.integers(1, 4),

@@ -8,7 +8,7 @@ from itertools import count, islice
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.rollouts.slot_order import SPARE_TAKES, AutoStaleness, PassedOver, SlotOrder
@@ -47,7 +47,6 @@ class PlainSlots:
         return sum(self.passed_over.get(other) == "no_signal" for other in step)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_slots_keep_the_rules_whatever_is_passed_over_taken_and_resumed(data: st.DataObject) -> None:
     plain, slots = PlainSlots(0, 0, {}), SlotOrder(0, 0, {})
