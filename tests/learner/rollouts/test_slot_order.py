@@ -99,7 +99,7 @@ def seconds_of_questions(num_passed_over: int, *, is_ahead: bool) -> float:
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_ten_times_as_many_slots_passed_over_cost_about_the_same(is_ahead: bool) -> None:
     few, many = (seconds_of_questions(num, is_ahead=is_ahead) for num in (2_000, 20_000))
-    assert many < 3 * few
+    assert many < 5 * few
 
 
 def lookahead_of(tmp_path: Path, max_staleness: int | str = "auto", **learner: object) -> AutoStaleness:
