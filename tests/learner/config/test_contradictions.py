@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from learner.config import LearnerRun
+from protocol.config_keys import keys_of, may_change
 from protocol.errors import ConfigError
 from tests.learner.config.settings import ALWAYS, Sections, load, merged
 
@@ -14,7 +16,7 @@ OUT_OF_RANGE: dict[str, dict[str, Any]] = {
     "must not be negative": {
         "loss.clip_high": -1.0, "loss.entropy_coef": -0.1, "off_policy_correction.sequence_mask": -0.5,
         "off_policy_correction.max_token_staleness": -1, "kl.coef": -0.1, "max_staleness": -1,
-        "checkpoint.keep_last": -1, "checkpoint.keep_best": -1,
+        "checkpoint.keep_last": -1, "checkpoint.keep_best": -1, "evaluation.every_steps": -1,
     },
     "must be at least 1": {
         "updates_per_batch": 0, "micro_batch_tokens": 0, "sampling.max_tokens": 0, "data.num_prompts": 0,
@@ -41,6 +43,10 @@ ON = {"kl.coef": 0.1, "reference.kind": "fixed"}
 IN_REWARD = ON | {"kl.place": "reward", "advantage.scale": "batch"}
 ADAPTIVE = {"kl.coef": 0.1, "reference.kind": "adaptive", "reference.kl_threshold": 0.1}
 MASK = {"off_policy_correction.weight": "mask"}
+AGENT = {"environment.agent": "a:b"}
+CURRICULUM = {"curriculum.kind": "pass_rate", "curriculum.reward": "exact_match"}
+JUDGE = {"reward.functions": ["judge"], "reward.judge.url": "http://judge/v1"}
+SETS = {"evaluation.sets": {"few": {}, "many": {}}, "evaluation.every_steps": 2, "checkpoint.every_steps": 2}
 REFUSED: list[tuple[Sections, str, Sections]] = [
     # what tasks and rewards are there
     ({"data.path": "a.jsonl"}, r"learner\.data\.task = 'reverse', path = 'a\.jsonl' are set; expected exactly one",
@@ -53,6 +59,45 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
      {"curriculum.reward": "exact_match"}),
     ({"reward.overlong_buffer_tokens": 512},
      r"reward\.overlong_buffer_tokens = 512 must be below sampling\.max_tokens = 512", {"sampling.max_tokens": 513}),
+    (JUDGE | {"reward.judge.url": None}, r"judge\.url is not set", JUDGE),
+    (JUDGE | {"reward.judge.url": "judge:8000"}, r"url = 'judge:8000' is not a URL; use one such as http://judge:8000/v1", JUDGE),
+    (JUDGE | {"reward.judge.prompt": "Rate it."}, "must contain {completion}", {"reward.judge.prompt": "Rate {completion}."}),
+    ({"data.overlong_prompts": "drop"}, 'overlong_prompts = "drop" needs max_prompt_tokens', {"data.max_prompt_tokens": 9}),
+    (CURRICULUM | {"curriculum.easy_above": 0.2}, r"hard_below = 0\.25, easy_above = 0\.2", {"curriculum.easy_above": 0.5}),
+    (CURRICULUM | {"curriculum.easy_weight": 0.001}, r"easy_weight = 0\.001 must be 0, or from 0\.01 to 1",
+     {"curriculum.easy_weight": 0.0}),
+    (CURRICULUM | {"curriculum.drop_above": 0.7}, r"drop_above = 0\.7 must be above easy_above = 0\.75",
+     {"curriculum.drop_above": 0.9}),
+    (CURRICULUM | {"curriculum.drop_below": 0.25}, r"drop_below = 0\.25 must .*below hard_below", {"curriculum.drop_below": 0.1}),
+    # who plays
+    ({"reward.functions": ["environment_reward"]}, r"environment_reward.*set environment\.factory", AGENT),
+    ({"environment.factory": "guess", "reward.overlong_buffer_tokens": 1},
+     r"overlong_buffer_tokens = 1 with learner\.environment\.factory = 'guess'", {"reward.overlong_buffer_tokens": None}),
+    (AGENT | {"environment.factory": "guess"}, "factory and agent are set, but an agent has its own loop",
+     {"environment.factory": None}),
+    (AGENT | {"environment.tools": ["a:c"]}, "tools and agent are set", {"environment.tools": None}),
+    (AGENT | {"environment.command": "x"}, "agent and command are set", {"environment.command": None}),
+    ({"environment.agent": "ab"}, "expected module:function", AGENT),
+    (AGENT | {"environment.gateway_port": 70000}, "gateway_port = 70000 must be between 0 and 65535",
+     {"environment.gateway_port": 7000}),
+    (AGENT | {"environment.gateway_host": "0.0.0.0"}, "is not an address that agents can connect to",
+     {"environment.gateway_host": "127.0.0.1"}),
+    # what is evaluated
+    ({"evaluation.url": "localhost:8000"}, "is not a URL of an OpenAI server", {"evaluation.url": "http://localhost:8000/v1"}),
+    ({"evaluation.num_samples": 4}, "temperature = 0: all samples of a prompt would be equal", {"evaluation.temperature": 1.0}),
+    ({"evaluation.path": "a", "evaluation.task": "sort"}, "task = 'sort' and path = 'a' are set", {"evaluation.path": None}),
+    ({"evaluation.sets": {"hard": {"num_samples": 4}}}, r"sets\.hard\.num_samples = 4 with temperature = 0: all samples",
+     {"evaluation.temperature": 1.0}),
+    ({"evaluation.sets": {"Hard one": {}}}, r"sets\.Hard one is not a valid name of a set; use a-z", {"evaluation.sets": None}),
+    ({"evaluation.every_steps": 2, "evaluation.pin_policy": True, "weight_sync.overlap_with_training": True},
+     "cannot wait until an evaluation of the old version is complete", {"evaluation.pin_policy": False}),
+    ({"evaluation.every_steps": 20, "checkpoint.every_steps": 50, "checkpoint.best_by": "evaluation"},
+     r"would have no evaluation; set evaluation\.every_steps to a divisor of checkpoint\.every_steps",
+     {"evaluation.every_steps": 25}),
+    (SETS | {"checkpoint.best_by": "evaluation"}, 'use "evaluation/few" or "evaluation/many"',
+     {"checkpoint.best_by": "evaluation/few"}),
+    (SETS | {"checkpoint.best_by": "luck"}, 'best_by = "luck" is not a known ranking; use "training_reward"',
+     {"checkpoint.best_by": "training_reward"}),
     # the objective
     ({"loss.objective": "ppo"}, r"objective = 'ppo' is not a known objective; use grpo, gspo", {"loss.objective": "grpo"}),
     ({"loss.clip_low": 0.0}, r"clip_low = 0\.0 must be between 0 and 1", {"loss.clip_low": 0.1}),
@@ -127,3 +172,26 @@ def test_what_contradicts_is_refused_and_the_remedy_is_taken(
         load(tmp_path, refused)
     assert re.search(message, str(refusal.value)), refusal.value
     load(tmp_path, merged(refused, remedy))
+
+
+def test_a_resume_may_change_no_key_that_decides_what_is_learned() -> None:
+    """Another value would make it another experiment."""
+    sections = ("loss", "kl", "reference", "advantage", "sampling", "lora", "optimizer", "warm_start")
+    keys = {
+        key: field
+        for key, field in keys_of(LearnerRun).items()
+        if key.startswith(tuple(f"learner.{s}." for s in sections))
+    }
+    allowed = {"loss.dual_clip", "reference.device", "optimizer.learning_rate", "optimizer.max_skipped_updates"}
+    assert len(keys) > 50 and {key for key, field in keys.items() if may_change(field)} == {
+        f"learner.{key}" for key in allowed
+    }
+    fixed = (
+        "model",
+        "dtype",
+        "seed",
+        "learner.groups_per_step",
+        "learner.reward.functions",
+        "learner.environment.factory",
+    )
+    assert not any(may_change(keys_of(LearnerRun)[key]) for key in fixed)

@@ -37,6 +37,11 @@ IDLE: list[tuple[Sections, str, Sections, Sections]] = [
     ({"parity.max_time_share": 0.5}, "every_steps", {"parity.every_steps": 0}, {"parity.every_steps": 2}),
     ({"checkpoint.keep_best": 3}, "export_model = true", {"checkpoint.export_model": False},
      {"checkpoint.export_model": True}),
+    ({"environment.timeout_s": 3.0}, "factory or tools", {"environment.agent": "a:b"},
+     {"environment.agent": None, "environment.factory": "guess"}),
+    ({"environment.python": "b"}, "factory, tools or agent", {"environment.command": "a"},
+     {"environment.command": None, "environment.agent": "a:b"}),
+    ({"reward.judge.url": "http://j"}, 'functions with "judge"', {}, {"reward.functions": ["judge"]}),
     # the loss
     ({"loss.clip_low": 0.2}, 'objective = "grpo" or "gspo"', {"loss.objective": "reinforce"}, {"loss.objective": "grpo"}),
     ({"loss.clip_high": 0.3}, 'objective = "grpo" or "gspo" or "cispo"', {"loss.objective": "dppo"},
@@ -62,10 +67,10 @@ IDLE: list[tuple[Sections, str, Sections, Sections]] = [
      {"max_staleness": 1}),
     # the KL and the reference
     (FIXED, "kl.coef above 0", {}, {"kl.coef": 0.1}),
-    ({"kl.estimator": "k1", "kl.place": "reward", "kl.importance_weighted": True}, "coef above 0", {},
-     ON | {"kl.place": None}),
-    ({"kl.schedule": "target", "kl.target": 0.1, "kl.horizon_steps": 5}, "coef above 0", {}, ON),
-    ({"kl.schedule": "linear", "kl.final_coef": 0.0}, "coef above 0", {}, FIXED | {"kl.final_coef": 0.1}),
+    ({"kl.estimator": "k1", "kl.importance_weighted": True, "kl.schedule": "target", "kl.target": 0.1,
+      "kl.horizon_steps": 5}, "coef above 0", {}, ON),
+    ({"kl.place": "reward", "kl.schedule": "linear", "kl.final_coef": 0.0}, "coef above 0", {},
+     FIXED | {"kl.coef": 0.1, "kl.place": None}),
     ({"kl.final_coef": 0.0}, 'schedule = "linear"', ON, {"kl.schedule": "linear"}),
     ({"kl.schedule": "linear", "kl.final_coef": 0.1}, "a final_coef other than coef", ON, {"kl.final_coef": 0.2}),
     ({"kl.target": 0.1, "kl.horizon_steps": 5}, 'schedule = "target"', ON, {"kl.schedule": "target"}),
@@ -104,26 +109,6 @@ def test_a_key_that_does_nothing_is_named_and_is_as_if_it_were_not_set(
 def test_a_config_without_such_keys_is_in_effect_as_it_is(tmp_path: Path) -> None:
     run = load(tmp_path, merged(ALWAYS, ADAPTIVE))
     assert run.idle_keys_note() is None and run.in_effect() == run
-
-
-SWEEP = [
-    ({"kind": "every", "every_steps": 2, "growth": 2.0, "max_every_steps": 9, "only": "wte", "reset_optimizer": True},
-     {"estimator": "k1", "importance_weighted": True}),
-    ({"kind": "ema", "every_steps": 2, "alpha": 0.1}, {"schedule": "linear", "final_coef": 0.0}),
-    ({"kind": "mixture", "every_steps": 2, "num_snapshots": 2}, {"schedule": "target", "target": 0.05, "horizon_steps": 5}),
-    ({"kind": "adaptive", "kl_threshold": 0.1, "patience": 2, "reward_guard": False, "min_every_steps": 4},
-     {"place": "reward", "estimator": "k1"}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("reference", "kl"), SWEEP, ids=lambda value: str(value)[:40])
-def test_a_sweep_of_the_kl_from_0_on_runs_and_at_0_there_is_neither_kl_nor_reference(
-    reference: Sections, kl: Sections, tmp_path: Path
-) -> None:
-    base = merged(ALWAYS, {"advantage.scale": "batch"})
-    off, on = (load(tmp_path, merged(base, {"kl": kl | {"coef": coef}, "reference": reference})) for coef in (0.0, 0.1))
-    assert on.in_effect() == on and off.in_effect() == load(tmp_path, base).in_effect()
-    assert off.learner.idle_keys().keys() == {"reference.kind", *(f"kl.{key}" for key in kl)}
 
 
 @pytest.mark.parametrize("kl", [{"kl.estimator": "k1"}, {"kl.place": "reward"}], ids=str)

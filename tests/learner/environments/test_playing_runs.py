@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from learner.rollouts.ledger import Ledger
@@ -100,17 +99,3 @@ def test_environments_that_hang_die_raise_and_do_not_begin_are_counted_and_the_r
     rewarded = ("finished", "length", "max_turns")
     assert all((episode.reward is not None) == (episode.course.state in rewarded) for episode in episodes)
     assert len(rows_of(run, "slot", "state = 'consumed'")) == 12
-
-
-@pytest.mark.parametrize(
-    ("learner", "problem"),
-    [
-        ({"environment": {}}, r"environment_reward.*set environment\.factory"),
-        ({"reward": {"functions": ["environment_reward"], "overlong_buffer_tokens": 1}},
-         r"overlong_buffer_tokens = 1 with learner\.environment\.factory = 'guess'"),
-        ({"environment": {"factory": "guess", "max_turns": 0}}, "max_turns = 0 must be at least 1"),
-    ],
-)  # fmt: skip
-def test_the_keys_of_an_environment_contradict_what_it_cannot_have(learner: dict[str, Any], problem: str) -> None:
-    with pytest.raises(msgspec.ValidationError, match=problem):
-        playing_run(Path("none"), **learner)

@@ -14,7 +14,7 @@ from learner.config import EnvironmentConfig
 from learner.environments.episode import EpisodeGroup
 from learner.gateway.players import AgentReward, EpisodeRequest, start_agent_pool
 from protocol.errors import ConfigError
-from tests.learner.gateway.asking import OnceOnly, config_of, played_by_agent
+from tests.learner.gateway.asking import OnceOnly, played_by_agent
 from tests.learner.sandbox.processes import wait_until_gone
 
 USER = "tests.learner.gateway.user_agents"
@@ -49,7 +49,7 @@ def test_an_agent_plays_one_episode_after_the_other_and_says_what_they_are_worth
 
 @pytest.mark.parametrize(
     ("agent", "reward", "num_branches"),
-    [("with_openai", 4.0, 1), ("synchronous", 0.5, 1), ("with_loop_of_its_own", 0.25, 1), ("by_completion", 0.5, 2)],
+    [("with_openai", 4.0, 1), ("with_loop_of_its_own", 0.25, 1), ("by_completion", 0.5, 2)],
 )
 def test_the_plain_openai_client_and_code_that_is_not_asynchronous_will_do_and_rewards_by_completion_are_averaged(
     agent: str, reward: float, num_branches: int
@@ -159,24 +159,3 @@ def test_an_agent_may_live_in_an_interpreter_of_its_own_without_anything_install
 def test_what_cannot_be_started_is_refused_with_the_remedy(environment: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         played(**environment)
-
-
-@pytest.mark.parametrize(
-    ("environment", "problem"),
-    [
-        ({"agent": "a:b", "factory": "guess"}, "factory and agent are set, but an agent has its own loop"),
-        ({"agent": "a:b", "tools": ["a:c"]}, "tools and agent are set"),
-        ({"agent": "a:b", "command": "x"}, "agent and command are set"),
-        ({"agent": "ab"}, "expected module:function"),
-        ({"agent": "a:b", "gateway_port": 70000}, "gateway_port = 70000 must be between 0 and 65535"),
-        ({"agent": "a:b", "gateway_host": "0.0.0.0"}, "is not an address that agents can connect to"),
-    ],
-)
-def test_keys_that_contradict_each_other_are_refused(environment: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        config_of(**environment)
-
-
-def test_keys_that_do_nothing_are_reported() -> None:
-    assert config_of(agent="a:b", timeout_s=3.0).idle_keys() == {"environment.timeout_s": "factory or tools"}
-    assert config_of(command="a", python="b").idle_keys() == {"environment.python": "factory, tools or agent"}

@@ -36,12 +36,6 @@ async def with_openai(data: dict[str, Any], *, base_url: str, api_key: str, http
     return float(len(reply.choices[0].message.content))
 
 
-def synchronous(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
-    with httpx.Client() as client:
-        client.post(f"{base_url}/completions", headers={"Authorization": f"Bearer {api_key}"}, json={"prompt": "x"})
-    return 0.5
-
-
 def with_loop_of_its_own(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
     """As `run_sync` of many libraries."""
 

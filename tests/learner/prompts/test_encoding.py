@@ -157,11 +157,6 @@ def test_what_is_too_long_is_refused_and_counted_and_at_least_one_prompt_must_be
         of_rows(*OF_LENGTHS, **config)
 
 
-def test_dropping_needs_a_limit_that_does_not_depend_on_the_server() -> None:
-    with pytest.raises(ValueError, match='overlong_prompts = "drop" needs max_prompt_tokens'):
-        DataConfig(task="reverse", overlong_prompts="drop")
-
-
 # --- digests -----------------------------------------------------------------------------------------------------
 
 

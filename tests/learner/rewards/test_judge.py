@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import msgspec
 import pytest
 
-from learner.config import RewardConfig
 from learner.config.rewards import JudgeConfig
 from learner.rewards.builtin.judge import filled
 from learner.rewards.builtin.judge import score as score_of
@@ -82,11 +80,10 @@ def rated(url: str, completions: list[str], the_prompt=None, **config):
 def test_the_last_number_that_the_judge_says_is_a_share_of_the_best():
     with endpoint() as server:
         server.says = {
-            "a": "Right, but 2 words too long.\n7", "b": "Score: 8/10", "c": "<think>9</think>3 out of 10.", "d": "I do not know.",
-            "e": "-4", "f": "11", "g": "<think>it is a 5",
+            "a": "Right, but 2 words too long.\n7", "b": "<think>9</think>3 out of 10.", "c": "<think>it is a 5",
         }  # fmt: skip
-        result = rated(server.url, list("abcdefg"), prompt("2+2=", answer="4"))
-        assert result.rewards == [0.7, 0.8, 0.3, None, 0.0, 1.0, None]
+        result = rated(server.url, list("abc"), prompt("2+2=", answer="4"))
+        assert result.rewards == [0.7, 0.3, None]
         assert {question["model"] for question in server.asked} == {"first"}
         text = next(one for question in server.asked if "\na\n" in (one := question["messages"][0]["content"]))
         assert "Task:\n2+2=\n" in text and "there is one:\n4\n" in text
@@ -138,25 +135,3 @@ def test_a_judge_that_refuses_is_named_with_what_it_says():
         result = rated(server.url, ["a"])
     assert result.functions[0].outcome == "failed"
     assert re.search(r"the judge at http://\S+ returned status 401: .*first", result.functions[0].message or "")
-
-
-@pytest.mark.parametrize(
-    ("judge", "problem"),
-    [
-        ({}, "judge.url is not set"),
-        ({"url": "judge:8000"}, "url = 'judge:8000' is not a URL; use one such as http://judge:8000/v1"),
-        ({"url": "http://j", "prompt": "Rate it."}, "must contain {completion}"),
-        ({"url": "http://j", "best_score": 0.0}, "best_score = 0.0 must be above 0"),
-        ({"url": "http://j", "temperature": -1.0}, "temperature = -1.0 must be at least 0"),
-        ({"url": "http://j", "max_tokens": 0}, "max_tokens = 0 must be at least 1"),
-    ],
-)
-def test_a_judge_that_cannot_be_is_refused_with_its_key(judge, problem):
-    with pytest.raises((ValueError, msgspec.ValidationError), match=re.escape(problem)):
-        RewardConfig(functions=("judge",), judge=JudgeConfig(**judge))
-
-
-def test_keys_of_a_judge_that_nobody_asks_do_nothing():
-    config = RewardConfig(functions=("exact_match",), judge=JudgeConfig(url="http://j"))
-    assert config.idle_keys() == {"judge.url": 'functions with "judge"'}
-    assert config.in_effect().judge == JudgeConfig()
