@@ -15,23 +15,12 @@ from learner.report.trackers import is_installed
 from learner.train import train
 from protocol.config import load_config
 from protocol.doctor import ok, problem
-from tests.learner.forked_learner import run_learner
+from tests.learner.in_process import run_here
 from tests.learner.model_engine import tiny_server
+from tests.learner.own_task import ROWS, write_task
 from tests.learner.runs import make_run
 
-RECIPE = "deploy/recipes/reverse.toml"
 EVERY = ("--learner.evaluation.every-steps", "4", "--learner.evaluation.num-prompts", "7")
-ROWS = [{"prompt": f"{n}>", "answer": str(n)} for n in range(20, 30)]
-REWARDS = """
-def places(completions, answer, **row):
-    return [float(said == right) for said, right in zip(completions, answer)]
-
-def shortness(completions, **row):
-    return [-float(len(said)) for said in completions]
-
-def broken(completions, **row):
-    raise KeyError("no such column")
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -39,26 +28,8 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "examine", lambda run: [ok("server", run.endpoint)])
 
 
-def a_run(tmp_path: Path, *flags: str, functions: tuple[str, ...] = ("places",), rows: list[Any] = ROWS) -> LearnerRun:
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = tmp_path / "run.toml"
-    specs = [f"{tmp_path}/rewards.py:{name}" for name in functions]
-    config.write_text(f"""
-model = "tiny:digits"
-run_dir = "{tmp_path}/run"
-[learner]
-steps = 6
-groups_per_step = 5
-[learner.data]
-path = "{tmp_path}/rows.jsonl"
-[learner.sampling]
-group_size = 4
-max_tokens = 8
-[learner.reward]
-functions = {json.dumps(specs)}
-""")
-    return load_config(LearnerRun, [str(config), *flags], "learner check")
+def a_run(tmp_path: Path, *flags: str, functions: tuple[str, ...] = ("right",), rows: list[Any] = ROWS) -> LearnerRun:
+    return load_config(LearnerRun, [write_task(tmp_path, functions, rows), *flags], "learner check")
 
 
 def told(run: LearnerRun, subject: str) -> list[tuple[str, str]]:
@@ -74,7 +45,7 @@ def test_prompts_rewards_and_the_course_are_reported_before_the_servers_are_aske
     assert len([subject for subject in by_subject if subject.startswith("row ")]) == 3
     (row, text) = next((subject, text) for subject, text in by_subject.items() if subject.startswith("row "))
     assert text == f"3 tokens: '{ROWS[int(row[4:])]['prompt']}'"
-    assert by_subject["rewards"] == "places: 1 for the column 'answer', 0 for noise"
+    assert by_subject["rewards"] == "right: 1 for the column 'answer', 0 for noise"
     assert by_subject["course"] == (
         "6 steps of 5 groups of 4 completions: each prompt 3 times, 120 completions, at most 960 sampled tokens, at most "
         "2 versions behind"
@@ -99,7 +70,7 @@ def test_data_without_right_answers_is_rated_on_noise_alone(tmp_path: Path) -> N
     [
         (("--learner.sampling.max-tokens", "100000"), "prompts", "is 100,003 tokens, more than the model's"),
         (("--learner.data.prompt-column", "question"), "prompts", "question"),
-        (("--learner.reward.functions", "{tmp}/rewards.py:places", "{tmp}/rewards.py:broken"), "rewards",
+        (("--learner.reward.functions", "{tmp}/rewards.py:right", "{tmp}/rewards.py:broken"), "rewards",
          "broken raised KeyError"),
         (("--learner.reward.functions", "{tmp}/rewards.py:absent"), "rewards", "holds nothing under the name 'absent'"),
         (("--learner.advantage.function", "missing.py:f"), "plug-ins",
@@ -127,12 +98,13 @@ def test_what_will_be_evaluated_is_reported(tmp_path: Path) -> None:
     assert "greedy, evaluated 3 times at http://127.0.0.1:8000/v1" in text
 
 
-def test_the_command_goes_on_to_the_doctor_and_ends_with_1(tmp_path: Path) -> None:
-    done = run_learner("check", RECIPE, "--endpoint", "tcp://127.0.0.1:1", "--run-dir", str(tmp_path / "run"), "--json")
-    found = json.loads(done.stdout)
+def test_the_command_goes_on_to_the_doctor_and_ends_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "examine", lambda run: [problem("port", "no", "mend it")])
+    done = run_here("check", write_task(tmp_path), "--json")
     assert done.returncode == 1 and done.stderr.endswith("1 problem found\n")
+    found = json.loads(done.stdout)
     assert [one["subject"] for one in found if one["verdict"] == "problem"] == ["port"]
-    assert {"config", "prompts", "rewards", "course", "memory", "disk"} <= {one["subject"] for one in found}
+    assert {"config", "prompts", "rewards", "course"} <= {one["subject"] for one in found}
 
 
 def test_a_trial_measures_with_a_server_and_leaves_nothing_behind(

@@ -31,7 +31,7 @@ from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ScriptedEngine, ServerThread
 from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.learner.forked_learner import run_learner
+from tests.learner.in_process import run_here
 from tests.learner.openai_server import openai_server
 from tests.ports import free_port
 
@@ -296,7 +296,7 @@ def test_a_config_that_cannot_be_read_costs_the_estimate_alone(tmp_path: Path, m
 
 
 def test_the_command_exits_1_with_a_problem_and_makes_no_run(tmp_path: Path) -> None:
-    done = run_learner("doctor", RECIPE, "--run-dir", str(tmp_path / "run"), "--endpoint", NOBODY)
+    done = run_here("doctor", RECIPE, "--run-dir", str(tmp_path / "run"), "--endpoint", NOBODY)
     assert done.returncode == 1 and "1 problem found" in done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()][1] == ["problem", "port"]
     assert not (tmp_path / "run").exists()

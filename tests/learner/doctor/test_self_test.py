@@ -6,7 +6,6 @@ import json
 import math
 import random
 import re
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from protocol.config import to_toml
 from protocol.messages import Completion, Sampling
 from protocol.model_files import resolve_model
 from tests.learner.config.settings import ALWAYS, Sections, load, merged
-from tests.learner.forked_learner import run_learner
+from tests.learner.in_process import run_here
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.runs import make_run
 
@@ -66,12 +65,6 @@ class Off(ModelEngine):
         right = super()._completion(prompt, index, sampling)
         shifts = np.array([next(self._shifts, 0.0) for _ in right.token_ids], np.float32)
         return msgspec.structs.replace(right, behaviour_logprobs=right.behaviour_logprobs + shifts)
-
-
-def command(tmp_path: Path, endpoint: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    config = tmp_path / "run.toml"
-    config.write_text(to_toml(make_run(tmp_path, endpoint)))
-    return run_learner("self-test", str(config), *flags)
 
 
 def test_sides_that_agree_have_a_floor_of_rounding_noise_before_and_through_a_push_of_the_same_weights(
@@ -130,20 +123,19 @@ def test_noise_that_reaches_the_bounds_of_the_objective_is_a_problem_and_a_nan_i
     assert all(any(f"learner.loss.{key}" in problem for problem in found) for key in ("clip_low", "clip_high"))
 
 
-def test_the_command_exits_0_where_both_sides_agree(tmp_path: Path) -> None:
+def test_the_command_prints_json_and_exits_0_or_prints_a_table_exits_2_and_says_what_is_wrong(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
     with tiny_server() as server:
-        done = command(tmp_path, server.endpoint, "--json", "--learner.loss.objective", "cispo")
+        config.write_text(to_toml(make_run(tmp_path, server.endpoint)))
+        done = run_here("self-test", str(config), "--json", "--learner.loss.objective", "cispo")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["problems"] == [] and result["measured"]["fresh"]["abs_logprob_mean"] <= 1e-5
     assert [bound["key"] for bound in result["measured"]["bounds"]] == ["loss.clip_high"]
     assert not (tmp_path / "run").exists()
-
-
-def test_the_command_prints_a_table_exits_2_and_says_what_is_wrong(tmp_path: Path) -> None:
     with tiny_server(Off(itertools.repeat(0.05))) as server:
-        done = command(tmp_path, server.endpoint)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+        done = run_here("self-test", str(config), "--endpoint", server.endpoint)
+    assert done.returncode == 2
     assert "mean |Δ logprob|" in done.stdout and "no completion was in the engine during a weight sync" in done.stdout
     assert re.search(
         r"error: server and learner disagree: the mean \|Δ logprob\| of sampled tokens is 0\.05 \(fresh\), "

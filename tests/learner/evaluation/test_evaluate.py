@@ -15,45 +15,18 @@ from learner.evaluation.openai_client import EvaluationError
 from learner.evaluation.results import Evaluation, as_text
 from protocol.config import load_config, to_toml
 from protocol.errors import ConfigError, RewardError
-from tests.learner.forked_learner import run_learner
+from tests.learner.in_process import run_here
 from tests.learner.openai_server import OpenAIServer
-from tests.learner.runs import make_run
+from tests.learner.own_task import write_task
 from tests.ports import free_port
-
-ROWS = [{"prompt": f"{n}>", "answer": str(n)} for n in range(20, 30)]
-REWARDS = """
-import time
-
-def right(completions, answer, **row):
-    return [float(said == wanted) for said, wanted in zip(completions, answer)]
-
-def length(completions, completion_ids, **row):
-    assert all(map(len, completion_ids))
-    return [float(len(said)) for said in completions]
-
-def broken(completions, **row):
-    raise KeyError("no such column")
-
-def late_once(completions, answer, **row):
-    if answer[0] == "23":
-        time.sleep(600)
-    return [1.0] * len(completions)
-"""
 
 
 def a_run(
     tmp_path: Path, openai: OpenAIServer | None, *flags: str, functions: tuple[str, ...] = ("right",)
 ) -> LearnerRun:
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    config = tmp_path / "run.toml"
-    specs = [f"{tmp_path}/rewards.py:{name}" for name in functions]
-    config.write_text(
-        f'model = "tiny:digits"\nrun_dir = "{tmp_path}/run"\n[learner]\nsteps = 6\n[learner.data]\npath = "{tmp_path}/rows.jsonl"\n'
-        f"[learner.sampling]\nmax_tokens = 8\n[learner.reward]\nfunctions = {json.dumps(specs)}\n"
-    )
     url = openai.url if openai else f"http://127.0.0.1:{free_port()}/v1"
-    return load_config(LearnerRun, [str(config), "--learner.evaluation.url", url, *flags], "learner evaluate")
+    arguments = [write_task(tmp_path, functions), "--learner.evaluation.url", url, *flags]
+    return load_config(LearnerRun, arguments, "learner evaluate")
 
 
 def noted(tmp_path: Path) -> list[Evaluation]:
@@ -241,35 +214,6 @@ def test_a_key_of_a_set_that_cannot_be_read_is_shown_with_its_set(tmp_path: Path
         load_config(LearnerRun, [str(config)], "learner evaluate")
 
 
-SETS = {"sets": {"few": {}, "many": {}}, "every_steps": 2}
-CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"every_steps": -1}, {}, "every_steps = -1 must not be negative"),
-    ({"timeout_s": 0.0}, {}, r"timeout_s = 0\.0 must be above 0"),
-    ({"url": "localhost:8000"}, {}, "is not a URL of an OpenAI server"),
-    ({"num_samples": 4}, {}, "temperature = 0: all samples of a prompt would be equal"),
-    ({"path": "a", "task": "sort"}, {}, "task = 'sort' and path = 'a' are set"),
-    ({"sets": {"hard": {"num_samples": 4}}}, {}, r"sets\.hard\.num_samples = 4 with temperature = 0: all samples"),
-    ({"sets": {"hard": {"task": "sort", "path": "a"}}}, {}, r"sets\.hard\.task = 'sort' and path = 'a' are set"),
-    ({"sets": {"Hard one": {}}}, {}, r"sets\.Hard one is not a valid name of a set; use a-z"),
-    ({"sets": {"function": {}}}, {}, r"sets\.function is not a valid name of a set"),
-    ({"every_steps": 2, "pin_policy": True}, {"weight_sync": {"overlap_with_training": True}},
-     "cannot wait until an evaluation of the old version is complete"),
-    ({"every_steps": 20}, {"checkpoint": {"every_steps": 50, "best_by": "evaluation"}},
-     "would have no evaluation; set evaluation.every_steps to a divisor of checkpoint.every_steps"),
-    (SETS, {"checkpoint": {"every_steps": 2, "best_by": "evaluation"}}, 'use "evaluation/few" or "evaluation/many"'),
-    (SETS, {"checkpoint": {"every_steps": 2, "best_by": "evaluation/huge"}}, 'use "evaluation/few" or "evaluation/many"'),
-    (SETS, {"checkpoint": {"every_steps": 2, "best_by": "luck"}}, 'best_by = "luck" is not a known ranking; use "training_reward"'),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("evaluation", "learner", "told"), CONTRADICTIONS)
-def test_keys_that_contradict_each_other(
-    tmp_path: Path, evaluation: dict[str, Any], learner: dict[str, Any], told: str
-) -> None:
-    with pytest.raises((ConfigError, msgspec.ValidationError), match=told):
-        make_run(tmp_path, "tcp://127.0.0.1:1", evaluation=evaluation, **learner)
-
-
 def test_a_run_asks_at_the_address_of_its_server(tmp_path: Path) -> None:
     def url_of(text: str, *flags: str) -> str:
         config = tmp_path / "run.toml"
@@ -294,14 +238,11 @@ def test_a_run_asks_at_the_address_of_its_server(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path, openai: OpenAIServer) -> None:
-    a_run(tmp_path, openai)
-    arguments = ["evaluate", str(tmp_path / "run.toml"), "--learner.evaluation.url", openai.url]
-    done = run_learner(*arguments)
+    arguments = ["evaluate", write_task(tmp_path), "--learner.evaluation.url", openai.url]
+    done = run_here(*arguments)
     assert done.returncode == 0, done.stderr
     head, *rows, _ = done.stdout.splitlines()
     assert head.startswith("10 prompts of ") and "greedy, by policy versions 3 to 4" in head
     assert any(row.split() == ["right", "1", "[0.7225,", "1]"] for row in rows)
-    made = msgspec.json.decode(run_learner(*arguments, "--json").stdout, type=Evaluation)
+    made = msgspec.json.decode(run_here(*arguments, "--json").stdout, type=Evaluation)
     assert made.difference is not None and made.difference.mean == 0
-    refused = run_learner("evaluate", str(tmp_path / "absent.toml"))
-    assert refused.returncode == 2 and refused.stderr.startswith("error: ")

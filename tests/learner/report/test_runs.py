@@ -12,7 +12,7 @@ from learner.report.runs import as_table, list_runs
 from learner.report.summary import RunDirectoryError
 from learner.storage.run_dir import RunDir
 from protocol.config import load_config
-from tests.learner.forked_learner import run_learner
+from tests.learner.in_process import run_here
 from tests.learner.report.synthetic_run import write_lines
 
 ROOT = Path(__file__).parents[3]
@@ -96,11 +96,11 @@ def test_where_there_is_no_run(tmp_path: Path, name: str, expected: str) -> None
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     begin(tmp_path / "run", steps=1200, num_done=600, ended_at=time.time() - 90).close()
-    head, line = run_learner("runs", str(tmp_path)).stdout.splitlines()
+    head, line = run_here("runs", str(tmp_path)).stdout.splitlines()
     assert head.split() == ["run", "state", "step", "reward", "trained", "for", "last", "step", "model"]
     assert line.split()[1:4] == ["stopped", "600/1,200", "60.00"] and "20 min 00 s" in line and "ago" in line
-    (found,) = json.loads(run_learner("runs", str(tmp_path), "--json").stdout)
+    (found,) = json.loads(run_here("runs", str(tmp_path), "--json").stdout)
     assert (found["state"], found["step"], found["reward"]) == ("stopped", 600, 60.0)
-    refused = run_learner("runs", str(tmp_path / "nowhere"))
+    refused = run_here("runs", str(tmp_path / "nowhere"))
     assert refused.returncode == 2 and refused.stderr.startswith("error: ") and refused.stdout == ""
-    assert "unrecognized arguments: --all; see slipstream runs --help" in run_learner("runs", "--all").stderr
+    assert "unrecognized arguments: --all; see slipstream runs --help" in run_here("runs", "--all").stderr
