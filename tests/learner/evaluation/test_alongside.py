@@ -58,8 +58,22 @@ def held_until(openai: OpenAIServer, version: int) -> Answer:
 
 
 def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_last(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    started: list[Evaluations] = []
+    scores: list[dict[int, float | None]] = []
+    start, record = Evaluations.start, results.record_evaluation
+
+    def watched(self: Evaluations, workers: RewardWorkers) -> None:
+        started.append(self)
+        start(self, workers)
+
+    def asked_meanwhile(path: Path, made: Evaluation) -> Evaluation:
+        scores.append(started[0].scores())
+        return record(path, made)
+
+    monkeypatch.setattr(Evaluations, "start", watched)
+    monkeypatch.setattr(results, "record_evaluation", asked_meanwhile)
     openai.delay_s = 0.2
     run = evaluating(tmp_path, server, openai.url, {"at_start": True, "every_steps": 4, "pin_policy": True})
     train(run, resume=False)
@@ -77,6 +91,8 @@ def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_la
     assert "evaluation/seconds" in metrics[1], "it ended in step 1, whose push it held"
     assert metrics[-1]["evaluation/training_slowdown"] > 1, "step 5 waited, those before did not"
     assert not (tmp_path / "run" / "evaluation.partial.jsonl").exists()
+    assert [known[step] for known, step in zip(scores, (0, 4, STEPS), strict=True)] == [None] * 3, "it is awaited"
+    assert None not in started[0].scores().values() and set(started[0].scores()) == {0, 4, STEPS}
 
 
 def test_steps_go_on_beside_another_evaluation_and_what_is_due_meanwhile_is_left_out_and_reported(
@@ -91,28 +107,6 @@ def test_steps_go_on_beside_another_evaluation_and_what_is_due_meanwhile_is_left
     left_out = {line["step"] - 1 for line in read_metrics(Path(run.run_dir)) if line.get("evaluation/left_out")}
     assert left_out >= {2, 3}
     assert "skipping the evaluation after step 2 (that of step 1 still running)" in caplog.text
-
-
-def test_a_step_is_judged_or_awaited_at_every_moment(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began: list[Evaluations] = []
-    scores: list[dict[int, float | None]] = []
-    start, note = Evaluations.start, results.record_evaluation
-
-    def watched(self: Evaluations, workers: RewardWorkers) -> None:
-        began.append(self)
-        start(self, workers)
-
-    def asked_meanwhile(path: Path, made: Evaluation) -> Evaluation:
-        scores.append(began[0].scores())
-        return note(path, made)
-
-    monkeypatch.setattr(Evaluations, "start", watched)
-    monkeypatch.setattr(results, "record_evaluation", asked_meanwhile)
-    train(evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin_policy": True}), resume=False)
-    assert [known[step] for known, step in zip(scores, (3, 6), strict=True)] == [None, None]
-    assert None not in began[0].scores().values() and set(began[0].scores()) == {3, 6}
 
 
 @pytest.mark.system
@@ -141,8 +135,7 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_what_is_missing_is
     run = evaluating(tmp_path, server, openai.url, {"pin_policy": True, "sets": SETS, "every_steps": 3})
     train(run, resume=False)
     noted, partial = Path(run.run_dir) / FILE, PartialResults(Path(run.run_dir))
-    whole = noted.read_text()
-    *others, few, many = whole.splitlines(keepends=True)
+    *others, few, many = noted.read_text().splitlines(keepends=True)
     digest = "+".join(json.loads(line)["asked"] for line in (few, many))
 
     def resumed(lines: list[str], places: tuple[int, ...] | None) -> list[Evaluation]:
@@ -165,43 +158,27 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_what_is_missing_is
 
     of_few, of_many = resumed(others, (1, 4))
     assert len(openai.requests) == FEW + MANY - 2
-    assert [[place for place, reward in enumerate(one.rewards_P) if reward == 0] for one in (of_few, of_many)] == [
-        [1],
-        [1],
-    ]
+    for one in (of_few, of_many):
+        assert [place for place, reward in enumerate(one.rewards_P) if reward == 0] == [1]
     of_few, _ = resumed([*others, few], tuple(range(FEW + MANY)))
     assert openai.requests == [] and of_few == msgspec.json.decode(few, type=Evaluation), "each is noted once"
-    resumed([*others, few, many], (1,))
-    assert openai.requests == [] and noted.read_text() == whole
     openai.delay_s = 0.3
     with caplog.at_level(logging.INFO):
         resumed(others, None)
     assert "waiting for the evaluation after the last step" in caplog.text and len(openai.requests) == FEW + MANY
 
 
-def test_what_a_server_answers_before_it_has_the_policy_is_asked_again(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(openai_client, "AGAIN_AFTER_S", 0.1)
-    openai.num_untrained = 3
-    run = evaluating(tmp_path, server, openai.url, {"every_steps": STEPS})
-    train(run, resume=False)
-    (made,) = made_by(run)
-    assert made.versions == (STEPS, STEPS) and len(openai.requests) == NUM_PROMPTS + 3
-
-
 @pytest.mark.parametrize(
     ("run_of_server", "tells_versions", "told"),
     [
         ("other-1f2e", True, "was answered by the weights of other-1f2e instead of run-"),
-        (None, True, "was answered by the weights of an unknown run instead of run-"),
         ("other-1f2e", False, "it is not a Slipstream server; set learner.evaluation.url to the server of run run-"),
     ],
-    ids=["of another run", "of an unknown run", "of an unknown version"],
+    ids=["of another run", "of an unknown version"],
 )
 def test_what_other_weights_than_the_runs_answer_fails_the_evaluation_and_training_goes_on(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture,
-    run_of_server: str | None, tells_versions: bool, told: str,
+    run_of_server: str, tells_versions: bool, told: str,
 ) -> None:  # fmt: skip
     openai.run, openai.tells_tokens = lambda: run_of_server, tells_versions
     run = evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin_policy": True, "timeout_s": 1.2})
@@ -211,11 +188,14 @@ def test_what_other_weights_than_the_runs_answer_fails_the_evaluation_and_traini
     assert failed == [5, STEPS], "step 4 waited for the first"
 
 
-def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back_and_untrained_weights_are_asked_again(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(openai_client, "AGAIN_AFTER_S", 0.1)
+    openai.num_untrained = 3
     run = evaluating(tmp_path, server, openai.url, {"pin_policy": True}, checkpoint={"every_steps": 3})
     train(run, resume=False)
+    assert len(openai.requests) == 3 * NUM_PROMPTS + 3
     noted = Path(run.run_dir) / FILE
     by_hand = results.record_evaluation(noted, msgspec.structs.replace(made_by(run)[0], step=None))
     remove_checkpoint(complete_checkpoints(RunDir.checkpoints_of(run.run_dir))[-1])

@@ -4,12 +4,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from learner.config import LearnerRun
 from learner.environments.builtin import HIGHER, LOWER
-from learner.evaluation.background import PartialHeader, PartialResults
 from learner.evaluation.eval_sets import sets_of
 from learner.evaluation.evaluate import evaluate
 from learner.evaluation.openai_client import EvaluationError
@@ -122,7 +120,7 @@ def test_a_server_that_refuses_a_turn_ends_the_evaluation_not_its_episodes(
     assert not (tmp_path / "run" / FILE).exists()
 
 
-def test_a_run_that_plays_is_evaluated_beside_its_steps_and_after_a_kill_goes_on(
+def test_a_run_that_plays_is_evaluated_beside_its_steps(
     tmp_path: Path, server: ServerThread, bisecting: OpenAIServer
 ) -> None:
     evaluation = {"url": bisecting.url, "every_steps": 2, "num_prompts": NUM_PROMPTS, "timeout_s": 20}
@@ -136,12 +134,3 @@ def test_a_run_that_plays_is_evaluated_beside_its_steps_and_after_a_kill_goes_on
     told = read_metrics(path)[-1]
     assert (told["evaluation/reward"], told["evaluation/ended_finished"]) == (1.0, NUM_PROMPTS)
     assert told["evaluation/turns_mean"] == made[-1].turns_mean
-    # As if the learner had been killed in the last one, before an answer.
-    (path / FILE).write_bytes(msgspec.json.encode(made[0]) + b"\n")
-    under_way = PartialResults(path)
-    under_way.begin(PartialHeader(4, made[-1].questions_digest))
-    under_way.close()
-    bisecting.requests.clear()
-    train(run, resume=True)
-    assert len({tuple(asked["prompt"]) for asked in bisecting.requests}) > 1
-    assert [one.rewards_P for one in earlier(path / FILE)] == [[1.0] * NUM_PROMPTS] * 2
