@@ -27,22 +27,14 @@ USER = "tests.learner.rewards.user_rewards"
 ASYNCHRONOUS = "tests.learner.rewards.async_rewards"
 
 
-def test_the_four_functions_of_the_course_page_run_unchanged():
-    names = ["reward_func", "reward_len", "format_reward", "problem_reward"]
-    completions = [
-        "<think>two and two make four, surely</think> <answer>4</answer>",
-        "<think>hm</think><answer>5</answer>",
-        "exactly twenty chars",
-    ]
-    result = score([f"{USER}:{name}" for name in [*names, "loads_torch"]], completions, prompt("2+2=", answers="4"))
+def test_functions_of_the_course_page_run_unchanged():
+    completions = ["two and two make <answer>4</answer>", "<answer>5</answer>", "exactly twenty chars"]
+    names = [f"{USER}:{name}" for name in ("reward_len", "problem_reward", "loads_torch")]
+    result = score(names, completions, prompt("2+2=", answers="4"))
     assert result.by_function == {
-        "reward_func": [63.0, 35.0, 20.0],
-        "reward_len": [-43.0, -15.0, 0.0],
-        "format_reward": [1.0, 0.5, 0.0],
-        "problem_reward": [1.0, 0.0, 0.0],
-        "loads_torch": [0.0, 0.0, 0.0],
-    }
-    assert result.rewards == [22.0, 20.5, 20.0]
+        "reward_len": [-15.0, -2.0, 0.0], "problem_reward": [1.0, 0.0, 0.0], "loads_torch": [0.0, 0.0, 0.0]
+    }  # fmt: skip
+    assert result.rewards == [-14.0, -2.0, 0.0]
 
 
 def test_a_conversation_comes_as_trl_passes_it():
@@ -102,6 +94,7 @@ def test_rewards_are_weighted_and_a_group_whose_correctness_failed_does_not_trai
         (f"{USER}:returns_nothing", "returned None"),
         (f"{USER}:exits", "raised SystemExit"),
         (f"{USER}:problem_reward", "raised TypeError: \"problem_reward() missing 1 required positional argument: 'answers'"),
+        (f"{ASYNCHRONOUS}:raises", "raised TimeoutError: 'the judge is asleep'"),
         (f"{ASYNCHRONOUS}:logs_what_is_taken", "reward/mean is the run's own metric"),
         (f"{ASYNCHRONOUS}:logs_too_few", "log_extra('first', …) has 0 values, expected 3"),
     ],
@@ -185,20 +178,21 @@ def test_a_function_that_cannot_be_loaded_is_an_error_with_its_remedy(spec, prob
         load_function(spec)
 
 
-def test_what_cannot_be_loaded_or_ends_the_process_on_import_is_an_error_at_the_start(tmp_path):
+def test_what_cannot_be_loaded_ends_the_process_or_takes_too_much_memory_is_an_error_at_the_start(tmp_path):
     with pytest.raises(RewardError, match="'exact_mach' is not built in"):
         RewardWorkers(RewardConfig(functions=("exact_match", "exact_mach")))
     (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
     with pytest.raises(RewardError, match=r"a process that imported .* ended its process with exit code 3"):
         RewardWorkers(RewardConfig(functions=(f"{tmp_path}/ends.py:f",)))
+    (tmp_path / "large.py").write_text("import time\nx = bytearray(b'x') * (400 << 20)\ntime.sleep(600)\n")
+    with pytest.raises(RewardError, match=r"imported.*large\.py:f\) used more than 150 MiB"):
+        RewardWorkers(RewardConfig(functions=(f"{tmp_path}/large.py:f",), max_memory_mib=150))
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"functions": ()}, {"functions": ("a:f", "a:f")}, {"weights": (1.0, 2.0)}, {"weights": (0.0,)}, {"timeout_s": 0.0},
-        {"num_workers": 0}, {"max_memory_mib": 0}, {"calls_per_worker": 0}, {"max_failed_share": 1.0},
-        {"overlong_buffer_tokens": 0},
+        {"functions": ()}, {"functions": ("a:f", "a:f")}, {"weights": (1.0, 2.0)}, {"weights": (0.0,)}, {"num_workers": 0},
         {"overlong_buffer_tokens": 2, "overlong_penalty": 0.0},
     ],
 )  # fmt: skip

@@ -17,13 +17,11 @@ from learner.prompts.prompts import Prompt
 from learner.rewards.call import TrainerState
 from learner.rewards.scoring import RewardFailures, Scorer, overlong_rewards, with_overlong
 from learner.rewards.workers import FunctionRewards, GroupRewards
-from learner.train import train
 from protocol.errors import RewardError
 from protocol.messages import Completion, Group
 from protocol.model_files import resolve_model
-from tests.learner.model_engine import tiny_server
 from tests.learner.rewards.scored_groups import prompt
-from tests.learner.runs import make_run, metrics_of, rows_of
+from tests.learner.runs import make_run
 
 OUTCOMES = {".": "ok", "f": "failed", "t": "timed_out"}
 
@@ -97,17 +95,6 @@ def test_the_penalty_has_weight_one_where_rewards_are_normalised_one_by_one() ->
 def test_a_function_of_the_penaltys_name_is_refused() -> None:
     with pytest.raises(ValueError, match="rename the function"):
         RewardConfig(functions=("m:overlong",), overlong_buffer_tokens=2)
-
-
-def test_a_run_logs_the_penalty_and_keeps_it_in_the_ledger(tmp_path: Path) -> None:
-    with tiny_server() as server:
-        reward = {"functions": ["share_right"], "overlong_buffer_tokens": 3, "overlong_penalty": 0.5}
-        run = make_run(tmp_path, server.endpoint, steps=2, reward=reward, advantage={"combine": "normalize_then_sum"})
-        train(run, resume=False)
-    for line in metrics_of(run):
-        assert -0.5 <= line["reward/overlong"] < 0
-        assert line["reward/mean"] == pytest.approx(line["reward/share_right"] + line["reward/overlong"])
-    assert all('"overlong"' in rewards for (rewards,) in rows_of(run, "rewards"))
 
 
 def num_groups_until_the_end(outcomes: str, **config: float) -> int | None:

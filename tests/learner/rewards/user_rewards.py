@@ -1,4 +1,4 @@
-"""A user's file of reward functions: the four of the Hugging Face course's page on GRPO, and some that misbehave."""
+"""A user's file of reward functions: two as the Hugging Face course's page on GRPO has them, and some that misbehave."""
 
 import os
 import re
@@ -7,27 +7,9 @@ import sys
 import time
 
 
-def reward_func(completions, **kwargs):
-    return [float(len(completion)) for completion in completions]
-
-
 def reward_len(completions, **kwargs):
     ideal_length = 20
     return [-abs(ideal_length - len(completion)) for completion in completions]
-
-
-def format_reward(completions, **kwargs):
-    pattern = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
-    rewards = []
-    for completion in completions:
-        match = re.search(pattern, completion, re.DOTALL)
-        if match is None:
-            rewards.append(0.0)
-        elif len(match.group(1).strip()) > 20 and match.group(2).strip():
-            rewards.append(1.0)
-        else:
-            rewards.append(0.5)
-    return rewards
 
 
 def problem_reward(completions, answers, **kwargs):

@@ -1,10 +1,8 @@
 """Processes that tests wait for."""
 
-import time
-
 import psutil
 
-TIMEOUT_S = 60.0
+from tests.waiting import until
 
 
 def is_gone(pid: int) -> bool:
@@ -15,7 +13,4 @@ def is_gone(pid: int) -> bool:
 
 
 def wait_until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not all(map(is_gone, pids)):
-        assert time.monotonic() < deadline, f"of {pids}, some outlive what has started them"
-        time.sleep(0.02)
+    until(lambda: all(map(is_gone, pids)), f"of {pids}, some outlive what has started them")

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from learner.sandbox.pool import PoolClosed, ProcessPool
 from learner.sandbox.process import PipeProcess, ProcessFailure
 from tests.learner.sandbox.processes import wait_until_gone
 from tests.learner.sandbox.service import DEADLINE_S, TEXT, service
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -39,10 +39,7 @@ def test_a_process_that_ended_or_has_a_pending_answer_is_replaced(pool: ProcessP
     assert idle is not unanswered and idle.ask("hello", TEXT, DEADLINE_S, "") == "hello"
     pool.release(idle)
     os.kill(idle.pid, signal.SIGKILL)
-    give_up_at = time.monotonic() + DEADLINE_S
-    while idle.is_usable:  # the fork server reports the end of a process after it is gone
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
+    until(lambda: not idle.is_usable)  # the fork server reports the end of a process after it is gone
     assert pool.acquire() is not idle
 
 
