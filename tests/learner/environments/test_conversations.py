@@ -150,15 +150,9 @@ def test_a_call_that_fails_is_reported_to_the_policy_and_counted(keeping: ChatTe
 @pytest.mark.parametrize(
     "turn",
     [
-        '<tool_call>{"name": "add", "arguments"</tool_call>', "<tool_call>[1]</tool_call>",
         '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": "add", "arguments": [2]}</tool_call>',
-        '<tool_call>{"name": "add", "arguments": "{2"}</tool_call>',
-        '<tool_call>{"name": "add", "arguments": {"number": ' + "[" * 60 + "]" * 60 + "}</tool_call>",
         '<tool_call>{"name": "add", "arguments": {"number": 18446744073709551616}}</tool_call>',
-        '<tool_call>{"name": "add", "arguments": "{\\"number\\": 18446744073709551616}"}</tool_call>',
         '<tool_call>{"name": "add", "arguments": {"number": "\\ud800"}}</tool_call>',
-        '<tool_call>{"name": "\\udfff", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "add", "arguments": {"number": ' + "[" * 3000 + "]" * 3000 + "}}</tool_call>",
         f'<tool_call>{{"name": "add", "arguments": {DEEP_TEXT}}}</tool_call>',
     ],
     ids=lambda turn: turn[:90],

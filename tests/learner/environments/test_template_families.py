@@ -1,23 +1,18 @@
 """Every family beside its own chat template, token for token; one test prints the grid of families and cases."""
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from learner.config import DataConfig, LearnerRun
-from learner.environments.answer import HERMES, check_calls, read_answer
+from learner.config import DataConfig
+from learner.environments.answer import check_calls, read_answer
 from learner.environments.conversation import ChatConversation, NextPrompt, continued
 from learner.environments.host import StepResult
 from learner.prompts.chat_template import ChatTemplate, Message, TurnFormat
 from learner.prompts.encoding import Encoder
-from learner.run_inputs import RunInputs
 from protocol.errors import ConfigError, DataError
-from tests.learner.environments.chat_model import write_model
-from tests.learner.environments.chat_tokenizer import KEEPING, chat_tokenizer
 from tests.learner.environments.template_families import ADD, FAMILIES, QUESTION, TOOLS, Family, chat_of, encoded
 
 MORE: list[Message] = [{"role": "user", "content": "And now?"}]
@@ -230,15 +225,3 @@ def test_the_warm_start_teaches_the_end_of_the_template(name: str) -> None:
     assert template.tokenizer.convert_ids_to_tokens([template.turn_end()]) == [FAMILIES[name].ends.split()[0]]
     nameless = msgspec.structs.replace(template, turns=TurnFormat())
     assert nameless.turn_end() == template.tokenizer.eos_token_id
-
-
-def test_the_ends_are_those_of_the_models_generation_config(tmp_path: Path) -> None:
-    write_model(tmp_path, KEEPING, HERMES)
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"prompt": QUESTION}) + "\n")
-    settings = {"steps": 1, "data": {"path": str(data)}, "reward": {"functions": ["exact_match"]}}
-    run = msgspec.convert({"model": str(tmp_path), "run_dir": "runs/x", "learner": settings}, LearnerRun)
-    own = chat_tokenizer().eos_token_id
-    assert RunInputs(run).prompts.template.ends == {own}
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert RunInputs(run).prompts.template.ends == {5, 7, own}

@@ -123,14 +123,21 @@ def test_a_missing_package_of_formats_is_reported(monkeypatch: pytest.MonkeyPatc
         check_calls(writing(LLAMA_CALL))
 
 
-def test_a_run_whose_calls_would_not_be_read_does_not_begin(tmp_path: Path) -> None:
-    write_model(tmp_path, KEEPING.replace(HERMES_CALL, LLAMA_CALL), HERMES)
+def test_a_run_takes_the_ends_of_turns_from_its_model_and_does_not_begin_if_its_calls_would_not_be_read(
+    tmp_path: Path,
+) -> None:
     data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"prompt": [{"role": "user", "content": "How much?"}]}) + "\n")
+    data.write_text(json.dumps({"prompt": QUESTION}) + "\n")
     settings = {
         "steps": 1, "data": {"path": str(data)}, "reward": {"functions": ["environment_reward"]},
         "environment": {"factory": f"{USER}:Calculator"},
     }  # fmt: skip
     run = msgspec.convert({"model": str(tmp_path), "run_dir": "runs/x", "learner": settings}, LearnerRun)
+    write_model(tmp_path, KEEPING, HERMES)
+    own = chat_tokenizer().eos_token_id
+    assert RunInputs(run).prompts.template.ends == {own}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert RunInputs(run).prompts.template.ends == {5, 7, own}
+    write_model(tmp_path, KEEPING.replace(HERMES_CALL, LLAMA_CALL), HERMES)
     with pytest.raises(ConfigError, match="tool calls would be unreadable"):
         _ = RunInputs(run).prompts

@@ -3,9 +3,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
-from learner.report.dashboard import Dashboard
 from tests.browser import Browser, Page
 
 SCREENS = {"phone": (360, 780), "desktop": (1360, 900)}
@@ -75,21 +73,5 @@ def on_a_page(browser: Browser, address: str, look: Callable[[Page], Awaitable[N
             await looked_at(page, address)
             await look(page)
             assert page.errors == []
-
-    asyncio.run(scene())
-
-
-def on_a_dashboard(browser: Browser, run_dir: Path, look: Callable[[Page, Dashboard], Awaitable[None]]) -> None:
-    """Look at the dashboard of a run, without a complaint of the page."""
-
-    async def scene() -> None:
-        dashboard = await Dashboard.start(run_dir, 0)
-        try:
-            async with browser.page() as page:
-                await looked_at(page, dashboard.address)
-                await look(page, dashboard)
-                assert page.errors == []
-        finally:
-            await dashboard.close()
 
     asyncio.run(scene())

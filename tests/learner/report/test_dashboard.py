@@ -50,14 +50,10 @@ def test_a_page_gets_the_history_and_then_each_step_as_it_comes_until_the_end(tm
     observed(tmp_path / "run", look)
 
 
-def test_a_page_gets_the_newest_completions_with_who_said_what(tmp_path: Path) -> None:
+def test_a_page_gets_the_newest_completions(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
-    episode = {
-        "state": "finished", "turns": 2, "calls": 1, "failed_calls": 0, "environment_s": 0.05,
-        "branches": [{"prompt": None, "runs": [[3, "37+45="], [None, "82>"], [4, "82"]]}],
-    }  # fmt: skip
     first = {"step": 1, "prompt": "1>", "completions": ["1"], "rewards": [1.0]}
-    last = {"step": 11, "prompt": "37,45>", "completions": ["…", "…"], "rewards": [1.0, None], "answer": "<b>82</b>"}
+    last = {"step": 11, "prompt": "37,45>", "completions": ["82", "…"], "rewards": [1.0, None], "answer": "<b>82</b>"}
 
     async def look(dashboard: Dashboard, session: Session) -> str:
         for content in (None, "nonsense\n"):
@@ -65,7 +61,7 @@ def test_a_page_gets_the_newest_completions_with_who_said_what(tmp_path: Path) -
                 path.write_text(content)
             async with session.get("/completions") as response:
                 assert response.status == 204, "a line that is no sample costs the page its panel alone"
-        write_lines(path, [first, last | {"episodes": [episode] * 2}])
+        write_lines(path, [first, last])
         with path.open("a") as file:
             file.write('{"step": 21, "prompt": "cut o')
         return await text_at(session, "/completions")
@@ -73,8 +69,6 @@ def test_a_page_gets_the_newest_completions_with_who_said_what(tmp_path: Path) -
     table = observed(tmp_path, look)
     assert table.index(">11</td>") < table.index(">1</td>"), "the newest first"
     assert table.count('<tr class="completion">') == 3
-    assert '<span class="v0">37+45=</span><span class="environment">82&gt;</span><span class="v1">82</span>' in table
-    assert "finished · 2 turns · 1 tool call · 0.1 s in the environment" in table
     assert '<span class="reward t10">1.00</span>' in table and '<span class="reward none">–</span>' in table
     assert "&lt;b&gt;82&lt;/b&gt;" in table and "<b>" not in table
     assert "style=" not in table, "the page's policy would refuse it"

@@ -6,10 +6,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import msgspec
 import pytest
 
-from learner.report.charts import Chart, time_chart
+from learner.report.charts import Chart
 from learner.report.dashboard import Dashboard
 from learner.report.page import compare, write_comparison, write_report
 from learner.report.series import Kind, Series
@@ -24,7 +23,6 @@ from tests.learner.report.browser_pages import (
     drag,
     legend_of,
     looked_at,
-    on_a_dashboard,
     on_a_page,
     place_in,
     step_at,
@@ -177,45 +175,47 @@ def test_a_drag_zooms_all_charts_of_the_same_x_while_steps_come_until_a_double_c
     async def ends(page: Page, title: str) -> tuple[int, int]:
         return await step_at(page, title, 0.0), await step_at(page, title, 1.0)
 
-    async def look(page: Page, dashboard: Dashboard) -> None:
-        assert await ends(page, "Reward per step") == (1, 60)
-        await drag(page, "Reward per step", 0.25, 0.5)
-        dashboard.publish(61, {**lines[0], "optim/lr": 0.75})
-        await page.until(f"!!{CARD.format('Learning rate')}.querySelector('[aria-label*=\"0.376\"]')")
-        for title in ("Reward per step", "Staleness per step"):
-            first, last = await ends(page, title)
-            assert 15 <= first <= 18 and 29 <= last <= 32, title
-        x, y = await place_in(page, "Reward per step", 0.5)
-        await page.mouse("Moved", x, y)
-        for clicks in (1, 2):
-            await page.mouse("Pressed", x, y, clicks)
-            await page.mouse("Released", x, y, clicks)
-        for title in ("Reward per step", "Staleness per step"):
-            assert await ends(page, title) == (1, 61), title
+    async def scene() -> None:
+        dashboard = await Dashboard.start(run_dir, 0)
+        try:
+            async with browser.page() as page:
+                await looked_at(page, dashboard.address)
+                assert await ends(page, "Reward per step") == (1, 60)
+                await drag(page, "Reward per step", 0.25, 0.5)
+                dashboard.publish(61, {**lines[0], "optim/lr": 0.75})
+                await page.until(f"!!{CARD.format('Learning rate')}.querySelector('[aria-label*=\"0.376\"]')")
+                for title in ("Reward per step", "Staleness per step"):
+                    first, last = await ends(page, title)
+                    assert 15 <= first <= 18 and 29 <= last <= 32, title
+                x, y = await place_in(page, "Reward per step", 0.5)
+                await page.mouse("Moved", x, y)
+                for clicks in (1, 2):
+                    await page.mouse("Pressed", x, y, clicks)
+                    await page.mouse("Released", x, y, clicks)
+                for title in ("Reward per step", "Staleness per step"):
+                    assert await ends(page, title) == (1, 61), title
+                assert page.errors == []
+        finally:
+            await dashboard.close()
 
-    on_a_dashboard(browser, run_dir, look)
+    asyncio.run(scene())
 
 
 DRAW = """(() => {{
     const real = uPlot;
-    window.seen = null;
     uPlot = Object.assign(function (...args) {{ return window.plot = new real(...args); }}, real);
     drawCharts(document.getElementById("charts"), [{chart}]);
     uPlot = real;
-    requestAnimationFrame(() => requestAnimationFrame(() => {{
-      const {{ ctx, bbox, scales }} = window.plot, colors = new Set();
-      const pixels = ctx.getImageData(bbox.left, bbox.top, bbox.width, bbox.height).data;
-      for (let i = 0; i < pixels.length; i += 4) if (pixels[i + 3] > 200) colors.add(`${{pixels.slice(i, i + 3)}}`);
-      window.seen = [scales.y.max, colors.size];
-    }}));
+    window.highest = null;
+    requestAnimationFrame(() => requestAnimationFrame(() => {{ window.highest = window.plot.scales.y.max; }}));
   }})()"""
 
 
-async def draw(page: Page, chart: Chart) -> tuple[float, int]:
-    """Draws a chart, and returns the upper end of its y axis and the number of colors in its plot."""
+async def draw(page: Page, chart: Chart) -> float:
+    """Draws a chart, and returns the upper end of its y axis."""
     await page.value(DRAW.format(chart=json_of(chart)))
-    await page.until("window.seen")
-    return await page.value("window.seen")
+    await page.until("window.highest")
+    return await page.value("window.highest")
 
 
 def series_of(kind: Kind, y: list[float], **more: Any) -> Series:
@@ -224,28 +224,20 @@ def series_of(kind: Kind, y: list[float], **more: Any) -> Series:
     return Series(name=kind, color="blue", kind=kind, x=x, y=y, mean=mean, **more)
 
 
-def test_only_long_series_lose_their_outliers_and_a_single_step_is_visible(browser: Browser, run_dir: Path) -> None:
+def test_only_long_series_lose_their_outliers(browser: Browser, run_dir: Path) -> None:
     long = [1.0] * 400
     cases = {
         "bars": ([series_of("bars", [990.0, 10.0, 3.0])], 990.0),
-        "many bars": ([series_of("bars", [*long, 990.0])], 990.0),
-        "points": ([series_of("points", [0.02, 0.10, 0.85])], 0.85),
         "one step": ([series_of("line", [40.0]), series_of("line", [900.0])], 900.0),
         "short": ([series_of("line", [*long[:198], 50.0])], 50.0),
         "outliers": ([series_of("line", [*long, 50.0, 60.0])], None),
-        "two percent": ([series_of("line", [*long, *[50.0] * 8])], 50.0),
         "a short one": ([series_of("line", long), series_of("line", [50.0])], 50.0),
     }
 
     async def look(page: Page) -> None:
         for title, (parts, highest) in cases.items():
             chart = Chart(title=title, caption="", x="step", series=parts)
-            top, _ = await draw(page, chart)
+            top = await draw(page, chart)
             assert top < 2.0 if highest is None else top >= highest, title
-        for count in (1, 2):
-            chart = time_chart(read_metrics(run_dir)[:count])
-            assert isinstance(chart, Chart)
-            _, num_colors = await draw(page, msgspec.structs.replace(chart, title="Drawn twice"))
-            assert num_colors >= len(chart.series), "each part has a color"
 
     on_a_page(browser, write_report(run_dir).as_uri(), look)

@@ -9,20 +9,16 @@ import numpy as np
 import pytest
 
 import learner.report.records
-from learner.config import ReportConfig
 from learner.environments.episode import EpisodeStats, TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.report.page import render
 from learner.report.records import Samples
-from learner.report.run_log import RunLog
 from learner.report.sample_view import newest_table, table_of_run
 from learner.report.summary import steps_in
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.storage.files import ends_of
-from learner.storage.run_dir import RunDir
 from protocol.model_files import resolve_model
 from tests.learner.report.synthetic_run import write_run
-from tests.learner.runs import make_run
 
 TOKENIZER = load_tokenizer(resolve_model("tiny:digits"))
 
@@ -65,16 +61,6 @@ def test_a_sample_says_the_answer_and_what_every_function_gave_and_how_many_comp
     assert (shown.answer, len(shown.completions), shown.more) == ("['42', 42]", 4, 2)
     assert table.functions == ["right", "short"]
     assert [[*one.functions.values()] for one in shown.completions[:2]] == [["1.00", "0.50"], ["–", "0.50"]]
-
-
-def test_a_run_keeps_those_of_every_tenth_step_if_nothing_else_is_said(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run", make_run(tmp_path, "tcp://127.0.0.1:1"))
-    log = RunLog(run_dir, ReportConfig(trackers=()), 25)
-    for step in range(1, 26):
-        log.sample(step, a_group(), TOKENIZER, dict)
-    log.close()
-    run_dir.close()
-    assert [json.loads(line)["step"] for line in run_dir.samples.read_text().splitlines()] == [1, 11, 21]
 
 
 def test_a_file_that_grows_too_long_keeps_its_head_and_the_newest(
@@ -140,15 +126,13 @@ def test_the_dashboard_shows_the_newest_samples_of_any_length(tmp_path: Path, nu
     assert newest_table(path).samples == []
 
 
+@pytest.mark.parametrize(("num_bytes", "shown"), [(1 << 18, [20, 19]), (1000, [20])], ids=["two", "at least the last"])
 def test_the_dashboard_reads_a_bounded_part_of_very_long_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, shown: list[int]
 ) -> None:
-    path = tmp_path / "samples.jsonl"
-    path.write_text(sample_lines(range(1, 21), 100_000))
-    monkeypatch.setattr("learner.report.sample_view.NEWEST_BYTES", 1 << 18)
-    assert [one.step for one in newest_table(path).samples] == [20, 19]
-    monkeypatch.setattr("learner.report.sample_view.NEWEST_BYTES", 1000)
-    assert [one.step for one in newest_table(path).samples] == [20], "at least the last one"
+    (tmp_path / "samples.jsonl").write_text(sample_lines(range(1, 21), 100_000))
+    monkeypatch.setattr("learner.report.sample_view.NEWEST_BYTES", num_bytes)
+    assert [one.step for one in newest_table(tmp_path / "samples.jsonl").samples] == shown
 
 
 def a_branch(text: str, versions: list[tuple[int | None, int]], prompt: str | None = None) -> TokenSequence:

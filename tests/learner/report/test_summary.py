@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from learner.report.page import write_report
-from learner.report.summary import RunDirectoryError, as_text, lines, read_steps, summarize
+from learner.report.summary import RunDirectoryError, as_text, read_steps, summarize
 from protocol.errors import SlipstreamError
 from tests.learner.report.synthetic_run import GROUPS_PER_STEP, write_ledger, write_lines, write_run
 
@@ -129,15 +129,3 @@ def test_what_is_no_run_directory_is_refused_with_a_remedy(tmp_path: Path) -> No
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "elapsed_s": 1.0}])
     with pytest.raises(RunDirectoryError, match=r"ledger\.db, which records lost groups, is missing"):
         summarize(tmp_path)
-
-
-def test_the_console_lines_are_short_and_aligned(tmp_path: Path) -> None:
-    write_run(tmp_path, steps=57)
-    summary = summarize(tmp_path)
-    told = lines(summary)
-    assert all(len(line) <= 110 for line in told)
-    assert {line[12] for line in told} == {" "} and all(line[13] != " " for line in told)
-    assert f"{summary.reward_first:.2f} → {summary.reward_last:.2f}" in told[0]
-    assert any(line.endswith("0 lost") for line in told)
-    waits = next(line for line in told if line.startswith("waits "))
-    assert waits.startswith("waits        mostly for the server's completions (") and waits.endswith("% of the time)")
