@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from learner.config import LearnerRun
-from protocol.config_keys import keys_of, may_change
 from protocol.errors import ConfigError
 from tests.learner.config.settings import ALWAYS, Sections, load, merged
 
@@ -172,26 +170,3 @@ def test_what_contradicts_is_refused_and_the_remedy_is_taken(
         load(tmp_path, refused)
     assert re.search(message, str(refusal.value)), refusal.value
     load(tmp_path, merged(refused, remedy))
-
-
-def test_a_resume_may_change_no_key_that_decides_what_is_learned() -> None:
-    """Another value would make it another experiment."""
-    sections = ("loss", "kl", "reference", "advantage", "sampling", "lora", "optimizer", "warm_start")
-    keys = {
-        key: field
-        for key, field in keys_of(LearnerRun).items()
-        if key.startswith(tuple(f"learner.{s}." for s in sections))
-    }
-    allowed = {"loss.dual_clip", "reference.device", "optimizer.learning_rate", "optimizer.max_skipped_updates"}
-    assert len(keys) > 50 and {key for key, field in keys.items() if may_change(field)} == {
-        f"learner.{key}" for key in allowed
-    }
-    fixed = (
-        "model",
-        "dtype",
-        "seed",
-        "learner.groups_per_step",
-        "learner.reward.functions",
-        "learner.environment.factory",
-    )
-    assert not any(may_change(keys_of(LearnerRun)[key]) for key in fixed)
