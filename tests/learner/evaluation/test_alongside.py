@@ -75,7 +75,10 @@ def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_la
     monkeypatch.setattr(Evaluations, "start", watched)
     monkeypatch.setattr(results, "record_evaluation", asked_meanwhile)
     openai.delay_s = 0.2
-    run = evaluating(tmp_path, server, openai.url, {"at_start": True, "every_steps": 4, "pin_policy": True})
+    evaluation = {"at_start": True, "every_steps": 4, "pin_policy": True}
+    run = evaluating(
+        tmp_path, server, openai.url, evaluation, checkpoint={"every_steps": 4, "keep_last": 1, "best_by": "evaluation"}
+    )
     train(run, resume=False)
     made = made_by(run)
     assert [(one.step, one.versions) for one in made] == [(step, (step, step)) for step in (0, 4, STEPS)]
@@ -83,6 +86,8 @@ def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_la
     assert len(asked) == NUM_PROMPTS and set(asked.values()) == {3}
     rewards = [one.reward.mean for one in made if one.reward is not None]
     assert rewards == [made[0].rewards_P[0]] * 3
+    (best,) = best_models(RunDir.checkpoints_of(run.run_dir)).values()
+    assert (best.judged_by, best.score) == ("evaluation", rewards[0])
     assert made[2].difference is not None and made[2].difference_to_first is not None
     metrics = read_metrics(Path(run.run_dir))
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))

@@ -14,7 +14,7 @@ from learner.sandbox.user_code import load_named
 from learner.starter.starter import write_starter
 from protocol.config import load_config
 from protocol.errors import ConfigError
-from tests.learner.forked_learner import run_learner
+from tests.learner.in_process import run_here
 
 
 def test_what_it_writes_is_a_recipe_for_both_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def outcome_of(directory: Path) -> str:
 
 
 def test_its_test_passes_and_finds_a_reward_with_a_hole(tmp_path: Path) -> None:
-    assert run_learner("new", str(tmp_path / "mine")).stdout.startswith(f"wrote {tmp_path}/mine/: prompts.jsonl")
+    assert run_here("new", str(tmp_path / "mine")).stdout.startswith(f"wrote {tmp_path}/mine/: prompts.jsonl")
     assert "3 passed" in outcome_of(tmp_path / "mine")
     reward = tmp_path / "mine" / "reward.py"
     reward.write_text(reward.read_text().replace("text.ljust(len(right) + 1)", "f'{text[:len(right)]} '"))
