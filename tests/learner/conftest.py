@@ -1,5 +1,6 @@
 """Fixtures of the learner's tests."""
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,14 @@ import pytest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+@pytest.fixture(autouse=True)
+def same_path_of_modules() -> Iterator[None]:
+    """A file that a test has the learner import adds its directory, where the next test would find its modules."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What the config names is imported from a module or a file, or the error says what is wrong with it."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
 
 
