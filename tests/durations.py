@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 TABLES = Path(__file__).with_name("durations.md")
-NUM_TESTS, NUM_FILES, NUM_FIXTURES = 50, 40, 20
+NUM_TESTS, NUM_FILES, NUM_FIXTURES = 50, 20, 10
 MIN_FIXTURE_S = 0.1
 INTRODUCTION = """# Durations of tests
 
