@@ -1,4 +1,4 @@
-"""`python -m tests.bench.mutants`: break the product in random places, one at a time, and list the breakages that no test notices.
+"""`python -m tests.bench.mutants`: break the product at random places, and list the breakages that no test notices.
 
     functions of the product ─▶ mutants ─▶ a sample, always the same of a seed
     coverage, record    ─▶ the tests that run the line, fastest first ─▶ pytest -x in a copy of the checkout ─▶ verdicts
@@ -9,10 +9,10 @@ The coverage data says which test ran which line, and the record how long each t
     make test ARGS="--record /tmp/record.jsonl --cov=learner --cov=protocol --cov=inference_server --cov-context=test"
     python -m tests.bench.mutants --count 200 --seed 1 --coverage .coverage --record /tmp/record.jsonl --out mutants.jsonl
 
-"noticed": a test fails that passes without the mutant, or takes too long. "not run": by no test; what only processes run that
-tests start is not in the coverage data. Each copy has a process that has imported torch, transformers and pytest, and nothing
-of the product; it forks for every pytest. It is the first process of a PID namespace, so that a broken product kills nothing
-else, and nothing of it is left.
+"noticed": a test fails that passes without the mutant, or takes too long. "not run": by no test; the coverage data does
+not have what only runs in processes that tests start. Each copy has a process that has imported torch, transformers and
+pytest, and nothing of the product. It forks for every pytest. It is the first process of a PID namespace, so that a
+broken product kills nothing else and leaves nothing behind.
 """
 
 import argparse
