@@ -149,7 +149,7 @@ def test_capacity_is_that_of_all_ready_servers(tmp_path: Path) -> None:
 @pytest.fixture
 def rereads_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("learner.servers.fleet.REREAD_EVERY_S", 0.05)
-    monkeypatch.setattr("learner.servers.fleet.CLOSE_AFTER_S", 0.05)
+    monkeypatch.setattr("learner.servers.fleet.CLOSE_AFTER_S", 1.0)  # acknowledgments must go out before
 
 
 def take_out(listed: Path, leaving: HandServer, *others: HandServer) -> None:
