@@ -1,4 +1,5 @@
-"""`slipstream`: every command explains itself, loads only what it needs, and starts whatever lies in the working directory."""
+"""`slipstream`: every command explains itself, loads only what it needs, and starts whatever lies in the working
+directory."""
 
 import json
 import re
@@ -140,7 +141,7 @@ def test_each_side_has_its_doctor() -> None:
 
 
 @pytest.fixture
-def installed(beside_user_files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def installed(shadowing_user_files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command as pip installs it, in a directory with modules of our packages' names."""
     script = tmp_path_factory.mktemp("bin") / "slipstream"
     script.write_text(SCRIPT)

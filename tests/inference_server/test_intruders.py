@@ -24,7 +24,7 @@ from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.inference_server.scripted_server import TIMEOUT_S, Stage, until, with_server
 from tests.link import Link
-from tests.malformed import OF_A_DOCTOR, TO_SERVER, without_end
+from tests.malformed import DOCTOR_MESSAGES, TO_SERVER, malformed_messages
 
 ROOT = Path(__file__).parent.parent.parent
 INTRUSION_S = 2.0
@@ -162,7 +162,7 @@ async def test_a_welcomed_learner_may_send_more_than_a_stranger_until_its_run_is
 @with_server()
 async def test_a_learner_that_was_welcomed_and_goes_mad_does_not_end_the_server(at: Stage) -> None:
     await at.join_and_push()
-    messages = without_end([*TO_SERVER[1:], *OF_A_DOCTOR], seed=1)
+    messages = malformed_messages([*TO_SERVER[1:], *DOCTOR_MESSAGES], seed=1)
     for _ in range(100):
         mad = at.another(run=at.learner.run)
         mad.learner = at.learner.learner  # which need not wait until the one before is missed

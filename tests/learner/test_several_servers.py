@@ -160,7 +160,7 @@ def test_servers_that_leave_the_list_come_to_it_or_shut_down_cost_no_warning(
             threading.Thread(target=await_changes).start()
 
         stays.on_version[2] = change_the_list
-        ends.on_version[2] = lambda: drained.append(four.told_to_end())
+        ends.on_version[2] = lambda: drained.append(four.drain())
         run = msgspec.structs.replace(run, endpoints_from=f"file:{listed}")
         train(run, resume=False)
         drained[0].result(TIMEOUT_S)
@@ -187,7 +187,7 @@ def test_the_only_server_is_shut_down_and_the_next_one_at_its_endpoint_goes_on(
         one = cleanup.enter_context(tiny_server(first, endpoint))
 
         def follow() -> None:
-            one.told_to_end().result(TIMEOUT_S)
+            one.drain().result(TIMEOUT_S)
             one.__exit__()
             cleanup.enter_context(tiny_server(second, endpoint))
 

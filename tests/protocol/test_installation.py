@@ -66,7 +66,7 @@ def test_no_message_names_a_package_that_no_index_has() -> None:
     ("module", "program"),
     [("inference_server", "inference-server"), ("learner", "learner"), ("deploy.cli", "slipstream")],
 )
-@pytest.mark.usefixtures("beside_user_files")
+@pytest.mark.usefixtures("shadowing_user_files")
 def test_a_module_tells_its_version_whatever_lies_in_the_working_directory(module: str, program: str) -> None:
     command = [*module_command(module), "--version"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

@@ -1,4 +1,5 @@
-"""W&B (offline), trackio and MLflow as they are, in an environment that the test makes: each has the config, the metrics and the completions."""
+"""W&B (offline), trackio and MLflow as they are, in an environment that the test makes: each has the config, the
+metrics and the completions."""
 
 import json
 import subprocess
@@ -51,9 +52,10 @@ print(json.dumps(run.config))
 
 
 def test_each_tracker_has_config_metrics_and_completions(interpreter: Callable[..., str], tmp_path: Path) -> None:
-    python = interpreter("wandb", "trackio", "mlflow", beside=True)
+    python = interpreter("wandb", "trackio", "mlflow", inherit=True)
     environment = {
-        "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "WANDB_MODE": "offline",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "PYTHONPATH": str(Path.cwd()),
     }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Malformed messages by the thousand in between a server's answers: they are refused and counted, and the rollouts go on."""
+"""Malformed messages by the thousand in between a server's answers: they are refused and counted, and the rollouts go
+on."""
 
 import asyncio
 import ctypes
@@ -13,7 +14,7 @@ from protocol.codec import decode
 from protocol.errors import ProtocolError
 from protocol.messages import GroupFailed, Message, Pulse, ServerMessage, Welcome
 from tests.learner.rollouts.hand_server import HandServer, counts, next_slots, rollouts_on
-from tests.malformed import TO_LEARNER, Frames, without_end
+from tests.malformed import TO_LEARNER, Frames, malformed_messages
 from tests.waiting import until
 
 BATCH, NUM_STEPS = 100, 10
@@ -25,7 +26,7 @@ class Meddled(HandServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._messages = harmless(without_end([*TO_LEARNER], seed=0))
+        self._messages = harmless(malformed_messages([*TO_LEARNER], seed=0))
         self.num_sent = self.num_malformed = 0
 
     async def _send(self, channel: ServerChannel, peer: bytes, answer: Message) -> None:
@@ -48,7 +49,8 @@ async def send_all(channel: ServerChannel, frames: Frames) -> None:
 
 
 def harmless(messages: Iterator[Frames]) -> Iterator[tuple[Frames, bool]]:
-    """Leave out what still decodes and says something about the server: that it is another, has another engine, or ends."""
+    """Leave out what still decodes and says something about the server: that it is another, has another engine, or
+    ends."""
     for frames in messages:
         try:
             message: Message = decode(frames, ServerMessage)  # type: ignore[arg-type]
