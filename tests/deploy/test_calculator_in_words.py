@@ -4,8 +4,8 @@ import pytest
 
 from learner.prompts.tasks import make_rows
 from tests.deploy.commands import AGENTS
-from tests.learner.environments.conversing import says
-from tests.learner.gateway.asking import played_by_agent
+from tests.learner.environments.scripted_conversation import script_of
+from tests.learner.gateway.scripted_gateway import play_with_agent
 
 PRODUCT = make_rows("products", 1, seed=0)[0]
 A, B = (int(word) for word in PRODUCT["prompt"][-1]["content"].replace("?", "").split()[2:5:2])
@@ -24,8 +24,8 @@ A, B = (int(word) for word in PRODUCT["prompt"][-1]["content"].replace("?", "").
     ],
 )
 def test_half_a_point_is_for_the_call_and_half_for_the_answer_after_it(turns: tuple[str, ...], reward: float) -> None:
-    group = played_by_agent(
-        {"answer": PRODUCT["answer"], "prompt": PRODUCT["prompt"]}, PRODUCT["prompt"], says(*turns),
+    group = play_with_agent(
+        {"answer": PRODUCT["answer"], "prompt": PRODUCT["prompt"]}, PRODUCT["prompt"], script_of(*turns),
         agent=f"{AGENTS / 'calculator_in_words.py'}:run",
     )  # fmt: skip
     for episode in group.episodes:

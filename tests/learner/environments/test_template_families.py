@@ -1,4 +1,5 @@
-"""Every family beside its own chat template, token for token; one test prints the grid of families and cases."""
+"""Prompts of every family compared with its chat template, token by token. One test prints the grid of families and
+cases."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,14 +18,18 @@ from tests.learner.environments.template_families import ADD, FAMILIES, QUESTION
 
 MORE: list[Message] = [{"role": "user", "content": "And now?"}]
 BEHIND, ANEW, REFUSED, NO_READER, NONE = "=", "anew", "refused", "no reader", ""
-"""What becomes of a prompt. `=`: the recorded tokens and what the template puts behind them are its own rendering of the conversation. `anew`: the
-template shows what came before otherwise, so a branch begins with its rendering. `refused`: by the template, or by the learner because the template
-would leave the message out. `no reader`: nobody would read what it says; calls are refused at the start of a run. Empty: the family knows no such
-thing."""
+"""Kind of a prompt.
+
+`=`: the recorded tokens, plus the template's continuation, equal its rendering of the conversation.
+`anew`: the template renders earlier messages differently, so a new branch starts with its rendering.
+`refused`: by the template, or by the learner because the template would omit the message.
+`no reader`: no format reads the turn; a run with tools does not start.
+Empty: the family has no such feature.
+"""
 
 
 def rendered(template: ChatTemplate, messages: Sequence[Message], **options: Any) -> list[int]:
-    """By transformers alone."""
+    """Return the rendering by transformers alone."""
     more = {"tools": template.tools} if template.tools else {}
     text = template.tokenizer.apply_chat_template(
         list(messages), tokenize=False, **({"add_generation_prompt": True} | options), **template.arguments, **more
@@ -33,7 +38,7 @@ def rendered(template: ChatTemplate, messages: Sequence[Message], **options: Any
 
 
 def way_of(template: ChatTemplate, heard: NextPrompt, recorded: list[int], messages: Sequence[Message]) -> str:
-    """Asserts that what stands before the next turn is the template's rendering."""
+    """Return the kind of the next prompt, and check that it is the template's rendering."""
     before = heard.token_ids if heard.begins_branch else [*recorded, *heard.token_ids]
     assert template.tokenizer.decode(before) == template.tokenizer.decode(rendered(template, messages))
     assert before == rendered(template, messages)
@@ -41,7 +46,7 @@ def way_of(template: ChatTemplate, heard: NextPrompt, recorded: list[int], messa
 
 
 def asked(template: ChatTemplate, messages: list[Message], **options: Any) -> str:
-    """A prompt of the data."""
+    """Return the kind of a prompt of the data."""
     try:
         (token_ids,) = Encoder("data", DataConfig(path="data"), template).encode([{"prompt": messages}], [0])[
             "token_ids"
@@ -57,7 +62,7 @@ def asked(template: ChatTemplate, messages: list[Message], **options: Any) -> st
 
 
 def one_turn(family: Family, template: ChatTemplate) -> str:
-    said = encoded(template, family.says("It is 7"))
+    said = encoded(template, family.write_turn("It is 7"))
     message = read_answer(template, template.prompt_ids(QUESTION), said)
     assert not message.get("tool_calls")
     return asked(template, QUESTION) if str(message["content"]).strip() == "It is 7" else NO_READER
@@ -73,7 +78,7 @@ def reasoning_then_a_question(family: Family, template: ChatTemplate) -> str:
 
 def _next_question(family: Family, template: ChatTemplate, reasoning: str | None) -> str:
     before = template.prompt_ids(QUESTION)
-    turn = encoded(template, family.says("It is 7", reasoning=reasoning))
+    turn = encoded(template, family.write_turn("It is 7", reasoning=reasoning))
     message = read_answer(template, before, turn)
     if str(message["content"]).strip() != "It is 7":
         return NO_READER
@@ -95,7 +100,7 @@ def a_call_after_reasoning(family: Family, template: ChatTemplate) -> str:
 
 
 def _called(family: Family, template: ChatTemplate, num_calls: int, reasoning: str | None = None) -> str:
-    """A turn that calls, its answers, once more, and what stands before the last turn."""
+    """Return the kind of the prompt after a turn with calls and its answers, twice."""
     if family.call is None or num_calls > family.max_calls:
         return NONE
     try:
@@ -104,7 +109,7 @@ def _called(family: Family, template: ChatTemplate, num_calls: int, reasoning: s
         return NO_READER
     talk, recorded, ways = ChatConversation(template, QUESTION), template.prompt_ids(QUESTION), []
     for _ in range(2):
-        turn = encoded(template, family.says(calls=[ADD] * num_calls, reasoning=reasoning))
+        turn = encoded(template, family.write_turn(calls=[ADD] * num_calls, reasoning=reasoning))
         calls = talk.commands_of(recorded, turn)
         assert [(call.name, call.arguments) for call in calls] == [ADD] * num_calls
         try:
@@ -131,10 +136,11 @@ def begun_answer(family: Family, template: ChatTemplate) -> str:
 
 
 CASES: list[Callable[[Family, ChatTemplate], str]] = [
-    one_turn, several_turns, reasoning_then_a_question, one_call, two_calls, a_call_after_reasoning, system, developer, begun_answer,
+    one_turn, several_turns, reasoning_then_a_question, one_call, two_calls, a_call_after_reasoning, system, developer,
+    begun_answer,
 ]  # fmt: skip
 EXPECTED = {
-    # one turn, several, with reasoning; one call, two, after reasoning; system, developer, an answer that the prompt begins
+    # one turn, several, with reasoning; one call, two, after reasoning; system, developer, a started answer
     "qwen2.5": ["=", "=", "", "=", "=", "", "=", "refused", "="],
     "qwen3": ["=", "=", "anew", "=", "=", "=", "=", "refused", "="],
     "qwen3.5": ["=", "anew", "anew", "=", "=", "=", "=", "refused", "="],
@@ -156,7 +162,7 @@ EXPECTED = {
 }
 
 
-def test_every_family_is_asked_as_its_template_has_it() -> None:
+def test_the_prompts_of_every_family_match_its_template() -> None:
     found = {}
     for name, family in FAMILIES.items():
         with_tools, without = chat_of(name, TOOLS if family.call else []), chat_of(name, [])
@@ -166,7 +172,7 @@ def test_every_family_is_asked_as_its_template_has_it() -> None:
     assert found == EXPECTED
 
 
-def test_a_message_that_the_template_leaves_out_is_refused_unless_an_agent_renders_it() -> None:
+def test_a_message_that_the_template_omits_is_rejected_except_for_agents() -> None:
     template, row = chat_of("qwen3", []), {"prompt": [{"role": "developer", "content": "Be short."}, *QUESTION]}
     with pytest.raises(
         DataError,
@@ -181,7 +187,7 @@ def test_a_message_that_the_template_leaves_out_is_refused_unless_an_agent_rende
     ("written", "begins_branch"),
     [('{"name":"add",  "arguments":{"number":2}}', False), ('{"name": "add", "arguments": {"number": 2e0}}', True)],
 )
-def test_what_was_said_stays_as_it_was_sampled_unless_the_template_shows_more_than_its_spaces_otherwise(
+def test_sampled_tokens_are_kept_unless_the_template_changes_more_than_whitespace(
     written: str, begins_branch: bool
 ) -> None:
     template = chat_of("qwen3", TOOLS)
@@ -201,17 +207,17 @@ def test_what_was_said_stays_as_it_was_sampled_unless_the_template_shows_more_th
 
 
 SHOWS_NO_REASONING_OTHERWISE = {"qwen3.5", "glm5", "gpt-oss", "deepseek-r1-distill"}
-"""Than a policy says it, so that each of its turns is shown otherwise."""
+"""Families whose template renders turns without reasoning differently from how a policy writes them."""
 
 
 @pytest.mark.parametrize(
     ("name", "end"), [(name, end) for name, family in FAMILIES.items() for end in family.ends.split()]
 )
-def test_a_turn_may_end_with_every_token_of_the_generation_config(name: str, end: str) -> None:
+def test_a_turn_can_end_with_any_end_token_of_the_generation_config(name: str, end: str) -> None:
     family, template = FAMILIES[name], chat_of(name, [])
     own = family.ends.split()[0]
     before = template.prompt_ids(QUESTION)
-    turn = encoded(template, family.says("It is 7").removesuffix(own) + end)
+    turn = encoded(template, family.write_turn("It is 7").removesuffix(own) + end)
     message = read_answer(template, before, turn)
     assert str(message["content"]).endswith("It is 7") and template.spoken(turn).endswith("It is 7")
     heard = continued(template, [*QUESTION, message], MORE, [*before, *turn])
@@ -220,7 +226,7 @@ def test_a_turn_may_end_with_every_token_of_the_generation_config(name: str, end
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_warm_start_teaches_the_end_of_the_template(name: str) -> None:
+def test_the_warm_start_trains_the_end_token_of_the_template(name: str) -> None:
     template = chat_of(name, [])
     assert template.tokenizer.convert_ids_to_tokens([template.turn_end()]) == [FAMILIES[name].ends.split()[0]]
     nameless = msgspec.structs.replace(template, turns=TurnFormat())
