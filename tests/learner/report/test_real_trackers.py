@@ -1,5 +1,4 @@
-"""W&B (offline), trackio and MLflow as they are, in an environment that the test makes: each has the config, the
-metrics and the completions."""
+"""Real W&B (offline), trackio and MLflow in a new environment: each has the config, the metrics and the completions."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A user's file of asynchronous reward functions, with what lives as long as their process."""
+"""A user's file of asynchronous reward functions, with state that lives as long as their process."""
 
 import asyncio
 import functools
@@ -16,13 +16,13 @@ num_calls = 0
 
 
 async def same_loop(completions, **kwargs):
-    """Return how many event loops have been seen, to one of which a judge's client would belong."""
+    """Return the number of event loops seen. A judge's client would belong to one of them."""
     loops.add(asyncio.get_running_loop())
     return [float(len(loops))] * len(completions)
 
 
 async def most_together(completions, **kwargs):
-    """Return how many calls have been in flight together at most."""
+    """Return the maximum number of concurrent calls."""
     global in_flight, most_in_flight
     in_flight += 1
     most_in_flight = max(most_in_flight, in_flight)
@@ -43,7 +43,7 @@ async def blocks_if_told(completions, seconds, **kwargs):
 
 
 async def is_killed_at_its_third_call(completions, flag, **kwargs):
-    """The other calls are in flight then; the file outlives the process."""
+    """Die while other calls are in flight. The file outlives the process."""
     global num_calls
     num_calls += 1
     if num_calls == 3 and not Path(flag[0]).exists():
@@ -79,7 +79,7 @@ def waits_for_the_other(completions, mine, other, **kwargs):
     Path(mine[0]).touch()
     give_up_at = time.monotonic() + DEADLINE_S
     while not Path(other[0]).exists():
-        assert time.monotonic() < give_up_at, "the other function never began"
+        assert time.monotonic() < give_up_at, "the other function never started"
         time.sleep(0.01)
     return [1.0] * len(completions)
 

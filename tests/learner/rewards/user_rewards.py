@@ -1,4 +1,4 @@
-"""A user's file of reward functions: two as the Hugging Face course's page on GRPO has them, and some that misbehave."""
+"""A user's file of reward functions: two from the Hugging Face course on GRPO, and several that misbehave."""
 
 import os
 import re
