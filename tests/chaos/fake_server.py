@@ -78,7 +78,7 @@ class InPlaceModelEngine(ModelEngine):
         self._num_unseeded = seeds.stop
         stops = self._stops_of(sampling)
         group = sample_group(self.model, prompt, seeds, sampling.max_tokens, stops)
-        return [self._told(tokens, logprobs, stops) for tokens, logprobs in group]
+        return [self._completion_of(tokens, logprobs, stops) for tokens, logprobs in group]
 
     def _load(self, order: PushOrder) -> WorkerReport:
         receiver, is_intact = self._own_receiver(), True

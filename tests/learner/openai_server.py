@@ -1,4 +1,4 @@
-"""The OpenAI side of a server, which answers as it is told: for evaluations."""
+"""A scripted OpenAI server for evaluations."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ Answer = Callable[[str, int], list[str]]
 
 
 class OpenAIServer:
-    """Answers each prompt with what `answer` says of its text and the number of samples."""
+    """Answers each prompt with `answer(text, number of samples)`."""
 
     url = ""
 
@@ -26,14 +26,14 @@ class OpenAIServer:
         self.answer: Answer = lambda prompt, count: [prompt[:-1]] * count
         self.version = 3
         self.engine: ScriptedEngine | None = None
-        """Whose version is told, instead."""
+        """Engine whose version the answers name. None: no version."""
         self.run: Callable[[], str | None] = lambda: None
-        """Whose weights answer."""
+        """Returns the run whose weights answer."""
         self.num_untrained = 0
-        """So many of the next answers are of the model's own weights."""
+        """Number of next answers that are of the base model's weights."""
         self.delay_s = 0.0
         self.failures: list[int] = []
-        """Status codes of the next answers."""
+        """Status codes of the next responses."""
         self.requests: list[dict[str, Any]] = []
         self.tells_tokens = True
         self.max_model_len: int | None = 64
@@ -71,7 +71,7 @@ class OpenAIServer:
         return web.json_response(answer, headers=told if self.tells_tokens else {})
 
     def of(self, server: ServerThread) -> None:
-        """Be the HTTP side of that server."""
+        """Act as the HTTP API of `server`."""
         self.engine = server.engine
         self.run = lambda: server.running.server.status()["weights_run"]
 

@@ -117,9 +117,9 @@ def sample_lines(steps: Iterable[int], num_bytes: int) -> str:
 def test_the_dashboard_shows_the_newest_samples_of_any_length(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text(sample_lines([*range(1, 18), *range(11, 16)], num_bytes) + '{"step": 16, "torn')
-    assert [one.step for one in newest_table(path).samples] == list(range(15, 5, -1)), "a resume repeated some"
+    assert [sample.step for sample in newest_table(path).samples] == list(range(15, 5, -1)), "a resume repeated some"
     path.write_text(sample_lines(range(1, 4), num_bytes))
-    assert [one.step for one in newest_table(path).samples] == [3, 2, 1]
+    assert [sample.step for sample in newest_table(path).samples] == [3, 2, 1]
     path.write_text("")
     assert newest_table(path).samples == []
 

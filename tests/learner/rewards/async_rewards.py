@@ -31,12 +31,12 @@ async def most_together(completions, **kwargs):
     return [float(most_in_flight)] * len(completions)
 
 
-async def sleeps_if_told(completions, seconds, **kwargs):
+async def sleeps_on_request(completions, seconds, **kwargs):
     await asyncio.sleep(seconds[0])
     return [float(os.getpid())] * len(completions)
 
 
-async def blocks_if_told(completions, seconds, **kwargs):
+async def blocks_on_request(completions, seconds, **kwargs):
     time.sleep(seconds[0])
     await asyncio.sleep(0)
     return [float(os.getpid())] * len(completions)
@@ -68,7 +68,7 @@ class _Judge:
 
 
 judge_object = _Judge()
-partly = functools.partial(sleeps_if_told, seconds=[0.0])
+partly = functools.partial(sleeps_on_request, seconds=[0.0])
 
 
 def hands_a_coroutine_on(completions, **kwargs):
@@ -84,7 +84,7 @@ def waits_for_the_other(completions, mine, other, **kwargs):
     return [1.0] * len(completions)
 
 
-def is_waited_for(completions, mine, other, **kwargs):
+def releases_the_other(completions, mine, other, **kwargs):
     return waits_for_the_other(completions, other, mine)
 
 

@@ -53,7 +53,7 @@ def test_concurrent_calls_reach_the_limit_of_the_config() -> None:
 
 def test_two_functions_of_one_group_run_concurrently(tmp_path: Path) -> None:
     columns = {"mine": str(tmp_path / "mine"), "other": str(tmp_path / "other")}
-    both = ["waits_for_the_other", "is_waited_for"]
+    both = ["waits_for_the_other", "releases_the_other"]
     (group,) = score(both, [prompt(**columns)], num_workers=2, timeout_s=DEADLINE_S)
     assert group.rewards == [2.0, 2.0]
 
@@ -63,15 +63,15 @@ def test_two_functions_of_one_group_run_concurrently(tmp_path: Path) -> None:
 
 def test_a_late_call_is_cancelled_without_affecting_others() -> None:
     seconds = [0.0, 1000.0, 0.0, 1000.0, 0.0]
-    groups = score(["sleeps_if_told"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=2)
+    groups = score(["sleeps_on_request"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=2)
     assert outcomes(groups) == ["ok", "timed_out", "ok", "timed_out", "ok"]
-    assert "sleeps_if_told did not return within 3 s and was canceled" in str(groups[1].functions[0].message)
+    assert "sleeps_on_request did not return within 3 s and was canceled" in str(groups[1].functions[0].message)
     assert len({groups[i].rewards[0] for i in (0, 2, 4)}) == 1  # one process throughout
 
 
 def test_a_call_that_blocks_the_event_loop_is_killed_and_later_calls_are_retried() -> None:
     seconds = [1000.0, 0.0, 0.0]
-    groups = score(["blocks_if_told"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=1)
+    groups = score(["blocks_on_request"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=1)
     assert outcomes(groups) == ["timed_out", "ok", "ok"]
     assert "did not return within 3 s and was killed" in str(groups[0].functions[0].message)
 
@@ -83,7 +83,7 @@ def test_calls_in_flight_are_retried_when_their_process_is_killed(tmp_path: Path
 
 
 def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
-    with RewardWorkers(RewardConfig(functions=(f"{FILE}:sleeps_if_told",))) as workers:
+    with RewardWorkers(RewardConfig(functions=(f"{FILE}:sleeps_on_request",))) as workers:
 
         def process() -> int:
             group = workers.submit(prompt(seconds=0.0), ["a"], [[1]]).result(DEADLINE_S)
@@ -101,7 +101,7 @@ def test_a_function_that_ends_its_process_has_failed() -> None:
 
 
 def test_processes_are_replaced_after_a_number_of_calls() -> None:
-    groups = score(["sleeps_if_told"], [prompt(seconds=0.01)] * 9, calls_per_worker=3, max_concurrent_calls=2)
+    groups = score(["sleeps_on_request"], [prompt(seconds=0.01)] * 9, calls_per_worker=3, max_concurrent_calls=2)
     assert len({group.rewards[0] for group in groups}) == 3
 
 
@@ -143,7 +143,7 @@ def test_logged_values_and_the_overlong_penalty_reach_metrics_ledger_and_samples
 
 @pytest.mark.parametrize(
     "function",
-    ["tests.learner.rewards.user_rewards:slow_if_told", "tests.learner.rewards.async_rewards:sleeps_if_told"],
+    ["tests.learner.rewards.user_rewards:slow_on_request", "tests.learner.rewards.async_rewards:sleeps_on_request"],
 )
 def test_the_duration_of_a_call_excludes_calls_it_waited_for(function: str) -> None:
     name = function.partition(":")[2]

@@ -114,7 +114,7 @@ FATES = {
 
 
 def test_a_call_that_ends_its_process_or_never_returns_fails_without_affecting_others():
-    config = RewardConfig(functions=(f"{USER}:does_as_told", "exact_match"), timeout_s=3.0, max_memory_mib=150)
+    config = RewardConfig(functions=(f"{USER}:misbehaves_on_request", "exact_match"), timeout_s=3.0, max_memory_mib=150)
     hows = [how for fate in FATES for how in ("answer", fate)] + ["answer"]
     with RewardWorkers(config) as workers:
         groups = [workers.submit(prompt(answer="12", how=how), ["12", "1"], [[1], [2]]) for how in hows]
@@ -125,7 +125,7 @@ def test_a_call_that_ends_its_process_or_never_returns_fails_without_affecting_o
         assert (told.outcome, fine.rewards) == (outcome, [1.0, 0.0])
         assert result.rewards == ([1.0, 0.0] if outcome == "ok" else [None, None])
         if outcome != "ok":
-            assert told.message.startswith(f"reward function does_as_told {problem}")
+            assert told.message.startswith(f"reward function misbehaves_on_request {problem}")
             assert "for 2 completions of prompt '21>', the first of them '12'; " in told.message
     assert "learner.reward.timeout_s" in results[1].functions[0].message
 
@@ -135,7 +135,7 @@ def processes():
 
 
 def test_no_reward_is_lost_when_a_process_is_killed():
-    with RewardWorkers(RewardConfig(functions=(f"{USER}:slow_if_told",), num_workers=2)) as workers:
+    with RewardWorkers(RewardConfig(functions=(f"{USER}:slow_on_request",), num_workers=2)) as workers:
         futures = [workers.submit(prompt(seconds=0.05), ["a"], [[1]]) for _ in range(40)]
         for pid in processes():  # busy
             os.kill(pid, signal.SIGKILL)
@@ -154,7 +154,7 @@ def test_processes_are_replaced_after_a_number_of_calls(limit, num_processes):
 
 
 def test_close_fails_waiting_groups():
-    functions = (f"{USER}:slow_if_told", f"{ASYNCHRONOUS}:sleeps_if_told")
+    functions = (f"{USER}:slow_on_request", f"{ASYNCHRONOUS}:sleeps_on_request")
     workers = RewardWorkers(RewardConfig(functions=functions, timeout_s=1000))
     futures = [workers.submit(prompt(seconds=1000), ["a"], [[1]]) for _ in range(2)]
     workers.close()

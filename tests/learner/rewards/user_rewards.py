@@ -60,7 +60,7 @@ def exits(completions, **kwargs):
     sys.exit(3)
 
 
-def does_as_told(completions, how, **kwargs):
+def misbehaves_on_request(completions, how, **kwargs):
     match how[0]:
         case "exit":
             os._exit(7)
@@ -75,7 +75,7 @@ def does_as_told(completions, how, **kwargs):
     return [0.0 for _ in completions]
 
 
-def slow_if_told(completions, seconds, **kwargs):
+def slow_on_request(completions, seconds, **kwargs):
     time.sleep(seconds[0])
     return [0.0 for _ in completions]
 
