@@ -1,4 +1,4 @@
-"""What an answer says of the policy that gave it: the middleware and the metrics before a small app, without an engine."""
+"""Version headers of answers: the middleware and the metrics with a small app, without an engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +25,7 @@ Answer = Callable[[], None]
 
 
 def app_of(status: Callable[[], dict[str, Any]], meanwhile: Answer = lambda: None) -> TellVersions:
-    """Answers as the weights that `status` shows; `meanwhile` is called in the middle of it."""
+    """Return an app whose answers have the weights of `status`. `meanwhile` is called in the middle of an answer."""
 
     def sample() -> None:
         labels = sampled_by.get()
@@ -64,7 +64,7 @@ def told(answer: httpx.Response) -> tuple[str | None, str | None, str | None]:
 
 
 @with_server()
-async def test_answers_between_two_runs_name_the_run_and_the_version_whose_weights_gave_them(at: Stage) -> None:
+async def test_answers_name_the_run_and_the_version_of_their_weights(at: Stage) -> None:
     app = app_of(at.running.server.status)
     await at.join_and_push(version=7)
     await at.learner.leave()
@@ -89,7 +89,7 @@ def metrics_of(running: Serving) -> str:
 
 
 @pytest.mark.parametrize("path", ["/whole", "/streamed"])
-def test_an_answer_during_which_another_run_pushed_names_both(path: str) -> None:
+def test_an_answer_during_a_push_of_another_run_names_both_runs(path: str) -> None:
     now: dict[str, Any] = {"weights_run": "one", "policy_version": 7}
     app = app_of(lambda: now, meanwhile=lambda: now.update(weights_run="other", policy_version=0))
     answer = asyncio.run(get(app, path))
@@ -103,6 +103,6 @@ def test_an_answer_during_which_another_run_pushed_names_both(path: str) -> None
     ("run", "expected"),
     [("Größe, 7%", "Gr%C3%B6%C3%9Fe%2C%207%25"), ("runs/demo-1a2b", "runs/demo-1a2b"), (None, None)],
 )
-def test_a_run_of_any_name_fits_into_a_header(run: str | None, expected: str | None) -> None:
+def test_any_run_name_can_be_a_header(run: str | None, expected: str | None) -> None:
     app = app_of(lambda: {"weights_run": run, "policy_version": 3})
     assert told(asyncio.run(get(app, "/whole"))) == (expected, "3", "3")

@@ -11,7 +11,7 @@ from protocol.errors import PushError
 from protocol.weights.buckets import BucketMemory, NamedTensors, make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.dense import ReceivedBucket, Sent, receive_weights, send_weights
-from tests.inference_server.broken_transfer import OneBitFlippedOnArrival
+from tests.inference_server.broken_transfer import BitFlippingReceiver
 from tests.protocol.local_ranks import CPU, joined
 
 
@@ -107,7 +107,7 @@ def test_a_flipped_bit_is_found_before_its_bucket_is_handed_on(broadcast_index: 
     with joined() as (host, worker), ThreadPoolExecutor(1) as thread:
         sending = thread.submit(send_weights, host, split_into_buckets(manifest), tensors)
         with pytest.raises(PushError, match=r"bucket . of 2 .*checksum"):
-            for arrived in receive_weights(OneBitFlippedOnArrival(worker, broadcast_index), manifest):
+            for arrived in receive_weights(BitFlippingReceiver(worker, broadcast_index), manifest):
                 loaded.append(arrived.bucket.index)
         assert loaded == ([] if broadcast_index < 2 else [0])
         worker.close()
