@@ -55,8 +55,7 @@ def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture
 def interpreter(tmp_path: Path) -> Callable[..., str]:
     def make(*packages: str, inherit: bool = False) -> str:
-        """Return the interpreter of a new environment with these packages. `inherit`: also those of this
-        environment."""
+        """Return the interpreter of a new environment with these packages, and with those of this one if `inherit`."""
         python = tmp_path / "env" / "bin" / "python"
         subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, timeout=INSTALL_TIMEOUT_S)
         if inherit:

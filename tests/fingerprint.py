@@ -1,5 +1,4 @@
-"""The model that scripted servers and learners agree on. Imports no torch, so that an intruder process starts
-quickly."""
+"""The model that scripted servers and learners agree on. Imports no torch, so that intruders start quickly."""
 
 from protocol.messages import ModelFingerprint
 

@@ -1,5 +1,4 @@
-"""`learner train` on a real server, as a user starts it: tiny:digits learns to reverse digits, with 4 groups per
-step."""
+"""`learner train` on a real server, as a user starts it: tiny:digits learns to reverse digits, 4 groups per step."""
 
 import json
 import sqlite3

@@ -1,5 +1,4 @@
-"""One side of a push, in a process forked from one that has imported everything, so that a killed side restarts
-quickly."""
+"""One side of a push, in a process forked from one with all imports, so that a killed side restarts quickly."""
 
 import multiprocessing
 import os

@@ -26,8 +26,7 @@ class LoadFilesOnce(LoadFileScheduling):
         return killed_in
 
     def _reschedule(self, node: WorkerController) -> None:
-        """Assign files until a worker has three tests: it runs its last test only after it has received the next
-        one."""
+        """Assign files until a worker has three tests: it runs its last test only when it knows the next one."""
         num_files = -1
         while len(self.workqueue) != num_files:
             num_files = len(self.workqueue)

@@ -96,8 +96,7 @@ def set_trap(pair: Pair, state: State, victim: Peer, signal_number: int) -> None
 
 
 def assert_whole(pair: Pair, version: int, digest: str) -> None:
-    """Check that the server serves the learner's weights, that the learner gets their groups, and that no completion
-    mixes policies."""
+    """Check that the server serves the learner's weights, the learner gets groups, and none mixes policies."""
     status = pair.server.ask("status")
     assert (status["policy_version"], status["push_state"], status["digest"]) == (version, "idle", digest)
     until(lambda: pair.server.ask("status")["seen"] > status["seen"])

@@ -1,5 +1,4 @@
-"""Real vLLM when one side of a push is killed or stopped in the middle of a bucket. Logprobs are checked with
-transformers."""
+"""Real vLLM when one side of a push is killed or stopped in the middle of a bucket."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""Checks of all pages: links, anchors, paths and config keys exist; every page is linked from README.md; pages are
-short; and the maps of the packages are complete."""
+"""Checks of all pages: links, anchors, paths, config keys, lengths, and the maps of the packages."""
 
 import importlib.util
 import re

@@ -74,8 +74,7 @@ def test_a_run_trains_at_an_advertised_address_over_two_ports_of_a_slow_link_tha
 
 
 def test_a_worker_gives_up_a_transfer_when_the_learner_host_vanishes(hosts: TwoHosts, tmp_path: Path) -> None:
-    """The worker gives up long before the push's deadline of a minute, although no packet reports the loss of the
-    host."""
+    """The worker gives up long before the push's deadline, although no packet reports the loss of the host."""
     store_log, worker_log = tmp_path / "store.log", tmp_path / "worker.log"
     hosts.start(1, ["-m", "tests.watching", "store", hosts.addresses[1]], store_log)
     wait_for(lambda: "\n" in store_log.read_text(), store_log)

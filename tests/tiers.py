@@ -1,5 +1,4 @@
-"""The tiers of tests and their CPU budget. A tier is a mark; `make test` runs the tests without one and fails expensive
-ones.
+"""The tiers of tests, which are marks, and the CPU budget of the tests without a mark.
 
 The budget is CPU time, which is nearly the same on a busy machine. It includes fixtures that the test is the first to
 use, and child processes that it waited for.

@@ -18,8 +18,7 @@ Remedy = Literal["up", "engine up", "let go"]
 
 
 class Harm(msgspec.Struct, kw_only=True):
-    """A fault that keeps a process from working until the process or its engine has restarted, or until the fault is
-    undone."""
+    """A fault that stops a process until the process or its engine restarts, or until the fault is undone."""
 
     server: int | None
     """Number of the server. None: the learner."""

@@ -1,5 +1,4 @@
-"""The audit of episodes finds a wrong end state, an episode that was kept with another end state, and a wrong
-reward."""
+"""The audit of episodes finds wrong end states and wrong rewards."""
 
 from pathlib import Path
 
@@ -38,8 +37,7 @@ def played(*ends: tuple[EndState, float | None]) -> Groups:
 def audit(
     kind: str, target_end: EndState, *kept: tuple[EndState, float | None], player: Player = "environment"
 ) -> list[str]:
-    """Audit a group of two episodes. One has a fault; the process of that episode has finished another episode
-    before."""
+    """Audit a group of two episodes, one with a fault in a process that has finished another episode before."""
     events = [
         event(0.5, f"{ENDED}finished", TARGET), event(1.0, kind, pid=TARGET),
         event(2.0, f"{ENDED}{target_end}", TARGET),

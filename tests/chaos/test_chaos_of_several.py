@@ -1,5 +1,4 @@
-"""Chaos on several servers: the schedule, what counts as a stop of training, and a small campaign that stops
-nothing."""
+"""Chaos on several servers: schedule, stops of training, and a small campaign without stops."""
 
 from pathlib import Path
 

@@ -98,8 +98,7 @@ class Traps:
 
 
 def slow_of(directory: Path) -> Path:
-    """Return the file that slows the learner's steps to one a second. It exists while the supervisor does not wait for
-    steps, and leaves the cores to other legs."""
+    """Return the file that limits the learner to one step per second, to leave the cores to other legs."""
     return directory / "slow"
 
 

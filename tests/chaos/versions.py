@@ -29,8 +29,7 @@ TOLERANCE = 2e-4
 
 
 def audit_versions(directory: Path, config: LearnerRun, groups: Groups) -> tuple[int, list[str]]:
-    """Return the number of checked completions and a description of each wrong label. Every branch of an episode
-    counts."""
+    """Return the number of checked completions, or branches of episodes, and a description of each wrong label."""
     prompts = _prompts(directory / "run" / "ledger.db", config)
     weights = defaultdict(list)
     for path in (directory / WEIGHTS).glob("*.safetensors"):

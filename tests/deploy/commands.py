@@ -1,6 +1,4 @@
-"""The command lines that stand in images, manifests, units and scripts, held against what the commands take: a flag that was renamed
-fails the artefact that still has it.
-"""
+"""The command lines in images, manifests, units and scripts, checked against the commands' flags."""
 
 import shutil
 import sys
@@ -19,7 +17,8 @@ RECIPE = str(DEPLOY / "recipes/gsm8k.toml")
 
 
 def check(words: list[str]) -> ServerRun | LearnerRun | None:
-    """Raise what the command would say of its arguments; its config file is taken for a recipe. Returns what it would run."""
+    """Raise what the command would say of its arguments; its config file is taken for a recipe. Returns what it would
+    run."""
     match words:
         case [command, "serve", _, *flags] if command.endswith("slipstream"):
             return load_config(ServerRun, [RECIPE, *flags], "slipstream serve")

@@ -1,5 +1,4 @@
-"""The agents of other libraries, each in an environment of its own that the test makes, against a scripted policy: what
-is right is rewarded."""
+"""Agents of other libraries, each in its own environment, with a scripted policy: correct answers are rewarded."""
 
 import json
 import socket

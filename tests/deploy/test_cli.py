@@ -1,5 +1,4 @@
-"""`slipstream`: every command explains itself, loads only what it needs, and starts whatever lies in the working
-directory."""
+"""`slipstream`: help, lazy imports, and start in any working directory."""
 
 import json
 import re

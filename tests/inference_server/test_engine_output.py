@@ -1,5 +1,4 @@
-"""Output of vLLM's front end, without an engine: completions, and the batching of tokens into chunks, which changes
-nothing."""
+"""Output of vLLM's front end, without an engine: completions, and chunks of tokens."""
 
 import queue
 import tracemalloc
@@ -77,8 +76,7 @@ MAX_BYTES_PER_TOKEN = 24.0
 
 
 def piece(index: int, tokens: list[int], finish_reason: str | None = None) -> CompletionOutput:
-    """Return a chunk as from vLLM: only the last has versions, and one aborted before its first token has no
-    logprobs."""
+    """Return a chunk as from vLLM: only the last has versions, and one aborted without a token has no logprobs."""
     logprobs = FlatLogprobs()
     logprobs.logprobs.extend(-float(token) for token in tokens)
     is_aborted = finish_reason in ("abort", "error")

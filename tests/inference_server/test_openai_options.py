@@ -1,5 +1,4 @@
-"""Tool calls, reasoning and chat template of the OpenAI API: checked before a model is loaded, and used by real
-vLLM."""
+"""Options of the OpenAI API, checked before a model is loaded and used by real vLLM: tools, reasoning, template."""
 
 import asyncio
 import json

@@ -1,5 +1,4 @@
-"""Version labels on real vLLM: each token and score has the logprob of transformers' forward pass with the weights of
-its label, and of no other version.
+"""Version labels on real vLLM: each token and score has the logprob of transformers with the weights of its label.
 
 Two servers with fused layers: a Qwen2 with a tied head, which recomputes the KV cache, and a Llama with an untied head,
 which keeps it and receives weights while it generates.

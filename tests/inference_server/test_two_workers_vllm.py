@@ -1,5 +1,4 @@
-"""Two workers of one server on real vLLM, tensor-parallel or replicas: both get every push, and a failure in one fails
-both.
+"""Two workers of one server on real vLLM, tensor-parallel or replicas: each push reaches both or fails for both.
 
 An exception in one worker would desynchronize vLLM's executor for good, so the push after the failure must succeed.
 """

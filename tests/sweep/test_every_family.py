@@ -1,5 +1,4 @@
-"""Every causal family of the installed transformers is correct, or is refused by name. `python -m tests.sweep` prints
-the table."""
+"""Every causal family of the installed transformers is correct, or is rejected by name."""
 
 from pathlib import Path
 

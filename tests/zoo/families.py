@@ -1,5 +1,4 @@
-"""Tiny random models of many families: two layers, the vocabulary of `tiny:digits`, weights so large that each one
-matters."""
+"""Tiny random models of many families: two layers, the vocabulary of `tiny:digits`, large weights."""
 
 from collections.abc import Callable
 from pathlib import Path

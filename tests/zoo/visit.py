@@ -1,5 +1,4 @@
-"""One family in the whole system: real vLLM, three training steps, and the export in another vLLM; and the table of
-all.
+"""One family in the whole system: real vLLM, three training steps, the export in another vLLM.
 
 save ─▶ server ─▶ learner train: parity, 3 × (step, push, parity) ─▶ score ─▶ export: transformers, plain vLLM
 """

@@ -1,5 +1,4 @@
-"""A tiny random chat model, as a checkpoint. It cannot write tool calls, so its tokenizer's format reads every turn as
-a call."""
+"""A tiny random chat model, as a checkpoint. Its tokenizer's format reads every turn as a tool call."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ from tests.learner.environments.chat_tokenizer import chat_tokenizer
 
 
 def template_reading_calls(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a `response_template` that reads every turn as a call of this tool. `{content}` in `arguments`: the turn's
-    text."""
+    """Return a `response_template` that reads every turn as a call. `{content}` in `arguments`: the turn's text."""
     return {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",

@@ -1,5 +1,4 @@
-"""A tokenizer with one token per character, and two chat templates: one keeps the whole conversation, the other omits
-the reasoning of earlier turns, as Qwen3's does."""
+"""A tokenizer with one token per character, and chat templates with and without the reasoning of earlier turns."""
 
 import json
 import string

@@ -45,8 +45,7 @@ def reply_of(secret: int, text: str) -> str:
 
 
 def assert_played_by_the_rules(episode: Episode, secret: int, *, is_agent: bool = False) -> None:
-    """Check that sampled and unsampled tokens alternate and each reply fits the turn before it. An agent omits the last
-    reply."""
+    """Check that policy and environment alternate and each reply is correct. An agent omits the last reply."""
     tokenizer = load_tokenizer(resolve_model("tiny:digits"))
     (branch,) = episode.branches
     texts, was_sampled = [""], True

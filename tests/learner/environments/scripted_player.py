@@ -68,8 +68,7 @@ def play_group(
     prompt: Any = "p", max_tokens: int = 1000, template: ChatTemplate | None = None, asks_attributes: bool = False,
     **environment: Any,
 ) -> tuple[EpisodeGroup, list[TurnPrompt]]:  # fmt: skip
-    """Play a group of two. Return it with the turn prompts, by episode and turn. With a template, prompts are
-    conversations."""
+    """Play a group of two, with conversations if there is a template. Return it with the turn prompts in order."""
     settings = {
         "factory": factory and (factory if ":" in factory else f"{USER}:{factory}"),
         "timeout_s": 20.0,

@@ -53,7 +53,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     opened: str = ""
     """Start of the turn that the prompt already contains."""
 
-    def script_of(
+    def write_turn(
         self, content: str = "", *, calls: Sequence[tuple[str, Arguments]] = (), reasoning: str | None = None
     ) -> str:
         """Return a turn with its end token."""

@@ -1,5 +1,4 @@
-"""Attributes of an environment's instance in reward functions: a bounded amount of plain data; the rest gives a clear
-error."""
+"""Attributes of an environment's instance in reward functions: a bounded amount of plain data, or a clear error."""
 
 import asyncio
 import copy

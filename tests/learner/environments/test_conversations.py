@@ -1,5 +1,4 @@
-"""Conversations with tools: a scripted policy, real environments in processes, and real chat templates. Every token is
-checked against the template's own rendering."""
+"""Conversations with tools: every token is checked against the chat template's own rendering."""
 
 import json
 from pathlib import Path

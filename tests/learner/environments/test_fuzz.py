@@ -1,5 +1,4 @@
-"""Random output of a policy, in every tool-call format: a turn is a message with calls or is unreadable, and nothing
-else."""
+"""Random output of a policy, in every tool-call format, is either a message with calls or unreadable."""
 
 import contextlib
 import json
@@ -28,8 +27,7 @@ NASTY = [
 
 
 def turns_of(family: Family) -> st.SearchStrategy[str]:
-    """Generate turns from pieces of the family's turns, special tokens as text or tokens, JSON, and strings that break
-    parsers."""
+    """Generate turns from pieces of real turns, special tokens, JSON, and strings that break parsers."""
     call = family.write_turn(calls=[ADD], reasoning="Two" if family.think else None)
     half = len(call) // 2
     marks = f"{family.marks} {family.tags} {family.ends}".split()

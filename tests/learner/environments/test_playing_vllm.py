@@ -59,8 +59,7 @@ def flags(kv_cache_on_weight_sync: str) -> tuple[str, ...]:
 
 
 def episodes_of(run: LearnerRun) -> list[Episode]:
-    """Return the trained episodes. Check that they have the server's logprobs and that the weights changed during
-    some."""
+    """Return the trained episodes. Check their logprobs, and that the weights changed during some of them."""
     mismatches = [one["policy/mismatch_abs_logprob"] for one in metrics_of(run) if "policy/mismatch_abs_logprob" in one]
     assert mismatches and max(mismatches) < TOLERANCE
     episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, EpisodeGroup).episodes]

@@ -1,5 +1,4 @@
-"""Prompts of every family compared with its chat template, token by token. One test prints the grid of families and
-cases."""
+"""Prompts of every family compared with its chat template, token by token. One test prints the grid."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,5 +1,4 @@
-"""Environments as users write them, good and bad. Tests name them
-`tests.learner.environments.user_environments:Class`."""
+"""Environments as users write them, good and bad; named `tests.learner.environments.user_environments:Class`."""
 
 import asyncio
 import os

@@ -18,8 +18,7 @@ def openai() -> Iterator[OpenAIServer]:
 
 @pytest.fixture
 def server(openai: OpenAIServer) -> Iterator[ServerThread]:
-    """Return the run's server; `openai` is its HTTP API. It answers correctly: each prompt reversed, without the last
-    character."""
+    """Return the run's server, with `openai` as its HTTP API, which answers correctly."""
     with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as server:
         openai.of(server)
         openai.answer = lambda prompt, count: [prompt[-2:0:-1]] * count

@@ -146,8 +146,7 @@ def test_a_run_killed_in_its_last_evaluation_requests_only_missing_answers(
     digest = "+".join(json.loads(line)["asked"] for line in (few, many))
 
     def resumed(lines: list[str], places: tuple[int, ...] | None) -> list[Evaluation]:
-        """Resume with these lines and with wrong answers to these prompts of the last step; None: without a file of
-        answers."""
+        """Resume with these lines and with wrong answers at `places` of the last step; None: without answers."""
         noted.write_text("".join(lines))
         if places is not None:
             partial.begin(PartialHeader(STEPS, digest))

@@ -106,8 +106,7 @@ def play_with_agent(
     columns: dict[str, Any] | None, prompt: Any = QUESTION, script: Script = says_five, times: int = 1,
     then: Callable[[], None] = lambda: None, **environment: Any,
 ) -> EpisodeGroup:  # fmt: skip
-    """Play groups of two episodes with an agent's process. Return the last group. `then`: runs before the processes
-    end."""
+    """Play groups of two episodes with an agent's process. Return the last group. `then` runs before the end."""
     config, template = config_of(**environment), ChatTemplate(chat_tokenizer(KEEPING), {}, [])
     loop, ask = LoopThread("test"), ScriptedPolicy(script)
     row = Prompt(prompt_id=0, prompt=prompt, token_ids=template.token_ids(prompt), columns=columns or {})

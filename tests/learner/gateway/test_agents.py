@@ -1,5 +1,4 @@
-"""Good and bad agents in processes, with a real gateway and a scripted policy: every episode ends, in the expected
-state.
+"""Good and bad agents in processes, with a real gateway and a scripted policy: every episode ends as expected.
 
 The lifetime of processes with user code is tested in tests/learner/sandbox, and the end with the learner in
 test_agent_host.py.

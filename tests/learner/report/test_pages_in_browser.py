@@ -1,5 +1,4 @@
-"""Dashboard, report and comparison in a real browser, on phones and desktops, light and dark: they show
-metrics.jsonl."""
+"""Dashboard, report and comparison in a real browser, on phones and desktops, light and dark."""
 
 import asyncio
 import json

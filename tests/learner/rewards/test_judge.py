@@ -1,5 +1,4 @@
-"""`judge`: the request to a model behind an OpenAI endpoint, and the reward from its verdict. Uses a scripted
-endpoint."""
+"""`judge`: the request to a model behind an OpenAI endpoint, which is scripted, and the reward from its verdict."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""The states of a slot, and the buffer after a resume, which reads pass rates from the checkpoint and only later
-rows."""
+"""The rollout buffer: the states of a slot, and pass rates after a resume."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

@@ -1,5 +1,4 @@
-"""Slots compared with a plain implementation of their rules, and their cost in a long run; and max_staleness = "auto",
-in a simulated pipeline and in a real buffer."""
+"""Slots compared with a plain implementation of their rules, and max_staleness = "auto" in a simulated pipeline."""
 
 import time
 from collections.abc import Iterator

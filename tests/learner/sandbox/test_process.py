@@ -1,5 +1,4 @@
-"""The lifetime of a process with user code, for each way to start it: it answers, fails, is killed, and ends with the
-learner.
+"""The lifetime of a process with user code: it answers, fails, is killed, and ends with the learner.
 
 Reward functions, environments and agents run in such processes. Their own tests cover only how they handle failures.
 """
