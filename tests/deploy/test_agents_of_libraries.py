@@ -94,14 +94,14 @@ uvicorn.run(create_fastapi_app(*kind, max_concurrent_envs=8), port=int(sys.argv[
 
 @contextmanager
 def openenv_server(python: str, directory: Path, kind: str) -> Iterator[str]:
-    """The address of an environment of OpenEnv."""
+    """Yield the address of an environment of OpenEnv."""
     (directory / "server.py").write_text(OPENENV)
     port, give_up_at = free_port(), time.monotonic() + START_TIMEOUT_S
     with subprocess.Popen([python, str(directory / "server.py"), kind, str(port)]) as server:
         try:
             with socket.socket() as probe:
                 while probe.connect_ex(("127.0.0.1", port)):
-                    assert server.poll() is None and time.monotonic() < give_up_at, "the server does not start"
+                    assert server.poll() is None and time.monotonic() < give_up_at, "the server did not start"
                     time.sleep(0.1)
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -163,7 +163,7 @@ def test_environments_of_openenv_are_played_by_tools_or_by_actions(
     for episode in group.episodes:
         assert (episode.reward, episode.course.state, episode.course.num_turns) == (1.0, "finished", 3)
         told = [message["content"] for message in episode.messages if message["role"] == "tool"]
-        assert "error" in told[0] and '"wrong"' in told[1], "what it refuses is told; after the last step nobody asks"
+        assert "error" in told[0] and '"wrong"' in told[1], "a rejection is reported; no request follows the last step"
     with openenv_server(python, tmp_path, "shop") as url:
         script = script_of(call("price", item="pear"), "7")
         group = play_with_agent({"url": url}, script=script, agent=agent, python=python)

@@ -1,4 +1,4 @@
-"""The agent of the recipe smollm2_calculator, against a scripted policy: what each half of its reward is paid for."""
+"""The agent of the recipe smollm2_calculator with a scripted policy: the two halves of its reward."""
 
 import pytest
 

@@ -17,7 +17,7 @@ esac
 
 @pytest.fixture
 def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An environment whose Python notes what pip is asked to do."""
+    """Return an environment whose Python records the calls of pip."""
     monkeypatch.setenv("PIP_CALLS", str(tmp_path / "pip_calls"))
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     write_program(tmp_path / "venv" / "bin" / "python", PIP)
@@ -46,7 +46,7 @@ def test_uv_takes_packages_from_where_pip_is_configured_to() -> None:
         "UV_EXTRA_INDEX_URL": "https://a.example/simple file:///b/simple",
         "UV_FIND_LINKS": "/wheels,https://c.example/wheels",
     }
-    # Of two settings, the one that pip goes by.
+    # Of two settings, the one that pip uses.
     lines = [":env:.timeout='3'", "global.timeout='1'", "install.timeout='2'", "list.timeout='4'"]
     assert uv_settings("\n".join(lines)) == {"UV_HTTP_TIMEOUT": "3"}
     assert uv_settings("\n".join(lines[1:])) == {"UV_HTTP_TIMEOUT": "2"}
@@ -104,6 +104,6 @@ def test_an_installer_that_hangs_is_stopped_with_what_to_raise(
     said = capsys.readouterr()
     assert "uv could not install toy, using pip instead: stopped after 1 s" in said.out
     assert "stopped after 1 s. Set SLIPSTREAM_INSTALL_TIMEOUT_S" in said.err
-    with pytest.raises(SystemExit):  # at its first question to pip
+    with pytest.raises(SystemExit):  # at its first call of pip
         install_torch(venv)
     assert "Set SLIPSTREAM_INSTALL_TIMEOUT_S" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The images and the compose file: well-formed, their sources there, their commands ours, and no secret in them."""
+"""The images and the compose file: well-formed, with existing sources and valid commands, and without secrets."""
 
 import fnmatch
 import re
@@ -23,7 +23,7 @@ each_image = pytest.mark.parametrize("image", IMAGES, ids=[image.name for image 
 
 
 def instructions(image: Path) -> list[tuple[str, str]]:
-    """Of a Dockerfile, as (FROM, python:3.11)."""
+    """Return the instructions of a Dockerfile, such as (FROM, python:3.11)."""
     text = re.sub(r"\\\n\s*", "", image.read_text())
     lines = (line for line in text.splitlines() if line and not line.startswith("#"))
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines]
@@ -34,7 +34,7 @@ def all_of(image: Path, name: str) -> list[str]:
 
 
 def words_of(image: Path) -> list[str]:
-    """What a container runs without arguments."""
+    """Return the command of a container without arguments."""
     return [word for name in ("ENTRYPOINT", "CMD") for value in all_of(image, name) for word in yaml.safe_load(value)]
 
 

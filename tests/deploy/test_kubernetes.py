@@ -1,4 +1,4 @@
-"""The manifests: valid, their names and ports fit together, their commands are ours."""
+"""The manifests: valid, with consistent names and ports, and valid commands."""
 
 import subprocess
 from pathlib import Path
@@ -17,11 +17,11 @@ BASE, MONITORED = DEPLOY / "kubernetes/base", DEPLOY / "kubernetes/monitored"
 MANIFESTS = sorted(path for path in BASE.glob("*.yaml") if path.name != "kustomization.yaml")
 NAME = "app.kubernetes.io/name"
 END_S = 15.0
-"""From the end of the drain to that of vLLM's processes, and to spare."""
+"""Time from the end of the drain to the end of vLLM's processes, with slack."""
 
 
 def objects(*paths: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """By kind and name."""
+    """Return the manifests by kind and name."""
     found = [one for path in paths for one in yaml.safe_load_all(path.read_text())]
     return {(one["kind"], one["metadata"]["name"]): one for one in found}
 
@@ -65,7 +65,7 @@ def test_both_sides_run_the_recipe_as_they_would_by_hand_and_meet() -> None:
     assert port == split_endpoint(server.endpoint)[1] == str(service["ports"][0]["port"])
     assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
 
-    # Evaluations ask the servers with their key, and the page can be reached.
+    # Evaluations use the servers' key, and the dashboard is reachable.
     assert learner.evaluation_url == f"http://slipstream-http:{server.server.http_port}/v1"
     assert ALL["Service", "slipstream-http"]["spec"]["ports"][0]["port"] == server.server.http_port
     (key,) = container(PODS["learner"])["env"]
@@ -89,7 +89,7 @@ def test_what_selects_a_pod_and_what_names_a_port_finds_it(pod: dict[str, Any]) 
 
 def test_each_side_may_connect_to_the_other_on_all_ports() -> None:
     def peers(name: str) -> set[str]:
-        """Whose pods may connect to those of this name, wherever they like."""
+        """Return the pods that may connect to the pods of this name."""
         (rule, *_) = ALL["NetworkPolicy", name]["spec"]["ingress"]
         assert "ports" not in rule
         selectors = [peer["podSelector"] for peer in rule["from"]]
@@ -119,7 +119,7 @@ def test_a_server_is_probed_without_a_key_for_long_enough_and_has_the_time_to_dr
     server, run = container(PODS["server"]), run_of(PODS["server"])
     paths = {name: server[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert set(paths.values()) <= OPEN_PATHS
-    # Torn weights are no reason to restart.
+    # Torn weights must not cause a restart.
     assert paths["readinessProbe"] == "/health" and paths["livenessProbe"] == "/status"
     startup = server["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] > ServerConfig().start_timeout_s
@@ -133,7 +133,7 @@ def test_a_learner_that_was_ended_early_is_started_again_and_one_in_error_is_not
     actions = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
     assert actions == {75: "Ignore", 2: "FailJob"}
     assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {"learner"}
-    assert PODS["learner"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy wants it
+    assert PODS["learner"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy requires it
 
 
 @pytest.mark.parametrize(("name", "service"), [("server", "http"), ("learner", "dashboard")])

@@ -1,4 +1,4 @@
-"""What `make` deletes, and what it leaves alone."""
+"""Which files `make` deletes and which it keeps."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Rates read from the directory of a run whose rates are known, because it was simulated."""
+"""Rates read from the directory of a simulated run with known rates."""
 
 import json
 import sqlite3
@@ -24,7 +24,7 @@ MORE_THAN_PLACES = {"max_staleness": 4, "groups_per_step": 16}
 
 @pytest.fixture
 def short(tmp_path: Path) -> Path:
-    """The directory of a run of 9 steps."""
+    """Return the directory of a run of 9 steps."""
     write_run(tmp_path / "run", setup(TRUE), steps=9)
     return tmp_path / "run"
 
@@ -35,7 +35,7 @@ def short(tmp_path: Path) -> Path:
 def test_the_rates_of_a_run_are_found_in_its_directory(
     tmp_path: Path, learner: dict[str, Any], servers: int, load: int
 ) -> None:
-    """`load`: the most sequences that a server runs."""
+    """`load`: the maximum number of sequences of a server."""
     true = setup(TRUE, servers=servers, learner=learner)
     write_run(tmp_path / "run", true, steps=24)
     run = read_run(tmp_path / "run")

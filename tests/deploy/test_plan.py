@@ -1,4 +1,4 @@
-"""`slipstream plan`: what it finds, what it prints, what it refuses."""
+"""`slipstream plan`: its results, its output, and rejected input."""
 
 import json
 import subprocess
@@ -17,7 +17,8 @@ from tests.deploy.planned_run import CONSTANT, SPREAD, setup, write_run
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = str(ROOT / "deploy/recipes/gsm8k.toml")
-RATES = ["--lengths", "80", "200", "450", "250", "768", "--decode", "1:90", "64:4000", "256:9000", "--train-tokens-per-s", "9000"]  # fmt: skip
+RATES = ["--lengths", "80", "200", "450", "250", "768", "--decode", "1:90", "64:4000", "256:9000",
+    "--train-tokens-per-s", "9000"]  # fmt: skip
 
 
 def planned(*arguments: str) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def test_a_split_can_be_named_and_the_batch_can_grow_with_the_gpus_and_keys_of_t
     assert stale["outcome"]["samples_per_s"] > fresh["outcome"]["samples_per_s"]
     assert fresh["outcome"]["staleness_max"] == 0
     assert (fresh["gpus"], replicas["gpus"]) == (2, 3), "replicas take GPUs"
-    assert replicas["outcome"]["server_fill_frac"] < stale["outcome"]["server_fill_frac"], "and give places"
+    assert replicas["outcome"]["server_fill_frac"] < stale["outcome"]["server_fill_frac"], "and add slots"
 
 
 def test_a_measured_run_is_predicted_beside_what_it_was_and_flags_stand_before_what_was_measured(
@@ -130,7 +131,8 @@ def test_a_measured_run_is_predicted_beside_what_it_was_and_flags_stand_before_w
         ([*RATES, "--split", "6"], "--split 6: expected servers and ranks, such as 6x2"),
         ([*RATES, "--gpus", "8", "--steps", "2"], "--steps 2 .* expected 8 or more"),
         ([*RATES, "--gpus", "8", "--push-s", "-1"], "invalid rates: push_s = -1"),
-        ([*RATES, "--gpus", "8", "--lengths", "9", "5", "3", "4", "2"], "invalid rates: completion lengths p10 9, p50 5"),
+        ([*RATES, "--gpus", "8", "--lengths", "9", "5", "3", "4", "2"],
+            "invalid rates: completion lengths p10 9, p50 5"),
         ([*RATES, "--gpus", "8", "--decode", "64:fast"], "--decode 64:fast: expected running sequences and tokens/s"),
         ([*RATES, "--gpus", "8", "--failures", "0", "1"], "--failures 0 1: expected EVERY_S above 0"),
         ([*RATES, "--gpus", "8", "--learner.max-stalenes", "1"], r"did you mean --learner\.max-staleness"),

@@ -1,4 +1,4 @@
-"""Rates: lengths that are drawn as they were measured, decoding from points, and what cannot be."""
+"""Rates: sampled lengths, decoding times from measured points, and invalid rates."""
 
 import msgspec
 import numpy as np
@@ -50,7 +50,7 @@ def test_decoding_is_found_from_tokens_per_second_at_several_loads() -> None:
     points = [(running, running / (0.02 + 1e-4 * running)) for running in (1, 32, 256)]
     assert decode_rate(points) == pytest.approx((0.02, 1e-4))
     step_s, token_s = decode_rate([(1, 50.0), (64, 6400.0)])
-    assert step_s > 0 and token_s == 0, "what gets faster with load is taken for free of it"
+    assert step_s > 0 and token_s == 0, "a time that falls with load counts as independent of load"
     for impossible in ([(64, 3000.0)], [(64, 3000.0), (64, 3100.0)], [(0, 10.0), (8, 100.0)], [(1, -5.0), (8, 10.0)]):
         with pytest.raises(ConfigError, match="two or more numbers of running sequences"):
             decode_rate(impossible)

@@ -1,4 +1,4 @@
-"""The simulation against closed forms, its own invariants, and what more hardware must never do."""
+"""The simulation compared with closed forms, its invariants, and monotonicity in hardware."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from tests.deploy.planned_run import CONSTANT, SPREAD, setup
 
 BATCH_TOKENS = 8 * 8 * 100
 GENERATION_S = 100 * (0.01 + 64 * 1e-4)
-"""Of a batch of constant lengths that fills the server."""
+"""Generation time of a batch with constant lengths that fills the server."""
 OVERLAP = {"weight_sync": {"overlap_with_training": True}}
 
 
@@ -99,7 +99,7 @@ def test_a_fleet_that_dies_and_returns_loses_the_share_of_time_that_it_is_away()
     availability = 400 / (400 + 100)
     assert broken.samples_per_s / whole.samples_per_s == pytest.approx(availability, abs=0.08)
     alone = simulate(setup(CONSTANT, failures=Failures(every_s=10.0, restart_s=20.0)), steps=40)
-    assert alone.server_idle_frac > 0.4 and alone.staleness_max <= 2, "groups are held until it is back"
+    assert alone.server_idle_frac > 0.4 and alone.staleness_max <= 2, "groups wait until the server is back"
 
 
 def test_few_servers_stand_for_many() -> None:
@@ -120,7 +120,7 @@ def test_auto_staleness_is_as_fast_as_its_bound_and_less_stale() -> None:
     assert auto.samples_per_s > 0.97 * bound.samples_per_s
     assert auto.staleness_mean < 0.6 * bound.staleness_mean
     slow = simulate(setup(with_rates(learner_token_s=1e-3), learner={"max_staleness": "auto"}), steps=120)
-    assert slow.learner_idle_frac < 0.01 and slow.staleness_mean < 1.1, "it comes down for a learner that is slow"
+    assert slow.learner_idle_frac < 0.01 and slow.staleness_mean < 1.1, "staleness decreases for a slow learner"
 
 
 def test_every_slot_is_taken_once_and_in_order() -> None:

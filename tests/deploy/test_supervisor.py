@@ -1,4 +1,4 @@
-"""What becomes of the others when a process of a node ends, with processes that only note what is done to them."""
+"""The supervisor of a node when one of its processes ends, with fake processes that record their signals."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ ON_FAILURE = DeployConfig(restart="on-failure", max_restarts=2)
 
 
 class Supervised:
-    """A supervisor and its parts."""
+    """A supervisor and its fake parts."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ def test_a_killed_supervisor_leaves_nobody_behind(tmp_path: Path) -> None:
 
 
 class Rank:
-    """Ends at a signal, and only then."""
+    """A part that ends only at a signal."""
 
     returncode: int | None = None
     name = "learner"

@@ -1,4 +1,4 @@
-"""The units, by systemd's own checker, and their commands by ours."""
+"""The systemd units, checked by systemd, and their commands."""
 
 import shlex
 import subprocess
@@ -14,7 +14,7 @@ INSTALLED = "/opt/slipstream"
 
 
 def service(name: str) -> dict[str, str]:
-    """The last value of each key of its section."""
+    """Return the last value of each key of a section."""
     parser = RawConfigParser(strict=False)
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read_string((DEPLOY / f"systemd/slipstream-{name}.service").read_text())
@@ -40,8 +40,8 @@ def test_a_unit_starts_a_command_of_ours_and_lets_it_end_in_order() -> None:
     for unit in (server, learner):
         run = check(shlex.split(unit["ExecStart"]))
         assert isinstance(run, (ServerRun, LearnerRun)) and run.keys == "/etc/slipstream/keys"
-        # The signal is for the server, not for vLLM's processes; a second one would end the learner at once.
+        # The signal is for the server, not for vLLM's processes; a second signal would end the learner immediately.
         assert unit["KillMode"] == "mixed"
     assert float(server["TimeoutStopSec"].removesuffix("s")) > ServerConfig().drain_timeout_s
-    # A learner that is stopped has not failed, and one in error is not started again.
+    # A stopped learner has not failed, and a failed learner is not restarted.
     assert learner["SuccessExitStatus"] == "75" and learner["RestartPreventExitStatus"] == "2"

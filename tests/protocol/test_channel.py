@@ -1,4 +1,4 @@
-"""The channel over real sockets: delivery, malformed peers, peers that are gone."""
+"""The channel over real sockets: delivery, malformed peers, lost peers."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 
 @contextmanager
 def channels() -> Iterator[tuple[ServerChannel, LearnerChannel]]:
-    """Both ends, for use in an event loop."""
+    """Yield both ends, for use in an event loop."""
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(LearnerChannel(server.endpoint)) as learner:
         yield server, learner
 
@@ -71,7 +71,7 @@ async def test_a_full_queue_leaves_other_tasks_their_turn_again_and_again() -> N
     with channels() as (server, learner):
         for _ in range(50):
             await learner.send(Ack(group_ids=[]), TIMEOUT_S)
-        await asyncio.sleep(0.5)  # all of them are in the queue now
+        await asyncio.sleep(0.5)  # all messages are in the queue now
         num_received = 0
         had_its_turn_after = []
 
@@ -84,14 +84,14 @@ async def test_a_full_queue_leaves_other_tasks_their_turn_again_and_again() -> N
         for _ in range(50):
             await server.receive()
             num_received += 1
-            time.sleep(MAX_TURN_S / 4)  # what is done with a message
+            time.sleep(MAX_TURN_S / 4)  # the handling of a message
         turns = [0, *had_its_turn_after, 50]
         assert max(later - earlier for earlier, later in itertools.pairwise(turns)) < 10
         await task
 
 
 def test_a_peer_that_fills_the_queue_and_hangs_up_does_not_take_the_server_with_it() -> None:
-    """With pings of its own, libzmq 4.3.5 aborts the server's process; so the server runs in another one here."""
+    """If the server sent pings, libzmq 4.3.5 would abort its process; so the server runs in another process here."""
     script = f"""
 import asyncio, zmq
 from protocol.channel.sockets import HEARTBEAT_INTERVAL_MS, SERVER_RECEIVE_HIGH_WATER_MARK, ServerChannel

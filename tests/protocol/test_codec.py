@@ -1,4 +1,4 @@
-"""The codec gives back what it got, and refuses everything else."""
+"""The codec round-trips every message and rejects everything else."""
 
 import msgspec
 import numpy as np
@@ -98,7 +98,8 @@ TOKEN_IDS = [[1, "int32", 3], [-1, "int32", 3], ["0", "int32", 3], [0, "int32", 
 def test_each_frame_is_announced_once_and_in_the_order_in_which_it_came(announced: object) -> None:
     def frames_of(token_ids: object) -> list[bytes]:
         completion = {
-            "token_ids": token_ids, "behaviour_logprobs": [1, "float32", 3], "versions": [[1, 3]], "finish_reason": "stop"
+            "token_ids": token_ids, "behaviour_logprobs": [1, "float32", 3], "versions": [[1, 3]],
+            "finish_reason": "stop"
         }  # fmt: skip
         header = {"type": "Group", "group_id": "1.0", "entered_version": 1, "completions": [completion]}
         return [msgspec.msgpack.encode(header), bytes(12), bytes(12)]

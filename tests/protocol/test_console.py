@@ -1,4 +1,4 @@
-"""What the programs say: lines for people, JSON for machines, little with --quiet; colours for terminals alone."""
+"""Output of the programs: lines for people, JSON for machines, less with --quiet, colors only on terminals."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def run(code: str, folder: Path = ROOT, **options: Any) -> subprocess.CompletedP
 
 @pytest.mark.system  # a learner in a process of its own
 def test_every_line_of_a_run_is_json_for_machines(tmp_path: Path) -> None:
-    """Of a few steps, with the checkpoint and the report at its end."""
+    """Run a few steps, with a checkpoint and a report at the end."""
     with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as server:
         config = make_run(tmp_path, server.endpoint, evaluation={"every_steps": 2, "timeout_s": 0.5})
         (tmp_path / "run.toml").write_text(to_toml(config))

@@ -1,4 +1,4 @@
-"""The delta of a bucket: bit-exact whatever the bits are, small where little changed, harmless where it is malformed."""
+"""The delta of a bucket: bit-exact for all values, small for few changes, and safe when malformed."""
 
 import math
 import struct
@@ -27,7 +27,7 @@ def random_bucket(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def assert_arrives(new: torch.Tensor, base: torch.Tensor, element_bytes: int) -> np.ndarray:
-    """Send `new` against `base`, which stays as it is; return the message."""
+    """Encode `new` against `base`, which must not change. Return the message."""
     message = encode(new, base, element_bytes)
     arrived = base.clone()
     decode(torch.from_numpy(message).numpy(), arrived, element_bytes)
@@ -37,7 +37,7 @@ def assert_arrives(new: torch.Tensor, base: torch.Tensor, element_bytes: int) ->
 
 
 def one_chunk(kind: int, num_changed: int, gaps: bytes, values: bytes, num_gap_bytes: int | None = None) -> np.ndarray:
-    """A message of one chunk as the docstring of delta.py has it, its two streams deflated by zlib's defaults."""
+    """Return a message of one chunk, as the docstring of delta.py specifies, with two streams deflated by zlib."""
     deflated = zlib.compress(gaps), zlib.compress(values)
     num_gap_bytes = len(gaps) if num_gap_bytes is None else num_gap_bytes
     header = HEADER.pack(kind, num_changed, num_gap_bytes, len(deflated[0]), len(deflated[1]))
@@ -126,7 +126,7 @@ GUARD = b"\xa5" * 64
 
 
 def decode_between_guards(message: bytes | np.ndarray, base: torch.Tensor, element_bytes: int) -> torch.Tensor | None:
-    """Decode into a copy of `base` with guards before and after; None if the message was refused."""
+    """Decode into a copy of `base` between guards. None: the message was rejected."""
     guards = torch.frombuffer(bytearray(GUARD), dtype=torch.uint8)
     memory = torch.cat([guards, base, guards])
     arrived = memory[len(GUARD) : len(GUARD) + len(base)]
@@ -153,7 +153,7 @@ def test_an_altered_message_is_refused_or_decoded_within_the_base(
     new = base + (rng.random(len(base)) < density).astype(np.uint8)
     message = bytearray(encode(bucket(new), bucket(base), element_bytes))
     for position, byte, edit in edits:
-        # Half of the edits fall in the first header, which would hardly ever be hit otherwise.
+        # Half of the edits are in the first header, which random edits would rarely hit.
         position %= max(1, min(len(message), HEADER.size) if position % 2 else len(message))
         match edit:
             case "set":
@@ -199,7 +199,7 @@ def test_a_chunk_with_a_fault_changes_nothing(kind: int, num_changed: int, gaps:
     with pytest.raises(PushError):
         decode(np.frombuffer(message, np.uint8), arrived, 1)
     assert torch.equal(arrived, base)
-    decode(one_chunk(OVERWRITE, 1, b"\x7f", b"1"), arrived, 1)  # without a fault
+    decode(one_chunk(OVERWRITE, 1, b"\x7f", b"1"), arrived, 1)  # must not crash
     assert (arrived != base).nonzero().tolist() == [[127]]
 
 

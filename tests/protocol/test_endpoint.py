@@ -1,4 +1,4 @@
-"""Addresses of both kinds: what is taken apart, what is refused and why."""
+"""IPv4 and IPv6 addresses: parsing, and rejection with a reason."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Detection of GPUs and of the fastest dtype, and the cores of a side. That both commands take them is in test_system.py."""
+"""Detection of GPUs, the fastest dtype, and the cores of a side. That both commands use them is tested in
+test_system.py."""
 
 import logging
 import os
@@ -31,18 +32,18 @@ int nvmlShutdown(void) {{ return 0; }}
 int nvmlDeviceGetCount_v2(unsigned *found) {{ *found = count; return 0; }}
 const char *nvmlErrorString(int code) {{ return code == 18 ? "Driver/library version mismatch" : "?"; }}
 """
-"""A driver's library that says what it is told to."""
+"""A fake library of the driver with scripted results."""
 
 
 def forget() -> None:
-    """What is looked up once in a process."""
+    """Clear the caches of a process."""
     hardware._gpus_of_machine.cache_clear()
     hardware._has_torch_for_cpus.cache_clear()
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator:
-    """Make this machine one with the given files and NVML, with a torch for GPUs and without limits of oneDNN."""
+    """Simulate a machine with these files and NVML, a torch for GPUs and no limits of oneDNN."""
     monkeypatch.setattr(hardware, "DEVICES", tmp_path)
     monkeypatch.setattr(hardware, "NVML", str(tmp_path / "libnvidia-ml.so.1"))
     monkeypatch.setattr(hardware, "CPU_INFO", tmp_path / "cpuinfo")
@@ -141,7 +142,7 @@ def test_nvml_counts_as_many_gpus_as_torch() -> None:
         (AVX512, "", "bfloat16", "this CPU has AVX-512 BF16"),
         (PLAIN, "", "float32", "this CPU has neither AMX nor AVX-512 BF16"),
         (None, "", "float32", "this CPU has neither AMX nor AVX-512 BF16"),
-        # What oneDNN must not use makes nothing faster.
+        # Instructions that oneDNN must not use have no effect.
         (AMX, "AVX512_CORE_VNNI", "float32", "neither"),
         (AMX, "avx512_core_amx", "bfloat16", "AMX"),
         (AVX512, "AVX512_CORE_VNNI", "float32", "neither"),
@@ -178,7 +179,7 @@ def test_check_and_doctors_name_the_faster_dtype_and_why(machine) -> None:
 
 @pytest.fixture
 def five_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give this process five cores on a machine without a GPU."""
+    """Simulate five cores on a machine without a GPU."""
     if has_gpu():
         pytest.skip("cores are shared on machines without a GPU")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 5, 8, 9})
@@ -209,7 +210,7 @@ def test_what_the_other_section_names_is_left_to_it(taken: list[int], left: tupl
 def test_a_side_that_is_alone_on_its_machine_takes_what_there_is() -> None:
     for endpoints in (("tcp://10.0.0.5:5757",), ("tcp://[::]:5757",), ()):
         assert share_of_cores("learner", {}, endpoints) is None
-    # Of several servers, one on this machine is enough.
+    # One of several servers on this machine is enough.
     assert share_of_cores("learner", {}, ("tcp://10.0.0.5:5757", *LOOPBACK)) == (2, 3, 4)
 
 

@@ -1,4 +1,4 @@
-"""What is advised to install works for this installation, and what is started is the Slipstream that starts it."""
+"""Suggested install commands fit this installation, and started programs are of the same installation."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The interface that has an address, against psutil, which asks the kernel in another way."""
+"""The network interface of an address, compared with psutil, which queries the kernel differently."""
 
 import socket
 

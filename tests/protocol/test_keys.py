@@ -1,4 +1,4 @@
-"""Key files: made once and for their owner alone, refused when others may read them."""
+"""Key files: created once with owner-only access, and rejected if others can read them."""
 
 import stat
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Model files: the built-in tiny model, local directories, and fingerprints that depend on contents alone."""
+"""Model files: the built-in tiny model, local directories, and fingerprints that depend only on contents."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_the_tiny_model_has_no_dropout_and_its_tokenizer_gives_back_the_exact_te
 
 def test_the_tiny_model_is_made_once_and_the_same_everywhere_whoever_races_for_it(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
-    (tmp_path / ".tiny-digits-v1-abcd1234").mkdir()  # as a killed process leaves it
+    (tmp_path / ".tiny-digits-v1-abcd1234").mkdir()  # left by a killed process
     with ThreadPoolExecutor(2) as racers:
         made = {*racers.map(resolve_model, ["tiny:digits"] * 2)}
     assert made == {tmp_path / "tiny-digits-v1"}

@@ -1,4 +1,4 @@
-"""Several workers of a host decode changes onto one baseline: each bucket once, every version whole, a failure is of all."""
+"""Several workers of a host decode deltas onto one baseline: each bucket once, versions complete, failures shared."""
 
 import errno
 import fcntl
@@ -66,7 +66,7 @@ def test_every_version_reaches_all_and_is_decoded_once(
                 got = {name: tensor for one in arrived for name, tensor in one.bucket.views(one.buffer)}
                 assert all(torch.equal(got[name], tensor) for name, tensor in tensors)
             assert len(decoded) == version * len(BUCKETS) and len(BUCKETS) > 1
-            assert len(files()) == (1 if version == 0 else 0), "its name goes once all workers have it"
+            assert len(files()) == (1 if version == 0 else 0), "the file is unlinked once all workers have opened it"
 
 
 def die_in_the_middle(session: str) -> None:
@@ -82,7 +82,7 @@ def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared
     one, other = shared
     with pytest.raises(PushError, match="must start a new session"), one.changing(BUCKETS[0]):
         pytest.fail("it was taken for whole")
-    with one.changing(BUCKETS[1]) as is_ours:  # the dead one's lock is nobody's
+    with one.changing(BUCKETS[1]) as is_ours:  # the dead worker's lock is released
         assert is_ours
     with pytest.raises(ValueError, match="checksum"), one.changing(BUCKETS[1]):
         raise ValueError("checksum")
@@ -115,15 +115,15 @@ def test_without_room_each_worker_has_its_own(
 
 
 def test_what_killed_servers_left_goes_and_a_living_ones_stays(shared: list[SharedBaseline]) -> None:
-    """Whatever process ids mean here: a server in a container is process 1, as may be another beside it."""
-    not_here = 1 << 22  # more than the kernel gives out
+    """Process ids are not unique: servers in two containers may both be process 1."""
+    not_here = 1 << 22  # more than the kernel assigns
     living = SharedBaseline(not_here, "of a container", MANIFEST)
     SharedBaseline(os.getpid(), "another session", MANIFEST).close()
     (file,) = DIRECTORY.glob(f"{PREFIX}-{not_here}-*")
     assert len(files()) == 1
     descriptor = living._file
     del living
-    os.close(descriptor)  # as the kernel does when it is killed
+    os.close(descriptor)  # as the kernel does at a kill
     SharedBaseline(os.getpid(), "another session", MANIFEST).close()
     assert not file.exists()
 

@@ -1,4 +1,4 @@
-"""Signals as users send them, to a process group of a test's own: who acts on them, and who goes on."""
+"""Signals to a process group, as users send them: which processes react and which continue."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ if __name__ == "__main__":
 
 @contextmanager
 def group_of(script: str, *arguments: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a script as the leader of a process group."""
+    """Start a script as the leader of a process group."""
     path = directory / "group.py"
     path.write_text(script)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

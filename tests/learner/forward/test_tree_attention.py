@@ -1,4 +1,4 @@
-"""Attention over the parts of a pack against one dense mask, in float64, forward and backward."""
+"""Attention over the parts of a pack, compared with one dense mask, in float64, forward and backward."""
 
 import math
 
@@ -16,7 +16,7 @@ HEADS, KEY_HEADS, DIM = 4, 2, 8
 
 
 def a_pack() -> Pack:
-    """Prompts of one length and of others, completions of none to hundreds of tokens, many of nearly one length."""
+    """Return prompts of equal and different lengths, with completions of zero to hundreds of tokens."""
     rng = np.random.default_rng(0)
     shapes = [(5, (1, 7, 3)), (1, (4, 4)), (13, (30, 2, 12, 12, 300)), (350, (1, 9, 18, 19)), (13, (6,)), (8, (1, 1))]
     shapes += [(40, tuple(rng.integers(1, 40, 12).tolist()))] * 3
@@ -24,7 +24,7 @@ def a_pack() -> Pack:
 
 
 def a_trie() -> Pack:
-    """Branches that branch again, as turns of an episode do."""
+    """Return nested branches, like turns of an episode."""
     root, left, right = Segment(0, 6, 0, 29), Segment(6, 3, 6, 20), Segment(20, 9, 6, 29)
     twigs = (Segment(9, 5, 9, 14), Segment(14, 6, 9, 20))
     segments = (root, left, *twigs, right)
@@ -38,7 +38,7 @@ def a_trie() -> Pack:
 
 
 def visible(batch: Pack, window: int | None) -> torch.Tensor:
-    """is_visible_NN: of its own path, what stands before it, as far as the window reaches."""
+    """Return is_visible_NN: each token sees its own path before it, within the window."""
     is_visible_NN = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.bool)
     for path in batch.paths_B:
         rows = torch.cat([torch.from_numpy(segment.rows) for segment in path])
@@ -101,20 +101,20 @@ def test_what_is_gathered_at_once_is_bounded_and_a_long_sequence_is_not_gathered
 
 
 def computed_pairs(batch: Pack, *, predicting_only: bool = False) -> int:
-    """Of the kernel, which leaves out nothing of what a short square hides."""
+    """Return the kernel's computed pairs, which include the masked part of a short square."""
     parts = plan_of(batch, None, predicting_only=predicting_only).parts
     return sum(part.queries_nQ.size * part.keys_nK.shape[1] for part in parts)
 
 
 def test_little_is_computed_that_no_token_sees() -> None:
     square = pack([(np.zeros(1, int), [np.zeros(512, int)])], torch.device("cpu"))
-    assert 0.5 < computed_pairs(square) / square.num_tokens**2 < 0.64, "a kernel would compute all of it"
-    # For the rows that predict, a long prompt is seen by its last row and its completions only.
+    assert 0.5 < computed_pairs(square) / square.num_tokens**2 < 0.64, "the kernel must skip masked blocks"
+    # Only its last row and its completions predict and see a long prompt.
     batch = pack([(np.zeros(256, int), [np.zeros(9, int)] * 8)], torch.device("cpu"))
     assert computed_pairs(batch, predicting_only=True) == 256 + 8 * 8 * 256 + 8 * 8 * 8
 
 
-# The way of a pack on GPUs: who has which keys, here; the kernel, on a GPU, against the parts on the CPU.
+# The path of a pack on GPUs: the key ranges here; the kernel, on a GPU, compared with the parts on the CPU.
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 

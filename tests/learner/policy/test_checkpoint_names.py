@@ -1,4 +1,4 @@
-"""What is pushed and exported has the names, shapes and values that `save_pretrained` writes, a group at a time."""
+"""Pushed and exported tensors have the names, shapes and values of `save_pretrained`, one group at a time."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def test_an_adapter_is_merged_before_names_are_given(accelerator: Accelerator, t
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_5"])
 def test_no_more_is_asked_for_than_what_is_converted_together(tmp_path: Path, family: str) -> None:
-    """So memory stays bounded by the largest group, which is one tensor: all experts of a layer in one projection."""
+    """Memory is bounded by the largest group, which is one tensor: one projection of all experts of a layer."""
     policy = a_policy(family, tmp_path / "model")
     tensors = held(policy)
     names, num_asked = CheckpointNames(policy, tensors), 0
@@ -74,12 +74,12 @@ def test_no_more_is_asked_for_than_what_is_converted_together(tmp_path: Path, fa
             yield item
 
     asked_before_each = [num_asked for _ in names.convert(asked())]
-    # Something comes after every single tensor that was asked for.
+    # Every requested tensor is yielded before the next is computed.
     assert set(asked_before_each) == set(range(1, len(tensors) + 1))
 
 
 def test_tensors_that_need_each_other_are_converted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A made-up conversion: both norms of a layer become one tensor."""
+    """Return an artificial conversion that joins both norms of a layer."""
     policy = a_policy("llama", tmp_path / "model")
     ends = ("input_layernorm.weight", "post_attention_layernorm.weight")
 

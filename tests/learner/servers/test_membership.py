@@ -1,4 +1,4 @@
-"""The list of servers in a file or behind a name, of which what cannot be read changes nothing; and which is asked next."""
+"""The server list in a file or a DNS name, which stays unchanged when unreadable; and the choice of the next server."""
 
 from pathlib import Path
 

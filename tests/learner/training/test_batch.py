@@ -1,4 +1,4 @@
-"""Rows to tensors: nothing is moved, dropped or trained twice."""
+"""Conversion of rows to tensors: no token is moved, dropped or trained twice."""
 
 import msgspec
 import numpy as np
@@ -73,7 +73,7 @@ def test_gspo_weighs_completions_alike_and_the_others_tokens_unless_set_otherwis
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "dr_grpo"])
 def test_truncated_completions_that_are_left_out_do_not_make_the_others_weigh_less(normalization: str) -> None:
-    """The weights of all tokens that are trained on add up to 1, whatever is masked; dr_grpo's are a constant."""
+    """The weights of all trained tokens sum to 1, independent of masks; those of dr_grpo are constant."""
     completions = [make_completion([5, 6, 7]), make_completion([5]), make_completion([5, 6])]
     truncated = msgspec.structs.replace(completions[0], finish_reason="length")
     group = msgspec.structs.replace(make_group(), completions=[truncated, *completions[1:]], rewards_G=[0.0, 1.0, 2.0])

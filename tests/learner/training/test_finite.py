@@ -1,4 +1,4 @@
-"""A gradient that is no number costs one update, never the weights; weights that are none never leave the learner."""
+"""A NaN gradient skips one update and never reaches the weights; NaN weights never leave the learner."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ def weights_of(trainer: PolicyTrainer) -> list[torch.Tensor]:
 
 
 def poison(trainer: PolicyTrainer) -> Any:
-    """From now on what its layers compute are no numbers; the handle's `remove` ends it."""
+    """Make the layers return NaN until the handle's `remove`."""
     norm: Any = trainer.policy.transformer.ln_f
     return norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
 
@@ -50,7 +50,7 @@ def test_an_update_with_a_gradient_that_is_no_number_is_skipped_counted_and_said
     assert "skipping the update of step 6: the gradient norm is nan" in caplog.text
     coef = trainer.kl_coef
     trainer.after_step(VERSION + 1, metrics)
-    assert trainer.kl_coef == coef, "what was not measured moves nothing"
+    assert trainer.kl_coef == coef, "a missing measurement must not change the coefficient"
     poisoned.remove()
     metrics = train_on(trainer, groups, VERSION + 1, StepTimer())
     assert metrics["optim/skipped_updates"] == 0 and metrics["optim/grad_norm"] > 0
@@ -61,7 +61,7 @@ def test_only_so_many_in_a_row_are_skipped(accelerator: Accelerator) -> None:
     run = make_run(optimizer={"learning_rate": 0.1, "max_skipped_updates": 3}, updates_per_batch=2)
     trainer = make_moved_trainer(run, accelerator)
     groups, before = make_groups(trainer.policy), weights_of(trainer)
-    for _ in range(2):  # one that is sound lies between
+    for _ in range(2):  # with a valid update in between
         poisoned = poison(trainer)
         assert train_on(trainer, groups, VERSION, StepTimer())["optim/skipped_updates"] == 2
         poisoned.remove()
@@ -77,7 +77,7 @@ def test_only_so_many_in_a_row_are_skipped(accelerator: Accelerator) -> None:
 
 
 class Overflowing(torch.optim.SGD):
-    """Takes one step far too large."""
+    """Take one step that is far too large."""
 
     def step(self, closure: Any = None) -> None:
         with torch.no_grad():

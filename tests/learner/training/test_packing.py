@@ -1,4 +1,5 @@
-"""Rows to ranks and micro-batches: every row once, within the budget, evened out, the prompt as seldom as possible."""
+"""Distribution of rows to ranks and micro-batches: every row once, within the budget, balanced, with few repeated
+prompts."""
 
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def test_branches_of_a_group_count_only_what_their_prompts_have_alone() -> None:
 
 
 def test_ranks_are_evened_out_by_arithmetic_not_by_tokens_or_rows() -> None:
-    """One sequence of 64 tokens has the pairs of sixteen of 16."""
+    """One sequence of 64 tokens has as many pairs as sixteen sequences of 16 tokens."""
     rows = rows_of([(1, [63]), *[(1, [15])] * 16])
     how = layout(1000, pair_cost=1.0)
     loads = sorted(sum(map(how.cost, pieces)) for pieces in share_out(rows, 2, how))

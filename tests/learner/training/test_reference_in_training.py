@@ -1,4 +1,4 @@
-"""The reference of a trainer: what it logs, what a resume wants of it, and what a refresh does to the optimizer."""
+"""The reference of a trainer: logs, resumes, and the effect of a refresh on the optimizer."""
 
 from pathlib import Path
 
