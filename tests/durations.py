@@ -81,9 +81,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
-    begun = time.monotonic()
+    started = time.monotonic()
     result = yield
-    if (duration_s := time.monotonic() - begun) > MIN_FIXTURE_S:
+    if (duration_s := time.monotonic() - started) > MIN_FIXTURE_S:
         name = f"{fixturedef.baseid}::{fixturedef.argname}"
         request._pyfuncitem.user_properties.append(("fixture", (name, duration_s)))
     return result

@@ -48,9 +48,9 @@ def status_of(server: RealServer, key: str) -> Any:
 
 def complete(server: RealServer) -> tuple[int, str]:
     """Request a greedy completion as an OpenAI client. Return HTTP status and text."""
-    asked = {"model": str(server.model), "prompt": "3456", "max_tokens": 8, "temperature": 0}
+    body = {"model": str(server.model), "prompt": "3456", "max_tokens": 8, "temperature": 0}
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.url}/v1/completions", msgspec.json.encode(asked), headers)
+    request = urllib.request.Request(f"{server.url}/v1/completions", msgspec.json.encode(body), headers)
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status, msgspec.json.decode(answer.read())["choices"][0]["text"]

@@ -73,9 +73,9 @@ class Run:
     def play(self) -> None:
         """Run all threads. Raises the error of any thread."""
         with ThreadPoolExecutor(4) as threads:
-            begun = [threads.submit(work) for work in (self._admit, self._receive, self._score)]
-            begun += self._consume(threads)
-            for work in begun:
+            jobs = [threads.submit(work) for work in (self._admit, self._receive, self._score)]
+            jobs += self._consume(threads)
+            for work in jobs:
                 work.result(PATIENCE_S)
         self.ledger.close()
 

@@ -63,10 +63,10 @@ def run(directory: Path, num_steps: int, *, lost: int | None) -> dict[str, Any]:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     finally:
         server.kill()
-    said = done.stdout + done.stderr
-    alarm = re.search(r"the weights of version (\d+) did not arrive .*", said)
+    output = done.stdout + done.stderr
+    alarm = re.search(r"the weights of version (\d+) did not arrive .*", output)
     if done.returncode and alarm is None:
-        raise SlipstreamError(f"the learner ended with exit code {done.returncode}:\n{said[-3000:]}")
+        raise SlipstreamError(f"the learner ended with exit code {done.returncode}:\n{output[-3000:]}")
     lines = read_metrics(directory / "run")
     checked = [line for line in lines if "parity/unchanged_frac" in line]
     return {

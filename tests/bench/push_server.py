@@ -67,10 +67,10 @@ class ServedModel:
 
     def _wait_until_ready(self) -> None:
         give_up_at = time.monotonic() + START_TIMEOUT_S
-        while "ready after" not in (said := self._log.read_text()):
+        while "ready after" not in (output := self._log.read_text()):
             if self._process.poll() is not None or time.monotonic() > give_up_at:
                 self.close()
-                raise SlipstreamError(f"the server of {self.model} did not start:\n{said[-3000:]}")
+                raise SlipstreamError(f"the server of {self.model} did not start:\n{output[-3000:]}")
             time.sleep(0.2)
 
 

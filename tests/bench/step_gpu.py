@@ -180,12 +180,12 @@ def matrix_rate() -> float:
     product = torch.empty_like(left)
     seconds = []
     for _ in range(PRODUCTS):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
+        start, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         torch.mm(left, right, out=product)
         ended.record()
         ended.synchronize()
-        seconds.append(begun.elapsed_time(ended) / 1e3)
+        seconds.append(start.elapsed_time(ended) / 1e3)
     return 2 * MATRIX**3 / statistics.median(seconds)
 
 

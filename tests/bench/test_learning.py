@@ -112,17 +112,17 @@ def test_greedy_completions_are_the_most_likely_tokens_and_exact_match_counts_co
     path = resolve_model("tiny:digits")
     policy, tokenizer = load_policy(path, gradient_checkpointing=False), load_tokenizer(path)
     prompts = held_out_prompts(run)[:8]
-    said = [[0] if not i else c.token_ids.tolist() for i,
+    sampled_ids = [[0] if not i else c.token_ids.tolist() for i,
         c in enumerate(sample(policy, prompts, 1, 5, version=0, generator=None))]  # fmt: skip
-    for prompt, ids in list(zip(prompts, said, strict=True))[1:]:
+    for prompt, ids in list(zip(prompts, sampled_ids, strict=True))[1:]:
         for t, token in enumerate(ids):
             logits = policy(torch.tensor([prompt.token_ids + ids[:t]])).logits[0, -1]
             assert token == int(logits.argmax())
-    told = [
+    labelled = [
         msgspec.structs.replace(prompt, columns={"answer": tokenizer.decode(ids, skip_special_tokens=True)})
-        for prompt, ids in zip(prompts, said, strict=True)
+        for prompt, ids in zip(prompts, sampled_ids, strict=True)
     ]
-    assert exact_match(policy, told, tokenizer, 5) == pytest.approx(7 / 8)
+    assert exact_match(policy, labelled, tokenizer, 5) == pytest.approx(7 / 8)
 
 
 def test_held_out_prompts_are_new_to_the_run() -> None:

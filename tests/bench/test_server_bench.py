@@ -86,8 +86,8 @@ def test_no_prompt_and_no_seed_is_used_twice() -> None:
 class _Side:
     """A side that records its requests."""
 
-    def __init__(self, name: str, asked: list[tuple[str, int | None]]) -> None:
-        self._name, self._asked = name, asked
+    def __init__(self, name: str, requests: list[tuple[str, int | None]]) -> None:
+        self._name, self._asked = name, requests
 
     def generate(self, order: Order) -> Generated:
         sampling: Sampling = order.samplings[0]
@@ -96,27 +96,27 @@ class _Side:
 
 
 @contextmanager
-def _sides(asked: list[tuple[str, int | None]]) -> Iterator[tuple[_Side, _Side]]:
-    asked.append(("started", None))
-    yield _Side("server", asked), _Side("bare", asked)
+def _sides(requests: list[tuple[str, int | None]]) -> Iterator[tuple[_Side, _Side]]:
+    requests.append(("started", None))
+    yield _Side("server", requests), _Side("bare", requests)
 
 
 def test_each_repetition_has_new_processes_whose_first_turn_does_not_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[tuple[str, int | None]] = []
+    requests: list[tuple[str, int | None]] = []
     firsts: list[bool] = []
 
     def both_sides(model: str, directory: Path, *, server_first: bool) -> AbstractContextManager[tuple[_Side, _Side]]:
         firsts.append(server_first)
-        return _sides(asked)
+        return _sides(requests)
 
     monkeypatch.setattr(server_generation, "both_sides", both_sides)
     monkeypatch.setattr(server_generation, "save", lambda config, directory: str(directory))
     result = server_generation.measure(CASE, tmp_path, 2)
     first, second = (repetition * CASE.num_groups * server_generation.NUM_COMPLETIONS for repetition in (1, 2))
     assert firsts == [True, False]
-    assert asked == [
+    assert requests == [
         ("started", None), ("server", 0), ("bare", 0), ("server", first), ("bare", first), ("server", None),
         ("bare", None),
         ("started", None), ("bare", 0), ("server", 0), ("bare", second), ("server", second), ("bare", None),

@@ -119,8 +119,8 @@ def test_a_task_of_reasoning_gym_is_answered_and_scored(interpreter: Callable[..
     assert [row["entry"]["metadata"]["source_dataset"] for row in rows] == ["chain_sum"] * 3 + ["spell_backward"] * 3
     for row in rows[2:4]:
         entry = row["entry"]
-        for said, is_right in ((entry["answer"], True), ("nothing", False)):
-            answer = script_of(f"Well. <answer>{said}</answer>")
+        for reply, is_right in ((entry["answer"], True), ("nothing", False)):
+            answer = script_of(f"Well. <answer>{reply}</answer>")
             group = play_with_agent({"entry": entry}, row["prompt"], answer, agent=f"{script}:run", python=python)
             for episode in group.episodes:
                 assert episode.reward is not None and (episode.reward == 1.0) == is_right
@@ -147,8 +147,8 @@ def test_a_taskset_of_verifiers_is_played_by_its_own_loop(interpreter: Callable[
     rows = rows_of(python, str(script), "sayings")
     assert [row["number"] for row in rows] == list(range(5))
     columns = {name: rows[3][name] for name in ("taskset", "number")}
-    for said, reward in (("3", 1.0), ("4", 0.0)):
-        group = play_with_agent(columns, rows[3]["prompt"], script_of(said), agent=f"{script}:run", python=python)
+    for reply, reward in (("3", 1.0), ("4", 0.0)):
+        group = play_with_agent(columns, rows[3]["prompt"], script_of(reply), agent=f"{script}:run", python=python)
         assert [episode.reward for episode in group.episodes] == [reward, reward]
         assert all(episode.course.num_turns == 1 for episode in group.episodes)
 
@@ -162,8 +162,10 @@ def test_environments_of_openenv_are_played_by_tools_or_by_actions(
         group = play_with_agent({"url": url, "reset": {"seed": 5}}, script=script, agent=agent, python=python)
     for episode in group.episodes:
         assert (episode.reward, episode.course.state, episode.course.num_turns) == (1.0, "finished", 3)
-        told = [message["content"] for message in episode.messages if message["role"] == "tool"]
-        assert "error" in told[0] and '"wrong"' in told[1], "a rejection is reported; no request follows the last step"
+        results = [message["content"] for message in episode.messages if message["role"] == "tool"]
+        assert "error" in results[0] and '"wrong"' in results[1], (
+            "a rejection is reported; no request follows the last step"
+        )
     with openenv_server(python, tmp_path, "shop") as url:
         script = script_of(call("price", item="pear"), "7")
         group = play_with_agent({"url": url}, script=script, agent=agent, python=python)

@@ -31,5 +31,5 @@ def test_half_a_point_is_for_the_call_and_half_for_the_answer_after_it(turns: tu
     for episode in group.episodes:
         assert (episode.course.state, episode.reward, episode.course.num_turns) == ("finished", reward, len(turns))
     if len(turns) == 2:
-        heard = group.episodes[0].messages[1]
-        assert heard["role"] == "user" and heard["content"].isdecimal()
+        result = group.episodes[0].messages[1]
+        assert result["role"] == "user" and result["content"].isdecimal()

@@ -124,8 +124,8 @@ def test_a_warning_about_the_config_is_json_too() -> None:
         ["plan", RECIPE, "--gpus", "2", *rates],
     ]  # fmt: skip
     for done in slipstream(*([*command, "--json-logs"] for command in commands), first=WARN_AND_FAIL):
-        told = [json.loads(line) for line in done.stderr.splitlines()]
-        assert [(one["level"], one["message"]) for one in told] == [("WARNING", "old key"), ("ERROR", "new key")]
+        logged = [json.loads(line) for line in done.stderr.splitlines()]
+        assert [(one["level"], one["message"]) for one in logged] == [("WARNING", "old key"), ("ERROR", "new key")]
 
 
 def test_each_side_has_its_doctor() -> None:

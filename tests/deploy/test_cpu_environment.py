@@ -101,9 +101,9 @@ def test_an_installer_that_hangs_is_stopped_with_what_to_raise(
         write_program(venv / "bin" / name, HANGS)
     with pytest.raises(SystemExit):
         install_packages(venv, "toy", ["toy==1"])
-    said = capsys.readouterr()
-    assert "uv could not install toy, using pip instead: stopped after 1 s" in said.out
-    assert "stopped after 1 s. Set SLIPSTREAM_INSTALL_TIMEOUT_S" in said.err
+    output = capsys.readouterr()
+    assert "uv could not install toy, using pip instead: stopped after 1 s" in output.out
+    assert "stopped after 1 s. Set SLIPSTREAM_INSTALL_TIMEOUT_S" in output.err
     with pytest.raises(SystemExit):  # at its first call of pip
         install_torch(venv)
     assert "Set SLIPSTREAM_INSTALL_TIMEOUT_S" in capsys.readouterr().err

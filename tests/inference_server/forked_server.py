@@ -98,8 +98,8 @@ def _serve(listener: socket.socket) -> None:
     while sys.stdin not in (ready := select.select([sys.stdin, listener], [], [], 0.05)[0]):
         if ready:
             client, _ = listener.accept()
-            with client.makefile("rb") as asked:
-                start = msgspec.json.decode(asked.readline(), type=Start)
+            with client.makefile("rb") as request:
+                start = msgspec.json.decode(request.readline(), type=Start)
             _preload()
             if (pid := os.fork()) == 0:
                 for open_socket in (listener, client, *clients.values()):

@@ -59,7 +59,7 @@ async def get(app: TellVersions, path: str) -> httpx.Response:
         return await client.get(path)
 
 
-def told(answer: httpx.Response) -> tuple[str | None, str | None, str | None]:
+def versions_in(answer: httpx.Response) -> tuple[str | None, str | None, str | None]:
     return answer.headers.get(RUN), answer.headers.get(START), answer.headers.get(END)
 
 
@@ -70,15 +70,15 @@ async def test_answers_name_the_run_and_the_version_of_their_weights(at: Stage) 
     await at.learner.leave()
     second = at.another(run="run-b")
     await second.join()
-    assert told(await get(app, "/whole")) == ("run-a", "7", "7")
+    assert versions_in(await get(app, "/whole")) == ("run-a", "7", "7")
     streamed = await get(app, "/streamed")
-    assert told(streamed) == ("run-a", "7", None)
+    assert versions_in(streamed) == ("run-a", "7", None)
     assert streamed.text.splitlines()[-6:] == [f": {RUN}: run-a", "", f": {START}: 7", "", f": {END}: 7", ""]
-    assert told(await get(app, "/none")) == (None, None, None)
+    assert versions_in(await get(app, "/none")) == (None, None, None)
     assert 'slipstream_policy_version{run="run-a"} 7.0' in metrics_of(at.running)
     assert 'slipstream_tenancy{run="run-b",state="held"} 1.0' in metrics_of(at.running)
     await at.push(0, "e2", second)
-    assert told(await get(app, "/whole")) == ("run-b", "0", "0")
+    assert versions_in(await get(app, "/whole")) == ("run-b", "0", "0")
     assert 'slipstream_policy_version{run="run-b"} 0.0' in metrics_of(at.running)
 
 
@@ -94,9 +94,9 @@ def test_an_answer_during_a_push_of_another_run_names_both_runs(path: str) -> No
     app = app_of(lambda: now, meanwhile=lambda: now.update(weights_run="other", policy_version=0))
     answer = asyncio.run(get(app, path))
     if path == "/whole":
-        assert told(answer) == ("one, other", "0", "7")
+        assert versions_in(answer) == ("one, other", "0", "7")
     else:
-        assert told(answer) == ("one", "7", None) and f": {RUN}: one, other\n" in answer.text
+        assert versions_in(answer) == ("one", "7", None) and f": {RUN}: one, other\n" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,4 @@ def test_an_answer_during_a_push_of_another_run_names_both_runs(path: str) -> No
 )
 def test_any_run_name_can_be_a_header(run: str | None, expected: str | None) -> None:
     app = app_of(lambda: {"weights_run": run, "policy_version": 3})
-    assert told(asyncio.run(get(app, "/whole"))) == (expected, "3", "3")
+    assert versions_in(asyncio.run(get(app, "/whole"))) == (expected, "3", "3")

@@ -105,9 +105,9 @@ def test_an_attention_backend_is_selected_by_name() -> None:
 
 
 def test_an_unknown_name_is_reported_with_the_nearest_one() -> None:
-    said = refusal(max_num_batched_token=300)
-    assert said.startswith("server.vllm.max_num_batched_token = 300 is not an argument of vLLM; ")
-    assert said.endswith("did you mean server.vllm.max_num_batched_tokens?")
+    error = refusal(max_num_batched_token=300)
+    assert error.startswith("server.vllm.max_num_batched_token = 300 is not an argument of vLLM; ")
+    assert error.endswith("did you mean server.vllm.max_num_batched_tokens?")
     assert "vllm serve --help" in refusal(zzz=1)
     assert "is not an argument of vLLM" in refusal(_api_process_count=2)
 
@@ -133,12 +133,14 @@ def test_arguments_that_break_guarantees_or_that_the_server_sets_are_rejected_wi
     refused = {name for one in REFUSED for name in one.names}
     assert not set(own) & refused and {*own, *refused} <= set(FIELDS)
     for name in refused:
-        said = refusal(**{name: "x"})
-        assert said.startswith(f"server.vllm.{name} = 'x' is refused: ") and said.partition("; ")[2]
+        error = refusal(**{name: "x"})
+        assert error.startswith(f"server.vllm.{name} = 'x' is refused: ") and error.partition("; ")[2]
     assert refused >= set(BREAK_PROMISES)
     for name in own:
-        said = refusal(**{name: "x"})
-        assert said.startswith(f"server.vllm.{name} = 'x' is set by the server itself; ") and KEYS.get(name, "") in said
+        error = refusal(**{name: "x"})
+        assert (
+            error.startswith(f"server.vllm.{name} = 'x' is set by the server itself; ") and KEYS.get(name, "") in error
+        )
 
 
 def test_doctor_and_planner_accept_a_file_with_arguments_of_vllm(tmp_path: Path) -> None:
@@ -154,8 +156,10 @@ def test_doctor_and_planner_accept_a_file_with_arguments_of_vllm(tmp_path: Path)
         return str(finding)
 
     assert "accepts max_num_batched_tokens" in found()
-    said = found("--server.vllm.max-num-seqs", "3")
-    assert "server.vllm.max_num_seqs = 3 is set by the server itself" in said and "et server.max_concurrent_seq" in said
+    error = found("--server.vllm.max-num-seqs", "3")
+    assert (
+        "server.vllm.max_num_seqs = 3 is set by the server itself" in error and "et server.max_concurrent_seq" in error
+    )
     assert server_section([str(config)]).vllm == {"max_num_batched_tokens": 300}
     assert learner_section([str(config)]).steps == 1
 

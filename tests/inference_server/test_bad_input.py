@@ -107,11 +107,11 @@ def test_every_value_of_a_key_is_valid_or_rejected_with_the_key(
         try:
             run = attempt(home, key, toml)
         except ConfigError as error:
-            said = str(error)
-            if key.rpartition(".")[2] not in said:
-                problems.append(f"{name}: the error does not name the key: {said}")
-            if not shows(toml, said, home):
-                problems.append(f"{name}: the error does not show the value: {said}")
+            message = str(error)
+            if key.rpartition(".")[2] not in message:
+                problems.append(f"{name}: the error does not name the key: {message}")
+            if not shows(toml, message, home):
+                problems.append(f"{name}: the error does not show the value: {message}")
         except Exception as error:
             problems.append(f"{name}: {type(error).__name__}: {error}")
         else:
@@ -126,12 +126,12 @@ def not_downloaded(name: str) -> Path:
     )
 
 
-def shows(toml: str, said: str, home: Path) -> bool:
+def shows(toml: str, message: str, home: Path) -> bool:
     """Return whether an error shows the value, as TOML or Python, possibly shortened."""
     value = msgspec.toml.decode(f"value = {toml.replace('HOME', str(home))}")["value"]
     inner = value[0] if isinstance(value, list) and value and isinstance(value[0], str) else value
     forms = {repr(value), repr(inner), str(value), str(inner), json.dumps(value), f"'{value}'", type(value).__name__}
-    return any(form in said for form in forms)
+    return any(form in message for form in forms)
 
 
 def is_valid(run: ServerRun) -> bool:

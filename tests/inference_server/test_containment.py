@@ -208,7 +208,7 @@ async def story(at: Stage, ask: Ask, call: tuple[Any, ...], *, afterwards: bool)
 
 @pytest.mark.parametrize("afterwards", [False, True], ids=["instead of the call", "afterwards"])
 @pytest.mark.parametrize(
-    ("asked", "call"),
+    ("message_name", "call"),
     [
         ("Hello", ("send", Welcome)), ("Generate", ("sample",)), ("Generate", ("send", Group)), ("Score", ("score",)),
         ("Score", ("send", Scores)), ("PushBegin", ("pause",)), ("PushBegin", ("send", PushReady)),
@@ -219,9 +219,9 @@ async def story(at: Stage, ask: Ask, call: tuple[Any, ...], *, afterwards: bool)
 )  # fmt: skip
 @with_server(make_engine=HoldingEngine)
 async def test_an_exception_at_any_call_fails_only_its_own_request(
-    at: Stage, asked: str, call: tuple[Any, ...], afterwards: bool
+    at: Stage, message_name: str, call: tuple[Any, ...], afterwards: bool
 ) -> None:
-    await story(at, ASKED[asked], call, afterwards=afterwards)
+    await story(at, ASKED[message_name], call, afterwards=afterwards)
 
 
 @pytest.mark.parametrize("afterwards", [False, True], ids=["instead of the call", "afterwards"])

@@ -136,8 +136,8 @@ async def test_a_death_is_noticed_at_every_call(at: Stage, monkeypatch: pytest.M
     await new_server_id(at.learner, first_id)
     await until(lambda: at.status()["engine_restarts"] == 1)
     assert not any(isinstance(message, (Scores, GroupFailed)) for message in at.learner.unread)
-    told = [message for message in at.learner.unread if isinstance(message, PushFailed)]
-    assert [DEAD.args[0] in failed.message for failed in told] == ([True] if dies_in == "pause" else [])
+    failures = [message for message in at.learner.unread if isinstance(message, PushFailed)]
+    assert [DEAD.args[0] in failed.message for failed in failures] == ([True] if dies_in == "pause" else [])
 
 
 @pytest.mark.parametrize("call", ["pause", "load_push", "set_version", "resume", "leave_session"])

@@ -51,9 +51,9 @@ def test_ipv4_and_ipv6_addresses_are_bound_and_answer(host: str, asked_at: list[
         for caller in asked_at:
             with (
                 socket.create_connection((caller, config.http_port), timeout=5) as asking,
-                listener.accept()[0] as asked,
+                listener.accept()[0] as connection,
             ):
-                asked.sendall(b"here")
+                connection.sendall(b"here")
                 assert asking.recv(4) == b"here"
     assert address_of(config) == f"{address}:{config.http_port}"
 

@@ -183,7 +183,7 @@ def make_link(endpoint: str, keys: LearnerKeys | None, **options: Any) -> Server
 
 
 @pytest.mark.parametrize(
-    ("server_has", "learner_has", "said"),
+    ("server_has", "learner_has", "message"),
     [
         ("keys", "another key", "does not know this learner's key; copy its public key"),
         ("keys", "none", "requires keys; set the same `keys` on both sides"),
@@ -191,7 +191,7 @@ def make_link(endpoint: str, keys: LearnerKeys | None, **options: Any) -> Server
     ],
 )
 def test_wrong_keys_end_the_link_immediately_with_a_remedy(
-    keys: Path, server_has: str, learner_has: str, said: str
+    keys: Path, server_has: str, learner_has: str, message: str
 ) -> None:
     of_learner = {
         "keys": learner_keys(str(keys)), "another key": learner_keys(with_wrong(keys, "server.pub")), "none": None,
@@ -208,7 +208,7 @@ def test_wrong_keys_end_the_link_immediately_with_a_remedy(
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run())
-    assert caught.group_contains(HandshakeRefused, match=said)
+    assert caught.group_contains(HandshakeRefused, match=message)
 
 
 def test_a_server_with_another_key_is_reported_as_the_likely_cause(

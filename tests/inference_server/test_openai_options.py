@@ -71,25 +71,27 @@ def refusal(model: Path | None, **keys: Any) -> str:
 @pytest.mark.parametrize(("key", "known"), [("tool_call_parser", "hermes, "), ("reasoning_parser", "deepseek_r1, ")])
 def test_an_unknown_parser_is_rejected_with_the_known_parsers(key: str, known: str) -> None:
     for name in ("hermess", "", "Hermes"):
-        said = refusal(None, **{key: name})
-        assert said.startswith(f"server.{key} = {name!r} is not a parser of vLLM. Set it to one of ") and known in said
+        error = refusal(None, **{key: name})
+        assert (
+            error.startswith(f"server.{key} = {name!r} is not a parser of vLLM. Set it to one of ") and known in error
+        )
 
 
 def test_a_parser_whose_tokens_are_missing_in_the_model_is_rejected(tmp_path: Path) -> None:
     reciting_model.save([["hello"]], tmp_path)
-    said = refusal(tmp_path, tool_call_parser="hermes", reasoning_parser="deepseek_r1")
-    assert said.startswith(
+    error = refusal(tmp_path, tool_call_parser="hermes", reasoning_parser="deepseek_r1")
+    assert error.startswith(
         "server.tool_call_parser = 'hermes' and server.reasoning_parser = 'deepseek_r1' cannot be used with"
     )
-    assert "could not locate think start/end tokens" in said
+    assert "could not locate think start/end tokens" in error
     check_openai_options(ServerConfig(tool_call_parser="hermes"), tmp_path)
 
 
 def test_an_unreadable_template_is_rejected(tmp_path: Path, template: Path) -> None:
     for missing in (str(tmp_path / "missing.jinja"), str(tmp_path), "no-such-template"):
-        said = refusal(None, chat_template=missing)
-        assert said.startswith(f"server.chat_template = {missing!r} cannot be read: ")
-        assert "Set it to a file that exists" in said
+        error = refusal(None, chat_template=missing)
+        assert error.startswith(f"server.chat_template = {missing!r} cannot be read: ")
+        assert "Set it to a file that exists" in error
     broken = tmp_path / "broken.jinja"
     broken.write_text("hello\n{% for message in messages %}{{ message }}")
     assert "is not a Jinja template: line 2: " in refusal(None, chat_template=str(broken))
@@ -173,8 +175,8 @@ def test_a_tool_call_is_parsed_from_each_api_and_from_a_stream(server: RealServe
 def test_reasoning_is_separated_from_the_answer_and_the_model_has_its_served_name(server: RealServer) -> None:
     name = str(server.model)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        said: Any = client.chat.completions.create(model=name, messages=HELLO, temperature=0).choices[0].message
-        assert (said.reasoning, said.content) == ("because", "yes")
+        message: Any = client.chat.completions.create(model=name, messages=HELLO, temperature=0).choices[0].message
+        assert (message.reasoning, message.content) == ("because", "yes")
         answer = client.responses.create(model=name, input="hello", temperature=0)
         assert answer.output_text == "yes" and [item.type for item in answer.output] == ["reasoning", "message"]
         (listed,) = client.models.list().data

@@ -64,9 +64,9 @@ def test_every_listed_route_exists_in_vllms_application(vllms: FastAPI) -> None:
 def test_every_route_except_the_open_ones_requires_the_key(vllms: FastAPI) -> None:
     gate = ApiKeyGate(RouteGate(everything, lambda: HEALTHY), KEY)
     for path in {*paths_of(vllms.routes), *SERVED}:
-        asked, has_key = as_asked(path), {"authorization": f"Bearer {KEY}"}
-        assert status_behind(gate, asked, "POST") == (200 if path in OPEN_PATHS else 401), path
-        assert status_behind(gate, asked, "POST", **has_key) == (200 if path in SERVED else 404), path
+        concrete, has_key = as_asked(path), {"authorization": f"Bearer {KEY}"}
+        assert status_behind(gate, concrete, "POST") == (200 if path in OPEN_PATHS else 401), path
+        assert status_behind(gate, concrete, "POST", **has_key) == (200 if path in SERVED else 404), path
     assert {"/health", "/ping", "/metrics", "/version", "/load", "/status"} == OPEN_PATHS, (
         "SECURITY.md lists these paths"
     )

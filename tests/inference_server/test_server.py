@@ -282,8 +282,8 @@ async def test_a_cancelled_group_is_aborted_and_can_be_requested_again(at: Stage
     ],
 )
 def test_invalid_requests_are_rejected(prompt: list[int], sampling: dict, expected: str | None) -> None:
-    asked = Sampling(**{"num_completions": 2, "max_tokens": 3, **sampling})
-    problem = why_invalid(np.array(prompt, dtype=np.int32), asked, LIMITS)
+    options = Sampling(**{"num_completions": 2, "max_tokens": 3, **sampling})
+    problem = why_invalid(np.array(prompt, dtype=np.int32), options, LIMITS)
     assert (problem is None) == (expected is None) and (expected or "") in (problem or "")
 
 
@@ -448,8 +448,8 @@ async def test_an_unknown_failed_or_abandoned_session_is_rejected_before_a_pause
         return failed.message
 
     await at.learner.join()
-    said = await refusal("e9")
-    assert "e9" in said and "start a new session" in said and at.engine.calls == []
+    refused_reason = await refusal("e9")
+    assert "e9" in refused_reason and "start a new session" in refused_reason and at.engine.calls == []
     await at.push()
     at.engine.scripted_reports.append([report(ok=False, state="receiving", error="x")])
     assert "worker 0 failed" in await refusal("e1")

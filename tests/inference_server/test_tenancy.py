@@ -322,10 +322,10 @@ async def test_a_push_that_ends_under_the_next_run_belongs_to_the_run_that_start
 
 def test_a_push_is_not_started_after_another_run_takes_over() -> None:
     async def run() -> None:
-        said: list[Message] = []
+        sent: list[Message] = []
 
         async def deliver(message: Message) -> bool:
-            said.append(message)
+            sent.append(message)
             return True
 
         engine = ScriptedEngine()
@@ -336,7 +336,7 @@ def test_a_push_is_not_started_after_another_run_takes_over() -> None:
             await asyncio.sleep(0)
             pushes.begin_run("run-b")
         await pushing
-        (failed,) = said
+        (failed,) = sent
         assert isinstance(failed, PushFailed) and failed.weights_intact and engine.calls == []
         assert "run run-a, which started this weight sync, is no longer served" in failed.message
 

@@ -393,7 +393,7 @@ def test_a_signal_to_the_process_group_drains_the_server_and_ends_all_processes_
             request = completion_request(server)
             under_way = asyncio.create_task(client.completions.create(**request))
             await learner.generate("waits", PROMPT)
-            while (told := await status_of(server))["requests_running"] != 1 or told["groups_running"] != 1:
+            while (state := await status_of(server))["requests_running"] != 1 or state["groups_running"] != 1:
                 await asyncio.sleep(0.05)
             os.killpg(server.process.pid, signal.SIGTERM)
             while not (await learner.receive(Pulse)).is_draining:

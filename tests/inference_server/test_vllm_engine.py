@@ -57,10 +57,10 @@ def test_a_new_engine_that_does_not_answer_the_openai_application_is_dead(tmp_pa
 
 
 def test_no_openai_client_precedes_the_learners_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[int] = []
+    priorities: list[int] = []
 
     async def record(llm: AsyncLLM, *_: Any, priority: int = 0, **__: Any) -> AsyncIterator[None]:
-        begun.append(priority)
+        priorities.append(priority)
         yield None
 
     monkeypatch.setattr(AsyncLLM, "generate", record)
@@ -78,7 +78,7 @@ def test_no_openai_client_precedes_the_learners_groups(monkeypatch: pytest.Monke
                 pass
 
     asyncio.run(ask())
-    assert begun == [1, 1, 7, 0, -1]
+    assert priorities == [1, 1, 7, 0, -1]
 
 
 @pytest.mark.parametrize(

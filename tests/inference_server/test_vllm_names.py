@@ -159,10 +159,10 @@ def other_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_unsupported_vllm_is_one_error_with_the_missing_names_and_the_command(other_vllm: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         check_vllm()
-    said = str(refused.value)
-    assert said.startswith(f"vllm 0.99.0 is not supported by this server, expected vllm{SUPPORTED}: it has no ")
-    assert "no vllm.v1.engine.async_llm.AsyncLLM.generate, " in said
-    assert re.search(r"; install a supported version: .*(server-gpu|server-cpu|make -C .* install)", said)
+    message = str(refused.value)
+    assert message.startswith(f"vllm 0.99.0 is not supported by this server, expected vllm{SUPPORTED}: it has no ")
+    assert "no vllm.v1.engine.async_llm.AsyncLLM.generate, " in message
+    assert re.search(r"; install a supported version: .*(server-gpu|server-cpu|make -C .* install)", message)
 
 
 def test_a_removed_or_moved_parameter_is_reported(other_vllm: Path) -> None:

@@ -48,27 +48,27 @@ class OpenAIServer:
     async def completions(self, request: web.Request) -> web.Response:
         if self.failures:
             return web.Response(status=self.failures.pop(0), text="no")
-        asked = await request.json()
-        self.requests.append(asked)
+        body = await request.json()
+        self.requests.append(body)
         first = self.version if self.engine is None else self.engine.version
         await asyncio.sleep(self.delay_s)
         last = self.version + 1 if self.engine is None else self.engine.version
         if self.num_untrained:
             self.num_untrained -= 1
             first = last = NO_VERSION
-        prompt = asked["prompt"] if isinstance(asked["prompt"], str) else self._tokenizer.decode(asked["prompt"])
-        texts = self.answer(prompt, asked["n"])[self.num_lost :]
+        prompt = body["prompt"] if isinstance(body["prompt"], str) else self._tokenizer.decode(body["prompt"])
+        texts = self.answer(prompt, body["n"])[self.num_lost :]
         choices = [
             {"index": i, "text": text, "finish_reason": "length" if len(text) > 2 else "stop"}
             | ({"token_ids": self._tokenizer.encode(text)} if self.tells_tokens else {})
             for i, text in enumerate(texts)
         ]
-        told = header_of_runs(self.run()) | {
+        version_headers = header_of_runs(self.run()) | {
             "x-slipstream-policy-version-start": str(first),
             "x-slipstream-policy-version-end": str(last),
         }
         answer = {"choices": choices[::-1], "usage": {"completion_tokens": sum(map(len, texts))}}
-        return web.json_response(answer, headers=told if self.tells_tokens else {})
+        return web.json_response(answer, headers=version_headers if self.tells_tokens else {})
 
     def of(self, server: ServerThread) -> None:
         """Act as the HTTP API of `server`."""

@@ -129,10 +129,10 @@ def test_servers_that_die_start_late_or_fail_in_a_sync_cost_only_speed(
         "the clumsy server must return"
     )
     assert f"weight sync of version 3 to {three.endpoint} failed while" in caplog.text
-    told = events_of(run.run_dir)
-    assert told[0] == "the run started"
+    timeline = events_of(run.run_dir)
+    assert timeline[0] == "the run started"
     assert {f"the server at {two.endpoint}: ready → joining", f"the server at {one.endpoint}: joining → syncing"} <= {
-        *told
+        *timeline
     }
     assert metrics_of(run)[-1]["servers/ready"] == 3
 
@@ -173,8 +173,8 @@ def test_servers_that_leave_or_join_the_list_or_shut_down_cause_no_warning(
     assert comes.versions[0] >= 2 and comes.versions[-1] == 16 and comes.prompts
     assert ends.versions[-1] <= 3 and ends.prompts
     for endpoint in (one.endpoint, four.endpoint):
-        told = [what.partition(": ")[2] for what in events_of(run.run_dir) if endpoint in what]
-        assert told[-2:] == ["ready → draining", "draining → gone"]
+        timeline = [what.partition(": ")[2] for what in events_of(run.run_dir) if endpoint in what]
+        assert timeline[-2:] == ["ready → draining", "draining → gone"]
     last = metrics_of(run)[-1]
     assert (last["servers/ready"], last["servers/joining"], last["servers/gone"]) == (2, 1, 0)
     assert warnings_about_servers(caplog) == []

@@ -81,7 +81,7 @@ class Observed(ModelEngine):
     def __init__(self) -> None:
         limits = msgspec.structs.replace(TINY_LIMITS, num_replicas=2)
         super().__init__(resolve_model("tiny:digits"), limits)
-        self.asked: list[tuple[int | None, str]] = []
+        self.requests: list[tuple[int | None, str]] = []
         self.num_frozen = 0
 
     async def set_version(self, version: int) -> None:
@@ -89,11 +89,11 @@ class Observed(ModelEngine):
         await super().set_version(version)
 
     async def score(self, token_ids: np.ndarray, replica: int) -> Scored:
-        self.asked.append((self.version, f"score of {replica}"))
+        self.requests.append((self.version, f"score of {replica}"))
         return await super().score(token_ids, replica)
 
     async def sample(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
-        self.asked.append((self.version, "group"))
+        self.requests.append((self.version, "group"))
         return await super().sample(prompt_token_ids, sampling)
 
 
@@ -152,9 +152,9 @@ def test_metrics_have_the_names_of_the_design(plain: Plain) -> None:
 
 def test_every_replica_is_scored_at_the_start_and_after_every_sync_before_it_gets_groups(plain: Plain) -> None:
     for version in (None, *range(NUM_STEPS)):
-        asked = [what for at, what in plain.engine.asked if at == version]
-        assert asked[0] == "score of 0" and ("group" in asked) == (version is not None)
-        assert asked.count("score of 0") == asked.count("score of 1")
+        requests = [what for at, what in plain.engine.requests if at == version]
+        assert requests[0] == "score of 0" and ("group" in requests) == (version is not None)
+        assert requests.count("score of 0") == requests.count("score of 1")
     checked = [line for line in metrics_of(plain.run) if "parity/unchanged_frac" in line]
     assert len(checked) >= 4
     for line in checked:

@@ -32,7 +32,7 @@ def a_run(tmp_path: Path, *flags: str, functions: tuple[str, ...] = ("right",), 
     return load_config(LearnerRun, [write_task(tmp_path, functions, rows), *flags], "learner check")
 
 
-def told(run: LearnerRun, subject: str) -> list[tuple[str, str]]:
+def results_of(run: LearnerRun, subject: str) -> list[tuple[str, str]]:
     return [(found.verdict, found.text) for found in check(run) if found.subject == subject]
 
 
@@ -54,13 +54,13 @@ def test_prompts_rewards_and_the_run_are_reported_before_servers_are_contacted(t
 
 def test_a_reward_that_prefers_noise_is_questioned(tmp_path: Path) -> None:
     longer = [row | {"answer": "7" * 99} for row in ROWS]
-    (_, (verdict, text)) = told(a_run(tmp_path, functions=("shortness",), rows=longer), "rewards")
+    (_, (verdict, text)) = results_of(a_run(tmp_path, functions=("shortness",), rows=longer), "rewards")
     assert verdict == "unknown" and text.startswith("right answers score no higher than noise (-99 and -")
 
 
 def test_data_without_answers_is_scored_only_on_noise(tmp_path: Path) -> None:
     rows = [{"prompt": row["prompt"], "answer": None} for row in ROWS]
-    first, second = told(a_run(tmp_path, functions=("shortness",), rows=rows), "rewards")
+    first, second = results_of(a_run(tmp_path, functions=("shortness",), rows=rows), "rewards")
     assert first[0] == "ok" and "nothing for the column 'answer'" in first[1]
     assert second == ("unknown", "none of the first 8 prompts has an 'answer', so right answers could not be rated")
 
@@ -92,8 +92,8 @@ def test_errors_that_would_stop_a_run_are_problems_with_a_remedy(
 
 
 def test_planned_evaluations_are_reported(tmp_path: Path) -> None:
-    assert told(a_run(tmp_path), "evaluation") == []
-    ((verdict, text),) = told(a_run(tmp_path, *EVERY, "--learner.evaluation.at-start"), "evaluation")
+    assert results_of(a_run(tmp_path), "evaluation") == []
+    ((verdict, text),) = results_of(a_run(tmp_path, *EVERY, "--learner.evaluation.at-start"), "evaluation")
     assert verdict == "ok" and text.startswith("7 prompts of ")
     assert "greedy, evaluated 3 times at http://127.0.0.1:8000/v1" in text
 
@@ -113,8 +113,10 @@ def test_a_trial_measures_with_a_server_and_leaves_no_files(tmp_path: Path, caps
     with tiny_server() as server:
         run = make_run(tmp_path, server.endpoint, steps=300)
         parity, time = trial(run)
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.count("| reward ") == NUM_STEPS and f"Step   {NUM_STEPS}/300" in said.err
+        output = capsys.readouterr()
+        assert (
+            output.out == "" and output.err.count("| reward ") == NUM_STEPS and f"Step   {NUM_STEPS}/300" in output.err
+        )
         assert list(tmp_path.iterdir()) == []
         train(make_run(tmp_path, server.endpoint, steps=2), resume=False)
     assert len(read_metrics(tmp_path / "run")) == 2, "the server must be free for the run"

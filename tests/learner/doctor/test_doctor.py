@@ -169,7 +169,7 @@ def test_a_silent_address_and_a_foreign_server_are_reported(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("replies", "expected"),
     [
         ([], "server     the server did not answer within 0.1 s: it is loading its model"),
         ([PULSE, Refused(reason="Invalid\nvalue 'Probe'")],
@@ -179,9 +179,9 @@ def test_a_silent_address_and_a_foreign_server_are_reported(tmp_path: Path, monk
     ],
     ids=["nothing yet", "of a version without doctors", "something else", "nonsense"],
 )  # fmt: skip
-def test_a_server_without_information_is_reported(said: list[Any], expected: str) -> None:
+def test_a_server_without_information_is_reported(replies: list[Any], expected: str) -> None:
     with pytest.raises(reach.NotReached, match=expected):
-        asyncio.run(reach.answer(FixedReplies(*said), ServerInfo, 0.1))  # type: ignore[arg-type]
+        asyncio.run(reach.answer(FixedReplies(*replies), ServerInfo, 0.1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -83,22 +83,22 @@ def turns_of(
     branch: TokenSequence, before: list[int], entered_version: int, weights: Weights, exact: Any
 ) -> Iterable[RecordedTurn]:
     versions_T = branch.versions_T
-    said: dict[str, np.ndarray] = {name: np.full(len(versions_T), np.nan) for name in ("exact", "of_others")}
+    logprobs: dict[str, np.ndarray] = {name: np.full(len(versions_T), np.nan) for name in ("exact", "of_others")}
     for version in set(branch.sampled_versions):
         other = version - 1 if version - 1 in weights else version + 1
         is_its_T = versions_T == version
         load(exact, weights[version])
-        said["exact"][is_its_T] = in_float64(exact, before, branch)[is_its_T]
+        logprobs["exact"][is_its_T] = in_float64(exact, before, branch)[is_its_T]
         load(exact, weights[other])
-        said["of_others"][is_its_T] = in_float64(exact, before, branch)[is_its_T]
+        logprobs["of_others"][is_its_T] = in_float64(exact, before, branch)[is_its_T]
     sampled_T = np.flatnonzero(branch.is_sampled_T)
     for places in np.split(sampled_T, np.flatnonzero(np.diff(sampled_T) > 1) + 1):
         up_to_T = versions_T[: places[-1] + 1][branch.is_sampled_T[: places[-1] + 1]]
         yield RecordedTurn(
             versions_T=versions_T[places],
             of_server_T=branch.behaviour_logprobs[places],
-            exact_T=said["exact"][places],
-            of_others_T=said["of_others"][places],
+            exact_T=logprobs["exact"][places],
+            of_others_T=logprobs["of_others"][places],
             is_fresh=bool((up_to_T == entered_version).all()),
         )
 

@@ -35,8 +35,8 @@ def template(text: str = KEEPING, **arguments: Any) -> ChatTemplate:
 
 def script_of(*turns: str, reason: str = "stop", end: str = END) -> Callable[[TurnPrompt], Completion]:
     """Return a script of the policy's turns, each with its end token."""
-    return lambda asked: completion(
-        TOKENIZER.encode(turns[asked.number] + end, add_special_tokens=False), 4 + asked.number, reason
+    return lambda turn: completion(
+        TOKENIZER.encode(turns[turn.number] + end, add_special_tokens=False), 4 + turn.number, reason
     )
 
 
@@ -45,10 +45,10 @@ def converse(
 ) -> tuple[Episode, list[TurnPrompt]]:
     """Play a group. Return its first episode and the prompts of the turns."""
     prompt = more.pop("prompt", QUESTION)
-    group, asked = play_group(script_of(*turns), factory, prompt=prompt, template=with_template, **more)  # type: ignore[arg-type]
+    group, prompts = play_group(script_of(*turns), factory, prompt=prompt, template=with_template, **more)  # type: ignore[arg-type]
     assert isinstance(group, EpisodeGroup)
-    return group.episodes[0], [one for one in asked if one.episode == 0]
+    return group.episodes[0], [one for one in prompts if one.episode == 0]
 
 
-def shown(with_template: ChatTemplate, asked: TurnPrompt) -> str:
-    return with_template.tokenizer.decode(asked.token_ids.tolist())
+def shown(with_template: ChatTemplate, turn: TurnPrompt) -> str:
+    return with_template.tokenizer.decode(turn.token_ids.tolist())

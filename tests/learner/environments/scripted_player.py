@@ -47,10 +47,10 @@ class ScriptedPolicy:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self.asked: list[TurnPrompt] = []
+        self.prompts: list[TurnPrompt] = []
 
     async def __call__(self, turn: TurnPrompt) -> TurnResult | None:
-        self.asked.append(turn)
+        self.prompts.append(turn)
         answer = self._script(turn)
         if isinstance(answer, Awaitable):
             answer = await answer
@@ -90,7 +90,7 @@ def play_group(
         group = asyncio.run(player.play("3.0", row, ask, num_episodes=2, max_tokens=max_tokens))
     finally:
         environments.close()
-    return group, sorted(ask.asked, key=lambda turn: (turn.episode, turn.number))
+    return group, sorted(ask.prompts, key=lambda turn: (turn.episode, turn.number))
 
 
 def script_of(*texts: str | list[int]) -> Callable[[TurnPrompt], Completion]:

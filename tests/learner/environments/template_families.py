@@ -60,11 +60,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         thought = (
             self.think.format(reasoning or "") if self.think is not None and (reasoning or self.always_thinks) else ""
         )
-        said = thought.removeprefix(self.opened) + (self.before_content + content if content else "")
+        body = thought.removeprefix(self.opened) + (self.before_content + content if content else "")
         if not calls:
-            return said + self.ends.split()[0]
+            return body + self.ends.split()[0]
         written = self.between_calls.join(self._call(name, arguments) for name, arguments in calls)
-        return said + self.around_calls.format(written) + (self.end_of_calls or self.ends.split()[0])
+        return body + self.around_calls.format(written) + (self.end_of_calls or self.ends.split()[0])
 
     def _call(self, name: str, arguments: Arguments) -> str:
         assert self.call is not None

@@ -43,16 +43,16 @@ def dropping() -> ChatTemplate:
 
 
 def test_a_conversation_continues_after_the_recorded_tokens_as_its_template_renders(keeping: ChatTemplate) -> None:
-    episode, asked = converse(keeping, *TURNS)
+    episode, turn_prompts = converse(keeping, *TURNS)
     first = HEAD + TURNS[0] + "<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
     second = first + TURNS[1] + "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
-    assert [shown(keeping, one) for one in asked] == [HEAD, first, second]
+    assert [shown(keeping, one) for one in turn_prompts] == [HEAD, first, second]
     (branch,) = episode.branches
     sampled = keeping.tokenizer.decode(branch.token_ids[branch.is_sampled_T].tolist())
     assert sampled == "".join(turn + END for turn in TURNS)
     assert branch.prompt_token_ids is None and branch.sampled_versions == [4, 5, 6]
-    said = [(message["role"], message["content"]) for message in episode.messages]
-    assert said == [("assistant", "first"), ("tool", "2"), ("assistant", ""), ("tool", "5"), ("assistant", "It is 5")]
+    spoken = [(message["role"], message["content"]) for message in episode.messages]
+    assert spoken == [("assistant", "first"), ("tool", "2"), ("assistant", ""), ("tool", "5"), ("assistant", "It is 5")]
     assert episode.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"number": 3}}
     course = episode.course
     assert (course.state, course.num_turns, course.num_calls, course.num_failed_calls) == ("finished", 3, 2, 0)
@@ -62,14 +62,14 @@ def test_a_conversation_continues_after_the_recorded_tokens_as_its_template_rend
 def test_a_template_that_omits_reasoning_starts_a_branch_and_keeps_the_recorded_tokens(
     dropping: ChatTemplate,
 ) -> None:
-    episode, asked = converse(dropping, *TURNS)
+    episode, turn_prompts = converse(dropping, *TURNS)
     first = (
         HEAD + "first" + call("add", number=2) + "<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
     )
     second = first + call("add", number=3) + "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
-    assert [shown(dropping, one) for one in asked] == [HEAD, first, second]
+    assert [shown(dropping, one) for one in turn_prompts] == [HEAD, first, second]
     assert len(episode.branches) == 3
-    for branch, turn, before in zip(episode.branches, TURNS, asked, strict=True):
+    for branch, turn, before in zip(episode.branches, TURNS, turn_prompts, strict=True):
         assert dropping.tokenizer.decode(branch.token_ids.tolist()) == turn + END
         assert branch.is_sampled_T.all()
         if branch.prompt_token_ids is not None:
@@ -79,30 +79,30 @@ def test_a_template_that_omits_reasoning_starts_a_branch_and_keeps_the_recorded_
 
 
 def test_the_text_of_reset_is_appended_to_the_question(keeping: ChatTemplate) -> None:
-    episode, asked = converse(keeping, "It is 7", columns={"start": 7, "hint": " Add it up."})
-    assert "<|im_start|>user\nHow much? Add it up.<|im_end|>" in shown(keeping, asked[0])
+    episode, turn_prompts = converse(keeping, "It is 7", columns={"start": 7, "hint": " Add it up."})
+    assert "<|im_start|>user\nHow much? Add it up.<|im_end|>" in shown(keeping, turn_prompts[0])
     (branch,) = episode.branches
     assert branch.prompt_token_ids is not None
-    assert branch.prompt_token_ids.tolist() == asked[0].token_ids.tolist()
+    assert branch.prompt_token_ids.tolist() == turn_prompts[0].token_ids.tolist()
     assert (episode.reward, episode.course.state) == (7.0, "finished")
     parts = [{"role": "user", "content": [{"type": "text", "text": "How?"}]}]
-    _, asked = converse(keeping, "It is 7", prompt=parts, columns={"hint": " So."})
-    assert "<|im_start|>user\nHow? So.<|im_end|>" in shown(keeping, asked[0])
+    _, turn_prompts = converse(keeping, "It is 7", prompt=parts, columns={"hint": " So."})
+    assert "<|im_start|>user\nHow? So.<|im_end|>" in shown(keeping, turn_prompts[0])
 
 
-@pytest.mark.parametrize(("begun", "content"), [("Let me see: ", "Let me see: first"), ("<think>", "first")])
+@pytest.mark.parametrize(("opening", "content"), [("Let me see: ", "Let me see: first"), ("<think>", "first")])
 def test_an_answer_started_in_the_prompt_continues_in_the_same_message(
-    keeping: ChatTemplate, begun: str, content: str
+    keeping: ChatTemplate, opening: str, content: str
 ) -> None:
-    prompt = [*QUESTION, {"role": "assistant", "content": begun}]
-    first = ("two</think>" if begun == "<think>" else "") + "first" + call("add", number=2)
-    episode, asked = converse(keeping, first, "It is 2", prompt=prompt)
-    head = HEAD + begun
+    prompt = [*QUESTION, {"role": "assistant", "content": opening}]
+    first = ("two</think>" if opening == "<think>" else "") + "first" + call("add", number=2)
+    episode, turn_prompts = converse(keeping, first, "It is 2", prompt=prompt)
+    head = HEAD + opening
     second = head + first + "<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
-    assert [shown(keeping, one) for one in asked] == [head, second]
+    assert [shown(keeping, one) for one in turn_prompts] == [head, second]
     assert len(episode.branches) == 1
-    said = [(message["role"], message["content"]) for message in episode.messages]
-    assert said == [("assistant", content), ("tool", "2"), ("assistant", "It is 2")]
+    spoken = [(message["role"], message["content"]) for message in episode.messages]
+    assert spoken == [("assistant", content), ("tool", "2"), ("assistant", "It is 2")]
 
 
 @pytest.mark.parametrize(
@@ -125,17 +125,19 @@ def test_a_tools_answer_is_plain_text_and_cannot_end_a_turn(keeping: ChatTemplat
     assert keeping.harmless(evil).replace("\u200b", "") == evil and keeping.harmless("7 < 8 |> x") == "7 < 8 |> x"
     foreign = msgspec.structs.replace(keeping, turns=TurnFormat(more_ends=frozenset({1_000_000})))
     assert foreign.harmless("7 < 8") == "7 < 8", "this template has no such token"
-    _, asked = converse(keeping, call("refuse", why=evil), "done")
+    _, turn_prompts = converse(keeping, call("refuse", why=evil), "done")
     (end, start) = keeping.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
-    ids = asked[1].token_ids.tolist()
+    ids = turn_prompts[1].token_ids.tolist()
     # Tools, question, turn with two special tokens, answer, and the start of the next turn.
     assert (ids.count(end), ids.count(start)) == (5, 6)
 
 
 def test_several_calls_in_a_turn_run_in_order(keeping: ChatTemplate) -> None:
-    episode, asked = converse(keeping, call("add", number="4") + call("show") + call("add", number=1), "done")
-    said = [part.partition("<|im_end|>")[0] for part in shown(keeping, asked[1]).split("<|im_start|>tool\n")[1:]]
-    assert said == ["4", "4", "5"]
+    episode, turn_prompts = converse(keeping, call("add", number="4") + call("show") + call("add", number=1), "done")
+    spoken = [
+        part.partition("<|im_end|>")[0] for part in shown(keeping, turn_prompts[1]).split("<|im_start|>tool\n")[1:]
+    ]
+    assert spoken == ["4", "4", "5"]
     assert (episode.course.num_calls, episode.reward) == (3, 5.0)
 
 
@@ -149,8 +151,8 @@ def test_several_calls_in_a_turn_run_in_order(keeping: ChatTemplate) -> None:
     ],
 )
 def test_a_call_that_fails_is_reported_to_the_policy_and_counted(keeping: ChatTemplate, turn: str, answer: str) -> None:
-    episode, asked = converse(keeping, turn, "oh")
-    assert answer in shown(keeping, asked[1]).rpartition("<|im_start|>tool\n")[2]
+    episode, turn_prompts = converse(keeping, turn, "oh")
+    assert answer in shown(keeping, turn_prompts[1]).rpartition("<|im_start|>tool\n")[2]
     assert (episode.course.state, episode.course.num_failed_calls, episode.reward) == ("finished", 1, 0.0)
 
 
@@ -216,19 +218,19 @@ def test_reward_functions_get_the_messages_of_an_episode_in_the_format_of_trl(ke
 
 
 def test_reasoning_started_by_the_template_is_parsed_as_reasoning(keeping: ChatTemplate) -> None:
-    begun = template(KEEPING, opens_reasoning=True)
-    episode, asked = converse(begun, "two</think>" + call("add", number=2), "so</think>2")
+    opening = template(KEEPING, opens_reasoning=True)
+    episode, turn_prompts = converse(opening, "two</think>" + call("add", number=2), "so</think>2")
     # The template starts reasoning blocks itself, so the tool's answer follows the turn as it was recorded.
-    assert shown(begun, asked[1]).count("<think>") == 2
+    assert shown(opening, turn_prompts[1]).count("<think>") == 2
     assert (episode.course.state, episode.course.num_calls, len(episode.branches)) == ("finished", 1, 1)
 
 
 def test_a_turn_ended_by_a_stop_text_gets_the_end_token(keeping: ChatTemplate) -> None:
-    _, asked = play_group(
+    _, turn_prompts = play_group(
         script_of(call("add", number=2), "2", end=""), "Calculator", prompt=QUESTION, template=keeping
     )
     expected = call("add", number=2) + "<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
-    assert shown(keeping, asked[1]).endswith("assistant\n" + expected)
+    assert shown(keeping, turn_prompts[1]).endswith("assistant\n" + expected)
 
 
 def test_messages_from_parquet_are_rendered_without_null_fields(keeping: ChatTemplate) -> None:
@@ -253,11 +255,15 @@ def test_messages_from_parquet_are_rendered_without_null_fields(keeping: ChatTem
 
 def test_the_examples_of_trls_documentation_run_unchanged() -> None:
     factory, functions = f"{EXAMPLES}:IncrementEnv", [f"{EXAMPLES}:multiply", f"{EXAMPLES}:async_add"]
-    told = ChatTemplate(chat_tokenizer(), {}, described(factory, *functions))
-    assert [tool["function"]["parameters"]["required"] for tool in told.tools] == [["step"], ["a", "b"], ["a", "b"]]
+    with_tools = ChatTemplate(chat_tokenizer(), {}, described(factory, *functions))
+    assert [tool["function"]["parameters"]["required"] for tool in with_tools.tools] == [
+        ["step"],
+        ["a", "b"],
+        ["a", "b"],
+    ]
     first = call("increment", step=2) + call("multiply", a=6, b=7) + call("async_add", a=3, b=4)
     turns = first, call("increment", step=3), "done"
-    episode, _ = converse(told, *turns, factory=factory, tools=functions, asks_attributes=True)
+    episode, _ = converse(with_tools, *turns, factory=factory, tools=functions, asks_attributes=True)
     answers = [message["content"] for message in episode.messages if message["role"] == "tool"]
     assert answers == ["2", "42", "7", "5"]
     assert (episode.course.state, episode.reward, episode.attributes) == ("finished", None, {"counter": 5})
@@ -265,5 +271,5 @@ def test_the_examples_of_trls_documentation_run_unchanged() -> None:
         assert workers.with_environments
         group = workers.submit(prompt(QUESTION), [episode.messages], [[1]], environments=[episode.attributes])
         assert group.result(DEADLINE_S).rewards == [5.0]
-    alone, _ = converse(told, call("multiply", a=6, b=7), "42", factory=None, tools=functions)
+    alone, _ = converse(with_tools, call("multiply", a=6, b=7), "42", factory=None, tools=functions)
     assert (alone.messages[1]["content"], alone.course.state, alone.reward) == ("42", "finished", None)

@@ -80,7 +80,7 @@ def test_an_error_of_the_class_is_named(name: str, command: Command, problem: st
 
 
 @pytest.mark.parametrize(
-    ("turns", "heard", "reward"),
+    ("turns", "replies", "reward"),
     [
         (("37+45=", "82"), ["82>", ""], 1.0),
         (("45+37=", "82"), ["82>", ""], (2 / 6 + 1) / 2),
@@ -91,11 +91,11 @@ def test_an_error_of_the_class_is_named(name: str, command: Command, problem: st
     ],
 )
 def test_the_calculator_rewards_the_call_and_the_answer_with_half_each(
-    turns: tuple[str, ...], heard: list[str], reward: float
+    turns: tuple[str, ...], replies: list[str], reward: float
 ) -> None:
     calculator = Calculator()
     calculator.reset(call="37+45=", answer="82", prompt="37,45>")
-    assert [calculator.press(turn) for turn in turns] == heard
+    assert [calculator.press(turn) for turn in turns] == replies
     assert calculator.done == (not turns[-1].endswith("="))
     assert calculator.get_reward() == pytest.approx(reward)
 

@@ -15,8 +15,8 @@ from tests.learner.environments.scripted_player import completion, ids, play_gro
 
 
 def test_each_prompt_has_all_tokens_so_far_and_each_turn_is_recorded_and_packed_unchanged() -> None:
-    group, asked = play_group(script_of("ab", "stop"), columns={"greeting": "hi"})
-    first, second = asked[:2]
+    group, prompts = play_group(script_of("ab", "stop"), columns={"greeting": "hi"})
+    first, second = prompts[:2]
     assert first.token_ids.tolist() == [1, 2, *ids("hi")] and (first.salt, first.stays_at) == ("", "")
     assert second.token_ids.tolist() == [1, 2, *ids("hi"), *ids("ab"), *ids("<ab>")]
     assert (second.salt, second.stays_at) == ("salt 0", "server 0")
@@ -41,9 +41,9 @@ def test_each_prompt_has_all_tokens_so_far_and_each_turn_is_recorded_and_packed_
     ("script", "settings", "state", "reward", "num_turns"),
     [
         (script_of("a", "b", "c"), {"max_turns": 3}, "max_turns", 3.0, 3),
-        (lambda asked: completion("12345678", 4, "length"), {}, "length", 0.0, 1),
+        (lambda prompts: completion("12345678", 4, "length"), {}, "length", 0.0, 1),
         (script_of(*"abcdefgh"), {"max_tokens": 10}, "length", 2.0, 2),
-        (lambda asked: None if asked.number else completion("a", 4), {}, "aborted", None, 1),
+        (lambda prompts: None if prompts.number else completion("a", 4), {}, "aborted", None, 1),
         (script_of("a", "sleep"), {"factory": "Treacherous", "timeout_s": 2.0}, "tool_timeout", None, 2),
         (script_of("a", "exit"), {"factory": "Treacherous"}, "env_error", None, 2),
     ],
@@ -63,17 +63,21 @@ def test_every_episode_has_an_end_state_and_only_some_states_have_a_reward(
 
 def test_an_episode_past_its_deadline_starts_no_further_turn() -> None:
     settings = {"episode_deadline_s": 1.0, "max_turns": 100, "max_tokens": 10_000}
-    group, asked = play_group(lambda turn: completion("a", 4), factory="Slow", **settings)
+    group, prompts = play_group(lambda turn: completion("a", 4), factory="Slow", **settings)
     for number, episode in enumerate(group.episodes):
-        turns = [turn for turn in asked if turn.episode == number]
+        turns = [turn for turn in prompts if turn.episode == number]
         assert (episode.course.state, episode.reward, episode.course.num_turns) == ("deadline", None, len(turns))
         assert 1 <= len(turns) <= 6 and episode.branches[0].num_sampled == len(turns)
 
 
 def test_the_last_turn_gets_the_remaining_tokens() -> None:
-    _, asked = play_group(script_of(*"abcdefgh"), max_tokens=13)
+    _, prompts = play_group(script_of(*"abcdefgh"), max_tokens=13)
     # the prompt has 2 tokens; each turn adds 1 of the policy and 3 of the environment
-    assert [(len(turn.token_ids), turn.max_tokens) for turn in asked if turn.episode == 0] == [(2, 8), (6, 7), (10, 3)]
+    assert [(len(turn.token_ids), turn.max_tokens) for turn in prompts if turn.episode == 0] == [
+        (2, 8),
+        (6, 7),
+        (10, 3),
+    ]
 
 
 @pytest.mark.parametrize(("texts", "state"), [(("ab", "stop"), "finished"), (("ab", "cd"), "length")])
@@ -85,14 +89,14 @@ def test_the_last_reply_is_omitted_if_it_does_not_fit(texts: tuple[str, ...], st
 
 
 def test_an_error_of_the_environment_is_counted_and_the_episode_continues() -> None:
-    group, asked = play_group(script_of("raise", "stop"), factory="Treacherous")
-    assert asked[1].token_ids.tolist() == [1, 2, *ids("raise"), *ids("'no such word'")]
+    group, prompts = play_group(script_of("raise", "stop"), factory="Treacherous")
+    assert prompts[1].token_ids.tolist() == [1, 2, *ids("raise"), *ids("'no such word'")]
     assert [episode.course.num_failed_calls for episode in group.episodes] == [1, 1]
 
 
 def test_an_episode_without_sampled_tokens_is_omitted() -> None:
-    group, asked = play_group(script_of("a"), factory="Treacherous", prompt="raise")
-    assert group.episodes == [] and asked == []
+    group, prompts = play_group(script_of("a"), factory="Treacherous", prompt="raise")
+    assert group.episodes == [] and prompts == []
 
 
 def test_mixed_prompt_types_are_rejected_with_a_remedy() -> None:

@@ -36,15 +36,15 @@ def rendered(template: ChatTemplate, messages: Sequence[Message], **options: Any
     return list(template.tokenizer.encode(text, add_special_tokens=False))
 
 
-def way_of(template: ChatTemplate, heard: NextPrompt, recorded: list[int], messages: Sequence[Message]) -> str:
+def way_of(template: ChatTemplate, next_prompt: NextPrompt, recorded: list[int], messages: Sequence[Message]) -> str:
     """Return the kind of the next prompt, and check that it is the template's rendering."""
-    before = heard.token_ids if heard.begins_branch else [*recorded, *heard.token_ids]
+    before = next_prompt.token_ids if next_prompt.begins_branch else [*recorded, *next_prompt.token_ids]
     assert template.tokenizer.decode(before) == template.tokenizer.decode(rendered(template, messages))
     assert before == rendered(template, messages)
-    return ANEW if heard.begins_branch else BEHIND
+    return ANEW if next_prompt.begins_branch else BEHIND
 
 
-def asked(template: ChatTemplate, messages: list[Message], **options: Any) -> str:
+def kind_of_prompt(template: ChatTemplate, messages: list[Message], **options: Any) -> str:
     """Return the kind of a prompt of the data."""
     try:
         (token_ids,) = Encoder("data", DataConfig(path="data"), template).encode([{"prompt": messages}], [0])[
@@ -61,10 +61,10 @@ def asked(template: ChatTemplate, messages: list[Message], **options: Any) -> st
 
 
 def one_turn(family: Family, template: ChatTemplate) -> str:
-    said = encoded(template, family.write_turn("It is 7"))
-    message = read_answer(template, template.prompt_ids(QUESTION), said)
+    reply = encoded(template, family.write_turn("It is 7"))
+    message = read_answer(template, template.prompt_ids(QUESTION), reply)
     assert not message.get("tool_calls")
-    return asked(template, QUESTION) if str(message["content"]).strip() == "It is 7" else NO_READER
+    return kind_of_prompt(template, QUESTION) if str(message["content"]).strip() == "It is 7" else NO_READER
 
 
 def several_turns(family: Family, template: ChatTemplate) -> str:
@@ -82,8 +82,8 @@ def _next_question(family: Family, template: ChatTemplate, reasoning: str | None
     if str(message["content"]).strip() != "It is 7":
         return NO_READER
     assert (message.get("reasoning_content") or "").strip() == (reasoning or "")
-    heard = continued(template, [*QUESTION, message], MORE, [*before, *turn])
-    return way_of(template, heard, [*before, *turn], [*QUESTION, message, *MORE])
+    next_prompt = continued(template, [*QUESTION, message], MORE, [*before, *turn])
+    return way_of(template, next_prompt, [*before, *turn], [*QUESTION, message, *MORE])
 
 
 def one_call(family: Family, template: ChatTemplate) -> str:
@@ -112,26 +112,26 @@ def _called(family: Family, template: ChatTemplate, num_calls: int, reasoning: s
         calls = talk.commands_of(recorded, turn)
         assert [(call.name, call.arguments) for call in calls] == [ADD] * num_calls
         try:
-            heard = talk.add_results([StepResult("2")] * num_calls)
+            next_prompt = talk.add_results([StepResult("2")] * num_calls)
         except DataError:
             return REFUSED
-        ways.append(way_of(template, heard, [*recorded, *turn], [*QUESTION, *talk.messages]))
-        recorded = heard.token_ids if heard.begins_branch else [*recorded, *turn, *heard.token_ids]
+        ways.append(way_of(template, next_prompt, [*recorded, *turn], [*QUESTION, *talk.messages]))
+        recorded = next_prompt.token_ids if next_prompt.begins_branch else [*recorded, *turn, *next_prompt.token_ids]
     (way,) = set(ways)
     return way
 
 
 def system(family: Family, template: ChatTemplate) -> str:
-    return asked(template, [{"role": "system", "content": "Be short."}, *QUESTION])
+    return kind_of_prompt(template, [{"role": "system", "content": "Be short."}, *QUESTION])
 
 
 def developer(family: Family, template: ChatTemplate) -> str:
-    return asked(template, [{"role": "developer", "content": "Be short."}, *QUESTION])
+    return kind_of_prompt(template, [{"role": "developer", "content": "Be short."}, *QUESTION])
 
 
 def begun_answer(family: Family, template: ChatTemplate) -> str:
-    begun = [*QUESTION, {"role": "assistant", "content": "Let me see:"}]
-    return asked(template, begun, add_generation_prompt=False, continue_final_message=True)
+    started = [*QUESTION, {"role": "assistant", "content": "Let me see:"}]
+    return kind_of_prompt(template, started, add_generation_prompt=False, continue_final_message=True)
 
 
 CASES: list[Callable[[Family, ChatTemplate], str]] = [
@@ -193,16 +193,16 @@ def test_sampled_tokens_are_kept_unless_the_template_changes_more_than_whitespac
     talk, before = ChatConversation(template, QUESTION), template.prompt_ids(QUESTION)
     turn = encoded(template, f"<tool_call>{written}</tool_call><|im_end|>")
     talk.commands_of(before, turn)
-    heard = talk.add_results([StepResult("2")])
+    next_prompt = talk.add_results([StepResult("2")])
     shown = rendered(template, [*QUESTION, *talk.messages])
-    assert heard.begins_branch == begins_branch
+    assert next_prompt.begins_branch == begins_branch
     if begins_branch:
-        assert heard.token_ids == shown
+        assert next_prompt.token_ids == shown
     else:
         assert [*before, *turn] != shown[: len(before) + len(turn)] and shown[
-            -len(heard.token_ids) :
-        ] == heard.token_ids
-        assert template.tokenizer.decode(heard.token_ids).startswith("\n<|im_start|>user\n")
+            -len(next_prompt.token_ids) :
+        ] == next_prompt.token_ids
+        assert template.tokenizer.decode(next_prompt.token_ids).startswith("\n<|im_start|>user\n")
 
 
 SHOWS_NO_REASONING_OTHERWISE = {"qwen3.5", "glm5", "gpt-oss", "deepseek-r1-distill"}
@@ -219,9 +219,9 @@ def test_a_turn_can_end_with_any_end_token_of_the_generation_config(name: str, e
     turn = encoded(template, family.write_turn("It is 7").removesuffix(own) + end)
     message = read_answer(template, before, turn)
     assert str(message["content"]).endswith("It is 7") and template.spoken(turn).endswith("It is 7")
-    heard = continued(template, [*QUESTION, message], MORE, [*before, *turn])
-    assert heard.begins_branch == (end != own or name in SHOWS_NO_REASONING_OTHERWISE)
-    way_of(template, heard, [*before, *turn], [*QUESTION, message, *MORE])
+    next_prompt = continued(template, [*QUESTION, message], MORE, [*before, *turn])
+    assert next_prompt.begins_branch == (end != own or name in SHOWS_NO_REASONING_OTHERWISE)
+    way_of(template, next_prompt, [*before, *turn], [*QUESTION, message, *MORE])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -33,8 +33,8 @@ def with_format(of: ChatTemplate, name: str | None) -> ChatTemplate:
 
 def test_a_call_of_an_unknown_tool_is_readable_but_a_truncated_call_is_not() -> None:
     spoken = chat_of("glm4.5", TOOLS)
-    before, said = spoken.prompt_ids(QUESTION), FAMILIES["glm4.5"].write_turn(calls=[ADD])
-    message = read_answer(spoken, before, encoded(spoken, said.replace("add", "subtract")))
+    before, turn = spoken.prompt_ids(QUESTION), FAMILIES["glm4.5"].write_turn(calls=[ADD])
+    message = read_answer(spoken, before, encoded(spoken, turn.replace("add", "subtract")))
     assert message["tool_calls"][0]["function"] == {"name": "subtract", "arguments": {"number": 2}}
     hermes = with_format(chat_of("qwen3", TOOLS), "qwen3")
     with pytest.raises(UnreadableAnswer, match=r"is not a valid call \(invalid_json\)"):
@@ -42,15 +42,15 @@ def test_a_call_of_an_unknown_tool_is_readable_but_a_truncated_call_is_not() -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "problem"),
     [
         ("qwen-9", "Known: .*glm-4.5"),
         ("auto", "is not a format; set it to one"),
         ("glm-4.5", r"does not fit the tokenizer.*\[gMASK\].*set it to the format"),
     ],
 )
-def test_an_unknown_or_unfitting_format_is_rejected_at_the_start(name: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=f"learner.environment.tool_call_format = '{name}'.*{told}"):
+def test_an_unknown_or_unfitting_format_is_rejected_at_the_start(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"learner.environment.tool_call_format = '{name}'.*{problem}"):
         renderer_of(chat_tokenizer(), name)
 
 
@@ -60,32 +60,34 @@ def test_hermes_calls_are_read_back_and_a_run_without_tools_is_not_checked() -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "told"),
+    ("family", "name", "problem"),
     [
         ("llama3", "llama-3", "no call is found; set that key to 'llama-3'"),
         ("qwen3.5", "qwen3.5", r"it cannot be parsed .*; set that key to .*'qwen3.5'"),
     ],
 )
-def test_a_template_with_another_format_is_rejected_with_the_fitting_formats(family: str, name: str, told: str) -> None:
+def test_a_template_with_another_format_is_rejected_with_the_fitting_formats(
+    family: str, name: str, problem: str
+) -> None:
     spoken = chat_of(family, TOOLS)
     with pytest.raises(
         ConfigError,
-        match=rf"(?s)writes a call of add as .*, but with learner.environment.tool_call_format = None {told}",
+        match=rf"(?s)writes a call of add as .*, but with learner.environment.tool_call_format = None {problem}",
     ):
         check_calls(with_format(spoken, None))
     check_calls(with_format(spoken, name))
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "problem"),
     [
         ("[[{{ call.function.name }}]]", r"no call is found; none of the tested formats reads it .*; set that key to another format, use another model"),
         ("{{ raise_exception('no tools here') }}",
             r"the policy cannot call tools: .* cannot render a message with a call: .*no tools here"),
     ],
 )  # fmt: skip
-def test_a_template_with_an_unknown_format_is_rejected(call: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_template_with_an_unknown_format_is_rejected(call: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         check_calls(writing(call))
 
 

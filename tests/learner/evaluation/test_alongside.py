@@ -82,8 +82,8 @@ def test_a_run_is_evaluated_before_the_first_step_periodically_and_after_the_las
     train(run, resume=False)
     made = made_by(run)
     assert [(one.step, one.versions) for one in made] == [(step, (step, step)) for step in (0, 4, STEPS)]
-    asked = Counter(tuple(request["prompt"]) for request in openai.requests)
-    assert len(asked) == NUM_PROMPTS and set(asked.values()) == {3}
+    requested = Counter(tuple(request["prompt"]) for request in openai.requests)
+    assert len(requested) == NUM_PROMPTS and set(requested.values()) == {3}
     rewards = [one.reward.mean for one in made if one.reward is not None]
     assert rewards == [made[0].rewards_P[0]] * 3
     (best,) = best_models(RunDir.checkpoints_of(run.run_dir)).values()
@@ -178,7 +178,7 @@ def test_a_run_killed_in_its_last_evaluation_requests_only_missing_answers(
 
 
 @pytest.mark.parametrize(
-    ("run_of_server", "tells_versions", "told"),
+    ("run_of_server", "tells_versions", "message"),
     [
         ("other-1f2e", True, "was answered by the weights of other-1f2e instead of run-"),
         ("other-1f2e", False, "it is not a Slipstream server; set learner.evaluation.url to the server of run run-"),
@@ -187,12 +187,12 @@ def test_a_run_killed_in_its_last_evaluation_requests_only_missing_answers(
 )
 def test_answers_of_foreign_weights_fail_the_evaluation_but_not_the_training(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture,
-    run_of_server: str, tells_versions: bool, told: str,
+    run_of_server: str, tells_versions: bool, message: str,
 ) -> None:  # fmt: skip
     openai.run, openai.tells_tokens = lambda: run_of_server, tells_versions
     run = evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin_policy": True, "timeout_s": 1.2})
     train(run, resume=False)
-    assert made_by(run) == [] and told in caplog.text and "the evaluation after step 3 failed" in caplog.text
+    assert made_by(run) == [] and message in caplog.text and "the evaluation after step 3 failed" in caplog.text
     failed = [line["step"] for line in read_metrics(Path(run.run_dir)) if line.get("evaluation/failed")]
     assert failed == [5, STEPS], "step 4 waited for the first evaluation"
 

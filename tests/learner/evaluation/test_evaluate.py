@@ -37,8 +37,8 @@ def noted(tmp_path: Path) -> list[Evaluation]:
 def test_every_prompt_is_requested_once_and_scored_as_in_training(tmp_path: Path, openai: OpenAIServer) -> None:
     openai.answer = lambda prompt, count: [prompt[:-1] if prompt[1] in "0123" else "9999"]
     made = evaluate(a_run(tmp_path, openai, functions=("right", "length")))[0]
-    assert len(openai.requests) == len({tuple(asked["prompt"]) for asked in openai.requests}) == 10
-    assert {(asked["n"], asked["temperature"], asked["max_tokens"]) for asked in openai.requests} == {(1, 0.0, 8)}
+    assert len(openai.requests) == len({tuple(body["prompt"]) for body in openai.requests}) == 10
+    assert {(body["n"], body["temperature"], body["max_tokens"]) for body in openai.requests} == {(1, 0.0, 8)}
     assert made.functions["right"] is not None and made.functions["right"].mean == 0.4
     assert made.functions["length"] is not None and made.functions["length"].mean == pytest.approx(3.2)
     assert made.reward is not None and made.reward.mean == pytest.approx(3.6)
@@ -59,8 +59,8 @@ def test_an_evaluation_is_compared_per_prompt_with_the_previous_comparable_one(
     assert made.difference is not None and made.difference.mean == pytest.approx(0.2) and made.before == (3, 4)
     assert made.difference.low is not None and made.difference.low < 0 < 0.2
     assert noted(tmp_path)[1].difference is None, "evaluations with other limits are not comparable"
-    told = as_text(made)
-    assert "difference to policy versions 3 to 4: 0.2  [-" in told and "by policy versions 7 to 8" in told
+    expected = as_text(made)
+    assert "difference to policy versions 3 to 4: 0.2  [-" in expected and "by policy versions 7 to 8" in expected
 
 
 def test_pass_at_k_and_the_majority_are_reported_for_several_samples(tmp_path: Path, openai: OpenAIServer) -> None:
@@ -73,7 +73,7 @@ def test_pass_at_k_and_the_majority_are_reported_for_several_samples(tmp_path: P
     assert shares == {"1": pytest.approx(0.625), "2": pytest.approx(0.75), "4": 1.0}
     assert made.majority is not None and made.majority.mean == 0.5
     assert made.reward is not None and made.reward.mean == pytest.approx(0.625)
-    assert len({asked["seed"] for asked in openai.requests}) == 10
+    assert len({body["seed"] for body in openai.requests}) == 10
 
 
 def test_the_evaluation_waits_for_an_unavailable_server_and_reports_it_once(
@@ -83,8 +83,8 @@ def test_the_evaluation_waits_for_an_unavailable_server_and_reports_it_once(
     openai.failures = [503, 502, 500]
     made = evaluate(a_run(tmp_path, openai, "--learner.evaluation.max-concurrent", "1"))[0]
     assert made.reward is not None and made.reward.mean == 1.0 and len(openai.requests) == 10
-    (told,) = [message for message in caplog.messages if "retrying for" in message]
-    assert told.startswith(f"{openai.url}/models returned status 503: no; retrying for up to ")
+    (expected,) = [message for message in caplog.messages if "retrying for" in message]
+    assert expected.startswith(f"{openai.url}/models returned status 503: no; retrying for up to ")
 
 
 @pytest.mark.parametrize("tells_tokens", [True, False])
@@ -94,7 +94,7 @@ def test_stops_beyond_the_servers_limit_are_applied_to_its_answers(
     openai.answer, openai.tells_tokens = (lambda prompt, count: [prompt[:-1] + "=9+"]), tells_tokens
     config = a_run(tmp_path, openai, "--learner.sampling.stop", "a", "b", "c", "d", "+", "=", functions=("length",))
     made = evaluate(config)[0]
-    assert {tuple(asked["stop"]) for asked in openai.requests} == {("a", "b", "c", "d")}
+    assert {tuple(body["stop"]) for body in openai.requests} == {("a", "b", "c", "d")}
     assert made.reward is not None and made.reward.mean == len("20=") and made.truncated_frac == 0.0
     assert made.length_mean == (len("20=") if tells_tokens else len("20=9+"))
     assert made.versions == ((3, 4) if tells_tokens else None) and ("by a model" in as_text(made)) != tells_tokens
@@ -104,7 +104,7 @@ BOTH_KEYS = ("EVALUATION_API_KEY", "OPENAI_API_KEY")
 
 
 @pytest.mark.parametrize(
-    ("status", "variables", "told"),
+    ("status", "variables", "expected"),
     [
         (404, (), r"end learner\.evaluation\.url with the API version"),
         (400, (), r"correct the setting that it names in \[learner"),
@@ -115,14 +115,14 @@ BOTH_KEYS = ("EVALUATION_API_KEY", "OPENAI_API_KEY")
 )
 def test_an_error_that_waiting_cannot_fix_ends_the_evaluation_with_a_remedy(
     tmp_path: Path, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch,
-    status: int, variables: tuple[str, ...], told: str,
+    status: int, variables: tuple[str, ...], expected: str,
 ) -> None:  # fmt: skip
     for name in BOTH_KEYS:
         monkeypatch.delenv(name, raising=False)
     for name in variables:
         monkeypatch.setenv(name, "wrong")
     openai.failures = [status]
-    with pytest.raises(EvaluationError, match=f"returned status {status}: no; .*{told}"):
+    with pytest.raises(EvaluationError, match=f"returned status {status}: no; .*{expected}"):
         evaluate(a_run(tmp_path, openai))
     assert not (tmp_path / "run").exists()
 
@@ -151,8 +151,8 @@ def test_a_late_reward_affects_only_its_prompt(
     made = evaluate(a_run(tmp_path, openai, "--learner.reward.timeout-s", "2", functions=("late_once",)))[0]
     assert made.reward is not None and made.reward.mean == 1.0
     assert sum(reward is None for reward in made.rewards_P) == 1
-    (told,) = [message for message in caplog.messages if "one prompt of the evaluation has no reward" in message]
-    assert "did not return within 2 s" in told
+    (expected,) = [message for message in caplog.messages if "one prompt of the evaluation has no reward" in message]
+    assert "did not return within 2 s" in expected
 
 
 def test_an_evaluation_can_use_other_prompts_than_the_run(tmp_path: Path, openai: OpenAIServer) -> None:
@@ -168,14 +168,14 @@ def test_another_split_of_the_runs_dataset_is_read_with_the_runs_options() -> No
         dataset="openai/gsm8k", dataset_config="main", revision="abc", split="train", prompt_column="question"
     )
 
-    def asked(**evaluation: Any) -> DataConfig:
+    def body(**evaluation: Any) -> DataConfig:
         return evaluated_data(EvaluationConfig(**evaluation), data)
 
-    own = asked(dataset="openai/gsm8k")
+    own = body(dataset="openai/gsm8k")
     assert (own.dataset_config, own.revision, own.split, own.prompt_column) == ("main", "abc", "test", "question")
-    other = asked(dataset="another/one", split="validation")
+    other = body(dataset="another/one", split="validation")
     assert (other.dataset_config, other.revision, other.split) == (None, None, "validation")
-    file = asked(path="rows.jsonl")
+    file = body(path="rows.jsonl")
     assert (file.path, file.dataset, file.dataset_config, file.shuffle) == ("rows.jsonl", None, None, False)
 
 
@@ -201,16 +201,16 @@ def test_the_command_evaluates_sets_and_their_keys_are_flags(tmp_path: Path, ope
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "expected"),
     [
         ("num_prompt = 3", r"sets\.hard\.num_prompt = 3; did you mean .*hard\.num_prompts"),
         ('num_prompts = "all"', r"sets\.hard\.num_prompts = 'all': Expected `int"),
     ],
 )
-def test_an_invalid_key_of_a_set_is_reported_with_its_set(tmp_path: Path, key: str, told: str) -> None:
+def test_an_invalid_key_of_a_set_is_reported_with_its_set(tmp_path: Path, key: str, expected: str) -> None:
     config = tmp_path / "typo.toml"
     config.write_text(to_toml(a_run(tmp_path, None)) + f"\n[learner.evaluation.sets.hard]\n{key}\n")
-    with pytest.raises(ConfigError, match=rf"learner\.evaluation\.{told}"):
+    with pytest.raises(ConfigError, match=rf"learner\.evaluation\.{expected}"):
         load_config(LearnerRun, [str(config)], "learner evaluate")
 
 

@@ -33,15 +33,15 @@ def bisecting(openai: OpenAIServer) -> OpenAIServer:
 def bisected(text: str) -> str:
     """Return the next guess by bisection, given the replies after the prompt, which is an equals sign."""
     low, high = 0, 9
-    for guessed, told in zip(text[1::2], text[2::2], strict=True):
-        low = int(guessed) + 1 if told == HIGHER else low
-        high = int(guessed) - 1 if told == LOWER else high
+    for guessed, reply in zip(text[1::2], text[2::2], strict=True):
+        low = int(guessed) + 1 if reply == HIGHER else low
+        high = int(guessed) - 1 if reply == LOWER else high
     return str((low + high) // 2)
 
 
 def evaluated(tmp_path: Path, url: str, evaluation: dict[str, Any] | None = None, **learner: Any) -> LearnerRun:
-    asked = {"url": url, "num_prompts": NUM_PROMPTS, "timeout_s": 20} | (evaluation or {})
-    return playing_run(tmp_path, "tcp://127.0.0.1:1", evaluation=asked, **learner)
+    request = {"url": url, "num_prompts": NUM_PROMPTS, "timeout_s": 20} | (evaluation or {})
+    return playing_run(tmp_path, "tcp://127.0.0.1:1", evaluation=request, **learner)
 
 
 AS_BOTH = pytest.mark.parametrize("environment", [{}, {"environment": AGENT}], ids=["environment", "agent"])
@@ -55,9 +55,11 @@ def test_a_bisecting_policy_guesses_every_secret_with_an_environment_and_an_agen
     assert made.reward is not None and made.reward.mean == 1.0 and made.rewards_P == [1.0] * NUM_PROMPTS
     assert made.ends == {"finished": NUM_PROMPTS} and made.truncated_frac == 0.0 and made.versions == (3, 4)
     assert made.turns_mean is not None and len(bisecting.requests) == made.turns_mean * NUM_PROMPTS
-    turns = Counter(len(asked["prompt"]) for asked in bisecting.requests)
+    turns = Counter(len(request["prompt"]) for request in bisecting.requests)
     assert turns[1] == NUM_PROMPTS and set(turns) <= {1, 3, 5, 7}, "each prompt has all earlier tokens"
-    assert {(asked["n"], asked["temperature"], asked["max_tokens"]) for asked in bisecting.requests} == {(1, 0.0, 2)}
+    assert {(request["n"], request["temperature"], request["max_tokens"]) for request in bisecting.requests} == {
+        (1, 0.0, 2)
+    }
     assert made.length_mean == made.turns_mean, "a guess is one token"
     assert f"episodes ended: {NUM_PROMPTS} finished" in as_text(made)
 
@@ -75,7 +77,7 @@ def test_a_policy_that_ignores_feedback_is_right_by_chance_and_ends_at_the_turn_
     assert made.ends == {"finished": num_right, "max_turns": 2 * NUM_PROMPTS - num_right}
     assert made.truncated_frac == pytest.approx(1 - num_right / (2 * NUM_PROMPTS)) and made.majority is None
     assert made.reward_finished is not None and made.reward_finished.mean == 1.0
-    assert len({asked["seed"] for asked in openai.requests}) == len(openai.requests), "every turn has another seed"
+    assert len({request["seed"] for request in openai.requests}) == len(openai.requests), "every turn has another seed"
 
 
 def test_an_aborted_episode_is_counted_but_excluded_from_means(tmp_path: Path, openai: OpenAIServer) -> None:
@@ -129,6 +131,6 @@ def test_a_run_with_episodes_is_evaluated_during_training(
     assert [(one.step, one.ends, one.rewards_P) for one in made] == [
         (step, {"finished": NUM_PROMPTS}, [1.0] * NUM_PROMPTS) for step in (2, 4)
     ]
-    told = read_metrics(path)[-1]
-    assert (told["evaluation/reward"], told["evaluation/ended_finished"]) == (1.0, NUM_PROMPTS)
-    assert told["evaluation/turns_mean"] == made[-1].turns_mean
+    reply = read_metrics(path)[-1]
+    assert (reply["evaluation/reward"], reply["evaluation/ended_finished"]) == (1.0, NUM_PROMPTS)
+    assert reply["evaluation/turns_mean"] == made[-1].turns_mean

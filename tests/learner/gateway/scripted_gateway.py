@@ -35,7 +35,7 @@ class OpenEpisode(msgspec.Struct, eq=False):
     gateway: Gateway
     session: Session
     client: AsyncOpenAI
-    asked: list[TurnPrompt]
+    turn: list[TurnPrompt]
     template: ChatTemplate
 
     async def chat(self, messages: list[Any], **more: Any) -> Any:
@@ -46,7 +46,7 @@ class OpenEpisode(msgspec.Struct, eq=False):
 
     def shown(self, number: int) -> str:
         """Return the prompt of a turn as text."""
-        return self.template.tokenizer.decode(self.asked[number].token_ids.tolist())
+        return self.template.tokenizer.decode(self.prompts[number].token_ids.tolist())
 
     def end(self) -> Episode:
         self.session.end(1.0)
@@ -79,7 +79,7 @@ async def open_episode(
     try:
         with gateway.opened(session) as key:
             async with AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0, timeout=60) as client:
-                yield OpenEpisode(gateway, session, client, ask.asked, template)
+                yield OpenEpisode(gateway, session, client, ask.prompts, template)
     finally:
         await gateway.close()
 
@@ -92,14 +92,14 @@ class FirstTurnPolicy:
 
     num_held = num_given_up = 0
 
-    async def __call__(self, asked: TurnPrompt) -> Completion:
-        if asked.number:
+    async def __call__(self, turn: TurnPrompt) -> Completion:
+        if turn.number:
             self.num_held += 1
             try:
                 await asyncio.Event().wait()
             finally:
                 self.num_given_up += 1
-        return says_five(asked)
+        return says_five(turn)
 
 
 def play_with_agent(

@@ -37,9 +37,10 @@ def test_an_agent_can_return_a_number_numbers_by_completion_or_nothing(returned:
 
 @pytest.mark.parametrize("returned", ["right", float("inf"), {"chatcmpl-1": "right"}])
 def test_an_agent_that_raises_or_returns_another_type_has_failed(returned: Any) -> None:
-    told = outcome(lambda row, **given: returned, REQUEST)["problem"]
+    result = outcome(lambda row, **given: returned, REQUEST)["problem"]
     assert (
-        told.startswith("raised TypeError: ") and "expected a finite number, numbers by completion id, or None" in told
+        result.startswith("raised TypeError: ")
+        and "expected a finite number, numbers by completion id, or None" in result
     )
     for error in (ValueError("no such thing"), SystemExit(3)):
 
@@ -50,7 +51,7 @@ def test_an_agent_that_raises_or_returns_another_type_has_failed(returned: Any) 
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "result"),
     [
         ("echo said; echo 0.75", {"reward": 0.75}), ("echo", {"reward": None}), ("echo true", {"reward": None}),
         ("echo '{\"chatcmpl-1\": 1}'", {"reward": {"chatcmpl-1": 1.0}}),
@@ -58,8 +59,8 @@ def test_an_agent_that_raises_or_returns_another_type_has_failed(returned: Any) 
             {"reward": {"worth": 1.0}}),
     ],
 )  # fmt: skip
-def test_the_last_printed_line_of_a_command_is_its_reward(command: str, told: dict[str, Any]) -> None:
-    assert outcome(command_of(command), REQUEST) == told
+def test_the_last_printed_line_of_a_command_is_its_reward(command: str, result: dict[str, Any]) -> None:
+    assert outcome(command_of(command), REQUEST) == result
 
 
 @pytest.mark.parametrize(("command", "code"), [("echo 1; exit 7", 7), ("kill -9 $$", -9)])

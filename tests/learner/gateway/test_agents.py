@@ -61,20 +61,22 @@ def test_agents_can_use_the_openai_client_or_sync_code_and_completion_rewards_ar
 
 @pytest.mark.parametrize("when", ["as it starts", "as it plays"])
 def test_a_cancelled_episode_leaves_no_reward_to_the_next(tmp_path: Path, when: str) -> None:
-    begun = tmp_path / "begun"
+    started = tmp_path / "begun"
 
     async def cancel_and_play() -> object:
         agents = start_agent_pool(EnvironmentConfig(agent=f"{USER}:worth_after", max_concurrent=1))
         try:
             async with agents.lease() as agent:
-                row = {"after_s": 600, "worth": 0.0, "begun": str(begun)}
+                row = {"after_s": 600, "worth": 0.0, "begun": str(started)}
                 playing = asyncio.create_task(agent.play(EpisodeRequest(row, "", ""), 600.0))
-                while not (begun.exists() if when == "as it plays" else agent._streams is not None):
+                while not (started.exists() if when == "as it plays" else agent._streams is not None):
                     await asyncio.sleep(0.01)
                 playing.cancel()
                 await asyncio.gather(playing, return_exceptions=True)
             async with agents.lease() as agent:
-                return await agent.play(EpisodeRequest({"after_s": 0, "worth": 1.0, "begun": str(begun)}, "", ""), 60.0)
+                return await agent.play(
+                    EpisodeRequest({"after_s": 0, "worth": 1.0, "begun": str(started)}, "", ""), 60.0
+                )
         finally:
             agents.close()
 

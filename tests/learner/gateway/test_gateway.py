@@ -34,10 +34,10 @@ def anyio_backend() -> str:
 
 def sent_back(message: Any, *, has_reasoning: bool) -> dict[str, Any]:
     """Return a message as agents send it back."""
-    told = message.model_dump(exclude_none=True)
+    chat = message.model_dump(exclude_none=True)
     if not has_reasoning:
-        told.pop("reasoning_content", None)
-    return told
+        chat.pop("reasoning_content", None)
+    return chat
 
 
 async def add_up(agent: OpenEpisode, tools: list[dict[str, Any]], *, has_reasoning: bool) -> Any:
@@ -67,7 +67,7 @@ async def test_an_agent_requests_and_records_the_same_tokens_as_an_environment_w
         last = await add_up(agent, tools, has_reasoning=has_reasoning)
         assert last.content == "It is 5"
         by_player = [one for one in asked_by_player if one.episode == 0]
-        for ours, other in zip(agent.asked, by_player, strict=True):
+        for ours, other in zip(agent.prompts, by_player, strict=True):
             assert ours.token_ids.tolist() == other.token_ids.tolist()
             assert (ours.number, ours.salt, ours.stays_at) == (other.number, other.salt, other.stays_at)
         episode = agent.end()
@@ -93,7 +93,9 @@ async def test_the_recorded_turn_equals_the_clients_response() -> None:
     assert (choice.finish_reason, message.content, message.reasoning_content) == ("tool_calls", "Well", "two")
     (called,) = message.tool_calls
     assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"number": 2})
-    assert choice.token_ids == branch.token_ids.tolist() and reply.prompt_token_ids == agent.asked[0].token_ids.tolist()
+    assert (
+        choice.token_ids == branch.token_ids.tolist() and reply.prompt_token_ids == agent.prompts[0].token_ids.tolist()
+    )
     np.testing.assert_allclose([one.logprob for one in choice.logprobs.content], branch.behaviour_logprobs)
     num_prompt, num_sampled = len(reply.prompt_token_ids), len(branch.token_ids)
     usage = reply.usage
@@ -104,33 +106,39 @@ async def test_the_recorded_turn_equals_the_clients_response() -> None:
 
 async def collect_stream(agent: OpenEpisode, messages: list[Any], **more: Any) -> dict[str, Any]:
     """Return the combined chunks of a stream."""
-    said: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
+    combined: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
     stream = await agent.chat(messages, stream=True, stream_options={"include_usage": True}, **more)
     async for chunk in stream:
         if chunk.usage is not None:
-            said["usage"] = chunk.usage.model_dump(exclude_none=True)
+            combined["usage"] = chunk.usage.model_dump(exclude_none=True)
         for choice in chunk.choices:
-            said["content"] += choice.delta.content or ""
-            said["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
-            said["tool_calls"] += [one.function.model_dump(exclude_none=True) for one in choice.delta.tool_calls or ()]
-            said["finish_reason"] = choice.finish_reason or said["finish_reason"]
-    return said
+            combined["content"] += choice.delta.content or ""
+            combined["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
+            combined["tool_calls"] += [
+                one.function.model_dump(exclude_none=True) for one in choice.delta.tool_calls or ()
+            ]
+            combined["finish_reason"] = choice.finish_reason or combined["finish_reason"]
+    return combined
 
 
 async def test_a_stream_equals_the_whole_answer_and_can_be_continued() -> None:
     turn = "<think>two</think>Well" + call("add", number=2) + call("add", number=3)
     async with open_episode(script_of(turn, turn, "one", "two", "three")) as agent:
         reply = await agent.chat(QUESTION, tools=[ADD])
-        said = await collect_stream(agent, QUESTION, tools=[ADD])
+        combined = await collect_stream(agent, QUESTION, tools=[ADD])
         (choice,) = reply.choices
         message = choice.message
-        assert said["content"] == message.content and said["reasoning_content"] == message.reasoning_content
-        assert said["tool_calls"] == [one.function.model_dump() for one in message.tool_calls]
-        assert said["finish_reason"] == choice.finish_reason
-        assert said["usage"]["completion_tokens"] == reply.usage.completion_tokens
+        assert combined["content"] == message.content and combined["reasoning_content"] == message.reasoning_content
+        assert combined["tool_calls"] == [one.function.model_dump() for one in message.tool_calls]
+        assert combined["finish_reason"] == choice.finish_reason
+        assert combined["usage"]["completion_tokens"] == reply.usage.completion_tokens
         first = await collect_stream(agent, QUESTION)
-        told = [*QUESTION, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And?"}]
-        assert (await collect_stream(agent, told))["content"] == "two"
+        chat = [
+            *QUESTION,
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": "And?"},
+        ]
+        assert (await collect_stream(agent, chat))["content"] == "two"
         stream = await agent.complete("a text", stream=True)
         chunks = [chunk.choices[0] async for chunk in stream]
         assert "".join(chunk.text for chunk in chunks) == "three"
@@ -149,7 +157,7 @@ async def test_a_wrong_key_or_path_is_rejected() -> None:
             await stranger.models.list()
         with pytest.raises(openai.NotFoundError):
             await agent.client.get("/nothing", cast_to=object)
-        assert agent.asked == []
+        assert agent.prompts == []
         assert [model.id for model in (await agent.client.models.list()).data] == ["tiny"]
 
 
@@ -181,7 +189,7 @@ async def test_unsupported_options_are_rejected_with_a_reason(more: dict[str, An
     async with open_episode(script_of("one")) as agent:
         with pytest.raises(openai.BadRequestError, match=problem):
             await agent.chat(more.get("messages", QUESTION), **{key: more[key] for key in more if key != "messages"})
-        assert agent.asked == []
+        assert agent.prompts == []
 
 
 async def test_options_equal_to_the_runs_sampling_are_accepted() -> None:
@@ -195,7 +203,7 @@ async def test_sampling_options_of_an_agent_can_be_overridden() -> None:
         await agent.chat(QUESTION, temperature=0.7, top_p=0.9, seed=3, n=2, extra_body={"stop_token_ids": [3]})
         forced: Any = {"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}
         await agent.chat(QUESTION, **forced)
-        assert len(agent.asked) == 2 and "add" in agent.shown(1)
+        assert len(agent.prompts) == 2 and "add" in agent.shown(1)
         await agent.chat(QUESTION, tools=[ADD], tool_choice="none")
         assert "add" not in agent.shown(2)
         with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
@@ -219,7 +227,7 @@ async def test_a_developer_message_is_rendered_as_a_system_message() -> None:
     async with open_episode(script_of("one")) as agent:
         parts = [{"type": "text", "text": text} for text in ("Be ", "short.")]
         await agent.chat([{"role": "developer", "content": parts}, *QUESTION])
-        shown = TOKENIZER.decode(agent.asked[0].token_ids.tolist())
+        shown = TOKENIZER.decode(agent.prompts[0].token_ids.tolist())
     assert "<|im_start|>system\nBe short.<|im_end|>" in shown and "developer" not in shown
 
 
@@ -235,16 +243,16 @@ async def test_max_tokens_is_applied_and_limited_by_the_run() -> None:
     async with open_episode(script_of(*"abcd"), sampling={"max_tokens": 20}, max_tokens=100) as agent:
         for wanted in ({"max_tokens": 7}, {"max_completion_tokens": 8}, {"max_tokens": 1000}, {}):
             await agent.chat(QUESTION, **wanted)
-        assert [asked.max_tokens for asked in agent.asked] == [7, 8, 20, 20]
+        assert [each.max_tokens for each in agent.prompts] == [7, 8, 20, 20]
     async with open_episode(script_of(*"ab"), max_tokens=len(TOKENIZER.encode(HEAD)) + 9) as agent:
         await agent.chat(QUESTION)
-        assert [asked.max_tokens for asked in agent.asked] == [9]
+        assert [each.max_tokens for each in agent.prompts] == [9]
 
 
 async def test_an_agents_stop_text_is_cut_from_the_text_and_kept_in_the_tokens() -> None:
     async with open_episode(script_of("one;", "two", end=""), sampling={"stop": ["e"]}) as agent:
         reply = await agent.chat(QUESTION, stop=["e", ";"])
-        assert agent.asked[0].stop == (";",) and reply.choices[0].message.content == "one"
+        assert agent.prompts[0].stop == (";",) and reply.choices[0].message.content == "one"
         turn = sent_back(reply.choices[0].message, has_reasoning=True)
         await agent.chat([*QUESTION, turn, {"role": "user", "content": "so"}])
         assert agent.shown(1) == HEAD + "one;<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
@@ -257,7 +265,7 @@ async def test_an_episode_gets_no_turn_beyond_the_maximum() -> None:
         await agent.chat(QUESTION)
         with pytest.raises(openai.APIStatusError, match=r"learner\.environment\.max_turns") as refused:
             await agent.chat(QUESTION)
-        assert refused.value.code == "max_turns" and len(agent.asked) == 2
+        assert refused.value.code == "max_turns" and len(agent.prompts) == 2
         assert agent.end().course.state == "max_turns"
 
 
@@ -290,8 +298,8 @@ async def test_a_truncated_turn_is_reported_and_ends_its_episode_as_length() -> 
 async def test_concurrent_requests_are_branches_of_one_episode() -> None:
     async with open_episode(script_of("first", *(f"turn {number}" for number in range(4)))) as agent:
         reply = await agent.chat(QUESTION)
-        told = [*QUESTION, sent_back(reply.choices[0].message, has_reasoning=True)]
-        questions = [[*told, {"role": "user", "content": f"And {number}?"}] for number in range(4)]
+        chat = [*QUESTION, sent_back(reply.choices[0].message, has_reasoning=True)]
+        questions = [[*chat, {"role": "user", "content": f"And {number}?"}] for number in range(4)]
         answers = await asyncio.gather(*(agent.chat(question) for question in questions))
         episode = agent.end()
     assert sorted(answer.choices[0].message.content for answer in answers) == [f"turn {number}" for number in range(4)]
@@ -322,8 +330,8 @@ async def test_an_unreadable_call_is_text_and_the_conversation_continues() -> No
     async with open_episode(script_of(broken, call("add", number=1), "two")) as agent:
         first = (await agent.chat(QUESTION, tools=[ADD])).choices[0]
         assert (first.finish_reason, first.message.content) == ("stop", broken)
-        told = [*QUESTION, sent_back(first.message, has_reasoning=True), {"role": "user", "content": "What?"}]
-        second = (await agent.chat(told, tools=[ADD], tool_choice="none")).choices[0]
+        chat = [*QUESTION, sent_back(first.message, has_reasoning=True), {"role": "user", "content": "What?"}]
+        second = (await agent.chat(chat, tools=[ADD], tool_choice="none")).choices[0]
         assert (second.message.content, second.message.tool_calls) == (call("add", number=1), None)
         assert len(agent.end().branches) == 2, "without tools it must be another conversation"
 
@@ -337,7 +345,7 @@ async def test_text_and_token_prompts_continue_recorded_turns() -> None:
         tokens = [*second.prompt_token_ids, *second.choices[0].token_ids, 5]
         await agent.complete([tokens])
         episode = agent.end()
-        assert agent.asked[2].token_ids.tolist() == tokens
+        assert agent.prompts[2].token_ids.tolist() == tokens
     (branch,) = episode.branches
     assert branch.prompt_token_ids is None and branch.sampled_versions == [4, 5, 6] and episode.messages == []
     with pytest.raises(openai.BadRequestError, match="neither one text nor one list of token ids"):
@@ -350,7 +358,7 @@ async def test_text_and_token_prompts_continue_recorded_turns() -> None:
 
 
 async def test_a_text_prompt_continues_a_turn_only_with_its_stop_text() -> None:
-    for told, shown, num_branches in (
+    for text, shown, num_branches in (
         ("Say: think; 5 ", "Say: think; 5 ", 1),
         ("Say: think 5 ", "Say: think 5 ", 2),
         ("Say: think", "Say: think", 2),
@@ -358,18 +366,18 @@ async def test_a_text_prompt_continues_a_turn_only_with_its_stop_text() -> None:
         async with open_episode(script_of("think;", "two", end=""), prompt="Say: ") as agent:
             first = await agent.complete("Say: ", stop=[";"])
             assert first.choices[0].text == "think"
-            await agent.complete(told)
+            await agent.complete(text)
             assert agent.shown(1) == shown and len(agent.end().branches) == num_branches
 
 
 async def test_abandoned_requests_are_cancelled_and_nothing_is_recorded_after_the_end() -> None:
     async with open_episode(policy := FirstTurnPolicy()) as agent:
-        told = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]
-        impatient = asyncio.create_task(agent.chat(told))
+        chat = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]
+        impatient = asyncio.create_task(agent.chat(chat))
         await until_in_loop(lambda: policy.num_held == 1)
         impatient.cancel()
         await until_in_loop(lambda: policy.num_given_up == 1)
-        late = asyncio.create_task(agent.chat(told))
+        late = asyncio.create_task(agent.chat(chat))
         await until_in_loop(lambda: policy.num_held == 2)
         agent.end()
         assert agent.session.leave() == "finished"
@@ -382,7 +390,7 @@ async def test_abandoned_requests_are_cancelled_and_nothing_is_recorded_after_th
             with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)"):
                 await ask
         episode = agent.session.episode
-        assert (episode.course.num_turns, len(episode.branches), len(agent.asked)) == (1, 1, 3)
+        assert (episode.course.num_turns, len(episode.branches), len(agent.prompts)) == (1, 1, 3)
 
 
 def test_a_turn_that_its_agent_never_received_is_not_recorded() -> None:
@@ -391,7 +399,7 @@ def test_a_turn_that_its_agent_never_received_is_not_recorded() -> None:
 
 
 async def test_an_episode_without_a_server_is_aborted() -> None:
-    def script(asked: Any) -> Completion | None:
+    def script(each: Any) -> Completion | None:
         return None
 
     async with open_episode(script) as agent:

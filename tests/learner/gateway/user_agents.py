@@ -23,8 +23,8 @@ async def ask(base_url: str, api_key: str, client: httpx.AsyncClient, messages: 
 async def two_turns(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
     """Play a conversation of two turns. The row has the reward."""
     reply = await ask(base_url, api_key, http_client)
-    told = [*MESSAGES, reply["choices"][0]["message"], {"role": "user", "content": "Sure?"}]
-    await ask(base_url, api_key, http_client, told)
+    continued = [*MESSAGES, reply["choices"][0]["message"], {"role": "user", "content": "Sure?"}]
+    await ask(base_url, api_key, http_client, continued)
     return data["worth"]
 
 
@@ -97,16 +97,16 @@ async def tell(data: dict[str, Any], *, base_url: str, api_key: str, http_client
     from openai import AsyncOpenAI
 
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
-    messages, num_heard = list(data["prompt"]), 0
+    messages, total = list(data["prompt"]), 0
     tool: Any = {"type": "function", "function": {"name": "tell", "parameters": {"type": "object", "properties": {}}}}
     for _ in range(3):
         reply = await client.chat.completions.create(model="policy", messages=messages, tools=[tool])
         message = reply.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls or ():
-            heard = len(json.loads(call.function.arguments)["text"])
-            num_heard += heard
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{heard} heard"})
+            num_chars = len(json.loads(call.function.arguments)["text"])
+            total += num_chars
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{num_chars} heard"})
         if not message.tool_calls:
             break
-    return float(num_heard)
+    return float(total)

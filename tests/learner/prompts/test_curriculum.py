@@ -28,7 +28,7 @@ def curriculum(prompts: Prompts, next_position: int = 0, **config) -> Curriculum
     return made
 
 
-def asked(prompts: Prompts, made: Curriculum, num_slots: int) -> list[int]:
+def rows_of(prompts: Prompts, made: Curriculum, num_slots: int) -> list[int]:
     return [prompts.row_at(made.ask()) for _ in range(num_slots)]
 
 
@@ -41,7 +41,7 @@ def test_without_a_curriculum_a_slot_uses_the_prompt_at_its_position(prompts: Pr
 
 def test_easy_and_hard_prompts_are_sampled_in_a_share_of_epochs_and_others_in_every_epoch(prompts: Prompts) -> None:
     made = curriculum(prompts, easy_weight=0.1, hard_weight=0.5)
-    rows = asked(prompts, made, 4000)
+    rows = rows_of(prompts, made, 4000)
     num_epochs = made.next_position / NUM_PROMPTS
     share = {row: rows.count(row) / num_epochs for row in range(NUM_PROMPTS)}
     assert share[EASY] == pytest.approx(0.1, abs=0.03) and share[HARD] == pytest.approx(0.5, abs=0.05)
@@ -58,7 +58,7 @@ def test_the_sampled_prompt_depends_only_on_position_and_pass_rates(prompts: Pro
 
 
 def test_prompts_at_or_beyond_a_gate_are_not_sampled_again(prompts: Prompts) -> None:
-    rows = asked(prompts, curriculum(prompts, drop_above=1.0, drop_below=0.0), 500)
+    rows = rows_of(prompts, curriculum(prompts, drop_above=1.0, drop_below=0.0), 500)
     assert {EASY, HARD}.isdisjoint(rows) and {NORMAL, UNSEEN, 4, 5} == set(rows)
 
 

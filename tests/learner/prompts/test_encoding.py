@@ -16,7 +16,7 @@ from tests.learner.prompts.data_files import CHAT_TEMPLATE, make_tokenizer
 OfRows = Callable[..., Prompts]
 
 
-def said(text: str, **columns: Any) -> dict[str, Any]:
+def row_of(text: str, **columns: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "system", "content": "7"}, {"role": "user", "content": text}], **columns}
 
 
@@ -34,7 +34,12 @@ def forbid_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_texts_and_conversations_have_the_token_ids_of_the_plain_tokenizer(
     tokenizer: PreTrainedTokenizerBase, of_rows: OfRows
 ) -> None:
-    rows = [{"prompt": "1+1="}, said("2", answer=[1, {"a": None}]), {"prompt": "3=", "answer": 4.5}, said("44")]
+    rows = [
+        {"prompt": "1+1="},
+        row_of("2", answer=[1, {"a": None}]),
+        {"prompt": "3=", "answer": 4.5},
+        row_of("44"),
+    ]
     for prompt, row in zip(in_order(of_rows(*rows)), rows, strict=True):
         if isinstance(row["prompt"], str):
             expected = tokenizer(row["prompt"])["input_ids"]
@@ -48,7 +53,7 @@ def test_texts_and_conversations_have_the_token_ids_of_the_plain_tokenizer(
 def test_the_second_start_encodes_nothing(
     tokenizer: PreTrainedTokenizerBase, sources: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs = [DataConfig(**source) for source in sources([said(str(number), answer="s") for number in range(30)])]
+    configs = [DataConfig(**source) for source in sources([row_of(str(number), answer="s") for number in range(30)])]
     first = [Prompts(config, tokenizer, 0) for config in configs]
     forbid_encoding(monkeypatch)
     second = [Prompts(config, make_tokenizer(), 0) for config in configs]
@@ -66,7 +71,7 @@ def test_the_second_start_encodes_nothing(
     ids=str,
 )  # fmt: skip
 def test_changed_inputs_are_encoded_again(of_rows: OfRows, monkeypatch: pytest.MonkeyPatch, changed: Any) -> None:
-    rows = [said(str(number), other="5", of=str(changed)) for number in range(4)]
+    rows = [row_of(str(number), other="5", of=str(changed)) for number in range(4)]
     of_rows(*rows)
     forbid_encoding(monkeypatch)
     of_rows(*rows)
@@ -74,7 +79,7 @@ def test_changed_inputs_are_encoded_again(of_rows: OfRows, monkeypatch: pytest.M
     if changed == "template":
         config = {"spoken_by": make_tokenizer(f"{CHAT_TEMPLATE}=")}
     elif changed == "row":
-        rows[-1] = said("8")
+        rows[-1] = row_of("8")
     with pytest.raises(AssertionError, match="encoded again"):
         of_rows(*rows, **config)
 
@@ -82,15 +87,15 @@ def test_changed_inputs_are_encoded_again(of_rows: OfRows, monkeypatch: pytest.M
 def test_several_processes_encode_the_same_and_an_edit_does_not_reach_a_running_run(
     of_rows: OfRows,
 ) -> None:
-    rows = [said(str(number), answer="w") for number in range(50)]
+    rows = [row_of(str(number), answer="w") for number in range(50)]
     prompts = of_rows(*rows, num_workers=2)
     before = in_order(prompts)
-    assert before == in_order(of_rows(*rows, said("1"), num_prompts=50)) == in_order(prompts)
+    assert before == in_order(of_rows(*rows, row_of("1"), num_prompts=50)) == in_order(prompts)
 
 
 def test_keys_reach_the_chat_template(tokenizer: PreTrainedTokenizerBase, of_rows: OfRows) -> None:
     for keys, shown in (({}, "=7=+1>"), ({"thinks": True}, "=7=+1>,")):
-        assert tokenizer.decode(of_rows(said("1"), chat_template_kwargs=keys).prompt_at(0).token_ids) == shown
+        assert tokenizer.decode(of_rows(row_of("1"), chat_template_kwargs=keys).prompt_at(0).token_ids) == shown
 
 
 def test_a_hub_dataset_is_loaded_at_its_revision(
@@ -98,15 +103,15 @@ def test_a_hub_dataset_is_loaded_at_its_revision(
 ) -> None:
     import datasets
 
-    asked = []
+    texts = []
 
     def load(name: str, *arguments: Any, **options: Any) -> Any:
-        asked.append((name, *arguments, options))
+        texts.append((name, *arguments, options))
         return datasets.Dataset.from_list([{"prompt": "1"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     Prompts(DataConfig(dataset="org/name", dataset_config="main", revision="0f3c"), tokenizer, 0)
-    assert asked == [("org/name", "main", {"split": "train", "revision": "0f3c"})]
+    assert texts == [("org/name", "main", {"split": "train", "revision": "0f3c"})]
 
 
 # --- too long ----------------------------------------------------------------------------------------------------
@@ -134,8 +139,8 @@ def test_overlong_prompts_are_dropped_and_others_keep_their_ids(
 
 def test_overlong_prompts_are_truncated_at_the_start(tokenizer: PreTrainedTokenizerBase, of_rows: OfRows) -> None:
     prompts = of_rows(*OF_LENGTHS, max_prompt_tokens=4, overlong_prompts="truncate")
-    asked = [tokenizer.decode(prompt.token_ids) for prompt in in_order(prompts)]
-    assert asked == ["123", "2345", "12", "4567", "1234", "3456"]
+    texts = [tokenizer.decode(prompt.token_ids) for prompt in in_order(prompts)]
+    assert texts == ["123", "2345", "12", "4567", "1234", "3456"]
     assert [prompt.prompt for prompt in in_order(prompts)] == [row["prompt"] for row in OF_LENGTHS]
     assert prompts.longest()[1] == 4 and prompts.metrics == {"data/truncated_prompts": 3.0}
 

@@ -71,14 +71,14 @@ def test_guess_has_one_digit_secrets_and_prompts_without_information():
 def test_held_out_rows_share_no_pair_of_numbers_with_training_rows_for_any_seed(
     task: str, numbers: range, num_pairs: list[int]
 ):
-    asked, held_out = make_rows(task, None, seed=3), make_rows(f"{task}_held_out", None, seed=4)
-    pairs = [{numbers_of(row) for row in rows} for rows in (asked, held_out)]
-    assert [len(rows) for rows in (asked, held_out)] == [len(one) for one in pairs]
-    assert [len(rows) for rows in (asked, held_out)] == [NUM_PROMPTS[task], NUM_PROMPTS[f"{task}_held_out"]]
+    training, held_out = make_rows(task, None, seed=3), make_rows(f"{task}_held_out", None, seed=4)
+    pairs = [{numbers_of(row) for row in rows} for rows in (training, held_out)]
+    assert [len(rows) for rows in (training, held_out)] == [len(one) for one in pairs]
+    assert [len(rows) for rows in (training, held_out)] == [NUM_PROMPTS[task], NUM_PROMPTS[f"{task}_held_out"]]
     assert not pairs[0] & {pair for a, b in pairs[1] for pair in ((a, b), (b, a))}
     assert {a for a, _ in pairs[0]} == {b for _, b in pairs[0]} == set(numbers)
     right = operator.add if task == "sums" else operator.mul
-    assert all(row["answer"] == right(*numbers_of(row)) for row in asked + held_out)
+    assert all(row["answer"] == right(*numbers_of(row)) for row in training + held_out)
     for name, count in zip((task, f"{task}_held_out"), num_pairs, strict=True):
         assert len(make_rows(name, count, seed=0)) == count
         with pytest.raises(DataError, match=f"num_prompts = 9999 is more than the {count} distinct prompts of task"):

@@ -82,7 +82,7 @@ def test_runs_that_cannot_be_compared_are_errors(runs: list[Path], tmp_path: Pat
 def test_the_command_compares_the_given_runs(runs: list[Path]) -> None:
     done = run_here("report", *map(str, runs))
     assert done.returncode == 0 and "comparison: " in done.stdout, done.stderr
-    told = json.loads(run_here("report", str(runs[0]), "--json", str(runs[1])).stdout)
-    assert [run["summary"]["steps"] for run in told["runs"]] == [40, 60]
+    output = json.loads(run_here("report", str(runs[0]), "--json", str(runs[1])).stdout)
+    assert [run["summary"]["steps"] for run in output["runs"]] == [40, 60]
     refused = run_here("report", *map(str, runs), "--bogus")
     assert refused.returncode == 2 and "unrecognized arguments: --bogus; see slipstream report --help" in refused.stderr

@@ -72,8 +72,8 @@ def test_each_tracker_has_config_metrics_and_completions(interpreter: Callable[.
     assert columns["step"] == (1, 1, 2, 2) and columns["completion"] == ("four 1", "5", "four 2", "5")
     assert columns["right"] == (1.0, 0.0) * 2 and [str(answer) for answer in columns["answer"]] == ["4"] * 4
     assert json.loads(ran(READ_TRACKIO).splitlines()[-1])["model"] == "tiny:digits"
-    (told,) = (tmp_path / "trackio").glob("my-project.db")
-    assert b"four 1" in told.read_bytes() and b"four 2" in told.read_bytes()
+    (database,) = (tmp_path / "trackio").glob("my-project.db")
+    assert b"four 1" in database.read_bytes() and b"four 2" in database.read_bytes()
     offline = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*.wandb"))
     tables = [json.loads(path.read_text()) for path in (tmp_path / "run").rglob("*.table.json")]
     assert b"learner" in offline and sorted(table["data"][0][3] for table in tables) == ["four 1", "four 2"]

@@ -169,7 +169,7 @@ def test_samples_keep_every_branch_and_the_report_shows_speaker_and_version(
     assert [branch["prompt"] for branch in second["branches"]] == [None, "77"]
     assert [branch["runs"] for branch in second["branches"]] == [[[5, "1"]], [[7, "2"]]]
     page = render(tmp_path)
-    told = (
+    parts = (
         '<span class="v0">1</span><span class="v1">2</span><span class="environment">89</span><span class="v1">3</span>',
         "finished · 2 turns · 1 tool call · 1 answered with an error · 0.5 s in the environment",
         "tool_timeout · 1 turn · 0.0 s in the environment",
@@ -177,5 +177,5 @@ def test_samples_keep_every_branch_and_the_report_shows_speaker_and_version(
         '<span class="key v0">policy version 4</span><span class="key v1">policy version 5</span>'
         '<span class="key v2">policy version 7</span><span class="key environment">the environment</span>',
     )
-    for part in told:
+    for part in parts:
         assert part in page, part

@@ -16,7 +16,7 @@ PERSON = {
 
 
 @pytest.mark.parametrize(
-    ("said", "reward"),
+    ("completion", "reward"),
     [
         ('{"name": "Ada", "age": 36}', 1.0), (' {"name": "Ada"}\n', 1.0), ('```json\n{"name": "Ada"}\n```', 1.0),
         ('<think>{"name": 1}</think>{"name": "Ada"}', 1.0), ('Here it is: {"name": "Ada"}', 0.0),
@@ -25,8 +25,8 @@ PERSON = {
     ],
     ids=lambda value: repr(value)[:40],
 )  # fmt: skip
-def test_only_json_that_matches_the_schema_is_rewarded(said, reward):
-    assert json_schema([said, said], [PERSON, json.dumps(PERSON)]) == [reward, reward]
+def test_only_json_that_matches_the_schema_is_rewarded(completion, reward):
+    assert json_schema([completion, completion], [PERSON, json.dumps(PERSON)]) == [reward, reward]
 
 
 def test_a_number_beyond_the_range_of_floats_is_accepted():

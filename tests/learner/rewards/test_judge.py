@@ -25,7 +25,7 @@ class Endpoint(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.says: dict[str, str] = {}
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.slow: set[str] = set()
         self.cut_off: set[str] = set()
@@ -44,14 +44,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(question)
+        self.server.requests.append(question)
         self.server.keys.append(self.headers["Authorization"])
         rated = re.search("Answer to rate:\n(.*)\n", question["messages"][0]["content"])
         answer = rated[1] if rated else ""
         if answer in self.server.slow:
             time.sleep(5)
-        said, reason = self.server.says.get(answer, "no number"), "length" if answer in self.server.cut_off else "stop"
-        choice = {"message": {"role": "assistant", "content": said}, "finish_reason": reason}
+        reply, reason = self.server.says.get(answer, "no number"), "length" if answer in self.server.cut_off else "stop"
+        choice = {"message": {"role": "assistant", "content": reply}, "finish_reason": reason}
         self.answer({"choices": [choice]}, 400 if answer in self.server.refused else self.server.status)
 
     def answer(self, body: Any, status: int = 200) -> None:
@@ -84,8 +84,8 @@ def test_the_reward_is_the_last_number_of_the_verdict_over_the_best_score():
         }  # fmt: skip
         result = rated(server.url, list("abc"), prompt("2+2=", answer="4"))
         assert result.rewards == [0.7, 0.3, None]
-        assert {question["model"] for question in server.asked} == {"first"}
-        text = next(one for question in server.asked if "\na\n" in (one := question["messages"][0]["content"]))
+        assert {question["model"] for question in server.requests} == {"first"}
+        text = next(one for question in server.requests if "\na\n" in (one := question["messages"][0]["content"]))
         assert "Task:\n2+2=\n" in text and "there is one:\n4\n" in text
 
 
@@ -121,7 +121,7 @@ def test_the_user_controls_the_request_to_the_judge(monkeypatch):
     with endpoint() as server:
         server.says = {"a": "4 / 5"}
         assert rated(server.url, ["a"], judge=own).rewards == [0.8]
-        assert server.asked == [question | {"messages": [{"role": "user", "content": "Answer to rate:\na\n"}]}]
+        assert server.requests == [question | {"messages": [{"role": "user", "content": "Answer to rate:\na\n"}]}]
         assert server.keys == ["Bearer sk-judge"]
 
 

@@ -44,10 +44,10 @@ def test_a_conversation_is_passed_as_in_trl():
 
 
 def test_an_answer_started_in_the_prompt_is_scored_as_a_whole():
-    begun = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
-    seen = _arguments(RewardCall("exact_match", begun, {}, ["2"], [[1]], prefill="4"), Log(1, frozenset()))
-    assert seen["prompts"] == [begun[:1]] and seen["completions"] == [[{"role": "assistant", "content": "42"}]]
-    started = msgspec.structs.replace(prompt(begun, answer="42"), prefill="4")
+    prefilled = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    seen = _arguments(RewardCall("exact_match", prefilled, {}, ["2"], [[1]], prefill="4"), Log(1, frozenset()))
+    assert seen["prompts"] == [prefilled[:1]] and seen["completions"] == [[{"role": "assistant", "content": "42"}]]
+    started = msgspec.structs.replace(prompt(prefilled, answer="42"), prefill="4")
     assert score(["exact_match"], ["2", "42"], started).rewards == [1.0, 0.0]
 
 
@@ -120,13 +120,13 @@ def test_a_call_that_ends_its_process_or_never_returns_fails_without_affecting_o
         groups = [workers.submit(prompt(answer="12", how=how), ["12", "1"], [[1], [2]]) for how in hows]
         results = [group.result(DEADLINE_S) for group in groups]
     for how, result in zip(hows, results, strict=True):
-        told, fine = result.functions
+        broken, fine = result.functions
         outcome, problem = FATES.get(how, ("ok", ""))
-        assert (told.outcome, fine.rewards) == (outcome, [1.0, 0.0])
+        assert (broken.outcome, fine.rewards) == (outcome, [1.0, 0.0])
         assert result.rewards == ([1.0, 0.0] if outcome == "ok" else [None, None])
         if outcome != "ok":
-            assert told.message.startswith(f"reward function misbehaves_on_request {problem}")
-            assert "for 2 completions of prompt '21>', the first of them '12'; " in told.message
+            assert broken.message.startswith(f"reward function misbehaves_on_request {problem}")
+            assert "for 2 completions of prompt '21>', the first of them '12'; " in broken.message
     assert "learner.reward.timeout_s" in results[1].functions[0].message
 
 
@@ -224,9 +224,14 @@ TOOL_SAYS = [
 
 
 def test_only_messages_of_the_assistant_are_scored():
-    said = [*TOOL_SAYS, {"role": "assistant", "content": "7", "reasoning_content": "it says 7"}]
+    final = [*TOOL_SAYS, {"role": "assistant", "content": "7", "reasoning_content": "it says 7"}]
     for function in (exact_match, last_number, math_equivalence, share_right):
-        assert function(completions=[TOOL_SAYS, said, said[:1], []], answer=[7] * 4) == [0.0, 1.0, 0.0, 0.0]
+        assert function(completions=[TOOL_SAYS, final, final[:1], []], answer=[7] * 4) == [
+            0.0,
+            1.0,
+            0.0,
+            0.0,
+        ]
     parts = [{"role": "assistant", "content": [{"type": "text", "text": "so "}, {"type": "text", "text": "7"}]}]
     assert last_number(completions=[parts], answer=[7]) == [1.0]
     thinks = [{"role": "assistant", "content": "<answer>7</answer>", "reasoning_content": "well"}]
@@ -299,7 +304,7 @@ def test_math_equivalence_compares_values_and_knows_gsm8ks_answers():
 
 
 @pytest.mark.parametrize(
-    ("said", "text", "number"),
+    ("final", "text", "number"),
     [
         ("<|channel|>analysis<|message|>6 or 7<|end|><|start|>assistant<|channel|>final<|message|>It is 7<|return|>",
             "<think>6 or 7</think>It is 7", 1.0),
@@ -311,9 +316,9 @@ def test_math_equivalence_compares_values_and_knows_gsm8ks_answers():
         ("It is 7", "It is 7", 1.0),
     ],
 )  # fmt: skip
-def test_the_final_channel_is_the_answer_and_other_channels_are_reasoning(said: str, text: str, number: float) -> None:
+def test_the_final_channel_is_the_answer_and_other_channels_are_reasoning(final: str, text: str, number: float) -> None:
     template = chat_of("gpt-oss", [])
-    token_ids = template.tokenizer.encode(said, add_special_tokens=False)
+    token_ids = template.tokenizer.encode(final, add_special_tokens=False)
     assert texts_of(template.tokenizer, [token_ids]) == [text]
     assert last_number([text, template.spoken(token_ids)], answer=["7", "7"]) == [number, number]
-    assert texts_of(template.tokenizer, [token_ids], skip_special_tokens=False) == [said]
+    assert texts_of(template.tokenizer, [token_ids], skip_special_tokens=False) == [final]

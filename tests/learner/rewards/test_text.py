@@ -6,7 +6,7 @@ from learner.rewards.builtin.text import multiple_choice
 
 
 @pytest.mark.parametrize(
-    ("said", "letter"),
+    ("completion", "letter"),
     [
         ("B", "B"), ("b", "B"), ("(B)", "B"), ("**B**", "B"), ("B.", "B"), ("$B$", "B"), ("[[B]]", "B"), ("`B`", "B"),
         ("B) Paris", "B"), ("(B) Paris", "B"), ("B: Paris", "B"), ("**B. Paris**", "B"), ("Option B", "B"),
@@ -22,9 +22,9 @@ from learner.rewards.builtin.text import multiple_choice
         ("A or B", None), ("A/B", None), ("B, C and D", None), (r"\boxed{A, B}", None), ("the answer is A or B", None),
     ],
 )  # fmt: skip
-def test_one_letter_is_an_answer_and_two_are_not(said, letter):
+def test_one_letter_is_an_answer_and_two_are_not(completion, letter):
     golds = ["A", "B", "C", "D"]
-    assert multiple_choice([said] * 4, golds) == [float(letter == gold) for gold in golds]
+    assert multiple_choice([completion] * 4, golds) == [float(letter == gold) for gold in golds]
 
 
 def test_a_gold_can_be_a_letter_a_number_from_0_or_several():

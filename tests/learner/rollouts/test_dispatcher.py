@@ -173,8 +173,8 @@ def test_a_draining_server_finishes_its_pending_groups_and_gets_no_more(
     late, other = HandServer(is_silent), HandServer()
     late.late_answer = answers
     with hand_servers(late, other), rollouts_on_listed(tmp_path, late, other) as (listed, fleet, rollouts):
-        told = list[str]()
-        fleet.on_change = told.append
+        changed = list[str]()
+        fleet.on_change = changed.append
         rollouts.publish(0, "server-0", "server-1")
         until(lambda: len(late.generated) == 3 and len(other.acked) == 3, "each server has three groups")
         leaving = fleet.members[0]
@@ -196,8 +196,8 @@ def test_a_draining_server_finishes_its_pending_groups_and_gets_no_more(
             until(lambda: leaving.state(0) == "gone" and len(fleet.members) == 1)
             until(lambda: leaving.link._channel._socket.closed, "the server is free for another run")
     assert len(late.generated) == 3
-    told = [what for what in told if late.endpoint in what][-2:]
-    assert told == [f"the server at {late.endpoint}: {change}" for change in ("ready → draining", "draining → gone")]
+    changed = [what for what in changed if late.endpoint in what][-2:]
+    assert changed == [f"the server at {late.endpoint}: {change}" for change in ("ready → draining", "draining → gone")]
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 

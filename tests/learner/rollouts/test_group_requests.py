@@ -80,11 +80,11 @@ def test_the_seeds_of_all_completions_differ_in_the_bits_that_a_generator_uses(
 def test_a_group_that_does_not_match_its_request_is_rejected(
     tmp_path: Path, changes: dict[str, int], expected: str | None
 ) -> None:
-    asked = {"num_completions": 4, "max_tokens": 5, "vocab_size": 6} | changes
+    requested = {"num_completions": 4, "max_tokens": 5, "vocab_size": 6} | changes
     group = group_of(message_of(a_run(tmp_path)), 0)
-    group.completions[0].token_ids[0] = asked.pop("first_id", 1)
+    group.completions[0].token_ids[0] = requested.pop("first_id", 1)
     if expected is None:
-        check_completions(group, **asked)
+        check_completions(group, **requested)
     else:
         with pytest.raises(ProtocolError, match=expected):
-            check_completions(group, **asked)
+            check_completions(group, **requested)

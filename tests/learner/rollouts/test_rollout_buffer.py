@@ -131,8 +131,10 @@ def test_a_stale_group_is_requested_again_and_does_not_count_as_a_failure(tmp_pa
 
 
 def test_a_long_resume_checks_each_pending_group_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_held, place_of, asked = 400, SlotOrder.consumption_index, list[int]()
-    monkeypatch.setattr(SlotOrder, "consumption_index", lambda order, slot: asked.append(slot) or place_of(order, slot))
+    num_held, place_of, checked = 400, SlotOrder.consumption_index, list[int]()
+    monkeypatch.setattr(
+        SlotOrder, "consumption_index", lambda order, slot: checked.append(slot) or place_of(order, slot)
+    )
     run = make_run(tmp_path, "tcp://127.0.0.1:1", steps=num_held, groups_per_step=8, max_staleness=0)
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
         with ledger.batch():
@@ -144,4 +146,4 @@ def test_a_long_resume_checks_each_pending_group_about_once(tmp_path: Path, monk
             assert buffer.receive(f"{slot}.0") is not None
         requests = [request for version in range(num_held // 8) for request in buffer.admit(version)]
     assert [request.slot for request in requests] == list(range(1, num_held, 2))
-    assert len(asked) < 2 * num_held
+    assert len(checked) < 2 * num_held

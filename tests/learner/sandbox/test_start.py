@@ -35,7 +35,7 @@ def test_threads_that_poll_a_dead_process_concurrently_get_its_exit_code(
     connection.wait([seen.sentinel], TIMEOUT_S)
     with ThreadPoolExecutor(4) as threads:
         looks = [threads.submit(lambda: seen.exitcode) for _ in range(3)]
-        begun = threads.submit(ending_with, 0)
+        started = threads.submit(ending_with, 0)
         assert [look.result() for look in looks] == [4, 4, 4]
     assert seen.exitcode == 4
-    begun.result().join(TIMEOUT_S)
+    started.result().join(TIMEOUT_S)

@@ -19,13 +19,13 @@ from tests.learner.in_process import run_here
 
 def test_the_recipe_is_valid_for_both_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = write_starter(Path("tasks/mine"))
+    printed = write_starter(Path("tasks/mine"))
     assert {path.name for path in Path("tasks/mine").iterdir()} == {
         "prompts.jsonl", "reward.py", "run.toml", "test_reward.py",
     }  # fmt: skip
     learner = load_config(LearnerRun, ["tasks/mine/run.toml"], "learner train")
     server = load_config(ServerRun, ["tasks/mine/run.toml"], "inference-server")
-    assert learner.model == server.model and learner.run_dir == "runs/mine" and "runs/mine/report.html" in said
+    assert learner.model == server.model and learner.run_dir == "runs/mine" and "runs/mine/report.html" in printed
     assert learner.idle_keys_note() is None
     assert len(open_source(learner.learner.data, 0)) == 3
     (spec,) = learner.learner.reward.functions

@@ -58,18 +58,18 @@ def test_length_is_penalized_beyond_the_limit_of_the_row(task: Path) -> None:
 
 
 def test_the_judge_is_called_over_http(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = Counter[str]()
+    num_requests = Counter[str]()
     with openai_server() as judge:
         judge.tells_tokens = False
 
         def answer(prompt: str, count: int) -> list[str]:
-            said[prompt] += 1
+            num_requests[prompt] += 1
             return [" Yes" if "'371'" in prompt.split(" a good answer")[0] else " no"] * count
 
         judge.answer = answer
         monkeypatch.setenv("JUDGE_URL", judge.url)
         places, judged = rewards_of(run_with(JUDGE), "371", "9")
-    assert judged == [1.0, 0.0] and places[0] == 1.0 and len(said) == 2
+    assert judged == [1.0, 0.0] and places[0] == 1.0 and len(num_requests) == 2
 
 
 def test_the_second_set_selects_the_best_model(task: Path) -> None:

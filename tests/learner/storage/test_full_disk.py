@@ -119,7 +119,7 @@ def test_a_run_ends_when_its_disk_fills_up_and_resumes_exactly(tmp_path: Path, m
             assert life.end() == 2, life.log
             (run_dir / BALLAST).unlink()
         errors = re.findall(r"^error: .*", life.log, flags=re.MULTILINE)
-        told = re.compile(r"error: .*/run/.*(?:could not be (?:read or )?written|full).*free.*space.*--resume")
-        assert len(errors) == 3 and all(map(told.match, errors)), life.log
+        expected = re.compile(r"error: .*/run/.*(?:could not be (?:read or )?written|full).*free.*space.*--resume")
+        assert len(errors) == 3 and all(map(expected.match, errors)), life.log
         assert Life(run, resume=True).end() == 0
     assert_ends_alike(run, whole)

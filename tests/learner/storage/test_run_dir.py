@@ -88,9 +88,9 @@ def test_a_resume_with_another_value_of_a_fixed_key_is_rejected(
 def test_keys_that_errors_advise_to_change_can_change_at_a_resume_and_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun = open_run_dir(now(tmp_path), resume=False)
-    begun.begin()
-    begun.close()
+    first = open_run_dir(now(tmp_path), resume=False)
+    first.begin()
+    first.close()
     with pytest.raises(ConfigError, match="already contains a run; continue it with --resume"):
         open_run_dir(now(tmp_path), resume=False)
     changes = {"cpu_cores": None, "gradient_checkpointing": True, "max_group_attempts": 9, "max_staleness": 1,
@@ -194,8 +194,8 @@ def test_a_run_resumes_only_on_its_data_and_with_keys_that_warnings_advise_to_ch
 ) -> None:
     data = {"path": write(tmp_path / "a.jsonl", PROMPTS)}
     with tiny_server() as server:
-        begun = make_run(tmp_path, server.endpoint, max_staleness=2, steps=5, data=data, checkpoint={"every_steps": 2})
-        train(begun, resume=False)
+        first = make_run(tmp_path, server.endpoint, max_staleness=2, steps=5, data=data, checkpoint={"every_steps": 2})
+        train(first, resume=False)
         shutil.rmtree(tmp_path / "run/checkpoints/step-000005")  # the groups sampled for step 5 are too old now
         mask, slower = {"weight": "mask"}, {"learning_rate": 1e-4}
         run = make_run(

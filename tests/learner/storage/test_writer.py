@@ -52,7 +52,7 @@ def test_training_continues_during_a_slow_write_and_old_checkpoints_stay_until_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint of step 3 is delayed until step 5 is done; that of step 6 must wait for it."""
-    begun: list[int] = []
+    written_at: list[int] = []
     found: list[tuple[list[str], set[int]]] = []
     with tiny_server() as server:
         checkpoint = {"every_steps": 3, "keep_last": 1, "keep_best": 0}
@@ -60,14 +60,14 @@ def test_training_continues_during_a_slow_write_and_old_checkpoints_stay_until_i
         directory = Path(run.run_dir) / "checkpoints"
 
         def hold_the_first() -> None:
-            begun.append(len(metrics_of(run)))
-            if len(begun) == 1:
+            written_at.append(len(metrics_of(run)))
+            if len(written_at) == 1:
                 until(lambda: len(metrics_of(run)) == 5)
             found.append(([path.name for path in complete_checkpoints(directory)], steps_kept(run)))
 
         before_writing(monkeypatch, hold_the_first)
         train(run, resume=False)
-    assert begun == [3, 6, 7]
+    assert written_at == [3, 6, 7]
     assert [names for names, _ in found] == [[], ["step-000003"], ["step-000006"]]
     for needed, (_, kept) in zip([{1, 2, 3, 4, 5}, {4, 5, 6}, {7}], found, strict=True):
         assert needed <= kept
