@@ -23,7 +23,7 @@ A, B = (int(word) for word in PRODUCT["prompt"][-1]["content"].replace("?", "").
         (("CALC(9999999*9999999)",), 0.0),
     ],
 )
-def test_half_a_point_is_for_the_call_and_half_for_the_answer_after_it(turns: tuple[str, ...], reward: float) -> None:
+def test_the_call_and_the_answer_after_it_are_half_a_point_each(turns: tuple[str, ...], reward: float) -> None:
     group = play_with_agent(
         {"answer": PRODUCT["answer"], "prompt": PRODUCT["prompt"]}, PRODUCT["prompt"], script_of(*turns),
         agent=f"{AGENTS / 'calculator_in_words.py'}:run",

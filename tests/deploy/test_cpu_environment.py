@@ -34,7 +34,7 @@ def pip_calls(venv: Path) -> str:
     return calls.read_text() if calls.exists() else ""
 
 
-def test_uv_takes_packages_from_where_pip_is_configured_to() -> None:
+def test_uv_uses_the_package_index_of_pip() -> None:
     config = (
         "global.cert='/etc/ssl/mirror.pem'\n"
         "global.extra-index-url='https://a.example/simple\\nfile:///b/simple'\n"
@@ -52,7 +52,7 @@ def test_uv_takes_packages_from_where_pip_is_configured_to() -> None:
     assert uv_settings("\n".join(lines[1:])) == {"UV_HTTP_TIMEOUT": "2"}
 
 
-def test_uv_installs_into_the_environment_whatever_else_is_active(
+def test_uv_installs_into_the_environment_even_if_another_is_active(
     venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", "/another/venv")
@@ -68,9 +68,7 @@ def test_uv_installs_into_the_environment_whatever_else_is_active(
     assert os.listdir(venv) == ["bin"]
 
 
-def test_pip_installs_where_there_is_no_uv_and_what_uv_could_not(
-    venv: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pip_installs_without_uv_and_after_a_failure_of_uv(venv: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install_packages(venv, "toy", ["toy==1"])
     assert pip_calls(venv).strip().endswith("install --no-deps --no-compile toy==1")
     write_program(venv / "bin" / "uv", "#!/bin/sh\necho error: first line\necho no such index >&2\nexit 2\n")
@@ -93,7 +91,7 @@ esac
 """
 
 
-def test_an_installer_that_hangs_is_stopped_with_what_to_raise(
+def test_a_hanging_installer_is_stopped_with_the_variable_to_raise(
     venv: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(deploy.cpu_environment, "TIMEOUT_S", 1.0)

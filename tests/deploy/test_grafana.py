@@ -19,7 +19,7 @@ KEYS = {"id", "type", "title", "description", "datasource", "gridPos", "fieldCon
 """The parts of Grafana's schema (dashboard schemaVersion 39) that these panels use."""
 
 
-def test_each_panel_has_what_grafana_reads() -> None:
+def test_each_panel_has_the_fields_that_grafana_reads() -> None:
     assert BOARD["uid"] == "slipstream" and BOARD["schemaVersion"] == 39
     (variable,) = BOARD["templating"]["list"]
     assert (variable["name"], variable["type"], variable["query"]) == ("datasource", "datasource", "prometheus")
@@ -41,7 +41,7 @@ def test_expressions_are_a_metric_or_the_rate_of_a_counter() -> None:
             assert expression == "slipstream_engine_restarts_total", "only this counter is shown as a total"
 
 
-def test_a_learner_has_all_that_is_asked_of_it(tmp_path: Path) -> None:
+def test_a_learner_has_every_queried_metric(tmp_path: Path) -> None:
     with tiny_server() as server, openai_server() as openai:
         openai.of(server)
         evaluation = {"url": openai.url, "every_steps": 2, "timeout_s": 30}

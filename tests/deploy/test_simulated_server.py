@@ -26,7 +26,7 @@ def asks(slot: int, *lengths: float) -> Callable[[SimulatedServer], None]:
     return lambda server: server.submit([SimulatedGroup(slot, list(lengths), 0.0)])
 
 
-def test_a_sequence_takes_its_length_times_a_step_of_all_that_run_beside_it() -> None:
+def test_a_sequence_takes_its_length_times_the_step_of_all_running_sequences() -> None:
     assert ends(4, (3.0, asks(0, 10))) == {0: 23.0}
     assert ends(4, (0.0, asks(0, 10)), (10.0, asks(1, 5))) == {0: 25.0, 1: 25.0}, "new groups slow down running groups"
     assert ends(4, (0.0, asks(0, 2, 6))) == {0: 2 * 3 + 4 * 2}, "a group ends with its longest sequence"
@@ -63,7 +63,7 @@ def test_a_group_is_as_old_as_its_first_token() -> None:
     assert (group.oldest_version, late.oldest_version) == (0, 1)
 
 
-def test_what_a_server_that_dies_had_is_given_back_untouched() -> None:
+def test_groups_of_a_dead_server_are_returned_unchanged() -> None:
     lost: list[SimulatedGroup] = []
     assert ends(4, (0.0, asks(7, 1, 5)), (4.0, lambda server: lost.extend(server.die()))) == {}
     assert [(group.slot, group.num_left, group.oldest_version) for group in lost] == [(7, 2, -1)]

@@ -21,7 +21,7 @@ def service(name: str) -> dict[str, str]:
     return dict(parser["Service"])
 
 
-def test_systemd_has_no_complaint_where_everything_is_installed(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units_if_everything_is_installed(tmp_path: Path) -> None:
     for name in (".venv/bin/slipstream", "deploy/train_or_resume.sh"):
         path = tmp_path / "installed" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def test_systemd_has_no_complaint_where_everything_is_installed(tmp_path: Path) 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_unit_starts_a_command_of_ours_and_lets_it_end_in_order() -> None:
+def test_a_unit_starts_a_valid_command_and_lets_it_shut_down() -> None:
     server, learner = service("server"), service("learner")
     for unit in (server, learner):
         run = check(shlex.split(unit["ExecStart"]))

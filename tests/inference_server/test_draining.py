@@ -47,7 +47,7 @@ async def begin_group(at: Stage) -> None:
     """Join, push, and start a group."""
     await at.join_and_push()
     let_some_begin(at.engine)
-    await at.learner.generate("begun", [BEGINS])
+    await at.learner.generate("started", [BEGINS])
     await until(lambda: bool(at.engine.prompts))
 
 
@@ -84,10 +84,10 @@ async def test_a_drain_finishes_started_groups_returns_the_rest_and_waits_for_th
 
     at.engine.release.set()
     group = await at.learner.receive(Group)
-    assert group.group_id == "begun" and len(group.completions) == 2
+    assert group.group_id == "started" and len(group.completions) == 2
     await asyncio.sleep(0.2)
     assert not draining.done() and at.engine.cancelled == 1, "the shutdown waits for the Ack"
-    await at.learner.send(Ack(group_ids=["begun"]))
+    await at.learner.send(Ack(group_ids=["started"]))
     await draining
     assert len(at.engine.prompts) == 2 and at.engine.calls.count("pause") == 1
 
@@ -144,7 +144,7 @@ async def test_the_drain_waits_only_briefly_for_a_lost_learner(at: Stage, monkey
     await at.join_and_push()
     await at.learner.group("unacked", [WAITS])
     let_some_begin(at.engine)
-    await at.learner.generate("begun", [BEGINS])
+    await at.learner.generate("started", [BEGINS])
     await until(lambda: len(at.engine.prompts) == 2)
     at.learner.channel.close()
     await at.running.server.drain.run()
@@ -156,7 +156,7 @@ async def test_the_drain_does_not_wait_for_torn_weights(at: Stage) -> None:
     await begin_group(at)
     assert not (await at.fail_push(1, "e1", state="receiving", weights_intact=False, error="scripted")).weights_intact
     draining = asyncio.create_task(at.running.server.drain.run())
-    assert (await at.learner.receive(GroupFailed)).group_id == "begun"
+    assert (await at.learner.receive(GroupFailed)).group_id == "started"
     await at.learner.send(begin(2, "e2"))
     assert not (await at.learner.receive(PushFailed)).weights_intact
     await hear_of_it(at.learner)

@@ -30,7 +30,7 @@ def channels() -> Iterator[tuple[ServerChannel, LearnerChannel]]:
 
 
 @in_event_loop
-async def test_a_send_that_ends_as_it_is_cancelled_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_send_that_ends_during_its_cancellation_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     with channels() as (_, learner):
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         monkeypatch.setattr(LoopSocket, "send", lambda *args: sent)
@@ -43,7 +43,7 @@ async def test_a_send_that_ends_as_it_is_cancelled_is_cancelled(monkeypatch: pyt
 
 
 @in_event_loop
-async def test_a_frame_above_the_limit_costs_its_sender_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frame_above_the_limit_closes_the_connection_of_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.channel.sockets.MAX_FRAME_BYTES", 1000)
     with channels() as (server, learner), zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as ended:
@@ -57,7 +57,7 @@ async def test_a_frame_above_the_limit_costs_its_sender_the_connection(monkeypat
 
 
 @in_event_loop
-async def test_sending_to_a_peer_that_is_gone_says_so() -> None:
+async def test_sending_to_a_lost_peer_reports_it() -> None:
     with channels() as (server, learner):
         await learner.send(Ack(group_ids=[]), TIMEOUT_S)
         peer, _ = await server.receive()
@@ -67,7 +67,7 @@ async def test_sending_to_a_peer_that_is_gone_says_so() -> None:
 
 
 @in_event_loop
-async def test_a_full_queue_leaves_other_tasks_their_turn_again_and_again() -> None:
+async def test_a_full_queue_does_not_starve_other_tasks() -> None:
     with channels() as (server, learner):
         for _ in range(50):
             await learner.send(Ack(group_ids=[]), TIMEOUT_S)
@@ -90,7 +90,7 @@ async def test_a_full_queue_leaves_other_tasks_their_turn_again_and_again() -> N
         await task
 
 
-def test_a_peer_that_fills_the_queue_and_hangs_up_does_not_take_the_server_with_it() -> None:
+def test_a_peer_that_fills_the_queue_and_disconnects_does_not_end_the_server() -> None:
     """If the server sent pings, libzmq 4.3.5 would abort its process; so the server runs in another process here."""
     script = f"""
 import asyncio, zmq
@@ -132,7 +132,7 @@ async def test_sending_without_a_server_ends_at_the_deadline() -> None:
 
 
 @in_event_loop
-async def test_an_endpoint_that_is_in_use_or_has_another_form_is_an_error_that_names_it() -> None:
+async def test_an_invalid_or_used_endpoint_is_an_error_with_the_endpoint() -> None:
     with channels() as (first, _):
         with pytest.raises(ConfigError, match=f"cannot listen on {first.endpoint}.*already in use.*`endpoint`"):
             ServerChannel(first.endpoint)

@@ -84,7 +84,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator:
         (("nvidia0",), 0, 0, "no GPU was found: NVML finds 0"),
     ],
 )
-def test_a_gpu_is_one_that_the_driver_has(
+def test_a_gpu_must_exist_in_the_driver(
     machine, devices: tuple[str, ...], nvml: int | None, num_gpus: int, reason: str
 ) -> None:
     machine(devices=devices, nvml=nvml)
@@ -93,7 +93,7 @@ def test_a_gpu_is_one_that_the_driver_has(
     assert re.search(reason, found.reason)
 
 
-def test_a_gpu_is_one_that_this_process_may_use(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_must_be_visible_to_this_process(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(nvml=8)
     for visible, num_gpus, reason in (
         ("", 0, "no GPU is usable: CUDA_VISIBLE_DEVICES = '' hides all GPUs"),
@@ -111,19 +111,19 @@ def test_a_gpu_is_one_that_this_process_may_use(machine, monkeypatch: pytest.Mon
         assert (found.has_gpu, found.num_gpus) == (num_gpus > 0, num_gpus) and reason in found.reason
 
 
-def test_a_driver_that_does_not_start_has_no_gpu_and_says_why(machine) -> None:
+def test_a_driver_that_fails_to_start_has_no_gpu_and_a_reason(machine) -> None:
     machine(devices=("nvidia0",), nvml=1, init=18)
     assert gpu_choice() == (False, "no GPU was found: NVML failed to start (Driver/library version mismatch)", 0)
 
 
-def test_a_torch_for_cpus_has_no_use_for_a_gpu(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_for_cpus_ignores_gpus(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(nvml=2)
     monkeypatch.setattr(hardware, "_has_torch_for_cpus", lambda: True)
     assert gpu_choice().reason == "a GPU was found, but the installed torch is built for CPUs only (NVML finds 2)"
     assert not has_gpu()
 
 
-def test_what_the_installed_torch_is_built_for_is_read_from_its_files() -> None:
+def test_the_target_of_the_installed_torch_is_read_from_its_files() -> None:
     forget()
     assert hardware._has_torch_for_cpus() is (torch.version.cuda is None)
 
@@ -151,7 +151,7 @@ def test_nvml_counts_as_many_gpus_as_torch() -> None:
         (AVX512, "DEFAULT", "bfloat16", "BF16"),
     ],
 )
-def test_the_default_is_what_the_machine_multiplies_fastest(
+def test_the_default_dtype_is_the_fastest_of_the_machine(
     machine, monkeypatch: pytest.MonkeyPatch, cpu_info: str | None, limit: str, dtype: str, reason: str
 ) -> None:
     machine(cpu_info)
@@ -161,7 +161,7 @@ def test_the_default_is_what_the_machine_multiplies_fastest(
     assert SharedConfig(model="m", run_dir="r", dtype="float32").dtype == "float32"
 
 
-def test_with_a_gpu_the_default_is_bfloat16_whatever_the_cpu(machine) -> None:
+def test_with_a_gpu_the_default_is_bfloat16_for_any_cpu(machine) -> None:
     machine(PLAIN, devices=("nvidia0",))
     assert dtype_choice().dtype == "bfloat16" and dtype_choice().reason.startswith("a GPU was found: ")
 
@@ -186,7 +186,7 @@ def five_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("five_cores")
-def test_two_sides_on_one_machine_take_a_half_each_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_sides_on_one_machine_use_half_of_the_cores_each_and_log_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert share_of_cores("server", {}, LOOPBACK) == (0, 1) == halves(5)["server"]
         assert share_of_cores("learner", {"http_port": 0}, LOOPBACK) == (2, 3, 4) == halves(5)["learner"]
@@ -202,12 +202,12 @@ def test_two_sides_on_one_machine_take_a_half_each_and_say_so(caplog: pytest.Log
     [([0], (1, 2, 3, 4)), ([1, 7], (0, 3, 4)), ([0, 1, 2, 3, 4], (2, 3, 4))],
     ids=["one", "one beyond the last, which wraps around", "all, so the half"],
 )
-def test_what_the_other_section_names_is_left_to_it(taken: list[int], left: tuple[int, ...]) -> None:
+def test_cores_named_by_the_other_section_are_left_to_it(taken: list[int], left: tuple[int, ...]) -> None:
     assert share_of_cores("learner", {"cpu_cores": taken}, LOOPBACK) == left
 
 
 @pytest.mark.usefixtures("five_cores")
-def test_a_side_that_is_alone_on_its_machine_takes_what_there_is() -> None:
+def test_a_side_alone_on_its_machine_uses_all_cores() -> None:
     for endpoints in (("tcp://10.0.0.5:5757",), ("tcp://[::]:5757",), ()):
         assert share_of_cores("learner", {}, endpoints) is None
     # One of several servers on this machine is enough.
@@ -215,7 +215,7 @@ def test_a_side_that_is_alone_on_its_machine_takes_what_there_is() -> None:
 
 
 @pytest.mark.usefixtures("five_cores")
-def test_ranks_and_workers_divide_a_half_unless_they_are_too_many(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_and_workers_divide_their_half_unless_there_are_too_many(caplog: pytest.LogCaptureFixture) -> None:
     def of(rank: int, num_ranks: int) -> tuple[int, ...] | None:
         return share_of_cores("learner", {}, LOOPBACK, rank=rank, num_processes=num_ranks)
 
@@ -228,7 +228,7 @@ def test_ranks_and_workers_divide_a_half_unless_they_are_too_many(caplog: pytest
 
 
 @pytest.mark.usefixtures("five_cores")
-def test_a_server_whose_workers_find_no_room_in_its_half_stays_where_it_is() -> None:
+def test_a_server_with_more_workers_than_cores_in_its_half_is_not_bound() -> None:
     def cores(*flags: str) -> tuple[int, ...] | None:
         return _on_own_cores(load_config(ServerRun, [RECIPE, *flags], "test")).server.cpu_cores
 

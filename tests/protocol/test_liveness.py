@@ -75,7 +75,7 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
 
 
 @in_event_loop
-async def test_a_message_that_does_not_end_costs_its_sender_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endless_message_closes_the_connection_of_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, MAX_UNFINISHED_BYTES=LIMIT_BYTES)
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(LearnerChannel(server.endpoint)) as learner:
         num_bytes = 0
@@ -100,7 +100,7 @@ async def test_a_message_that_does_not_end_costs_its_sender_the_connection(monke
     [("127.0.0.1", "127.0.0.1"), ("*", "127.0.0.1"), ("[::1]", "[::1]"), ("[::]", "127.0.0.1")],
 )
 @in_event_loop
-async def test_a_silent_peer_is_cut_off_and_one_that_pings_is_not(
+async def test_a_silent_peer_is_disconnected_and_a_pinging_peer_is_not(
     monkeypatch: pytest.MonkeyPatch, listens_at: str, silent_from: str
 ) -> None:
     set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=1000, HEARTBEAT_INTERVAL_MS=50)
@@ -119,7 +119,7 @@ async def test_a_silent_peer_is_cut_off_and_one_that_pings_is_not(
 
 @pytest.mark.parametrize("slow", ["bytes_per_s", "bytes_per_s_to_server"])
 @in_event_loop
-async def test_a_long_frame_comes_through_a_slow_link(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+async def test_a_long_frame_arrives_over_a_slow_link(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     """Groups and manifests are long messages: pings and pongs must wait, but their bytes are signs of life."""
     set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=1000, HEARTBEAT_INTERVAL_MS=50)
     with linked(**{slow: LONG_BYTES / 3}) as (server, learner, _):  # 3 s
@@ -149,7 +149,7 @@ async def test_a_long_frame_comes_through_a_slow_link(monkeypatch: pytest.Monkey
 
 
 @in_event_loop
-async def test_a_server_that_falls_silent_is_cut_off_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_server_is_disconnected_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=500, HEARTBEAT_INTERVAL_MS=50)
     with linked() as (server, learner, link):
         first = await name_of_peer(server, learner)
@@ -183,7 +183,7 @@ async def test_servers_on_one_port_of_two_addresses_do_not_keep_each_other_alive
 
 
 @in_event_loop
-async def test_a_look_after_a_long_time_cuts_nobody_off_who_was_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_late_check_disconnects_no_peer_that_was_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a suspend of the whole machine, the peer has had no time to ping."""
     set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=300)
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, greet(server.endpoint) as connection:
@@ -198,7 +198,7 @@ async def test_a_look_after_a_long_time_cuts_nobody_off_who_was_stopped_too(monk
 
 
 @in_event_loop
-async def test_one_long_message_after_the_other_is_no_endless_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_consecutive_long_messages_are_not_an_endless_message(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, MAX_UNFINISHED_BYTES=3 * MIB, MAX_BYTES_PER_S=1 << 40)
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(LearnerChannel(server.endpoint)) as learner:
         for _ in range(20):

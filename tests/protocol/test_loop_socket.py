@@ -66,7 +66,7 @@ async def connected(pair: Pair) -> zmq.Socket[bytes]:
 
 
 @in_event_loop
-async def test_what_comes_while_something_is_sent_is_received(pair: Pair) -> None:
+async def test_messages_that_arrive_during_a_send_are_received(pair: Pair) -> None:
     theirs = await connected(pair)
     receiving = await begun(received(pair.ours))
     theirs.send_multipart([b"a", b"", b"b"])
@@ -79,7 +79,7 @@ async def test_what_comes_while_something_is_sent_is_received(pair: Pair) -> Non
 
 
 @in_event_loop
-async def test_what_waits_to_be_sent_is_sent_when_a_peer_comes_while_somebody_receives(pair: Pair) -> None:
+async def test_waiting_messages_are_sent_when_a_peer_connects_during_a_receive(pair: Pair) -> None:
     sending = await begun(pair.ours.send([b"at last"]))
     assert not sending.done()
     theirs = pair.connect()
@@ -95,7 +95,7 @@ async def test_what_waits_to_be_sent_is_sent_when_a_peer_comes_while_somebody_re
 
 
 @in_event_loop
-async def test_messages_that_wait_to_be_sent_keep_their_order(pair: Pair) -> None:
+async def test_waiting_messages_keep_their_order(pair: Pair) -> None:
     sending = [await begun(pair.ours.send([b"%d" % number])) for number in range(5)]
     theirs = pair.connect()
     assert pair.has_news(TIMEOUT_S)
@@ -105,7 +105,7 @@ async def test_messages_that_wait_to_be_sent_keep_their_order(pair: Pair) -> Non
 
 
 @in_event_loop
-async def test_a_receive_that_is_cancelled_loses_nothing(pair: Pair) -> None:
+async def test_a_cancelled_receive_loses_no_message(pair: Pair) -> None:
     theirs = await connected(pair)
     receiving = await begun(received(pair.ours))
     theirs.send(b"came in that moment")
@@ -118,7 +118,7 @@ async def test_a_receive_that_is_cancelled_loses_nothing(pair: Pair) -> None:
 
 
 @in_event_loop
-async def test_several_may_receive_and_one_of_them_may_give_up(pair: Pair) -> None:
+async def test_several_tasks_can_receive_and_one_can_be_cancelled(pair: Pair) -> None:
     theirs = await connected(pair)
     first, second, third = [await begun(received(pair.ours)) for _ in range(3)]
     first.cancel()
@@ -128,7 +128,7 @@ async def test_several_may_receive_and_one_of_them_may_give_up(pair: Pair) -> No
 
 
 @in_event_loop
-async def test_what_comes_while_nobody_receives_does_not_keep_the_event_loop_busy(pair: Pair) -> None:
+async def test_unread_messages_do_not_keep_the_event_loop_busy(pair: Pair) -> None:
     theirs = await connected(pair)
     (await begun(received(pair.ours))).cancel()  # from now on the loop watches the socket
     theirs.send(b"later")
@@ -139,7 +139,7 @@ async def test_what_comes_while_nobody_receives_does_not_keep_the_event_loop_bus
 
 
 @in_event_loop
-async def test_whoever_waits_at_a_socket_that_is_closed_is_cancelled(pair: Pair) -> None:
+async def test_tasks_waiting_at_a_closed_socket_are_cancelled(pair: Pair) -> None:
     waiting = [await begun(received(pair.ours)), await begun(pair.ours.send([b"nobody is there"]))]
     pair.ours.close()
     await asyncio.wait(waiting)

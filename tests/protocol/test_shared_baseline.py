@@ -74,7 +74,7 @@ def die_in_the_middle(session: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared: list[SharedBaseline]) -> None:
+def test_a_partial_change_of_one_worker_fails_the_push_of_the_others(shared: list[SharedBaseline]) -> None:
     process = multiprocessing.get_context("fork").Process(target=die_in_the_middle, args=("a session",))
     process.start()
     process.join(60)
@@ -90,7 +90,7 @@ def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared
         pytest.fail("it was taken for whole")
 
 
-def test_who_holds_the_lock_too_long_is_an_error(shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holding_the_lock_too_long_is_an_error(shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_baseline, "LOCK_TIMEOUT_S", 0.1)
     one, other = shared
     with (
@@ -101,7 +101,7 @@ def test_who_holds_the_lock_too_long_is_an_error(shared: list[SharedBaseline], m
         pytest.fail("both have it")
 
 
-def test_without_room_each_worker_has_its_own(
+def test_without_space_each_worker_has_its_own_baseline(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
@@ -114,7 +114,7 @@ def test_without_room_each_worker_has_its_own(
     assert "No space left" in message and "--shm-size" in message and not files()
 
 
-def test_what_killed_servers_left_goes_and_a_living_ones_stays(shared: list[SharedBaseline]) -> None:
+def test_files_of_killed_servers_are_removed_and_those_of_running_servers_kept(shared: list[SharedBaseline]) -> None:
     """Process ids are not unique: servers in two containers may both be process 1."""
     not_here = 1 << 22  # more than the kernel assigns
     living = SharedBaseline(not_here, "of a container", MANIFEST)
@@ -128,7 +128,7 @@ def test_what_killed_servers_left_goes_and_a_living_ones_stays(shared: list[Shar
     assert not file.exists()
 
 
-def test_a_file_that_is_removed_before_it_could_be_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_removed_before_its_lock_is_created_again(monkeypatch: pytest.MonkeyPatch) -> None:
     flock, removed = fcntl.flock, []
 
     def remove_first(descriptor: int, operation: int) -> None:
@@ -144,7 +144,7 @@ def test_a_file_that_is_removed_before_it_could_be_locked_is_made_again(monkeypa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
-def test_what_another_user_left_is_no_reason_to_have_no_shared_one() -> None:
+def test_files_of_another_user_do_not_prevent_a_shared_baseline() -> None:
     left = DIRECTORY / f"{PREFIX}-another-users"
     left.touch(mode=0o600)
     os.seteuid(NOBODY)

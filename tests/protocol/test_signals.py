@@ -78,7 +78,7 @@ def group_of(script: str, *arguments: str, directory: Path) -> Iterator[subproce
 @pytest.mark.parametrize(
     ("method", "number"), [("fork", signal.SIGINT), ("spawn", signal.SIGTERM), ("forkserver", signal.SIGHUP)]
 )
-def test_a_signal_to_the_group_is_heard_by_its_first_process_alone(
+def test_only_the_first_process_reacts_to_a_signal_to_the_group(
     method: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     with group_of(GROUP, method, directory=tmp_path) as process:
@@ -91,7 +91,7 @@ def test_a_signal_to_the_group_is_heard_by_its_first_process_alone(
         assert process.wait(TIMEOUT_S) == 0
 
 
-def test_this_process_itself_hears_signals_while_it_starts_others_in_a_thread_and_afterwards() -> None:
+def test_the_process_reacts_to_signals_during_and_after_starts_in_a_thread() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with signals_blocked():
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) >= set(SHUTDOWN_SIGNALS)
@@ -126,7 +126,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
     assert told == ["part", "drain"]
 
 
-def test_a_terminal_that_closes_stops_a_learner_after_its_step_however_often_it_says_so() -> None:
+def test_repeated_sighups_of_a_terminal_stop_a_learner_after_its_step() -> None:
     with Interrupt() as interrupt:
         for _ in range(3):
             signal.raise_signal(signal.SIGHUP)

@@ -39,7 +39,7 @@ CAPPED = {"query_pre_attn_scalar": 32}
 OTHERS = "depend on other sequences of the pass"
 
 
-def test_a_hybrid_whose_state_would_go_on_into_the_next_sequence_is_padded_by_name_and_by_its_gradient(
+def test_a_hybrid_whose_state_leaks_between_sequences_is_padded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for words in ("layers of the kind Conv1d, which carry state", OTHERS):
@@ -81,7 +81,7 @@ LEAKS: dict[str, tuple[Hidden, dict[str, Any], torch.dtype]] = {
 
 
 @pytest.mark.parametrize(("from_where", "how", "dtype"), LEAKS.values(), ids=LEAKS)
-def test_a_leak_from_one_sequence_to_the_next_is_found(
+def test_a_leak_between_sequences_is_found(
     from_where: Hidden, how: dict[str, Any], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = leaking(from_where, **how)
@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
-def test_a_model_is_refused_that(make: Callable[[], Any], words: str) -> None:
+def test_an_unsupported_model_is_rejected(make: Callable[[], Any], words: str) -> None:
     model = make()
     loaded_with = model.config._attn_implementation
     with pytest.raises(ConfigError, match=words):
@@ -136,7 +136,7 @@ def test_a_model_is_refused_that(make: Callable[[], Any], words: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("Gemma2Config", FLOAT), ("VaultGemmaConfig", BFLOAT)])
-def test_a_soft_cap_that_neither_packing_nor_sdpa_knows_is_left_to_eager_attention(
+def test_a_soft_cap_unsupported_by_packing_and_sdpa_uses_eager_attention(
     family: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny(family, CAPPED)
@@ -147,7 +147,7 @@ def test_a_soft_cap_that_neither_packing_nor_sdpa_knows_is_left_to_eager_attenti
 
 
 @pytest.mark.parametrize(("family", "wanted"), [("gemma2", "eager"), ("qwen2", "sdpa"), ("gemma2", "sdpa")])
-def test_an_attention_that_the_config_names_is_taken_where_it_is_right_and_refused_where_it_is_wrong(
+def test_an_attention_named_in_the_config_is_used_if_correct_and_rejected_if_wrong(
     tmp_path: Path, family: str, wanted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_model(family, tmp_path)
@@ -159,7 +159,7 @@ def test_an_attention_that_the_config_names_is_taken_where_it_is_right_and_refus
     assert policy.config._attn_implementation == wanted and not caplog.records
 
 
-def test_an_attention_of_other_devices_is_held_to_a_soft_cap_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_of_other_devices_must_support_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         monkeypatch.setitem(functions._global_mapping, "other", functions["sdpa"])
     model = tiny("Gemma2Config", CAPPED)
@@ -169,7 +169,7 @@ def test_an_attention_of_other_devices_is_held_to_a_soft_cap_too(monkeypatch: py
         choose_attention(model, CPU, FLOAT, "other")
 
 
-def test_a_model_that_takes_no_attention_but_its_own_is_padded(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_its_own_attention_is_padded(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny("Qwen2Config")
     model.set_attn_implementation = lambda _name: None
     choose_attention(model, CPU, FLOAT)
@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[[], Any], torch.dtype, str]]
 
 
 @pytest.mark.parametrize(("wrong", "make", "dtype", "words"), WRONG.values(), ids=WRONG)
-def test_a_packed_attention_that_is_wrong_somewhere_is_found(
+def test_every_defect_of_a_packed_attention_is_found(
     wrong: Callable[..., Any], make: Callable[[], Any], dtype: torch.dtype, words: str,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -216,7 +216,7 @@ def test_a_packed_attention_that_is_wrong_somewhere_is_found(
     assert not is_packed(model) and words in caplog.text
 
 
-def test_a_window_that_packing_would_forget_is_found_though_it_is_longer_than_the_probe(
+def test_a_window_ignored_by_packing_is_found_although_it_exceeds_the_probe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(attention_module, "plan_of", lambda batch, window, **how: plan_of(batch, None, **how))
@@ -246,16 +246,14 @@ def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "varlen_attention", spelt_out)
 
 
-def test_sinks_that_the_kernel_for_gpus_does_not_know_are_padded_there(
-    with_a_gpu: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sinks_unsupported_by_the_gpu_kernel_are_padded(with_a_gpu: None, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model(tiny_config("gpt_oss")).eval()
     choose_attention(model, GPU, BFLOAT)
     assert not is_packed(model) and "has attention sinks, which the kernel for cpu does not support" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=["float32", "bfloat16"])
-def test_windows_that_the_kernel_for_gpus_knows_are_packed_there_unless_it_is_wrong(
+def test_windows_supported_by_the_gpu_kernel_are_packed_unless_wrong(
     dtype: torch.dtype, with_a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def forgetful(*inputs: Any) -> torch.Tensor:
@@ -279,7 +277,7 @@ def test_windows_that_the_kernel_for_gpus_knows_are_packed_there_unless_it_is_wr
     ],
     ids=["packed", "eager"],
 )
-def test_too_little_memory_decides_nothing(error: Exception, is_hit: Callable[[Any], bool]) -> None:
+def test_an_out_of_memory_error_is_not_a_decision(error: Exception, is_hit: Callable[[Any], bool]) -> None:
     model = tiny("Qwen2Config")
 
     def run_out(*_: Any) -> None:
@@ -298,7 +296,7 @@ def chaotic(model: Any, amount: float) -> Any:
     return model
 
 
-def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_large_rounding_errors_gets_a_larger_bound(caplog: pytest.LogCaptureFixture) -> None:
     model, groups = chaotic(tiny("Qwen2Config"), 0.01), make_groups()
     batch = pack(groups, CPU)
     with torch.no_grad():
@@ -309,7 +307,7 @@ def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogC
     assert float((found_M - right_M).abs().mean()) > TOLERANCE / TIMES_ROUNDING
 
 
-def test_where_rounding_would_hide_a_missing_soft_cap_eager_attention_is_taken(
+def test_eager_attention_is_used_if_rounding_could_hide_a_missing_soft_cap(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = chaotic(tiny("Gemma2Config", CAPPED), 0.1)
@@ -327,7 +325,7 @@ def a_gemma() -> Any:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=["float32", "bfloat16"])
-def test_probing_leaves_a_model_and_the_random_numbers_as_they_were(
+def test_probing_does_not_change_the_model_or_the_random_state(
     dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = a_gemma().to(dtype)
@@ -348,14 +346,14 @@ def test_probing_leaves_a_model_and_the_random_numbers_as_they_were(
     assert not caplog.records, "a model without problems must not log"
 
 
-def test_a_model_that_draws_random_numbers_as_it_is_probed_takes_none_from_the_run() -> None:
+def test_random_numbers_of_a_probe_are_not_taken_from_the_run() -> None:
     model = leaking(torch.randn_like, amount=0.0)
     random = torch.get_rng_state()
     choose_attention(model, CPU, FLOAT)
     assert is_packed(model) and torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_deep_model_is_probed_by_as_many_layers_as_show_each_kind() -> None:
+def test_a_deep_model_is_probed_with_enough_layers_for_each_kind() -> None:
     model = a_gemma()
     with few_layers(model):
         assert len(model.model.layers) == model.config.num_hidden_layers == 3
@@ -376,7 +374,7 @@ def test_a_deep_model_is_probed_by_as_many_layers_as_show_each_kind() -> None:
         assert len(model.model.layers) == model.config.num_hidden_layers == 7
 
 
-def test_loud_scores_are_as_large_as_they_say_and_short_windows_shorter_than_the_probe() -> None:
+def test_loud_scores_have_their_size_and_short_windows_are_shorter_than_the_probe() -> None:
     model = tiny("Gemma2Config", CAPPED)
     model.set_attn_implementation("eager")
     with listening() as largest:
@@ -388,7 +386,7 @@ def test_loud_scores_are_as_large_as_they_say_and_short_windows_shorter_than_the
     assert max(sum(segment.length for segment in path) for path in probe_of(model).paths_B) / 2 > PROBE_WINDOW
 
 
-def test_the_probe_has_every_token_but_the_one_that_pads() -> None:
+def test_the_probe_has_every_token_except_padding() -> None:
     model = tiny("Qwen2Config")
     assert model.config.pad_token_id == 0
     assert probe_of(model).token_ids_N.unique().tolist() == list(range(1, 16))
@@ -408,7 +406,7 @@ LONG = 512
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[] if family in SOON else pytest.mark.system) for family in FAMILIES]
 )
-def test_what_limits_the_keys_of_a_query_is_shortened_for_the_probe_alone(family: str) -> None:
+def test_key_limits_are_shortened_only_for_the_probe(family: str) -> None:
     """Return how much a limit of PROBE_WINDOW changes eager attention."""
     try:
         config = tiny_config(family)

@@ -25,7 +25,7 @@ def walked(runs: list[TokenRun], before: tuple[TokenRun, ...] = ()) -> Iterator[
 
 
 @given(PROMPTS)
-def test_the_way_to_a_prompts_end_is_the_prompt_and_none_ends_twice(chunks: list[list[tuple[int, int]]]) -> None:
+def test_the_path_to_each_leaf_is_a_prompt_and_leaves_are_unique(chunks: list[list[tuple[int, int]]]) -> None:
     prompts = [prompt_of(one) for one in chunks]
     ended: list[int] = []
     for path in walked(runs_of(prompts)):
@@ -39,7 +39,9 @@ def test_the_way_to_a_prompts_end_is_the_prompt_and_none_ends_twice(chunks: list
 
 
 @given(PROMPTS)
-def test_what_is_long_enough_is_computed_once_and_nothing_shorter_is_cut(chunks: list[list[tuple[int, int]]]) -> None:
+def test_long_shared_prefixes_are_computed_once_and_short_ones_are_not_split(
+    chunks: list[list[tuple[int, int]]],
+) -> None:
     prompts = [prompt_of(one) for one in chunks]
 
     def check(siblings: list[TokenRun]) -> None:
@@ -70,7 +72,7 @@ def trees() -> list[list[Group]]:
     return [episodes, [(ids[8], [ids[9], ids[4]])]]
 
 
-def test_a_pack_of_trees_has_what_prompts_share_once() -> None:
+def test_a_pack_of_trees_has_shared_prefixes_once() -> None:
     """Values of such a pack are tested in test_tree_attention.py, and a whole step in training/test_step.py."""
     plain = pack([group for groups in trees() for group in groups], CPU)
     assert pack_trees(trees(), CPU).num_tokens == plain.num_tokens - (40 + 75 + 40 + 40)

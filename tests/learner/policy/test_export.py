@@ -48,7 +48,7 @@ def test_transformers_loads_the_model_of_a_checkpoint_with_the_policys_logits(
     assert fingerprint(resolve_model(str(checkpoint / "model"))) == fingerprint(resolve_model("tiny:digits"))
 
 
-def test_a_model_of_a_bfloat16_run_has_the_config_it_began_with_but_for_the_dtype(
+def test_the_model_of_a_bfloat16_run_has_the_original_config_except_the_dtype(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
@@ -72,9 +72,7 @@ def test_a_model_of_a_bfloat16_run_has_the_config_it_began_with_but_for_the_dtyp
     assert weights_of(checkpoint)["lm_head.weight"].dtype == torch.float32, "a resume needs the trained weights"
 
 
-def test_an_adapter_is_merged_into_the_model_and_lies_beside_it_as_peft_has_it(
-    accelerator: Accelerator, tmp_path: Path
-) -> None:
+def test_an_adapter_is_merged_into_the_model_and_also_saved_for_peft(accelerator: Accelerator, tmp_path: Path) -> None:
     policy, checkpoint = trained_and_saved(accelerator, a_run(tmp_path, **LORA), tmp_path)
     merged = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
     torch.testing.assert_close(merged(IDS).logits, plain_logits(policy, IDS), atol=1e-5, rtol=1e-5)
@@ -85,7 +83,7 @@ def test_an_adapter_is_merged_into_the_model_and_lies_beside_it_as_peft_has_it(
     assert adapted.peft_config["default"].base_model_name_or_path == "tiny:digits"
 
 
-def test_an_exported_model_has_every_tensor_of_the_multimodal_checkpoint_that_the_run_began_with(
+def test_an_exported_model_has_every_tensor_of_its_multimodal_checkpoint(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     save_model("qwen3_5", tmp_path / "base")
@@ -99,7 +97,7 @@ def test_an_exported_model_has_every_tensor_of_the_multimodal_checkpoint_that_th
     assert torch.equal(model(IDS).logits, plain_logits(policy, IDS))
 
 
-def test_a_checkpoint_without_an_export_holds_no_model(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_export_has_no_model(accelerator: Accelerator, tmp_path: Path) -> None:
     run = a_run(tmp_path, checkpoint={"export_model": False}, **LORA)
     _, checkpoint = trained_and_saved(accelerator, run, tmp_path)
     assert all(".lora_" in name for name in weights_of(checkpoint))

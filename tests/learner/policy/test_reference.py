@@ -74,7 +74,7 @@ def resumed(reference: Reference, config: ReferenceConfig, policy: nn.Module, di
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_follows_its_formula_step_by_step_and_over_a_resume(
+def test_each_kind_follows_its_formula_at_every_step_and_across_a_resume(
     accelerator: Accelerator, tmp_path: Path, kind: str
 ) -> None:
     config = ReferenceConfig(kind=kind, **KINDS[kind])
@@ -180,21 +180,21 @@ def test_only_the_parameters_that_match_are_refreshed(accelerator: Accelerator, 
         ({"device": "cuda:99"}, r'device = "cuda:99" does not exist: \d+ CUDA devices'),
     ],
 )
-def test_what_only_the_policy_or_the_machine_can_tell_is_refused(
+def test_settings_that_the_policy_or_the_machine_contradicts_are_rejected(
     accelerator: Accelerator, settings: dict, expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         Reference(ReferenceConfig(kind="every", every_steps=2, **settings), tiny_policy(), accelerator, 1.0)
 
 
-def test_a_name_filter_that_leaves_nothing_out_costs_one_warning(
+def test_a_name_filter_without_effect_is_one_warning(
     accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     Reference(ReferenceConfig(kind="every", every_steps=2, only="transformer"), tiny_policy(), accelerator, 1.0)
     assert "only = 'transformer' has no effect, because it matches all of the 28" in caplog.text
 
 
-def test_weights_of_another_policy_are_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_weights_of_another_policy_are_rejected(accelerator: Accelerator, tmp_path: Path) -> None:
     config = ReferenceConfig(kind="fixed")
     saved = Reference(config, policy := tiny_policy(), accelerator, TEMPERATURE)
     save_whole(saved.tensors(policy), tmp_path)
@@ -204,7 +204,7 @@ def test_weights_of_another_policy_are_refused(accelerator: Accelerator, tmp_pat
         other.load(tmp_path, policy, saved.state)
 
 
-def test_the_reference_of_an_adapter_holds_the_adapter_alone_and_shares_the_base(accelerator: Accelerator) -> None:
+def test_the_reference_of_an_adapter_has_only_the_adapter_and_shares_the_base(accelerator: Accelerator) -> None:
     policy = tiny_policy()
     add_adapter(policy, LoraConfig(rank=3), seed=0)
     reference = Reference(ReferenceConfig(kind="every", every_steps=2), policy, accelerator, TEMPERATURE)

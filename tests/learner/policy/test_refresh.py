@@ -37,7 +37,7 @@ def refreshes(settings: dict, steps: list[tuple[float | None, float | None]]) ->
         ({"kind": "mixture", "every_steps": 9, "num_snapshots": 2}, [9, 18]),
     ],
 )
-def test_a_cadence_ignores_what_the_step_measured(settings: dict, expected: list[int]) -> None:
+def test_a_fixed_schedule_ignores_measurements(settings: dict, expected: list[int]) -> None:
     assert refreshes(settings, [(9.0, 0.0)] * 21) == expected
 
 
@@ -105,11 +105,11 @@ MIXTURE = {"kind": "mixture", "every_steps": 3, "num_snapshots": 2}
         (EVERY | {"device": "gpu"}, "device = 'gpu' must be"),
     ],
 )
-def test_what_contradicts_itself_is_refused(settings: dict, expected: str) -> None:
+def test_contradictory_settings_are_rejected(settings: dict, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         ReferenceConfig(**settings)
 
 
-def test_a_growing_interval_may_begin_below_the_patience() -> None:
+def test_a_growing_interval_can_start_below_the_patience() -> None:
     assert ReferenceConfig(**ADAPTIVE, min_every_steps=1, growth=2.0).growth == 2.0
     assert ReferenceConfig(**EVERY | {"every_steps": 1, "growth": 2.0}, reset_optimizer=True).reset_optimizer

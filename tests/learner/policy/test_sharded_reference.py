@@ -59,9 +59,7 @@ def follow(accelerator: Accelerator, directory: Path) -> None:
 
 
 @pytest.mark.system
-def test_two_ranks_have_the_reference_of_one_and_write_and_read_its_checkpoint(
-    accelerator: Accelerator, tmp_path: Path
-) -> None:
+def test_two_ranks_have_the_reference_and_the_checkpoint_of_one_rank(accelerator: Accelerator, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):
         for kind in FOLLOWED:

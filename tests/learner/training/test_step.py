@@ -85,7 +85,7 @@ def compare(
 
 @pytest.mark.parametrize("change", [lambda groups: groups, with_episodes], ids=["completions", "episodes"])
 @pytest.mark.parametrize(("settings", "rule"), CASES.values(), ids=CASES)
-def test_a_step_is_that_of_the_paper(
+def test_a_step_equals_the_step_of_its_paper(
     accelerator: Accelerator, settings: dict[str, Any], rule: Rule, change: Callable[[list], list]
 ) -> None:
     metrics = compare(accelerator, rule, settings, change)
@@ -115,7 +115,7 @@ def test_groups_without_signal_still_have_a_kl_and_an_entropy(accelerator: Accel
     assert metrics["batch/no_signal_groups"] == 3 and metrics["reference/kl"] > 1e-3
 
 
-def test_what_the_prompts_of_an_episode_begin_with_together_is_computed_once_with_the_same_gradient(
+def test_shared_prefixes_of_an_episode_are_computed_once_with_the_same_gradient(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (forward_pack, packing):
@@ -123,7 +123,7 @@ def test_what_the_prompts_of_an_episode_begin_with_together_is_computed_once_wit
     compare(accelerator, Rule(), {}, lambda groups: with_episodes(groups, first_token=None))
 
 
-def test_a_logprob_that_is_no_number_takes_its_token_out_of_loss_and_metrics(accelerator: Accelerator) -> None:
+def test_a_token_with_a_nan_logprob_is_excluded_from_loss_and_metrics(accelerator: Accelerator) -> None:
     run = make_run(kl={"coef": 0.5}, **FIXED)
     trainer = make_moved_trainer(run, accelerator)
     groups = [msgspec.structs.replace(group, entered_version=VERSION) for group in make_groups(trainer.policy)]
@@ -157,7 +157,7 @@ def test_metrics_count_episodes_and_what_the_policy_sampled(accelerator: Acceler
     assert metrics["staleness/max"] == VERSION - oldest
 
 
-def test_an_episode_may_sample_more_than_a_turn_may(accelerator: Accelerator) -> None:
+def test_an_episode_can_sample_more_tokens_than_one_turn(accelerator: Accelerator) -> None:
     """Covers metrics by length, which are by quarters of the maximum length of a turn."""
     run = make_run(off_policy_correction={"weight": "mask", "max_weight": 1.5})
     trainer = make_moved_trainer(run, accelerator)
@@ -171,7 +171,7 @@ def test_an_episode_may_sample_more_than_a_turn_may(accelerator: Accelerator) ->
     assert train_on(trainer, groups, VERSION, StepTimer())["loss/kept_frac_length_q4"] > 0
 
 
-def test_a_branch_whose_parts_differ_in_length_is_refused() -> None:
+def test_a_branch_with_parts_of_different_lengths_is_rejected() -> None:
     with pytest.raises(ValueError, match="2 token ids, 2 behavior logprobs and versions of 3 tokens"):
         TokenSequence(
             token_ids=np.zeros(2, np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(None, 3)],

@@ -51,7 +51,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("make_config", SHAPES.values(), ids=SHAPES)
-def test_the_arithmetic_of_a_step_is_what_torch_counts(make_config: Callable[[], PreTrainedConfig]) -> None:
+def test_the_arithmetic_of_a_step_equals_torchs_count(make_config: Callable[[], PreTrainedConfig]) -> None:
     """Two rows of 64 tokens. Only the experts that a token uses count."""
     model, ids = AutoModelForCausalLM.from_config(make_config()), torch.randint(0, 1000, (2, 64))
     with FlopCounterMode(display=False) as counter:
@@ -61,7 +61,7 @@ def test_the_arithmetic_of_a_step_is_what_torch_counts(make_config: Callable[[],
     assert found == pytest.approx(counter.get_total_flops(), rel=0.05)
 
 
-def test_a_shared_prompt_counts_once_where_it_is_computed_once() -> None:
+def test_a_shared_prompt_counts_once_if_computed_once() -> None:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
     )
@@ -76,7 +76,7 @@ class TwoH100(Devices):
     name = "NVIDIA H100 80GB HBM3"
 
 
-def test_tokens_count_with_their_prompts_for_each_device_and_the_peak_where_it_is_known(
+def test_throughput_counts_prompts_per_device_and_uses_a_known_peak(
     accelerator: Accelerator,
 ) -> None:
     groups = make_groups(make_moved_trainer(make_run(), accelerator).policy)
@@ -102,7 +102,7 @@ def test_lengths_and_the_deviation_within_groups_are_those_of_the_completions(ac
     assert (p50, longest) == ((lengths[3] + lengths[4]) / 2, lengths[-1]) and lengths[0] <= p10 <= p90 <= longest
 
 
-def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:
+def test_extremes_are_reported_once_and_bounded(accelerator: Accelerator) -> None:
     extremes = RatioRange()
     ratios = torch.tensor([[0.0, 50.0], [-1.0, math.nan]])
     extremes.update(ratios, torch.tensor([[0.0, 1.0], [2.0, math.nan]]), torch.tensor([1.0, 0.5]))
@@ -120,7 +120,7 @@ def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:
     assert (metrics["loss/max_token_share"], metrics["loss/max_token_multiplier"]) == pytest.approx((0.9, 9.0))
 
 
-def test_a_token_is_said_to_rule_an_update_only_if_it_pulls_more_than_its_advantage_makes_it(
+def test_a_dominant_token_is_reported_only_beyond_its_share_by_advantage(
     accelerator: Accelerator,
 ) -> None:
     """One wrong completion of 3 tokens among 15 correct ones, in a step whose other groups have no signal."""
@@ -133,7 +133,7 @@ def test_a_token_is_said_to_rule_an_update_only_if_it_pulls_more_than_its_advant
         assert unhealthy(extremes.pop_metrics(accelerator, 1)).keys() == expected
 
 
-def test_calls_of_reward_functions_are_timed_until_they_are_asked_for() -> None:
+def test_times_of_reward_functions_accumulate_until_read() -> None:
     latencies = Latencies()
     for seconds in (1.0, 3.0):
         latencies.record("exact_match", seconds)
