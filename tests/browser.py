@@ -1,4 +1,4 @@
-"""Chromium without a window, told over its debugging protocol what to open, and asked what it shows."""
+"""Headless Chromium, controlled over its debugging protocol: open pages, and read what they show."""
 
 import asyncio
 import itertools
@@ -17,57 +17,58 @@ import aiohttp
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TIMEOUT_S = 60.0
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-port=0",
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+    "--remote-debugging-port=0",
          "--hide-scrollbars", "--disable-background-networking")  # fmt: skip
 
 
 class Page:
-    """One tab. Every command is answered within TIMEOUT_S."""
+    """One tab. Every command must be answered within TIMEOUT_S."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._numbers = socket, itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self.errors: list[str] = []
-        """What the page complained of: exceptions, refused loads, `console.error`."""
+        """Errors of the page: exceptions, failed loads, `console.error`."""
         self.requests: list[str] = []
-        """Addresses that the page asked for, its own among them."""
+        """Addresses that the page requested, including its own."""
 
     async def listen(self) -> None:
         async for raw in self._socket:
-            said = json.loads(raw.data)
-            if "id" in said:
-                self._answers.pop(said["id"]).set_result(said)
-            elif said["method"] == "Runtime.exceptionThrown":
-                self.errors.append(str(said["params"]["exceptionDetails"]))
-            elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
-                self.errors.append(str(said["params"]["entry"]))
-            elif said["method"] == "Network.requestWillBeSent":
-                self.requests.append(said["params"]["request"]["url"])
+            message = json.loads(raw.data)
+            if "id" in message:
+                self._answers.pop(message["id"]).set_result(message)
+            elif message["method"] == "Runtime.exceptionThrown":
+                self.errors.append(str(message["params"]["exceptionDetails"]))
+            elif message["method"] == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
+                self.errors.append(str(message["params"]["entry"]))
+            elif message["method"] == "Network.requestWillBeSent":
+                self.requests.append(message["params"]["request"]["url"])
 
-    async def tell(self, method: str, **parameters: Any) -> Any:
+    async def send(self, method: str, **parameters: Any) -> Any:
         number = next(self._numbers)
         self._answers[number] = answer = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         async with asyncio.timeout(TIMEOUT_S):
-            said = await answer
-        assert "error" not in said, said
-        return said["result"]
+            reply = await answer
+        assert "error" not in reply, reply
+        return reply["result"]
 
     async def look_as(self, width: int, height: int, scheme: str) -> None:
-        """A screen of so many points, whose user wants "light" or "dark" pages."""
-        await self.tell(
+        """Emulate a screen of this size whose user prefers `scheme`, "light" or "dark"."""
+        await self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
-        await self.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        await self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     async def open(self, address: str) -> None:
-        await self.tell("Page.navigate", url=address)
+        await self.send("Page.navigate", url=address)
         await self.until("document.readyState === 'complete'")
 
     async def value(self, expression: str) -> Any:
-        said = await self.tell("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in said, said
-        return said["result"].get("value")
+        reply = await self.send("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     async def until(self, expression: str) -> None:
         async with asyncio.timeout(TIMEOUT_S):
@@ -75,9 +76,9 @@ class Page:
                 await asyncio.sleep(0.05)
 
     async def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
-        """`kind`: Moved, Pressed or Released. The left button is the one that is held between the last two."""
+        """`kind`: Moved, Pressed or Released. Pressed and Released use the left button."""
         button = "none" if kind == "Moved" else "left"
-        await self.tell("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button=button, clickCount=clicks)
+        await self.send("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button=button, clickCount=clicks)
 
 
 class Browser:
@@ -88,27 +89,27 @@ class Browser:
 
     @asynccontextmanager
     async def page(self) -> AsyncIterator[Page]:
-        """Its tab, empty, as if nobody had used it before."""
+        """Yield the tab, empty and reset."""
         async with aiohttp.ClientSession() as session:
             async with session.get(f"http://127.0.0.1:{self._port}/json/list") as answer:
-                (tab,) = [one for one in await answer.json(content_type=None) if one["type"] == "page"]
+                (tab,) = [each for each in await answer.json(content_type=None) if each["type"] == "page"]
             async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 page = Page(socket)
                 listening = asyncio.create_task(page.listen())
-                await page.tell("Page.enable")
+                await page.send("Page.enable")
                 await page.open("about:blank")
                 await page.mouse("Moved", 0, 0)
-                await page.tell("Log.clear")
+                await page.send("Log.clear")
                 for part in ("Runtime", "Log", "Network"):
-                    await page.tell(f"{part}.enable")
+                    await page.send(f"{part}.enable")
                 yield page
                 listening.cancel()
 
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    """A browser, which ends with the block; its pages are opened one after the other, in any event loop."""
-    assert CHROMIUM is not None, "no Chromium here: apt-get install chromium"
+    """Yield a browser that ends with the block. Pages are opened one at a time, in any event loop."""
+    assert CHROMIUM is not None, "Chromium is missing: apt-get install chromium"
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as directory:
         process = subprocess.Popen(
             [CHROMIUM, *FLAGS, f"--user-data-dir={directory}", "about:blank"],
@@ -124,6 +125,6 @@ def running_browser() -> Iterator[Browser]:
 def _port_in(file: Path) -> int:
     deadline = time.monotonic() + TIMEOUT_S
     while not (file.is_file() and file.read_text()):
-        assert time.monotonic() < deadline, "Chromium does not start"
+        assert time.monotonic() < deadline, f"Chromium did not start within {TIMEOUT_S} s"
         time.sleep(0.05)
     return int(file.read_text().splitlines()[0])

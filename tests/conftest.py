@@ -1,6 +1,6 @@
-"""How the tests share a machine.
+"""Fixtures of all tests, and how tests share a machine.
 
-One compute thread for every process of a test: the models are tiny, and threads that spin fight for the cores.
+Every process of a test has one compute thread: the models are tiny, and spinning threads compete for the cores.
 """
 
 import os
@@ -19,9 +19,9 @@ from tests.inference_server.forked_server import fork_server
 from tests.scheduling import make_scheduler
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
-# Without AMX and AVX-512 BF16, so that the default of `dtype` is float32 on every machine; tests in bfloat16 set it.
+# Hides AMX and AVX-512 BF16, so that `dtype` defaults to float32 on every machine; tests in bfloat16 set it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
-# On a busy machine hypothesis would find its own deadlines missed.
+# hypothesis would miss its own deadlines on a busy machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -48,37 +48,37 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Not the user's; read when `datasets` is imported, which no test does before it begins."""
+    """Use a temporary cache. `datasets` reads the variable on import, which no test does earlier."""
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
 
 
 @pytest.fixture
 def interpreter(tmp_path: Path) -> Callable[..., str]:
-    def made(*packages: str, beside: bool = False) -> str:
-        """Of a fresh environment with these packages, and with all of this one if they are `beside` it."""
+    def make(*packages: str, inherit: bool = False) -> str:
+        """Return the interpreter of a new environment with these packages, and with those of this one if `inherit`."""
         python = tmp_path / "env" / "bin" / "python"
         subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, timeout=INSTALL_TIMEOUT_S)
-        if beside:
+        if inherit:
             (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
-            (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+            (site / "inherited.pth").write_text(sysconfig.get_path("purelib") + "\n")
         install = [str(python), "-m", "pip", "install", "-q", *packages]
         done = subprocess.run(install, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
         if done.returncode:
             pytest.skip(f"{' '.join(packages)} cannot be installed here: {done.stderr[-500:]}")
         return str(python)
 
-    return made
+    return make
 
 
 @pytest.fixture
-def beside_user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of somebody who has modules of the same names."""
+def shadowing_user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to a directory with user modules that have the names of the product's packages."""
     for package in ("deploy", "learner", "inference_server"):
         (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("raise SystemExit('the user\\'s own')")
-    (tmp_path / "protocol.py").write_text("raise SystemExit('the user\\'s own')")
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('a user\\'s module')")
+    (tmp_path / "protocol.py").write_text("raise SystemExit('a user\\'s module')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(
         "PYTHONPATH", str(Path(__file__).parent.parent)
-    )  # so that the tests' own checkout is the one that is installed
+    )  # the checkout of the tests is what is installed
     return tmp_path

@@ -1,11 +1,11 @@
-"""How long tests, files and fixtures take: recorded by a run, kept in durations.md.
+"""Durations of tests, files and fixtures: recorded by a run, written to durations.md.
 
     make test ARGS="--record /tmp/test.jsonl"
     make test-system ARGS="--record /tmp/system.jsonl"
     .venv/bin/python -m tests.durations /tmp/test.jsonl /tmp/system.jsonl
 
-The last command writes the tables anew. What a test proves, and what else proves it, is written by hand and stays with its test.
-A run reads the table of files, to begin with the long ones.
+The last command rewrites the tables. The columns about what a test proves are written by hand and stay with their test.
+A run reads the table of files to start with the longest.
 """
 
 import sys
@@ -36,13 +36,13 @@ class Phase(msgspec.Struct, frozen=True):
     tier: str
     duration_s: float
     cpu_s: float
-    """Since the setup began, in pytest's worker and in the processes it waited for."""
+    """CPU time since the setup started, of pytest's worker and the processes it waited for."""
     fixtures: list[tuple[str, float]] = []
-    """Name and seconds of those that this test was the first to use; with the teardown."""
+    """Name and seconds of each fixture that this test was the first to use. Recorded with the teardown."""
 
 
 class Recorder:
-    """Adds a line to a file for each phase of each test."""
+    """Appends a line to a file for each phase of each test."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,7 +53,8 @@ class Recorder:
             tier="system" if "system" in report.keywords else "test",
             duration_s=report.duration,
             cpu_s=report.cpu_s,  # type: ignore[attr-defined]  # from tiers.py
-            fixtures=[value for key, value in report.user_properties if key == "fixture" and report.when == "teardown"],  # type: ignore[misc]
+            fixtures=[value for key, value in report.user_properties if key == "fixture" and report.when == "teardown"],
+            # type: ignore[misc]
         )
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(phase) + b"\n")
@@ -61,7 +62,7 @@ class Recorder:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--record", type=Path, help="file to add the duration of each test to, for `python -m tests.durations`"
+        "--record", type=Path, help="append the duration of each test to this file, for `python -m tests.durations`"
     )
 
 
@@ -71,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files: a worker that ends on one leaves the other cores idle."""
+    """Start with the longest files: a worker that ends with one leaves the other cores idle."""
     duration_s = file_durations()
     items.sort(key=lambda item: -duration_s.get(item.nodeid.partition("::")[0], 0))
 
@@ -80,22 +81,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
-    begun = time.monotonic()
+    started = time.monotonic()
     result = yield
-    if (duration_s := time.monotonic() - begun) > MIN_FIXTURE_S:
+    if (duration_s := time.monotonic() - started) > MIN_FIXTURE_S:
         name = f"{fixturedef.baseid}::{fixturedef.argname}"
         request._pyfuncitem.user_properties.append(("fixture", (name, duration_s)))
     return result
 
 
 def file_durations() -> dict[str, float]:
-    """Return the seconds of the files that take longest, as the table has them."""
+    """Return the seconds of the longest files from the table."""
     rows = (line.split("|") for line in TABLES.read_text().splitlines() if line.startswith("|"))
     return {row[3].strip(" `"): float(row[1]) for row in rows if len(row) == 5 and row[3].endswith(".py` ")}
 
 
 def written_by_hand() -> dict[str, tuple[str, str]]:
-    """Return the last two columns of the table of tests, by test without its parameters."""
+    """Return the last two columns of the table of tests, by test without parameters."""
     rows = (line.split(" | ") for line in TABLES.read_text().splitlines() if "::" in line)
     return {row[3].strip("`").partition("[")[0]: (row[4], row[5].removesuffix(" |")) for row in rows if len(row) == 6}
 

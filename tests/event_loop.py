@@ -1,4 +1,4 @@
-"""Async tests, each in an event loop of its own."""
+"""Async tests: run each in its own event loop."""
 
 import asyncio
 import functools
@@ -10,7 +10,7 @@ TIMEOUT_S = 60.0
 
 
 def in_event_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run a test to its end, or fail it at the deadline."""
+    """Decorate an async test so that it runs to its end or fails at the deadline."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:

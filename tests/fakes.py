@@ -1,4 +1,4 @@
-"""A scripted engine behind the real server on a real socket: records what it was asked, answers what it was told to.
+"""A scripted engine behind the real server on a real socket: records requests, and answers from a script.
 
 engine = ScriptedEngine()
 with ServerThread(engine) as server:       # or, inside a loop: async with serving(engine) as server
@@ -38,16 +38,16 @@ from tests.fingerprint import MODEL
 LIMITS = EngineLimits(max_model_len=64, vocab_size=32, dtype="float32", num_workers=1, max_concurrent_sequences=256)
 
 Complete = Callable[[list[int], int], list[int]]
-"""From prompt and index in the group to the completion's tokens."""
+"""Returns the tokens of a completion, given the prompt and the index in the group."""
 
 
 def count_up(prompt: list[int], index: int) -> list[int]:
-    """The default script: as many tokens as the index says, and one more."""
+    """The default script: a completion of index + 1 tokens."""
     return [(prompt[-1] + 1 + i) % LIMITS.vocab_size for i in range(index + 1)]
 
 
 class ScriptedEngine:
-    """Speaks the Engine interface. Without a script it completes by `complete` and really receives pushes over gloo or tcp."""
+    """Implements the Engine interface. By default it samples with `complete` and receives pushes over gloo or tcp."""
 
     def __init__(self, complete: Complete = count_up, limits: EngineLimits = LIMITS, logprob: float = -0.5) -> None:
         self.limits = limits
@@ -56,29 +56,29 @@ class ScriptedEngine:
         """Names of the control calls, in order."""
         self.prompts: list[list[int]] = []
         self.name = uuid.uuid4().hex[:8]
-        """In the salts that it gives."""
+        """Part of the salts that the engine returns."""
         self.salts: list[str] = []
-        """That groups were asked for with."""
+        """Salts of the requested groups."""
         self.cancelled = 0
         self.version: int | None = None
         self.weights: dict[str, Any] = {}
         """Tensors of the last push, by name."""
         self.orders: list[PushOrder] = []
         self.scripted_reports: list[Sequence[WorkerReport]] = []
-        """When set, pushes return these, one after the other, without any transport."""
+        """When set, pushes return these reports in order, without any transport."""
         self.reports_from_version: dict[int, Sequence[WorkerReport]] = {}
-        """Pushes of these versions always end so."""
+        """Fixed reports of the pushes of these versions."""
         self.fail_with: EngineFailed | EngineDead | None = None
         """When set, generate, score and pause raise it."""
         self.release = asyncio.Event()
-        """Clear it to hold completions back, set it to let them go."""
+        """Clear to hold completions back, set to release them."""
         self.release.set()
         self.release_pause = asyncio.Event()
         self.release_pause.set()
         self.num_steps: list[int | None] = [0] * limits.num_replicas
         self.restart_fails = False
         self.release_restart = asyncio.Event()
-        """Clear it to hold the next engine back."""
+        """Clear to hold the next engine back."""
         self.release_restart.set()
         self._open = asyncio.Event()
         self._open.set()
@@ -95,7 +95,7 @@ class ScriptedEngine:
         yield Sampled(entered_version=version, salt=salt, completions=dict(enumerate(completions)))
 
     async def sample(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
-        """All completions of a group at once, and the version they entered under."""
+        """Return all completions of a group together, and the version they entered under."""
         self.prompts.append(prompt_token_ids.tolist())
         try:
             await self._open.wait()
@@ -105,7 +105,7 @@ class ScriptedEngine:
             raise
         self._maybe_fail()
         if self.version is None:
-            raise EngineDead("the engine that this was begun on is gone")
+            raise EngineDead("the engine that started this request has died")
         return self._completions(prompt_token_ids.tolist(), sampling), self.version
 
     def _completions(self, prompt: list[int], sampling: Sampling) -> list[Completion]:
@@ -189,7 +189,7 @@ class ScriptedEngine:
         self.version = version
 
     async def opened(self) -> None:
-        """Wait while it is paused."""
+        """Wait while the engine is paused."""
         await self._open.wait()
 
     def check_alive(self) -> None:
@@ -219,13 +219,13 @@ class ScriptedEngine:
 
 
 def report(**changes: Any) -> WorkerReport:
-    """What a worker says of a push that went well, with changes."""
+    """Return a worker's report of a successful push, with changes."""
     good = WorkerReport(rank=0, ok=True, state="done", weights_intact=True, checksum="c0ffee")
     return msgspec.structs.replace(good, **changes)
 
 
 class Serving(msgspec.Struct):
-    """A server that runs, and where."""
+    """A running server and its endpoint."""
 
     server: Server
     endpoint: str
@@ -255,7 +255,7 @@ async def serving(
 
 
 class ServerThread:
-    """The same in a thread of its own, for learners that bring their own loop or have none."""
+    """A server in its own thread, for learners with their own event loop or none."""
 
     def __init__(self, engine: ScriptedEngine, **options: Any) -> None:
         self.engine, self._options = engine, options
@@ -280,8 +280,8 @@ class ServerThread:
             self.die()
             self._thread.join(timeout=60)
 
-    def told_to_end(self) -> Future[None]:
-        """From any thread: drain, as after a signal, then end."""
+    def drain(self) -> Future[None]:
+        """Drain as after a signal, then end. Thread-safe."""
         return asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
 
     async def _drain(self) -> None:
@@ -289,5 +289,5 @@ class ServerThread:
         self._stop.set()
 
     def die(self) -> None:
-        """From any thread: end without a word."""
+        """End without a message to the learner. Thread-safe."""
         self._loop.call_soon_threadsafe(self._stop.set)

@@ -1,4 +1,4 @@
-"""The model that scripted servers and learners agree on. In a file of its own, so that an intruder starts without torch."""
+"""The model that scripted servers and learners agree on. Imports no torch, so that intruders start quickly."""
 
 from protocol.messages import ModelFingerprint
 

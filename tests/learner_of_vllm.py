@@ -1,4 +1,4 @@
-"""`learner train` on a real server, as a user starts it: tiny:digits learns to reverse digits, 4 groups a step."""
+"""`learner train` on a real server, as a user starts it: tiny:digits learns to reverse digits, 4 groups per step."""
 
 import json
 import sqlite3
@@ -20,7 +20,7 @@ SMALL = [
 
 
 class Learner:
-    """Forked, so that its imports cost nothing; what it writes is in a log beside its run."""
+    """A learner, forked so that its imports cost nothing. Its log is next to its run directory."""
 
     def __init__(self, server: RealServer, run_dir: Path, num_steps: int, *flags: str) -> None:
         self.run_dir, self._log_file = run_dir, run_dir.with_suffix(".log")
@@ -31,12 +31,12 @@ class Learner:
 
     def metrics(self) -> list[dict[str, float]]:
         path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # without one that is being written
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last line may be incomplete
         return [json.loads(line) for line in lines]
 
     @property
     def log(self) -> str:
-        """What it wrote, and those before it in the same directory."""
+        """Output of this learner and of earlier ones of the same run."""
         return self._log_file.read_text() if self._log_file.exists() else ""
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -57,7 +57,7 @@ class Learner:
         return json.loads(done.stdout)
 
     def assert_every_group_is_accounted_for(self, num_steps: int) -> None:
-        """Each prompt once per epoch of the data, four groups to every step, nothing left over."""
+        """Check that each epoch has each prompt once, every step has four groups, and no group remains."""
         with closing(sqlite3.connect(self.run_dir / "ledger.db")) as ledger:
             consumed = ledger.execute("SELECT epoch, prompt_id, step FROM groups WHERE state = 'consumed'").fetchall()
         assert len({(epoch, prompt) for epoch, prompt, _ in consumed}) == len(consumed)

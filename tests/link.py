@@ -1,4 +1,4 @@
-"""The wire between learner and server: a TCP proxy whose connections can be cut, made to stall, or slow."""
+"""The link between learner and server: a TCP proxy whose connections can be cut, stalled or slowed down."""
 
 import asyncio
 import contextlib
@@ -9,23 +9,23 @@ from learner.servers.loop_thread import LoopThread
 CALL_TIMEOUT_S = 60.0
 CHUNK_BYTES = 1 << 16
 SLOW_CHUNK_BYTES = 256
-"""Of a slow link, which delivers a chunk after the time that it takes."""
+"""Chunk of a slow link, which delays each chunk by its transfer time."""
 
 
 class Link:
-    """Forwards `port` to `server_port` on the loopback. Only the control channel goes this way, not the weights.
+    """Forwards `port` to `server_port` on the loopback. Only the control channel uses the link, not the weights.
 
-    `bytes_per_s` and `bytes_per_s_to_server`, if given, are how fast it is towards either.
+    `bytes_per_s` and `bytes_per_s_to_server` limit the speed towards the learner and the server.
     """
 
     def __init__(
         self, server_port: int = 0, bytes_per_s: float | None = None, bytes_per_s_to_server: float | None = None
     ) -> None:
         self.server_port = server_port
-        """May change; connections from then on go there."""
+        """May change. New connections use the new port."""
         self._bytes_per_s, self._bytes_per_s_to_server = bytes_per_s, bytes_per_s_to_server
         self.seen = bytearray()
-        """What has passed, as somebody on the way would see it."""
+        """All bytes that have passed, as an eavesdropper would see them."""
         self._is_cut = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._thread = LoopThread("link")
@@ -40,7 +40,7 @@ class Link:
         self._thread.loop.call_soon_threadsafe(self._cut)
 
     def stall(self) -> None:
-        """Let connections be, but carry no byte until `restore`."""
+        """Keep connections open, but forward no byte until `restore`."""
         self._thread.loop.call_soon_threadsafe(self._flows.clear)
 
     def restore(self) -> None:
@@ -77,7 +77,7 @@ class Link:
             for way in ways:
                 way.cancel()
         except OSError:
-            pass  # the server does not listen: the learner's connection ends as it would without the proxy
+            pass  # no server listens: the learner's connection ends as it would without the proxy
         finally:
             self._writers.difference_update(writers)
             for each in writers:

@@ -1,6 +1,6 @@
-"""Messages that are none, without end: real ones that were cut, blown up and bent.
+"""Malformed messages: real messages that are truncated, oversized, damaged, mistyped, nested or replayed.
 
-Seeded, so that a message that did harm can be made again.
+The seed reproduces a message that did harm.
 """
 
 import random
@@ -59,8 +59,8 @@ TO_SERVER = [
     PushAbort(session="e"),
     Farewell(is_over=True),
 ]
-OF_A_DOCTOR = [Probe(probe_id="p"), Trial(trial_id="t", rendezvous=RENDEZVOUS, num_bytes=1)]
-"""Which the server answers to everybody."""
+DOCTOR_MESSAGES = [Probe(probe_id="p"), Trial(trial_id="t", rendezvous=RENDEZVOUS, num_bytes=1)]
+"""Messages that the server answers for any peer."""
 TO_LEARNER = [
     Welcome(
         server_id="s", policy_version=3, num_workers=1, dtype="float32", transports=["gloo"], devices=["cpu"],
@@ -75,21 +75,23 @@ TO_LEARNER = [
     PushDone(session="e", version=3, checksum="f", pause_s=0.0, receive_s=0.0, load_s=0.0, stall_s=0.0),
     PushFailed(session="e", version=3, state="receiving", message="no", weights_intact=True),
     ServerInfo(
-        probe_id="p", protocol_version=PROTOCOL_VERSION, package_version="0", clock_s=0.0, run=None, model=MODEL, dtype="float32",
+        probe_id="p", protocol_version=PROTOCOL_VERSION, package_version="0", clock_s=0.0, run=None, model=MODEL,
+        dtype="float32",
         transports=["gloo"], devices=["cpu"],
     ),
     TrialResult(trial_id="t", error="no"),
 ]  # fmt: skip
 
 WRONG_VALUES: list[Any] = [
-    None, True, -1, 2**63, -(2**63), 1e308, float("nan"), float("-inf"), "", "x" * 1000, b"\xff" * 9, [], [[]], {}, {"": 0},
+    None, True, -1, 2**63, -(2**63), 1e308, float("nan"), float("-inf"), "", "x" * 1000, b"\xff" * 9, [], [[]], {},
+    {"": 0},
     [0, "int32", 6], [0, "float32", 2**40], [-1, "int32", 0], [1, "object", 1], [[0]], "\n\x1b[31m", "…" * 300,
 ]  # fmt: skip
 NESTED = b"\x91" * 5_000 + b"\x90"
 
 
-def without_end(messages: list[msgspec.Struct], seed: int) -> Iterator[Frames]:
-    """Yield malformed, wrong and replayed messages; some still decode, and mean nothing."""
+def malformed_messages(messages: list[msgspec.Struct], seed: int) -> Iterator[Frames]:
+    """Yield malformed, wrong and replayed messages forever. Some still decode, but are meaningless."""
     chance = random.Random(seed)
     real = [[bytes(frame) for frame in encode(message)] for message in messages]
     while True:
@@ -134,7 +136,7 @@ def wrong_types_and_shapes(frames: Frames, chance: random.Random) -> Frames:
 
 
 def nested(frames: Frames, chance: random.Random) -> Frames:
-    """Deeper than any decoder's stack, in place of a value."""
+    """Replace a value by one that is nested deeper than any decoder's stack."""
     header = msgspec.msgpack.decode(frames[0])
     name = chance.choice(list(header))
     fields = b"".join(

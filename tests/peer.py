@@ -1,4 +1,4 @@
-"""A side of a push as a test sees it: forked from a process that has imported everything, so that a killed one is soon back."""
+"""One side of a push, in a process forked from one with all imports, so that a killed side restarts quickly."""
 
 import multiprocessing
 import os
@@ -14,12 +14,12 @@ from tests.push_peers import ANSWER_TIMEOUT_S, LearnerSetup, run_learner, run_se
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.push_peers", "tests.learner.mortal_learner"])
-# Gloo tells of every peer that it lost with a stack trace. Read when the fork server imports torch.
+# Gloo logs a stack trace for every lost peer. The variable is read when the fork server imports torch.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 class Peer:
-    """A side of the push as the test sees it: its process, its pipe, its log."""
+    """One side of a push: its process, pipe and log."""
 
     def __init__(self, run: Callable[..., None], log: Path, *args: Any) -> None:
         self._log = log
@@ -38,7 +38,7 @@ class Peer:
 
     @property
     def own_log(self) -> str:
-        """Without that of the processes before it."""
+        """Log of this process, without those of earlier ones."""
         return self.log[self._log_start :]
 
     def send(self, command: Any) -> None:
@@ -53,7 +53,7 @@ class Peer:
         return self.receive()
 
     def wait_for_log(self, text: str, timeout_s: float) -> str:
-        """Return the line with the text."""
+        """Wait for a line with `text` and return it."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             lines = [line for line in self.own_log.splitlines() if text in line]
@@ -63,7 +63,7 @@ class Peer:
             time.sleep(0.01)
 
     def wait_until_struck(self, signal_number: int) -> None:
-        """Wait until the signal of a trap has done its work."""
+        """Wait until the signal of a trap has killed or stopped the process."""
         give_up_at = time.monotonic() + ANSWER_TIMEOUT_S
         while not self._is_struck(signal_number):
             assert time.monotonic() < give_up_at, f"the trap was not reached; the log:\n{self.own_log}"
@@ -92,7 +92,7 @@ class Peer:
 
 
 class Pair:
-    """A server and a learner that can each be started again."""
+    """A server and a learner, each of which can be restarted."""
 
     def __init__(self, directory: Path, endpoint: str, *, overlap_weight_loading: bool = False, **push: Any) -> None:
         self._directory, self._endpoint = directory, endpoint

@@ -1,6 +1,7 @@
-"""The pictures of a real run that the pages show: `python -m tests.pictures NAME ADDRESS DIRECTORY`, on a desktop and on a phone.
+"""Take the pictures of a run for the docs: `python -m tests.pictures NAME ADDRESS DIRECTORY`.
 
-ADDRESS: a run's report.html, or what a run prints as the address of its dashboard, while it goes on. Needs Chromium.
+Each picture is taken on a desktop and on a phone screen. ADDRESS: a run's report.html, or the dashboard address that a
+running run prints. Needs Chromium.
 """
 
 import asyncio
@@ -21,19 +22,19 @@ class Screen(NamedTuple):
 
 SCREENS = (Screen("desktop", 1200, 1000, "light"), Screen("phone", 390, 844, "dark"))
 QUALITY = 80
-"""Of WebP: sharp text at less than 100 KB."""
+"""WebP quality that keeps text sharp at less than 100 KB."""
 
 
 async def take(browser: Browser, name: str, address: str, directory: Path) -> None:
-    """What each screen shows, without what one would have to scroll to."""
+    """Save a picture of the first screenful on each screen."""
     async with browser.page() as page:
         for screen in SCREENS:
             await page.look_as(screen.width, screen.height, screen.scheme)
             await page.open(address if "://" in address else Path(address).resolve().as_uri())
             await page.until("document.querySelectorAll('svg, canvas').length > 3")
-            await asyncio.sleep(1.0)  # a dashboard draws as the steps come
-            said = await page.tell("Page.captureScreenshot", format="webp", quality=QUALITY)
-            (directory / f"{name}-{screen.name}.webp").write_bytes(base64.b64decode(said["data"]))
+            await asyncio.sleep(1.0)  # a dashboard keeps drawing as steps arrive
+            reply = await page.send("Page.captureScreenshot", format="webp", quality=QUALITY)
+            (directory / f"{name}-{screen.name}.webp").write_bytes(base64.b64decode(reply["data"]))
 
 
 if __name__ == "__main__":

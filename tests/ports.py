@@ -1,8 +1,8 @@
 """Free ports for servers that a test starts, each handed out once.
 
-Below those that the kernel gives to connections: a server binds its port only after its engine has started, up to a
-minute later on a loaded machine, and one that the kernel had chosen would by then be another test's connection. Every
-worker of a test run has ports of its own for the same reason, and no seed that a test sets can make two draw alike.
+The ports are below those that the kernel assigns to connections. A server binds its port only after its engine has
+started, up to a minute later on a loaded machine; by then a port chosen by the kernel could belong to another test's
+connection. For the same reason every worker of a test run has its own range, independent of any random seed.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from contextlib import suppress
 NUM_WORKERS = 8
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % NUM_WORKERS
 _OWN_PORTS = range(10_000 + _WORKER, 32_000, NUM_WORKERS)
-# Two test runs beside each other begin at different places.
+# Concurrent test runs start at different offsets.
 _NUMBERS = itertools.count(random.SystemRandom().randrange(len(_OWN_PORTS)))
 
 
@@ -22,7 +22,7 @@ def free_port() -> int:
     for number in _NUMBERS:
         with suppress(OSError), socket.create_server(("127.0.0.1", _OWN_PORTS[number % len(_OWN_PORTS)])) as holder:
             return holder.getsockname()[1]
-    raise AssertionError("counting never ends")
+    raise AssertionError("unreachable: the count is endless")
 
 
 def free_endpoint() -> str:

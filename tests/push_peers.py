@@ -1,6 +1,6 @@
-"""Both sides of a push as processes of their own, for tests that kill or stop them at a state of the transfer (peer.py).
+"""Both sides of a push as separate processes, for tests that kill or stop them at a state of the transfer (peer.py).
 
-test ── Pipe ──▶ learner: Rollouts, WeightSync ══ zmq, gloo ══ server: Server, a scripted engine that loads in place ◀── Pipe
+test ── Pipe ──▶ learner: Rollouts, WeightSync ══ zmq, gloo ══ server: Server, InPlaceEngine ◀── Pipe
 """
 
 import asyncio
@@ -45,31 +45,31 @@ from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedGloo, TrappedTc
 
 ANSWER_TIMEOUT_S = 120.0
 DEAD_AFTER_S = 1.0
-"""In place of the link's 3 s, with pulses ten times as often."""
+"""Replaces the link's 3 s. Heartbeats are ten times as frequent."""
 PAUSE_TIMEOUT_S = 4.0
-"""More than a call may hang by a trap after which its engine goes on."""
+"""Longer than a trap that hangs a call and then lets its engine continue."""
 NUM_TENSORS = 6
 TENSOR_BYTES = 2 << 20
-"""More in all than the kernel buffers between two processes, so that a sender cannot be done before its receiver."""
+"""Large enough that all tensors exceed the kernel's buffers, so that a sender cannot finish before its receiver."""
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 def weights(version: int) -> NamedTensors:
-    """Every tensor begins with its version."""
+    """Return tensors that each start with their version."""
     steps_N = torch.arange(TENSOR_BYTES // 4, dtype=torch.float32)
     return [(f"layer.{i}", steps_N * (i + 1) + version) for i in range(NUM_TENSORS)]
 
 
 def gpt2_weights(version: int) -> NamedTensors:
-    """For the real server: the tiny model of this seed."""
+    """Return the weights of a tiny model with this seed, for the real server."""
     from tests.inference_server import tiny_gpt2
 
     return tiny_gpt2.named_tensors(tiny_gpt2.make_model(seed=version))
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Independent of the checksums that travel with a push."""
+    """Return a digest that is independent of the checksums in a push."""
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors):
         sha.update(name.encode())
@@ -78,7 +78,7 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 class InPlaceEngine(ScriptedEngine):
-    """Loads every bucket as it comes, as vLLM does; its completions show the version that each tensor has right now."""
+    """Loads every bucket on arrival, as vLLM does. Its completions show the current version of each tensor."""
 
     def __init__(self) -> None:
         super().__init__(complete=self._show)
@@ -88,7 +88,7 @@ class InPlaceEngine(ScriptedEngine):
         return [int(tensor.flatten()[0]) % self.limits.vocab_size for _, tensor in sorted(self.weights.items())]
 
     async def evaluate(self) -> None:
-        """What an evaluation does meanwhile: sample without end, and look whether tokens and label agree."""
+        """Sample continuously, as an evaluation does, and compare tokens with labels."""
         while True:
             await asyncio.sleep(0.01)
             if self.version is None:
@@ -131,7 +131,7 @@ class InPlaceEngine(ScriptedEngine):
 
 
 def run_server(pipe: Connection, log: Path, endpoint: str, overlap_weight_loading: bool) -> None:
-    """The server's process: answers `status`, sets traps."""
+    """Run the server's process, which answers `status` and sets traps."""
     _begin(log)
     inference_server.server.PULSE_INTERVAL_S = DEAD_AFTER_S / 10
     config = ServerConfig(overlap_weight_loading=overlap_weight_loading, pause_timeout_s=PAUSE_TIMEOUT_S)
@@ -157,8 +157,8 @@ async def _serve(pipe: Connection, endpoint: str, config: ServerConfig) -> None:
         await asyncio.gather(running.task, evaluation)
 
 
-class _AtOnce:
-    """Scores in the learner's own process: what is counted there must not depend on reward workers."""
+class _LocalScorer:
+    """Scores in the learner's process, so that its resource counts do not depend on reward workers."""
 
     def submit(
         self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], *_of_episodes: object
@@ -171,8 +171,8 @@ class _AtOnce:
         return future
 
 
-class _Words:
-    """In place of a tokenizer."""
+class _FakeTokenizer:
+    """Replaces a tokenizer."""
 
     bos_token_id = None
 
@@ -184,7 +184,7 @@ class _Words:
 
 
 class LearnerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a test decides of its learner."""
+    """Options of a test's learner."""
 
     endpoint: str
     weight_sync: dict[str, Any]
@@ -192,12 +192,12 @@ class LearnerSetup(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelFingerprint = MODEL
     weights: Callable[[int], NamedTensors] = weights
     bucket_bytes: int = TENSOR_BYTES
-    """Smaller than the config allows, so that small models have several."""
+    """Smaller than the config allows, so that small models have several buckets."""
     dead_after_s: float = DEAD_AFTER_S
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """A completion as the learner got it."""
+    """A completion as the learner received it."""
 
     prompt: list[int]
     token_ids: list[int]
@@ -206,7 +206,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class ScriptedWeights:
-    """In place of a policy: the weights of the version that is set."""
+    """Replaces a policy: the weights of the current version."""
 
     wire_dtype, device, copy_device = torch.float32, torch.device("cpu"), None
 
@@ -218,20 +218,20 @@ class ScriptedWeights:
 
 
 def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
-    """The learner's process: answers a version with what became of its push, and `take` with two groups' completions."""
+    """Run the learner's process, which answers a version with the result of its push, and `take` with two groups."""
     _begin(log)
     learner.servers.link.DEAD_AFTER_S, learner.servers.link.HELLO_INTERVAL_S = setup.dead_after_s, DEAD_AFTER_S / 10
     learner.servers.sync_session.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
         tensors, dtype, setup.bucket_bytes, wire
     )
     run = _learner_run(log.parent, setup)
-    config, words, at_once = run.learner, cast(Any, _Words()), cast(Any, _AtOnce())
+    config, tokenizer, scorer = run.learner, cast(Any, _FakeTokenizer()), cast(Any, _LocalScorer())
     ledger = Ledger(log.with_suffix(".db"))
     hello = Hello(run="run", protocol_version=PROTOCOL_VERSION, model=setup.model, learner=new_learner_id())
     fleet = Fleet(run, hello, LoopThread("learner"))
-    prompts = Prompts(config.data, words, run.seed)
+    prompts = Prompts(config.data, tokenizer, run.seed)
     buffer = RolloutBuffer(run, prompts, ledger)
-    rollouts = Rollouts(run, fleet, buffer, Scorer(config, words, at_once), ledger)
+    rollouts = Rollouts(run, fleet, buffer, Scorer(config, tokenizer, scorer), ledger)
     rollouts.start(0)
     scripted = ScriptedWeights(setup.weights)
     pusher = WeightSync(fleet, scripted, config.weight_sync)
@@ -288,5 +288,5 @@ def _begin(log: Path) -> None:
 def _next_command(pipe: Connection) -> Any:
     try:
         return pipe.recv()
-    except EOFError:  # the test is over, or gone
+    except EOFError:  # the test has ended or died
         os._exit(0)

@@ -1,6 +1,6 @@
-"""Traps in the processes of a push: a signal sent the moment a process comes to a point for the n-th time.
+"""Traps in the processes of a push: a signal at the moment when a process reaches a point for the n-th time.
 
-So no test has to sleep and hope. Points: pausing, joining, labelling (server); forming, broadcast (both).
+Tests need no sleeps. Points: pausing, joining, labelling (server); forming, broadcast (both).
 """
 
 import os
@@ -17,16 +17,16 @@ from protocol.transports.tcp import TcpCollective
 PUSH_TIMEOUT_S = 1.5
 HANG = 0
 HANG_S = 1.5 * PUSH_TIMEOUT_S
-"""Past the deadline of one attempt, but not of the next."""
+"""Longer than the deadline of one attempt, but shorter than two."""
 
 
 class Trap(msgspec.Struct, frozen=True):
-    """What happens to whom when the process in which it is set reaches a point for the n-th time."""
+    """The signal that a process receives when the process with the trap reaches a point for the n-th time."""
 
     point: str
     pid: int
     signal: int
-    """HANG: only what has come to the point stands still, and that for HANG_S."""
+    """HANG: only the code at the point waits, for HANG_S."""
     nth: int = 1
 
 
@@ -39,7 +39,7 @@ class _Traps:
         self._trap, self._num_reached = trap, 0
 
     def reach(self, point: str) -> float:
-        """Return how many seconds the caller is to stand still."""
+        """Return the number of seconds that the caller must wait."""
         trap = self._trap
         if trap is None or trap.point != point:
             return 0.0
@@ -55,7 +55,7 @@ TRAPS = _Traps()
 
 
 class Trapped:
-    """Before a real collective, with the points at which a push is caught in the middle."""
+    """Mixin that adds trap points to a real collective."""
 
     def __init__(self, context: RankContext) -> None:
         time.sleep(TRAPS.reach("forming"))

@@ -1,7 +1,7 @@
-"""What becomes of the tests of a pytest worker that is killed: the running one has failed, all others of its files go on.
+"""Scheduling of tests after a pytest worker is killed: its running test fails, and the rest of its files still run.
 
-xdist itself gives the running one to the next worker, which it may kill as well, until no more workers may be started.
-The rest of its files is then never run, and nothing says so.
+xdist itself gives the running test to the next worker, which it may kill too, until no more workers may start. The rest
+of the files is then silently skipped.
 """
 
 import pytest
@@ -11,22 +11,22 @@ from xdist.workermanage import WorkerController
 
 
 class LoadFilesOnce(LoadFileScheduling):
-    """xdist's `--dist loadfile`, in which no test is begun twice."""
+    """xdist's `--dist loadfile`, in which no test starts twice."""
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Put back what a worker had not begun; return the test that it was killed in."""
+        """Put back the tests that a dead worker had not started. Return the test that it died in."""
         units = self.assigned_work[node]
         left = ((unit, test) for unit in units.values() for test, has_ended in unit.items() if not has_ended)
         unit, killed_in = next(left, ({}, None))
         if killed_in is not None:
             unit[killed_in] = True
-        # A worker that is given a file of which nothing is left would never ask for another.
+        # A worker that receives a file without remaining tests would never ask for another file.
         self.assigned_work[node] = {name: unit for name, unit in units.items() if not all(unit.values())}
         super().remove_node(node)
         return killed_in
 
     def _reschedule(self, node: WorkerController) -> None:
-        """Give a worker files until it has three tests: it does not run its last one before it knows the next."""
+        """Assign files until a worker has three tests: it runs its last test only when it knows the next one."""
         num_files = -1
         while len(self.workqueue) != num_files:
             num_files = len(self.workqueue)
@@ -34,5 +34,5 @@ class LoadFilesOnce(LoadFileScheduling):
 
 
 def make_scheduler(config: pytest.Config, log: Producer) -> LoadFilesOnce | None:
-    """For conftest.py's `pytest_xdist_make_scheduler`; None leaves it to xdist."""
+    """Return the scheduler for `pytest_xdist_make_scheduler`, or None for xdist's own."""
     return LoadFilesOnce(config, log) if config.getvalue("dist") == "loadfile" else None

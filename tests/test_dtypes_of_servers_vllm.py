@@ -1,4 +1,4 @@
-"""One run on real vLLM servers in float32 and bfloat16: both take the same pushes and agree with the learner as their dtypes allow."""
+"""One run on real vLLM servers in float32 and bfloat16: both receive the same weights and agree with the learner."""
 
 import json
 import re
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.system
 NUM_STEPS = 10
 FLAGS: tuple[list[str], ...] = ([], ["--server.dtype", "bfloat16", "--server.overlap-weight-loading"])
 ROUNDING = 1e-5
-"""Of mean |Δ logprob|: float32 on both sides is below, bfloat16 above."""
+"""Mean |Δ logprob| that separates the dtypes: float32 is below it, bfloat16 above."""
 
 
-def test_servers_of_two_dtypes_train_one_policy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_policy_trains_on_servers_of_two_dtypes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "learner")
     with ExitStack() as cleanup:
         servers = []
@@ -39,7 +39,7 @@ def test_servers_of_two_dtypes_train_one_policy(tmp_path: Path, caplog: pytest.L
         statuses = [json.loads(server.get("/status")) for server in servers]
     assert metrics_of(run)[-1]["servers/ready"] == 2
     assert {status["policy_version"] for status in statuses} == {NUM_STEPS}
-    assert len({status["weights_checksum"] for status in statuses}) == 1, "both had the same bytes"
+    assert len({status["weights_checksum"] for status in statuses}) == 1, "both servers received the same bytes"
     assert all(status["tokens_generated"] > 0 for status in statuses)
     for endpoint, flags in zip(endpoints, FLAGS, strict=True):
         found = re.search(rf"parity of the server at {endpoint}: mean \|Δ logprob\| = (\S+)", caplog.text)

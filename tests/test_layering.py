@@ -1,4 +1,4 @@
-"""The import rules of the design, read from the source: who may import whom, and where each heavy package stands."""
+"""The import rules of the design, checked in the source: which packages and folders may import which."""
 
 import ast
 import subprocess
@@ -25,24 +25,25 @@ FORBIDDEN = {
     "learner": {"inference_server", "deploy", "vllm"},
     "inference_server": {"learner", "deploy", "accelerate"},
 }
-ORDER = (  # of the learner's rooms and top files: each may import those before it, and no other
-    "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "run_inputs", "rewards", "rollouts", "training", "storage",
-    "evaluation", "report", "controller", "doctor", "train", "starter", "__main__",
+ORDER = (  # folders and top files of the learner: each may import only earlier ones
+    "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "run_inputs",
+    "rewards",
+    "rollouts", "training", "storage", "evaluation", "report", "controller", "doctor", "train", "starter", "__main__",
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
-"""Of each other: what is asked, whom, how to learn, what is trained."""
+"""Folders that must not import each other."""
 ANYWHERE = {"sandbox", "rank_agreement", "rank_watch"}
-"""Import nothing of the learner, so anyone of it may import them."""
+"""Modules that import nothing of the learner, so that any of its modules may import them."""
 MAX_FILES_OF_A_FOLDER = 15
 MAX_PARAMETERS = 6
 MAX_LINES = {"learner/train.py": 120, "learner/rollouts/rollouts.py": 280}
-"""What is to be read in one go: the main loop, and what it waits for."""
+"""Limits for the main loop and its rollouts, which must be readable in one go."""
 LIGHT = ("protocol.messages", "protocol.channel.sockets", "protocol.config", "learner.config", "learner.report.page",
          "inference_server.__main__")  # fmt: skip
 
 
 def sources(*folders: str) -> dict[str, str]:
-    """By name of the file."""
+    """Return the sources by file name."""
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
@@ -56,43 +57,43 @@ def nodes_of(source: str) -> list[ast.AST]:
 
 
 def imported_modules(source: str) -> set[str]:
-    """Full names of all that a source imports, inside functions too; of `from a import b` both a and a.b could be meant."""
+    """Return the full names of all imports, including those in functions. `from a import b` counts as a.b."""
     nodes = nodes_of(source)
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and node.level == 0]
     return plain | {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
 
 
-def room_of(name: str) -> str:
-    """A folder of a package or a file at its top: learner/rollouts/slots.py -> rollouts; learner/train.py -> train."""
+def folder_of(name: str) -> str:
+    """Return the folder or top file of a source: learner/rollouts/slots.py -> rollouts; learner/train.py -> train."""
     return name.split("/")[1].removesuffix(".py")
 
 
-def rooms_imported(package: str, source: str) -> set[str]:
+def folders_imported(package: str, source: str) -> set[str]:
     return {module.split(".")[1] for module in imported_modules(source) if module.startswith(f"{package}.")}
 
 
-def imports_of_rooms(package: str) -> dict[str, set[str]]:
-    """By room, the others that it imports."""
+def imports_by_folder(package: str) -> dict[str, set[str]]:
+    """Return the imported folders by folder."""
     found: dict[str, set[str]] = {}
     for name, source in PRODUCT.items():
         if name.startswith(f"{package}/") and name != f"{package}/__init__.py":
-            found.setdefault(room_of(name), set()).update(rooms_imported(package, source) - {room_of(name)})
+            found.setdefault(folder_of(name), set()).update(folders_imported(package, source) - {folder_of(name)})
     return found
 
 
-def test_a_room_of_the_learner_imports_only_rooms_below_it() -> None:
-    for room, others in imports_of_rooms("learner").items():
+def test_a_folder_of_the_learner_imports_only_folders_below_it() -> None:
+    for room, others in imports_by_folder("learner").items():
         below = set(ORDER[: ORDER.index(room)]) if room not in ANYWHERE else set()
         assert others - ANYWHERE <= below - (INDEPENDENT if room in INDEPENDENT else set()), room
 
 
 @pytest.mark.parametrize("package", ["protocol", "inference_server"])
-def test_the_rooms_of_a_package_import_each_other_one_way(package: str) -> None:
-    TopologicalSorter(imports_of_rooms(package)).prepare()  # raises graphlib.CycleError
+def test_the_folders_of_a_package_have_no_import_cycles(package: str) -> None:
+    TopologicalSorter(imports_by_folder(package)).prepare()  # raises graphlib.CycleError
 
 
-def test_no_folder_of_the_learner_has_more_files_than_one_can_read_at_a_glance() -> None:
+def test_folders_and_central_files_of_the_learner_stay_small() -> None:
     folders = {path.parent for path in (ROOT / "learner").rglob("*.py")}
     crowded = {folder.name: len(list(folder.glob("*.py"))) for folder in folders}
     assert {name: num for name, num in crowded.items() if num > MAX_FILES_OF_A_FOLDER} == {}
@@ -108,27 +109,29 @@ def long_signatures(source: str) -> Iterator[str]:
                 yield f"{node.name}({', '.join(names)})"
 
 
-def test_nothing_of_the_learner_but_a_formula_takes_more_than_six_parameters() -> None:
+def test_only_formulas_of_the_learner_take_more_than_six_parameters() -> None:
     found = {name: list(long_signatures(source)) for name, source in sources("learner").items()}
-    assert {name: long for name, long in found.items() if long and room_of(name) != "algorithm"} == {}
+    assert {name: long for name, long in found.items() if long and folder_of(name) != "algorithm"} == {}
 
 
-def test_a_module_imports_only_what_its_place_allows() -> None:
+def test_a_module_imports_only_packages_allowed_in_its_folder() -> None:
     for name, source in PRODUCT.items():
         imported = {module.split(".")[0] for module in imported_modules(source)}
         assert not imported & FORBIDDEN.get(name.split("/")[0], set()), name
         for package, allowed in ONLY_IN.items():
-            assert package not in imported or name.startswith(allowed), f"{name}: {package} may be only in {allowed}"
+            assert package not in imported or name.startswith(allowed), (
+                f"{name} must not import {package}: only {allowed} may"
+            )
 
 
-def test_the_rules_would_find_an_import_in_a_function_and_a_long_signature() -> None:
+def test_the_checks_find_an_import_in_a_function_and_a_long_signature() -> None:
     source = "def f(a, b, c, d, *, e, g, h):\n    from learner.rollouts.slots import x\n    import zmq.asyncio, learner.train"
     assert imported_modules(source) == {"learner.rollouts.slots.x", "zmq.asyncio", "learner.train"}
-    assert rooms_imported("learner", source) == {"rollouts", "train"}
+    assert folders_imported("learner", source) == {"rollouts", "train"}
     assert list(long_signatures(source)) == ["f(a, b, c, d, e, g, h)"]
 
 
-def test_no_module_is_named_after_nothing_and_none_trusts_the_code_of_a_model_repository() -> None:
+def test_no_module_has_a_vague_name_or_trusts_remote_code() -> None:
     assert not {Path(name).stem for name in PRODUCT} & {"utils", "common", "helpers", "misc"}
     keywords = {name: [node.arg for node in nodes_of(source) if isinstance(node, ast.keyword)]
                 for name, source in PRODUCT.items()}  # fmt: skip
@@ -141,8 +144,8 @@ def test_light_modules_load_neither_torch_nor_vllm() -> None:
     assert done.stdout == "set()\n", done.stdout + done.stderr
 
 
-def test_no_file_of_tests_is_imported_by_another() -> None:
-    """What two of them share is in a module beside them, named after the thing that it is."""
+def test_no_test_file_is_imported_by_another() -> None:
+    """Shared code belongs in a helper module, named after what it is."""
     tests = sources("tests")
     of_tests = {name.removesuffix(".py").replace("/", ".") for name in tests if Path(name).name.startswith("test_")}
     shared = {

@@ -1,4 +1,4 @@
-"""Lint refuses whatever would turn data into code; here, that it really does."""
+"""Lint rejects every call that turns data into code."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ exec('1')
 ALLOWED = "import numpy as np\nimport torch\nimport yaml\n"
 
 
-def test_lint_refuses_what_turns_data_into_code() -> None:
+def test_lint_rejects_calls_that_turn_data_into_code() -> None:
     source = ALLOWED + REFUSED
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "json"]
     command += ["--stdin-filename", "learner/probe.py", "-"]

@@ -1,4 +1,4 @@
-"""The other side of a push is killed, stopped or hangs at every state; each time both must be whole again by themselves."""
+"""One side of a push is killed, stopped or hangs at every state. Both sides must recover automatically each time."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.system
 
 NOTICE_S = 2 * PUSH_TIMEOUT_S + DEAD_AFTER_S + 30.0
-"""The join and a broadcast may each take their deadline; the rest is for a machine that has other work."""
+"""The join and a broadcast may each take their deadline. The rest is slack for a busy machine."""
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 PLAIN: dict[str, Any] = {}
@@ -28,11 +28,11 @@ OVERLAP = {"overlap_weight_loading": True, "overlap_with_training": True}
 DELTA = {"compression": "delta"}
 OVER_TCP = {"transport": "tcp"}
 MID_BUCKET = 6
-"""Of the broadcasts of a push: dense the checksum of the third bucket, delta that of the second."""
+"""Number of a broadcast: the checksum of the third bucket of a dense push, or of the second of a delta."""
 VOCAB_SIZE = 32
 
 State = tuple[str, str, int]
-"""Where the trap stands, its point, and how often that must be reached."""
+"""Side with the trap, point, and number of visits of the point."""
 Fault = tuple[dict[str, Any], int]
 
 BEFORE_READY: State = ("server", "pausing", 1)
@@ -44,7 +44,7 @@ BEFORE_DONE: State = ("server", "labelling", 1)
 
 IN_THE_TRANSFER: list[Fault] = [(PLAIN, KILL), (OVERLAP, STOP), (DELTA, KILL), (OVER_TCP, STOP)]
 BEFORE_AND_AFTER: list[Fault] = [(PLAIN, KILL), (OVERLAP, STOP)]
-"""What travels is the same in all states but those of the transfer, and only those of meeting are tcp's own."""
+"""Compression matters only in the states of the transfer, and tcp also in those of meeting."""
 MEETING: list[Fault] = [(PLAIN, STOP), (OVER_TCP, KILL)]
 FAULTS = {
     BEFORE_READY: BEFORE_AND_AFTER, BEFORE_JOIN: MEETING, AFTER_MEETING: MEETING, SENDING: IN_THE_TRANSFER,
@@ -74,13 +74,13 @@ def in_states(*states: State) -> pytest.MarkDecorator:
 
 
 def at_once(check: Callable[..., None], cells: Sequence[tuple[Any, ...]]) -> None:
-    """Run all checks at the same time: each of them mostly waits."""
+    """Run all checks concurrently: each of them mostly waits."""
     with ThreadPoolExecutor(len(cells)) as threads:
         list(threads.map(lambda cell: check(*cell), cells))
 
 
 def start_at_version_0(start_pair: Callable[..., Pair], mode: dict[str, Any], state: State) -> Pair:
-    """Have version 0 served, and let the next push be the first of its session if it is to be caught while that is formed."""
+    """Let the server serve version 0. For states of a forming session, make the next push the first of its session."""
     pair = start_pair(mode)
     pair.learner.ask(0)
     if state in (BEFORE_JOIN, AFTER_MEETING):
@@ -96,7 +96,7 @@ def set_trap(pair: Pair, state: State, victim: Peer, signal_number: int) -> None
 
 
 def assert_whole(pair: Pair, version: int, digest: str) -> None:
-    """The server serves what the learner sent, the learner gets groups of it, and no completion was ever of two policies."""
+    """Check that the server serves the learner's weights, the learner gets groups, and none mixes policies."""
     status = pair.server.ask("status")
     assert (status["policy_version"], status["push_state"], status["digest"]) == (version, "idle", digest)
     until(lambda: pair.server.ask("status")["seen"] > status["seen"])
@@ -110,7 +110,7 @@ def assert_whole(pair: Pair, version: int, digest: str) -> None:
 
 
 def assert_only_torn_weights_wait(server: Peer) -> bool:
-    """Return whether they are torn."""
+    """Check that the server waits only if its weights are torn. Return whether they are."""
     until(lambda: server.ask("status")["push_state"] in ("idle", "torn"))
     before = server.ask("status")
     is_torn = before["push_state"] == "torn"
@@ -130,7 +130,7 @@ def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: S
         set_trap(pair, state, pair.learner, signal_number)
         pair.learner.send(1)
         pair.learner.wait_until_struck(signal_number)
-        # With overlap everything has arrived when the server pauses.
+        # With overlap, all data has arrived when the server pauses.
         if state != BEFORE_DONE and (state, mode) != (BEFORE_READY, OVERLAP):
             said = pair.server.wait_for_log("weight sync of version 1 in session", NOTICE_S)
             assert re.search(r"in session \w{8} failed while receiving: worker 0 failed while receiving: ", said)
@@ -138,7 +138,7 @@ def test_a_server_survives_its_learner(start_pair: Callable[..., Pair], state: S
                 assert "bucket" in said and (signal_number == KILL or "learner.weight_sync.timeout_s" in said)
         may_be_torn = state == SENDING and mode != OVERLAP
         is_torn = assert_only_torn_weights_wait(pair.server)
-        # What a killed learner had in the kernel's buffers is lost: the first bucket may not have come.
+        # Data in the kernel's buffers is lost with a killed learner, so the first bucket may be missing.
         assert is_torn == may_be_torn or (may_be_torn and signal_number == KILL)
         if signal_number == KILL:
             digest = pair.start_learner().ask(1)
@@ -179,8 +179,8 @@ HANGS = {
 }
 
 
-def test_a_server_that_hangs_is_given_up_with_words_that_help(start_pair: Callable[..., Pair]) -> None:
-    """It still pulses: only the deadline of the state tells."""
+def test_a_hanging_server_is_given_up_with_a_helpful_error(start_pair: Callable[..., Pair]) -> None:
+    """It still sends heartbeats: only the deadline of the state shows the hang."""
 
     def check(state: State) -> None:
         pair = start_at_version_0(start_pair, PLAIN, state)
@@ -195,11 +195,11 @@ def test_a_server_that_hangs_is_given_up_with_words_that_help(start_pair: Callab
 
 NUM_FAILURES = 10
 FEW = 5
-"""A worker thread or a timer of its own may come or go at any moment; a leak is at least one for each failure."""
+"""Worker threads and timers may start or end at any moment. A leak is at least one per failure."""
 
 
-def test_a_side_is_as_it_was_after_the_other_has_died_many_times(start_pair: Callable[..., Pair]) -> None:
-    """In the middle of the transfer, which is noticed at once."""
+def test_a_side_leaks_no_resources_when_the_other_side_dies_many_times(start_pair: Callable[..., Pair]) -> None:
+    """Kill in the middle of the transfer, which the survivor notices immediately."""
 
     def check(survivor: str) -> None:
         pair = start_pair(OVERLAP)
@@ -221,7 +221,7 @@ def test_a_side_is_as_it_was_after_the_other_has_died_many_times(start_pair: Cal
                 assert_whole(pair, version, pair.learner.receive())
         last = NUM_FAILURES + 1
         assert_whole(pair, last, pair.learner.ask(last))
-        until(lambda: is_settled(getattr(pair, survivor).resources(), before))  # what was given up ends in its thread
+        until(lambda: is_settled(getattr(pair, survivor).resources(), before))  # an abandoned push ends in its thread
 
     at_once(check, [("server",), ("learner",)])
 

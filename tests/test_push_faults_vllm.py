@@ -1,4 +1,4 @@
-"""Real vLLM when the other side of a push is killed or stopped in the middle of a bucket; numbers against Hugging Face."""
+"""Real vLLM when one side of a push is killed or stopped in the middle of a bucket."""
 
 import os
 import signal
@@ -47,10 +47,10 @@ def status_of(server: RealServer, key: str) -> Any:
 
 
 def complete(server: RealServer) -> tuple[int, str]:
-    """Ask as an OpenAI client for the likeliest tokens; return HTTP status and text."""
-    asked = {"model": str(server.model), "prompt": "3456", "max_tokens": 8, "temperature": 0}
+    """Request a greedy completion as an OpenAI client. Return HTTP status and text."""
+    body = {"model": str(server.model), "prompt": "3456", "max_tokens": 8, "temperature": 0}
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.url}/v1/completions", msgspec.json.encode(asked), headers)
+    request = urllib.request.Request(f"{server.url}/v1/completions", msgspec.json.encode(body), headers)
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status, msgspec.json.decode(answer.read())["choices"][0]["text"]
@@ -59,7 +59,7 @@ def complete(server: RealServer) -> tuple[int, str]:
 
 
 def assert_served(server: RealServer, learner: Peer, version: int) -> None:
-    """The learner's groups have the logprobs of the version they are labelled with."""
+    """Check that the learner's groups have the logprobs of the version on their labels."""
     assert status_of(server, "policy_version") == version
     taken = learner.ask("take")
     assert len(taken) == 4
@@ -72,7 +72,7 @@ def assert_served(server: RealServer, learner: Peer, version: int) -> None:
             np.testing.assert_allclose(sampled.logprobs, expected, atol=TOLERANCE)
 
 
-def test_old_weights_none_or_whole_ones_are_served_when_a_side_is_struck_in_the_middle_of_a_bucket(
+def test_a_server_never_serves_torn_weights_when_a_side_is_killed_or_stopped_in_the_middle_of_a_bucket(
     server: RealServer, tmp_path: Path
 ) -> None:
     setup = LearnerSetup(

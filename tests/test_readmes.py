@@ -1,6 +1,4 @@
-"""Checks of all pages: links and anchors exist, and so do the paths and config keys that a page names. Every page is reached
-from README.md, pages stay short, and the maps of the packages are complete.
-"""
+"""Checks of all pages: links, anchors, paths, config keys, lengths, and the maps of the packages."""
 
 import importlib.util
 import re
@@ -28,9 +26,9 @@ FILES = {
 }
 MAX_README_LINES, MAX_README_WORDS = 120, 900
 MAX_LINES = 150
-"""Of a page of docs/."""
+"""Limit of a page of docs/."""
 MAX_PACKAGE_LINES = 100
-"""Of the README of a package or folder."""
+"""Limit of the README of a package or folder."""
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -51,12 +49,12 @@ def names_of(pages: list[Path]) -> list[str]:
 
 
 def links(text: str) -> list[str]:
-    """The relative ones."""
+    """Return the relative links."""
     return [link for link in LINK.findall(FENCED.sub("", text)) if "://" not in link]
 
 
 def anchors(text: str) -> set[str]:
-    """What GitHub makes of the headings."""
+    """Return the anchors that GitHub creates for the headings."""
     titles = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -70,14 +68,14 @@ def problem_of(page: Path, link: str) -> str | None:
 
 
 def named_paths(text: str) -> set[str]:
-    """Files named anywhere, in the maps too, and folders in backticks; nothing that users or runs make."""
+    """Return the files that a page names, including its maps, and folders in backticks; not those of users or runs."""
     paths = set(FILE.findall(LINK.sub("", text))) - MADE_BY_USERS
     paths |= set(FOLDER.findall(FENCED.sub("", text)))
     return {path.rstrip("/") for path in paths if not path.startswith(MADE_BY_RUNS)}
 
 
 def exists(page: Path, name: str) -> bool:
-    """Return whether a file is in the page's folder or above, or by its last parts below it; of docs/, anywhere."""
+    """Return whether a file exists in or above the page's folder, or its path's end below it; for docs/, anywhere."""
     base = ROOT if page.parent == ROOT / "docs" else page.parent
     folder = page.parent.relative_to(ROOT)
     above = {str(parent / name) for parent in (folder, *folder.parents)}
@@ -86,7 +84,7 @@ def exists(page: Path, name: str) -> bool:
 
 
 def named_keys(text: str) -> set[str]:
-    """Keys and sections of [learner], [server] and [deploy] in backticks, as flags too, and all keys of configs that are shown."""
+    """Return the keys and sections in backticks, including flags, and all keys in shown configs."""
     keys = {key.replace("-", "_") for key in KEY.findall(FENCED.sub("", text))}
     for config in TOML.findall(text):
         keys |= set(flatten(tomllib.loads(config)))
@@ -94,22 +92,22 @@ def named_keys(text: str) -> set[str]:
 
 
 def is_key(name: str) -> bool:
-    """Whether a config may have it: a key, a section, or what a library knows."""
+    """Return whether a config accepts the name as a key or section, or passes it to a library."""
     if name in KEYS or any(key.startswith(f"{name}.") for key in KEYS):
         return True
     return any(name.startswith(f"{key}.") for key, field in KEYS.items() if is_passed_on(field))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names_of(PAGES))
-def test_every_link_path_and_key_of_a_page_leads_somewhere(page: Path) -> None:
+def test_every_link_path_and_key_of_a_page_exists(page: Path) -> None:
     text = page.read_text()
     assert not {link: problem for link in links(text) if (problem := problem_of(page, link))}
-    if page.name != "CHANGELOG.md":  # which names files and keys that are gone
+    if page.name != "CHANGELOG.md":  # the changelog names removed files and keys
         assert sorted(name for name in named_paths(text) if not exists(page, name)) == []
         assert sorted(key for key in named_keys(text) if not is_key(key)) == []
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
+def test_every_page_is_linked_from_the_readme() -> None:
     reached, new = set[Path](), {ROOT / "README.md"}
     while new:
         reached |= new
@@ -133,7 +131,7 @@ def test_the_site_has_every_page_of_docs() -> None:
 
 
 @pytest.mark.parametrize("package", ["protocol", "inference_server", "learner"])
-def test_the_map_of_a_package_has_every_room_and_every_file_beside_them(package: str) -> None:
+def test_the_map_of_a_package_has_every_folder_and_top_file(package: str) -> None:
     modules = [path.relative_to(ROOT / package) for path in (ROOT / package).rglob("*.py")]
     rooms = {f"{module.parts[0]}/" for module in modules if len(module.parts) > 1}
     files = {module.name for module in modules if len(module.parts) == 1} - {"__init__.py"}
@@ -153,7 +151,7 @@ def test_the_reference_of_the_site_explains_every_key() -> None:
     assert set(KEYS) - explained == set()
 
 
-def test_the_checks_find_what_is_not_there() -> None:
+def test_the_checks_find_missing_files_and_keys() -> None:
     page = ROOT / "README.md"
     text = "`learner/nowhere.py` or nowhere.py\n```\ntrain.py  lost.py\n```\n`learner/attic/` `runs/demo/` run.toml"
     missing = sorted(name for name in named_paths(text) if not exists(page, name))

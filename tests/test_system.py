@@ -1,4 +1,4 @@
-"""The user's commands on one real vLLM: evaluation, the self-test, and learners that are killed and interrupted."""
+"""The user's commands on one real vLLM: evaluation, self-test, and learners that are killed and interrupted."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     yield from running_server(tmp_path_factory.mktemp("server"), model=resolve_model("tiny:digits"), is_forked=True)
 
 
-def test_a_pinned_evaluation_of_a_run_gives_what_transformers_gives_with_the_exported_model(
+def test_a_pinned_evaluation_equals_that_of_transformers_with_the_exported_model(
     server: RealServer, tmp_path: Path
 ) -> None:
     url = ["--learner.evaluation.url", f"{server.url}/v1"]
@@ -45,7 +45,7 @@ def test_a_pinned_evaluation_of_a_run_gives_what_transformers_gives_with_the_exp
     learner.finish()
     made = earlier(tmp_path / "run" / FILE)
     assert [(one.step, one.versions, one.num_prompts) for one in made] == [(i, (i, i), 64) for i in range(2, 13, 2)]
-    # At staleness 0 every token is sampled by the very weights that are trained: vLLM's logprobs are the learner's.
+    # At staleness 0 the sampled weights are the trained weights, so vLLM's logprobs are the learner's.
     for line in learner.metrics():
         assert line["staleness/max"] == 0 and line["policy/mismatch_abs_logprob"] <= 1e-5
         assert line["loss/clipped_frac"] == 0 and abs(line["policy/behaviour_kl"]) <= 1e-6
@@ -59,7 +59,7 @@ def test_a_pinned_evaluation_of_a_run_gives_what_transformers_gives_with_the_exp
         step: sum(one != other for one, other in zip(rewards, expected, strict=True))
         for step, rewards in rewards_of.items()
     }
-    assert num_others[6] <= 1 < max(num_others.values()), "of 64, one may be as good as a tie"
+    assert num_others[6] <= 1 < max(num_others.values()), "one of 64 answers may be a near tie"
 
     evaluate = ("evaluate", RECIPE, "--run-dir", str(tmp_path / "evaluated"), "--learner.data.num-prompts", "16")
     done = run_learner(*evaluate, *url, "--json")
@@ -82,7 +82,7 @@ def greedy_answers(export: Path, eval_set: EvalSet) -> list[str]:
 
 
 def test_the_self_test_finds_only_rounding_noise_between_vllm_and_the_learner(server: RealServer) -> None:
-    # Long completions, or a fast machine has none in flight when the push comes.
+    # Long completions, so that a fast machine still has some in flight when the push arrives.
     sampling = ["--learner.sampling.temperature", "0.7", "--learner.sampling.max-tokens", "48"]
     done = run_learner("self-test", RECIPE, "--endpoint", server.endpoint, "--json", *sampling)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -91,9 +91,7 @@ def test_the_self_test_finds_only_rounding_noise_between_vllm_and_the_learner(se
         assert tokens["num_tokens"] > 100 and tokens["abs_logprob_mean"] <= 1e-5 and tokens["clipped_frac"] == 0
 
 
-def test_a_learner_that_was_killed_and_then_interrupted_resumes_and_loses_nothing(
-    server: RealServer, tmp_path: Path
-) -> None:
+def test_a_killed_and_then_interrupted_learner_resumes_and_loses_nothing(server: RealServer, tmp_path: Path) -> None:
     run_dir, num_steps = tmp_path / "run", 60
     killed = Learner(server, run_dir, num_steps)
     killed.wait_for_step(5)

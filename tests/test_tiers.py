@@ -1,4 +1,4 @@
-"""The budget of a test of `make test`, held by a run of pytest in which it is a tenth of a second, and the durations that it records."""
+"""The CPU budget of a test and the recorded durations, in a run of pytest with a budget of 0.1 s."""
 
 import os
 import re
@@ -23,8 +23,8 @@ import time
 import pytest
 
 def burn():
-    begun = time.process_time()
-    while time.process_time() < begun + 0.3:
+    started = time.process_time()
+    while time.process_time() < started + 0.3:
         pass
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_test_over_its_budget_fails_and_its_duration_is_recorded(tmp_path: Pat
     command = [sys.executable, "-m", "pytest", *options, "."]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50)
     assert "1 failed, 2 passed" in run.stdout, run.stdout + run.stderr
-    assert re.search(r"FAILED test_burning.py::test_burns - it took 0\.\d s of CPU, and a test of", run.stdout)
+    assert re.search(r"FAILED test_burning.py::test_burns - it took 0\.\d s of CPU; the limit of", run.stdout)
     phases = [msgspec.json.decode(line, type=Phase) for line in record.read_bytes().splitlines()]
     assert len(phases) == 9
     waits = [phase for phase in phases if phase.test == "test_burning.py::test_waits"]

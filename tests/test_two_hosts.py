@@ -1,4 +1,4 @@
-"""Server and learner on two hosts, keys in use, while the link between them is walled, translated, slow, lossy or cut."""
+"""Server and learner on two hosts, with keys, while their link is firewalled, translated, slow, lossy or cut."""
 
 import subprocess
 import time
@@ -38,10 +38,10 @@ def wait_for(is_so: Callable[[], bool], *logs: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_real_vllm_is_trained_at_an_advertised_address_over_two_ports_of_a_slow_link_that_is_cut(
+def test_a_run_trains_at_an_advertised_address_over_two_ports_of_a_slow_link_that_is_cut(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
-    """What is called at the learner's own address does not pass: what it advertises is another's."""
+    """The learner's own address is unreachable from the server; only the advertised address works."""
     make_keys(tmp_path / "keys")
     shared = ["--endpoint", f"tcp://{hosts.addresses[0]}:{PORT}", "--keys", str(tmp_path / "keys")]
     hosts.wire(only_ports=[PORT, PUSH_PORT], delay_s=0.02, loss=0.01)
@@ -60,7 +60,7 @@ def test_real_vllm_is_trained_at_an_advertised_address_over_two_ports_of_a_slow_
     wait_for(lambda: steps() >= 3, *logs)
     hosts.wire(cut=True)
     wait_for(lambda: "lost the server at" in logs[1].read_text(), *logs)
-    assert steps() < NUM_STEPS, "or nothing was cut"
+    assert steps() < NUM_STEPS, "the run ended before the cut"
     hosts.wire(cut=False)
     try:
         assert learner.wait(TIMEOUT_S) == 0, logs[1].read_text()
@@ -73,15 +73,15 @@ def test_real_vllm_is_trained_at_an_advertised_address_over_two_ports_of_a_slow_
     assert server.poll() is None and hosts.wire()["lost"] > 0
 
 
-def test_a_worker_gives_up_a_transfer_whose_learner_has_vanished(hosts: TwoHosts, tmp_path: Path) -> None:
-    """Long before the deadline of the push, which is a minute: no packet tells that a host is gone."""
+def test_a_worker_gives_up_a_transfer_when_the_learner_host_vanishes(hosts: TwoHosts, tmp_path: Path) -> None:
+    """The worker gives up long before the push's deadline, although no packet reports the loss of the host."""
     store_log, worker_log = tmp_path / "store.log", tmp_path / "worker.log"
     hosts.start(1, ["-m", "tests.watching", "store", hosts.addresses[1]], store_log)
     wait_for(lambda: "\n" in store_log.read_text(), store_log)
     port = store_log.read_text().strip()
     hosts.start(0, ["-m", "tests.watching", "worker", hosts.addresses[1], port], worker_log)
     wait_for(lambda: "watching" in worker_log.read_text(), worker_log)
-    time.sleep(2.0)  # so that it has a connection
+    time.sleep(2.0)  # until the worker has a connection
     hosts.wire(cut=True)
     reason = "its host is unreachable ([Errno 110] Connection timed out); the transfer failed"
     wait_for(lambda: reason in worker_log.read_text(), worker_log)

@@ -1,4 +1,4 @@
-"""The whole of it on real vLLM, as a user runs it: `serve` and `train`, real sockets, weight syncs, a report at the end."""
+"""A whole run on real vLLM, as a user starts it: `serve` and `train`, real sockets, weight syncs, and a report."""
 
 import os
 import re
@@ -25,12 +25,12 @@ HALF = len(CORES) // 2 if not has_gpu() else 0
 
 
 @pytest.mark.timeout(300)
-def test_a_run_trains_while_an_openai_client_is_served_and_both_sides_end_in_order(tmp_path: Path) -> None:
+def test_a_run_trains_and_serves_an_openai_client_and_both_sides_shut_down_cleanly(tmp_path: Path) -> None:
     server = RealServer(tmp_path, model=resolve_model("tiny:digits"), is_forked=True)
     learner = Learner(server, tmp_path / "run", NUM_STEPS)  # waits for its server
     try:
         learner.wait_until(lambda: "loaded 16 prompts" in learner.log)
-        if HALF:  # each side has a half of the cores, as neither config names any
+        if HALF:  # each side gets half of the cores, because neither config names any
             assert learner.process.pid is not None
             assert psutil.Process(learner.process.pid).cpu_affinity() == CORES[HALF:]
         with closing(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")) as client:

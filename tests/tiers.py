@@ -1,6 +1,6 @@
-"""The tiers of tests are marks: `make test` runs those without one, and each of them has a budget. A test that costs more fails.
+"""The tiers of tests, which are marks, and the CPU budget of the tests without a mark.
 
-CPU time is the measure, because it is nearly the same on a busy machine. It includes the fixtures that the test is the first to
+The budget is CPU time, which is nearly the same on a busy machine. It includes fixtures that the test is the first to
 use, and child processes that it waited for.
 """
 
@@ -23,13 +23,13 @@ def has_budget(item: pytest.Item) -> bool:
 
 
 def cpu_s() -> float:
-    """Return the CPU time of this process and of the children that it has waited for."""
+    """Return the CPU time of this process and of the children it has waited for."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import for `make test` what it will not run: vLLM alone takes each worker 10 s."""
+    """Skip files of other tiers in `make test` without importing them: vLLM alone takes each worker 10 s."""
     if "not system" not in config.getoption("markexpr") or not collection_path.match("test_*.py"):
         return None
     return bool(ALL_OF_THE_SYSTEM.search(collection_path.read_text())) or None
@@ -52,8 +52,9 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    report.cpu_s = cpu_s() - item.stash[SPENT]  # type: ignore[attr-defined]  # since the test began
+    report.cpu_s = cpu_s() - item.stash[SPENT]  # type: ignore[attr-defined]  # since the test started
     if call.when == "call" and report.passed and has_budget(item) and report.cpu_s > CPU_S:
         report.outcome = "failed"
-        report.longrepr = f"it took {report.cpu_s:.1f} s of CPU, and a test of `make test` has {CPU_S:g}: make it cheaper, or mark it `system`"
+        limit = f"the limit of `make test` is {CPU_S:g} s"
+        report.longrepr = f"it took {report.cpu_s:.1f} s of CPU; {limit}. Make it cheaper, or mark it `system`"
     return report

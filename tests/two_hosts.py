@@ -1,7 +1,7 @@
-"""Two hosts in one machine: network namespaces with a wire between them that can be slow, lossy and cut (wire.py).
+"""Two hosts on one machine: network namespaces with a wire that can be slow, lossy or cut (wire.py).
 
 with TwoHosts() as hosts:
-    server = hosts.start(0, ["-m", "inference_server", "run.toml"], log)     # reachable from host 1 at hosts.addresses[0]
+    server = hosts.start(0, ["-m", "inference_server", "run.toml"], log)  # reachable from host 1 at hosts.addresses[0]
     hosts.wire(cut=True)
 """
 
@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 def why_not() -> str | None:
-    """Say why this machine cannot pretend to be two, or None."""
+    """Return why this machine cannot simulate two hosts, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -37,7 +37,7 @@ def why_not() -> str | None:
 
 
 class TwoHosts:
-    """Leaves no process, device or namespace behind."""
+    """Two simulated hosts. Leaves no process, device or namespace behind."""
 
     def __init__(self) -> None:
         name = f"slipstream-{os.getpid()}-{next(_numbers)}"
@@ -64,19 +64,19 @@ class TwoHosts:
         return self
 
     def wire(self, **changes: Any) -> dict[str, int]:
-        """Change what the wire does (wire.Wire's attributes); return how many packets were carried and lost so far."""
+        """Change attributes of the wire (wire.Wire). Return the numbers of carried and lost packets so far."""
         assert self._wire.stdin is not None and self._wire.stdout is not None
         self._wire.stdin.write(json.dumps(changes) + "\n")
         self._wire.stdin.flush()
         return json.loads(self._wire.stdout.readline())
 
     def translate(self, host: int, public: str, port: int) -> None:
-        """Let the other host call this one by another address at this port, and by no other at it."""
+        """Make `host` reachable from the other host at this port only by the address `public`."""
         _ip("-n", self._namespaces[1 - host], "route", "add", public, "dev", DEVICE)
         self.wire(translated=[self.addresses[host], public], translated_port=port)
 
     def start(self, host: int, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-        """Run python on one of the hosts."""
+        """Start python on one of the hosts."""
         command = ["ip", "netns", "exec", self._namespaces[host], sys.executable, *arguments]
         with log.open("a") as file:
             process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
@@ -86,7 +86,7 @@ class TwoHosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for process in self._processes:  # `ip netns exec` has become the command, so this is it
+        for process in self._processes:  # `ip netns exec` replaces itself with the command
             process.kill()
             process.wait()
         if hasattr(self, "_wire"):

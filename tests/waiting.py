@@ -1,4 +1,4 @@
-"""Wait for what another thread, task or process does, with a deadline that is met only where something is broken."""
+"""Wait for another thread, task or process, with a deadline that passes only if something is broken."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ def until(is_so: Callable[[], object], what: str = "") -> None:
 
 
 async def until_in_loop(is_so: Callable[[], object]) -> None:
-    """The same for what happens in this event loop."""
+    """Wait until a condition holds in this event loop."""
     async with asyncio.timeout(TIMEOUT_S):
         while not is_so():
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""`python -m tests.watching store HOST` and `… worker HOST PORT`: the two ends of a watched transfer that never ends."""
+"""Both ends of a watched transfer that never ends: `python -m tests.watching store HOST` and `… worker HOST PORT`."""
 
 import sys
 import threading
@@ -14,7 +14,7 @@ TIMEOUT_S = 60.0
 
 
 class WaitingCollective:
-    """Its broadcasts end only when they are aborted."""
+    """A collective whose broadcasts end only when they are aborted."""
 
     device = torch.device("cpu")
     sends_in_place = True
@@ -29,8 +29,8 @@ class WaitingCollective:
         return self._wait
 
     def _wait(self) -> None:
-        assert self.aborted.wait(TIMEOUT_S), "nobody has ended it"
-        raise PushError("a broadcast that was aborted")
+        assert self.aborted.wait(TIMEOUT_S), f"not aborted within {TIMEOUT_S} s"
+        raise PushError("the broadcast was aborted")
 
     def abort(self) -> None:
         self.aborted.set()

@@ -1,9 +1,10 @@
-"""The wire between two network namespaces: `python -m tests.wire NAMESPACE NAMESPACE`, and what it does to packets.
+"""A wire between two network namespaces that can delay, drop and cut: `python -m tests.wire NAMESPACE NAMESPACE`.
 
     TUN device in one namespace ◀──▶ this process: delays, loses, cuts ◀──▶ TUN device in the other
 
-Works where the kernel has no netem. Reads commands from stdin, one JSON object a line: {"cut": true}, {"delay_s": 0.1,
-"loss": 0.01}, {"only_ports": [5757]}, {"translated": ["10.77.0.2", "10.78.0.2"], "translated_port": 29500}; answers each with a line that counts the packets so far, and ends with its stdin.
+Needs no netem in the kernel. Reads commands from stdin, one JSON object per line: {"cut": true}, {"delay_s": 0.1,
+"loss": 0.01}, {"only_ports": [5757]}, {"translated": ["10.77.0.2", "10.78.0.2"], "translated_port": 29500}. Answers
+each command with a line of packet counts, and ends with its stdin.
 """
 
 import asyncio
@@ -30,9 +31,9 @@ class Wire:
         self._random = random.Random(0)
         self.delay_s, self.loss, self.cut = 0.0, 0.0, False
         self.only_ports: list[int] | None = None
-        """As a firewall that lets these TCP ports pass, in both directions."""
+        """TCP ports that the firewall lets pass in both directions. None: all."""
         self.translated: tuple[str, str] | None = None
-        """As a router that translates: a host's own address, and the one by which alone the other calls it at `translated_port`."""
+        """Address translation: a host's own address, and the only address that reaches it at `translated_port`."""
         self.translated_port = 0
         self.num_carried = self.num_lost = 0
 
@@ -43,7 +44,7 @@ class Wire:
 
     def _carry(self, source: int, target: int) -> None:
         packet = os.read(source, MAX_PACKET_BYTES)
-        is_ipv4 = packet[0] >> 4 == 4  # IPv6 begins to look for routers before the other device is up
+        is_ipv4 = packet[0] >> 4 == 4  # IPv6 looks for routers before the other device is up
         if not is_ipv4 or self.cut or self._is_walled_off(packet) or self._random.random() < self.loss:
             self.num_lost += 1
             return
@@ -68,7 +69,7 @@ class Wire:
 
 
 def readdressed(packet: bytes, offset: int, address: bytes) -> bytes:
-    """Put another address into a TCP packet, and correct both checksums by the difference (RFC 1624)."""
+    """Replace an address of a TCP packet and update both checksums incrementally (RFC 1624)."""
     changed, tcp = bytearray(packet), 4 * (packet[0] & 0xF)
     difference = sum(struct.unpack("!2H", address)) + sum(
         0xFFFF ^ half for half in struct.unpack_from("!2H", packet, offset)
@@ -83,11 +84,11 @@ def readdressed(packet: bytes, offset: int, address: bytes) -> bytes:
 
 
 def open_end(namespace: str) -> int:
-    """Make the device of one namespace, and stay there: only this process's next device is made elsewhere."""
+    """Enter a namespace and create its device. This process stays in the namespace until the next call."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"the namespace {namespace} cannot be entered")
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
     return device

@@ -1,1 +1,1 @@
-"""Benchmarks: what Slipstream learns, and how fast."""
+"""Benchmarks of learning results and speed."""

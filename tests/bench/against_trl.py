@@ -1,10 +1,10 @@
-"""Our system beside TRL on the same model, prompts, reward and loss: `python -m tests.bench.against_trl [--json] [--cells a b c real]`.
+"""Compare Slipstream with TRL on the same model, prompts, reward and loss: `python -m tests.bench.against_trl --help`.
 
-    write_model, write_prompts ─▶ TRL in a virtual environment of its own (trl_job.py) ─┐
-                               └▶ server and learner as a user starts them             ─┴▶ DIR/against_trl.json, a table or JSON
+    write_model, write_prompts ─▶ TRL in a virtual environment (trl_job.py)      ─┐
+                               └▶ server and learner, started as a user does     ─┴▶ DIR/against_trl.json, a table or JSON
 
-Runs alternate; medians over repetitions. The machine should have nothing else to do: both sides use all of its cores. `real` is a
-pretrained model that learns until it can do its task (real_cell.py): hours.
+Runs alternate; results are medians over repetitions. The machine should be idle: both sides use all cores. The cell
+`real` trains a pretrained model until it solves its task (real_cell.py), which takes hours.
 """
 
 import argparse
@@ -63,26 +63,35 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         prog="python -m tests.bench.against_trl", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-against-trl"), help="where runs and results go")
-    parser.add_argument("--cells", nargs="+", choices=[*sorted(WORKLOADS), REAL], default=sorted(WORKLOADS))
-    parser.add_argument("--repetitions", type=int, default=3, help="of each side of each cell")
-    parser.add_argument("--steps", type=int, help=f"of each run; by default {NUM_STEPS}")
-    parser.add_argument("--warm-up", type=int, default=2, help="first steps of each run that are left out, at least 1")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--learner-cores", type=int, nargs="+", default=list(OWN_CORE), help="of our learner")
     parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True, help="learner.compile of ours; by default yes"
+        "--out", type=Path, default=Path("runs/bench-against-trl"), help="directory of runs and results"
+    )
+    parser.add_argument("--cells", nargs="+", choices=[*sorted(WORKLOADS), REAL], default=sorted(WORKLOADS))
+    parser.add_argument("--repetitions", type=int, default=3, help="repetitions of each side of each cell")
+    parser.add_argument("--steps", type=int, help=f"steps of each run (default: {NUM_STEPS})")
+    parser.add_argument("--warm-up", type=int, default=2, help="first steps of each run to exclude, at least 1")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument(
+        "--learner-cores", type=int, nargs="+", default=list(OWN_CORE), help="cores of Slipstream's learner"
+    )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="learner.compile of Slipstream (default: yes)",
     )
     parser.add_argument("--trl-processes", type=int, default=1, help="ranks that share the batch and the cores")
-    parser.add_argument("--trl-cache", choices=["static"], help="of generation; by default that of transformers")
-    parser.add_argument("--trl-compile", action="store_true", help="its torch_compile; compiles again at new shapes")
-    parser.add_argument("--trl-rows", type=int, default=32, help="rows that TRL puts through the model at once")
-    parser.add_argument("--trl-rows-real", type=int, default=64, help="the same of the cell `real`")
+    parser.add_argument("--trl-cache", choices=["static"], help="cache for generation (default: that of transformers)")
+    parser.add_argument("--trl-compile", action="store_true", help="torch_compile of TRL; recompiles at new shapes")
+    parser.add_argument("--trl-rows", type=int, default=32, help="rows in one forward pass of TRL")
+    parser.add_argument(
+        "--trl-rows-real", type=int, default=64, help="rows in one forward pass of TRL in the cell `real`"
+    )
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every cell; return everything in one object, the headlines first."""
+    """Measure every cell. Return all results in one object, the headlines first."""
     python = trl_python()
     files = options.out / time.strftime("files-%Y%m%d-%H%M%S")
     files.mkdir(parents=True)
@@ -113,7 +122,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def run_cell(
     workload: Workload, num_parameters: int, files: Path, python: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Both sides in turn, each first in every other repetition."""
+    """Run both sides, each first in every other repetition."""
     write_prompts(workload, files / f"{workload.name}.jsonl")
     num_steps = options.steps or NUM_STEPS[workload.name]
     cores = tuple(options.learner_cores)
@@ -145,7 +154,7 @@ def run_cell(
 
 
 def run_real_cell(files: Path, python: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The pretrained model, both sides in turn."""
+    """Run both sides on the pretrained model, one after the other."""
     trl: list[TrlRun] = []
     ours: list[real_cell.OurRun] = []
     config = real_cell.config_of(files / "ours-real", 0)

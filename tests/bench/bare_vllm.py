@@ -1,9 +1,9 @@
-"""What the server is measured against: `vllm.LLM.generate` in a process of its own, on the server's cores.
+"""The baseline of the server benchmark: `vllm.LLM.generate` in a separate process, on the server's cores.
 
     benchmark ── Order (pipe) ──▶ vllm.LLM.generate ── Generated (pipe) ──▶ benchmark
 
-Nothing here is slower than vLLM's own defaults make it: the engine lives in the process that calls it, the number of tokens of
-its steps is not sent anywhere, requests stand in no order of priority, and outputs come once, at their end.
+Nothing slows vLLM's defaults down: the engine runs in the calling process, step statistics are not sent, requests have
+no priorities, and outputs are returned once, at the end.
 """
 
 import multiprocessing
@@ -21,24 +21,24 @@ GENERATE_TIMEOUT_S = 1200.0
 
 
 class Order(NamedTuple):
-    """Groups to generate: a prompt each, and how."""
+    """Groups to generate: one prompt each, and the sampling options."""
 
     prompts: list[list[int]]
     samplings: list[Sampling]
 
 
 class Generated(NamedTuple):
-    """What came of an order."""
+    """The result of an order."""
 
     seconds: float
     cpu_seconds: float
-    """Of all processes that generate: on a machine with other work, what is left to compare."""
+    """CPU time of all generating processes, which is comparable even on a busy machine."""
     token_ids: list[list[list[int]]]
-    """By group and completion."""
+    """Tokens by group and completion."""
 
 
 class BareVllm:
-    """The process."""
+    """The process of bare vLLM."""
 
     def __init__(self, run: ServerRun, eos_token_id: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -54,7 +54,7 @@ class BareVllm:
 
     def _answer(self, timeout_s: float) -> Any:
         if not self._pipe.poll(timeout_s):
-            raise TimeoutError(f"bare vLLM has not answered for {timeout_s:g} s")
+            raise TimeoutError(f"bare vLLM did not answer within {timeout_s:g} s")
         return self._pipe.recv()
 
     def close(self) -> None:
@@ -63,9 +63,9 @@ class BareVllm:
 
 
 def serve(pipe: Connection, run: ServerRun, eos_token_id: int) -> None:
-    """The process's main."""
+    """Run the process."""
     bind_cores(run.server.cpu_cores)
-    # The first two bring vLLM's threads and processes to where the server's are; what is left are vLLM's own defaults.
+    # The first two place vLLM's threads and processes as the server's; the rest are vLLM's defaults.
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -95,7 +95,7 @@ def serve(pipe: Connection, run: ServerRun, eos_token_id: int) -> None:
         began_at, cpu_began_at = time.perf_counter(), time.process_time()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds, cpu_seconds = time.perf_counter() - began_at, time.process_time() - cpu_began_at
-        # A prompt that comes again would be found in the cache, which on the other side every push forgets.
+        # A repeated prompt would hit the prefix cache, which every push clears on the other side.
         llm.reset_prefix_cache()
         token_ids = [[list(completion.token_ids) for completion in one.outputs] for one in outputs]
         pipe.send(Generated(seconds, cpu_seconds, token_ids))

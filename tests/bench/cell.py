@@ -1,7 +1,7 @@
-"""The grid of the learning benchmark: which runs there are, and the learner's config of each.
+"""The grid of the learning benchmark: its runs, and the learner's config of each.
 
-A cell is one run: a task, an algorithm, a staleness, a reference and a seed. Invariant: a cell's config is a valid config
-of `learner train`, so what the benchmark compares is what a user can set.
+A cell is one run: a task, an algorithm, a staleness, a reference and a seed. Invariant: a cell's config is a valid
+config of `learner train`, so the benchmark compares only what a user can set.
 """
 
 import hashlib
@@ -13,9 +13,9 @@ import msgspec
 from learner.config import LearnerRun
 
 LARGE_STEPS = "sort-large-steps"
-"""The same task with AdamW as torch sets it, a learning rate that stays large, and no bound on the gradient: nothing but the ratio
-holds a step back, which tells a correction from none. PPO's clip is two-sided here: else a token of negative advantage weighs
-the more, the further its ratio has grown."""
+"""The task `sort` with torch's AdamW defaults, a constant large learning rate and no gradient clipping. Only the ratio
+limits a step, so corrections differ visibly. PPO's clip is two-sided here; otherwise the weight of a token with a
+negative advantage grows with its ratio."""
 TASKS: dict[str, dict[str, Any]] = {
     "sort": {
         "steps": 400,
@@ -38,7 +38,7 @@ TASKS[LARGE_STEPS] = TASKS["sort"] | {
     "loss": {"dual_clip": 1.29},
 }
 NUM_TASK_PROMPTS = 10_000
-"""Distinct prompts of either task; those a run does not train on are held out."""
+"""Distinct prompts of each task. Prompts that a run does not train on are held out."""
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "cispo": {"loss": {"objective": "cispo"}},
@@ -55,9 +55,9 @@ REFERENCES: dict[str, dict[str, Any]] = {
 }
 STALENESSES = (0, 1, 4, 8)
 NUM_SEEDS = {"sort": 4, "arithmetic": 4, LARGE_STEPS: 8}
-"""The larger the steps, the more the seeds differ."""
+"""Number of seeds. Larger steps have a larger variance between seeds."""
 KL_COEF = 0.01
-"""Of every cell with a reference."""
+"""KL coefficient of every cell with a reference."""
 KINDS = [
     *((algorithm, staleness, "none") for algorithm in ALGORITHMS for staleness in STALENESSES),
     *(("grpo", 4, reference) for reference in REFERENCES if reference != "none"),
@@ -77,14 +77,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As in `sort/grpo/stale4/none/seed0`; what --only is matched with."""
+        """Name such as `sort/grpo/stale4/none/seed0`, which --only matches."""
         return f"{self.task}/{self.algorithm}/stale{self.max_staleness}/{self.reference}/seed{self.seed}"
 
     def run(self, run_dir: str = "none") -> LearnerRun:
-        """Return the config. Raises msgspec.ValidationError where the learner refuses it."""
+        """Return the config. Raises msgspec.ValidationError if the learner rejects it."""
         algorithm = ALGORITHMS[self.algorithm]
         if self.algorithm == "decoupled" and self.max_staleness == 0:
-            # log_linear would do nothing here: without stale tokens there is nothing to interpolate.
+            # log_linear has no effect without stale tokens.
             algorithm = {"off_policy_correction": {"anchor": "proximal", "weight": "truncate"}}
         report = {"dashboard_port": 0, "trackers": []}
         learner = {"groups_per_step": 16, "max_staleness": self.max_staleness, "report": report}
@@ -96,14 +96,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def settings_hash(self) -> str:
-        """Changes with any setting of the run."""
+        """Hash of all settings of the run."""
         return hashlib.sha256(msgspec.json.encode(self.run().learner)).hexdigest()[:12]
 
 
 def grid(tasks: list[str], seeds: list[int] | None = None) -> list[Cell]:
-    """Return the cells of the given seeds or of each task's own, all of a seed before the next.
+    """Return the cells of the given seeds, or of each task's seeds, one seed after the other.
 
-    With large steps: the clips and no correction alone.
+    With large steps: only the clips and no correction.
     """
     return [
         Cell(task=task, algorithm=algorithm, max_staleness=staleness, reference=reference, seed=seed)

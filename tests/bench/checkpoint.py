@@ -1,8 +1,8 @@
-"""What a checkpoint costs the steps beside it: `python -m tests.bench.checkpoint [--json] [--layers N] [--rounds N]`.
+"""Measure how much a checkpoint slows concurrent steps: `python -m tests.bench.checkpoint --help`.
 
-In each round, one after the other: steps alone, a checkpoint that is waited for, steps while one is written. The medians of the
-rounds' ratios are reported; every checkpoint is read back and compared bit for bit with what the weights and moments were.
-The machine should have nothing else to do.
+Each round has three parts: steps alone, a checkpoint alone, and steps during the write of a checkpoint. Results are
+medians of the rounds' ratios. Every checkpoint is read back and compared bit for bit with the weights and moments. The
+machine should be idle.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
         prog="python -m tests.bench.checkpoint", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--layers", type=int, default=8, help="of the random model, 3.2M parameters each")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the random model, 3.2M parameters each")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(sys.argv[1:])
     if os.environ.get("THP_MEM_ALLOC_ENABLE") is None:  # set before torch is imported, as `learner train` does
@@ -107,7 +107,8 @@ def one_round(
         "step_alone_s": alone_s,
         "steps_beside": len(beside_s),
         "mib": metrics["checkpoint/bytes"] / (1 << 20),
-        "is_exact": all(torch.equal(tensor, before[name]) for name, tensor in found.items()) and found.keys() == before.keys(),
+        "is_exact": all(torch.equal(tensor, before[name]) for name,
+            tensor in found.items()) and found.keys() == before.keys(),
     }  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""What a client of /v1 waits, and what the learner loses: `python -m tests.bench.clients [--json] [--seconds S] [...]`.
+"""Measure the latency of a client of /v1 and the learner's loss of throughput: `python -m tests.bench.clients --help`.
 
-    BusyLink: 32 groups of 16 in flight ─▶ real vLLM, 32 places ◀─ one client of /v1, request after request
-                                           windows alone and with the client, in turns
+    BusyLink: 32 groups of 16 in flight ─▶ real vLLM, 32 slots ◀─ one client of /v1, request after request
+                                           alternating windows without and with the client
 
-The machine should have nothing else to do, and two cores: one for the server, the other for learner and client.
+The machine should be idle and have two cores: one for the server, the other for learner and client.
 """
 
 import argparse
@@ -27,26 +27,26 @@ NUM_PLACES = 32
 NUM_GROUPS = 32
 NUM_COMPLETIONS = 16
 MAX_TOKENS = 64
-"""Of a completion of the learner's."""
+"""Maximum length of the learner's completions."""
 ANSWER_TOKENS = 32
-"""Of a client's answer, each of them."""
+"""Length of each answer to the client."""
 ANSWER_TIMEOUT_S = 120.0
 WARM_UP_S = 5.0
 
 
 class Window(NamedTuple):
-    """What was seen in one stretch of time."""
+    """The measurements of one window of time."""
 
     tokens_per_s: float
-    """Of the learner's groups."""
+    """Throughput of the learner's groups."""
     tokens_per_cpu_s: float
-    """The same by the engine's time on its core, which other work on the machine disturbs less."""
+    """Throughput by CPU time of the engine, which is more robust on a busy machine."""
     answers_s: list[float]
-    """What the client waited for each answer."""
+    """The client's latency of each answer."""
 
 
 class Client:
-    """Asks one question after the other until it is told to stop."""
+    """Sends one request after the other until stopped."""
 
     def __init__(self, url: str, model: str) -> None:
         question = {"model": model, "prompt": [3, 4, 5, 6], "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
@@ -70,7 +70,7 @@ class Client:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Raises SlipstreamError if an answer did not come."""
+        """Send requests inside the block. Raises SlipstreamError if an answer does not arrive."""
         self._thread.start()
         try:
             yield
@@ -78,7 +78,7 @@ class Client:
             self._stop.set()
             self._thread.join(ANSWER_TIMEOUT_S)
         if self._failure is not None or self._thread.is_alive():
-            raise SlipstreamError(f"an answer of /v1 did not come within {ANSWER_TIMEOUT_S:g} s: {self._failure}")
+            raise SlipstreamError(f"/v1 did not answer within {ANSWER_TIMEOUT_S:g} s: {self._failure}")
 
 
 def main() -> None:
@@ -98,15 +98,15 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.clients", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench-clients"), help="where the result, models and logs go"
+        "--out", type=Path, default=Path("runs/bench-clients"), help="directory of the result, models and logs"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each window")
-    parser.add_argument("--repetitions", type=int, default=3, help="of a window alone and one with the client")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of each window")
+    parser.add_argument("--repetitions", type=int, default=3, help="pairs of a window without and one with the client")
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return everything in one object."""
+    """Return all results in one object."""
     from protocol.messages import Sampling
     from tests.bench.push_server import BusyLink, ServedModel
     from tests.bench.server_generation import CASES, SERVER_CORES, cores_of_the_client, push_own_weights, save
@@ -124,18 +124,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         push_own_weights(link.fleet, model)
         link.keep_busy()
         time.sleep(WARM_UP_S)
-        alone, beside = list[Window](), list[Window]()
+        alone, with_client_windows = list[Window](), list[Window]()
         for repetition in range(options.repetitions):
             for with_client in (False, True) if repetition % 2 == 0 else (True, False):
                 say(f"repetition {repetition + 1}, {'with' if with_client else 'without'} the client")
                 client = Client(f"http://127.0.0.1:{port}", model) if with_client else None
-                (beside if with_client else alone).append(window(link, server, client, options.seconds))
-    return compare(alone, beside) | {"seconds": options.seconds, "num_places": NUM_PLACES, "num_groups": NUM_GROUPS,
+                (with_client_windows if with_client else alone).append(window(link, server, client, options.seconds))
+    return compare(alone, with_client_windows) | {"seconds": options.seconds, "num_places": NUM_PLACES,
+        "num_groups": NUM_GROUPS,
                                      "num_completions": NUM_COMPLETIONS}  # fmt: skip
 
 
 def window(link: Any, server: Any, client: Client | None, seconds: float) -> Window:
-    """Look on for so long."""
+    """Measure for `seconds`."""
     with client.asking() if client is not None else ExitStack():
         num_before, cpu_before, began_at = link.num_tokens, engine_cpu_s(server), time.perf_counter()
         time.sleep(seconds)
@@ -149,10 +150,10 @@ def engine_cpu_s(server: Any) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in engine)
 
 
-def compare(alone: list[Window], beside: list[Window]) -> dict[str, Any]:
-    """The learner's share is the median of the repetitions, each of which has a window of either kind."""
-    answers_s = [second for one in beside for second in one.answers_s]
-    pairs = [*zip(beside, alone, strict=True)]
+def compare(alone: list[Window], with_client: list[Window]) -> dict[str, Any]:
+    """Compare windows. The learner's share is the median over repetitions, each with one window of each kind."""
+    answers_s = [second for one in with_client for second in one.answers_s]
+    pairs = [*zip(with_client, alone, strict=True)]
     shares = [one.tokens_per_s / other.tokens_per_s for one, other in pairs]
     cpu_shares = [one.tokens_per_cpu_s / other.tokens_per_cpu_s for one, other in pairs]
     return {
@@ -165,7 +166,7 @@ def compare(alone: list[Window], beside: list[Window]) -> dict[str, Any]:
         "learners_share_by_cpu_by_repetition": cpu_shares,
         "learners_tokens_per_s": {
             "alone": [one.tokens_per_s for one in alone],
-            "with_client": [one.tokens_per_s for one in beside],
+            "with_client": [one.tokens_per_s for one in with_client],
         },
     }
 

@@ -1,8 +1,8 @@
-"""A run of the whole system by the user's command, watched: `slipstream colocate` on a config that is written here.
+"""Run the whole system with `slipstream colocate` and measure it.
 
-    config ─▶ server and learner ─▶ RUN_DIR/metrics.jsonl, and what the server's /status said meanwhile
+    config ─▶ server and learner ─▶ RUN_DIR/metrics.jsonl, and samples of the server's /status
 
-A metric samples the server's idleness at the end of a step; /status counts its seconds, whatever the length of a step.
+A metric samples the server's idleness at the end of a step; /status counts idle seconds.
 """
 
 import http.client
@@ -29,13 +29,13 @@ POLL_S = 0.5
 
 
 class ServerSeen(msgspec.Struct):
-    """The server's own account, by the time of day."""
+    """The server's own counters by time of day."""
 
     times: list[float] = msgspec.field(default_factory=list)
     idle_s: list[float] = msgspec.field(default_factory=list)
 
     def idle_frac(self, start: float, end: float) -> float:
-        """Share of the time between two times of day in which it had no group to work on."""
+        """Return the share of the time in which the server had no group."""
         idle_s = np.interp([start, end], self.times, self.idle_s)
         return float((idle_s[1] - idle_s[0]) / (end - start))
 
@@ -48,7 +48,7 @@ def run_colocated(
     meanwhile: Callable[[], object] = lambda: None,
     is_done: Callable[[], bool] = lambda: False,
 ) -> ServerSeen:
-    """Run to the end, at ports that are free, or until `is_done`, as Ctrl-C ends it; call `meanwhile` now and then.
+    """Run on free ports to the end, or interrupt the run at `is_done`. Call `meanwhile` periodically.
 
     Raises SlipstreamError if the command fails.
     """
@@ -85,12 +85,12 @@ def run_colocated(
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def _look(seen: ServerSeen, url: str) -> None:
-    """Nothing is seen of a server that starts or ends."""
+    """Sample /status. A starting or ending server gives no sample."""
     try:
         with urllib.request.urlopen(url, timeout=POLL_S) as reply:
             status = json.load(reply)

@@ -1,4 +1,4 @@
-"""What two sides did on one workload, side by side: medians over repetitions, ratios of ours to TRL's. Pure."""
+"""Compare both sides on one workload: medians over repetitions, and ratios of Slipstream to TRL. Pure."""
 
 import statistics
 from typing import Any
@@ -16,10 +16,10 @@ NUM_LAST_STEPS = 3
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Of large float32 matrix products, operations per second, in each repetition."""
+    """Operations per second of large float32 matrix products, in each repetition."""
 
     num_cores: int
-    """The learner's."""
+    """Number of the learner's cores."""
     of_one: list[float]
     of_all: list[float]
 
@@ -27,7 +27,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     workload: Workload, trl: list[TrlRun], ours: list[Run], rates: Rates, num_parameters: int, warm_up: int
 ) -> dict[str, Any]:
-    """Medians over repetitions of what each side did, ratios of ours to TRL's."""
+    """Return medians over repetitions of each side, and ratios of Slipstream to TRL."""
 
     def limit_frac(flops_per_s: list[float]) -> float:
         rate = statistics.median(flops_per_s)
@@ -76,7 +76,7 @@ def in_billions(rates: list[float]) -> list[float]:
 
 
 def compare_rewards(trl: list[list[Step]], ours: list[list[Step]]) -> dict[str, Any]:
-    """At the versions that our last batches show. Noise: three standard errors of the difference of the means."""
+    """Compare rewards at the versions of Slipstream's last batches. Noise: three standard errors of the difference."""
     at_trl, at_ours = [], []
     for theirs, own in zip(trl, ours, strict=True):
         versions_seen = [step.version for step in own[-NUM_LAST_STEPS:]]

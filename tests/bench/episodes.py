@@ -1,10 +1,10 @@
-"""Many episodes at once whose tools take time: `python -m tests.bench.episodes [--json] [--steps N] [--episodes N]`.
+"""Measure many concurrent episodes with slow tools: `python -m tests.bench.episodes --help`.
 
-    episodes of up to four turns, 50 ms between them ─┐ real vLLM, a tiny model     the server's idleness by its own count,
-    the same with tools that take no time            ─┴▶ and a learner ───────────▶ tokens per second: DIR/episodes.json
+    episodes of up to four turns, 50 ms between them ─┐ real vLLM, a tiny model     idleness by the server's counters,
+    the same with instant tools                      ─┴▶ and a learner ───────────▶ tokens per second: DIR/episodes.json
 
-The exit code is 1 if the server, which is the slower side, was idle for more than MAX_IDLE_FRAC of the time beside the slow tools: it
-should never wait for a tool as long as there are other episodes to serve.
+Exit code 1 if the server, which is the slower side, was idle for more than MAX_IDLE_FRAC of the time with slow tools.
+It should never wait for a tool while there are other episodes to serve.
 """
 
 import argparse
@@ -25,15 +25,16 @@ from tests.bench.machine import machine, versions
 
 MAX_IDLE_FRAC = 0.1
 WARM_UP = 5
-"""First steps, which are left out."""
+"""First steps, which are excluded."""
 SIDES = {"slow": "SlowTool", "quick": "QuickTool"}
 SERVER = {
-    "max_concurrent_sequences": 64, "kv_cache_memory_mib": 64, "block_size": 32, "enforce_eager": True, "cpu_cores": [0],
+    "max_concurrent_sequences": 64, "kv_cache_memory_mib": 64, "block_size": 32, "enforce_eager": True,
+    "cpu_cores": [0],
 }  # fmt: skip
 LEARNER = {
     "groups_per_step": 16, "max_staleness": 2, "cpu_cores": [1],
     "data": {"task": "guess", "num_prompts": 1024},
-    # A turn ends at any of these, so those of an untrained model, which the learning rate keeps so, have some six tokens.
+    # A turn ends at any of these. The learning rate keeps the model untrained, so turns have about six tokens.
     "sampling": {"group_size": 8, "max_tokens": 24, "stop": ["=", "+"]},
     "reward": {"functions": ["environment_reward"]},
     "optimizer": {"learning_rate": 1e-9},
@@ -45,9 +46,9 @@ LEARNER = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.episodes", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-episodes"), help="where runs and results go")
-    parser.add_argument("--steps", type=int, default=60, help="of each run")
-    parser.add_argument("--episodes", type=int, default=64, help="that are played at once")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-episodes"), help="directory of runs and results")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each run")
+    parser.add_argument("--episodes", type=int, default=64, help="concurrent episodes")
     options = parser.parse_args()
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def run(out: Path, steps: int, num_episodes: int) -> dict[str, Any]:
-    """Both sides, the headline first."""
+    """Run both sides. Return the results, the headline first."""
     files = (out / time.strftime("files-%Y%m%d-%H%M%S")).resolve()
     found = {side: run_side(files / side, factory, steps, num_episodes) for side, factory in SIDES.items()}
     slow = found["slow"]

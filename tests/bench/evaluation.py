@@ -1,10 +1,10 @@
-"""Evaluations of 500 problems during the demo, on the server that trains it: `python -m tests.bench.evaluation [--json] [--steps N]`.
+"""Measure evaluations of 500 problems during the demo, on its server: `python -m tests.bench.evaluation --help`.
 
-    the demo, evaluated beside its steps ─▶ training_slowdown, the run's own and by the clock
-    the demo, evaluated pinned ─┬▶ answers, as the learner keeps them while it asks
-                                └▶ checkpoint of the same version ─▶ `vllm.LLM.generate`, token by token: DIR/evaluation.json
+    the demo, evaluated during its steps ─▶ training_slowdown, by the run and by the clock
+    the demo, evaluated pinned ─┬▶ answers, as the learner keeps them during an evaluation
+                                └▶ checkpoint of the same version ─▶ `vllm.LLM.generate`, compared: DIR/evaluation.json
 
-The exit code is 1 if a pinned answer differs where the weights clearly prefer one of the two tokens: by more than MAX_TIE in logprob.
+Exit code 1 if a pinned answer differs where the weights prefer one of the two tokens by more than MAX_TIE in logprob.
 """
 
 import argparse
@@ -39,9 +39,9 @@ RECIPE = ROOT / "deploy" / "recipes" / "reverse.toml"
 NUM_PROBLEMS = 500
 NUM_EVALUATIONS = 3
 STEPS_BEFORE = 20
-"""That the steps beside an evaluation are compared with."""
+"""Number of earlier steps to compare with the steps during an evaluation."""
 MAX_TIE = 1e-4
-"""More than float32 makes of the same sum in another order."""
+"""Larger than the rounding error of a float32 sum in another order."""
 
 
 def main() -> None:
@@ -49,8 +49,8 @@ def main() -> None:
         prog="python -m tests.bench.evaluation", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-evaluation"), help="where runs and results go")
-    parser.add_argument("--steps", type=int, default=300, help="of each run; evaluated after each third")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-evaluation"), help="directory of runs and results")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each run; evaluated after each third")
     options = parser.parse_args()
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def run(out: Path, steps: int) -> dict[str, Any]:
-    """Both runs, the headline first."""
+    """Run both. Return the results, the headline first."""
     files = (out / time.strftime("files-%Y%m%d-%H%M%S")).resolve()
     beside, pinned = (config_of(files / name, steps, pin=pin) for name, pin in (("beside", False), ("pinned", True)))
     run_colocated(beside, beside.server)
@@ -86,7 +86,7 @@ def run(out: Path, steps: int) -> dict[str, Any]:
 
 
 def config_of(run_dir: Path, steps: int, *, pin: bool) -> LearnerRun:
-    """The demo, evaluated after each third of its steps, each of whose checkpoints stays."""
+    """Return the demo with an evaluation after each third of its steps; all these checkpoints are kept."""
     table = tomllib.loads(RECIPE.read_text())
     every = steps // NUM_EVALUATIONS
     table["run_dir"] = str(run_dir)
@@ -100,7 +100,7 @@ def config_of(run_dir: Path, steps: int, *, pin: bool) -> LearnerRun:
 
 
 class _Answers:
-    """The file of answers is removed when an evaluation is noted; a second name keeps it."""
+    """Keeps the files of answers with hard links. The learner removes a file when its evaluation is recorded."""
 
     def __init__(self, run_dir: Path, directory: Path) -> None:
         self._file, self._directory = run_dir / background.FILE, directory
@@ -110,10 +110,10 @@ class _Answers:
             step = json.loads(self._file.read_text().splitlines()[0])["step"]
             os.link(self._file, self._directory / f"answers-{step}.jsonl")
         except (FileNotFoundError, FileExistsError, IndexError, ValueError):
-            return  # none is under way, or it is known, or its first line is being written
+            return  # no evaluation is running, its file is known, or its first line is incomplete
 
     def by_step(self) -> dict[int, list[list[int]]]:
-        """Step → the tokens of each answer, in the order of the problems."""
+        """Return the tokens of each answer by step, in the order of the problems."""
         found = {}
         for path in self._directory.glob("answers-*.jsonl"):
             first, *lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -123,17 +123,17 @@ class _Answers:
 
 
 def costs_of(run: LearnerRun) -> list[dict[str, Any]]:
-    """What each evaluation took, and took from the steps."""
+    """Return the duration of each evaluation and its slowdown of steps."""
     lines = read_metrics(Path(run.run_dir))
-    told = {line["evaluation/step"]: line["evaluation/training_slowdown"] for line in lines if "evaluation/training_slowdown" in line}  # fmt: skip
+    slowdowns = {line["evaluation/step"]: line["evaluation/training_slowdown"] for line in lines if "evaluation/training_slowdown" in line}  # fmt: skip
     return [
-        cost_of(one, lines) | {"training_slowdown": told.get(one.step)}
+        cost_of(one, lines) | {"training_slowdown": slowdowns.get(one.step)}
         for one in results.earlier(Path(run.run_dir) / results.FILE)
     ]
 
 
 def cost_of(one: results.Evaluation, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By the clock: seconds per step while it was asked ÷ those of the steps before."""
+    """Return seconds per step during the evaluation ÷ those of earlier steps."""
     began_at = one.time - one.seconds
     before = [line["time"] for line in lines if line["time"] <= began_at][-STEPS_BEFORE - 1 :]
     beside = [line["time"] for line in lines if line["time"] > began_at and line["step"] > (one.step or 0)]
@@ -153,7 +153,7 @@ def cost_of(one: results.Evaluation, lines: Sequence[dict[str, Any]]) -> dict[st
 
 
 def compare(run: LearnerRun, answers: dict[int, list[list[int]]]) -> list[dict[str, Any]]:
-    """The pinned answers with those of the exported checkpoint of the same version in plain vLLM, problem by problem."""
+    """Compare the pinned answers with those of plain vLLM with the exported checkpoint of the same version."""
     (questions,) = sets_of(RunInputs(run))
     prompts = [prompt.token_ids for prompt in questions.prompts]
     sampling = Sampling(num_completions=1, max_tokens=run.learner.sampling.max_tokens, temperature=0.0)
@@ -176,11 +176,11 @@ def compare(run: LearnerRun, answers: dict[int, list[list[int]]]) -> list[dict[s
 
 @torch.no_grad()
 def gaps_of(model: Path, pairs: Sequence[tuple[list[int], list[int], list[int]]]) -> list[float]:
-    """Where two answers to a prompt part: by how much the weights prefer the one token to the other, in logprob."""
+    """Return the difference of logprobs at the first token in which two answers to a prompt differ."""
     policy, gaps = load_policy(model, gradient_checkpointing=False), []
     for prompt, one, other in pairs:
         place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-        if place is None:  # one goes on where the other has ended
+        if place is None:  # one answer is a prefix of the other
             gaps.append(float("inf"))
             continue
         logprobs_V = policy(torch.tensor([prompt + one[:place]])).logits[0, -1].log_softmax(-1)

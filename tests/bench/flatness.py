@@ -1,4 +1,4 @@
-"""Whether a resource of a process stays where it is: a robust slope, and the verdict of the soak."""
+"""Whether a resource of a process stays constant: a robust slope, and the verdict of the soak test."""
 
 from collections.abc import Sequence
 
@@ -6,31 +6,31 @@ import msgspec
 import numpy as np
 
 WARM_UP_SHARE = 0.2
-"""Of the run: caches fill, allocators find their size."""
+"""Share of the run to exclude: caches and allocators are still growing."""
 MAX_GROWTH_SHARE = 0.02
 MAX_GROWTH_MIB = 10.0
-"""Either is enough to be flat: the share is for large processes, the size for small ones."""
+"""Growth below either limit is flat: the share is for large processes, the size for small ones."""
 
 
 class Flatness(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process did after the warm-up."""
+    """The resources of one process after the warm-up."""
 
     rss_mib: float
-    """Median."""
+    """Median of the resident memory."""
     slope_mib_per_hour: float
     growth_mib: float
-    """Slope times duration."""
+    """Slope × duration."""
     file_descriptors: tuple[int, int]
-    """Fewest and most."""
+    """Minimum and maximum."""
     threads: tuple[int, int]
     is_flat: bool
-    """Memory grows by less than 2 % or 10 MiB; file descriptors and threads end where they began."""
+    """Whether memory grows by less than 2 % or 10 MiB, and file descriptors and threads do not grow."""
 
 
 def flatness(
     seconds: Sequence[float], rss_mib: Sequence[float], file_descriptors: Sequence[int], threads: Sequence[int]
 ) -> Flatness:
-    """Judge series of equal length, sampled at `seconds`; the first WARM_UP_SHARE of the time is left out."""
+    """Judge series of equal length, sampled at `seconds`, without the first WARM_UP_SHARE of the time."""
     times_N = np.asarray(seconds)
     counts = times_N >= times_N[0] + WARM_UP_SHARE * (times_N[-1] - times_N[0])
     times_N, rss_N = times_N[counts], np.asarray(rss_mib)[counts]
@@ -49,12 +49,12 @@ def flatness(
 
 
 def theil_sen(times_N: np.ndarray, values_N: np.ndarray) -> float:
-    """The median slope of all pairs: what a third of the samples do besides does not move it."""
+    """Return the median slope of all pairs, which is robust against 29 % of outliers."""
     first_P, second_P = np.triu_indices(len(times_N), k=1)
     return float(np.median((values_N[second_P] - values_N[first_P]) / (times_N[second_P] - times_N[first_P])))
 
 
 def _has_grown(counts_N: np.ndarray) -> bool:
-    """Compare medians of the first and the last quarter: a file that is open for a moment is no leak."""
+    """Compare medians of the first and the last quarter, because a file that is open briefly is not a leak."""
     quarter = max(1, len(counts_N) // 4)
     return bool(np.median(counts_N[-quarter:]) > np.median(counts_N[:quarter]))

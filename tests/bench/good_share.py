@@ -1,7 +1,7 @@
-"""The reward of the comparisons with other trainers: the share of good characters, the first 64 of 127.
+"""The reward of the comparisons with other trainers: the share of good characters, which are the first 64 of 127.
 
-A rule that a random model can follow to some degree, learnt from any prompt, and the same on average for completions of every
-length: what is learnt hardly moves how long completions are. Both sides call this file, so it imports nothing.
+A random model can learn this rule from any prompt. Its mean is the same for all lengths, so learning hardly changes the
+length of completions. Both sides call this file, so it imports nothing.
 """
 
 from typing import Any
@@ -12,5 +12,5 @@ BY_CHANCE = len(GOOD) / len(CHARACTERS)
 
 
 def good_share(completions: list[str], **columns: Any) -> list[float]:
-    """An empty completion has what chance gives, else ends at once would be unlearnt."""
+    """Return the rewards. An empty completion gets the chance level; otherwise the model would unlearn early ends."""
     return [sum(character in GOOD for character in text) / len(text) if text else BY_CHANCE for text in completions]

@@ -1,9 +1,9 @@
-"""What the algorithms learn at each staleness: `python -m tests.bench.learning [--json] [--out DIR] [--real] ...`.
+"""Measure what the algorithms learn at each staleness: `python -m tests.bench.learning --help`.
 
     grid of cells ─▶ worker processes, one thread each ─▶ DIR/cells.jsonl, a line per finished cell ─▶ table, plots
 
-Started again with the same --out, it runs only the cells that are missing. Every cell of a task sees the same number of
-samples. All start from the weights of `tiny:digits`; a seed changes the prompts, their order and the sampling.
+A restart with the same --out runs only the missing cells. Every cell of a task has the same number of samples. All
+cells start from the weights of `tiny:digits`; a seed changes the prompts, their order and the sampling.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from tests.bench.cell import NUM_SEEDS, TASKS, Cell, grid
 
 
 def main() -> None:
-    """Run what is missing, then print the table or, with --json, one JSON object."""
+    """Run the missing cells, then print the table or, with --json, one JSON object."""
     options = parse_options(sys.argv[1:])
-    # Before torch is imported, here and in the workers: OpenMP reads it once. More threads are slower on so small a model.
+    # Set before torch is imported, here and in the workers. More threads are slower on such a small model.
     os.environ["OMP_NUM_THREADS"] = "1"
     from tests.bench import results
     from tests.bench.plots import write_plots
@@ -33,7 +33,7 @@ def main() -> None:
 
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        resolve_model("tiny:digits")  # made before several workers would at once
+        resolve_model("tiny:digits")  # created before several workers create it concurrently
         cells = [cell for cell in grid(options.tasks, options.seeds) if is_chosen(cell, options.only)]
         done = results.read(options.out)
         run_cells([cell for cell in cells if cell not in done], options.workers, options.out)
@@ -53,12 +53,10 @@ def main() -> None:
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.learning", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-learning"), help="where the cells and plots go")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-learning"), help="directory of cells and plots")
     parser.add_argument("--workers", type=int, default=2, help="processes, one thread each")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument(
-        "--seeds", nargs="+", type=int, help="instead of each task's own: 0 to 3; with large steps 0 to 7"
-    )
+    parser.add_argument("--seeds", nargs="+", type=int, help="seeds (default: 0 to 3; with large steps 0 to 7)")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -78,7 +76,7 @@ def is_chosen(cell: Cell, patterns: list[str] | None) -> bool:
 
 
 def run_cells(cells: list[Cell], num_workers: int, directory: Path) -> None:
-    """Run cells in worker processes and store each as it ends. An error in one stops the rest."""
+    """Run cells in worker processes and store each result. An error in one cell stops all."""
     if not cells:
         return
     from tests.bench import results

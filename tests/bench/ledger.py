@@ -1,14 +1,14 @@
-"""What the ledger costs a step: `python -m tests.bench.ledger [--json] [--mib 256] [--groups 32 256] [--steps 24] [--step-s 4]`.
+"""Measure the ledger's cost per step: `python -m tests.bench.ledger --help`.
 
     loop thread    admit: the groups of a step, one commit
-    receiver       keep: groups as they arrive, one commit for all that arrived meanwhile
-    scorer         score: likewise
+    receiver       keep: arriving groups, one commit for all that arrived meanwhile
+    scorer         score: the same
     main thread    consume: the groups of a step, once all are scored
     checkpoint     forget_payloads, after every fourth step
 
-These are the threads of a run, on a real disk, without generation and training. Groups arrive evenly over --step-s seconds, and a step
-takes at least as long; 0: as fast as the ledger can. Seconds are those in the ledger's methods, waits for its locks included; the
-learner's step pays `main_s`.
+These are the threads of a run, on a real disk, without generation and training. Groups arrive evenly over --step-s
+seconds, the minimum duration of a step; 0: as fast as possible. Seconds are spent in the ledger's methods, including
+waits for its locks. The learner's step is delayed by `main_s`.
 """
 
 import argparse
@@ -41,14 +41,14 @@ NUM_COMPLETIONS = 8
 LOOKAHEAD_STEPS = 1
 CHECKPOINT_EVERY_STEPS = 4
 WARM_UP_STEPS = 4
-"""Until the first checkpoint the files only grow."""
+"""The files only grow until the first checkpoint."""
 PATIENCE_S = 300.0
 
 Arrivals = queue.Queue[Any]
 
 
 class Seconds:
-    """How long each thread was in the ledger, step by step."""
+    """The time that each thread spends in the ledger, per step."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, list[float]] = defaultdict(list)
@@ -61,7 +61,7 @@ class Seconds:
 
 
 class Run:
-    """The ledger of a run of so many steps, used by the threads of a run."""
+    """The ledger of a run, used by the threads of a run."""
 
     def __init__(self, path: Path, num_groups: int, num_bytes: int, num_steps: int, step_s: float) -> None:
         self.ledger, self.seconds = Ledger(path), Seconds()
@@ -71,11 +71,11 @@ class Run:
         self._admitted, self._received, self._scored = Arrivals(), Arrivals(), Arrivals()
 
     def play(self) -> None:
-        """Raises what any thread fails with."""
+        """Run all threads. Raises the error of any thread."""
         with ThreadPoolExecutor(4) as threads:
-            begun = [threads.submit(work) for work in (self._admit, self._receive, self._score)]
-            begun += self._consume(threads)
-            for work in begun:
+            jobs = [threads.submit(work) for work in (self._admit, self._receive, self._score)]
+            jobs += self._consume(threads)
+            for work in jobs:
                 work.result(PATIENCE_S)
         self.ledger.close()
 
@@ -96,7 +96,7 @@ class Run:
             with self.seconds("packing"):
                 for group in groups:
                     pack(group)
-            with self.seconds("receiver"):  # packs them once more
+            with self.seconds("receiver"):  # packs the payloads again
                 keep(self.ledger, groups)
             for slot in slots:
                 self._received.put(slot)
@@ -129,7 +129,7 @@ class Run:
 
 
 def a_group(num_bytes: int) -> dict[str, Any]:
-    """All but the id of a group of about so many bytes."""
+    """Return all fields except the id of a group of about `num_bytes`."""
     num_tokens = num_bytes // BYTES_PER_TOKEN // NUM_COMPLETIONS
     generator = np.random.default_rng(0)
     completion = Completion(
@@ -140,7 +140,7 @@ def a_group(num_bytes: int) -> dict[str, Any]:
 
 
 def batches(arrivals: Arrivals, total: int) -> Iterator[list[int]]:
-    """All that has arrived while the last was handled, as learner/rollouts/ledger_storage.py has it."""
+    """Yield the groups that arrived during the previous batch, as learner/rollouts/ledger_storage.py does."""
     while total:
         batch = [arrivals.get(timeout=PATIENCE_S)]
         while not arrivals.empty():
@@ -150,7 +150,7 @@ def batches(arrivals: Arrivals, total: int) -> Iterator[list[int]]:
 
 
 def measure(directory: Path, num_groups: int, num_bytes: int, num_steps: int, step_s: float) -> dict[str, Any]:
-    """Play a run and check its books."""
+    """Run the threads and check the ledger."""
     path = directory / "ledger.db"
     run = Run(path, num_groups, num_bytes // num_groups, WARM_UP_STEPS + num_steps, step_s)
     started = time.perf_counter()

@@ -1,10 +1,10 @@
-"""What looking at many connections costs, at a learner and at a server: `python -m tests.bench.links [--json]`.
+"""Measure the cost of polling many connections, in a learner and a server: `python -m tests.bench.links [--json]`.
 
-    N servers with the scripted engine, in a process of their own ◀── N links in one event loop: Hello, pulses, looks
+    N servers with the scripted engine, in another process ◀── N links in one event loop: Hello, pulses, polls
     one server ◀── N connections
 
-Shares of one core: `look_frac` and `server_look_frac` of two looks a second at each connection, `links_frac` of all that
-the links do, pulses included.
+Results are shares of one core: `look_frac` and `server_look_frac` for two polls per second of each connection,
+`links_frac` for all work of the links, including pulses.
 """
 
 import argparse
@@ -29,7 +29,7 @@ CONNECT_TIMEOUT_S = 120.0
 
 
 class Spent:
-    """Processor time of this thread in calls of one function."""
+    """CPU time of this thread in calls of one function."""
 
     def __init__(self) -> None:
         self.seconds, self.num_calls = 0.0, 0
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.links", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--links", type=int, nargs="+", default=[8, 64, 128])
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long the links are watched")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of the measurement")
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -114,7 +114,7 @@ async def looks_of_links(endpoints: list[str], seconds: float) -> dict[str, floa
 
 
 async def looks_of_a_server(num_connections: int) -> float:
-    """Share of a core, at two looks a second."""
+    """Return the share of a core at two polls per second."""
     with ExitStack() as stack:
         server = stack.enter_context(closing(ServerChannel("tcp://127.0.0.1:*")))
         for _ in range(num_connections):

@@ -1,6 +1,6 @@
-"""How many bytes of tensors live at the peak of a block, exact: every storage that an operation makes, until it is freed.
+"""The exact peak of live tensor bytes in a block: every storage that an operation creates, until it is freed.
 
-What kernels take inside themselves, and what the allocator keeps, is not counted; beside it the benches tell the process's own peak.
+Memory inside kernels and memory kept by the allocator do not count; the benchmarks also report the peak of the process.
 """
 
 import weakref
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Tensors that were there before do not count."""
+    """Counts live tensors. Tensors from before the block do not count."""
 
     def __init__(self) -> None:
         super().__init__()

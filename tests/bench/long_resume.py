@@ -1,9 +1,9 @@
-"""How long a resume takes after a long run: `python -m tests.bench.long_resume [--steps 100000] [--groups-per-step 2]`.
+"""Measure the time of a resume after a long run: `python -m tests.bench.long_resume --help`.
 
-    a run of one step ─▶ its directory grows as if it had gone on ─▶ `learner train --resume` ─▶ the next step is recorded
+    a run of one step ─▶ its directory, extended to many steps ─▶ `learner train --resume` ─▶ the next step is recorded
 
-The directory is what a run of so many steps leaves behind: a row with rewards per group in the ledger, a line per step in
-metrics.jsonl, and the newest checkpoint, with the pass rates of a curriculum. Ready is a run whose next step is recorded.
+The directory is that of a long run: a row with rewards per group in the ledger, a line per step in metrics.jsonl, and
+the newest checkpoint, with the pass rates of a curriculum. The resume is complete when the next step is recorded.
 """
 
 import argparse
@@ -35,7 +35,7 @@ BATCH_ROWS = 10_000
 
 
 def long_run(path: Path, endpoint: str, num_steps: int, groups_per_step: int) -> LearnerRun:
-    """The config of a run that has another step to go after so many."""
+    """Return the config of a run with one step left after `num_steps`."""
     return make_run(
         path, endpoint, steps=num_steps + 1, groups_per_step=groups_per_step, max_staleness=0,
         data={"task": "reverse", "num_digits": 4, "num_prompts": NUM_PROMPTS}, curriculum={"kind": "pass_rate"},
@@ -45,7 +45,7 @@ def long_run(path: Path, endpoint: str, num_steps: int, groups_per_step: int) ->
 
 
 def make_long(run: LearnerRun, num_steps: int) -> None:
-    """Train one step, then let the directory grow."""
+    """Train one step, then extend the directory."""
     learner = msgspec.structs.replace(run.learner, steps=1)
     train(msgspec.structs.replace(run, learner=learner), resume=False)
     run_dir, num_groups = Path(run.run_dir), num_steps * run.learner.groups_per_step
@@ -84,14 +84,14 @@ def move_checkpoint(directory: Path, num_steps: int, num_groups: int) -> None:
     state = json.loads((checkpoint / "state.json").read_text()) | {"step": num_steps, "version": num_steps}
     (checkpoint / "state.json").write_text(json.dumps(state))
     curriculum = checkpoint / "curriculum.json"
-    if curriculum.exists():  # not in the checkpoints of earlier versions
+    if curriculum.exists():  # missing in checkpoints of earlier versions
         rates = dict.fromkeys(map(str, range(NUM_PROMPTS)), 0.5)
         kept = json.loads(curriculum.read_text()) | {"next_slot": num_groups, "by_prompt": rates}
         curriculum.write_text(json.dumps(kept))
 
 
 def resume_s(run: LearnerRun) -> float:
-    """Seconds from the command to the line of the next step."""
+    """Return the seconds from the command to the line of the next step."""
     config, metrics = Path(run.run_dir).with_name("run.toml"), Path(run.run_dir) / "metrics.jsonl"
     config.write_text(to_toml(run))
     before, started = metrics.stat().st_size, time.monotonic()

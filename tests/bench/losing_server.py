@@ -1,6 +1,6 @@
-"""`python -m inference_server` that loses one weight sync: LOST_VERSION's bytes arrive, are checked and reported, and none is loaded.
+"""`python -m inference_server` that loses one weight sync: it receives and reports LOST_VERSION without loading it.
 
-vLLM's processes are spawned and import this module again, so each of them has the change. No test may import it.
+vLLM's processes are spawned and import this module again, so each has the change. No test may import it.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""How soon a weight sync that did not arrive is noticed: `python -m tests.bench.lost_sync [--json] [--steps 200] [--lost 5]`.
+"""Measure how soon a lost weight sync is noticed: `python -m tests.bench.lost_sync [--json] [--steps 200] [--lost 5]`.
 
-SmolLM2 in bfloat16 at a learning rate of 1e-6 on real vLLM: a healthy run, which must raise no alarm, and runs whose server loses one
-sync. Small steps, for it is their number that counts.
+SmolLM2 in bfloat16 at a learning rate of 1e-6 on real vLLM: a healthy run, which must raise no alarm, and runs whose
+server loses one sync.
 """
 
 import argparse
@@ -24,7 +24,8 @@ RECIPE = ROOT / "deploy" / "recipes" / "smollm2.toml"
 NEVER = 10**9
 TIMEOUT_S = 3 * 3600.0
 FLAGS = {
-    "dtype": "bfloat16", "learner.optimizer.learning-rate": "1e-6", "learner.groups-per-step": "4", "learner.max-staleness": "1",
+    "dtype": "bfloat16", "learner.optimizer.learning-rate": "1e-6", "learner.groups-per-step": "4",
+    "learner.max-staleness": "1",
     "learner.sampling.group-size": "4", "learner.evaluation.every-steps": "0", "learner.evaluation.at-start": "false",
     "learner.checkpoint.every-steps": str(NEVER), "learner.report.dashboard-port": "0",
     "learner.parity.max-time-share": "1",
@@ -34,10 +35,8 @@ FLAGS = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.lost_sync", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--steps", type=int, default=200, help="of the healthy run")
-    parser.add_argument(
-        "--lost", type=int, nargs="*", default=[2, 5, 11], help="a run for each of these versions, which it loses"
-    )
+    parser.add_argument("--steps", type=int, default=200, help="steps of the healthy run")
+    parser.add_argument("--lost", type=int, nargs="*", default=[2, 5, 11], help="versions to lose, one per run")
     options = parser.parse_args()
     result: dict[str, Any] = {"machine": machine(), "lost": {}}
     with tempfile.TemporaryDirectory(prefix="lost-sync-") as directory:
@@ -51,7 +50,7 @@ def main() -> None:
 
 
 def run(directory: Path, num_steps: int, *, lost: int | None) -> dict[str, Any]:
-    """Train against a server that loses the sync of one version, or none. Raises SlipstreamError if anything else goes wrong."""
+    """Train on a server that loses the sync of version `lost`, or none. Raises SlipstreamError."""
     directory.mkdir(parents=True)
     os.environ[LOST_VERSION] = str(NEVER if lost is None else lost)
     flags = ["--dtype", "bfloat16", "--server.max-model-len", "256", "--server.cpu-cores", "0"]
@@ -64,10 +63,10 @@ def run(directory: Path, num_steps: int, *, lost: int | None) -> dict[str, Any]:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     finally:
         server.kill()
-    said = done.stdout + done.stderr
-    alarm = re.search(r"the weights of version (\d+) did not arrive .*", said)
+    output = done.stdout + done.stderr
+    alarm = re.search(r"the weights of version (\d+) did not arrive .*", output)
     if done.returncode and alarm is None:
-        raise SlipstreamError(f"the learner ended with exit code {done.returncode}:\n{said[-3000:]}")
+        raise SlipstreamError(f"the learner ended with exit code {done.returncode}:\n{output[-3000:]}")
     lines = read_metrics(directory / "run")
     checked = [line for line in lines if "parity/unchanged_frac" in line]
     return {

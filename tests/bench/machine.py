@@ -1,7 +1,7 @@
-"""What was measured on: the machine, versions, and the rate of large float32 matrix products, the limit of all arithmetic.
+"""The machine of a measurement: hardware, versions, and the rate of large float32 matrix products.
 
-`python -m tests.bench.machine CORE...` prints that rate. It is measured in a process of its own, bound as the learner is, because
-torch reads the number of threads once.
+`python -m tests.bench.machine CORE...` prints that rate. It is measured in a separate process, bound to cores like the
+learner, because torch reads the number of threads once.
 """
 
 import json
@@ -27,7 +27,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Of what decides the speed, as an interpreter has it installed."""
+    """Return the installed versions of the packages that decide the speed."""
     code = (
         "import importlib.metadata, json, platform;"
         "print(json.dumps({'python': platform.python_version()} | {d.metadata['Name']: d.version for d in"
@@ -38,7 +38,7 @@ def versions(python: Path) -> dict[str, str]:
 
 
 def matrix_rate(cores: Sequence[int]) -> float:
-    """Operations per second on these cores, one thread each, median of several products."""
+    """Return operations per second on these cores, one thread each: the median of several products."""
     command = [sys.executable, "-m", "tests.bench.machine", *map(str, cores)]
     root = Path(__file__).parent.parent.parent
     return float(

@@ -1,18 +1,18 @@
-"""`python -m tests.bench.mutants`: break the product at random places, and list the breakages that no test notices.
+"""Mutation testing: break the product at random places and list the mutants that no test notices.
 
-    functions of the product ─▶ mutants ─▶ a sample, always the same of a seed
+    functions of the product ─▶ mutants ─▶ a sample, determined by a seed
     coverage, record    ─▶ the tests that run the line, fastest first ─▶ pytest -x in a copy of the checkout ─▶ verdicts
 
-The coverage data says which test ran which line, and the record how long each test takes:
+The coverage data has the tests of each line, and the record has the duration of each test:
 
     pip install pytest-cov
     make test ARGS="--record /tmp/record.jsonl --cov=learner --cov=protocol --cov=inference_server --cov-context=test"
     python -m tests.bench.mutants --count 200 --seed 1 --coverage .coverage --record /tmp/record.jsonl --out mutants.jsonl
 
-"noticed": a test fails that passes without the mutant, or takes too long. "not run": by no test; the coverage data does
-not have what only runs in processes that tests start. Each copy has a process that has imported torch, transformers and
-pytest, and nothing of the product. It forks for every pytest. It is the first process of a PID namespace, so that a
-broken product kills nothing else and leaves nothing behind.
+"noticed": a test that passes without the mutant fails or takes too long. "not run": no test runs the line; the coverage
+data excludes processes that tests start. Each copy has a process that has imported torch, transformers and pytest, but
+nothing of the product, and forks for every pytest. It is the first process of a PID namespace, so that a broken product
+cannot affect other processes.
 """
 
 import argparse
@@ -40,16 +40,17 @@ from typing import Any, NamedTuple
 PATHS = ("learner/algorithm", "learner/rollouts", "protocol", "inference_server", "learner/storage")
 TIERS = {"test": "not system and not gpu and not slow", "system": "not gpu and not slow"}
 FIRST_TESTS, MORE_TESTS = 20, 5
-"""Tests of a mutant's first pytest, and how many times more its next one has: most mutants are noticed by the first."""
+"""Number of tests in a mutant's first pytest, and the factor for the next ones: the first tests notice most mutants."""
 TOO_LONG, LOG = "the time limit", "../log"
 GRACE_S, SLOWNESS = 60.0, 6.0
-"""A pytest has GRACE_S, and SLOWNESS times as long as its tests took when they were measured."""
+"""Time limit of a pytest: GRACE_S plus SLOWNESS × the recorded duration of its tests."""
 IMPORTED = (
-    "torch.distributed.checkpoint", "transformers.models.auto.modeling_auto", "peft", "hypothesis", "aiohttp", "zmq.asyncio",
+    "torch.distributed.checkpoint", "transformers.models.auto.modeling_auto", "peft", "hypothesis", "aiohttp",
+    "zmq.asyncio",
     "msgspec", "pytest",
 )  # fmt: skip
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-"""What tests/conftest.py and tests/peer.py set before torch is imported."""
+"""Variables that tests/conftest.py and tests/peer.py set before torch is imported."""
 
 OTHER: dict[type, Any] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -57,7 +58,7 @@ OTHER: dict[type, Any] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
     ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
-"""Each operator's replacement. Unions of dicts and types stay."""
+"""Replacement of each operator. Unions of dicts and types stay."""
 ALONE = (
     "unshare",
     *(() if os.geteuid() == 0 else ("--map-root-user",)),
@@ -80,7 +81,7 @@ class Mutant(NamedTuple):
     end: int
     text: str
     statement: range
-    """Its lines, without those of its body."""
+    """Lines of the statement, without its body."""
 
     @property
     def name(self) -> str:
@@ -96,7 +97,7 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
     found: list[Mutant] = []
 
     def visit(node: Any, in_function: bool, statement: range) -> None:
-        if _is_left_alone(node):
+        if _is_excluded(node):
             return
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
@@ -112,22 +113,22 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
     return found
 
 
-def _is_left_alone(node: ast.AST) -> bool:
-    """Texts, log messages, assertions, which are for mypy, and what is for type checkers or `python -m` alone."""
+def _is_excluded(node: ast.AST) -> bool:
+    """Return whether a node is a text, a log call, an assertion for mypy, or only for type checkers or `python -m`."""
     match node:
         case ast.JoinedStr() | ast.Assert() | ast.Expr(value=ast.Constant()):
             return True
         case ast.Call(func=ast.Attribute(value=ast.Name(id=name))):
             return name in LOGS
         case ast.Expr(value=value):
-            return _is_left_alone(value)
+            return _is_excluded(value)
         case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Compare(left=ast.Name(id="__name__"))):
             return True
     return False
 
 
 def _children(node: ast.AST) -> Iterable[ast.AST]:
-    """Without annotations, defaults, decorators, and the message of an error."""
+    """Return the children, without annotations, defaults, decorators and error messages."""
     match node:
         case ast.FunctionDef(body=body) | ast.AsyncFunctionDef(body=body) | ast.ClassDef(body=body):
             return body
@@ -141,7 +142,7 @@ def _children(node: ast.AST) -> Iterable[ast.AST]:
 
 
 def _breakages(node: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield the kind, the node whose place names the mutant, the node that is replaced, and the text that replaces it."""
+    """Yield the kind, the node that names the mutant, the replaced node, and the replacement."""
     match node:
         case ast.Compare(left=left, ops=ops, comparators=operands):
             for i, op in enumerate(ops):
@@ -154,7 +155,7 @@ def _breakages(node: Any) -> Iterator[tuple[str, Any, Any, str]]:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield "not", node, node, _text(operand)
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.comprehension(ifs=[test, *_]):
-            if not isinstance(test, ast.Compare | ast.UnaryOp | ast.Constant):  # each has another mutant
+            if not isinstance(test, ast.Compare | ast.UnaryOp | ast.Constant):  # these have other mutants
                 yield "condition", test, test, f"(not {_text(test)})"
         case ast.Constant(value=bool() as value):
             yield "constant", node, node, str(not value)
@@ -177,14 +178,14 @@ def _text(node: ast.expr) -> str:
 
 
 def sample(root: Path, paths: Iterable[str], count: int, seed: int) -> list[Mutant]:
-    """Return mutants in the order of their places; the same files and seed give the same ones."""
+    """Return a sample of mutants, ordered by place. The same files and seed give the same sample."""
     files = {file for path in paths for file in [root / path, *(root / path).rglob("*.py")] if file.is_file()}
     found = [mutant for file in sorted(files) for mutant in mutants_of(str(file.relative_to(root)), file.read_bytes())]
     return sorted(random.Random(seed).sample(found, min(count, len(found))), key=lambda mutant: mutant[:4])
 
 
 def tests_of(mutants: Iterable[Mutant], coverage_file: str, seconds: Mapping[str, float]) -> dict[str, list[str]]:
-    """Return the tests that run the statement of each mutant by its name, fastest first."""
+    """Return the tests that run the statement of each mutant, by mutant name, fastest first."""
     try:
         from coverage import CoverageData
     except ImportError:
@@ -203,7 +204,7 @@ def tests_of(mutants: Iterable[Mutant], coverage_file: str, seconds: Mapping[str
 
 
 class Workplace:
-    """A private copy of the checkout, and the process that forks a pytest in it."""
+    """A private copy of the checkout, and the process that forks pytest in it."""
 
     def __init__(self, root: Path, marks: str) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="m"))  # short, for the paths of sockets
@@ -216,12 +217,13 @@ class Workplace:
         (self._directory / "t").mkdir()
         paths = {"PYTHONPATH": str(self._copy), "TMPDIR": str(self._directory / "t")}
         self._process = subprocess.Popen(
-            [*ALONE, sys.executable, __file__, "--fork"], cwd=self._copy, env=os.environ | ENVIRONMENT | paths, text=True,
+            [*ALONE, sys.executable, __file__, "--fork"], cwd=self._copy, env=os.environ | ENVIRONMENT | paths,
+            text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self._passing: set[str] = set()
         self._failing: set[str] = set()
-        """Tests that failed with a mutant, and do without it too."""
+        """Tests that fail with and without a mutant."""
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -237,7 +239,7 @@ class Workplace:
             self._write(mutant.path, mutant.apply(source))
             code, failed = self._run(tests[:size], seconds)
             self._write(mutant.path, source)
-            if code in (0, 5):  # passed; none of them is in this tier
+            if code in (0, 5):  # passed, or no test is in this tier
                 has_run |= code == 0
                 tests, size = tests[size:], size * MORE_TESTS
                 continue
@@ -253,7 +255,7 @@ class Workplace:
         return ("unnoticed" if has_run else "not run"), ""
 
     def _write(self, path: str, source: bytes) -> None:
-        """Write a file whose bytecode is stale, which is decided by size and seconds."""
+        """Write a file so that its bytecode is stale, which depends on size and seconds."""
         self._num_writes += 1
         (self._copy / path).write_bytes(source)
         os.utime(self._copy / path, (self._num_writes, self._num_writes))
@@ -267,7 +269,7 @@ class Workplace:
 
 
 class Chosen:
-    """A plug-in of pytest that runs these tests in their order, file by file, and knows the first that fails."""
+    """A pytest plugin that runs these tests in order, file by file, and records the first failure."""
 
     def __init__(self, tests: list[str]) -> None:
         files = dict.fromkeys(test.partition("::")[0] for test in tests)
@@ -317,7 +319,7 @@ def _be_pytest(tests: list[str], marks: str, ours: int) -> None:
         for descriptor in (1, 2):
             os.dup2(log, descriptor)
         chosen = Chosen(tests)
-        # What was imported before may not be rewritten, of which pytest warns, and warnings are errors.
+        # pytest warns about modules that were imported before it could rewrite them, and warnings are errors.
         options = ["-x", "-q", "-n", "0", "-m", marks, "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         code = pytest.main([*chosen.files, *options], [chosen]) if chosen.files else 5
         os.write(ours, json.dumps([int(code), chosen.failed]).encode())
@@ -336,8 +338,8 @@ def main() -> None:
         "--tier", choices=TIERS, default="test", help="tests of `make test`, or of `make test-system` too"
     )
     parser.add_argument("--coverage", default=".coverage", help="coverage data with the tests as contexts")
-    parser.add_argument("--record", type=Path, help="what the tests took, from `pytest --record`")
-    parser.add_argument("--out", type=Path, help="JSON lines of verdicts, for a next time to go on from")
+    parser.add_argument("--record", type=Path, help="durations of tests, from `pytest --record`")
+    parser.add_argument("--out", type=Path, help="JSON lines of verdicts, to continue from next time")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     root = Path(__file__).parents[2]
@@ -373,7 +375,7 @@ def _lines_of(path: Path | None) -> list[dict[str, Any]]:
 
 
 def report(root: Path, mutants: Iterable[Mutant], verdicts: Mapping[str, str], paths: Iterable[str]) -> str:
-    """Return a table by folder, and what the unnoticed mutants change."""
+    """Return a table by folder and the changes of unnoticed mutants."""
     lines = ["| Folder | Noticed | Unnoticed | Not run |", "|---|---:|---:|---:|"]
     for folder in (*paths, ""):
         count = Counter(verdicts[mutant.name] for mutant in mutants if mutant.path.startswith(folder))

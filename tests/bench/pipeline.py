@@ -1,10 +1,10 @@
-"""Asynchronous beside synchronous training of our own system: `python -m tests.bench.pipeline [--json] [--steps N] [--target R]`.
+"""Compare asynchronous with synchronous training: `python -m tests.bench.pipeline [--json] [--steps N] [--target R]`.
 
-    the workload of cell b, max_staleness 2 with pushes overlapped ─┐ seconds to equal reward, and who waited
-    the same at max_staleness 0                                    ─┴▶ DIR/pipeline.json, a table or JSON
+    the workload of cell b, max_staleness 2 with overlapped syncs ─┐ seconds to equal reward, and idle times
+    the same at max_staleness 0                                   ─┴▶ DIR/pipeline.json, a table or JSON
 
-Runs alternate; medians over repetitions. At staleness 0 the sides work in turn, so a step's two parts are what each takes alone:
-from these the idleness of the asynchronous run is predicted. The machine should have nothing else to do.
+Runs alternate; results are medians over repetitions. At staleness 0, server and learner work in turn, so the parts of a
+step are the time that each takes alone; they predict the idleness of the asynchronous run. The machine should be idle.
 """
 
 import argparse
@@ -40,20 +40,20 @@ def main() -> None:
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.pipeline", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-pipeline"), help="where runs and results go")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-pipeline"), help="directory of runs and results")
     parser.add_argument("--cell", choices=sorted(WORKLOADS), default="b")
-    parser.add_argument("--repetitions", type=int, default=3, help="of each side")
-    parser.add_argument("--steps", type=int, default=24, help="of each run")
-    parser.add_argument("--target", type=float, default=0.6, help="mean reward to reach; chance gives 0.504")
+    parser.add_argument("--repetitions", type=int, default=3, help="repetitions of each side")
+    parser.add_argument("--steps", type=int, default=24, help="steps of each run")
+    parser.add_argument("--target", type=float, default=0.6, help="mean reward to reach (chance level: 0.504)")
     parser.add_argument(
-        "--warm-up", type=int, default=2, help="first steps that idle shares and seconds leave out, at least 1"
+        "--warm-up", type=int, default=2, help="first steps to exclude from idle shares and seconds, at least 1"
     )
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run both in turn, each first in every other repetition; return everything in one object, the headlines first."""
+    """Run both, each first in every other repetition. Return all results in one object, the headlines first."""
     workload = WORKLOADS[options.cell]
     files = (options.out / time.strftime("files-%Y%m%d-%H%M%S")).resolve()
     files.mkdir(parents=True)
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(runs: dict[str, list[Run]], cell: str, target: float, warm_up: int) -> dict[str, Any]:
-    """Medians over repetitions. A side that missed the target in one of them has no seconds to it, and there is no ratio."""
+    """Return medians over repetitions. Without a ratio if a side missed the target in any repetition."""
     to_target = {side: [seconds_to_reward(run.steps, target) for run in of_side] for side, of_side in runs.items()}
     medians = {side: median_if_all(values) for side, values in to_target.items()}
     seconds = {
@@ -118,12 +118,12 @@ def compare(runs: dict[str, list[Run]], cell: str, target: float, warm_up: int) 
 
 
 def generation_s(run: Run) -> float:
-    """Of a synchronous step: the learner has nothing to do but to wait."""
+    """Return the generation time of a synchronous step, which is the learner's wait."""
     return run.phases_s["time/wait_for_batch"]
 
 
 def training_s(run: Run) -> float:
-    """Of a synchronous step: all but the wait."""
+    """Return the training time of a synchronous step: all except the wait."""
     return run.phases_s["time/step"] - run.phases_s["time/wait_for_batch"]
 
 

@@ -1,4 +1,4 @@
-"""The pictures of the learning benchmark: learning curves, and what staleness costs."""
+"""Plots of the learning benchmark: learning curves, and results by staleness."""
 
 import statistics
 from collections import defaultdict
@@ -12,11 +12,11 @@ from tests.bench.summary import table
 from tests.bench.trial import Trial
 
 COLORS = {name: f"C{i}" for names in (ALGORITHMS, REFERENCES) for i, name in enumerate(names)}
-"""The same in every panel, whichever cells are there."""
+"""Fixed colors, independent of which cells exist."""
 
 
 def write_plots(trials: dict[Cell, Trial], directory: Path) -> list[Path]:
-    """Write PNGs for every task that has cells at every staleness; return their paths."""
+    """Write PNGs for every task with cells at every staleness. Return their paths."""
     paths = []
     for task in sorted({cell.task for cell in trials} - {LARGE_STEPS}):
         mine = {cell: trial for cell, trial in trials.items() if cell.task == task}
@@ -32,7 +32,7 @@ def write_plots(trials: dict[Cell, Trial], directory: Path) -> list[Path]:
 
 
 def _staleness(trials: dict[Cell, Trial]) -> Figure:
-    """Best exact match against staleness, a line for each algorithm, mean and deviation over seeds."""
+    """Plot the best exact match by staleness: one line per algorithm, mean and deviation over seeds."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     rows = [row for row in table(trials) if row["reference"] == "none"]
@@ -49,7 +49,7 @@ def _staleness(trials: dict[Cell, Trial]) -> Figure:
 
 
 def _curves(trials: dict[Cell, Trial]) -> Figure:
-    """Mean exact match against the step, a panel for each staleness."""
+    """Plot the mean exact match by step, one panel per staleness."""
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     panels = figure.subplots(1, len(STALENESSES), sharey=True)
     for axes, staleness in zip(panels, STALENESSES, strict=True):
@@ -65,7 +65,7 @@ def _curves(trials: dict[Cell, Trial]) -> Figure:
 
 
 def _references(trials: dict[Cell, Trial]) -> Figure:
-    """Mean exact match of grpo at staleness 4 against the step, a line for each reference."""
+    """Plot the mean exact match of grpo at staleness 4 by step, one line per reference."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for reference in REFERENCES:

@@ -1,11 +1,11 @@
-"""What a push of weights costs: `python -m tests.bench.push [--json] [--out DIR] [--sizes-mib N ...] [--skip-engine]`.
+"""Measure the cost of a push of weights: `python -m tests.bench.push --help`.
 
     transport alone (push_transport.py, push_gpu.py) ─┐
     into real vLLM under load (push_engine.py)       ─┼─▶ DIR/push.json, one JSON object or a table
     to several servers (push_fleet.py)               ─┤
     changes only (push_delta.py)                     ─┘
 
-The machine should have nothing else to do: two processes share its cores.
+The machine should be idle: two processes share its cores.
 """
 
 import argparse
@@ -23,7 +23,8 @@ from protocol.errors import SlipstreamError
 def main() -> None:
     """Run everything, then print the table or, with --json, one JSON object."""
     options = parse_options(sys.argv[1:])
-    # Before torch is imported, here and in the other processes: more threads than cores would measure the scheduler.
+    # Set before torch is imported, here and in the other processes. More threads than cores would measure the
+    # scheduler.
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -37,19 +38,21 @@ def main() -> None:
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.push", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-push"), help="where push.json goes")
-    parser.add_argument("--sizes-mib", nargs="+", type=int, default=[64, 1024, 4096], help="of the transport alone")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-push"), help="directory of push.json")
+    parser.add_argument(
+        "--sizes-mib", nargs="+", type=int, default=[64, 1024, 4096], help="sizes for the transport alone"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="repeats of the transport alone")
     parser.add_argument("--pushes", type=int, default=5, help="pushes into vLLM, and optimizer steps for the delta")
-    parser.add_argument("--bucket-mib", type=int, default=256, help="of the transport alone and the delta")
-    parser.add_argument("--servers", type=int, default=4, help="the most that are pushed to at once; 0: none")
-    parser.add_argument("--servers-mib", type=int, default=256, help="of a push to several servers")
-    parser.add_argument("--skip-engine", action="store_true", help="leave out real vLLM")
+    parser.add_argument("--bucket-mib", type=int, default=256, help="bucket size for the transport alone and the delta")
+    parser.add_argument("--servers", type=int, default=4, help="maximum number of servers to push to; 0: none")
+    parser.add_argument("--servers-mib", type=int, default=256, help="size of a push to several servers")
+    parser.add_argument("--skip-engine", action="store_true", help="skip real vLLM")
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return everything in one object."""
+    """Return all results in one object."""
     import torch
 
     from tests.bench import push_delta, push_gpu, push_transport
@@ -80,7 +83,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def headlines(result: dict[str, Any]) -> dict[str, Any]:
-    """The numbers the push is judged by; None where they were not measured."""
+    """Return the headline numbers. None: not measured."""
     of_1_gib = next((one for one in result["transport"] if one["size_mib"] == 1024), {})
     engine = result["engine"] if isinstance(result["engine"], dict) else {}
     small, tiny = engine.get("gpt2_small", {}), engine.get("tiny", {})
@@ -97,7 +100,7 @@ def headlines(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """Everything for people, one number a line."""
+    """Format all results, one number per line."""
     return "\n".join(f"{name:<58}{value}" for name, value in _lines("", result))
 
 
@@ -109,12 +112,12 @@ def _lines(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
         for one in value:
             yield from _lines(f"{prefix}.{one['size_mib']}", one)
     elif isinstance(value, list):
-        yield prefix, "  ".join(_told(one) for one in value)
+        yield prefix, "  ".join(_format(one) for one in value)
     else:
-        yield prefix, _told(value)
+        yield prefix, _format(value)
 
 
-def _told(value: Any) -> str:
+def _format(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 

@@ -1,9 +1,9 @@
-"""Pushes into real vLLM while it generates and the learner trains: how long generation and training stand still.
+"""Measure pushes into real vLLM during generation and training: how long each of them stops.
 
-    Trainer (steps of AdamW) ─▶ WeightSync.push / WeightSync.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
+    Trainer (AdamW) ─▶ WeightSync.push / WeightSync.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
 
-Two servers, without and with server.overlap_weight_loading; at each, pushes without and with learner.weight_sync.overlap_with_training. A share is taken
-push by push; what is reported is the median.
+Two servers, without and with server.overlap_weight_loading; for each, pushes without and with
+learner.weight_sync.overlap_with_training. Results are medians over pushes.
 """
 
 import statistics
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 TINY = "tiny:digits"
 BUCKET_MIB = 64
 SETTLE_S = 1.0
-"""After groups were asked for, until their prompts have been read and every sequence is being decoded."""
+"""Time after the requests until all prompts are prefilled and every sequence decodes."""
 
 
 def save_gpt2_small(directory: Path) -> str:
@@ -41,7 +41,7 @@ def save_gpt2_small(directory: Path) -> str:
 
 
 class Trainer:
-    """A model that takes real optimizer steps on random tokens."""
+    """A model with real optimizer steps on random tokens."""
 
     wire_dtype, device, copy_device = torch.float32, CPU, None
 
@@ -60,7 +60,7 @@ class Trainer:
 
 
 def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampling: Sampling) -> dict[str, Any]:
-    """Return the numbers of one model, by which of the two overlaps is on."""
+    """Return the results of one model for each combination of overlaps."""
     result: dict[str, Any] = {}
     for overlap_weight_loading in (False, True):
         server = ServedModel(
@@ -87,7 +87,7 @@ def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampl
 
 
 def first_pushes(server: ServedModel, pusher: WeightSync, trainer: Trainer) -> dict[str, Any]:
-    """Push three times without load; return the memory this took on each side, also in buckets of the size configured."""
+    """Push three times without load. Return the memory use of each side, also in buckets of the configured size."""
     largest = max(
         bucket.num_bytes
         for bucket in split_into_buckets(make_manifest(trainer.tensors(), torch.float32, BUCKET_MIB << 20))
@@ -108,7 +108,7 @@ def first_pushes(server: ServedModel, pusher: WeightSync, trainer: Trainer) -> d
 
 
 def blocking_pushes(pusher: WeightSync, trainer: Trainer, num_pushes: int) -> dict[str, float]:
-    """A step, then a push that training waits for."""
+    """Measure steps that are each followed by a push that training waits for."""
     costs = []
     for version in range(10, 10 + num_pushes):
         trainer.step()
@@ -120,7 +120,7 @@ def blocking_pushes(pusher: WeightSync, trainer: Trainer, num_pushes: int) -> di
 
 
 def overlapped_pushes(pusher: WeightSync, trainer: Trainer, num_pushes: int) -> dict[str, float]:
-    """Steps for as long as the push before takes, then the next push, for which training waits only to copy."""
+    """Measure steps during pushes. Training waits only for the copy of the weights."""
     costs = []
     for version in range(100, 101 + num_pushes):
         trainer.step()
@@ -133,11 +133,11 @@ def overlapped_pushes(pusher: WeightSync, trainer: Trainer, num_pushes: int) -> 
         report = pusher.pop_report()
         assert report is not None
         costs.append(cost(report, blocked_s, blocked_s))
-    return medians(costs[1:])  # the first copy meets fresh memory
+    return medians(costs[1:])  # the first copy uses fresh memory
 
 
 def cost(report: PushReport, blocked_s: float, before_s: float = 0.0) -> dict[str, float]:
-    """One push in numbers; `before_s` of it passed before the report's clock began."""
+    """Return the cost of one push. `before_s`: time before the report's clock started."""
     total_s = before_s + report.total_s
     return {
         "push_seconds": total_s, "transfer_seconds": report.transfer_s, "apply_seconds": report.load_s,
@@ -152,7 +152,7 @@ def medians(costs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def run(directory: Path, num_pushes: int) -> dict[str, Any]:
-    """Return the numbers of GPT-2 small and of the demo's model."""
+    """Return the results of GPT-2 small and of the demo's model."""
     small = save_gpt2_small(directory / "gpt2-small")
     return {
         "gpt2_small": measure(small, directory, num_pushes, 4, Sampling(num_completions=4, max_tokens=64)),

@@ -1,8 +1,8 @@
-"""Pushes to 1, 2, 4 … servers over loopback: what each further server costs, and how long each stands still.
+"""Measure pushes to 1, 2, 4 … servers over loopback: the cost of each further server, and how long each stops.
 
-    WeightSync (one reading of the weights) ═▶ a collective each ═▶ real server code, an engine that loads in place, in a process of its own
+    WeightSync (reads the weights once) ═▶ one collective per server ═▶ real server code, an engine that loads in place
 
-Only so many servers as there are cores have one to themselves; with more, the machine is what is measured.
+With more servers than cores, the result measures the machine.
 """
 
 import multiprocessing
@@ -31,7 +31,7 @@ CONNECT_TIMEOUT_S = 60.0
 
 
 def measure(num_servers: int, size_mib: int, num_pushes: int) -> dict[str, Any]:
-    """Medians over pushes of so many MiB to so many servers, the first, which forms the collectives, left out."""
+    """Return medians over pushes of `size_mib`, without the first push, which forms the collectives."""
     tensors = [(f"layer.{i}", torch.rand(TENSOR_MIB << 18)) for i in range(max(1, size_mib // TENSOR_MIB))]
     with processes(num_servers) as endpoints, fleet_on(endpoints) as fleet:
         pusher = WeightSync(fleet, ScriptedWeights(lambda version: tensors), WeightSyncConfig(bucket_mib=64))
@@ -54,7 +54,7 @@ def measure(num_servers: int, size_mib: int, num_pushes: int) -> dict[str, Any]:
 
 @contextmanager
 def processes(num_servers: int) -> Iterator[list[str]]:
-    """Servers that listen, ended at the end."""
+    """Yield listening servers, which end with the block."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as cleanup:
         directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-bench-")))
@@ -76,7 +76,7 @@ def processes(num_servers: int) -> Iterator[list[str]]:
 
 @contextmanager
 def fleet_on(endpoints: list[str]) -> Iterator[Fleet]:
-    """A fleet all of whose servers are connected."""
+    """Yield a fleet with all servers connected."""
     learner = {"steps": 1, "data": {"task": "reverse"}, "reward": {"functions": ["exact_match"]}}
     shared = {"model": "scripted", "run_dir": "unused", "endpoints": endpoints, "dtype": "float32", "learner": learner}
     hello = Hello(run="bench", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="bench")
@@ -85,7 +85,7 @@ def fleet_on(endpoints: list[str]) -> Iterator[Fleet]:
     try:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while len(fleet.connected()) < len(endpoints):
-            assert time.monotonic() < deadline, "not all servers have answered"
+            assert time.monotonic() < deadline, "not all servers answered"
             time.sleep(0.05)
         yield fleet
     finally:
@@ -94,7 +94,7 @@ def fleet_on(endpoints: list[str]) -> Iterator[Fleet]:
 
 
 def run(most: int, size_mib: int, num_pushes: int) -> dict[str, Any]:
-    """By the number of servers: 1, 2, 4 … up to the most."""
+    """Return results by number of servers: 1, 2, 4 … up to `most`."""
     counts = [2**power for power in range(most.bit_length()) if 2**power <= most]
     by_servers = {str(num_servers): measure(num_servers, size_mib, num_pushes) for num_servers in counts}
     return {"size_mib": size_mib, "by_servers": by_servers}

@@ -1,4 +1,4 @@
-"""The transport benchmark between two processes on GPUs, against a bare copy between two tensors on one.
+"""The transport benchmark between two processes on GPUs, compared with a copy between two tensors on one GPU.
 
 ipc: both processes on one GPU        nccl: one GPU each
 """
@@ -15,7 +15,7 @@ from tests.bench.push_transport import WIRE_DTYPE, Transfers, model_tensors
 
 
 def measure(size_mib: int, num_rounds: int, bucket_bytes: int) -> dict[str, Any] | str:
-    """Return the numbers of each transport that this machine has, and why the others were skipped."""
+    """Return the results of each available transport, and why others were skipped."""
     if not torch.cuda.is_available():
         return "skipped: no GPU"
     own = torch.device("cuda", 0)

@@ -1,8 +1,8 @@
-"""The other process of the transport benchmark: it receives whatever it is ordered to, and says when it has it.
+"""The receiving process of the transport benchmark: receives each ordered transfer and reports its end.
 
     benchmark ── Order (pipe) ──▶ peer: "ready" ─▶ receives over the collective ─▶ its checksum (pipe)
 
-Both ends of a measurement are told of a variant by the same order, so that both run the same code.
+Both ends of a measurement use the same order, so that both run the same code.
 """
 
 import multiprocessing
@@ -33,13 +33,13 @@ class Order(NamedTuple):
 
     variant: Variant
     num_bytes: int
-    """Of the one tensor, if it is raw."""
+    """Size of the tensor of a raw transfer."""
     manifest: Manifest | None = None
-    """Of the weights, if it is a push."""
+    """Manifest of the weights of a push."""
 
 
 class Kept(NamedTuple):
-    """What a receiver keeps between the pushes of one manifest."""
+    """State that a receiver keeps between the pushes of one manifest."""
 
     manifest: Manifest
     memory: BucketMemory
@@ -47,7 +47,7 @@ class Kept(NamedTuple):
 
 
 class NoChecksum(Checksum):
-    """What is left of a push where both sides put this in place of the checksum is transport and copies."""
+    """Replaces the checksum on both sides, so that a push consists only of transport and copies."""
 
     def update(self, bytes_N: torch.Tensor) -> None:
         pass
@@ -55,7 +55,7 @@ class NoChecksum(Checksum):
 
 @contextmanager
 def as_ordered(order: Order) -> Iterator[None]:
-    """Leave out what the variant leaves out."""
+    """Disable the parts that the variant excludes."""
     weights.Checksum = NoChecksum if order.variant == "push without checksums" else Checksum  # type: ignore[misc]
     try:
         yield
@@ -64,7 +64,7 @@ def as_ordered(order: Order) -> Iterator[None]:
 
 
 class Peer:
-    """The receiving process, with a collective between it and this one."""
+    """The receiving process and the collective with it."""
 
     def __init__(self, transport: str, device: torch.device, peer_device: torch.device) -> None:
         context = multiprocessing.get_context("spawn")
@@ -77,14 +77,14 @@ class Peer:
         self.collective: Collective = self._rendezvous_host.host_collective(SESSION, rendezvous, device)
 
     def order(self, order: Order) -> None:
-        """Return once the peer is ready for it."""
+        """Send an order and wait until the peer is ready."""
         self._pipe.send(order)
         self.answer()
 
     def answer(self) -> str:
-        """Wait for the peer's next word. Raises TimeoutError, EOFError where it has ended."""
+        """Wait for the peer's next message. Raises TimeoutError, or EOFError if the peer has ended."""
         if not self._pipe.poll(TIMEOUT_S):
-            raise TimeoutError(f"the receiving process has not answered for {TIMEOUT_S:g} s")
+            raise TimeoutError(f"the receiving process did not answer within {TIMEOUT_S:g} s")
         return self._pipe.recv()
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Peer:
 
 
 def serve(pipe: Connection, rendezvous: Rendezvous, device: str) -> None:
-    """The peer's process."""
+    """Run the peer's process."""
     torch.set_num_threads(1)
     collective = join_collective(SESSION, rendezvous, 1, torch.device(device))
     raw = torch.empty(0, dtype=torch.uint8, device=device)
@@ -115,7 +115,7 @@ def serve(pipe: Connection, rendezvous: Rendezvous, device: str) -> None:
 
 
 def receive(collective: Collective, order: Order, raw: torch.Tensor, kept: dict[str, Kept]) -> str:
-    """Receive one transfer; return its checksum, empty if it is raw."""
+    """Receive one transfer. Return its checksum, which is empty for a raw transfer."""
     if order.manifest is None:
         collective.broadcast(torch.empty_like(raw) if order.variant == "raw into fresh memory" else raw)
         return ""

@@ -1,8 +1,8 @@
-"""What the benchmark of pushes into real vLLM runs against: a served model, and a link that keeps it generating.
+"""The server of the benchmark of pushes into real vLLM, and a link that keeps it generating.
 
-    ServedModel: `python -m inference_server` ◀── groups asked for all the time, PushBegin … PushDone ──▶ BusyLink
+    ServedModel: `python -m inference_server` ◀── continuous group requests, PushBegin … PushDone ──▶ BusyLink
 
-BusyLink is the way to the server with neither ledger nor rewards behind it.
+BusyLink is a connection to the server without ledger and rewards.
 """
 
 import os
@@ -41,7 +41,7 @@ class ServedModel:
     """A server process, killed with all its children at `close`. Raises SlipstreamError if it does not start."""
 
     def __init__(self, model: str, directory: Path, **settings: Any) -> None:
-        """`settings` are keys of [server] beyond those that every benchmark has."""
+        """`settings`: keys of [server] in addition to those of every benchmark."""
         self.model = model
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         directory.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ class ServedModel:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """The server and vLLM's engine."""
+        """Return the server's and vLLM's processes."""
         server = psutil.Process(self._process.pid)
         return [server, *server.children(recursive=True)]
 
@@ -67,15 +67,15 @@ class ServedModel:
 
     def _wait_until_ready(self) -> None:
         give_up_at = time.monotonic() + START_TIMEOUT_S
-        while "ready after" not in (said := self._log.read_text()):
+        while "ready after" not in (output := self._log.read_text()):
             if self._process.poll() is not None or time.monotonic() > give_up_at:
                 self.close()
-                raise SlipstreamError(f"the server of {self.model} did not start:\n{said[-3000:]}")
+                raise SlipstreamError(f"the server of {self.model} did not start:\n{output[-3000:]}")
             time.sleep(0.2)
 
 
 def server_run(model: str, directory: Path, endpoint: str, settings: dict[str, Any]) -> ServerRun:
-    """A server's config; every key of it can be read by whoever runs vLLM beside it under the same settings."""
+    """Return a server's config, which bare vLLM reads too, to run with the same settings."""
     server: dict[str, Any] = {
         "enforce_eager": True, "kv_cache_memory_mib": 512, "block_size": 32, "http_port": 0, **settings,
     }  # fmt: skip
@@ -84,12 +84,12 @@ def server_run(model: str, directory: Path, endpoint: str, settings: dict[str, A
 
 
 class BusyLink:
-    """A real link to a server, over which `num_groups` groups are always being generated once `keep_busy` was called."""
+    """A real link to a server that keeps `num_groups` groups in flight after `keep_busy`."""
 
     def __init__(self, server: ServedModel, num_groups: int, sampling: Sampling) -> None:
         self.num_groups, self._sampling = num_groups, sampling
         self.num_tokens = 0
-        """Of the completions that have come."""
+        """Number of tokens of the received completions."""
         self._num_asked = 0
         hello = Hello(
             run=f"bench-{time.monotonic_ns()}", protocol_version=PROTOCOL_VERSION, learner="bench",
@@ -122,7 +122,7 @@ class BusyLink:
 
 
 def bench_run(server: ServedModel) -> LearnerRun:
-    """What a fleet reads of a run."""
+    """Return a run with the keys that a fleet reads."""
     learner = {
         "steps": 1,
         "connect_timeout_s": 60.0,
@@ -134,12 +134,12 @@ def bench_run(server: ServedModel) -> LearnerRun:
 
 
 class PeakMemory:
-    """The most resident memory of some processes above what they had at first, in bytes."""
+    """Peak of the resident memory of some processes above the initial value, in bytes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self.num_bytes_kept = 0
-        """What was left of it at the end."""
+        """Increase that remains at the end."""
 
 
 @contextmanager

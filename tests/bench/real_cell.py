@@ -1,10 +1,10 @@
-"""The cell `real` of against_trl: SmolLM2 learns sums until its greedy answers to held-out sums reach a mean reward of 0.8.
+"""The cell `real` of against_trl: SmolLM2 learns sums until its greedy answers reach a mean reward of 0.8.
 
-    deploy/recipes/smollm2.toml, evaluated every few steps ─▶ ours: colocated.py, which ends at the target ─┐
-                                └▶ the same model, prompts, reward, group size, optimizer ─▶ trl_job.py      ─┴▶ seconds to the target, samples/s
+    deploy/recipes/smollm2.toml with evaluations ─▶ colocated.py, which ends at the target ─┐
+             └▶ the same workload for TRL ──────▶ trl_job.py ─────────────────────────────┴▶ seconds to the target
 
-Seconds are of training alone, from its first step on, until the weights that reached the target were there. TRL's clock stands while it
-evaluates; ours does not: the server answers evaluations while it generates.
+Seconds count training alone, from the first step until the weights that reach the target. TRL's clock stops during
+evaluations; Slipstream's does not, because the server answers evaluations while it generates.
 """
 
 import json
@@ -31,7 +31,7 @@ WARM_UP = 2
 
 
 class OurRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run of ours gave."""
+    """The results of one run of Slipstream."""
 
     steps: list[Step]
     evaluations: list[HeldOut]
@@ -41,17 +41,18 @@ class OurRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_of(run_dir: Path, seed: int) -> LearnerRun:
-    """The recipe, but for how often it evaluates and what it writes."""
+    """Return the recipe with other evaluation and output settings."""
     flags = {
         "run-dir": run_dir, "seed": seed, "learner.steps": MAX_STEPS, "learner.evaluation.every-steps": EVALUATE_EVERY,
-        "learner.evaluation.at-start": "false", "learner.checkpoint.every-steps": 10**9, "learner.report.dashboard-port": 0,
+        "learner.evaluation.at-start": "false", "learner.checkpoint.every-steps": 10**9,
+        "learner.report.dashboard-port": 0,
     }  # fmt: skip
     words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     return load_config(LearnerRun, [str(RECIPE), *words], "against_trl")
 
 
 def run_ours(config: LearnerRun) -> OurRun:
-    """Train until the target is reached, or for MAX_STEPS. Raises SlipstreamError if it fails."""
+    """Train until the target is reached, or for MAX_STEPS. Raises SlipstreamError if the run fails."""
     run_dir = Path(config.run_dir)
     run_colocated(config, config.server, is_done=lambda: _has_reached(run_dir))
     lines = read_metrics(run_dir)
@@ -69,7 +70,7 @@ def run_ours(config: LearnerRun) -> OurRun:
 
 
 def run_theirs(config: LearnerRun, directory: Path, python: Path, rows: int) -> TrlRun:
-    """The same in TRL. Raises SlipstreamError if it fails."""
+    """Train the same in TRL. Raises SlipstreamError if the run fails."""
     files = {}
     for name, task in (("prompts", "sums"), ("held_out", "sums_held_out")):
         files[name] = directory.with_suffix(f".{task}.jsonl")
@@ -80,7 +81,7 @@ def run_theirs(config: LearnerRun, directory: Path, python: Path, rows: int) -> 
 
 
 def compare(trl: list[TrlRun], ours: list[OurRun], samples_per_step: int) -> dict[str, Any]:
-    """Medians over repetitions; every repetition beside them. A run that never reached the target has no time."""
+    """Return medians over repetitions, and every repetition. A run that never reached the target has no time."""
     times = {side: [time_to_target(run.evaluations) for run in runs] for side, runs in (("trl", trl), ("ours", ours))}
     s_per_step = {
         side: [arithmetic.seconds_per_step(run.steps, WARM_UP) for run in runs]
@@ -115,7 +116,7 @@ def compare(trl: list[TrlRun], ours: list[OurRun], samples_per_step: int) -> dic
 
 
 def time_to_target(evaluations: list[HeldOut]) -> float | None:
-    """Seconds until the weights were there whose evaluation first reached the target."""
+    """Return the seconds until the weights whose evaluation first reached the target."""
     return next((one.elapsed_s for one in evaluations if one.reward >= TARGET), None)
 
 
@@ -124,7 +125,7 @@ def _has_reached(run_dir: Path) -> bool:
 
 
 def _evaluations(run_dir: Path) -> dict[int, float]:
-    """Held-out reward by step, as far as evaluations have ended."""
+    """Return the held-out reward by step of the finished evaluations."""
     file = run_dir / "evaluations.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
     return {line["step"]: line["reward"]["mean"] for line in lines}

@@ -1,6 +1,6 @@
-"""The main cells of the learning benchmark once more through the whole system: vLLM server, learner, sockets, pushes.
+"""The main cells of the learning benchmark in the whole system: vLLM server, learner, sockets, weight syncs.
 
-A cell's run directory is DIR/real/<cell>; one that was interrupted is resumed, one that is finished is only read.
+A cell's run directory is DIR/real/<cell>. An interrupted run is resumed; a finished run is only read.
 """
 
 import statistics
@@ -27,13 +27,14 @@ SERVER = {
 
 
 def run_real_cells(directory: Path, seeds: list[int], trials: dict[Cell, Trial]) -> list[dict[str, Any]]:
-    """Run sort with grpo at staleness 0 and 4; return what they gave beside the in-process cells (None where not run)."""
-    cells = [Cell(task="sort", algorithm="grpo", max_staleness=staleness, seed=seed) for seed in seeds for staleness in (0, 4)]  # fmt: skip
+    """Run sort with grpo at staleness 0 and 4. Return their results and those of the in-process cells."""
+    cells = [Cell(task="sort", algorithm="grpo", max_staleness=staleness,
+        seed=seed) for seed in seeds for staleness in (0, 4)]  # fmt: skip
     return [run_real_cell(cell, directory / "real") | {"in_process": _beside(trials.get(cell))} for cell in cells]
 
 
 def run_real_cell(cell: Cell, directory: Path) -> dict[str, Any]:
-    """Train one cell by the user's command, unless it has been. Raises SlipstreamError if the command fails."""
+    """Train one cell with the user's command, unless finished. Raises SlipstreamError if the command fails."""
     run_dir = directory / cell.name.replace("/", "-")
     run = cell.run(str(run_dir))
     if _steps_done(run_dir) < run.learner.steps:
@@ -59,7 +60,7 @@ def _steps_done(run_dir: Path) -> int:
 
 
 def _final_exact_match(run: LearnerRun, run_dir: Path) -> float:
-    """Of the last checkpoint's weights, greedy, on the prompts held out from the run."""
+    """Return the greedy exact match of the last checkpoint on the held-out prompts."""
     checkpoint = find_checkpoint(run_dir / "checkpoints")
     assert checkpoint is not None
     model_path = resolve_model(run.model)

@@ -1,7 +1,7 @@
-"""The file the learning benchmark writes its cells into: one JSON line each, appended as the cell ends.
+"""The result file of the learning benchmark: one JSON line per cell, appended when the cell ends.
 
-A benchmark that is stopped goes on where it was. Invariant: a line that is complete is a finished cell; one cut off by a
-kill is left out, and its cell is run again.
+A stopped benchmark continues with the missing cells. Invariant: a complete line is a finished cell. A line truncated by
+a kill is ignored, and its cell runs again.
 """
 
 import os
@@ -17,7 +17,7 @@ RESULTS_FILE = "cells.jsonl"
 
 
 def append(directory: Path, trial: Trial) -> None:
-    """Add a finished cell, durably."""
+    """Append a finished cell durably."""
     path = directory / RESULTS_FILE
     with path.open("a+b") as file:
         if file.tell() and not _ends_with_newline(path):
@@ -28,14 +28,14 @@ def append(directory: Path, trial: Trial) -> None:
 
 
 def read(directory: Path) -> dict[Cell, Trial]:
-    """Return the finished cells. Raises ConfigError if one was run with other settings than a cell of its name has now."""
+    """Return the finished cells. Raises ConfigError if a cell was run with settings that have changed since."""
     path = directory / RESULTS_FILE
     trials: dict[Cell, Trial] = {}
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             trial = msgspec.json.decode(line, type=Trial)
         except msgspec.DecodeError:
-            continue  # cut off by a kill
+            continue  # truncated by a kill
         if trial.settings_hash != trial.cell.settings_hash:
             raise ConfigError(
                 f"{path} holds {trial.cell.name} of other settings ({trial.settings_hash}, now {trial.cell.settings_hash}); "

@@ -1,7 +1,7 @@
-"""Samples groups in the learner's own process, from weights that are a fixed number of versions old.
+"""Sample groups in the learner's process, from weights that are a fixed number of versions old.
 
-Stands where the server and the rollouts stand in a run. Invariant: the behaviour logprobs are those of the very weights
-that sampled, at temperature 1, and the groups of version v come from the weights of version max(0, v - staleness).
+Replaces the server and the rollouts of a run. Invariant: the behavior logprobs are those of the sampling weights at
+temperature 1, and the groups of version v are sampled from the weights of version max(0, v - staleness).
 
 Suffixes: P prompts, G completions of one, B rows (P · G), S prompt tokens, T completion tokens, V vocabulary.
 """
@@ -22,10 +22,11 @@ from tests.learner.policy.plain import ordinary
 
 
 class StaleSampler:
-    """Keeps the weights of the last versions and samples from the oldest it keeps."""
+    """Keeps the weights of the last versions and samples from the oldest."""
 
     def __init__(
-        self, policy: PreTrainedModel, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, config: LearnerConfig, seed: int
+        self, policy: PreTrainedModel, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, config: LearnerConfig,
+        seed: int
     ) -> None:  # fmt: skip
         self._prompts, self._tokenizer, self._config = prompts, tokenizer, config
         self._generator = torch.Generator().manual_seed(seed)
@@ -35,7 +36,7 @@ class StaleSampler:
         self.publish(policy)
 
     def publish(self, policy: PreTrainedModel) -> None:
-        """Take the weights of the next version."""
+        """Store the weights of the next version."""
         self._weights.append([parameter.detach().clone() for parameter in policy.parameters()])
         self._version += 1
 
@@ -81,7 +82,7 @@ class StaleSampler:
 def exact_match(
     policy: PreTrainedModel, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> float:
-    """Share of the prompts whose likeliest completion is the answer."""
+    """Return the share of prompts whose greedy completion is the answer."""
     texts = decode(tokenizer, sample(policy, prompts, 1, max_tokens, version=0, generator=None))
     return float(np.mean([text == prompt.columns["answer"] for text, prompt in zip(texts, prompts, strict=True)]))
 
@@ -101,9 +102,9 @@ def sample(
     version: int,
     generator: torch.Generator | None,
 ) -> list[TokenSequence]:
-    """Return num_completions for each prompt, in its order; without a generator, the likeliest token each time.
+    """Return `num_completions` for each prompt, in order. Without a generator: greedy.
 
-    The prompts must be of one length, so that nothing is padded.
+    All prompts must have the same length, so that nothing is padded.
     """
     cache = DynamicCache()
     mask_BS = torch.ones(len(prompts) * num_completions, len(prompts[0].token_ids) + max_tokens)
@@ -131,7 +132,7 @@ def sample(
 def next_logits(
     model: PreTrainedModel, input_ids_BS: torch.Tensor, mask_BS: torch.Tensor, cache: DynamicCache
 ) -> torch.Tensor:
-    """Return the logits_BV of the token after the given ones. The mask only spares transformers a warning."""
+    """Return the logits_BV of the next token. The mask only avoids a warning of transformers."""
     num_rows, num_seen = len(input_ids_BS), cache.get_seq_length() + input_ids_BS.shape[1]
     with ordinary(model):
         output = model(

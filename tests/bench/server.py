@@ -1,9 +1,9 @@
-"""What the way through the server costs: `python -m tests.bench.server [--json] [--out DIR] [--repetitions N] [--skip-generation]`.
+"""Measure the overhead of the server: `python -m tests.bench.server --help`.
 
-    groups through the server ÷ vllm.LLM.generate (server_generation.py, bare_vllm.py) ─┬▶ DIR/server.json, one JSON object or a table
-    the typed channel ÷ bare pyzmq (server_channel.py)                                  ─┘
+    groups through the server ÷ vllm.LLM.generate (server_generation.py) ─┬▶ DIR/server.json, one JSON object or a table
+    the typed channel ÷ bare pyzmq (server_channel.py)                    ─┘
 
-The machine should have nothing else to do, and two cores: one is the server's, the other the client's.
+The machine should be idle and have two cores: one for the server, the other for the client.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from tests.bench.push import as_text, say
 def main() -> None:
     """Run everything, then print the table or, with --json, one JSON object."""
     options = parse_options(sys.argv[1:])
-    # Before torch is imported, here and in the other processes: more threads than cores would measure the scheduler.
+    # Set before torch is imported, here and in the other processes. More threads than cores would measure the
+    # scheduler.
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -37,17 +38,15 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.server", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench-server"), help="where server.json, models and logs go"
+        "--out", type=Path, default=Path("runs/bench-server"), help="directory of server.json, models and logs"
     )
-    parser.add_argument(
-        "--repetitions", type=int, default=5, help="of each side; both engines are started anew for each"
-    )
-    parser.add_argument("--skip-generation", action="store_true", help="leave out real vLLM")
+    parser.add_argument("--repetitions", type=int, default=5, help="repetitions of each side, each with new engines")
+    parser.add_argument("--skip-generation", action="store_true", help="skip real vLLM")
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return everything in one object."""
+    """Return all results in one object."""
     from tests.bench import server_channel
 
     result: dict[str, Any] = {"machine": machine(), "versions": versions(Path(sys.executable)), "generation": "skipped"}
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def headlines(result: dict[str, Any]) -> dict[str, Any]:
-    """The numbers the server is judged by; None where they were not measured. Of the smallest model: it hides least."""
+    """Return the headline numbers of the smallest model, which shows the overhead best. None: not measured."""
     channel = [one["over_pyzmq"] for one in result["channel"].values()]
     generation = result["generation"] if isinstance(result["generation"], dict) else {}
     of_smallest = next(iter(generation.values()), {"seeded": {}})["seeded"]

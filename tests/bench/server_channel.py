@@ -1,9 +1,9 @@
-"""The typed channel against bare pyzmq: groups of completions as they go from server to learner.
+"""Compare the typed channel with bare pyzmq, for groups of completions from server to learner.
 
-    here: LearnerChannel or DEALER ── "so many" ──▶ process of the server: ServerChannel or ROUTER ── as many messages ──▶ here
+    LearnerChannel or DEALER ── count ──▶ server process: ServerChannel or ROUTER ── messages ──▶ this process
 
-Bare means the same frames over the same kind of sockets with the same mechanism, and nothing around them: blocking calls, no event
-loop, no types, no limits. The frames are made once, before, on the bare side; the channel encodes and decodes each message.
+The bare side sends the same frames over the same kind of sockets, with blocking calls and without event loop, types and
+limits. It creates its frames once in advance; the channel encodes and decodes each message.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from protocol.messages import Ack, Completion, Group
 
 NUM_COMPLETIONS = 8
 SIZES = {"small": (32, 900), "large": (4096, 200)}
-"""Tokens of each completion, and messages in one turn: fewer than the high-water mark, so that nothing is ever refused."""
+"""Tokens per completion, and messages per turn: fewer than the high-water mark, so that none is dropped."""
 ROUNDS = 2
-"""Of each turn; the last one is timed, on a connection that is up and warm."""
+"""Rounds of each turn. Only the last round is timed, on a warm connection."""
 TIMEOUT_S = 60.0
 SERVER_CORES, LEARNER_CORES = (0,), (1,)
 
@@ -38,7 +38,7 @@ Side = Literal["channel", "bare"]
 
 
 class Order(NamedTuple):
-    """One turn of the sending process; `keys` is a directory of them."""
+    """One turn of the sending process. `keys`: a directory of keys."""
 
     side: Side
     num_tokens: int
@@ -47,7 +47,7 @@ class Order(NamedTuple):
 
 
 def group(num_tokens: int) -> Group:
-    """What a server sends for one prompt."""
+    """Return a group as a server sends it for one prompt."""
     rng = np.random.default_rng(num_tokens)
     completions = [
         Completion(
@@ -62,7 +62,7 @@ def group(num_tokens: int) -> Group:
 
 
 def serve(pipe: Connection) -> None:
-    """The sending process: a socket for each order, closed when it has been read."""
+    """Run the sending process, with a new socket for each order."""
     bind_cores(SERVER_CORES)
     order: Order | None
     while (order := pipe.recv()) is not None:
@@ -100,7 +100,7 @@ def send_bare(pipe: Connection, order: Order) -> None:
 
 
 async def receive_typed(endpoint: str, order: Order) -> tuple[float, Group]:
-    """Seconds of the last round, and the last message."""
+    """Return the seconds of the last round and the last message."""
     channel = LearnerChannel(endpoint, learner_keys(order.keys) if order.keys else None)
     for _ in range(ROUNDS):
         began_at = time.perf_counter()
@@ -114,7 +114,7 @@ async def receive_typed(endpoint: str, order: Order) -> tuple[float, Group]:
 
 
 def receive_bare(endpoint: str, order: Order) -> tuple[float, list[bytes]]:
-    """Seconds of the last round, and the frames of the last message."""
+    """Return the seconds of the last round and the frames of the last message."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         if order.keys:
             keys = learner_keys(order.keys)
@@ -145,10 +145,10 @@ class Sender:
         theirs.close()
 
     def turn(self, order: Order) -> float:
-        """Return messages per second of one turn. Raises AssertionError if what came is not what was sent, TimeoutError."""
+        """Return messages per second of one turn. Raises AssertionError if messages differ, TimeoutError."""
         self._pipe.send(order)
         if not self._pipe.poll(TIMEOUT_S):
-            raise TimeoutError(f"the sending process has not answered for {TIMEOUT_S:g} s")
+            raise TimeoutError(f"the sending process did not answer within {TIMEOUT_S:g} s")
         endpoint = self._pipe.recv()
         if order.side == "channel":
             seconds, message = asyncio.run(receive_typed(endpoint, order))
@@ -156,7 +156,9 @@ class Sender:
         else:
             seconds, frames = receive_bare(endpoint, order)
         sent = encode(group(order.num_tokens))
-        assert [bytes(frame) for frame in frames] == [bytes(frame) for frame in sent], "what came is not what was sent"
+        assert [bytes(frame) for frame in frames] == [bytes(frame) for frame in sent], (
+            "the received message is not what was sent"
+        )
         return order.num_messages / seconds
 
     def close(self) -> None:
@@ -165,7 +167,7 @@ class Sender:
 
 
 def measure(repetitions: int, sizes: dict[str, tuple[int, int]] = SIZES) -> dict[str, Any]:
-    """Return the numbers of each size, with and without keys."""
+    """Return the results of each size, with and without keys."""
     sender = Sender()
     cores = os.sched_getaffinity(0)
     bind_cores(LEARNER_CORES)
@@ -185,7 +187,7 @@ def measure(repetitions: int, sizes: dict[str, tuple[int, int]] = SIZES) -> dict
 def turns(
     sender: Sender, num_tokens: int, num_messages: int, keys: str | None, repetitions: int
 ) -> dict[Side, list[float]]:
-    """Messages per second of the channel and of bare pyzmq in turns, each first in every other one."""
+    """Return messages per second of the channel and of bare pyzmq, in turns, each first in every other turn."""
     rates: dict[Side, list[float]] = {"channel": [], "bare": []}
     for repetition in range(repetitions):
         for side in list(rates) if repetition % 2 else list(rates)[::-1]:
@@ -194,7 +196,7 @@ def turns(
 
 
 def compare(rates: dict[Side, list[float]], num_tokens: int) -> dict[str, Any]:
-    """Medians over repetitions."""
+    """Return medians over repetitions."""
     num_bytes = sum(len(frame) for frame in encode(group(num_tokens)))
     medians = {side: statistics.median(of_side) for side, of_side in rates.items()}
     return {

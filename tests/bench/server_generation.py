@@ -1,11 +1,11 @@
-"""Groups of completions through the server's front door, against bare vLLM with the same weights on the same cores.
+"""Compare groups of completions from the server with bare vLLM, with the same weights on the same cores.
 
     GroupLink ── Generate ──▶ `python -m inference_server` ── Group ──▶ GroupLink      seconds, token ids
     BareVllm  ── the same prompts, sampling and seeds ──▶ vllm.LLM.generate            seconds, token ids
 
-The two take turns. Every completion has a seed of its own, so that both must sample the same tokens: that is the oracle, and what
-makes the lengths equal. Each repetition has new processes: with one pair for all turns the ratio of the same code was anything from
-0.86 to 1.02, whatever their addresses or pages. Why is not known; so none is left to decide alone.
+The two alternate. Every completion has its own seed, so that both must sample the same tokens: this is the oracle, and
+makes the lengths equal. Each repetition has new processes, because with a single pair the ratio of the same code varied
+from 0.86 to 1.02 for an unknown reason.
 """
 
 import os
@@ -41,11 +41,11 @@ DEADLINE_S = 200.0
 LOOK_EVERY_S = 1.0
 MAX_SEQUENCES = 256
 SERVER_CORES = (0,)
-"""The client has the others, as the learner has in the recipes."""
+"""Cores of the server. The client uses the others, as the learner does in the recipes."""
 
 
 class Case(NamedTuple):
-    """A model and what is asked of it."""
+    """A model and its requests."""
 
     name: str
     config: Qwen2Config
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     max_tokens: int
 
     def order(self, repetition: int, *, seeded: bool) -> Order:
-        """Random prompts, new ones each time, so that neither side finds them in its cache."""
+        """Return random prompts, new ones each time, so that neither side has a cache hit."""
         prompts = np.random.default_rng(repetition).integers(
             1, self.config.vocab_size, (self.num_groups, PROMPT_TOKENS)
         )
@@ -69,7 +69,8 @@ class Case(NamedTuple):
 
 def qwen2(vocab_size: int, hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> Qwen2Config:
     return Qwen2Config(
-        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=intermediate_size, num_hidden_layers=num_layers,
+        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads, num_key_value_heads=num_heads, max_position_embeddings=512,
         bos_token_id=None, eos_token_id=EOS, pad_token_id=EOS, tie_word_embeddings=True,
     )  # fmt: skip
@@ -79,18 +80,18 @@ CASES = [
     Case("2.7m", qwen2(128, 256, 512, 4, 4), num_groups=32, max_tokens=256),
     Case("49m", qwen2(8192, 768, 2048, 6, 12), num_groups=8, max_tokens=64),
 ]
-"""Of the first, an end in one of 128 tokens: 111 tokens on average. The first is the one whose ratio is asked for."""
+"""The first case is the headline. Its completions end with a probability of 1/128 per token: 111 tokens on average."""
 
 
 class Turn(NamedTuple):
-    """What came of the same order."""
+    """The results of both sides for the same order."""
 
     through: Generated
     alone: Generated
 
 
 class GroupLink:
-    """The learner's real way to a server, with neither ledger nor rewards behind it."""
+    """The learner's real link to a server, without ledger and rewards."""
 
     def __init__(self, server: ServedModel) -> None:
         self._processes = server.processes
@@ -106,7 +107,7 @@ class GroupLink:
         self.fleet.start(self._on_group)
 
     def generate(self, order: Order) -> Generated:
-        """Return once all groups of an order have come."""
+        """Generate all groups of an order."""
         requests = [
             self._request(prompt, sampling) for prompt, sampling in zip(order.prompts, order.samplings, strict=True)
         ]
@@ -118,7 +119,7 @@ class GroupLink:
             self.fleet.loop.raise_failure()
             if time.perf_counter() - began_at > DEADLINE_S:
                 raise SlipstreamError(
-                    f"{len(self._missing)} of {len(requests)} groups have not come: look at the server's log"
+                    f"{len(self._missing)} of {len(requests)} groups did not arrive; see the server's log"
                 )
         seconds, cpu_seconds = time.perf_counter() - began_at, self._cpu_seconds() - cpu_began_at
         groups = [self._groups[request.group_id] for request in requests]
@@ -162,7 +163,7 @@ def save(config: Qwen2Config, directory: Path) -> str:
 
 
 def measure(case: Case, directory: Path, repetitions: int) -> dict[str, Any]:
-    """Return the numbers of one case, of completions with a seed each and of such without, which is what a run asks for."""
+    """Return the results of one case, with seeded and with unseeded completions. Runs use unseeded completions."""
     model = save(case.config, directory.resolve() / case.name)
     came = {"seeded": list[Turn](), "unseeded": list[Turn]()}
     for repetition in range(1, repetitions + 1):
@@ -178,7 +179,7 @@ def measure(case: Case, directory: Path, repetitions: int) -> dict[str, Any]:
 
 @contextmanager
 def both_sides(model: str, directory: Path, *, server_first: bool) -> Iterator[tuple[GroupLink, BareVllm]]:
-    """A server and bare vLLM, started in this order or the other."""
+    """Yield a server and bare vLLM, started in the given order."""
     settings = {"cpu_cores": SERVER_CORES, "max_concurrent_sequences": MAX_SEQUENCES}
     with ExitStack() as open_things:
         for is_server in (server_first, not server_first):
@@ -196,7 +197,7 @@ def both_sides(model: str, directory: Path, *, server_first: bool) -> Iterator[t
 
 @contextmanager
 def cores_of_the_client() -> Iterator[None]:
-    """Keep this process off the cores of the two servers, if there are others."""
+    """Keep this process off the cores of both servers, if there are other cores."""
     all_cores = sorted(os.sched_getaffinity(0))
     others = [core for position, core in enumerate(all_cores) if position not in SERVER_CORES]
     os.sched_setaffinity(0, others or all_cores)
@@ -207,7 +208,7 @@ def cores_of_the_client() -> Iterator[None]:
 
 
 def pushed_link(server: ServedModel) -> GroupLink:
-    """A link to a server that has weights: its own once more, which a push brings bit for bit."""
+    """Return a link to a server after a push of its own weights, bit for bit."""
     link = GroupLink(server)
     push_own_weights(link.fleet, server.model)
     return link
@@ -221,7 +222,7 @@ def push_own_weights(fleet: Fleet, model: str) -> None:
 
 
 def turn(link: GroupLink, bare: BareVllm, order: Order, *, server_first: bool) -> Turn:
-    """What both make of an order, one after the other."""
+    """Run an order on both sides, one after the other."""
     if server_first:
         through = link.generate(order)
         return Turn(through, bare.generate(order))
@@ -230,9 +231,9 @@ def turn(link: GroupLink, bare: BareVllm, order: Order, *, server_first: bool) -
 
 
 def compare(through: list[Generated], alone: list[Generated]) -> dict[str, Any]:
-    """Medians over repetitions of tokens per second, and of CPU time per token, which other work on the machine disturbs less.
+    """Return medians of tokens per second, and of CPU time per token, which is more robust on a busy machine.
 
-    The ratios are medians of each repetition's own: the machine is as fast for both sides of one, and not from one to the next.
+    Ratios are medians of per-repetition ratios, because the speed of the machine varies between repetitions.
     """
     tokens_per_s = {
         side: [num_tokens(one) / one.seconds for one in came] for side, came in (("server", through), ("bare", alone))

@@ -1,4 +1,4 @@
-"""An environment that takes its time over each turn, and does nothing else."""
+"""An environment that only sleeps in each turn."""
 
 import time
 from typing import Any
@@ -8,18 +8,18 @@ SECONDS = 0.05
 
 class SlowTool:
     def reset(self, **row: Any) -> None:
-        """Nothing to begin with."""
+        """Start without a message."""
 
     def use(self, text: str) -> str:
         time.sleep(SECONDS)
         return ">"
 
     def get_reward(self) -> float:
-        return time.monotonic() % 1  # of no meaning, so that no group is without signal
+        return time.monotonic() % 1  # arbitrary, so that every group has signal
 
 
 class QuickTool(SlowTool):
-    """The same without a tool's time."""
+    """The same environment without the delay."""
 
     def use(self, text: str) -> str:
         return ">"

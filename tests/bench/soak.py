@@ -1,8 +1,8 @@
-"""Whether the demo at full load stays as large as it is: `python -m tests.bench.soak [--minutes 30] [--json] [--out DIR]`.
+"""Check that the demo at full load does not grow: `python -m tests.bench.soak [--minutes 30] [--json] [--out DIR]`.
 
-    deploy.colocate (the recipe, steps without end) ─▶ its processes, looked at once a second ─▶ DIR/soak.json, a table or JSON
+    deploy.colocate (endless steps) ─▶ its processes, sampled every second ─▶ DIR/soak.json, a table or JSON
 
-A role is a process, or all of a kind: reward workers come and go. The exit code is 1 if one of them is not flat.
+A role is one process, or all processes of a kind: reward workers are replaced. Exit code 1 if a role is not flat.
 """
 
 import argparse
@@ -31,7 +31,7 @@ INTERVAL_S = 1.0
 
 
 class Series(msgspec.Struct):
-    """What was seen of one role, sample by sample."""
+    """The samples of one role."""
 
     seconds: list[float] = msgspec.field(default_factory=list)
     rss_mib: list[float] = msgspec.field(default_factory=list)
@@ -41,9 +41,9 @@ class Series(msgspec.Struct):
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.soak", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long, from the first step on")
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration, from the first step")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-soak"), help="where the run and soak.json go")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-soak"), help="directory of the run and soak.json")
     options = parser.parse_args()
     result = soak(options.out, options.minutes * 60)
     (options.out / "soak.json").write_text(json.dumps(result, indent=1))
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def soak(directory: Path, duration_s: float) -> dict[str, Any]:
-    """Run the demo for so long; return the verdict on every role and what the run did."""
+    """Run the demo for `duration_s`. Return the verdict on every role and the results of the run."""
     run_dir = directory / time.strftime("run-%Y%m%d-%H%M%S")
     run_dir.mkdir(parents=True)
     command = [
@@ -84,7 +84,7 @@ def soak(directory: Path, duration_s: float) -> dict[str, Any]:
 
 
 def by_minute(series: Series) -> list[float]:
-    """The median of each minute, to see when a process grew."""
+    """Return the median of each minute, which shows when a process grew."""
     minutes: defaultdict[int, list[float]] = defaultdict(list)
     for second, rss_mib in zip(series.seconds, series.rss_mib, strict=True):
         minutes[int(second // 60)].append(rss_mib)
@@ -103,7 +103,7 @@ def _watch(demo: subprocess.Popen[bytes], duration_s: float) -> dict[str, Series
 
 
 def _roles(colocate: psutil.Process) -> dict[str, list[psutil.Process]]:
-    """The processes of the run by what they are."""
+    """Return the processes of the run by role."""
     roles: dict[str, list[psutil.Process]] = {"colocate": [colocate]}
     for process in colocate.children():
         role = "server" if "inference_server" in process.cmdline() else "learner"
@@ -113,7 +113,7 @@ def _roles(colocate: psutil.Process) -> dict[str, list[psutil.Process]]:
 
 
 def _add(series: Series, now: float, processes: list[psutil.Process]) -> None:
-    """Sum over the processes; a sample in which one of them came or went is left out."""
+    """Add the sum over the processes, unless a process started or ended during the sample."""
     try:
         rss = sum(process.memory_info().rss for process in processes)
         file_descriptors = sum(process.num_fds() for process in processes)

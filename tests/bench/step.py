@@ -1,15 +1,15 @@
-"""What the learner's step costs: `python -m tests.bench.step [--json] [--rounds N] [--skip-half-b]`.
+"""Measure the learner's step on a CPU: `python -m tests.bench.step [--json] [--rounds N] [--skip-half-b]`.
 
-    useful_over_bare                    tokens/s of our forward and backward pass, loss included, ÷ those of transformers' on
-                                        dense rows of one length, so that there is neither padding nor anything to share
-    sharing_speedup_over_token_ratio    by group size and length of the prompt: how much faster a step is that computes each
-                                        prompt once, ÷ how many fewer tokens it computes
-    branches_speedup_over_token_ratio   the same of episodes of several branches, whose prompts are a tree
-    logits_peak_over_chunk              bytes that the head takes at its peak, beside what it is given and gives, ÷ those of a tile
-    half_b                              one step of 16,384 tokens of a Qwen2.5-0.5B (random weights): the process's peak, seconds
+    useful_over_bare                    tokens/s of the learner's forward and backward pass ÷ those of transformers,
+                                        with loss, on dense rows of one length without shared prefixes
+    sharing_speedup_over_token_ratio    by group size and prompt length: speedup of computing each prompt once
+                                        ÷ ratio of computed tokens
+    branches_speedup_over_token_ratio   the same for episodes with several branches, whose prompts are a tree
+    logits_peak_over_chunk              peak memory of the head, without inputs and outputs, ÷ that of one tile
+    half_b                              a step of 16,384 tokens of a random Qwen2.5-0.5B: peak memory, seconds
 
-Beside each speed its oracle: the loss and the gradient of the plain padded pass. Rounds alternate; medians. One thread, unless
---threads says otherwise.
+Each speed has an oracle: loss and gradient of the plain padded pass. Rounds alternate; results are medians. Uses one
+thread unless --threads is given.
 """
 
 import argparse
@@ -41,8 +41,9 @@ from tests.learner.policy.plain import ordinary
 GROUP_SIZES = (4, 8, 16)
 PROMPT_LENGTHS = (64, 512, 2048)
 COMPLETION_LENGTH = 64
-NUM_BRANCHES, SAID = 4, 96
-"""Of an episode whose template rewrites what was said, and the tokens that each turn adds to what stands before the next."""
+NUM_BRANCHES, TURN_TOKENS = 4, 96
+"""Branches of an episode whose template rewrites earlier turns, and the tokens that each turn adds to the next
+prompt."""
 VOCABULARIES = (32_000, 151_936)
 TOKENS = 16_384
 
@@ -61,10 +62,10 @@ def main() -> None:
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one line")
-    parser.add_argument("--rounds", type=int, default=3, help="of each pair that is compared")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each comparison")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--skip-half-b", action="store_true", help="leave out the model of half a billion parameters")
-    parser.add_argument("--half-b-step", type=Path, default=None, help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--skip-half-b", action="store_true", help="skip the model with half a billion parameters")
+    parser.add_argument("--half-b-step", type=Path, default=None, help=argparse.SUPPRESS)  # in a separate process
     return parser.parse_args(arguments)
 
 
@@ -83,14 +84,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         branches = [against_unshared(trainer, 8, num, options.rounds, NUM_BRANCHES) for num in PROMPT_LENGTHS]
     say("head")
     heads = [head_peak(vocab_size) for vocab_size in VOCABULARIES]
-    half_b = None if options.skip_half_b else half_b_in_its_own_process(options.threads)
+    half_b = None if options.skip_half_b else half_b_in_process(options.threads)
     return {
         "useful_over_bare": dense["useful_over_bare"],
         "sharing_speedup_over_token_ratio": statistics.median(one["over_token_ratio"] for one in sharing),
         "branches_speedup_over_token_ratio": statistics.median(one["over_token_ratio"] for one in branches),
         "logits_peak_over_chunk": max(one["peak_over_chunk"] for one in heads),
         "half_b_peak_gb": None if half_b is None else half_b["peak_gb"],
-        "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine(), "threads": options.threads,
+        "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine(),
+            "threads": options.threads,
                     "torch": torch.__version__, "transformers": transformers.__version__},
         "dense": dense,
         "sharing": sharing,
@@ -101,7 +103,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def against_dense(trainer: PolicyTrainer, num_rounds: int, num_rows: int = 64) -> dict[str, Any]:
-    """Rows of 256 tokens, each a group of its own."""
+    """Compare on rows of 256 tokens, each a separate group."""
     rows = make_rows(num_rows, 1, 16, 240, SMALL["vocab_size"])
     token_ids_BS = torch.stack([_sequence(row) for row in rows])
     ours, bare = (lambda: our_pass(trainer, rows)), (lambda: plain_pass(trainer, rows, token_ids_BS))
@@ -117,8 +119,8 @@ def against_dense(trainer: PolicyTrainer, num_rounds: int, num_rows: int = 64) -
 def against_unshared(
     trainer: PolicyTrainer, group_size: int, num_prompt: int, num_rounds: int, num_branches: int = 1
 ) -> dict[str, Any]:
-    """As many groups as about TOKENS unshared tokens make. Branches: of each episode, with SAID tokens more before each."""
-    num_before = num_prompt + SAID * (num_branches - 1) // 2
+    """Compare on groups with about TOKENS unshared tokens. The prompt of each branch has TURN_TOKENS more tokens."""
+    num_before = num_prompt + TURN_TOKENS * (num_branches - 1) // 2
     num_groups = max(1, TOKENS // (group_size * num_branches * (num_before + COMPLETION_LENGTH)))
     rows = make_rows(
         num_groups,
@@ -127,7 +129,7 @@ def against_unshared(
         COMPLETION_LENGTH,
         SMALL["vocab_size"],
         num_branches=num_branches,
-        num_said=SAID,
+        num_said=TURN_TOKENS,
     )
     alone = apart(rows)
     ours, unshared = (lambda: our_pass(trainer, rows)), (lambda: our_pass(trainer, alone))
@@ -149,13 +151,13 @@ def against_unshared(
 
 
 def our_pass(trainer: PolicyTrainer, rows: list[BatchRow]) -> float:
-    """Batch, forward, loss, backward; returns the loss."""
+    """Run batch, forward, loss and backward. Return the loss."""
     batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, "the step")
     return float(forward_backward(trainer, batches, VERSION, is_first_update=True)["loss"])
 
 
 def plain_pass(trainer: PolicyTrainer, rows: list[BatchRow], token_ids_BS: torch.Tensor) -> float:
-    """The same by transformers and one line of torch, on rows of one shape."""
+    """Run the same with transformers and one line of torch, on rows of one shape."""
     num_prompt, num_predicted = len(rows[0].prompt_token_ids), len(rows) * len(rows[0].branch.token_ids)
     with ordinary(trainer.policy):
         logits_BTV = trainer.policy(token_ids_BS, use_cache=False).logits[:, num_prompt - 1 : -1]
@@ -166,7 +168,7 @@ def plain_pass(trainer: PolicyTrainer, rows: list[BatchRow], token_ids_BS: torch
 
 
 def differences(trainer: PolicyTrainer, ours: Callable[[], float], oracle: Callable[[], float]) -> dict[str, float]:
-    """Relative, of the losses and of the gradients' norms."""
+    """Return the relative differences of the losses and of the gradients' norms."""
     losses, gradients = [], []
     for one in (ours, oracle):
         trainer.optimizer.zero_grad()
@@ -179,7 +181,7 @@ def differences(trainer: PolicyTrainer, ours: Callable[[], float], oracle: Calla
 
 
 def alternated(runs: dict[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
-    """The median seconds of each, taken in turns after a first round that does not count."""
+    """Return the median seconds of each, run in turns after a warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(num_rounds + 1):
         for name, one in runs.items():
@@ -195,7 +197,7 @@ def num_computed(trainer: PolicyTrainer, rows: list[BatchRow]) -> int:
 
 
 def head_peak(vocab_size: int, num_rows: int = 2048, hidden_size: int = 896) -> dict[str, Any]:
-    """The head alone, forward and backward, with an entropy that has a gradient: what it makes beside its results."""
+    """Return the memory of the head alone, forward and backward, with an entropy that requires a gradient."""
     torch.manual_seed(0)
     hidden_ME = torch.randn(num_rows, hidden_size, requires_grad=True)
     weight_VE = (0.05 * torch.randn(vocab_size, hidden_size)).requires_grad_()
@@ -219,7 +221,7 @@ def head_peak(vocab_size: int, num_rows: int = 2048, hidden_size: int = 896) -> 
     }
 
 
-def half_b_in_its_own_process(num_threads: int) -> dict[str, Any]:
+def half_b_in_process(num_threads: int) -> dict[str, Any]:
     say("half a billion parameters: minutes")
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as directory:
         command = [sys.executable, "-m", "tests.bench.step", "--half-b-step", directory, "--threads", str(num_threads)]
@@ -228,7 +230,7 @@ def half_b_in_its_own_process(num_threads: int) -> dict[str, Any]:
 
 
 def half_b_step(directory: Path) -> dict[str, Any]:
-    """One update on TOKENS tokens in one micro-batch: groups of 8 with prompts of 512."""
+    """Run one update on TOKENS tokens in one micro-batch: groups of 8 with prompts of 512 tokens."""
     make_model(HALF_B, directory)
     trainer = load_trainer(directory, micro_batch_tokens=TOKENS, gradient_checkpointing=True)
     rows = make_rows(4, 8, 512, 448, HALF_B["vocab_size"])
@@ -248,7 +250,7 @@ def half_b_step(directory: Path) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """Of this process, as the kernel has counted it."""
+    """Return the peak memory of this process as counted by the kernel."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 

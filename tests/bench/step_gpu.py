@@ -1,17 +1,18 @@
-"""What the learner's step takes on a GPU, beside TRL's on the same rows: `python -m tests.bench.step_gpu [--json] [--rounds N]`.
+"""Compare the learner's step on a GPU with TRL's on the same rows: `python -m tests.bench.step_gpu --help`.
 
-    random weights ─▶ a checkpoint ─┬─▶ trl_step.py (if it is installed): its gradient in float32, its steps ─┬─▶ one JSON object
-    rows, each of one length        └─▶ our steps ───────────────────────────────────────────────────────────┘
+    random weights ─▶ a checkpoint ─┬─▶ trl_step.py (if installed): gradient in float32, steps ─┬─▶ one JSON object
+    rows, each of one length        └─▶ the learner's steps ────────────────────────────────────┘
 
-A step is everything from rows to new weights: batches, forward, loss, backward, clipping, AdamW; in bfloat16, the weights float32.
+A step is everything from rows to new weights: batches, forward, loss, backward, clipping, AdamW; in bfloat16 with
+float32 weights.
 
-    tokens_per_s    of prompts and completions, a prompt once for each completion, on both sides
-    matrix_share    arithmetic that the rows need (learner/training/metrics.py) ÷ seconds ÷ the card's rate for a product of
-                    8192 × 8192 in bfloat16; for both sides the same arithmetic
-    peak_gb         the most that torch's allocator has held
+    tokens_per_s    tokens of prompts and completions; a prompt counts once per completion, on both sides
+    matrix_share    arithmetic of the rows (learner/training/metrics.py) ÷ seconds ÷ the card's rate for products of
+                    8192 × 8192 in bfloat16; the same arithmetic for both sides
+    peak_gb         peak of torch's allocator
 
-Beside the speeds their oracle: loss and gradient of a few rows against TRL's in float32. The sides run one after the other, since
-neither leaves the other room; the card should have nothing else to do.
+The oracle is TRL's loss and gradient of a few rows in float32. The sides run one after the other, because both need
+most of the memory. The card should be idle.
 """
 
 import argparse
@@ -44,16 +45,16 @@ from tests.bench.step_model import HALF_B, ONE_AND_A_HALF_B, VERSION, load_train
 
 SIZES = {"0.5b": HALF_B, "1.5b": ONE_AND_A_HALF_B}
 LENGTHS = {2048: 2, 8192: 1}
-"""Tokens of a completion: groups of a step."""
+"""Groups of a step by completion length in tokens."""
 GROUP_SIZE, PROMPT = 8, 512
 ORACLE_ROWS, ORACLE_LENGTH = 4, 1024
 MATRIX, PRODUCTS = 8192, 20
 CLIPS = {"clip_low": 0.9, "clip_high": 9.0}
-"""So wide that no token of random weights is clipped: then the gradient would depend on which side of a bound rounding puts it."""
+"""Wide enough that no token is clipped with random weights. Otherwise rounding at a bound would change the gradient."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one size of model and length of completion, on one side."""
+    """The measurements of one side for one model size and completion length."""
 
     step_s: float
     peak_gb: float
@@ -74,8 +75,8 @@ def main() -> None:
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.step_gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one line")
-    parser.add_argument("--rounds", type=int, default=3, help="steps that count, after one that does not")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="of the model")
+    parser.add_argument("--rounds", type=int, default=3, help="measured steps, after one warm-up step")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="sizes of the model")
     parser.add_argument("--lengths", nargs="+", type=int, choices=LENGTHS, default=list(LENGTHS), help="of completions")
     parser.add_argument("--our-side", type=Path, default=None, help=argparse.SUPPRESS)  # in a process of its own
     return parser.parse_args(arguments)
@@ -90,9 +91,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.empty_cache()
             more = ["--rounds", str(options.rounds), "--sizes", size, "--lengths", *map(str, options.lengths)]
             say(f"{size}: TRL")
-            trl = in_its_own_process("tests.bench.trl_step", directory, *more)
+            trl = run_in_process("tests.bench.trl_step", directory, *more)
             say(f"{size}: ours")
-            ours = in_its_own_process("tests.bench.step_gpu", "--our-side", directory, *more)
+            ours = run_in_process("tests.bench.step_gpu", "--our-side", directory, *more)
         if "failed" in ours:
             sys.exit(f"error: our side of {size} failed ({ours['failed']}); why stands above")
         result[size] = {"trl": trl, "ours": ours}
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def our_side(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All lengths of one size."""
+    """Measure all lengths of one model size."""
     logging.basicConfig(level=logging.INFO)
     (size,) = options.sizes
     trainer = load_trainer(directory, dtype="bfloat16", on_cpu=False, loss={"objective": "grpo"} | CLIPS)
@@ -118,7 +119,7 @@ def our_side(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         flops = train_flops(
             trainer.shape, pieces_of(rows, layout_of(trainer.accelerator, trainer.policy, trainer.config))
         )
-        answer[str(length)] = told(measured, rows, flops)
+        answer[str(length)] = summarize(measured, rows, flops)
     return answer
 
 
@@ -141,12 +142,12 @@ def oracle_rows(size: str) -> list[BatchRow]:
 
 
 def with_advantages(rows: list[BatchRow]) -> list[BatchRow]:
-    """Of both signs and no common size."""
+    """Return rows with advantages of both signs and different sizes."""
     return [msgspec.structs.replace(row, advantage=(-1) ** i * (0.5 + i % 3)) for i, row in enumerate(rows)]
 
 
 def measure(step: Callable[[], None], num_rounds: int) -> Measured | None:
-    """None: the card's memory is not enough."""
+    """Measure steps. None: out of memory."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     seconds = []
@@ -162,7 +163,7 @@ def measure(step: Callable[[], None], num_rounds: int) -> Measured | None:
     return Measured(step_s=statistics.median(seconds[1:]), peak_gb=torch.cuda.max_memory_allocated() / 1e9)
 
 
-def told(measured: Measured | None, rows: list[BatchRow], flops: float) -> dict[str, Any] | str:
+def summarize(measured: Measured | None, rows: list[BatchRow], flops: float) -> dict[str, Any] | str:
     if measured is None:
         return "out of memory"
     return {
@@ -174,22 +175,22 @@ def told(measured: Measured | None, rows: list[BatchRow], flops: float) -> dict[
 
 
 def matrix_rate() -> float:
-    """Operations per second, the median of several products."""
+    """Return operations per second: the median of several products."""
     left, right = torch.randn(2, MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
     product = torch.empty_like(left)
     seconds = []
     for _ in range(PRODUCTS):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
+        start, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         torch.mm(left, right, out=product)
         ended.record()
         ended.synchronize()
-        seconds.append(begun.elapsed_time(ended) / 1e3)
+        seconds.append(start.elapsed_time(ended) / 1e3)
     return 2 * MATRIX**3 / statistics.median(seconds)
 
 
 def differences(loss: float, gradients: dict[str, torch.Tensor], oracle: Path) -> dict[str, float]:
-    """Relative, of the losses and of the gradients' norms."""
+    """Return the relative differences of the losses and of the gradients' norms."""
     right = load_file(oracle, device="cuda")
     right_loss = float(right.pop("loss"))
     if right.keys() != gradients.keys():
@@ -199,8 +200,8 @@ def differences(loss: float, gradients: dict[str, torch.Tensor], oracle: Path) -
     return {"loss": abs(loss - right_loss) / abs(right_loss), "gradient": (off / norm) ** 0.5}
 
 
-def in_its_own_process(module: str, *arguments: str) -> dict[str, Any]:
-    """What it prints as its last line; why it fails, if it does, stands on stderr."""
+def run_in_process(module: str, *arguments: str) -> dict[str, Any]:
+    """Run a module in a process. Return the last line of its output as JSON. Errors are on stderr."""
     command = [sys.executable, "-m", module, *arguments]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if answer.returncode:

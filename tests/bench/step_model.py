@@ -1,7 +1,7 @@
-"""A policy of a given shape with random weights, ready to train, and rows to train it on.
+"""A policy of a given shape with random weights, ready to train, and rows for it.
 
-For tests/bench/step.py. Every row has the advantage 1 and the objective is plain policy gradient, so the step's loss is the sum of
-weighed -log p: what the oracle computes in one line.
+For tests/bench/step.py. Every row has the advantage 1 and the objective is the plain policy gradient, so the step's
+loss is a weighted sum of -log p, which the oracle computes in one line.
 """
 
 import itertools
@@ -37,10 +37,10 @@ VERSION = 0
 
 
 def make_model(shape: dict[str, Any], path: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a random Qwen2 as a checkpoint that `model` may name."""
+    """Write a random Qwen2 as a checkpoint that the config key `model` accepts."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**shape, bos_token_id=None, eos_token_id=0, pad_token_id=0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where random numbers come fastest
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # the fastest device for random numbers
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(path)
     AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(path)
@@ -60,10 +60,10 @@ def load_trainer(path: Path, *, dtype: str = "float32", on_cpu: bool = True, **l
 
 
 def make_rows(
-    num_groups: int, group_size: int, num_prompt: int, num_completion: int, vocab_size: int, *, num_branches: int = 1, num_said: int = 0
+    num_groups: int, group_size: int, num_prompt: int, num_completion: int, vocab_size: int, *, num_branches: int = 1,
+    num_said: int = 0
 ) -> list[BatchRow]:  # fmt: skip
-    """Groups of one shape; each token of the step has the same weight. Of the branches of an episode each has `num_said` more tokens
-    before it than the one before, as where a template drops the reasoning of earlier turns."""
+    """Return groups of one shape. Each branch has a prompt that is `num_said` tokens longer than the previous one."""
     rng = np.random.default_rng(0)
     places = itertools.count()
     num_tokens = num_groups * group_size * num_branches * num_completion
@@ -95,5 +95,5 @@ def make_rows(
 
 
 def apart(rows: list[BatchRow]) -> list[BatchRow]:
-    """The same without anything to share."""
+    """Return the same rows without shared prefixes."""
     return [msgspec.structs.replace(row, group=number) for number, row in enumerate(rows)]

@@ -1,8 +1,8 @@
-"""What was seen of the optimizer steps of a run, and the arithmetic of the comparisons. Pure.
+"""The optimizer steps of a run, and the arithmetic of the comparisons. Pure.
 
-    metrics.jsonl, or what TRL logged ─▶ Step ─▶ seconds, shares and ratios
+    metrics.jsonl, or TRL's logs ─▶ Step ─▶ seconds, shares and ratios
 
-Invariant: every side is measured by the same functions over the same steps: the first ones, `warm_up` of them, are left out.
+Invariant: both sides are measured by the same functions over the same steps, without the first `warm_up` steps.
 """
 
 import statistics
@@ -18,19 +18,19 @@ SMOOTH_OVER_STEPS = 3
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step. Seconds count from the first step's beginning."""
+    """One optimizer step. Seconds count from the start of the first step."""
 
     ended_s: float
     version: float
-    """Optimizer steps taken by the policy that sampled the batch; a mean where groups differ."""
+    """Version of the policy that sampled the batch; the mean if groups differ."""
     completion_length_mean: float
     reward_mean: float
     wait_s: float = 0.0
-    """Of the trainer, for the batch."""
+    """The trainer's wait for the batch."""
 
 
 def own_step(line: dict[str, Any]) -> Step:
-    """From a line of metrics.jsonl."""
+    """Return a step from a line of metrics.jsonl."""
     return Step(
         ended_s=line["elapsed_s"],
         version=line["step"] - 1 - line["staleness/mean"],
@@ -41,38 +41,37 @@ def own_step(line: dict[str, Any]) -> Step:
 
 
 def seconds_per_step(steps: Sequence[Step], warm_up: int) -> float:
-    """Mean over all but the first `warm_up`, of which there is at least one."""
+    """Return the mean over all steps except the first `warm_up`, at least one."""
     return (steps[-1].ended_s - steps[warm_up - 1].ended_s) / (len(steps) - warm_up)
 
 
 def idle_frac(steps: Sequence[Step], warm_up: int) -> float:
-    """Share of the time for which the trainer waited for its batch."""
+    """Return the share of the time in which the trainer waited for its batch."""
     waited_s = statistics.fmean(step.wait_s for step in steps[warm_up:])
     return waited_s / seconds_per_step(steps, warm_up)
 
 
 def length_mean(steps: Sequence[Step], warm_up: int) -> float:
-    """Tokens of a completion."""
+    """Return the mean number of tokens of a completion."""
     return statistics.fmean(step.completion_length_mean for step in steps[warm_up:])
 
 
 def limit_frac(
     workload: Workload, steps: Sequence[Step], warm_up: int, num_parameters: int, flops_per_s: float
 ) -> float:
-    """Share of a step's seconds that its necessary arithmetic takes at the rate of large matrix products: 6 operations for each
-    parameter and token, each prompt counted once."""
+    """Return the share of a step's time that 6 operations per parameter and token take at the measured rate."""
     needed = workload.needed_tokens(length_mean(steps, warm_up)) * 6 * num_parameters
     return needed / flops_per_s / seconds_per_step(steps, warm_up)
 
 
 def reward_at(steps: Sequence[Step], versions: Sequence[float]) -> float:
-    """Mean reward of the policy's samples at these versions, interpolated between those that were seen."""
+    """Return the mean reward at these versions, interpolated between the recorded versions."""
     seen = [step.version for step in steps]
     return float(np.mean(np.interp(versions, seen, [step.reward_mean for step in steps])))
 
 
 def seconds_to_reward(steps: Sequence[Step], target: float) -> float | None:
-    """When the policy was made whose samples are worth `target`, smoothed over neighbouring steps; None: never."""
+    """Return when the policy existed whose smoothed reward reaches `target`; None: never."""
     made_s = np.interp(
         [step.version for step in steps], np.arange(len(steps) + 1), [0.0, *(step.ended_s for step in steps)]
     )
@@ -87,11 +86,11 @@ def seconds_to_reward(steps: Sequence[Step], target: float) -> float | None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Means of neighbours, so many fewer values."""
+    """Return the means of neighboring values."""
     return np.convolve(values, np.full(SMOOTH_OVER_STEPS, 1 / SMOOTH_OVER_STEPS), mode="valid").tolist()
 
 
 def predicted_idle(generation_s: float, training_s: float) -> dict[str, float]:
-    """Of each side, from the seconds that a step's work takes it alone: the faster waits for the slower."""
+    """Return the idleness of each side from its seconds per step alone: the faster side waits for the slower."""
     slower_s = max(generation_s, training_s)
     return {"server": 1 - generation_s / slower_s, "learner": 1 - training_s / slower_s}

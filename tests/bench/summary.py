@@ -1,4 +1,4 @@
-"""What the cells of the learning benchmark say together: means and deviations over seeds, and the three headline numbers."""
+"""The summary of the learning benchmark: means and deviations over seeds, and the three headline numbers."""
 
 import statistics
 from collections import defaultdict
@@ -12,7 +12,7 @@ Key = tuple[str, str, int, str]
 
 
 def summarize(trials: dict[Cell, Trial]) -> dict[str, Any]:
-    """Return the JSON object of the benchmark, without what the real system gave. Numbers that lack cells are None."""
+    """Return the JSON object of the benchmark, without the real system. Numbers with missing cells are None."""
     rows = table(trials)
     best = {(row["task"], row["algorithm"], row["max_staleness"], row["reference"]): row["best_mean"] for row in rows}
     tasks = sorted({row["task"] for row in rows} - {LARGE_STEPS})
@@ -31,7 +31,7 @@ def summarize(trials: dict[Cell, Trial]) -> dict[str, Any]:
 
 
 def table(trials: dict[Cell, Trial]) -> list[dict[str, Any]]:
-    """One row for each kind of cell: exact match at the end and at its best, mean, deviation, and by seed."""
+    """Return one row per kind of cell: final and best exact match as mean, deviation, and by seed."""
     by_kind: dict[Key, list[Trial]] = defaultdict(list)
     for cell, trial in sorted(trials.items(), key=lambda item: item[0].name):
         by_kind[(cell.task, cell.algorithm, cell.max_staleness, cell.reference)].append(trial)
@@ -51,11 +51,11 @@ def table(trials: dict[Cell, Trial]) -> list[dict[str, Any]]:
 
 
 def as_text(summary: dict[str, Any]) -> str:
-    """The table for people."""
+    """Format the table."""
     lines = [f"{'task':<11}{'algorithm':<13}{'staleness':<11}{'reference':<11}{'final':<16}{'best':<16}seeds"]
     shown = summary["table"] + [row for row in summary["references"] if row["reference"] != "none"]
     for row in shown:
-        numbers = [_told(row[f"{measure}_mean"], row[f"{measure}_std"]) for measure in ("final", "best")]
+        numbers = [_format(row[f"{measure}_mean"], row[f"{measure}_std"]) for measure in ("final", "best")]
         lines.append(
             f"{row['task']:<11}{row['algorithm']:<13}{row['max_staleness']:<11}{row['reference']:<11}"
             f"{numbers[0]:<16}{numbers[1]:<16}{row['num_seeds']}"
@@ -65,7 +65,7 @@ def as_text(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _told(mean: float, std: float | None) -> str:
+def _format(mean: float, std: float | None) -> str:
     return f"{mean:.3f}" if std is None else f"{mean:.3f} ± {std:.3f}"
 
 

@@ -1,4 +1,4 @@
-"""The numbers of the benchmark of clients, from windows that never were."""
+"""The numbers of the clients benchmark, from artificial windows."""
 
 import pytest
 
@@ -16,5 +16,5 @@ def test_the_share_is_the_median_of_the_repetitions_and_the_answer_the_slowest_o
     assert (result["num_answers"], result["median_answer_s"]) == (4, 0.25)
 
 
-def test_a_minute_and_three_repetitions_unless_set_otherwise() -> None:
+def test_the_defaults_are_a_minute_and_three_repetitions() -> None:
     assert (parse_options([]).seconds, parse_options(["--repetitions", "1"]).repetitions) == (60.0, 1)

@@ -1,4 +1,4 @@
-"""The arithmetic of the comparisons with TRL and of asynchronous with synchronous training, and what both sides train on."""
+"""The arithmetic of the comparisons with TRL and of asynchronous training, and the workload of both sides."""
 
 import json
 import math
@@ -32,12 +32,14 @@ pytestmark = pytest.mark.system
 
 
 def steps_of(
-    durations: list[float], *, rewards: list[float] | None = None, lag: float = 0.0, wait_s: float = 0.0, length: float = 10.0
+    durations: list[float], *, rewards: list[float] | None = None, lag: float = 0.0, wait_s: float = 0.0,
+    length: float = 10.0
 ) -> list[Step]:  # fmt: skip
     rewards = rewards or [0.5] * len(durations)
     return [
         Step(
-            ended_s=sum(durations[: i + 1]), version=max(0.0, i - lag), completion_length_mean=length, reward_mean=reward,
+            ended_s=sum(durations[: i + 1]), version=max(0.0, i - lag), completion_length_mean=length,
+            reward_mean=reward,
             wait_s=wait_s,
         )
         for i, reward in enumerate(rewards)
@@ -52,13 +54,13 @@ def run_of(steps: list[Step], **more: float) -> Run:
     )  # fmt: skip
 
 
-def test_the_first_steps_are_left_out_of_seconds_and_of_waits() -> None:
+def test_the_first_steps_are_excluded_from_seconds_and_waits() -> None:
     steps = steps_of([100.0, 50.0, 2.0, 4.0, 3.0], wait_s=0.75)
     assert seconds_per_step(steps, 2) == 3.0
     assert idle_frac(steps, 2) == 0.25
 
 
-def test_what_must_be_computed_is_each_prompt_once_and_every_token_of_its_completions() -> None:
+def test_needed_tokens_are_each_prompt_once_and_all_completion_tokens() -> None:
     assert Workload("x", 100, 8).needed_tokens(7.5) == 32 * 100 + 256 * 7.5
 
 
@@ -69,7 +71,7 @@ def test_the_limit_is_six_operations_per_parameter_and_token_at_the_measured_rat
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
-def test_the_expected_length_is_that_of_completions_that_end_with_a_probability_of_one_in_128(
+def test_the_expected_length_assumes_an_end_probability_of_one_in_128(
     workload: Workload,
 ) -> None:
     p = 1 / 128
@@ -77,7 +79,7 @@ def test_the_expected_length_is_that_of_completions_that_end_with_a_probability_
     assert workload.mean_length == pytest.approx(sum(survived))
 
 
-def test_a_ratio_is_ours_to_theirs_of_medians_and_unequal_lengths_are_reported() -> None:
+def test_a_ratio_is_of_medians_and_unequal_lengths_are_reported() -> None:
     workload = WORKLOADS["b"]
     trl = [
         TrlRun(processes=1, threads=2, steps=steps_of([5.0, seconds, seconds], length=100.0))
@@ -117,7 +119,7 @@ def test_rewards_are_equal_within_three_standard_errors_over_repetitions() -> No
     assert compare_rewards(noisy[:1], noisy[4:5])["rewards_equal"] is None
 
 
-def test_the_time_to_a_reward_is_when_the_policy_was_made_not_when_its_samples_were_trained_on() -> None:
+def test_the_time_to_a_reward_is_that_of_the_policy_and_not_of_training_on_its_samples() -> None:
     rewards = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
     on_time = steps_of([2.0] * 6, rewards=rewards)
     assert seconds_to_reward(on_time, 0.25) == pytest.approx(5.0)
@@ -146,7 +148,7 @@ def test_asynchronous_over_synchronous_is_the_ratio_of_seconds_to_the_same_rewar
     assert pipeline.compare(runs, "b", target=0.9, warm_up=2)["async_over_sync_b"] is None
 
 
-def test_a_line_of_metrics_tells_which_version_sampled_the_batch() -> None:
+def test_a_line_of_metrics_has_the_version_that_sampled_the_batch() -> None:
     line = {
         "step": 7, "elapsed_s": 3.0, "staleness/mean": 1.5, "rollout/completion_length_mean": 5.0, "reward/mean": 0.4,
         "time/wait_for_batch": 0.1,
@@ -154,7 +156,7 @@ def test_a_line_of_metrics_tells_which_version_sampled_the_batch() -> None:
     assert own_step(line) == Step(ended_s=3.0, version=4.5, completion_length_mean=5.0, reward_mean=0.4, wait_s=0.1)
 
 
-def test_the_reward_is_the_share_of_good_characters_and_chance_where_there_are_none() -> None:
+def test_the_reward_is_the_share_of_good_characters_or_chance_for_an_empty_text() -> None:
     good, bad = CHARACTERS[0], CHARACTERS[-1]
     assert good_share([good * 3 + bad, "", bad], answer=["", "", ""]) == [0.75, BY_CHANCE, 0.0]
     assert len(set(CHARACTERS)) == 127
@@ -191,7 +193,7 @@ def test_the_commands_have_defaults() -> None:
     assert pipeline.parse_options(["--steps", "4"]).steps == 4
 
 
-def test_seconds_to_the_target_are_those_of_the_first_evaluation_that_reaches_it() -> None:
+def test_seconds_to_the_target_end_at_the_first_evaluation_that_reaches_it() -> None:
     def curve(*rewards: float, s: float) -> list[HeldOut]:
         return [HeldOut(step=5 * i, elapsed_s=s * i, reward=reward) for i, reward in enumerate(rewards, start=1)]
 
@@ -218,8 +220,8 @@ def test_both_sides_of_the_real_cell_have_the_settings_of_the_recipe(tmp_path: P
     assert job["bf16"] == (config.dtype == "bfloat16")
 
 
-def test_trls_environment_needs_none_of_our_packages() -> None:
-    """It has TRL and what TRL needs."""
+def test_trls_environment_needs_no_package_of_slipstream() -> None:
+    """The environment has TRL and its dependencies."""
     ours = ("msgspec", "zmq", "aiohttp", "vllm")
     program = f"import sys; sys.modules.update(dict.fromkeys({ours})); import tests.bench.trl_job"
     subprocess.run([sys.executable, "-c", program], check=True)

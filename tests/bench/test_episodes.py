@@ -1,4 +1,4 @@
-"""The parts of the benchmark of episodes: its two environments differ in nothing but the time that their tool takes."""
+"""The episodes benchmark: its two environments differ only in the delay of their tool."""
 
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.system
 
 
 @pytest.mark.parametrize(("side", "seconds"), [("slow", SECONDS), ("quick", 0.0)])
-def test_a_side_takes_the_time_that_it_is_named_after(tmp_path: Path, side: str, seconds: float) -> None:
+def test_a_side_takes_the_time_of_its_name(tmp_path: Path, side: str, seconds: float) -> None:
     environment = config_of(tmp_path, SIDES[side], steps=1, num_episodes=64).learner.environment
     assert (environment.max_turns, environment.max_concurrent) == (4, 64)
     instance = load_environment(environment.factory or "", takes_text=True)()

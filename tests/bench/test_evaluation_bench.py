@@ -1,4 +1,4 @@
-"""The parts of the benchmark of evaluations: what it makes of a run's files, and of two answers that differ."""
+"""The evaluation benchmark: its reading of a run's files, and its comparison of two answers."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def made(step: int, ended_at: float, seconds: float) -> Evaluation:
     return msgspec.convert(known | named | {"time": ended_at, "seconds": seconds, "step": step}, Evaluation)
 
 
-def test_the_seconds_of_a_step_beside_an_evaluation_are_held_against_those_before() -> None:
+def test_steps_during_an_evaluation_are_compared_with_earlier_steps() -> None:
     before = [{"step": step, "time": 100.0 + step} for step in range(1, 31)]
     beside = [{"step": 30 + i, "time": 130.0 + 3 * i} for i in range(1, 5)]
     after = [{"step": 35, "time": 143.0}]
@@ -40,7 +40,7 @@ def test_the_seconds_of_a_step_beside_an_evaluation_are_held_against_those_befor
     assert (cost["steps_beside"], cost["slowdown_by_clock"]) == (4, pytest.approx(3.0))
     assert cost["training_lost_s"] == pytest.approx(8.0)
     last = cost_of(made(35, ended_at=150.0, seconds=5.0), [*before, *beside, *after])
-    assert last["steps_beside"] == 0 and last["slowdown_by_clock"] is None, "no step came beside that of the last"
+    assert last["steps_beside"] == 0 and last["slowdown_by_clock"] is None, "no step ran during the last evaluation"
 
 
 def test_each_third_of_the_demo_is_evaluated_and_keeps_its_checkpoint(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_each_third_of_the_demo_is_evaluated_and_keeps_its_checkpoint(tmp_path: 
     )
 
 
-def test_answers_are_kept_when_the_learner_has_removed_them(tmp_path: Path) -> None:
+def test_answers_are_kept_after_the_learner_removes_them(tmp_path: Path) -> None:
     answers = _Answers(tmp_path, tmp_path)
     answers.look()
     file = tmp_path / "evaluation.partial.jsonl"
@@ -70,7 +70,7 @@ def test_answers_are_kept_when_the_learner_has_removed_them(tmp_path: Path) -> N
 
 
 @torch.no_grad()
-def test_where_two_answers_part_the_weights_say_how_clearly() -> None:
+def test_the_gap_at_the_first_difference_of_two_answers_is_from_the_weights() -> None:
     path = resolve_model("tiny:digits")
     policy, prompt = load_policy(path, gradient_checkpointing=False), [5, 6, 7]
     first = policy(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)

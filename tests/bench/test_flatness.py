@@ -1,4 +1,4 @@
-"""The soak's verdict on series whose answer is known."""
+"""The soak test's verdict on series with a known answer."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def judge(rss_mib: np.ndarray, files: np.ndarray | None = None, threads: np.ndar
     )
 
 
-def test_memory_that_stays_is_flat() -> None:
+def test_constant_memory_is_flat() -> None:
     verdict = judge(np.full(600, 300.0))
     assert verdict.is_flat and verdict.slope_mib_per_hour == 0 and verdict.rss_mib == 300
     assert verdict.file_descriptors == verdict.threads == (20, 20)
@@ -34,7 +34,7 @@ def test_memory_that_grows_steadily_is_not_flat_and_its_slope_is_reported() -> N
 
 
 @pytest.mark.parametrize(("size_mib", "is_flat"), [(300.0, False), (1000.0, True)])
-def test_what_a_small_process_may_not_a_large_one_may(size_mib: float, is_flat: bool) -> None:
+def test_a_large_process_can_grow_more_than_a_small_one(size_mib: float, is_flat: bool) -> None:
     assert judge(size_mib + SECONDS / 40).is_flat == is_flat
 
 
@@ -59,7 +59,7 @@ def test_one_file_or_thread_more_at_the_end_is_not_flat(leaking: str) -> None:
     assert not judge(np.full(600, 300.0), **{leaking: more}).is_flat
 
 
-def test_a_file_that_is_open_for_a_moment_is_no_leak() -> None:
+def test_a_file_that_is_open_briefly_is_not_a_leak() -> None:
     files = np.full(600, 20)
     files[::50] = 22
     verdict = judge(np.full(600, 300.0), files=files)

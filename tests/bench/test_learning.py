@@ -1,4 +1,4 @@
-"""The learning benchmark's own parts: the grid, the sampler, the file of cells, the summary."""
+"""The parts of the learning benchmark: grid, sampler, result file, summary."""
 
 from pathlib import Path
 
@@ -49,7 +49,8 @@ def test_with_large_steps_only_the_clips_and_no_correction_are_compared() -> Non
     assert [(cell.algorithm, cell.max_staleness, cell.seed) for cell in cells] == [
         (algorithm, 8, seed) for seed in range(8) for algorithm in ("grpo", "gspo", "uncorrected")
     ]
-    assert {(task, cell.run().learner.optimizer.schedule) for task in ("sort", LARGE_STEPS) for cell in grid([task])} == {
+    assert {(task, cell.run().learner.optimizer.schedule) for task in ("sort",
+        LARGE_STEPS) for cell in grid([task])} == {
         ("sort", "linear"), (LARGE_STEPS, "constant")
     }  # fmt: skip
 
@@ -66,7 +67,7 @@ def test_only_picks_cells_by_name() -> None:
     assert chosen == [f"sort/grpo/stale{s}/none/seed{seed}" for seed in (0, 1) for s in (0, 4)]
 
 
-def test_samples_come_from_the_weights_of_so_many_versions_ago_with_their_logprobs() -> None:
+def test_samples_and_logprobs_are_of_weights_with_the_given_staleness() -> None:
     sampler, policy, _ = sampler_at(max_staleness=2)
     weights = []
     for version in range(5):
@@ -88,7 +89,7 @@ def test_samples_come_from_the_weights_of_so_many_versions_ago_with_their_logpro
             assert completion.versions == [(2, len(completion.token_ids))]
 
 
-def test_completions_end_with_the_first_end_and_are_scored_as_the_learner_scores_them() -> None:
+def test_completions_end_with_the_first_end_token_and_are_scored_as_in_the_learner() -> None:
     sampler, _, _ = sampler_at(max_staleness=0)
     tokenizer = load_tokenizer(resolve_model("tiny:digits"))
     lengths = set()
@@ -106,21 +107,22 @@ def test_completions_end_with_the_first_end_and_are_scored_as_the_learner_scores
     assert len(lengths) > 1
 
 
-def test_greedy_completions_are_the_likeliest_tokens_and_exact_match_counts_the_right_ones() -> None:
+def test_greedy_completions_are_the_most_likely_tokens_and_exact_match_counts_correct_ones() -> None:
     run = Cell(task="sort", algorithm="grpo", max_staleness=0).run()
     path = resolve_model("tiny:digits")
     policy, tokenizer = load_policy(path, gradient_checkpointing=False), load_tokenizer(path)
     prompts = held_out_prompts(run)[:8]
-    said = [[0] if not i else c.token_ids.tolist() for i, c in enumerate(sample(policy, prompts, 1, 5, version=0, generator=None))]  # fmt: skip
-    for prompt, ids in list(zip(prompts, said, strict=True))[1:]:
+    sampled_ids = [[0] if not i else c.token_ids.tolist() for i,
+        c in enumerate(sample(policy, prompts, 1, 5, version=0, generator=None))]  # fmt: skip
+    for prompt, ids in list(zip(prompts, sampled_ids, strict=True))[1:]:
         for t, token in enumerate(ids):
             logits = policy(torch.tensor([prompt.token_ids + ids[:t]])).logits[0, -1]
             assert token == int(logits.argmax())
-    told = [
+    labelled = [
         msgspec.structs.replace(prompt, columns={"answer": tokenizer.decode(ids, skip_special_tokens=True)})
-        for prompt, ids in zip(prompts, said, strict=True)
+        for prompt, ids in zip(prompts, sampled_ids, strict=True)
     ]
-    assert exact_match(policy, told, tokenizer, 5) == pytest.approx(7 / 8)
+    assert exact_match(policy, labelled, tokenizer, 5) == pytest.approx(7 / 8)
 
 
 def test_held_out_prompts_are_new_to_the_run() -> None:
@@ -130,7 +132,7 @@ def test_held_out_prompts_are_new_to_the_run() -> None:
     assert len(held_out) == 512 and not trained & held_out and len(trained) + 512 < NUM_TASK_PROMPTS
 
 
-def test_a_line_cut_off_by_a_kill_is_left_out_and_the_next_cell_starts_a_new_one(tmp_path: Path) -> None:
+def test_a_truncated_line_is_ignored_and_the_next_cell_starts_a_new_line(tmp_path: Path) -> None:
     first, second, third = grid(["sort"], [0])[:3]
     results.append(tmp_path, trial_of(first, 0.1))
     results.append(tmp_path, trial_of(second, 0.2))
@@ -140,7 +142,7 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_the_next_cell_starts_a_new_one
     assert results.read(tmp_path) == {first: trial_of(first, 0.1), third: trial_of(third, 0.3)}
 
 
-def test_cells_of_other_settings_are_refused(tmp_path: Path) -> None:
+def test_cells_with_other_settings_are_rejected(tmp_path: Path) -> None:
     cell = grid(["sort"], [0])[0]
     results.append(tmp_path, msgspec.structs.replace(trial_of(cell, 0.1), settings_hash="0123456789ab"))
     with pytest.raises(ConfigError, match=r"sort/grpo/stale0/none/seed0 of other settings \(0123456789ab, now .*--out"):
@@ -170,7 +172,7 @@ def test_the_summary_gives_means_and_deviations_over_seeds_and_the_headlines(tmp
     assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
 
 
-def test_a_headline_that_lacks_its_cells_is_none() -> None:
+def test_a_headline_with_missing_cells_is_none() -> None:
     cell = Cell(task="arithmetic", algorithm="grpo", max_staleness=4)
     summary = summarize({cell: trial_of(cell, 0.5)})
     assert summary["async_4_minus_sync"] is None and summary["stale8_clipped"] is None

@@ -1,4 +1,4 @@
-"""The benchmark of long resumes, with a short run: what it makes is the directory of a run that goes on."""
+"""The benchmark of long resumes, with a short run: the extended directory can be resumed."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.system
 
 
 @pytest.mark.slow
-def test_a_directory_that_was_made_long_is_resumed_at_its_end(tmp_path: Path) -> None:
+def test_an_extended_directory_is_resumed_at_its_end(tmp_path: Path) -> None:
     with tiny_server() as server:
         run = long_run(tmp_path, server.endpoint, 50, 2)
         make_long(run, 50)

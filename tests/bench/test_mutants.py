@@ -1,4 +1,4 @@
-"""What `python -m tests.bench.mutants` breaks, and that it stays Python."""
+"""The mutants of `python -m tests.bench.mutants`, all of which are valid Python."""
 
 import ast
 from pathlib import Path
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
         ("if __name__ == '__main__': x()", set()),
     ],
 )
-def test_a_statement_is_broken_in_every_way_that_is_no_text_and_no_type(line: str, broken: set[str]) -> None:
+def test_a_statement_has_every_mutant_except_in_texts_and_types(line: str, broken: set[str]) -> None:
     source = f"async def f(self, x=1, *, z: int = 2) -> Literal[3]:\n    {line}\n".encode()
     mutants = mutants_of("a.py", source)
     sources = [mutant.apply(source).decode() for mutant in mutants]
@@ -48,7 +48,7 @@ def test_a_statement_is_broken_in_every_way_that_is_no_text_and_no_type(line: st
     assert all(ast.parse(text) for text in sources) and len({mutant.name for mutant in mutants}) == len(mutants)
 
 
-def test_a_mutant_is_named_after_its_place_and_knows_the_lines_of_its_statement() -> None:
+def test_a_mutant_has_the_name_of_its_place_and_the_lines_of_its_statement() -> None:
     source = "LIMIT = 5\n\ndef f(x):\n    return g(\n        'µ', x >\n        LIMIT,\n    )\n"
     compare, value = sorted(mutants_of("a.py", source.encode()), key=lambda mutant: mutant.kind)
     assert (compare.name, value.name) == ("a.py:6:8:compare", "a.py:4:4:return")
@@ -64,7 +64,7 @@ def test_a_seed_always_gives_the_same_mutants_and_each_is_python() -> None:
         ast.parse(mutant.apply((ROOT / mutant.path).read_bytes()))
 
 
-def test_the_report_counts_by_folder_and_shows_what_was_not_noticed() -> None:
+def test_the_report_counts_by_folder_and_shows_unnoticed_mutants() -> None:
     mutants = sample(ROOT, ["learner/storage"], 3, seed=1)
     verdicts = dict(zip([mutant.name for mutant in mutants], ("noticed", "unnoticed", "not run"), strict=True))
     lines = report(ROOT, mutants, verdicts, ["learner/storage", "protocol"]).splitlines()

@@ -1,4 +1,4 @@
-"""The server benchmark's own parts, run small: what it reports fits together, and both sides are asked for the same."""
+"""The server benchmark at a small size: its results are consistent, and both sides get the same requests."""
 
 import os
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def sender() -> Iterator[server_channel.Sender]:
     sender.close()
 
 
-def test_every_size_is_measured_with_and_without_keys_on_the_cores_that_there_were_before() -> None:
+def test_every_size_is_measured_with_and_without_keys_and_the_cores_are_restored() -> None:
     cores = os.sched_getaffinity(0)
     result = server_channel.measure(2, {"tiny": (3, 5)})
     assert os.sched_getaffinity(0) == cores
@@ -36,13 +36,13 @@ def test_every_size_is_measured_with_and_without_keys_on_the_cores_that_there_we
         assert all(rate > 0 for rates in one["messages_per_s_by_repetition"].values() for rate in rates)
 
 
-def test_messages_that_arrive_other_than_they_were_sent_are_an_error(
+def test_messages_that_arrive_changed_are_an_error(
     sender: server_channel.Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = server_channel.Order("channel", num_tokens=3, num_messages=2, keys=None)
     assert sender.turn(order) > 0
     other = server_channel.group(4)
-    monkeypatch.setattr(server_channel, "group", lambda num_tokens: other)  # not in the process that sends
+    monkeypatch.setattr(server_channel, "group", lambda num_tokens: other)  # only in the receiving process
     with pytest.raises(AssertionError, match="not what was sent"):
         sender.turn(order)
 
@@ -58,7 +58,7 @@ def generated(seconds: float, cpu_seconds: float, *lengths: int) -> Generated:
     return Generated(seconds, cpu_seconds, [[[7] * length] for length in lengths])
 
 
-def test_generation_is_compared_by_the_medians_of_what_each_repetition_shows() -> None:
+def test_generation_is_compared_by_medians_of_the_repetitions() -> None:
     through = [generated(2.0, 1.0, 6, 4), generated(4.0, 2.0, 10), generated(10.0, 3.0, 10)]
     alone = [generated(1.6, 0.5, 6, 4), generated(1.0, 1.6, 10), generated(9.0, 0.9, 10)]
     result = server_generation.compare(through, alone)
@@ -69,7 +69,7 @@ def test_generation_is_compared_by_the_medians_of_what_each_repetition_shows() -
     assert not server_generation.compare(through, [*alone[:2], generated(1.0, 1.0, 9, 1)])["same_tokens"]
 
 
-def test_no_prompt_and_no_seed_is_ever_asked_for_twice() -> None:
+def test_no_prompt_and_no_seed_is_used_twice() -> None:
     orders = [CASE.order(repetition, seeded=True) for repetition in range(3)]
     prompts = [tuple(prompt) for order in orders for prompt in order.prompts]
     assert len(set(prompts)) == len(prompts) == 3 * CASE.num_groups
@@ -84,10 +84,10 @@ def test_no_prompt_and_no_seed_is_ever_asked_for_twice() -> None:
 
 
 class _Side:
-    """Notes when it was asked."""
+    """A side that records its requests."""
 
-    def __init__(self, name: str, asked: list[tuple[str, int | None]]) -> None:
-        self._name, self._asked = name, asked
+    def __init__(self, name: str, requests: list[tuple[str, int | None]]) -> None:
+        self._name, self._asked = name, requests
 
     def generate(self, order: Order) -> Generated:
         sampling: Sampling = order.samplings[0]
@@ -96,29 +96,31 @@ class _Side:
 
 
 @contextmanager
-def _sides(asked: list[tuple[str, int | None]]) -> Iterator[tuple[_Side, _Side]]:
-    asked.append(("started", None))
-    yield _Side("server", asked), _Side("bare", asked)
+def _sides(requests: list[tuple[str, int | None]]) -> Iterator[tuple[_Side, _Side]]:
+    requests.append(("started", None))
+    yield _Side("server", requests), _Side("bare", requests)
 
 
 def test_each_repetition_has_new_processes_whose_first_turn_does_not_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[tuple[str, int | None]] = []
+    requests: list[tuple[str, int | None]] = []
     firsts: list[bool] = []
 
     def both_sides(model: str, directory: Path, *, server_first: bool) -> AbstractContextManager[tuple[_Side, _Side]]:
         firsts.append(server_first)
-        return _sides(asked)
+        return _sides(requests)
 
     monkeypatch.setattr(server_generation, "both_sides", both_sides)
     monkeypatch.setattr(server_generation, "save", lambda config, directory: str(directory))
     result = server_generation.measure(CASE, tmp_path, 2)
     first, second = (repetition * CASE.num_groups * server_generation.NUM_COMPLETIONS for repetition in (1, 2))
     assert firsts == [True, False]
-    assert asked == [
-        ("started", None), ("server", 0), ("bare", 0), ("server", first), ("bare", first), ("server", None), ("bare", None),
-        ("started", None), ("bare", 0), ("server", 0), ("bare", second), ("server", second), ("bare", None), ("server", None),
+    assert requests == [
+        ("started", None), ("server", 0), ("bare", 0), ("server", first), ("bare", first), ("server", None),
+        ("bare", None),
+        ("started", None), ("bare", 0), ("server", 0), ("bare", second), ("server", second), ("bare", None),
+        ("server", None),
     ]  # fmt: skip
     assert result["seeded"]["num_tokens"] == {"server": [4, 12], "bare": [5, 11]}
     assert result["unseeded"]["num_tokens"] == {"server": [6, 14], "bare": [7, 13]}
@@ -135,6 +137,6 @@ def test_the_headlines_are_of_the_smallest_model_and_of_all_messages_together() 
     assert skipped["over_bare_vllm"] is None and skipped["same_tokens"] is None
 
 
-def test_generation_can_be_left_out() -> None:
+def test_generation_can_be_skipped() -> None:
     options = parse_options(["--skip-generation", "--repetitions", "5", "--json"])
     assert options.skip_generation and options.repetitions == 5 and options.json

@@ -1,4 +1,4 @@
-"""The step benchmark's own parts, run small: what it compares is the same work, and its oracle would see a difference."""
+"""The step benchmark at a small size: both sides do the same work, and its oracle notices a difference."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_both_sides_of_each_comparison_have_one_loss_and_one_gradient(trainer: P
     assert 0 < found["useful_over_bare"] < 10
 
 
-def test_the_oracle_sees_rows_that_are_others(trainer: PolicyTrainer) -> None:
+def test_the_oracle_notices_different_rows(trainer: PolicyTrainer) -> None:
     rows = make_rows(2, 2, 5, 4, 128)
     found = step.differences(
         trainer, lambda: step.our_pass(trainer, rows), lambda: step.our_pass(trainer, rows[:2] + rows[1:2] * 2)
@@ -38,13 +38,13 @@ def test_the_oracle_sees_rows_that_are_others(trainer: PolicyTrainer) -> None:
     assert found["loss"] > 1e-4 and found["gradient"] > 0.1
 
 
-def test_a_prompt_that_is_shared_is_computed_once(trainer: PolicyTrainer) -> None:
+def test_a_shared_prompt_is_computed_once(trainer: PolicyTrainer) -> None:
     rows = make_rows(3, 4, 50, 10, 128)
     assert step.num_computed(trainer, rows) == 3 * (50 + 4 * 9)
     assert step.num_computed(trainer, apart(rows)) == 3 * 4 * (50 + 9)
 
 
-def test_what_the_branches_of_episodes_begin_with_is_computed_once(trainer: PolicyTrainer) -> None:
+def test_the_common_prefix_of_branches_is_computed_once(trainer: PolicyTrainer) -> None:
     rows = make_rows(2, 3, 50, 10, 128, num_branches=4, num_said=40)
     assert [len(row.prompt_token_ids) for row in rows[:5]] == [50, 90, 130, 170, 50]
     assert [row.place for row in rows] == [place for place in range(6) for _ in range(4)]
@@ -60,13 +60,13 @@ def test_a_speed_is_the_median_of_turns_without_the_first(monkeypatch: pytest.Mo
     assert "".join(turns) == "abababab" and seconds == {"a": 2, "b": 3}
 
 
-def test_the_bytes_that_live_at_the_peak_are_counted_exactly() -> None:
+def test_live_bytes_at_the_peak_are_counted_exactly() -> None:
     before = torch.ones(1000)
     with LiveBytes() as live:
         one = before + 1  # 4,000 bytes
         two = one * 2  # 8,000
         del one
-        two.add_(1).view(10, 100).sum()  # in place and a view: nothing; a number: 4
+        two.add_(1).view(10, 100).sum()  # in-place operations and views: nothing; a scalar: 4
     assert (live.peak, live.now) == (8000, 4000)
 
 

@@ -1,6 +1,6 @@
-"""Runs one cell of the learning benchmark in this process: the learner's own step on groups of a fixed staleness.
+"""Run one cell of the learning benchmark in this process: the learner's step on groups of a fixed staleness.
 
-sampler ─▶ train_on (learner/training/step.py) ─▶ publish ─▶ every EVALUATE_EVERY steps: greedy exact match on held-out prompts
+sampler ─▶ train_on (learner/training/step.py) ─▶ publish ─▶ every EVALUATE_EVERY steps: held-out exact match
 """
 
 import statistics
@@ -35,7 +35,7 @@ WATCHED = {
     "optim/grad_norm": "grad_norm",
     "reference/kl": "reference_kl",
 }
-"""Metrics of the step that a curve also holds, as means since the point before."""
+"""Metrics of the step in a curve, as means since the previous point."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,9 +43,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     step: int
     exact_match: float
-    """Greedy, on held-out prompts."""
+    """Greedy exact match on held-out prompts."""
     sampled_exact_match: float | None = None
-    """Of the completions trained on since the point before."""
+    """Exact match of the completions trained on since the previous point."""
     entropy: float | None = None
     behaviour_kl: float | None = None
     clipped_frac: float | None = None
@@ -54,7 +54,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """What one cell gave."""
+    """The results of one cell."""
 
     cell: Cell
     settings_hash: str
@@ -71,7 +71,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_trial(cell: Cell, *, last_step: int | None = None) -> Trial:
-    """Train one cell from its start to its end, or to an earlier step."""
+    """Train one cell to its end, or to `last_step`."""
     started = time.monotonic()
     run = cell.run()
     config = run.learner
@@ -98,19 +98,19 @@ def run_trial(cell: Cell, *, last_step: int | None = None) -> Trial:
             means = {name: statistics.fmean(values) for name, values in window.items() if values}
             curve.append(Point(step=step, exact_match=exact, **means))
             window.clear()
-    accelerator.free_memory()  # else it keeps every model it has prepared
+    accelerator.free_memory()  # otherwise it keeps every prepared model
     return Trial(cell=cell, settings_hash=cell.settings_hash, seconds=time.monotonic() - started, curve=curve)
 
 
 @cache
 def cpu_accelerator() -> Accelerator:
-    """One per process, on one thread."""
+    """Return the accelerator of this process, with one thread."""
     torch.set_num_threads(1)
     return Accelerator(cpu=True)
 
 
 def held_out_prompts(run: LearnerRun) -> list[Prompt]:
-    """Prompts of the run's task that it does not train on."""
+    """Return prompts of the run's task that the run does not train on."""
     data, tokenizer = run.learner.data, load_tokenizer(resolve_model(run.model))
     assert data.task is not None and data.num_prompts is not None
     trained = {row["prompt"] for row in make_rows(data.task, data.num_prompts, run.seed, num_digits=data.num_digits)}

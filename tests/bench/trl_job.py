@@ -1,8 +1,9 @@
-"""TRL's side of the comparison: `python -m torch.distributed.run ... -m tests.bench.trl_job JOB.json`, in its own environment.
+"""TRL's side of the comparison, in its environment: `python -m torch.distributed.run … tests.bench.trl_job JOB`.
 
-    the job (model, prompts, the settings of both sides) ─▶ GRPOTrainer ─▶ job["steps_file"]: what each step took and gave
+    the job (model, prompts, settings) ─▶ GRPOTrainer ─▶ job["steps_file"]: time and results of each step
 
-The trainer generates with transformers; why not with vLLM says `NOTES` of against_trl.py. Imports nothing of ours but the rewards.
+The trainer generates with transformers; `NOTES` in against_trl.py says why not with vLLM. Imports only the rewards of
+Slipstream.
 """
 
 import json
@@ -29,7 +30,7 @@ def main() -> None:
     from trl import GRPOTrainer
 
     class Clock(TrainerCallback):
-        """Notes every step when its metrics are logged, which is the last thing that it does; evaluations do not count as time."""
+        """Records every step when its metrics are logged, at its end. Evaluations do not count as time."""
 
         def __init__(self) -> None:
             self.steps: list[dict[str, float]] = []
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 def settings(job: dict[str, Any], num_ranks: int) -> Any:
-    """The job in TRL's words."""
+    """Return the job as a config of TRL."""
     from trl import GRPOConfig
 
     num_rows = job["groups_per_step"] * job["num_completions"] // num_ranks
@@ -84,18 +85,20 @@ def settings(job: dict[str, Any], num_ranks: int) -> Any:
         output_dir=str(Path(job["steps_file"]).parent / "trl"), save_strategy="no", report_to="none", disable_tqdm=True,
         logging_steps=1, seed=job["seed"], use_cpu=True, bf16=job["bf16"], gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"}, max_steps=job["steps"],
-        per_device_train_batch_size=job["micro_batch_rows"], gradient_accumulation_steps=num_rows // job["micro_batch_rows"],
+        per_device_train_batch_size=job["micro_batch_rows"],
+        gradient_accumulation_steps=num_rows // job["micro_batch_rows"],
         num_generations=job["num_completions"], max_completion_length=job["max_tokens"],
         temperature=1.0, top_p=1.0, top_k=0, cache_implementation=job["cache"], torch_compile=job["compile"],
         beta=0.0, num_iterations=1, epsilon=job["clip_low"], epsilon_high=job["clip_high"], loss_type="dapo",
         scale_rewards="group", importance_sampling_level="token", mask_truncated_completions=False,
-        learning_rate=job["learning_rate"], lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=job["max_grad_norm"],
+        learning_rate=job["learning_rate"], lr_scheduler_type="constant", warmup_steps=0,
+        max_grad_norm=job["max_grad_norm"],
         adam_beta1=job["beta1"], adam_beta2=job["beta2"], weight_decay=job["weight_decay"],
     )  # fmt: skip
 
 
 def held_out_reward(model: Any, tokenizer: Any, job: dict[str, Any]) -> float:
-    """Mean reward of greedy answers, in bfloat16 where training computes in it."""
+    """Return the mean reward of greedy answers, in bfloat16 if training uses it."""
     import torch
 
     rows = [json.loads(line) for line in Path(job["held_out"]).read_text().splitlines()]

@@ -1,6 +1,6 @@
-"""TRL's side of the comparison, from here: its settings, which are ours in its terms, and its process.
+"""TRL's side of the comparison: Slipstream's settings in TRL's terms, and the process of TRL.
 
-our config ─▶ job.json ─▶ trl_job.py in TRL's virtual environment ─▶ steps.json ─▶ TrlRun
+config ─▶ job.json ─▶ trl_job.py in TRL's virtual environment ─▶ steps.json ─▶ TrlRun
 """
 
 import json
@@ -19,26 +19,26 @@ TIMEOUT_S = 4 * 3600.0
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean reward of greedy answers to prompts that are not trained on."""
+    """The mean reward of greedy answers to held-out prompts."""
 
     step: int
     elapsed_s: float
-    """Of training alone, until the evaluated weights were there."""
+    """Training time until the evaluated weights."""
     reward: float
 
 
 class TrlRun(msgspec.Struct, frozen=True):
-    """What trl_job.py wrote."""
+    """The results of trl_job.py."""
 
     processes: int
     threads: int
-    """Of each process."""
+    """Threads of each process."""
     steps: list[Step]
     evaluations: list[HeldOut] = []
 
 
 def trl_job(config: LearnerRun, rows: int, cache: str | None = None, *, is_compiled: bool = False) -> dict[str, Any]:
-    """The same settings in TRL's terms. `cache`: of generation; None: the default."""
+    """Return the settings in TRL's terms. `cache`: for generation; None: the default."""
     learner = config.learner
     optimizer = learner.optimizer
     return {
@@ -47,13 +47,14 @@ def trl_job(config: LearnerRun, rows: int, cache: str | None = None, *, is_compi
         "max_tokens": learner.sampling.max_tokens, "micro_batch_rows": rows, "clip_low": learner.loss.value("clip_low"),
         "clip_high": learner.loss.value("clip_high"), "learning_rate": optimizer.learning_rate,
         "max_grad_norm": optimizer.max_grad_norm, "beta1": optimizer.beta1, "beta2": optimizer.beta2,
-        "weight_decay": optimizer.weight_decay, "cache": cache, "compile": is_compiled, "bf16": config.dtype == "bfloat16",
+        "weight_decay": optimizer.weight_decay, "cache": cache, "compile": is_compiled,
+        "bf16": config.dtype == "bfloat16",
         "reward": learner.reward.functions[0].rpartition(":")[2],
     }  # fmt: skip
 
 
 def run_trl(job: dict[str, Any], directory: Path, python: Path, num_processes: int) -> TrlRun:
-    """Raises SlipstreamError if it fails."""
+    """Run TRL. Raises SlipstreamError if it fails."""
     directory.mkdir()
     steps_file, job_file, console = directory / "steps.json", directory / "job.json", directory / "console.log"
     job_file.write_text(json.dumps(job | {"steps_file": str(steps_file)}))

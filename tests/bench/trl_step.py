@@ -1,9 +1,9 @@
-"""TRL's side of tests/bench/step_gpu.py: `python -m tests.bench.trl_step MODEL [--rounds N] …`, where trl is installed.
+"""TRL's side of tests/bench/step_gpu.py: `python -m tests.bench.trl_step MODEL [--rounds N] …`. Requires trl.
 
     rows ─▶ the tensors that GRPOTrainer makes of a batch ─▶ its own compute_loss, backward ─▶ clipping, AdamW
 
-As its Trainer does it in bfloat16: the weights float32, its passes under autocast. Its sums of a few rows in float32 go into
-MODEL/oracle.safetensors.
+As TRL's Trainer in bfloat16: float32 weights, passes under autocast. The gradients of a few rows in float32 are written
+to MODEL/oracle.safetensors.
 """
 
 import json
@@ -24,7 +24,7 @@ from learner.training.batch import BatchRow
 from learner.training.metrics import train_flops
 from learner.training.packing import Layout, pieces_of
 from tests.bench import step_gpu
-from tests.bench.step_gpu import CLIPS, GROUP_SIZE, measure, oracle_rows, rows_of, told
+from tests.bench.step_gpu import CLIPS, GROUP_SIZE, measure, oracle_rows, rows_of, summarize
 
 LEARNING_RATE = 1e-6
 
@@ -55,7 +55,7 @@ def main() -> None:
         )
         packed = Layout(max_tokens=AUTO_TOKENS, is_packed=True, pair_cost=0.0)
         flops = train_flops(shape_of(trainer.model.config), pieces_of(rows, packed))
-        answer[str(length)] = told(measured, rows, flops)
+        answer[str(length)] = summarize(measured, rows, flops)
     print(json.dumps(answer))
 
 
@@ -67,7 +67,8 @@ def make_trainer(path: Path) -> GRPOTrainer:
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=str(path), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
-        train_dataset=Dataset.from_list([{"prompt": "1"}] * GROUP_SIZE), processing_class=AutoTokenizer.from_pretrained(path),
+        train_dataset=Dataset.from_list([{"prompt": "1"}] * GROUP_SIZE),
+        processing_class=AutoTokenizer.from_pretrained(path),
     )  # fmt: skip
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = (

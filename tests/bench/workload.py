@@ -1,7 +1,7 @@
-"""What both sides of a comparison train on: a model of 2.66M parameters, its prompts, and the shape of each cell.
+"""The workload of both sides of a comparison: a model of 2.66M parameters, its prompts, and the shape of each cell.
 
-The weights are random and the last norm's are small, so that the next token is nearly evenly distributed: a completion ends at
-each token with probability 1/128, which fixes how long completions are on every side (`mean_length`).
+The weights are random and the last norm's are small, so that the next token is nearly uniform. A completion ends at
+each token with probability 1/128, which fixes the length of completions on both sides (`mean_length`).
 """
 
 import json
@@ -16,7 +16,7 @@ from tests.bench.good_share import CHARACTERS
 EOS = "<eos>"
 VOCAB_SIZE = 1 + len(CHARACTERS)
 FINAL_NORM = 0.1
-"""Weights of the last norm. At 1, tied embeddings alone would have the model repeat its last token half of the time."""
+"""Weights of the last norm. At 1, tied embeddings would make the model repeat its last token half of the time."""
 GROUPS_PER_STEP = 32
 NUM_COMPLETIONS = 8
 NUM_PROMPTS = 4096
@@ -35,11 +35,11 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a completion, the end included, before anything is learnt: of a geometric distribution, cut off."""
+        """Mean length of completions of the untrained model, including the end: a truncated geometric distribution."""
         return (1 - (1 - 1 / VOCAB_SIZE) ** self.max_tokens) * VOCAB_SIZE
 
     def needed_tokens(self, completion_length_mean: float) -> float:
-        """That a step must compute: each prompt once, and the tokens of its completions."""
+        """Return the tokens that a step must compute: each prompt once, and all completions."""
         return GROUPS_PER_STEP * self.prompt_tokens + self.samples_per_step * completion_length_mean
 
 
@@ -47,14 +47,14 @@ WORKLOADS = {one.name: one for one in (Workload("a", 6, 6), Workload("b", 13, 25
 
 
 def write_prompts(workload: Workload, path: Path, seed: int = 0) -> None:
-    """One JSON line each, all different."""
+    """Write distinct prompts as JSON lines."""
     draw = random.Random(seed)
     texts = {"".join(draw.choices(CHARACTERS[33:], k=workload.prompt_tokens)) for _ in range(NUM_PROMPTS)}
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in sorted(texts)))
 
 
 def write_model(path: Path, seed: int = 0) -> int:
-    """Save a random Qwen2 with its tokenizer, as `model` of a config may name it; return how many parameters it has."""
+    """Save a random Qwen2 with its tokenizer as a checkpoint. Return the number of parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -75,7 +75,7 @@ def write_model(path: Path, seed: int = 0) -> int:
 
 
 def _tokenizer() -> Any:
-    """One token per byte of ASCII, and the end: byte-level as Qwen2's own class, which transformers reads it into, whatever it is."""
+    """Return a byte-level tokenizer like Qwen2's, with one token per ASCII byte and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

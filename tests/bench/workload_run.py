@@ -1,6 +1,6 @@
-"""A workload through our own system, as a user would start it: server and learner on one node of two cores.
+"""Run a workload in Slipstream, started as a user does: server and learner on one node with two cores.
 
-Workload ─▶ a config of defaults but for what both sides must have alike ─▶ colocated.py ─▶ Run: its steps, its idleness
+Workload ─▶ a config of defaults, except for settings equal on both sides ─▶ colocated.py ─▶ Run: steps, idleness
 """
 
 from pathlib import Path
@@ -20,28 +20,28 @@ SERVER = {
     "cpu_cores": [0],
 }
 OWN_CORE = (1,)
-"""Of the learner; the server has the other."""
+"""Core of the learner. The server uses the other."""
 NEVER = 10**9
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run gave; idle shares and seconds are of the steady steps."""
+    """The results of one run. Idle shares and seconds exclude the warm-up steps."""
 
     steps: list[Step]
     server_idle_frac: float
-    """By the server's own count of seconds."""
+    """Idle share by the server's counter of seconds."""
     server_idle_frac_at_step_ends: float
-    """perf/server_idle_frac, its mean: samples of the last moments of each step."""
+    """Mean of perf/server_idle_frac, which is sampled at the end of each step."""
     learner_idle_frac: float
     phases_s: dict[str, float]
-    """time/<phase> of the learner, mean per step."""
+    """Mean time/<phase> of the learner per step."""
 
 
 def config_of(
     workload: Workload, files: Path, run_dir: Path, *, steps: int, learning_rate: float, max_staleness: int,
     learner_cores: tuple[int, ...] = OWN_CORE, seed: int = 0,
 ) -> LearnerRun:  # fmt: skip
-    """What the comparison fixes; everything else is the default."""
+    """Return the config: the settings of the comparison, otherwise defaults."""
     learner = {
         "steps": steps,
         "groups_per_step": GROUPS_PER_STEP,
@@ -60,7 +60,7 @@ def config_of(
 
 
 def run_workload(run: LearnerRun, warm_up: int) -> Run:
-    """Train to the end. Raises SlipstreamError if it fails."""
+    """Train to the end. Raises SlipstreamError if the run fails."""
     seen = run_colocated(run, SERVER)
     lines = read_metrics(Path(run.run_dir))
     steps = [own_step(line) for line in lines]

@@ -1,1 +1,1 @@
-"""Faults at random moments and at every named state of the running system, and an audit of what is left: `python -m tests.chaos`."""
+"""Chaos testing: inject faults into a running system, then audit the result. Run `python -m tests.chaos`."""

@@ -1,7 +1,7 @@
-"""The audit of what evaluations were answered: without chance, by the weights that the answer names, and rated by what it is worth.
+"""The audit of evaluation answers: each is greedy under the weights that it names, and has the correct reward.
 
-The learner's process has kept the weights of every version before they were pushed. A resume trains some versions again: an answer is
-right if any of its version's weights give it.
+The learner's process keeps the weights of every version before it pushes them. A resume trains some versions again, so
+an answer is correct if any weights of its version give it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from tests.chaos.versions import TOLERANCE
 
 
 class AnswerAudit:
-    """Of one run."""
+    """The check of one run's answers."""
 
     def __init__(self, directory: Path, config: LearnerRun) -> None:
         path = resolve_model(config.model)
@@ -39,25 +39,27 @@ class AnswerAudit:
         self._weights = directory / WEIGHTS
 
     def problems(self, line: Line, answers: Sequence[Line]) -> list[str]:
-        """Return in words what is wrong; `answers`: in the order of the prompts."""
+        """Return a description of each problem. `answers`: in the order of the prompts."""
         prompts = [self._prompts[line["set_name"]].prompt_at(place).token_ids for place in range(len(answers))]
         tokens = [answer["token_ids_K"][0] for answer in answers]
         found = [
-            f"rates its prompt {place} {rated}, whose answer is worth {worth}"
+            f"has the reward {rated} for prompt {place}, whose answer is worth {worth}"
             for place, rated in enumerate(line["rewards_P"][: len(answers)])
             if rated != (worth := self._worth(prompts[place], tokens[place]))
         ]
         for low, high in {tuple(answer["versions"]) for answer in answers}:
-            if low == high:  # of a mixture nobody knows which token is whose
+            if low == high:  # a mixture does not say which token is from which version
                 places = [place for place, answer in enumerate(answers) if answer["versions"] == [low, high]]
                 found += self._unlike(low, {place: (prompts[place], tokens[place]) for place in places})
         return found
 
     def _worth(self, prompt: list[int], tokens: list[int]) -> float:
-        """The share of characters in their places, and of the end."""
+        """Return the share of correct characters, counting the end of the text as one."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         gold = self._tokenizer.decode(prompt, skip_special_tokens=True).removesuffix(">")[::-1]
-        num_right = sum(one == other for one, other in zip(text, gold, strict=False)) + (len(text) == len(gold))
+        num_right = sum(char == gold_char for char, gold_char in zip(text, gold, strict=False)) + (
+            len(text) == len(gold)
+        )
         return num_right / (len(gold) + 1)
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
-"""The built-in guessing game as an environment and as an agent, whose process dies, stops or hangs in the midst of it when its trap is sprung.
+"""The built-in guessing game, as an environment and as an agent that kills, stops or hangs its own process.
 
-Dozens of processes share a trap: each counts its own visits, and one takes it away, and tells of it before it does what the trap says.
+Dozens of processes share a trap. Each counts its own visits; one removes the trap, records the event and commits the
+fault.
 """
 
 import asyncio
@@ -15,42 +16,42 @@ from learner.environments.builtin import Guess
 from tests.chaos.traps import Traps
 
 CHAOS_DIR = "SLIPSTREAM_TEST_CHAOS_DIR"
-"""The environment variable of the learner's process that says where the trap is."""
+"""Environment variable with the directory of the traps, set in the learner's process."""
 FOREVER_S = 3600.0
 MAX_TURNS = 4
 
 
 @functools.cache
 def _traps() -> Traps:
-    """Of this process."""
+    """Return the traps of this process."""
     return Traps(Path(os.environ[CHAOS_DIR]), "environment")
 
 
-def _must_hang() -> bool:
-    """Die or stop, if the trap says so."""
-    if _is_told("kill"):
+def _commit_fault() -> bool:
+    """Kill or stop this process if its trap says so. Return whether the caller must hang."""
+    if _is_sprung("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
-    if _is_told("stop"):
+    if _is_sprung("stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
-    return _is_told("hang")
+    return _is_sprung("hang")
 
 
-def _is_told(kind: str) -> bool:
+def _is_sprung(kind: str) -> bool:
     is_sprung = _traps().is_sprung(kind)
     if is_sprung:
-        _traps().tell(kind)
+        _traps().record(kind)
     return is_sprung
 
 
 class DoomedGuess(Guess):
     def guess(self, text: str) -> str:
-        if _must_hang():
+        if _commit_fault():
             time.sleep(FOREVER_S)
         return super().guess(text)
 
 
 async def doomed_agent(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
-    """The same game, in which the agent asks for the turns."""
+    """Play the same game as an agent that requests every turn itself."""
     game, text = Guess(), data["prompt"]
     game.reset(**data)
     for _ in range(MAX_TURNS):
@@ -58,7 +59,7 @@ async def doomed_agent(data: dict[str, Any], *, base_url: str, api_key: str, htt
             f"{base_url}/completions", headers={"Authorization": f"Bearer {api_key}"}, json={"prompt": text}
         )
         (choice,) = answer.raise_for_status().json()["choices"]
-        if _must_hang():
+        if _commit_fault():
             await asyncio.sleep(FOREVER_S)
         if choice["finish_reason"] == "length":
             break

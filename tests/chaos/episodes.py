@@ -1,9 +1,9 @@
-"""The audit of episodes: what was done to those who played them, how the learner says that each ended, and what it kept of that.
+"""The audit of episodes: each ends and is kept as the fault to its process demands.
 
-    environment.py tells whom it struck ─▶ the learner tells how his episode ended ─▶ its group as it was received
+    environment.py records the fault ─▶ the learner records how the episode ended ─▶ the group as received
 
-Pure. An episode that was struck need not end: the learner may have been killed meanwhile, and plays it again. That one ends which must is
-seen to by others: without it the run stands still.
+Pure. An episode need not end after a fault: the learner may have been killed meanwhile, and plays it again. An episode
+that never ends stops the run, which the supervisor reports as a hang.
 """
 
 from collections import Counter
@@ -19,20 +19,20 @@ ENDS: dict[Player, dict[str, EndState]] = {
     "environment": {"kill": "env_error", "stop": "tool_timeout", "hang": "tool_timeout"},
     "agent": {"kill": "env_error", "stop": "deadline", "hang": "deadline"},
 }
-"""Of an episode, by what was done to the process that played it."""
+"""Expected end state by the fault to the episode's process."""
 STRUCK: tuple[EndState, ...] = ("env_error", "tool_timeout")
-"""Only of such an episode; one may also last too long because a server was struck."""
+"""End states that only such a fault explains. "deadline" may also follow from a fault to a server."""
 Groups = Sequence[tuple[str, AnyGroup]]
 
 
 def ends_of(groups: Groups) -> Counter[str]:
-    """How many ended how."""
+    """Return the number of episodes by end state."""
     return Counter(episode.course.state for _, group in _played(groups) for episode in group.episodes)
 
 
 def audit_episodes(groups: Groups, events: Sequence[Event], player: Player) -> list[str]:
-    """Return in words what is wrong: `groups` as they were received, by name, `events` of all processes."""
-    return [*_wrong_ends(events, player), *_wrongly_kept(groups, events), *_wrongly_rated(groups)]
+    """Return a description of each problem. `groups`: as received, with names; `events`: of all processes."""
+    return [*_wrong_ends(events, player), *_wrongly_kept(groups, events), *_wrong_rewards(groups)]
 
 
 def _wrong_ends(events: Sequence[Event], player: Player) -> list[str]:
@@ -45,10 +45,10 @@ def _wrong_ends(events: Sequence[Event], player: Player) -> list[str]:
             wanted = ENDS[player][strike.name]
             if end.name != ENDED + wanted:
                 wrong.append(
-                    f"group {end.group}: {strike.name} of who played an episode, which {end.name}, not {wanted}"
+                    f"group {end.group}: {strike.name} of an episode's process, which {end.name}, not {wanted}"
                 )
     wrong += [
-        f"group {end.group}: an episode {end.name}, although nobody was struck that played it"
+        f"group {end.group}: an episode {end.name}, although its process had no fault"
         for end in ended
         if end not in struck and end.name.removeprefix(ENDED) in STRUCK
     ]
@@ -56,28 +56,28 @@ def _wrong_ends(events: Sequence[Event], player: Player) -> list[str]:
 
 
 def _wrongly_kept(groups: Groups, events: Sequence[Event]) -> list[str]:
-    """Episodes that were kept with another end than they had; a group may be played again under its name."""
+    """Return the episodes that were kept with a wrong end state. A group may be played again under its name."""
     ended: dict[str, Counter[str]] = {}
     for event in events:
         if event.name.startswith(ENDED):
             ended.setdefault(event.group, Counter())[event.name.removeprefix(ENDED)] += 1
     return [
-        f"group {name}: {count} episodes more were kept as {state} than ended so"
+        f"group {name}: {count} more episodes were kept as {state} than ended as {state}"
         for name, group in _played(groups)
         for state, count in (ends_of([(name, group)]) - ended.get(group.group_id, Counter())).items()
     ]
 
 
-def _wrongly_rated(groups: Groups) -> list[str]:
+def _wrong_rewards(groups: Groups) -> list[str]:
     return [
         f"group {name}: an episode ended as {episode.course.state} with the reward {episode.reward}"
         for name, group in _played(groups)
         for episode in group.episodes
-        if not _is_rated_rightly(episode)
+        if not _has_correct_reward(episode)
     ]
 
 
-def _is_rated_rightly(episode: Episode) -> bool:
+def _has_correct_reward(episode: Episode) -> bool:
     return (episode.reward is not None) == (episode.course.state in REWARDED)
 
 

@@ -1,8 +1,8 @@
-"""What the processes of a run have told so far, in the order of the clock that all processes of a machine share.
+"""The events that the processes of a run have recorded so far, ordered by the machine's monotonic clock.
 
-    one file of lines for each directory (traps.py writes them) ─▶ Events ─▶ supervisor.py, stops.py
+    one event file per directory (written by traps.py) ─▶ Events ─▶ supervisor.py, stops.py
 
-Invariant: an event of a server, or about one, says which of them: `server` is its number.
+Invariant: an event of a server, or about a server, has the number of that server.
 """
 
 import bisect
@@ -15,19 +15,19 @@ from tests.chaos.traps import Event
 
 
 class Events:
-    """Of one run. `server_of_port`: by the port that the learner knows a server by."""
+    """The events of one run. `server_of_port`: server numbers by the port that the learner uses."""
 
     def __init__(self, files: Mapping[Path, int], server_of_port: Mapping[int, int]) -> None:
-        """`files`: with the number of the server that writes into each."""
+        """`files`: event files, each with the number of the server that writes it."""
         self._files, self._server_of_port = files, server_of_port
         self._num_bytes_read = dict.fromkeys(files, 0)
         self._all: list[Event] = []
         self.num_steps = 0
-        """That the learner has done: the highest there was."""
+        """Highest step that the learner has finished."""
         self.last_step = 0
-        """The one it has done last; a resume begins at a checkpoint."""
+        """Step that the learner finished last. Lower than `num_steps` after a resume."""
         self.ready: set[int] = set()
-        """Servers that the learner may ask for groups."""
+        """Servers that the learner may request groups from."""
 
     def read(self) -> list[Event]:
         """Return all events so far."""
@@ -36,7 +36,7 @@ class Events:
             new.sort(key=_time_s)
             is_in_order = not self._all or self._all[-1].time_s <= new[0].time_s
             self._all += new
-            if not is_in_order:  # one file was read before another was written to
+            if not is_in_order:  # a file was read before an earlier event reached another file
                 self._all.sort(key=_time_s)
             for event in new:
                 self._note(event)
@@ -71,7 +71,7 @@ class Events:
 
 
 def since(events: Sequence[Event], time_s: float) -> Sequence[Event]:
-    """Return those after a time."""
+    """Return the events after `time_s`."""
     return events[bisect.bisect_right(events, time_s, key=_time_s) :]
 
 

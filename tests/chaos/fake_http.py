@@ -1,4 +1,4 @@
-"""The OpenAI side of the fake server: greedy answers of whatever weights the engine has, with the version that they are told to be."""
+"""The OpenAI API of the fake server: greedy completions of the engine's weights, labelled with their version."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,23 +14,23 @@ from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine
 
 ANSWER_S = 0.05
-"""So that most are on their way when something dies."""
+"""Long enough for most completions to be in flight when a process dies."""
 
 
 async def serve_http(engine: ModelEngine, status: Callable[[], dict[str, Any]], port: int) -> None:
-    """Serve until cancelled. `status`: the server's."""
+    """Serve until cancelled. `status`: the server's status function."""
     tokenizer = load_tokenizer(resolve_model("tiny:digits"))
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "tiny:digits"}]})
 
     async def completions(request: web.Request) -> web.Response:
-        asked = await request.json()
+        body = await request.json()
         await asyncio.sleep(ANSWER_S)
         await engine.opened()
         run = header_of_runs(status()["weights_run"])
         version = NO_VERSION if engine.version is None else engine.version
-        tokens = greedy(engine.model, asked["prompt"], asked["max_tokens"])
+        tokens = greedy(engine.model, body["prompt"], body["max_tokens"])
         is_finished = tokens[-1] == engine.model.config.eos_token_id
         choice = {
             "index": 0, "text": tokenizer.decode(tokens, skip_special_tokens=True), "token_ids": tokens,

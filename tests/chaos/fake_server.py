@@ -1,7 +1,7 @@
-"""The real protocol server on an engine that samples from the pushed weights in Python: vLLM's part, without its start.
+"""The real protocol server with an engine that samples in Python: a substitute for vLLM that starts quickly.
 
-It loads a push bucket by bucket as vLLM does: a push that breaks off leaves old and new layers behind, so weights that are
-served although they are torn show in the tokens.
+The engine loads a push bucket by bucket, as vLLM does. An interrupted push leaves a mix of old and new layers, so
+tokens show it when the server samples from torn weights.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.learner.model_engine import ModelEngine, sample_group
 
 
 def run(chaos_dir: Path, arguments: list[str]) -> None:
-    """Serve until killed, or told to end."""
+    """Serve until killed or shut down."""
     set_traps(chaos_dir, calls=("pause", "load_push"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     asyncio.run(_serve(load_config(ServerRun, arguments, "fake server")))
@@ -49,21 +49,21 @@ async def _serve(config: ServerRun) -> None:
 
 
 GENERATE_S = 0.1
-"""What a group takes, so that every push finds some in flight."""
+"""Time that a group takes, so that every push finds groups in flight."""
 
 
 class InPlaceModelEngine(ModelEngine):
-    """`ModelEngine` without its copy at the end of a push."""
+    """`ModelEngine` that loads a push in place."""
 
     def __init__(self, model_path: Path) -> None:
         super().__init__(model_path)
         self._parameters = dict(self.model.named_parameters())
-        self._num_asked = 0
+        self._num_groups = 0
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
-        """Every other group says at once that it has begun, so that a server that is told to end has some of both kinds."""
-        self._num_asked += 1
-        if self._num_asked % 2 and self.version is not None:
+        """Report every other group as started, so that a draining server has started and waiting groups."""
+        self._num_groups += 1
+        if self._num_groups % 2 and self.version is not None:
             yield Sampled(entered_version=self.version, salt=salt, completions={})
         async for sampled in super().generate(prompt_token_ids, sampling, salt):
             yield sampled
@@ -73,12 +73,12 @@ class InPlaceModelEngine(ModelEngine):
         return await super().sample(prompt_token_ids, sampling)
 
     def _completions(self, prompt: list[int], sampling: Sampling) -> list[Completion]:
-        """Of a group together: most of what a campaign costs. A run's requests are without a seed."""
+        """Sample a group in one batch: sampling dominates a campaign's cost. A run's requests have no seed."""
         seeds = range(self._num_unseeded, self._num_unseeded + sampling.num_completions)
         self._num_unseeded = seeds.stop
         stops = self._stops_of(sampling)
         group = sample_group(self.model, prompt, seeds, sampling.max_tokens, stops)
-        return [self._told(tokens, logprobs, stops) for tokens, logprobs in group]
+        return [self._completion_of(tokens, logprobs, stops) for tokens, logprobs in group]
 
     def _load(self, order: PushOrder) -> WorkerReport:
         receiver, is_intact = self._own_receiver(), True

@@ -1,8 +1,8 @@
-"""The learner as the user starts it, with traps at its states and a copy of what the audit needs.
+"""The learner, started as a user does, with traps at its states and copies of what the audits need.
 
-Beside the run it keeps in the chaos directory: `weights/<version>-<digest>.safetensors` of every version before it is pushed,
-`received/<group>-<time>` of every group before it is committed, and `answered/<time>` of an evaluation before its answers are forgotten.
-What it tells of a server has its port for a number, and what it tells of an episode the process that played it.
+The chaos directory receives `weights/<version>-<digest>.safetensors` of every version before its push,
+`received/<group>-<time>` of every group before its commit, and `answered/<time>` of every evaluation before it discards
+its answers. The number of an event is the port for a server, and the process id for an episode.
 """
 
 import faulthandler
@@ -53,24 +53,25 @@ from tests.chaos.evaluations import ANSWERED
 from tests.chaos.traps import Traps, flip_of, slow_of
 
 BUCKET_BYTES = 64 << 10
-"""In place of learner.weight_sync.bucket_mib, whose smallest is more than the tiny model: here it has several."""
+"""Replaces learner.weight_sync.bucket_mib, whose minimum exceeds the tiny model, so that the model has several
+buckets."""
 WEIGHTS, RECEIVED = "weights", "received"
 SLOW_STEP_S = 1.0
-"""While nobody waits for steps."""
-LOOK_EVERY_S = 0.02
+"""Duration of a step while the supervisor does not wait for steps."""
+POLL_S = 0.02
 REREAD_EVERY_S = 0.5
-"""In place of the fleet's 5 s: an absence from the list lasts 0.3 to 4 s."""
+"""Replaces the fleet's 5 s, because an absence from the list lasts 0.3 to 4 s."""
 
 
 def run(chaos_dir: Path, arguments: list[str]) -> None:
-    """`learner train` with traps; does not return."""
+    """Run `learner train` with traps. Does not return."""
     faulthandler.register(signal.SIGUSR1)
     os.environ[CHAOS_DIR] = str(chaos_dir)
     traps = Traps(chaos_dir, "learner")
-    traps.tell("started")
+    traps.record("started")
     _set_traps(traps)
-    _keep_books(traps)
-    _keep_pace(slow_of(chaos_dir))
+    _record_run(traps)
+    _limit_pace(slow_of(chaos_dir))
     sys.argv = ["learner", "train", *arguments]
     main()
 
@@ -118,7 +119,7 @@ def _set_traps(traps: Traps) -> None:
 
 
 def _name_flips_by_server() -> dict[str, str]:
-    """Return the name of the trap that flips a byte in a session; filled as sessions begin."""
+    """Return the name of the trap that flips a byte, by session. New sessions are added as they begin."""
     begin, flips = SyncSessions.begin, dict[str, str]()
 
     def begin_and_name(sessions: SyncSessions, *args: Any) -> SyncSession:
@@ -134,27 +135,28 @@ def _port_of(endpoint: str) -> int:
     return int(split_endpoint(endpoint)[1])
 
 
-def _keep_books(traps: Traps) -> None:
+def _record_run(traps: Traps) -> None:
+    """Copy weights, groups and answers for the audits, and record events."""
     directory = traps.directory
     push, receive, consume, forget = WeightSync._push_until_done, Ledger.receive, Ledger.consume, PartialResults.forget
 
-    def keep_weights(pusher: WeightSync, version: int, tensors: Callable[[], Any], *members: Any) -> Any:
+    def keep_weights(weight_sync: WeightSync, version: int, tensors: Callable[[], Any], *members: Any) -> Any:
         content = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors()})
         digest = hashlib.sha256(content).hexdigest()[:12]
         _write_whole(directory / WEIGHTS / f"{version}-{digest}.safetensors", content)
-        return push(pusher, version, tensors, *members)
+        return push(weight_sync, version, tensors, *members)
 
     def keep_received(ledger: Ledger, groups: Iterable[GroupPayload]) -> list[str]:
         groups = list(groups)
         for group in groups:
             _write_whole(directory / RECEIVED / f"{group.group_id}-{time.monotonic_ns()}", group.payload)
         are_new = receive(ledger, groups)
-        traps.tell("received")
+        traps.record("received")
         return are_new
 
-    def tell_consumed(ledger: Ledger, groups: Any, step: int) -> None:
+    def record_consumed(ledger: Ledger, groups: Any, step: int) -> None:
         consume(ledger, groups, step)
-        traps.tell("consumed", step)
+        traps.record("consumed", step)
 
     def keep_answers(kept: PartialResults) -> None:
         lines = directory / "run" / background.FILE
@@ -163,93 +165,93 @@ def _keep_books(traps: Traps) -> None:
         forget(kept)
 
     WeightSync._push_until_done = keep_weights  # type: ignore[method-assign]
-    Ledger.receive, Ledger.consume = keep_received, tell_consumed  # type: ignore[method-assign]
+    Ledger.receive, Ledger.consume = keep_received, record_consumed  # type: ignore[method-assign]
     PartialResults.forget = keep_answers  # type: ignore[method-assign]
-    Controller.connect = _told_before(Controller.connect, traps)  # type: ignore[method-assign]
-    ServerLink._connected = _Connected(traps)  # type: ignore[assignment]
-    Fleet._note = _told_states(Fleet._note, traps)  # type: ignore[method-assign]
+    Controller.connect = _record_up_before(Controller.connect, traps)  # type: ignore[method-assign]
+    ServerLink._connected = _ConnectionRecorder(traps)  # type: ignore[assignment]
+    Fleet._note = _record_states(Fleet._note, traps)  # type: ignore[method-assign]
     learner.servers.fleet.REREAD_EVERY_S = REREAD_EVERY_S
-    _tell_ends(traps)
+    _record_ends(traps)
 
 
-def _keep_pace(slow: Path) -> None:
-    """A step takes SLOW_STEP_S while nobody waits for one."""
+def _limit_pace(slow: Path) -> None:
+    """Make a step take SLOW_STEP_S while the file `slow` exists."""
     next_batch = Controller.next_batch
 
     def wait_and_take(controller: Controller, *args: Any) -> Any:
-        goes_on_at = time.monotonic() + SLOW_STEP_S
-        while slow.exists() and time.monotonic() < goes_on_at:
-            time.sleep(LOOK_EVERY_S)
+        until_s = time.monotonic() + SLOW_STEP_S
+        while slow.exists() and time.monotonic() < until_s:
+            time.sleep(POLL_S)
         return next_batch(controller, *args)
 
     Controller.next_batch = wait_and_take  # type: ignore[method-assign]
 
 
-def _tell_ends(traps: Traps) -> None:
-    """How each episode ended that an environment or an agent has played. Each has a task of its own, and so values of its own here."""
+def _record_ends(traps: Traps) -> None:
+    """Record how each episode ended. Each episode runs in its own task, and so has its own context variables."""
     group_id, pid = ContextVar[str]("group_id"), ContextVar[int]("pid")
 
-    def noting_group(play: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def note_and_play(player: Player | AgentPlayer, played: str, *args: Any, **options: Any) -> Any:
-            group_id.set(played)
-            return await play(player, played, *args, **options)
+    def with_group(play: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def set_and_play(player: Player | AgentPlayer, group: str, *args: Any, **options: Any) -> Any:
+            group_id.set(group)
+            return await play(player, group, *args, **options)
 
-        return note_and_play
+        return set_and_play
 
-    def telling_end(episode: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def play_and_tell(*args: Any) -> Any:
+    def with_end(episode: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def play_and_record(*args: Any) -> Any:
             played = await episode(*args)
-            traps.tell(f"{ENDED}{played.state}", pid.get(), group_id.get())
+            traps.record(f"{ENDED}{played.state}", pid.get(), group_id.get())
             return played
 
-        return play_and_tell
+        return play_and_record
 
     for player in (Player, AgentPlayer):
-        player.play = noting_group(player.play)  # type: ignore[method-assign]
-        player._episode = telling_end(player._episode)  # type: ignore[method-assign]
-    ask, order = Lease.ask, AgentProcess.play
+        player.play = with_group(player.play)  # type: ignore[method-assign]
+        player._episode = with_end(player._episode)  # type: ignore[method-assign]
+    ask, play = Lease.ask, AgentProcess.play
 
-    async def ask_and_note(lease: Lease, *args: Any) -> Any:
+    async def set_pid_and_ask(lease: Lease, *args: Any) -> Any:
         pid.set(lease.process.pid)
         return await ask(lease, *args)
 
-    async def order_and_note(process: AgentProcess, *args: Any) -> Any:
+    async def set_pid_and_play(process: AgentProcess, *args: Any) -> Any:
         pid.set(process.pid)
-        return await order(process, *args)
+        return await play(process, *args)
 
-    Lease.ask, AgentProcess.play = ask_and_note, order_and_note  # type: ignore[method-assign]
+    Lease.ask, AgentProcess.play = set_pid_and_ask, set_pid_and_play  # type: ignore[method-assign]
 
 
-def _told_before(function: Callable[..., None], traps: Traps) -> Callable[..., None]:
+def _record_up_before(function: Callable[..., None], traps: Traps) -> Callable[..., None]:
     def call(*args: Any) -> None:
-        traps.tell("up")
+        traps.record("up")
         function(*args)
 
     return call
 
 
-def _told_states(note: Callable[[Fleet, Member], None], traps: Traps) -> Callable[[Fleet, Member], None]:
-    def note_and_tell(fleet: Fleet, member: Member) -> None:
+def _record_states(note: Callable[[Fleet, Member], None], traps: Traps) -> Callable[[Fleet, Member], None]:
+    def note_and_record(fleet: Fleet, member: Member) -> None:
         before = member.noted_state
         note(fleet, member)
         if member.noted_state != before:
-            traps.tell(f"server {member.noted_state}", _port_of(member.endpoint))
+            traps.record(f"server {member.noted_state}", _port_of(member.endpoint))
 
-    return note_and_tell
+    return note_and_record
 
 
-class _Connected:
-    """In place of the link's attribute: tells when the server is lost and when it is found."""
+class _ConnectionRecorder:
+    """Replaces the link's attribute. Records when the server is lost and found."""
 
     def __init__(self, traps: Traps) -> None:
-        self._traps, self._name = traps, "is connected, as told"
+        self._traps, self._name = traps, "recorded connection"
 
     def __get__(self, link: ServerLink, _: type) -> bool:
         return bool(link.__dict__.get(self._name, False))
 
     def __set__(self, link: ServerLink, value: bool) -> None:
         if value != self.__get__(link, ServerLink):
-            self._traps.tell("server found" if value else "server lost", _port_of(link.endpoint))
+            self._traps.record("server found" if value else "server lost", _port_of(link.endpoint))
         link.__dict__[self._name] = value
 
 

@@ -1,8 +1,8 @@
-"""When the learner, or a server, could not work because of what was done to it: what stops.py takes out.
+"""The outages of the learner and the servers: when a fault kept them from working. stops.py subtracts them.
 
-    supervisor.py notes every harm as it does it ─▶ told events say when a process, or an engine, was up again ─▶ outages
+    supervisor.py records each harm ─▶ events show when a process, or an engine, was up again ─▶ outages
 
-Invariant: an outage ends when whoever was struck is there again, not when the others have noticed: that is theirs to be quick about.
+Invariant: an outage ends when its process is up again, not when its peers notice: their delay counts as a stop.
 """
 
 import math
@@ -18,17 +18,17 @@ Remedy = Literal["up", "engine up", "let go"]
 
 
 class Harm(msgspec.Struct, kw_only=True):
-    """Something that keeps a process from working until it, or its engine, has been started again, or it is let go."""
+    """A fault that stops a process until the process or its engine restarts, or until the fault is undone."""
 
     server: int | None
-    """None: the learner."""
+    """Number of the server. None: the learner."""
     from_s: float
     until: Remedy
     let_go_s: float = math.inf
 
 
 class Outage(msgspec.Struct, frozen=True, kw_only=True):
-    """A time in which a server, or the learner, was not there."""
+    """A period without a server, or without the learner."""
 
     server: int | None
     from_s: float
@@ -36,7 +36,7 @@ class Outage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def outages(harms: Sequence[Harm], events: Sequence[Event]) -> list[Outage]:
-    """Return when each harm began and ended; one that has not ended lasts for ever."""
+    """Return the period of each harm; a harm without an end lasts forever."""
     return [Outage(server=harm.server, from_s=harm.from_s, until_s=_end_of(harm, events)) for harm in harms]
 
 

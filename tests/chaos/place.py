@@ -1,6 +1,6 @@
-"""One server's place in a run: the link that the learner reaches it by, its directory, and the process that is there now.
+"""One server of a run: the link that the learner uses, a directory, and the process that runs now.
 
-Of a run's several servers each has a directory of its own, for its log, its traps and its events; one alone shares the run's.
+Each of several servers has its own directory for log, traps and events. A single server shares the run's directory.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.ports import free_port
 
 
 class Place:
-    """Of the server of this number."""
+    """A server that keeps its number, link and directory when its process is replaced."""
 
     def __init__(self, number: int, engine: Engine, directory: Path, config_file: Path, *, has_http: bool) -> None:
         directory.mkdir(exist_ok=True)
@@ -24,17 +24,17 @@ class Place:
 
     @property
     def endpoint(self) -> str:
-        """Where the learner finds it, whichever process is there."""
+        """Endpoint that the learner uses. It stays the same when the process is replaced."""
         return f"tcp://127.0.0.1:{self.link.port}"
 
     @property
     def server_endpoint(self) -> str:
-        """Where the process that is there now listens."""
+        """Endpoint that the current process listens on."""
         return f"tcp://127.0.0.1:{self.link.server_port}"
 
     @property
     def url(self) -> str:
-        """The same of its OpenAI side."""
+        """URL of the OpenAI API that the learner uses."""
         assert self._http is not None
         return f"http://127.0.0.1:{self._http.port}/v1"
 
@@ -42,7 +42,7 @@ class Place:
         self.process = self._start()
 
     def _start(self) -> Process:
-        self.link.server_port = free_port()  # the one before may be somebody else's by now
+        self.link.server_port = free_port()  # another process may have the previous port by now
         log, arguments = self.directory / "server.log", [str(self._config_file), "--endpoint", self.server_endpoint]
         if self._http is not None:
             self._http.server_port = free_port()
@@ -52,7 +52,7 @@ class Place:
         return start_forked(FAKE_SERVER, self.directory, log, arguments)
 
     def close(self) -> None:
-        self.process.end()
+        self.process.kill()
         self.link.close()
         if self._http is not None:
             self._http.close()

@@ -1,8 +1,8 @@
-"""The processes of a run: started, struck by signals, and found among the children of others.
+"""The processes of a run: start them, send signals to them, and find them among the children of others.
 
-A fake run's processes are forked from one that has imported everything, for a killed one would else be seconds in its
-imports; a real run's are started as a user does. The audits are forked too: transformers gives models garbage for weights when several
-threads of a process load one.
+A fake run forks its processes from one that has imported everything, because a restarted process would need seconds for
+its imports. A real run starts them as a user does. The audits are forked too: transformers loads garbage weights when
+several threads of a process load models.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class Process:
-    """One server or learner, from its start to its end."""
+    """One process of a server or learner, from start to end."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self.started_at = time.monotonic()
@@ -40,21 +40,21 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """None while the process runs. Negative: the signal that ended it."""
         if isinstance(self._handle, subprocess.Popen):
             return self._handle.poll()
         return self._handle.exitcode
 
-    def child(self, words: str) -> int | None:
-        """Return the process id of the first child whose command line has these words."""
+    def find_child(self, words: str) -> int | None:
+        """Return the process id of the first child with `words` in its command line."""
         try:
             children = psutil.Process(self.pid).children(recursive=True)
             return next((child.pid for child in children if words in " ".join(child.cmdline())), None)
         except psutil.NoSuchProcess:
             return None
 
-    def end(self) -> None:
-        """Kill it and its children, whatever they do, and wait."""
+    def kill(self) -> None:
+        """Kill the process and its children, and wait for it."""
         try:
             everyone = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
         except psutil.NoSuchProcess:
@@ -64,7 +64,7 @@ class Process:
         self.reap()
 
     def reap(self) -> None:
-        """Wait for the end of a process that was killed."""
+        """Wait for the end of the process after a kill."""
         if isinstance(self._handle, subprocess.Popen):
             self._handle.wait(STOP_TIMEOUT_S)
         else:
@@ -87,8 +87,8 @@ def start_as_user(module: str, chaos_dir: Path, log: Path, arguments: list[str])
 
 
 def _in_session(module: str, chaos_dir: Path, log: Path, arguments: list[str]) -> None:
-    """In the forked process."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)  # the fork server holds them back
+    """Run a module in the forked process, as the leader of a session."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)  # the fork server blocks them
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
@@ -97,7 +97,7 @@ def _in_session(module: str, chaos_dir: Path, log: Path, arguments: list[str]) -
 
 
 def strike(pid: int, number: int) -> bool:
-    """Send a signal; False if there is nobody."""
+    """Send a signal. Return False if the process does not exist."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -106,7 +106,7 @@ def strike(pid: int, number: int) -> bool:
 
 
 def hang_up(pid: int) -> None:
-    """Do what closing a terminal does to a process that leads a session, and to its children."""
+    """Send SIGHUP to a session leader and its children, as a closing terminal does."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGHUP)
 

@@ -1,4 +1,4 @@
-"""What a campaign found, as one JSON object."""
+"""The report of a campaign, as one JSON object."""
 
 import statistics
 from collections import Counter
@@ -7,24 +7,24 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from tests.chaos.audit import Prompts, Received
+from tests.chaos.fault_result import FaultResult
 from tests.chaos.schedule import Engine, Leg
 from tests.chaos.stops import Stop
-from tests.chaos.struck import Struck
 
-NUM_TOLD = 5
+NUM_PROBLEMS = 5
 NUM_LONGEST = 3
 TRACEBACK = " with exit code 1: "
-"""Python's code for an exception that nobody has caught; an error that is told ends with 2."""
+"""Exit code of Python after an uncaught exception. A reported error ends with 2."""
 MAX_LEFT_OUT_SHARE = 0.1
 MAX_STOP_S = 10.0
-"""That training may stand still while a server is left."""
+"""Longest time that training may stop while a server is available."""
 
 
 class LegReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One run and its audits."""
+    """The results of one run and its audits."""
 
     leg: Leg
-    struck: list[Struck]
+    results: list[FaultResult]
     hangs: list[str]
     died: list[str]
     undrained: list[str]
@@ -32,21 +32,21 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Prompts
     received: Received
     stops: list[Stop]
-    """Of a run on several servers: the longest, the longest first."""
+    """The longest stops of a run on several servers, the longest first."""
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of some seconds."""
+    """Statistics of durations in seconds."""
 
     median: float | None
     max: float | None
     count: int
     longest: list[str]
-    """In words: the faults that took longest, the longest first."""
+    """The faults with the longest durations, the longest first."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The campaign. `lost` to `versions_wrong` must be 0, few faults left out, and of several servers none waited for."""
+    """The results of a campaign. See `is_clean` for the conditions of success."""
 
     seed: int
     engine: Engine
@@ -55,7 +55,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     faults: int
     faults_asked: int
     faults_left_out: int
-    """Those that could not be done: their state did not come up, or their target did not exist."""
+    """Faults that could not be committed: the run did not reach the state, or the target did not exist."""
     by_kind: dict[str, int]
     by_state: dict[str, int]
     prompts_expected: int
@@ -67,39 +67,41 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     versions_wrong: int
     completions_checked: int
     episode_ends: dict[str, int]
-    """Where the policy plays: how many that have come ended how."""
+    """Received episodes by end state."""
     episodes_misjudged: int
-    """With a reward although they say nothing about the policy, or without although they do; or ended otherwise than they must have."""
+    """Episodes with a reward although they say nothing about the policy, without a reward although they do, or with a
+    wrong end state."""
     evaluations_due: int
-    """Where the policy is evaluated: steps after which it was to be, with the first."""
+    """Steps with a due evaluation, including step 0."""
     evaluations_left_out: int
-    """Of those: the evaluation before was still under way. Never where a run pins."""
+    """Due evaluations that were skipped because another was still running. None in a run that pins."""
     evaluations_wrong: int
-    """Not there, there twice, of other weights, or with a prompt that counts not once or not as it was answered."""
+    """Evaluations that are missing, duplicated or of other weights, and prompts that count more than once or with a
+    wrong reward."""
     crashes: int
-    """Processes that nobody had struck and that ended in a traceback."""
+    """Processes that ended in a traceback without a fault."""
     undrained: int
-    """Servers and learners that were told to end and did not in order and in time."""
+    """Servers and learners whose requested shutdown was not clean or not in time."""
     taken_away: int
-    """Servers that welcomed a rival while the run had them."""
+    """Servers that welcomed a rival while a run used them."""
     ended_by_themselves: dict[str, int]
-    """Processes that nobody had struck; each was started again."""
+    """Processes that ended without a fault. Each was restarted."""
     notice_s: Spread
-    """From the fault until the learner took the server for lost, where it lasted long enough for that."""
+    """From the fault until the learner considered the server lost, for faults that lasted long enough."""
     server_notice_s: Spread
-    """The same until the server could not reach the learner."""
+    """From the fault until the server could not reach the learner."""
     recover_s: Spread
-    """From the moment what was struck could work again until a step with new groups was done."""
+    """From the moment when the target could work again until a step with new groups was done."""
     start_s: Spread
-    """From the start of a killed process to that moment."""
+    """From the restart of a killed process until it could work."""
     longest_stop_s: float | None
-    """In which no step was done although a server, and the learner, was there; None with one server, for which others wait."""
+    """Longest time without a step while the learner and a server were up. None with a single server."""
     longest_stops: list[str]
-    """In words: the faults beside the longest stops."""
+    """The longest stops, each with the last fault before its end."""
     seconds: float
     faults_per_minute: float
     problems: list[str]
-    """In words, with the leg; the first of each kind."""
+    """The first problems of each kind, with their legs."""
 
     @property
     def is_clean(self) -> bool:
@@ -114,9 +116,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: float) -> Report:
-    struck = [each for leg in legs for each in leg.struck]
-    names = {id(each): f"leg {leg.leg.number}: {each.fault}" for leg in legs for each in leg.struck}
-    asked = sum(len(leg.leg.faults) for leg in legs)
+    results = [each for leg in legs for each in leg.results]
+    names = {id(each): f"leg {leg.leg.number}: {each.fault}" for leg in legs for each in leg.results}
+    num_planned = sum(len(leg.leg.faults) for leg in legs)
     lost, duplicated, overtaken, hangs, wrong, misjudged, evaluations, crashes, undrained, taken_away = (
         [f"leg {leg.leg.number}: {kind}: {text}" for leg in legs for text in texts(leg)]
         for kind, texts in (
@@ -132,19 +134,19 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
             ("taken away", lambda leg: leg.taken_away),
         )
     )
-    stops = sorted(((stop.seconds, _in_words(leg, stop)) for leg in legs for stop in leg.stops), reverse=True)
+    stops = sorted(((stop.seconds, _describe(leg, stop)) for leg in legs for stop in leg.stops), reverse=True)
     too_long = [f"stop: {text}" for seconds, text in stops if seconds > MAX_STOP_S]
     evaluated = [leg.received.evaluations for leg in legs if leg.received.evaluations is not None]
     return Report(
         seed=seed,
         engine=engine,
         servers=max(leg.leg.num_servers for leg in legs),
-        targets=sorted({each.fault.target for each in struck}),
-        faults=len(struck),
-        faults_asked=asked,
-        faults_left_out=asked - len(struck),
-        by_kind=_counted(f"{each.fault.target}: {each.fault.kind}" for each in struck),
-        by_state=_counted(each.fault.state.label for each in struck),
+        targets=sorted({each.fault.target for each in results}),
+        faults=len(results),
+        faults_asked=num_planned,
+        faults_left_out=num_planned - len(results),
+        by_kind=_count(f"{each.fault.target}: {each.fault.kind}" for each in results),
+        by_state=_count(each.fault.state.label for each in results),
         prompts_expected=sum(leg.prompts.expected for leg in legs),
         prompts_consumed_once=sum(leg.prompts.consumed_once for leg in legs),
         lost=len(lost),
@@ -156,20 +158,20 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         episode_ends=dict(sum((Counter(leg.received.episode_ends) for leg in legs), Counter())),
         episodes_misjudged=len(misjudged),
         evaluations_due=sum(found.due for found in evaluated),
-        evaluations_left_out=sum(found.left_out for found in evaluated),
+        evaluations_left_out=sum(found.skipped for found in evaluated),
         evaluations_wrong=len(evaluations),
         crashes=len(crashes),
         undrained=len(undrained),
         taken_away=len(taken_away),
-        ended_by_themselves=_counted(died for leg in legs for died in leg.died),
-        notice_s=_spread((each.notice_s, names[id(each)]) for each in struck if each.fault.target != "learner"),
-        server_notice_s=_spread((each.notice_s, names[id(each)]) for each in struck if each.fault.target == "learner"),
-        recover_s=_spread((each.recover_s, names[id(each)]) for each in struck),
-        start_s=_spread((each.start_s, names[id(each)]) for each in struck),
+        ended_by_themselves=_count(died for leg in legs for died in leg.died),
+        notice_s=_spread((each.notice_s, names[id(each)]) for each in results if each.fault.target != "learner"),
+        server_notice_s=_spread((each.notice_s, names[id(each)]) for each in results if each.fault.target == "learner"),
+        recover_s=_spread((each.recover_s, names[id(each)]) for each in results),
+        start_s=_spread((each.start_s, names[id(each)]) for each in results),
         longest_stop_s=round(stops[0][0], 2) if stops else None,
         longest_stops=[text for _, text in stops[:NUM_LONGEST]],
         seconds=round(seconds, 1),
-        faults_per_minute=round(60 * len(struck) / seconds, 1),
+        faults_per_minute=round(60 * len(results) / seconds, 1),
         problems=[
             problem
             for kind in (
@@ -185,19 +187,19 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
                 taken_away,
                 too_long,
             )
-            for problem in kind[:NUM_TOLD]
+            for problem in kind[:NUM_PROBLEMS]
         ],
     )
 
 
-def _in_words(leg: LegReport, stop: Stop) -> str:
-    """With the last fault before its end."""
-    before = [each for each in leg.struck if each.struck_at < stop.until_s]
+def _describe(leg: LegReport, stop: Stop) -> str:
+    """Describe a stop with the last fault before its end."""
+    before = [each for each in leg.results if each.struck_at < stop.until_s]
     fault = f": {before[-1].fault}" if before else ", before any fault"
     return f"{stop.seconds:.2f} s: leg {leg.leg.number}{fault}"
 
 
-def _counted(names: Iterable[str]) -> dict[str, int]:
+def _count(names: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(names).items()))
 
 

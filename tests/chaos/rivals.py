@@ -1,9 +1,9 @@
-"""Learners that want the server of a run for themselves: what a user starts by mistake, on a server that is in use.
+"""Rival learners: a learner that a user starts by mistake on a server that a run already uses.
 
-    supervisor.py ─▶ ask: Hello, again and again ─▶ the server ─▶ how often it answered what
+    supervisor.py ─▶ ask: repeated Hello ─▶ the server ─▶ number of answers by type
 
-One is of another run; the other is a second process of the same run. Invariant: whoever is welcomed gives the server back
-at once, so that a campaign goes on after it has found one that was taken away.
+One rival belongs to another run; the other is a second process of the same run. Invariant: a rival that is welcomed
+returns the server immediately, so that the campaign can continue after this finding.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from protocol.model_files import fingerprint, resolve_model
 
 ASK_EVERY_S = 0.05
 RIVAL = "a rival"
-"""The learner's id of both, and the run of the first."""
+"""Learner id of both rivals, and the run of the first."""
 
 
 def ask(endpoint: str, run: str, seconds: float) -> Counter[str]:
-    """Ask for the server for so long; return how often each kind of message came."""
+    """Ask for the server for `seconds`. Return the number of answers by message type."""
     return asyncio.run(_ask(endpoint, run, time.monotonic() + seconds))
 
 
@@ -39,7 +39,7 @@ async def _ask(endpoint: str, run: str, until_s: float) -> Counter[str]:
                 await channel.send(Farewell(is_over=True), left_s)
             await asyncio.sleep(ASK_EVERY_S)
     except (DeadlineExceeded, TimeoutError, ProtocolError):
-        pass  # the server is busy, or was struck itself
+        pass  # the server is busy, or was hit by a fault
     finally:
         channel.close()
     return answers

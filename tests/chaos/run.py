@@ -1,4 +1,4 @@
-"""One run under fault: its config, its processes, its links, and the events they tell. Nothing here decides what happens."""
+"""One run of a campaign: its config, processes, links and events. The supervisor decides what happens to them."""
 
 import time
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ FAKE: dict[str, Any] = {
     "data": {"task": "reverse", "num_digits": 4, "num_prompts": 16},
     "sampling": {"group_size": 3, "max_tokens": 5},
     "reward": {"functions": ["share_right", "exact_match"], "weights": [1.0, 0.0]},
-    # A policy that has decided gives groups without signal, which are asked for again and again.
+    # A policy without entropy gives groups without signal, and every one of them is sampled again.
     "loss": {"entropy_coef": 0.5},
 }  # fmt: skip
 REAL = FAKE | {
@@ -33,35 +33,38 @@ PLAYED: dict[str, Any] = {
     "data": {"task": "guess", "num_prompts": 16},
     "sampling": {"group_size": 3, "max_tokens": 2, "stop": list("0123456789")},
     "reward": {"functions": ["environment_reward"]},
-    "environment": {"factory": "tests.chaos.environment:DoomedGuess", "max_turns": 4, "max_concurrent": 8, "timeout_s": 3.0},
+    "environment": {"factory": "tests.chaos.environment:DoomedGuess", "max_turns": 4, "max_concurrent": 8,
+        "timeout_s": 3.0},
     "max_group_attempts": 20,
 }  # fmt: skip
-"""Instead of FAKE's and REAL's; one episode of three that ends without a reward leaves two."""
+"""Overrides FAKE and REAL. A group of three episodes stays usable when one ends without a reward."""
 EVALUATED: dict[str, Any] = {
     "at_start": True, "max_concurrent": 3, "timeout_s": 100.0,
     "sets": {"few": {"num_prompts": 5}, "many": {"num_prompts": 8}},
 }  # fmt: skip
 EVALUATE_EVERY = (2, CHECKPOINT_EVERY)
-"""In half of the runs some steps that were evaluated have no checkpoint, and come again; in the others a resume goes on with answers."""
+"""Per seed parity. With the first, some evaluated steps have no checkpoint and are trained again; with the second, a
+resume continues a partial evaluation."""
 AGENT: dict[str, Any] = PLAYED | {
-    "environment": {"agent": "tests.chaos.environment:doomed_agent", "max_turns": 4, "max_concurrent": 8, "episode_deadline_s": 12.0},
+    "environment": {"agent": "tests.chaos.environment:doomed_agent", "max_turns": 4, "max_concurrent": 8,
+        "episode_deadline_s": 12.0},
 }  # fmt: skip
 SETTINGS: dict[Player | None, dict[str, Any]] = {None: {}, "environment": PLAYED, "agent": AGENT}
 REAL_SERVER = {
     "max_concurrent_sequences": 256, "kv_cache_memory_mib": 64, "block_size": 32, "enforce_eager": True,
-    # With "keep" a token's logprob is of a mixture of versions, which the audit could not compute.
+    # With "keep" a token's logprob depends on a mixture of versions, which the audit cannot compute.
     "kv_cache_on_weight_sync": "recompute",
 }  # fmt: skip
 PUSH_TIMEOUT_S = 20.0
-"""More than work may take to go on, so that whoever can only wait for it shows."""
+"""Longer than recovery may take, so that a peer that only waits for this timeout shows as slow."""
 DRAIN_TIMEOUT_S = 30.0
-"""More than a server that is told to end may take, also if the learner is struck meanwhile: one that takes so long waits in vain."""
+"""Longer than a shutdown may take, even while the learner is down: a server that takes this long waits for nothing."""
 PAUSE_TIMEOUT_S = 10.0
-"""More than a stop lasts, so that only a call that hangs takes so long."""
+"""Longer than any stop, so that only a call that hangs takes this long."""
 
 
 class Run:
-    """The processes of one leg. `directory` gets everything: run/, logs, traps, events."""
+    """The processes of one leg. `directory` receives everything: run/, logs, traps, events."""
 
     def __init__(self, leg: Leg, engine: Engine, directory: Path) -> None:
         self.directory, self._engine = directory, engine
@@ -83,7 +86,7 @@ class Run:
         if leg.has_evaluations:
             self._learner_arguments += ["--learner.evaluation.url", self.places[0].url]
         if is_several:
-            self.list_again()
+            self.restore_list()
             config = msgspec.structs.replace(self.config, endpoints_from=f"file:{self._listed}")
             learner_file = directory / "learner.toml"
             learner_file.write_text(to_toml(config))
@@ -95,26 +98,26 @@ class Run:
         self.learner = self.start_learner()
 
     def start_learner(self) -> Process:
-        is_begun = (self.directory / "run" / "config.toml").exists()
-        log, resume = self.directory / "learner.log", ["--resume"] if is_begun else []
+        has_started = (self.directory / "run" / "config.toml").exists()
+        log, resume = self.directory / "learner.log", ["--resume"] if has_started else []
         start = start_as_user if self._engine == "real" else start_forked
         return start(LEARNER, self.directory, log, [*self._learner_arguments, *resume])
 
     @property
     def id(self) -> str:
-        """Its name on the wire, once the learner has begun it."""
+        """The run's name on the wire, once the learner has started it."""
         return (self.directory / "run" / "run_id").read_text()
 
     def place(self, fault: Fault) -> Place:
-        """The server that a fault is about."""
+        """Return the server that the fault is about."""
         return self.places[fault.server or 0]
 
     def holder(self, fault: Fault) -> Process:
-        """The process of the fault's state."""
+        """Return the process that stops at the fault's state."""
         return self.learner if fault.state.process in ("learner", "environment") else self.place(fault).process
 
     def find(self, fault: Fault) -> int | None:
-        """Return the process id of a fault's target; None for what is none, and where there is none now."""
+        """Return the process id of the fault's target; None if there is no such process now."""
         server = self.place(fault).process
         match fault.target:
             case "server":
@@ -122,17 +125,17 @@ class Run:
             case "learner":
                 return self.learner.pid
             case "engine core":
-                return server.child("EngineCore")
+                return server.find_child("EngineCore")
             case "worker":
-                return server.child("Worker_TP")
+                return server.find_child("Worker_TP")
             case "reward worker":
-                return self.learner.child("spawn_main")
+                return self.learner.find_child("spawn_main")
             case "link" | "call" | "list" | "environment" | "rival":
                 return None
 
     @contextmanager
     def slowly(self) -> Iterator[None]:
-        """The learner takes its time meanwhile."""
+        """Slow the learner's steps down inside the block."""
         slow = slow_of(self.directory)
         slow.touch()
         try:
@@ -140,12 +143,12 @@ class Run:
         finally:
             slow.unlink()
 
-    def take_off_the_list(self, place: Place) -> None:
+    def remove_from_list(self, place: Place) -> None:
         self._unlisted.add(place.number)
         self._write_list()
 
-    def list_again(self) -> None:
-        """Every server."""
+    def restore_list(self) -> None:
+        """List every server."""
         self._unlisted.clear()
         self._write_list()
 
@@ -159,7 +162,7 @@ class Run:
         return self.events.read()
 
     def first(self, name: str, since_s: float, server: int | None = None) -> Event | None:
-        """Return the first event of this name after a time, of any server or of this one."""
+        """Return the first event of this name after `since_s`; `server` None: of any server."""
         return next(
             (
                 event
@@ -174,23 +177,23 @@ class Run:
         self.read_events()
         return self.events.num_steps
 
-    def last_words(self, log: Path) -> str:
-        """Return the last line of a log."""
+    def last_line(self, log: Path) -> str:
+        """Return the last line of a log that is not empty."""
         lines = log.read_text(errors="replace").splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         with (self.directory / "faults.log").open("a") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def close(self) -> None:
-        self.learner.end()
+        self.learner.kill()
         for place in self.places:
             place.close()
 
 
 def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
-    """The config of all processes; each server is told its port by a flag."""
+    """Return the config of all processes. Each server gets its port by a flag."""
     learner = (REAL if engine == "real" else FAKE) | SETTINGS[leg.player] | {
         "steps": leg.steps, "checkpoint": {"every_steps": CHECKPOINT_EVERY}, "dynamic_sampling": leg.dynamic_sampling,
         "weight_sync": {"timeout_s": PUSH_TIMEOUT_S, "overlap_with_training": leg.sync_overlap},
@@ -202,7 +205,9 @@ def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
             "pin_policy": not leg.sync_overlap,
         }
     server = (REAL_SERVER if engine == "real" else {}) | {
-        "max_engine_restarts": 100, "pause_timeout_s": PAUSE_TIMEOUT_S, "drain_timeout_s": DRAIN_TIMEOUT_S, "http_port": 0, "overlap_weight_loading": leg.overlap_weight_loading, "tensor_parallel_size": leg.num_workers,
+        "max_engine_restarts": 100, "pause_timeout_s": PAUSE_TIMEOUT_S, "drain_timeout_s": DRAIN_TIMEOUT_S,
+        "http_port": 0,
+        "overlap_weight_loading": leg.overlap_weight_loading, "tensor_parallel_size": leg.num_workers,
     }  # fmt: skip
     table = {
         "model": "tiny:digits", "run_dir": str(directory / "run"), "dtype": "float32",

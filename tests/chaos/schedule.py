@@ -1,7 +1,9 @@
-"""What is done to whom and when: a pure function of the seed, so that a campaign can be had again.
+"""The schedule of faults: a pure function of the seed, so that a campaign can be repeated.
 
-A campaign is cut into legs, each a run of its own with a config of its own. A fault waits for a number of steps and then
-for a state to be reached for the n-th time, never for a wall clock.
+A campaign consists of legs. Each leg is one run with its own config. A fault waits for a number of steps, then for the
+n-th visit of a state.
+
+Invariant: no fault depends on the wall clock.
 """
 
 import itertools
@@ -17,41 +19,46 @@ Process = Literal["server", "learner", "engine", "environment"]
 Target = Literal[
     "server", "engine core", "worker", "learner", "reward worker", "link", "call", "list", "environment", "rival"
 ]
-"""environment: or the agent, whoever plays. rival: nobody is struck, but others ask for the server."""
+"""environment: the environment or the agent. rival: no process is hit; another learner asks for the server."""
 Kind = Literal[
     "kill", "stop", "stop, then kill", "hang up", "cut", "stall", "hang", "leave", "drain",
     "ask", "ask in a cut", "ask after a death",
 ]  # fmt: skip
-"""hang up: the terminal is closed, so the process and its children get a SIGHUP. ask in a cut: while the learner's link is cut;
-ask after a death: between the death of the learner and its next start."""
+"""hang up: the terminal closes, so the process and its children receive SIGHUP. ask in a cut: while the learner's link
+is cut. ask after a death: between the learner's death and its restart."""
 
 FAULTS_PER_LEG = 25
 WORKER_FAULTS_SHARE = 0.1
-"""With vLLM: faults to one of two tensor-parallel workers, in a leg of their own. With one, the worker is the engine core."""
+"""With vLLM: share of faults that hit one of two tensor-parallel workers, in a separate leg. A single worker is the
+engine core."""
 STEPS_PER_FAULT = 4
 CHECKPOINT_EVERY = 3
 NUM_MOMENTS = 30
-"""A random moment is one of the next so many messages that a process gets."""
+"""A random moment is one of the next NUM_MOMENTS messages that a process receives."""
 DURATIONS_S = (0.3, 1.0, 4.0)
-"""Of a stop, a cut, a stall, an absence from the list and rivals; the last is longer than what a peer's silence may last."""
+"""Durations of stops, cuts, stalls, absences from the list and rivals. The last exceeds the longest tolerated silence
+of a peer."""
 STEPS_WITHOUT_END = 1_000_000
-"""Of a run on several servers: it goes on while one of them is brought back, and is ended when all faults are done."""
+"""Steps of a run on several servers. It continues while a server restarts, and is interrupted after the last fault."""
 
 
 class State(msgspec.Struct, frozen=True):
-    """A place in the code of one process, at which it stands still while the fault happens; of the engine: a call into it, which
-    never ends, while its process lives; of an environment: a call of its method, which does the fault itself."""
+    """A place in one process's code where the process stops while the fault happens.
+
+    For the engine: a call that never returns, while its process lives. For an environment: a call of its method, which
+    commits the fault itself.
+    """
 
     process: Process
     name: str
     provoked_by: Literal["server killed", "learner killed", "byte flipped"] | None = None
-    """What must happen first, for states that a healthy run does not come to."""
+    """What must happen first. A healthy run does not reach such a state."""
     num_times: int = 1
-    """It may be caught at any of so many visits: the broadcasts of a push are one state."""
+    """Number of visits that a fault may choose from: all broadcasts of a push are one state."""
     overlap_weight_loading: bool | None = None
-    """Set where the state exists only with, or without, server.overlap_weight_loading."""
+    """The value of server.overlap_weight_loading that the state requires. None: either."""
     without: Target | None = None
-    """Whoever is not there yet."""
+    """A target that does not exist yet in this state."""
 
     @property
     def label(self) -> str:
@@ -108,22 +115,23 @@ OF_EPISODES: tuple[tuple[State, Target, Kind], ...] = (
     (ASKED, "environment", "kill"), (ASKED, "environment", "stop"), (ASKED, "environment", "hang"),
     (BETWEEN_TURNS, "server", "kill"),
 )  # fmt: skip
-"""Where the policy plays."""
+"""Faults of legs with an environment or an agent."""
 ANSWERED = State("learner", "before an answer is kept", num_times=8)
 OF_EVALUATIONS: tuple[tuple[State, Target, Kind], ...] = (
     (ANSWERED, "learner", "kill"), (ANSWERED, "server", "kill"), (ANSWERED, "engine core", "kill"),
     (State("learner", "before evaluation is noted", num_times=2), "learner", "kill"),
     (State("learner", "before answers are forgotten", num_times=2), "learner", "kill"),
 )  # fmt: skip
-"""Where the policy is evaluated."""
+"""Faults of legs with evaluations."""
 ENDS_IN_ORDER: tuple[Kind, ...] = ("drain", "hang up")
-"""What a process is told to end by, and does: a server drains, a learner finishes its step and writes a checkpoint."""
+"""Kinds that request a shutdown: a server drains, a learner finishes its step and writes a checkpoint."""
 DRAIN: Kind = "drain"
-"""One of several servers is told to end, and another takes its place: half of what is done to the process of one of several."""
+"""Shut down one of several servers and start another in its place: half of the faults that hit one of several
+servers."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault. `nth` counts visits of `state` after the run has come to `after_step`."""
+    """One fault. `nth` counts visits of `state` after step `after_step`."""
 
     after_step: int
     state: State
@@ -131,16 +139,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     kind: Kind
     seconds: float
-    """How long a stop, a cut, a stall or an absence lasts, or a rival asks; 0 for a kill, a call that hangs, what ends in order
-    and all that befalls an environment, which only the learner can end."""
+    """Duration of a stop, a cut, a stall, an absence or a rival. 0 for every other kind, and for every fault to an
+    environment: only the learner can end those."""
     server: int | None = None
-    """Of several: the one that is struck, or whose state it is."""
+    """Which of several servers is hit, or has the state."""
 
     @property
     def ends_a_process(self) -> bool:
-        """A server or learner, which is to be started again."""
-        is_told_or_killed = self.kind in ("kill", "stop, then kill", *ENDS_IN_ORDER)
-        return self.kind == "ask after a death" or (self.target in ("server", "learner") and is_told_or_killed)
+        """Whether it ends a server or the learner, which then has to be restarted."""
+        ends_target = self.kind in ("kill", "stop, then kill", *ENDS_IN_ORDER)
+        return self.kind == "ask after a death" or (self.target in ("server", "learner") and ends_target)
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:g} s" if self.seconds else ""
@@ -160,13 +168,13 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...]
     num_servers: int = 1
     player: Player | None = None
-    """The policy plays instead of answering once: with an environment, or asked by an agent."""
+    """The run plays episodes with an environment or an agent. None: it samples completions."""
     has_evaluations: bool = False
-    """The policy is evaluated every few steps: pinned, unless pushes overlap with steps."""
+    """Whether the run evaluates every few steps, pinned unless weight sync overlaps with training."""
 
     @property
     def steps(self) -> int:
-        """Long enough for every fault, although some come late, and some steps in peace."""
+        """Enough steps for every fault, some of which are late, and a few steps without faults."""
         return STEPS_WITHOUT_END if self.num_servers > 1 else STEPS_PER_FAULT * (len(self.faults) + 5)
 
 
@@ -174,10 +182,10 @@ def schedule(
     seed: int, num_faults: int, engine: Engine, num_servers: int = 1, player: Player | None = None,
     has_evaluations: bool = False,
 ) -> list[Leg]:  # fmt: skip
-    """Share the faults out over legs. Every state comes up once before any comes up again.
+    """Return the legs of a campaign. Every state is used once before any is used again.
 
-    On several servers the list that names them changes too, one may be told to end, and none has several workers; nor where the policy
-    plays or is evaluated, and half of the faults there are about its episodes or evaluations.
+    With several servers, faults also hit the server list and drain a server. With a player or evaluations, half of the
+    faults hit episodes or evaluations. In none of these cases does a server have several workers.
     """
     is_several = num_servers > 1
     kind = (f"/{num_servers}" if is_several else "") + (f"/{player}" if player is not None else "")
@@ -219,7 +227,8 @@ def _leg(
     dice: random.Random, number: int, faults: list[Fault], *, num_workers: int, overlap_weight_loading: bool
 ) -> Leg:
     return Leg(
-        number=number, seed=dice.randrange(2**31), num_workers=num_workers, overlap_weight_loading=overlap_weight_loading,
+        number=number, seed=dice.randrange(2**31), num_workers=num_workers,
+        overlap_weight_loading=overlap_weight_loading,
         sync_overlap=dice.random() < 0.5, dynamic_sampling=dice.random() < 0.5, faults=tuple(faults),
     )  # fmt: skip
 
@@ -246,7 +255,7 @@ def _fault(
 
 
 def _of(possible: Sequence[tuple[State, Target, Kind]], dice: random.Random, steps: Sequence[int]) -> list[Fault]:
-    """One of these after each of the steps; each once before any comes again."""
+    """Return one of `possible` for each step; each is used once before any is used again."""
     order = dice.sample(possible, len(possible))
     faults = []
     for step, (state, target, kind) in zip(steps, itertools.cycle(order), strict=False):
@@ -256,7 +265,7 @@ def _of(possible: Sequence[tuple[State, Target, Kind]], dice: random.Random, ste
 
 
 def _target(dice: random.Random, state: State, targets: tuple[Target, ...]) -> Target:
-    """Half of the time the process that stands still, where it can be struck."""
+    """Return the target: half of the time the process that stops at the state, if it is a target."""
     if state.process in targets and dice.random() < 0.5:
         return state.process
     return dice.choice([target for target in targets if target not in (state.process, "call", state.without)])

@@ -1,6 +1,6 @@
-"""`inference-server` with traps at its states.
+"""`inference-server` with traps at its states, started by a campaign.
 
-vLLM's processes are spawned and import this module again, so a worker can be made to hang too.
+vLLM spawns its processes, which import this module again; so a worker can be made to hang too.
 """
 
 import faulthandler
@@ -34,7 +34,7 @@ def run(chaos_dir: Path, arguments: list[str]) -> None:
 
 
 def set_worker_traps(chaos_dir: Path) -> None:
-    """The same in a process of vLLM's: the call that loads a push."""
+    """Set the trap of a vLLM process: the call that loads a push."""
     from inference_server.engine.weight_receiver import Receiver
 
     traps, successor = Traps(chaos_dir, "engine"), Receiver.successor
@@ -48,10 +48,10 @@ def set_worker_traps(chaos_dir: Path) -> None:
 
 
 def set_traps(chaos_dir: Path, calls: tuple[str, ...]) -> None:
-    """Wrap the product's functions, in the process that is to serve; `calls`: of the engine, that can hang here."""
+    """Wrap the product's functions in the server's process. `calls`: calls of the engine that can hang here."""
     faulthandler.register(signal.SIGUSR1)
     traps = Traps(chaos_dir, "server")
-    traps.tell("started")
+    traps.record("started")
     for owner, name, state in (
         (server.Server, "serve", "starting"),
         (server.Server, "_greet", "greeting"),
@@ -64,7 +64,7 @@ def set_traps(chaos_dir: Path, calls: tuple[str, ...]) -> None:
         (ServerChannel, "receive", "moment"),
     ):
         traps.wrap(owner, name, state)
-    _tell(traps)
+    _record_events(traps)
     _make_hang(Traps(chaos_dir, "engine"), calls)
 
 
@@ -80,37 +80,37 @@ def _make_hang(traps: Traps, calls: tuple[str, ...]) -> None:
     server.Server.__init__ = init_with_traps  # type: ignore[method-assign]
 
 
-def _tell(traps: Traps) -> None:
-    serve, deliver, give_up = server.Server.serve, server.Server._deliver, WeightUpdates._drop_session
+def _record_events(traps: Traps) -> None:
+    serve, deliver, drop_session = server.Server.serve, server.Server._deliver, WeightUpdates._drop_session
     restart = EngineSupervisor._restart
 
     @functools.wraps(serve)
-    async def tell_up(self: server.Server, *args: Any) -> None:
-        traps.tell("up")
+    async def record_up(self: server.Server, *args: Any) -> None:
+        traps.record("up")
         await serve(self, *args)
 
     @functools.wraps(restart)
-    async def tell_engine_up(self: EngineSupervisor) -> None:
+    async def record_engine_up(self: EngineSupervisor) -> None:
         await restart(self)
-        traps.tell("engine up")
+        traps.record("engine up")
 
     @functools.wraps(deliver)
-    async def tell_lost(self: server.Server, message: Any) -> bool:
+    async def record_lost(self: server.Server, message: Any) -> bool:
         had_learner = self._tenancy.holder is not None
         is_delivered = await deliver(self, message)
         if had_learner and not is_delivered:
-            traps.tell("learner lost")
+            traps.record("learner lost")
         return is_delivered
 
-    @functools.wraps(give_up)
+    @functools.wraps(drop_session)
     async def reach_torn(self: WeightUpdates, *args: Any, **options: Any) -> Any:
-        outcome = await give_up(self, *args, **options)
+        outcome = await drop_session(self, *args, **options)
         if self.state == "torn":
             traps.reach("torn")
         return outcome
 
-    server.Server.serve, server.Server._deliver = tell_up, tell_lost  # type: ignore[method-assign]
-    EngineSupervisor._restart = tell_engine_up  # type: ignore[method-assign]
+    server.Server.serve, server.Server._deliver = record_up, record_lost  # type: ignore[method-assign]
+    EngineSupervisor._restart = record_engine_up  # type: ignore[method-assign]
     WeightUpdates._drop_session = reach_torn  # type: ignore[method-assign]
 
 

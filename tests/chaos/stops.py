@@ -1,8 +1,8 @@
-"""How long training stood still although a server was left: the spans between two steps, less what nobody could help.
+"""How long training stopped although a server was available: the spans between steps, less the unavoidable outages.
 
-    steps ─▶ spans between them ─▶ without the times in which the learner, or every server, was out (outages.py) ─▶ Stop
+    steps ─▶ spans between them ─▶ less the outages of the learner and of all servers at once (outages.py) ─▶ Stop
 
-Pure. Invariant: a time is taken out only where no learner was there, or no server at all.
+Pure. Invariant: a period is subtracted only where the learner, or every server, was out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,14 +19,14 @@ class Stop(msgspec.Struct, frozen=True, order=True):
     """A span without a step."""
 
     seconds: float
-    """Without what was taken out."""
+    """Duration, less the outages in it."""
     from_s: float
-    """Of the step before it."""
+    """Time of the step before the span."""
     until_s: float
 
 
 def stops(steps_s: Sequence[float], out: Iterable[Outage], num_servers: int) -> list[Stop]:
-    """Return the spans between steps, the longest first. `steps_s`: when they were done."""
+    """Return the spans between steps, the longest first. `steps_s`: times of the steps."""
     excused = merged([*_of_the_learner(out := list(out)), *_of_all_servers(out, num_servers)])
     found = [
         Stop(until_s - from_s - sum(_common((from_s, until_s), each) for each in excused), from_s, until_s)
@@ -36,7 +36,7 @@ def stops(steps_s: Sequence[float], out: Iterable[Outage], num_servers: int) -> 
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same times, without overlap and in order."""
+    """Return the union of the intervals, in order and without overlaps."""
     result: list[Interval] = []
     for from_s, until_s in sorted(intervals):
         if result and from_s <= result[-1][1]:
@@ -51,7 +51,7 @@ def _of_the_learner(out: Iterable[Outage]) -> list[Interval]:
 
 
 def _of_all_servers(out: Sequence[Outage], num_servers: int) -> list[Interval]:
-    """The times that lie in an outage of every server."""
+    """Return the periods in which every server was out."""
     common: list[Interval] = [(float("-inf"), float("inf"))]
     for server in range(num_servers):
         own = merged((each.from_s, each.until_s) for each in out if each.server == server)

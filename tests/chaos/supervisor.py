@@ -1,10 +1,12 @@
-"""Does the faults of one leg and starts what has died again, until the run ends.
+"""The supervisor of one leg: commits its faults and restarts dead processes until the run ends.
 
-    wait for the step ▸ provoke, if the state needs it ▸ trap ▸ strike ▸ start again ▸ see that work goes on ▸ next fault
+    wait for the step ▸ provoke, if the state needs it ▸ trap ▸ strike ▸ restart ▸ wait for recovery ▸ next fault
 
-Every wait has a deadline; one that passes while nothing moves is a hang, and ends the leg with the stacks of all processes
-in their logs. Of several servers one is struck at a time, and only while it and another are ready; when all faults are done and
-every server is ready again, the run is interrupted.
+Of several servers, one is hit at a time, and only while it and another are ready. After the last fault, once every
+server is ready again, such a run is interrupted.
+
+Invariant: every wait has a deadline. A deadline that passes without progress is a hang: it ends the leg, with the
+stacks of all processes in their logs.
 """
 
 import math
@@ -15,56 +17,58 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.chaos.events import since
+from tests.chaos.fault_result import FaultResult, first_up, has_recovered, notice_s
 from tests.chaos.outages import Harm, Remedy
 from tests.chaos.place import Place
 from tests.chaos.process import Process, hang_up, is_stopped, strike
 from tests.chaos.rivals import RIVAL, ask
 from tests.chaos.run import DRAIN_TIMEOUT_S, Run
 from tests.chaos.schedule import DRAIN, ENDS_IN_ORDER, Fault, Kind, Leg
-from tests.chaos.struck import Struck, first_up, notice_s, work_goes_on
 from tests.chaos.traps import flip_of, set_trap
 
 POLL_S = 0.02
 SIGNALS: dict[Kind, signal.Signals] = {"kill": signal.SIGKILL, DRAIN: signal.SIGTERM}
-"""That a process ends of; it is only stopped by other faults."""
+"""Signals that end a process. Every other fault only stops it."""
 HANG_S = 120.0
-"""More than every deadline in the config of a run together and a start of vLLM, so whatever takes longer waits for nothing."""
+"""Longer than a start of vLLM and all deadlines in the config of a run together: a longer wait has nothing to wait
+for."""
 WORKERS_START_S = 120.0
-"""What vLLM may need more to start several workers, or several servers, on a busy machine."""
+"""Additional time that vLLM may need to start several workers or servers on a busy machine."""
 FLIPPED_BROADCAST = 5
-"""The third bucket's: the first two are loaded by then, so the weights are torn."""
+"""A broadcast of the third bucket. The first two are loaded by then, so the weights are torn."""
 FRUITLESS_STEPS = 12
-"""A state that the run has not come to in so many steps will hardly come; several servers share what leads to it."""
+"""Steps to wait for a state before giving up. Several servers share the causes of a state, so each reaches it less
+often."""
 FRUITLESS_S = 120.0
-"""The same of a state that needs another start of one of several servers, beside which the run goes on."""
-STEPS_BETWEEN, STEPS_IN_PEACE = 2, 10
-"""Of a run on several servers: between faults, and after all."""
+"""Seconds to wait for a state that needs a restart of one of several servers while the run continues."""
+STEPS_BETWEEN, STEPS_WITHOUT_FAULTS = 2, 10
+"""Steps of a run on several servers between faults, and after the last fault."""
 MAX_TRIES = 3
-"""Of a fault whose state does not come up, or whose target does not exist at the moment."""
+"""Tries of a fault whose state is not reached, or whose target does not exist at the moment."""
 MAX_DEATHS = 20
-"""Of themselves, in one leg; more, and it would go on for ever."""
+"""Limit of processes that end without a fault in one leg. Without a limit the leg could run forever."""
 
 
 class Hang(Exception):
-    """A wait that came to its deadline."""
+    """A wait that reached its deadline."""
 
 
 class Supervisor:
-    """Runs one leg; `struck`, `hangs`, `died`, `undrained`, `taken_away` and `harms` are its findings."""
+    """Runs one leg. `results`, `hangs`, `died`, `undrained`, `taken_away` and `harms` are its findings."""
 
-    def __init__(self, leg: Leg, run: Run, say: Callable[[str], None]) -> None:
-        self._leg, self._run, self._say = leg, run, say
+    def __init__(self, leg: Leg, run: Run, log: Callable[[str], None]) -> None:
+        self._leg, self._run, self._log = leg, run, log
         self._hang_s = HANG_S + (WORKERS_START_S if leg.num_workers * leg.num_servers > 1 else 0.0)
         self._is_several = leg.num_servers > 1
-        self.struck: list[Struck] = []
+        self.results: list[FaultResult] = []
         self.hangs: list[str] = []
         self.died: list[str] = []
-        """Processes that ended although nobody had struck them."""
+        """Processes that ended without a fault."""
         self.undrained: list[str] = []
-        """Servers and learners that were told to end and did not do so in order."""
+        """Servers and learners whose requested shutdown was not clean."""
         self.taken_away: list[str] = []
-        """Servers that welcomed a rival while the run had them."""
-        self._told_to_end: Process | None = None
+        """Servers that welcomed a rival while the run used them."""
+        self._ending: Process | None = None
         self.harms: list[Harm] = []
         self._is_over = False
 
@@ -80,23 +84,23 @@ class Supervisor:
             self._until(lambda: False, "the end of the run")
         except Hang as hang:
             self.hangs.append(str(hang))
-            self._run.say(f"hang: {hang}")
+            self._run.log(f"hang: {hang}")
             for process in (self._run.learner, *(place.process for place in self._run.places)):
                 strike(process.pid, signal.SIGUSR1)
             time.sleep(1.0)
         until_s = math.inf
-        for struck in reversed(self.struck):
-            struck.notice_s = notice_s(self._run, struck, until_s)
-            until_s = struck.struck_at
+        for result in reversed(self.results):
+            result.notice_s = notice_s(self._run, result, until_s)
+            until_s = result.struck_at
 
     def _wait_for_its_turn(self, fault: Fault) -> None:
         run, step = self._run, fault.after_step
-        if self._is_several and self.struck:  # while a server was brought back many steps went by
+        if self._is_several and self.results:  # many steps passed while a server restarted
             step = max(step, run.steps_done + STEPS_BETWEEN)
         self._until(lambda: run.steps_done >= step, f"step {step}")
 
     def _interrupt(self) -> None:
-        """End a run that would go on for ever, once it is as it was before all faults."""
+        """Interrupt a run that would continue forever, once every server is ready again."""
         run = self._run
 
         def are_ready() -> bool:
@@ -104,14 +108,14 @@ class Supervisor:
 
         with run.slowly():
             self._until(are_ready, "every server ready again")
-        last_step = run.steps_done + STEPS_IN_PEACE
-        self._until(lambda: run.steps_done >= last_step and are_ready(), "every server ready, and steps in peace")
+        last_step = run.steps_done + STEPS_WITHOUT_FAULTS
+        self._until(lambda: run.steps_done >= last_step and are_ready(), "every server ready, and steps without faults")
         strike(run.learner.pid, signal.SIGINT)
 
     # --- one fault
 
     def _inflict(self, number: int, fault: Fault) -> bool:
-        """Return False if it could not be done now."""
+        """Commit a fault and wait for the recovery. Return False if the fault is impossible now."""
         run = self._run
         if fault.server is not None:
             others = set(range(len(run.places))) - {fault.server}
@@ -120,7 +124,7 @@ class Supervisor:
                     lambda: fault.server in run.events.ready and bool(others & run.events.ready),
                     f"server {fault.server} and another ready before: {fault}",
                 )
-        run.say(f"fault {number}: {fault}")
+        run.log(f"fault {number}: {fault}")
         directory = run.place(fault).directory if fault.state.process in ("server", "engine") else run.directory
         name = fault.kind if fault.target == "environment" else fault.state.name
         trap = set_trap(directory, fault.state.process, name, fault.nth, number)
@@ -128,14 +132,14 @@ class Supervisor:
         is_caught = self._wait_until_caught(fault, trap)
         trap.unlink(missing_ok=True)
         with run.slowly():
-            struck = self._strike(fault) if is_caught and not self._is_over else None
-        if struck is None:
-            run.say(f"fault {number}: not now")
+            result = self._strike(fault) if is_caught and not self._is_over else None
+        if result is None:
+            run.log(f"fault {number}: impossible now")
             return False
-        self.struck.append(struck)
-        self._until(lambda: work_goes_on(run, struck), f"work to go on after: {struck.fault}")
-        recovered = f"{struck.recover_s:.1f} s" if struck.recover_s is not None else "by its end"
-        self._say(f"leg {self._leg.number}, fault {number}: {fault}: recovered in {recovered}")
+        self.results.append(result)
+        self._until(lambda: has_recovered(run, result), f"recovery after: {result.fault}")
+        recovered = f"after {result.recover_s:.1f} s" if result.recover_s is not None else "before the run ended"
+        self._log(f"leg {self._leg.number}, fault {number}: {fault}: recovered {recovered}")
         return True
 
     def _wait_until_caught(self, fault: Fault, trap: Path) -> bool:
@@ -156,13 +160,13 @@ class Supervisor:
                 set_trap(run.directory, "learner", flip_of(place.link.port), FLIPPED_BROADCAST, number)
             case "server killed":
                 strike(place.process.pid, signal.SIGKILL)
-                self._start_again(place)
+                self._restart(place)
             case "learner killed":
                 strike(run.learner.pid, signal.SIGKILL)
-                self._start_again(None)
+                self._restart(None)
 
-    def _start_again(self, place: Place | None) -> None:
-        """A server that was killed, or the learner."""
+    def _restart(self, place: Place | None) -> None:
+        """Restart a server that was killed, or the learner if `place` is None."""
         run = self._run
         self._note_harm(None if place is None else place.number, "up")
         if place is None:
@@ -177,24 +181,24 @@ class Supervisor:
         self.harms.append(harm)
         return harm
 
-    def _strike(self, fault: Fault) -> Struck | None:
-        """Do the fault while the process of the state stands still, and undo what can be undone; None: nobody is there."""
+    def _strike(self, fault: Fault) -> FaultResult | None:
+        """Commit the fault while its process is stopped, and undo it where possible. None: there is no target now."""
         run = self._run
         place, holder, victim = run.place(fault), run.holder(fault).pid, run.find(fault)
-        struck = Struck(fault=fault, struck_at=time.monotonic())
-        if fault.target == "environment":  # it has done it itself, and the learner must see to the rest
-            struck.back_at = struck.struck_at
-            return struck
+        result = FaultResult(fault=fault, struck_at=time.monotonic())
+        if fault.target == "environment":  # it has committed the fault itself, and the learner must recover
+            result.back_at = result.struck_at
+            return result
         if fault.target == "rival":
-            return self._let_rivals_ask(struck)
+            return self._let_rivals_ask(result)
         is_process = fault.target not in ("link", "call", "list")
         harm = self._harm_of(fault) if victim is not None or not is_process else None
         if fault.kind == "hang":
-            return self._wait_for_next_engine(struck)
+            return self._wait_for_next_engine(result)
         if fault.target == "link":
             (place.link.cut if fault.kind == "cut" else place.link.stall)()
         elif fault.target == "list":
-            run.take_off_the_list(place)
+            run.remove_from_list(place)
         elif victim is not None and fault.kind == "hang up":
             hang_up(victim)
         elif victim is not None:
@@ -207,28 +211,28 @@ class Supervisor:
         if fault.target == "link":
             place.link.restore()
         elif fault.target == "list":
-            run.list_again()
+            run.restore_list()
         elif victim is not None and fault.kind not in (*SIGNALS, "hang up"):
             strike(victim, signal.SIGKILL if fault.kind == "stop, then kill" else signal.SIGCONT)
         if harm is not None and harm.until == "let go":
             harm.let_go_s = time.monotonic()
-        self._bring_back(struck)
-        return struck
+        self._recover_target(result)
+        return result
 
     def _harm_of(self, fault: Fault) -> Harm | None:
-        """None: of a reward worker, which the learner starts again itself, and of rivals beside a healthy run."""
+        """Record the harm of a fault. None: the fault harms nothing that the run does not restart itself."""
         if fault.target == "reward worker" or fault.kind == "ask":
             return None
         if fault.kind == "ask after a death":
             return self._note_harm(None, "up")
-        has_to_start = fault.kind in ("kill", "stop, then kill", "hang", *ENDS_IN_ORDER)
+        must_restart = fault.kind in ("kill", "stop, then kill", "hang", *ENDS_IN_ORDER)
         is_engine = fault.target in ("engine core", "worker", "call")
-        until: Remedy = "let go" if not has_to_start else "engine up" if is_engine else "up"
+        until: Remedy = "let go" if not must_restart else "engine up" if is_engine else "up"
         return self._note_harm(None if fault.target == "learner" else self._run.place(fault).number, until)
 
-    def _let_rivals_ask(self, struck: Struck) -> Struck | None:
-        """Let them ask the server itself, not by the learner's link; None: the run does not have it now."""
-        fault, run = struck.fault, self._run
+    def _let_rivals_ask(self, result: FaultResult) -> FaultResult | None:
+        """Let rivals ask the server, not through the learner's link. None: the run does not use the server now."""
+        fault, run = result.fault, self._run
         place = run.place(fault)
         strike(run.holder(fault).pid, signal.SIGCONT)
 
@@ -236,7 +240,7 @@ class Supervisor:
             both_started_at = max(place.process.started_at, run.learner.started_at)
             return run.first("server ready", both_started_at, place.number) is not None
 
-        self._until(has_server, f"a server that the run has before: {fault}", fruitless_s=FRUITLESS_S)
+        self._until(has_server, f"a server that the run uses before: {fault}", fruitless_s=FRUITLESS_S)
         if not has_server() or self._is_over:
             return None
         server, answers, harm = place.process, Counter[str](), self._harm_of(fault)
@@ -244,7 +248,7 @@ class Supervisor:
             strike(run.learner.pid, signal.SIGKILL)
         elif fault.kind == "ask in a cut":
             place.link.cut()
-        else:  # while the learner is connected, nor may a second process of its run have the server
+        else:  # while the learner is connected, a second process of its run must not get the server either
             answers += ask(place.server_endpoint, run.id, fault.seconds)
         answers += ask(place.server_endpoint, RIVAL, fault.seconds)
         place.link.restore()
@@ -253,34 +257,34 @@ class Supervisor:
         is_same = place.process is server and server.exit_code is None
         if answers["Welcome"] and is_same and not self._has_ended():
             self.taken_away.append(f"{answers['Welcome']} of {answers.total()} Hellos were welcomed: {fault}")
-        self._bring_back(struck)
-        return struck
+        self._recover_target(result)
+        return result
 
     def _has_ended(self) -> bool:
-        """Whether the run is over, and its servers are anybody's."""
+        """Return whether the run is over, so that any learner may use its servers."""
         return self._run.learner.exit_code == 0
 
-    def _wait_for_next_engine(self, struck: Struck) -> Struck:
-        """A call hangs, and nobody but its server can do anything about it."""
-        run, server = self._run, struck.fault.server
+    def _wait_for_next_engine(self, result: FaultResult) -> FaultResult:
+        """Wait until the server has replaced the engine whose call hangs."""
+        run, server = self._run, result.fault.server
         self._until(
-            lambda: run.first("engine up", struck.struck_at, server) is not None,
-            f"another engine after: {struck.fault}",
+            lambda: run.first("engine up", result.struck_at, server) is not None,
+            f"another engine after: {result.fault}",
         )
-        up = run.first("engine up", struck.struck_at, server)
-        struck.back_at = up.time_s if up is not None else time.monotonic()
-        return struck
+        up = run.first("engine up", result.struck_at, server)
+        result.back_at = up.time_s if up is not None else time.monotonic()
+        return result
 
-    def _bring_back(self, struck: Struck) -> None:
-        """Start again what was killed, and note when it could work."""
-        fault, run = struck.fault, self._run
-        struck.back_at = time.monotonic()
+    def _recover_target(self, result: FaultResult) -> None:
+        """Restart a target that was killed, and record when it could work."""
+        fault, run = result.fault, self._run
+        result.back_at = time.monotonic()
         if not fault.ends_a_process:
             return
         place = run.place(fault) if fault.target == "server" else None
         if fault.kind in ENDS_IN_ORDER:
-            self._see_it_end(place, struck)
-        self._start_again(place)
+            self._wait_for_shutdown(place, result)
+        self._restart(place)
         process, started_at = (
             ("learner", run.learner.started_at) if place is None else ("server", place.process.started_at)
         )
@@ -291,29 +295,29 @@ class Supervisor:
 
         self._until(lambda: up_at() is not None, f"{process} up after: {fault}")
         if (at := up_at()) is not None:
-            struck.back_at, struck.start_s = at, at - started_at
+            result.back_at, result.start_s = at, at - started_at
 
-    def _see_it_end(self, place: Place | None, struck: Struck) -> None:
-        """It ends by itself, once it has finished what it had begun. None: the learner."""
-        told, log = (self._run.learner, "learner.log") if place is None else (place.process, "server.log")
-        self._told_to_end = told
-        self._until(lambda: told.exit_code is not None, f"an end after: {struck.fault}")
-        self._told_to_end = None
-        code, lasted_s = told.exit_code, time.monotonic() - struck.struck_at
-        in_order = (0, None) if place is not None else (0, None, -signal.SIGHUP)
-        if code not in in_order or lasted_s > DRAIN_TIMEOUT_S:  # None: the run was over before
-            last_words = self._run.last_words((self._run if place is None else place).directory / log)
-            self.undrained.append(f"exit code {code} after {lasted_s:.1f} s: {struck.fault}: {last_words}")
+    def _wait_for_shutdown(self, place: Place | None, result: FaultResult) -> None:
+        """Wait until the server, or the learner if `place` is None, has exited. Record an unclean exit."""
+        process, log = (self._run.learner, "learner.log") if place is None else (place.process, "server.log")
+        self._ending = process
+        self._until(lambda: process.exit_code is not None, f"an exit after: {result.fault}")
+        self._ending = None
+        code, lasted_s = process.exit_code, time.monotonic() - result.struck_at
+        clean_codes = (0, None) if place is not None else (0, None, -signal.SIGHUP)
+        if code not in clean_codes or lasted_s > DRAIN_TIMEOUT_S:  # None: the run was over before
+            last_line = self._run.last_line((self._run if place is None else place).directory / log)
+            self.undrained.append(f"exit code {code} after {lasted_s:.1f} s: {result.fault}: {last_line}")
 
     # --- waiting
 
     def _until(
         self, is_so: Callable[[], bool], what: str, fruitless_steps: float = math.inf, fruitless_s: float = math.inf
     ) -> None:
-        """Wait until it is so, or the run is over, or `fruitless_steps` or `fruitless_s` have gone by without. Raises Hang."""
+        """Wait until `is_so`, until the run is over, or for `fruitless_steps` or `fruitless_s`. Raises Hang."""
         started = time.monotonic()
         while not is_so() and not self._is_over:
-            self._start_what_died()
+            self._restart_dead()
             now, events = time.monotonic(), self._run.read_events()
             moved_at = events[-1].time_s if events else 0.0
             num_steps = sum(event.name == "consumed" for event in since(events, started))
@@ -323,23 +327,23 @@ class Supervisor:
                 raise Hang(f"{now - started:.0f} s without {what}")
             time.sleep(POLL_S)
 
-    def _start_what_died(self) -> None:
-        """A run that has ended is over; any other end that nobody caused is a finding, and is mended."""
+    def _restart_dead(self) -> None:
+        """Notice the end of the run. Record and restart any other process that ended without a fault."""
         run = self._run
-        is_told = run.learner is self._told_to_end
-        if run.learner.exit_code == 0 and not is_told:
+        is_ending = run.learner is self._ending
+        if run.learner.exit_code == 0 and not is_ending:
             self._is_over = True
             return
-        if run.learner.exit_code is not None and not is_told:
+        if run.learner.exit_code is not None and not is_ending:
             self._note_death("learner", run.learner.exit_code, run.directory / "learner.log")
-            self._start_again(None)
+            self._restart(None)
         for place in run.places:
-            if place.process.exit_code is not None and place.process is not self._told_to_end:
+            if place.process.exit_code is not None and place.process is not self._ending:
                 self._note_death("server", place.process.exit_code, place.directory / "server.log")
-                self._start_again(place)
+                self._restart(place)
 
     def _note_death(self, name: str, code: int, log: Path) -> None:
-        self.died.append(f"{name} with exit code {code}: {self._run.last_words(log)}")
-        self._run.say(f"the {name} ended by itself with exit code {code}")
+        self.died.append(f"{name} with exit code {code}: {self._run.last_line(log)}")
+        self._run.log(f"the {name} ended without a fault, with exit code {code}")
         if len(self.died) > MAX_DEATHS:
-            raise Hang(f"{MAX_DEATHS} processes ended by themselves")
+            raise Hang(f"{MAX_DEATHS} processes ended without a fault")

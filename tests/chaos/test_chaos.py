@@ -1,4 +1,4 @@
-"""The campaign's own parts: its schedule is the seed's, its audits find what is wrong, and a few faults leave nothing wrong."""
+"""The parts of a chaos campaign: schedule, audits and report; and small campaigns that must be clean."""
 
 import asyncio
 import sqlite3
@@ -13,11 +13,11 @@ import pytest
 from learner.rollouts.ledger import Ledger
 from tests.chaos.__main__ import campaign
 from tests.chaos.audit import Prompts, Received, audit_prompts
+from tests.chaos.fault_result import FaultResult, notice_s
 from tests.chaos.report import LegReport, Report, make_report
 from tests.chaos.run import Run
 from tests.chaos.schedule import OF_EPISODES, STATES, Fault, Kind, Target, schedule
 from tests.chaos.stops import Stop
-from tests.chaos.struck import Struck, notice_s
 from tests.chaos.traps import Event, Traps, set_trap
 from tests.learner.ledgers import receive
 
@@ -26,12 +26,12 @@ pytestmark = pytest.mark.system
 NUM_STEPS, GROUPS_PER_STEP, NUM_PROMPTS, SEED = 5, 2, 4, 3
 
 
-def test_a_seed_gives_the_same_faults_again_and_another_seed_others() -> None:
+def test_the_same_seed_gives_the_same_faults_and_another_seed_gives_others() -> None:
     assert schedule(7, 60, "fake") == schedule(7, 60, "fake")
     assert schedule(7, 60, "fake") != schedule(8, 60, "fake")
 
 
-def test_a_campaign_comes_to_every_state_and_has_as_many_faults_as_were_asked() -> None:
+def test_a_campaign_visits_every_state_and_has_the_requested_number_of_faults() -> None:
     legs = schedule(0, 130, "real")
     faults = [fault for leg in legs for fault in leg.faults]
     assert len(faults) == 130
@@ -46,20 +46,20 @@ def test_a_campaign_comes_to_every_state_and_has_as_many_faults_as_were_asked() 
         assert max(fault.after_step for fault in leg.faults) < leg.steps
 
 
-def test_nobody_is_struck_in_a_state_in_which_he_is_not_there() -> None:
+def test_no_fault_targets_a_process_that_does_not_exist_in_that_state() -> None:
     legs = [leg for num_servers in (1, 3) for leg in schedule(5, 1000, "fake", num_servers)]
-    struck = {(fault.state.label, fault.target) for leg in legs for fault in leg.faults}
-    assert ("learner resuming", "reward worker") in struck
-    assert ("learner starting", "reward worker") not in struck
+    pairs = {(fault.state.label, fault.target) for leg in legs for fault in leg.faults}
+    assert ("learner resuming", "reward worker") in pairs
+    assert ("learner starting", "reward worker") not in pairs
 
 
 @pytest.mark.parametrize(("seed", "num_faults"), [(3, 1), (3, 8), (3, 50), *((seed, 60) for seed in range(20))])
-def test_every_campaign_with_vllm_strikes_one_of_two_workers(seed: int, num_faults: int) -> None:
+def test_every_campaign_with_vllm_hits_one_of_two_workers(seed: int, num_faults: int) -> None:
     *_, last = schedule(seed, num_faults, "real")
     assert last.num_workers == 2 and len(last.faults) == max(1, num_faults // 10)
 
 
-def test_a_campaign_that_plays_is_half_about_its_episodes_and_changes_no_other() -> None:
+def test_half_of_the_faults_hit_episodes_in_a_campaign_with_an_environment_and_none_in_others() -> None:
     (leg,) = schedule(7, 24, "fake", player="environment")
     states = {state.label for state, _, _ in OF_EPISODES}
     about_episodes = [fault for fault in leg.faults if fault.state.label in states]
@@ -76,7 +76,7 @@ def test_a_trap_is_sprung_at_its_nth_visit_and_only_once(tmp_path: Path) -> None
     assert visits == [False, False, True, False] and not trap.exists()
 
 
-def test_a_call_hangs_at_its_trap_only_and_its_process_goes_on(tmp_path: Path) -> None:
+def test_a_call_hangs_only_at_its_trap_while_its_process_continues(tmp_path: Path) -> None:
     class Engine:
         async def pause(self) -> str:
             return "paused"
@@ -98,7 +98,7 @@ def test_a_call_hangs_at_its_trap_only_and_its_process_goes_on(tmp_path: Path) -
 
 
 def make_ledger(path: Path) -> Path:
-    """A run of five steps, two groups each, over epochs of four prompts, in which all went well."""
+    """Write the ledger of a run without faults: five steps of two groups each, over epochs of four prompts."""
     orders = [np.random.default_rng([SEED, epoch]).permutation(NUM_PROMPTS).tolist() for epoch in range(3)]
     ledger = Ledger(path)
     for slot in range(NUM_STEPS * GROUPS_PER_STEP):
@@ -133,7 +133,7 @@ def test_the_audit_finds_a_prompt_that_was_lost(tmp_path: Path) -> None:
     assert any("of epoch 0" in text for text in audit.lost) and "step 2 has 1 groups, not 2" in audit.lost
 
 
-def test_the_audit_finds_a_prompt_that_waits_while_later_ones_were_consumed(tmp_path: Path) -> None:
+def test_the_audit_finds_a_prompt_that_waits_after_later_prompts_were_consumed(tmp_path: Path) -> None:
     audit = audit_after(tmp_path, "UPDATE groups SET state = 'scored', step = NULL WHERE slot = 3")
     assert any("of epoch 0" in text for text in audit.lost)
 
@@ -162,7 +162,7 @@ def test_the_audit_finds_a_slot_that_was_overtaken(tmp_path: Path) -> None:
     assert audit.overtaken and not (audit.lost or audit.duplicated)
 
 
-def test_a_slot_that_was_passed_over_for_good_is_accounted_for(tmp_path: Path) -> None:
+def test_the_audit_accepts_a_slot_that_was_skipped_for_good(tmp_path: Path) -> None:
     audit = audit_after(
         tmp_path, "UPDATE groups SET state = 'dropped', reason = 'no_signal', step = NULL WHERE slot = 7"
     )
@@ -172,26 +172,26 @@ def test_a_slot_that_was_passed_over_for_good_is_accounted_for(tmp_path: Path) -
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-class ToldEvents:
-    """In place of a run that is over: what its processes told."""
+class FinishedRun:
+    """Replaces a run that is over: the events of its processes."""
 
     first = Run.first
 
-    def __init__(self, *told: tuple[float, str]) -> None:
-        self.events = [Event(time_s=time_s, process="", pid=1, name=name) for time_s, name in told]
+    def __init__(self, *events: tuple[float, str]) -> None:
+        self.events = [Event(time_s=time_s, process="", pid=1, name=name) for time_s, name in events]
 
     def read_events(self) -> list[Event]:
         return self.events
 
 
-def strike(target: Target, kind: Kind) -> Struck:
-    """A fault at second 10 whose victim could work again at second 14."""
+def result_of(target: Target, kind: Kind) -> FaultResult:
+    """Return a fault at second 10 whose target could work again at second 14."""
     fault = Fault(after_step=1, state=STATES[0], nth=1, target=target, kind=kind, seconds=4.0)
-    return Struck(fault=fault, struck_at=10.0, back_at=14.0)
+    return FaultResult(fault=fault, struck_at=10.0, back_at=14.0)
 
 
 @pytest.mark.parametrize(
-    ("target", "kind", "told", "expected_s"),
+    ("target", "kind", "events", "expected_s"),
     [
         ("learner", "stop", [(9.0, "learner lost"), (12.5, "learner lost")], 2.5),
         ("learner", "stop", [(14.5, "learner lost")], None),
@@ -204,89 +204,92 @@ def strike(target: Target, kind: Kind) -> Struck:
         ("reward worker", "kill", [(10.4, "server lost")], None),
     ],
 )
-def test_a_peer_is_noticed_only_by_who_was_connected_and_before_it_is_back(
-    target: Target, kind: Kind, told: list[tuple[float, str]], expected_s: float | None
+def test_the_loss_of_a_peer_is_noticed_only_if_it_was_connected_and_before_it_is_back(
+    target: Target, kind: Kind, events: list[tuple[float, str]], expected_s: float | None
 ) -> None:
-    noticed = notice_s(cast(Run, ToldEvents(*told)), strike(target, kind), until_s=30.0)
+    noticed = notice_s(cast(Run, FinishedRun(*events)), result_of(target, kind), until_s=30.0)
     assert noticed == (expected_s if expected_s is None else pytest.approx(expected_s))
 
 
 def report_of(
-    num_asked: int, struck: list[Struck], died: Sequence[str] = (), stops: Sequence[Stop] = (),
+    num_faults: int, results: list[FaultResult], died: Sequence[str] = (), stops: Sequence[Stop] = (),
     undrained: Sequence[str] = (), taken_away: Sequence[str] = (),
 ) -> Report:  # fmt: skip
-    leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], faults=tuple([strike("link", "cut").fault] * num_asked))
+    leg = msgspec.structs.replace(
+        schedule(0, 1, "fake")[0], faults=tuple([result_of("link", "cut").fault] * num_faults)
+    )
     prompts = Prompts(expected=1, consumed_once=1, lost=[], duplicated=[], overtaken=[])
     found = LegReport(
-        leg=leg, struck=struck, hangs=[], died=list(died), undrained=list(undrained),
+        leg=leg, results=results, hangs=[], died=list(died), undrained=list(undrained),
         taken_away=list(taken_away), prompts=prompts,
-        received=Received(completions_checked=1, versions_wrong=[], episode_ends={}, episodes_misjudged=[], evaluations=None),
+        received=Received(completions_checked=1, versions_wrong=[], episode_ends={}, episodes_misjudged=[],
+            evaluations=None),
         stops=list(stops),
     )  # fmt: skip
     return make_report(0, "fake", [found], 1.0)
 
 
-def test_the_report_names_the_faults_that_took_longest() -> None:
-    struck = [strike("server", "kill"), strike("learner", "stop"), strike("link", "cut")]
-    for number, each in enumerate(struck):
+def test_the_report_names_the_faults_with_the_longest_times() -> None:
+    results = [result_of("server", "kill"), result_of("learner", "stop"), result_of("link", "cut")]
+    for number, each in enumerate(results):
         each.notice_s, each.recover_s = 1.0 + number, 8.0 - number
-    report = report_of(3, struck)
+    report = report_of(3, results)
     assert (report.recover_s.max, report.recover_s.median) == (8.0, 7.0)
-    assert report.recover_s.longest[0] == f"8.00 s: leg 0: {struck[0].fault}"
-    assert report.notice_s.longest == [f"3.00 s: leg 0: {struck[2].fault}", f"1.00 s: leg 0: {struck[0].fault}"]
-    assert report.server_notice_s.longest == [f"2.00 s: leg 0: {struck[1].fault}"]
+    assert report.recover_s.longest[0] == f"8.00 s: leg 0: {results[0].fault}"
+    assert report.notice_s.longest == [f"3.00 s: leg 0: {results[2].fault}", f"1.00 s: leg 0: {results[0].fault}"]
+    assert report.server_notice_s.longest == [f"2.00 s: leg 0: {results[1].fault}"]
 
 
 @pytest.mark.parametrize(
-    ("num_asked", "num_left_out", "is_clean"), [(8, 1, True), (8, 2, False), (100, 10, True), (100, 11, False)]
+    ("num_faults", "num_skipped", "is_clean"), [(8, 1, True), (8, 2, False), (100, 10, True), (100, 11, False)]
 )
-def test_a_campaign_that_left_out_many_faults_has_shown_nothing(
-    num_asked: int, num_left_out: int, is_clean: bool
-) -> None:
-    report = report_of(num_asked, [strike("link", "cut")] * (num_asked - num_left_out))
-    assert (report.faults_left_out, report.is_clean) == (num_left_out, is_clean)
+def test_a_campaign_that_skipped_many_faults_is_not_clean(num_faults: int, num_skipped: int, is_clean: bool) -> None:
+    report = report_of(num_faults, [result_of("link", "cut")] * (num_faults - num_skipped))
+    assert (report.faults_left_out, report.is_clean) == (num_skipped, is_clean)
 
 
 def test_a_campaign_in_which_a_process_ended_in_a_traceback_is_not_clean() -> None:
-    told = report_of(1, [strike("link", "cut")], died=["learner with exit code 2: error: no server answers"])
-    crashed = report_of(1, [strike("link", "cut")], died=["server with exit code 1: TypeError: of ours"])
-    assert told.is_clean and not crashed.is_clean
-    assert crashed.problems == ["leg 0: crash: server with exit code 1: TypeError: of ours"]
+    reported = report_of(1, [result_of("link", "cut")], died=["learner with exit code 2: error: no server answers"])
+    crashed = report_of(1, [result_of("link", "cut")], died=["server with exit code 1: TypeError: bad operand"])
+    assert reported.is_clean and not crashed.is_clean
+    assert crashed.problems == ["leg 0: crash: server with exit code 1: TypeError: bad operand"]
 
 
-def test_a_campaign_in_which_a_server_that_did_not_shut_down_in_order_is_not_clean() -> None:
-    report = report_of(1, [strike("server", "drain")], undrained=["exit code -15 after 0.1 s: stopping"])
+def test_a_campaign_in_which_a_server_did_not_shut_down_cleanly_is_not_clean() -> None:
+    report = report_of(1, [result_of("server", "drain")], undrained=["exit code -15 after 0.1 s: stopping"])
     assert not report.is_clean and report.undrained == 1
     assert report.problems == ["leg 0: not drained: exit code -15 after 0.1 s: stopping"]
 
 
 def test_a_campaign_in_which_a_rival_got_a_server_of_the_run_is_not_clean() -> None:
-    report = report_of(1, [strike("rival", "ask")], taken_away=["1 of 9 Hellos were welcomed"])
+    report = report_of(1, [result_of("rival", "ask")], taken_away=["1 of 9 Hellos were welcomed"])
     assert not report.is_clean and report.taken_away == 1
     assert report.problems == ["leg 0: taken away: 1 of 9 Hellos were welcomed"]
 
 
 @pytest.mark.parametrize(("seconds", "is_clean"), [(9.9, True), (10.1, False)])
-def test_a_campaign_in_which_training_stood_still_beside_a_server_is_not_clean(seconds: float, is_clean: bool) -> None:
-    report = report_of(1, [strike("link", "cut")], stops=[Stop(seconds, 9.0, 9.0 + seconds), Stop(1.0, 30.0, 31.0)])
+def test_a_campaign_in_which_training_stopped_although_a_server_was_up_is_not_clean(
+    seconds: float, is_clean: bool
+) -> None:
+    report = report_of(1, [result_of("link", "cut")], stops=[Stop(seconds, 9.0, 9.0 + seconds), Stop(1.0, 30.0, 31.0)])
     assert (report.longest_stop_s, report.is_clean) == (seconds, is_clean)
     assert report.longest_stops[0].startswith(f"{seconds:.2f} s: leg 0: cut link for 4 s")
     assert [f"stop: {report.longest_stops[0]}"] == report.problems or is_clean
-    assert report_of(1, [strike("link", "cut")]).longest_stop_s is None
+    assert report_of(1, [result_of("link", "cut")]).longest_stop_s is None
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow  # `make chaos` runs campaigns of this kind
-def test_a_few_faults_leave_nothing_lost_twice_mislabelled_or_hanging(tmp_path: Path) -> None:
+def test_a_few_faults_lose_duplicate_mislabel_and_hang_nothing(tmp_path: Path) -> None:
     report = campaign(5, 6, "fake", tmp_path / "chaos")
     assert report.is_clean, report.problems
     assert report.faults == 6 and report.prompts_consumed_once == report.prompts_expected
 
 
 @pytest.mark.slow  # `make chaos` runs campaigns of this kind
-def test_environments_that_die_and_servers_that_die_between_turns_cost_no_group(tmp_path: Path) -> None:
+def test_no_group_is_lost_when_environments_die_or_servers_die_between_turns(tmp_path: Path) -> None:
     report = campaign(SEED, 8, "fake", tmp_path / "chaos", player="environment")
     assert report.is_clean, report.problems
     assert report.faults == 8 and report.prompts_consumed_once == report.prompts_expected

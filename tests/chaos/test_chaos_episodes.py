@@ -1,4 +1,4 @@
-"""The audit of episodes finds an end that is not what was done to it, one that was kept otherwise, and one that is rated wrongly."""
+"""The audit of episodes finds wrong end states and wrong rewards."""
 
 from pathlib import Path
 
@@ -13,18 +13,19 @@ from tests.chaos.traps import Event
 
 pytestmark = pytest.mark.system
 
-STRUCK, OTHER = 71, 72
-"""Process ids."""
+TARGET, OTHER = 71, 72
+"""Process ids: of the fault's target, and of another process."""
 
 
-def told(time_s: float, name: str, number: int = 0, pid: int = 1) -> Event:
+def event(time_s: float, name: str, number: int = 0, pid: int = 1) -> Event:
     process = "learner" if name.startswith(ENDED) else "environment"
     return Event(time_s=time_s, process=process, pid=pid, name=name, number=number, group="0.0" if number else "")
 
 
 def played(*ends: tuple[EndState, float | None]) -> Groups:
     branch = TokenSequence(
-        token_ids=np.zeros(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(0, 1)], finish_reason="stop"
+        token_ids=np.zeros(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(0, 1)],
+        finish_reason="stop"
     )  # fmt: skip
     episodes = [
         Episode(branches=[branch], course=EpisodeStats(state=state, num_turns=1), reward=reward)
@@ -34,12 +35,13 @@ def played(*ends: tuple[EndState, float | None]) -> Groups:
 
 
 def audit(
-    kind: str, struck_end: EndState, *kept: tuple[EndState, float | None], player: Player = "environment"
+    kind: str, target_end: EndState, *kept: tuple[EndState, float | None], player: Player = "environment"
 ) -> list[str]:
-    """Of a group of two episodes, one of which was struck; the same process has played another one before."""
+    """Audit a group of two episodes, one with a fault in a process that has finished another episode before."""
     events = [
-        told(0.5, f"{ENDED}finished", STRUCK), told(1.0, kind, pid=STRUCK), told(2.0, f"{ENDED}{struck_end}", STRUCK),
-        told(3.0, f"{ENDED}finished", OTHER),
+        event(0.5, f"{ENDED}finished", TARGET), event(1.0, kind, pid=TARGET),
+        event(2.0, f"{ENDED}{target_end}", TARGET),
+        event(3.0, f"{ENDED}finished", OTHER),
     ]  # fmt: skip
     return audit_episodes(played(*kept), events, player)
 
@@ -48,44 +50,44 @@ def audit(
     ("player", "kind", "end"),
     [("environment", "kill", "env_error"), ("environment", "hang", "tool_timeout"), ("agent", "stop", "deadline")],
 )
-def test_an_episode_that_ended_as_what_was_done_to_it_and_was_kept_so_passes(
+def test_the_audit_accepts_an_episode_that_ended_and_was_kept_as_its_fault_demands(
     player: Player, kind: str, end: EndState
 ) -> None:
     assert audit(kind, end, (end, None), ("finished", 1.0), player=player) == []
     assert ends_of(played((end, None), ("finished", 1.0))) == {end: 1, "finished": 1}
 
 
-def test_the_audit_finds_a_struck_episode_that_is_counted_under_another_end() -> None:
+def test_the_audit_finds_an_end_state_that_does_not_follow_from_the_fault() -> None:
     (wrong,) = audit("kill", "finished", ("finished", 0.0), ("finished", 1.0))
-    assert wrong == "group 0.0: kill of who played an episode, which ended as finished, not env_error"
+    assert wrong == "group 0.0: kill of an episode's process, which ended as finished, not env_error"
     (wrong,) = audit("stop", "env_error", ("env_error", None), ("finished", 1.0))
     assert "not tool_timeout" in wrong
 
 
-def test_the_audit_finds_an_error_of_an_episode_that_nobody_had_struck() -> None:
-    (wrong,) = audit_episodes([], [told(1.0, f"{ENDED}env_error", OTHER)], "environment")
-    assert wrong == "group 0.0: an episode ended as env_error, although nobody was struck that played it"
+def test_the_audit_finds_an_error_of_an_episode_without_a_fault() -> None:
+    (wrong,) = audit_episodes([], [event(1.0, f"{ENDED}env_error", OTHER)], "environment")
+    assert wrong == "group 0.0: an episode ended as env_error, although its process had no fault"
 
 
-def test_a_struck_episode_whose_learner_was_killed_meanwhile_need_not_end() -> None:
-    assert audit_episodes([], [told(1.0, "kill", pid=STRUCK)], "environment") == []
+def test_an_episode_with_a_fault_need_not_end_if_the_learner_was_killed_meanwhile() -> None:
+    assert audit_episodes([], [event(1.0, "kill", pid=TARGET)], "environment") == []
 
 
-def test_the_audit_finds_an_episode_that_was_kept_with_another_end_than_it_had() -> None:
+def test_the_audit_finds_an_episode_that_was_kept_with_another_end_state() -> None:
     (wrong,) = audit("kill", "env_error", ("max_turns", 0.0), ("finished", 1.0))
-    assert wrong == "group 0.0-1: 1 episodes more were kept as max_turns than ended so"
+    assert wrong == "group 0.0-1: 1 more episodes were kept as max_turns than ended as max_turns"
 
 
 @pytest.mark.parametrize(("end", "reward"), [("env_error", 0.0), ("finished", None)])
-def test_the_audit_finds_an_episode_that_is_rated_although_it_says_nothing_or_not_although_it_does(
+def test_the_audit_finds_a_reward_that_an_end_state_forbids_and_a_missing_reward(
     end: EndState, reward: float | None
 ) -> None:
-    wrong = audit_episodes(played((end, reward)), [told(1.0, f"{ENDED}{end}", OTHER)], "environment")
+    wrong = audit_episodes(played((end, reward)), [event(1.0, f"{ENDED}{end}", OTHER)], "environment")
     assert f"group 0.0-1: an episode ended as {end} with the reward {reward}" in wrong
 
 
 @pytest.mark.slow  # `make chaos` runs campaigns of this kind
-def test_agents_that_die_and_servers_that_die_between_their_turns_cost_no_group(tmp_path: Path) -> None:
+def test_no_group_is_lost_when_agents_die_or_servers_die_between_their_turns(tmp_path: Path) -> None:
     report = campaign(5, 8, "fake", tmp_path / "chaos", player="agent")
     assert report.is_clean, report.problems
     assert report.faults == 8 and report.prompts_consumed_once == report.prompts_expected

@@ -1,4 +1,4 @@
-"""Chaos on evaluations: what befalls them, what the audits of them find, and a few faults after which each counts every prompt once."""
+"""Chaos during evaluations: the schedule, the audits, and a small campaign that must be clean."""
 
 import json
 import time
@@ -34,7 +34,7 @@ SIZES = {"few": 5, "many": 8}
 Lines = list[dict[str, Any]]
 
 
-def test_a_campaign_that_evaluates_is_half_about_its_evaluations_and_changes_no_other() -> None:
+def test_half_of_the_faults_hit_evaluations_in_a_campaign_with_evaluations_and_none_in_others() -> None:
     (leg,) = schedule(7, 24, "fake", has_evaluations=True)
     states = {state.label for state, _, _ in OF_EVALUATIONS}
     about = [(fault.state, fault.target, fault.kind) for fault in leg.faults if fault.state.label in states]
@@ -51,7 +51,7 @@ def a_config(directory: Path, *, pin: bool = True) -> LearnerRun:
 
 
 def make_run(directory: Path) -> tuple[Lines, dict[int, Lines]]:
-    """A run of five steps that was evaluated as it should; return its lines, and the answers behind those of each step."""
+    """Write a run of five steps with correct evaluations. Return its lines, and the answers of each step."""
     run_dir = directory / "run"
     run_dir.mkdir()
     ledger = Ledger(run_dir / "ledger.db")
@@ -66,7 +66,8 @@ def make_run(directory: Path) -> tuple[Lines, dict[int, Lines]]:
         reward = step / 10
         lines += [
             {
-                "time": time.time() + 1, "step": step, "set_name": name, "num_prompts": size, "rewards_P": [reward] * size,
+                "time": time.time() + 1, "step": step, "set_name": name, "num_prompts": size,
+                "rewards_P": [reward] * size,
                 "reward": {"mean": reward}, "versions": [step, step],
                 "difference": None if step == 0 else {"mean": reward - DUE[DUE.index(step) - 1] / 10},
             }
@@ -78,10 +79,10 @@ def make_run(directory: Path) -> tuple[Lines, dict[int, Lines]]:
 
 
 def problems_after(
-    directory: Path, doctor: Callable[[Lines, dict[int, Lines]], object], *, pin: bool = True, log: str = ""
+    directory: Path, corrupt: Callable[[Lines, dict[int, Lines]], object], *, pin: bool = True, log: str = ""
 ) -> list[str]:
     lines, answers = make_run(directory)
-    doctor(lines, answers)
+    corrupt(lines, answers)
     (directory / "run" / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (directory / ANSWERED).mkdir()
     for number, (step, kept) in enumerate(answers.items()):
@@ -93,15 +94,15 @@ def problems_after(
     return found.wrong
 
 
-def nothing(lines: Lines, answers: dict[int, Lines]) -> None:
-    """Of what could go wrong."""
+def change_nothing(lines: Lines, answers: dict[int, Lines]) -> None:
+    """Leave the run correct."""
 
 
 def drop_a_line(lines: Lines, answers: dict[int, Lines]) -> None:
     del lines[5]
 
 
-def note_a_line_again(lines: Lines, answers: dict[int, Lines]) -> None:
+def record_a_line_twice(lines: Lines, answers: dict[int, Lines]) -> None:
     lines.insert(6, dict(lines[5]))
 
 
@@ -129,7 +130,7 @@ def lose_an_answer(lines: Lines, answers: dict[int, Lines]) -> None:
     del answers[5][6]
 
 
-def answer_from_the_models_own_weights(lines: Lines, answers: dict[int, Lines]) -> None:
+def answer_from_base_weights(lines: Lines, answers: dict[int, Lines]) -> None:
     lines[4]["versions"] = [-1, 4]
     answers[4][1]["answered"]["versions"] = [-1, -1]
 
@@ -138,36 +139,36 @@ def hide_a_version(lines: Lines, answers: dict[int, Lines]) -> None:
     answers[4][1]["answered"]["versions"] = [-1, -1]
 
 
-def compare_with_another(lines: Lines, answers: dict[int, Lines]) -> None:
+def record_a_wrong_difference(lines: Lines, answers: dict[int, Lines]) -> None:
     lines[7]["difference"]["mean"] = 0.0
 
 
 @pytest.mark.parametrize(
-    ("doctor", "told"),
+    ("corrupt", "problem"),
     [
-        (nothing, None),
-        (drop_a_line, "the evaluation of many after step 4 is not there"),
-        (note_a_line_again, "the evaluation of many after step 4 was noted twice"),
-        (date_a_line_before_its_step, "the evaluation of few after step 4 is of weights that were trained anew"),
-        (forget_a_prompt, "counts 8 prompts, of which 1 are not rated"),
+        (change_nothing, None),
+        (drop_a_line, "the evaluation of many after step 4 is missing"),
+        (record_a_line_twice, "the evaluation of many after step 4 was recorded twice"),
+        (date_a_line_before_its_step, "the evaluation of few after step 4 is of weights that were trained again"),
+        (forget_a_prompt, "counts 8 prompts with 1 missing rewards"),
         (count_a_prompt_twice, "the evaluation of many after step 4 counts 8 prompts"),
-        (move_the_mean, "says 0.41"),
-        (answer_twice, "the evaluation after step 4 has 2 answers to its prompt 7"),
-        (lose_an_answer, "the evaluation after step 5 has 0 answers to its prompt 6"),
-        (answer_from_the_models_own_weights, "is pinned, and was answered by versions [-1, 4]"),
-        (hide_a_version, "says versions [4, 4] of answers by"),
-        (compare_with_another, "the evaluation of many after step 5 is 0.0 more than the one before, not 0.1000"),
+        (move_the_mean, "records the mean 0.41"),
+        (answer_twice, "the evaluation after step 4 has 2 answers to prompt 7"),
+        (lose_an_answer, "the evaluation after step 5 has 0 answers to prompt 6"),
+        (answer_from_base_weights, "is pinned, but was answered by versions [-1, 4]"),
+        (hide_a_version, "records versions [4, 4] of answers by"),
+        (record_a_wrong_difference, "the evaluation of many after step 5 records the difference 0.0, not 0.1000"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_the_audit_finds_what_is_wrong_with_an_evaluation(
-    tmp_path: Path, doctor: Callable[[Lines, dict[int, Lines]], object], told: str | None
+def test_the_audit_finds_every_defect_of_an_evaluation(
+    tmp_path: Path, corrupt: Callable[[Lines, dict[int, Lines]], object], problem: str | None
 ) -> None:
-    found = problems_after(tmp_path, doctor)
-    assert any(told in problem for problem in found) if told else found == []
+    found = problems_after(tmp_path, corrupt)
+    assert any(problem in text for text in found) if problem else found == []
 
 
-def test_an_evaluation_that_came_while_another_was_under_way_is_excused_unless_the_run_pins(tmp_path: Path) -> None:
+def test_an_evaluation_may_be_skipped_while_another_is_running_unless_the_run_pins(tmp_path: Path) -> None:
     def drop_a_step(lines: Lines, answers: dict[int, Lines]) -> None:
         del lines[4:6]
         lines[4]["difference"]["mean"] = lines[5]["difference"]["mean"] = 0.3
@@ -180,7 +181,7 @@ def test_an_evaluation_that_came_while_another_was_under_way_is_excused_unless_t
         assert len(found) == (2 if pin else 0), found
 
 
-def test_answers_are_held_against_the_weights_that_they_name_and_rewards_against_the_answers(tmp_path: Path) -> None:
+def test_answers_are_checked_against_the_weights_they_name_and_rewards_against_the_answers(tmp_path: Path) -> None:
     config = a_config(tmp_path)
     path = resolve_model(config.model)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -206,13 +207,13 @@ def test_answers_are_held_against_the_weights_that_they_name_and_rewards_against
     line = {"set_name": "few", "rewards_P": worth}
     assert audit.problems(line, answers) == []
     (swapped,) = audit.problems(line | {"rewards_P": [worth[0], worth[1] + 0.2]}, answers)
-    assert "rates its prompt 1" in swapped
+    assert "for prompt 1, whose answer is worth" in swapped
     (mislabelled,) = audit.problems(line, [answers[0], answers[1] | {"versions": [4, 4]}])
     assert "an answer to prompt 1 by version 4 whose weights prefer another token" in mislabelled
 
 
 @pytest.mark.slow  # `make chaos` runs campaigns of this kind
-def test_learners_and_servers_that_die_in_the_midst_of_evaluations_leave_each_counted_once(tmp_path: Path) -> None:
+def test_each_prompt_counts_once_when_learners_and_servers_die_during_evaluations(tmp_path: Path) -> None:
     report = campaign(22, 8, "fake", tmp_path / "chaos", has_evaluations=True)
     assert report.is_clean, report.problems
     assert report.faults == 8 and report.evaluations_due >= 8

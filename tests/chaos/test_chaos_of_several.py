@@ -1,4 +1,4 @@
-"""Chaos on several servers: who is struck, what counts as a stop of the training, and a few faults that stop nothing."""
+"""Chaos on several servers: schedule, stops of training, and a small campaign without stops."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.chaos.traps import Event, Traps
 pytestmark = pytest.mark.system
 
 
-def test_on_several_servers_each_is_struck_and_the_list_changes() -> None:
+def test_a_campaign_on_several_servers_hits_each_server_and_the_list() -> None:
     faults = [fault for leg in schedule(0, 130, "fake", 3) for fault in leg.faults]
     assert {fault.server for fault in faults} == {0, 1, 2}
     assert {fault.target for fault in faults} == {"server", "learner", "reward worker", "link", "call", "list", "rival"}
@@ -24,7 +24,7 @@ def test_on_several_servers_each_is_struck_and_the_list_changes() -> None:
     assert all(fault.server is None for leg in schedule(0, 130, "fake") for fault in leg.faults)
 
 
-def test_the_time_in_which_a_server_was_left_counts_and_no_other() -> None:
+def test_a_stop_counts_only_the_time_in_which_a_server_was_up() -> None:
     def out(server: int | None, from_s: float, until_s: float) -> Outage:
         return Outage(server=server, from_s=from_s, until_s=until_s)
 
@@ -32,19 +32,19 @@ def test_the_time_in_which_a_server_was_left_counts_and_no_other() -> None:
     assert [stop.seconds for stop in stops(steps_s, [], 2)] == [20.0, 1.0, 1.0]
     assert stops(steps_s, [], 2)[0] == Stop(20.0, 1.0, 21.0)
     for harmless in ([out(0, 2.0, 20.0)], [out(0, 2.0, 8.0), out(1, 8.0, 20.0)]):
-        assert stops(steps_s, harmless, 2)[0].seconds == 20.0, "there was a server at every moment"
+        assert stops(steps_s, harmless, 2)[0].seconds == 20.0, "a server was up at every moment"
     assert stops(steps_s, [out(0, 2.0, 8.0), out(1, 5.0, 20.0)], 2)[0].seconds == 17.0
     assert stops(steps_s, [out(0, 2.0, float("inf")), out(1, 5.0, 20.0)], 2)[0].seconds == 5.0
     assert stops(steps_s, [out(None, 2.0, 8.0), out(None, 3.0, 9.0)], 2)[0].seconds == 13.0
 
 
-def test_an_outage_ends_when_the_same_server_is_there_again() -> None:
-    def told(time_s: float, process: str, name: str, server: int | None) -> Event:
+def test_an_outage_ends_when_the_same_server_is_up_again() -> None:
+    def event(time_s: float, process: str, name: str, server: int | None) -> Event:
         return Event(time_s=time_s, process=process, pid=1, name=name, server=server)
 
     events = [
-        told(1.0, "server", "up", 0), told(3.0, "server", "up", 1), told(4.0, "server", "engine up", 0),
-        told(5.0, "learner", "up", None), told(6.0, "server", "up", 0),
+        event(1.0, "server", "up", 0), event(3.0, "server", "up", 1), event(4.0, "server", "engine up", 0),
+        event(5.0, "learner", "up", None), event(6.0, "server", "up", 0),
     ]  # fmt: skip
     harms = [
         Harm(server=0, from_s=2.0, until="up"), Harm(server=0, from_s=2.0, until="engine up"),
@@ -54,32 +54,32 @@ def test_an_outage_ends_when_the_same_server_is_there_again() -> None:
     assert [outage.until_s for outage in outages(harms, events)] == [6.0, 4.0, 5.0, 2.5, float("inf")]
 
 
-def test_events_of_several_files_come_in_order_and_say_which_server_they_are_about(tmp_path: Path) -> None:
+def test_events_of_several_files_are_sorted_and_name_their_server(tmp_path: Path) -> None:
     learner, first, second = (tmp_path / name for name in ("learner", "first", "second"))
     for directory in (learner, first, second):
         directory.mkdir()
     files = {learner / "events": 0, first / "events": 0, second / "events": 1}
     events = Events(files, {7001: 0, 7002: 1})
     of_learner, of_second = Traps(learner, "learner"), Traps(second, "server")
-    of_learner.tell("started")
-    of_second.tell("up")
-    of_learner.tell("server ready", 7002)
-    of_learner.tell("consumed", 5)
+    of_learner.record("started")
+    of_second.record("up")
+    of_learner.record("server ready", 7002)
+    of_learner.record("consumed", 5)
     assert [event.name for event in events.read()] == ["started", "up", "server ready", "consumed"]
     assert [event.server for event in events.read()] == [None, 1, 1, None]
     assert (events.ready, events.num_steps) == ({1}, 5)
-    of_learner.tell("server syncing", 7002)
-    of_learner.tell("server ready", 7001)
-    of_learner.tell("consumed", 4)
+    of_learner.record("server syncing", 7002)
+    of_learner.record("server ready", 7001)
+    of_learner.record("consumed", 4)
     events.read()
     assert (events.ready, events.num_steps, events.last_step) == ({0}, 5, 4)
-    of_learner.tell("started")
+    of_learner.record("started")
     events.read()
     assert events.ready == set()
 
 
 @pytest.mark.slow  # `make chaos` runs campaigns of this kind
-def test_a_few_faults_to_one_of_three_servers_stop_nothing(tmp_path: Path) -> None:
+def test_a_few_faults_on_one_of_three_servers_do_not_stop_training(tmp_path: Path) -> None:
     report = campaign(197, 3, "fake", tmp_path / "chaos", num_servers=3)  # a pause that hangs, a kill, a drain
     assert report.is_clean, report.problems
     assert report.servers == 3 and report.prompts_consumed_once == report.prompts_expected

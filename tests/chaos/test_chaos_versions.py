@@ -1,4 +1,4 @@
-"""The audit of versions finds tokens that are not of the version that they are labelled with."""
+"""The audit of versions finds tokens whose label names another version than the one that sampled them."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ LEG = msgspec.structs.replace(schedule(0, 1, "fake")[0], seed=0)
 
 
 def tiny_model(version: int) -> Any:
-    """The weights of version 1 are those of version 0, and a little more."""
+    """Return the model with the weights of a version. Those of version 1 differ slightly from those of version 0."""
     path = resolve_model("tiny:digits")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def first_prompt(directory: Path) -> Prompt:
 
 @pytest.fixture
 def sampled(tmp_path: Path) -> tuple[Path, list[Completion]]:
-    """A directory with the weights of versions 0 and 1, and two completions that version 0 has sampled."""
+    """Return a directory with the weights of versions 0 and 1, and two completions sampled by version 0."""
     (tmp_path / WEIGHTS).mkdir()
     for version in (0, 1):
         weights = {name: tensor.detach().clone() for name, tensor in tiny_model(version).named_parameters()}
@@ -74,7 +74,7 @@ def group_of(*completions: Completion) -> Group:
     return Group(group_id="0.0", entered_version=0, completions=list(completions))
 
 
-def test_tokens_of_the_version_they_are_labelled_with_pass(sampled: tuple[Path, list[Completion]]) -> None:
+def test_the_audit_accepts_correct_labels(sampled: tuple[Path, list[Completion]]) -> None:
     directory, completions = sampled
     assert audit_of(directory, group_of(*completions)) == (2, [])
 
@@ -89,16 +89,16 @@ def test_the_audit_finds_a_wrong_label(sampled: tuple[Path, list[Completion]], l
 
 
 @pytest.mark.parametrize(("label", "num_wrong"), [(1, 0), (0, 1)])
-def test_the_audit_finds_a_turn_that_is_labelled_with_the_version_of_the_turn_before(
+def test_the_audit_finds_a_turn_labelled_with_the_version_of_the_turn_before(
     sampled: tuple[Path, list[Completion]], label: int, num_wrong: int
 ) -> None:
     directory, (first, _) = sampled
-    said = [*first.token_ids.tolist(), 3]
-    tokens, logprobs = sample(tiny_model(1), [*first_prompt(directory).token_ids, *said], 2, 5)
+    context = [*first.token_ids.tolist(), 3]
+    tokens, logprobs = sample(tiny_model(1), [*first_prompt(directory).token_ids, *context], 2, 5)
     branch = TokenSequence(
-        token_ids=np.array([*said, *tokens], np.int32),
+        token_ids=np.array([*context, *tokens], np.int32),
         behaviour_logprobs=np.array([*first.behaviour_logprobs.tolist(), 0.0, *logprobs], np.float32),
-        versions=[(0, len(said) - 1), (None, 1), (label, len(tokens))], finish_reason="stop",
+        versions=[(0, len(context) - 1), (None, 1), (label, len(tokens))], finish_reason="stop",
     )  # fmt: skip
     episode = Episode(branches=[branch], course=EpisodeStats(state="finished", num_turns=2), reward=1.0)
     num_checked, found = audit_of(directory, EpisodeGroup(group_id="0.0", entered_version=0, episodes=[episode]))

@@ -1,9 +1,9 @@
-"""What the processes under fault tell the supervisor, and where it can make them stand still.
+"""Traps: where the supervisor can stop a process; and events: what a process records for the supervisor.
 
-A trap is a file that names a state. The process that comes to the state for the n-th time takes the file away and stops
-itself by SIGSTOP; the supervisor sees it stopped, does the fault, and lets it go on. Events are lines in one file, with the
-clock that all processes of a machine share. One more file asks the learner to take its time. Product code knows of none of them: the
-process entries wrap its functions.
+A trap is a file that names a state. A process that reaches the state for the n-th time removes the file and stops
+itself with SIGSTOP. The supervisor then commits the fault and continues the process. Events are lines in one file, with
+times of the machine's monotonic clock. One more file slows the learner down. Product code knows none of these files:
+the entry points of the processes wrap its functions.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something a process did, at `time_s` of the monotonic clock."""
+    """Something that a process did at `time_s` of the monotonic clock."""
 
     time_s: float
     process: str
@@ -28,28 +28,28 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     number: int = 0
     group: str = ""
-    """Which it is about."""
+    """Id of the group that the event is about."""
     server: int | None = None
-    """Which of the run's servers it is of, or about. Not told: known by whoever reads."""
+    """Number of the server that the event is about. Not in the file: the reader sets it."""
 
 
 class Traps:
-    """One process's side. Files lie in `directory`, named after the process."""
+    """The traps and events of one process, in files of `directory` named after the process."""
 
     def __init__(self, directory: Path, process: str) -> None:
         self.directory, self._process = directory, process
         self._events = os.open(directory / "events", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._trap = trap_of(directory, process)
         self._num_visits: dict[bytes, int] = {}
-        """By the trap's content, which is new for every fault."""
+        """Keyed by the content of the trap, which is unique for each fault."""
 
-    def tell(self, name: str, number: int = 0, group: str = "") -> None:
+    def record(self, name: str, number: int = 0, group: str = "") -> None:
         now = time.monotonic()
         event = Event(time_s=now, process=self._process, pid=os.getpid(), name=name, number=number, group=group)
         os.write(self._events, msgspec.json.encode(event) + b"\n")  # one write: lines of two processes do not mix
 
     def is_sprung(self, state: str) -> bool:
-        """Count a visit; True, once, if it is the one the trap is set for."""
+        """Count a visit. Return True, once, at the visit that the trap is set for."""
         try:
             content = self._trap.read_bytes()
         except FileNotFoundError:
@@ -69,7 +69,7 @@ class Traps:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def make_hang(self, owner: Any, name: str) -> None:
-        """Make a coroutine function never return when the trap of its name is sprung. Only it: its process goes on."""
+        """Make a coroutine function never return when the trap of its name is sprung. Its process continues."""
         function = getattr(owner, name)
 
         @functools.wraps(function)
@@ -81,7 +81,7 @@ class Traps:
         setattr(owner, name, hang_or_await)
 
     def wrap(self, owner: Any, name: str, state: str) -> None:
-        """Make a function of the product stand at `state` whenever it is called."""
+        """Make a function of the product reach `state` on every call."""
         function = getattr(owner, name)
 
         @functools.wraps(function)
@@ -98,12 +98,12 @@ class Traps:
 
 
 def slow_of(directory: Path) -> Path:
-    """While this file is there nobody waits for steps, and each may take a second: hundreds would cost the cores that other legs need."""
+    """Return the file that limits the learner to one step per second, to leave the cores to other legs."""
     return directory / "slow"
 
 
 def flip_of(port: int) -> str:
-    """Return the name of the learner's trap that flips a byte on its way to the server that it reaches at this port."""
+    """Return the name of the learner's trap that flips a byte of a broadcast to the server at this port."""
     return f"flip {port}"
 
 
@@ -112,7 +112,7 @@ def trap_of(directory: Path, process: str) -> Path:
 
 
 def set_trap(directory: Path, process: str, state: str, nth: int, number: int) -> Path:
-    """Write the trap of fault `number` in one move; return its file, which is gone once the process stands in it."""
+    """Write the trap of fault `number` atomically. Return its file, which the process removes when it stops there."""
     trap = trap_of(directory, process)
     aside = trap.with_suffix(".tmp")
     aside.write_text(f"{state}/{nth}/{number}")

@@ -1,7 +1,7 @@
-"""The audit of version labels: every token's behaviour logprob is computed again from the weights its label names.
+"""The audit of version labels: recomputes every token's behavior logprob from the weights that its label names.
 
-The learner's process has kept the weights of every version before they were pushed, and every group before it was committed.
-A resume trains some versions again: a label is right if any of its version's weights give the logprob.
+The learner's process keeps the weights of every version before it pushes them, and every group before it commits it. A
+resume trains some versions again, so a label is correct if any weights of its version give the logprob.
 """
 
 import sqlite3
@@ -25,11 +25,11 @@ from tests.chaos.episodes import Groups
 from tests.chaos.learner_process import RECEIVED, WEIGHTS
 
 TOLERANCE = 2e-4
-"""Between float32 in vLLM and in torch there are 4e-5; one step of the optimizer moves most tokens by more than 1e-3."""
+"""vLLM and torch differ by 4e-5 in float32. One optimizer step moves most tokens by more than 1e-3."""
 
 
 def audit_versions(directory: Path, config: LearnerRun, groups: Groups) -> tuple[int, list[str]]:
-    """Return how many completions were checked, and in words those whose labels are wrong. Of an episode its branches."""
+    """Return the number of checked completions, or branches of episodes, and a description of each wrong label."""
     prompts = _prompts(directory / "run" / "ledger.db", config)
     weights = defaultdict(list)
     for path in (directory / WEIGHTS).glob("*.safetensors"):
@@ -61,7 +61,7 @@ def audit_versions(directory: Path, config: LearnerRun, groups: Groups) -> tuple
 
 
 def received_groups(directory: Path) -> Groups:
-    """Every group that has come, by the name of its file."""
+    """Return every received group with the name of its file."""
     paths = sorted((directory / RECEIVED).glob("*-*"))
     return [(path.name, unpack(path.read_bytes(), cast(type[AnyGroup], AnyGroup))) for path in paths]
 
@@ -83,7 +83,7 @@ def _problem(versions: list[tuple[int | None, int]], errors: dict[int, np.ndarra
 
 @torch.no_grad()
 def _logprobs(model: Any, sequences: dict[int, tuple[list[int], TokenSequence]]) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the logprobs of each branch's tokens; those of one length go through the model together."""
+    """Yield the logprobs of each branch's tokens. Branches of one length are one batch."""
     by_length = defaultdict(list)
     for index, (prompt, branch) in sequences.items():
         by_length[len(prompt), len(branch.token_ids)].append(index)
@@ -95,7 +95,7 @@ def _logprobs(model: Any, sequences: dict[int, tuple[list[int], TokenSequence]])
 
 
 def _prompts(ledger: Path, config: LearnerRun) -> dict[str, list[int]]:
-    """Group id → the tokens of its prompt."""
+    """Return the prompt tokens of each group id."""
     prompts = Prompts(config.learner.data, load_tokenizer(resolve_model(config.model)), config.seed)
     with sqlite3.connect(f"file:{ledger}?mode=ro", uri=True) as db:
         rows = db.execute("SELECT group_id, position FROM groups").fetchall()

@@ -1,6 +1,4 @@
-"""The command lines that stand in images, manifests, units and scripts, held against what the commands take: a flag that was renamed
-fails the artefact that still has it.
-"""
+"""The command lines in images, manifests, units and scripts, checked against the commands' flags."""
 
 import shutil
 import sys
@@ -19,7 +17,8 @@ RECIPE = str(DEPLOY / "recipes/gsm8k.toml")
 
 
 def check(words: list[str]) -> ServerRun | LearnerRun | None:
-    """Raise what the command would say of its arguments; its config file is taken for a recipe. Returns what it would run."""
+    """Check the arguments of a command, with a recipe as config file. Return the config. Raises the command's
+    errors."""
     match words:
         case [command, "serve", _, *flags] if command.endswith("slipstream"):
             return load_config(ServerRun, [RECIPE, *flags], "slipstream serve")
@@ -38,7 +37,7 @@ def check(words: list[str]) -> ServerRun | LearnerRun | None:
 
 
 def tool(name: str) -> str:
-    """Return where a checker is; skip the test without it."""
+    """Return the path of a checker; skip the test without it."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not on this machine; pip install -e '.[dev]' brings those that are Python packages")

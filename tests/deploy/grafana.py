@@ -1,4 +1,4 @@
-"""What deploy/grafana/slipstream.json asks Prometheus for, and which of it each process must have."""
+"""The queries of deploy/grafana/slipstream.json, and the metrics that each process must have."""
 
 import json
 import re
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 BOARD: dict[str, Any] = json.loads((ROOT / "deploy/grafana/slipstream.json").read_text())
 METRIC = re.compile(r"\b(?:slipstream_|vllm:)[a-z0-9_]+")
 BOTH = "slipstream_weight_sync_stall_seconds"
-"""A gauge of the learner's; with _total a counter of the server's."""
+"""Pattern of a gauge of the learner, or with _total of a counter of the server."""
 
 
 def panels() -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def expressions() -> list[str]:
 
 
 def asked_of_servers() -> set[str]:
-    """vLLM's and ours, as `inference_server/http.py` names them; a counter's samples end in _total."""
+    """Return metrics of vLLM and of the server, as `inference_server/http.py` names them."""
     ours = set(re.findall(r'MetricFamily\(\s*"(slipstream_[a-z_]+)"', (ROOT / "inference_server/http.py").read_text()))
     return {
         name for name in _asked() if name.startswith("vllm:") or (name.removesuffix("_total") in ours and name != BOTH)

@@ -1,4 +1,4 @@
-"""The runs of the two sides that colocate places on a node."""
+"""The configs of both sides that `colocate` places on a node."""
 
 from typing import Any
 

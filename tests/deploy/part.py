@@ -1,9 +1,9 @@
-"""Stands for a server or a rank: `python part.py NAME DIRECTORY VERB BEHAVIOUR [BEHAVIOUR ...]`, one for each time it is started.
+"""A fake server or rank: `python part.py NAME DIRECTORY VERB BEHAVIOUR [BEHAVIOUR ...]`, one behavior per start.
 
 serve      until a signal comes
 end N      after a moment, with exit code N
 deaf       notes signals and lives on
-Everything is noted in DIRECTORY/events, a line each, the start as `NAME VERB`.
+Every event is a line of DIRECTORY/events; a start is `NAME VERB`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Setups for the tests of deploy/planning, and directories of runs that were only simulated, whose rates are therefore known."""
+"""Setups for tests of deploy/planning, and directories of simulated runs with known rates."""
 
 import json
 import sqlite3
@@ -20,19 +20,20 @@ PROMPTS = {"data": {"task": "reverse"}, "reward": {"functions": ["exact_match"]}
 
 
 def constant(tokens: float) -> Lengths:
-    """Every completion has so many."""
+    """Return lengths for which every completion has `num_tokens`."""
     return Lengths(p10=tokens, p50=tokens, p90=tokens, mean=tokens, max=tokens)
 
 
 CONSTANT = Rates(lengths=constant(100), decode_step_s=0.01, decode_token_s=1e-4, learner_token_s=1e-4)
-"""A decoding step of 64 sequences takes 16.4 ms, of none 10; a rank trains 10,000 tokens/s."""
+"""A decoding step takes 10 ms, and 16.4 ms with 64 sequences; a rank trains 10,000 tokens/s."""
 SPREAD = Lengths(p10=20, p50=90, p90=230, mean=110, max=256, truncated_frac=0.05)
 
 
 def setup(
-    rates: Rates = CONSTANT, *, servers: int = 1, ranks: int = 1, capacity: int = 64, learner: dict[str, Any] | None = None, **rest: Any
+    rates: Rates = CONSTANT, *, servers: int = 1, ranks: int = 1, capacity: int = 64,
+    learner: dict[str, Any] | None = None, **rest: Any
 ) -> Setup:  # fmt: skip
-    """8 groups of 8 a step, 64 places a server, unless it says otherwise."""
+    """Return a setup with 8 groups of 8 per step and 64 slots per server by default."""
     config = PROMPTS | {"groups_per_step": 8, "sampling": {"group_size": 8, "max_tokens": 256}} | (learner or {})
     return Setup(
         learner=msgspec.convert(config, LearnerConfig),
@@ -45,7 +46,7 @@ def setup(
 
 
 def write_run(run_dir: Path, simulated: Setup, steps: int, seed: int = 0) -> None:
-    """What a real run of this setup, with one rank, would have left."""
+    """Write the directory of a run of this setup with one rank."""
     run_dir.mkdir()
     run = LearnerRun(model="tiny:digits", run_dir=str(run_dir), learner=simulated.learner,
                      server={"max_concurrent_sequences": simulated.server.max_concurrent_sequences})  # fmt: skip
@@ -56,7 +57,8 @@ def write_run(run_dir: Path, simulated: Setup, steps: int, seed: int = 0) -> Non
     with sqlite3.connect(run_dir / "ledger.db") as ledger:
         ledger.executescript(SCHEMA)
         for group, scored_at in simulation.scored.values():
-            row = (f"{group.slot}.0", group.slot, group.slot, simulation.version_of[group.slot], sum(map(int, group.lengths)),
+            row = (f"{group.slot}.0", group.slot, group.slot, simulation.version_of[group.slot],
+                sum(map(int, group.lengths)),
                    group.requested_at, scored_at - simulated.rates.score_s, scored_at)  # fmt: skip
             ledger.execute(
                 "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, num_tokens, "
@@ -66,7 +68,7 @@ def write_run(run_dir: Path, simulated: Setup, steps: int, seed: int = 0) -> Non
 
 
 class _Recorded(Simulation):
-    """Notes what a real run would have written down."""
+    """Records what a real run would write."""
 
     def __init__(self, setup: Setup, seed: int, most_servers: int) -> None:
         self.lines: list[dict[str, float]] = []
@@ -86,7 +88,8 @@ class _Recorded(Simulation):
         self.lines.append({
             "step": version + 1, "time": self._env.now, "elapsed_s": self._env.now, "servers/ready": num_servers,
             "time/wait_for_batch": wait_s, "time/forward_backward": train_s, "time/weight_sync": sums.push_s,
-            "rollout/tokens": sums.tokens, "rollout/truncated_frac": sum(length == 256 for length in lengths) / len(lengths),
+            "rollout/tokens": sums.tokens,
+            "rollout/truncated_frac": sum(length == 256 for length in lengths) / len(lengths),
             f"{prefix}p10": p10, f"{prefix}p50": p50, f"{prefix}p90": p90, f"{prefix}max": max(lengths),
             f"{prefix}mean": float(np.mean(lengths)), "staleness/mean": sums.staleness / sums.groups,
             "staleness/max": self.staleness_max, "weight_sync/seconds": push_s,

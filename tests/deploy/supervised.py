@@ -1,4 +1,5 @@
-"""Parts under a Supervisor, in a process that signals can be sent to: `python -m tests.deploy.supervised SPEC.json`."""
+"""Fake parts under a Supervisor, in a process that can receive signals: `python -m tests.deploy.supervised
+SPEC.json`."""
 
 import sys
 from functools import partial
@@ -15,7 +16,7 @@ RANKS_END_S = 3.0
 
 
 class Spec(msgspec.Struct):
-    """The behaviours of each part (part.py), one for each time it is started."""
+    """Behaviors of each part (part.py), one per start."""
 
     directory: str
     servers: dict[str, list[str]]

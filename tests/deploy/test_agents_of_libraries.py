@@ -1,4 +1,4 @@
-"""The agents of other libraries, each in an environment of its own that the test makes, against a scripted policy: what is right is rewarded."""
+"""Agents of other libraries, each in its own environment, with a scripted policy: correct answers are rewarded."""
 
 import json
 import socket
@@ -13,8 +13,8 @@ import pytest
 
 from tests.deploy.commands import AGENTS
 from tests.learner.environments.chat_tokenizer import call
-from tests.learner.environments.conversing import says
-from tests.learner.gateway.asking import played_by_agent
+from tests.learner.environments.scripted_conversation import script_of
+from tests.learner.gateway.scripted_gateway import play_with_agent
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -94,14 +94,14 @@ uvicorn.run(create_fastapi_app(*kind, max_concurrent_envs=8), port=int(sys.argv[
 
 @contextmanager
 def openenv_server(python: str, directory: Path, kind: str) -> Iterator[str]:
-    """The address of an environment of OpenEnv."""
+    """Yield the address of an environment of OpenEnv."""
     (directory / "server.py").write_text(OPENENV)
     port, give_up_at = free_port(), time.monotonic() + START_TIMEOUT_S
     with subprocess.Popen([python, str(directory / "server.py"), kind, str(port)]) as server:
         try:
             with socket.socket() as probe:
                 while probe.connect_ex(("127.0.0.1", port)):
-                    assert server.poll() is None and time.monotonic() < give_up_at, "the server does not start"
+                    assert server.poll() is None and time.monotonic() < give_up_at, "the server did not start"
                     time.sleep(0.1)
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -119,9 +119,9 @@ def test_a_task_of_reasoning_gym_is_answered_and_scored(interpreter: Callable[..
     assert [row["entry"]["metadata"]["source_dataset"] for row in rows] == ["chain_sum"] * 3 + ["spell_backward"] * 3
     for row in rows[2:4]:
         entry = row["entry"]
-        for said, is_right in ((entry["answer"], True), ("nothing", False)):
-            answer = says(f"Well. <answer>{said}</answer>")
-            group = played_by_agent({"entry": entry}, row["prompt"], answer, agent=f"{script}:run", python=python)
+        for reply, is_right in ((entry["answer"], True), ("nothing", False)):
+            answer = script_of(f"Well. <answer>{reply}</answer>")
+            group = play_with_agent({"entry": entry}, row["prompt"], answer, agent=f"{script}:run", python=python)
             for episode in group.episodes:
                 assert episode.reward is not None and (episode.reward == 1.0) == is_right
 
@@ -129,10 +129,11 @@ def test_a_task_of_reasoning_gym_is_answered_and_scored(interpreter: Callable[..
 def test_an_environment_of_skyrl_gym_is_played_turn_by_turn(interpreter: Callable[..., str]) -> None:
     python = interpreter("skyrl-gym")
     columns = {
-        "env_class": "gsm8k_multi_turn", "reward_spec": {"method": "rule", "ground_truth": "72"}, "extra_info": {"max_turns": 5},
+        "env_class": "gsm8k_multi_turn", "reward_spec": {"method": "rule", "ground_truth": "72"},
+        "extra_info": {"max_turns": 5},
     }  # fmt: skip
-    script = says("I think #### 5", "It is #### 72")
-    group = played_by_agent(columns, script=script, agent=f"{AGENTS / 'skyrl_gym_envs.py'}:run", python=python)
+    script = script_of("I think #### 5", "It is #### 72")
+    group = play_with_agent(columns, script=script, agent=f"{AGENTS / 'skyrl_gym_envs.py'}:run", python=python)
     for episode in group.episodes:
         assert episode.reward == pytest.approx(1.0 + 0.2 / 5)
         assert (episode.course.num_turns, len(episode.branches)) == (2, 1)
@@ -146,26 +147,28 @@ def test_a_taskset_of_verifiers_is_played_by_its_own_loop(interpreter: Callable[
     rows = rows_of(python, str(script), "sayings")
     assert [row["number"] for row in rows] == list(range(5))
     columns = {name: rows[3][name] for name in ("taskset", "number")}
-    for said, reward in (("3", 1.0), ("4", 0.0)):
-        group = played_by_agent(columns, rows[3]["prompt"], says(said), agent=f"{script}:run", python=python)
+    for reply, reward in (("3", 1.0), ("4", 0.0)):
+        group = play_with_agent(columns, rows[3]["prompt"], script_of(reply), agent=f"{script}:run", python=python)
         assert [episode.reward for episode in group.episodes] == [reward, reward]
         assert all(episode.course.num_turns == 1 for episode in group.episodes)
 
 
-def test_environments_of_openenv_are_played_by_their_tools_or_by_their_action(
+def test_environments_of_openenv_are_played_by_tools_or_by_actions(
     interpreter: Callable[..., str], tmp_path: Path
 ) -> None:
     python, agent = interpreter("openenv"), f"{AGENTS / 'openenv_servers.py'}:run"
     with openenv_server(python, tmp_path, "game") as url:
-        script = says(call("step", number="much"), call("step", number=3), call("step", number=5))
-        group = played_by_agent({"url": url, "reset": {"seed": 5}}, script=script, agent=agent, python=python)
+        script = script_of(call("step", number="much"), call("step", number=3), call("step", number=5))
+        group = play_with_agent({"url": url, "reset": {"seed": 5}}, script=script, agent=agent, python=python)
     for episode in group.episodes:
         assert (episode.reward, episode.course.state, episode.course.num_turns) == (1.0, "finished", 3)
-        told = [message["content"] for message in episode.messages if message["role"] == "tool"]
-        assert "error" in told[0] and '"wrong"' in told[1], "what it refuses is told; after the last step nobody asks"
+        results = [message["content"] for message in episode.messages if message["role"] == "tool"]
+        assert "error" in results[0] and '"wrong"' in results[1], (
+            "a rejection is reported; no request follows the last step"
+        )
     with openenv_server(python, tmp_path, "shop") as url:
-        script = says(call("price", item="pear"), "7")
-        group = played_by_agent({"url": url}, script=script, agent=agent, python=python)
+        script = script_of(call("price", item="pear"), "7")
+        group = play_with_agent({"url": url}, script=script, agent=agent, python=python)
     for episode in group.episodes:
         assert (episode.reward, episode.course.state, episode.course.num_calls) == (0.25, "finished", 1)
         assert "a pear costs 7" in next(one["content"] for one in episode.messages if one["role"] == "tool")

@@ -1,11 +1,11 @@
-"""The agent of the recipe smollm2_calculator, against a scripted policy: what each half of its reward is paid for."""
+"""The agent of the recipe smollm2_calculator with a scripted policy: the two halves of its reward."""
 
 import pytest
 
 from learner.prompts.tasks import make_rows
 from tests.deploy.commands import AGENTS
-from tests.learner.environments.conversing import says
-from tests.learner.gateway.asking import played_by_agent
+from tests.learner.environments.scripted_conversation import script_of
+from tests.learner.gateway.scripted_gateway import play_with_agent
 
 PRODUCT = make_rows("products", 1, seed=0)[0]
 A, B = (int(word) for word in PRODUCT["prompt"][-1]["content"].replace("?", "").split()[2:5:2])
@@ -23,13 +23,13 @@ A, B = (int(word) for word in PRODUCT["prompt"][-1]["content"].replace("?", "").
         (("CALC(9999999*9999999)",), 0.0),
     ],
 )
-def test_half_a_point_is_for_the_call_and_half_for_the_answer_after_it(turns: tuple[str, ...], reward: float) -> None:
-    group = played_by_agent(
-        {"answer": PRODUCT["answer"], "prompt": PRODUCT["prompt"]}, PRODUCT["prompt"], says(*turns),
+def test_the_call_and_the_answer_after_it_are_half_a_point_each(turns: tuple[str, ...], reward: float) -> None:
+    group = play_with_agent(
+        {"answer": PRODUCT["answer"], "prompt": PRODUCT["prompt"]}, PRODUCT["prompt"], script_of(*turns),
         agent=f"{AGENTS / 'calculator_in_words.py'}:run",
     )  # fmt: skip
     for episode in group.episodes:
         assert (episode.course.state, episode.reward, episode.course.num_turns) == ("finished", reward, len(turns))
     if len(turns) == 2:
-        heard = group.episodes[0].messages[1]
-        assert heard["role"] == "user" and heard["content"].isdecimal()
+        result = group.episodes[0].messages[1]
+        assert result["role"] == "user" and result["content"].isdecimal()

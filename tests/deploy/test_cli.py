@@ -1,4 +1,4 @@
-"""`slipstream`: every command explains itself, loads only what it needs, and starts whatever lies in the working directory."""
+"""`slipstream`: help, lazy imports, and start in any working directory."""
 
 import json
 import re
@@ -124,8 +124,8 @@ def test_a_warning_about_the_config_is_json_too() -> None:
         ["plan", RECIPE, "--gpus", "2", *rates],
     ]  # fmt: skip
     for done in slipstream(*([*command, "--json-logs"] for command in commands), first=WARN_AND_FAIL):
-        told = [json.loads(line) for line in done.stderr.splitlines()]
-        assert [(one["level"], one["message"]) for one in told] == [("WARNING", "old key"), ("ERROR", "new key")]
+        logged = [json.loads(line) for line in done.stderr.splitlines()]
+        assert [(one["level"], one["message"]) for one in logged] == [("WARNING", "old key"), ("ERROR", "new key")]
 
 
 def test_each_side_has_its_doctor() -> None:
@@ -140,7 +140,7 @@ def test_each_side_has_its_doctor() -> None:
 
 
 @pytest.fixture
-def installed(beside_user_files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def installed(shadowing_user_files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command as pip installs it, in a directory with modules of our packages' names."""
     script = tmp_path_factory.mktemp("bin") / "slipstream"
     script.write_text(SCRIPT)

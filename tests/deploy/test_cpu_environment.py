@@ -17,7 +17,7 @@ esac
 
 @pytest.fixture
 def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An environment whose Python notes what pip is asked to do."""
+    """Return an environment whose Python records the calls of pip."""
     monkeypatch.setenv("PIP_CALLS", str(tmp_path / "pip_calls"))
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     write_program(tmp_path / "venv" / "bin" / "python", PIP)
@@ -34,7 +34,7 @@ def pip_calls(venv: Path) -> str:
     return calls.read_text() if calls.exists() else ""
 
 
-def test_uv_takes_packages_from_where_pip_is_configured_to() -> None:
+def test_uv_uses_the_package_index_of_pip() -> None:
     config = (
         "global.cert='/etc/ssl/mirror.pem'\n"
         "global.extra-index-url='https://a.example/simple\\nfile:///b/simple'\n"
@@ -46,13 +46,13 @@ def test_uv_takes_packages_from_where_pip_is_configured_to() -> None:
         "UV_EXTRA_INDEX_URL": "https://a.example/simple file:///b/simple",
         "UV_FIND_LINKS": "/wheels,https://c.example/wheels",
     }
-    # Of two settings, the one that pip goes by.
+    # Of two settings, the one that pip uses.
     lines = [":env:.timeout='3'", "global.timeout='1'", "install.timeout='2'", "list.timeout='4'"]
     assert uv_settings("\n".join(lines)) == {"UV_HTTP_TIMEOUT": "3"}
     assert uv_settings("\n".join(lines[1:])) == {"UV_HTTP_TIMEOUT": "2"}
 
 
-def test_uv_installs_into_the_environment_whatever_else_is_active(
+def test_uv_installs_into_the_environment_even_if_another_is_active(
     venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", "/another/venv")
@@ -68,9 +68,7 @@ def test_uv_installs_into_the_environment_whatever_else_is_active(
     assert os.listdir(venv) == ["bin"]
 
 
-def test_pip_installs_where_there_is_no_uv_and_what_uv_could_not(
-    venv: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pip_installs_without_uv_and_after_a_failure_of_uv(venv: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install_packages(venv, "toy", ["toy==1"])
     assert pip_calls(venv).strip().endswith("install --no-deps --no-compile toy==1")
     write_program(venv / "bin" / "uv", "#!/bin/sh\necho error: first line\necho no such index >&2\nexit 2\n")
@@ -93,7 +91,7 @@ esac
 """
 
 
-def test_an_installer_that_hangs_is_stopped_with_what_to_raise(
+def test_a_hanging_installer_is_stopped_with_the_variable_to_raise(
     venv: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(deploy.cpu_environment, "TIMEOUT_S", 1.0)
@@ -101,9 +99,9 @@ def test_an_installer_that_hangs_is_stopped_with_what_to_raise(
         write_program(venv / "bin" / name, HANGS)
     with pytest.raises(SystemExit):
         install_packages(venv, "toy", ["toy==1"])
-    said = capsys.readouterr()
-    assert "uv could not install toy, using pip instead: stopped after 1 s" in said.out
-    assert "stopped after 1 s. Set SLIPSTREAM_INSTALL_TIMEOUT_S" in said.err
-    with pytest.raises(SystemExit):  # at its first question to pip
+    output = capsys.readouterr()
+    assert "uv could not install toy, using pip instead: stopped after 1 s" in output.out
+    assert "stopped after 1 s. Set SLIPSTREAM_INSTALL_TIMEOUT_S" in output.err
+    with pytest.raises(SystemExit):  # at its first call of pip
         install_torch(venv)
     assert "Set SLIPSTREAM_INSTALL_TIMEOUT_S" in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""The Grafana dashboard: whole by the parts that Grafana reads, and every query's metric is one that a learner or a server has.
+"""The Grafana dashboard: valid for Grafana, and every query uses a metric of a learner or a server.
 
-That a real server has its own of them: tests/inference_server/test_vllm.py.
+A real server's metrics are checked in tests/inference_server/test_vllm.py.
 """
 
 import re
@@ -16,10 +16,10 @@ from tests.learner.runs import make_run, metrics_of
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 KEYS = {"id", "type", "title", "description", "datasource", "gridPos", "fieldConfig", "options", "targets"}
-"""Of Grafana's schema (dashboard schemaVersion 39) what these panels have."""
+"""The parts of Grafana's schema (dashboard schemaVersion 39) that these panels use."""
 
 
-def test_each_panel_has_what_grafana_reads() -> None:
+def test_each_panel_has_the_fields_that_grafana_reads() -> None:
     assert BOARD["uid"] == "slipstream" and BOARD["schemaVersion"] == 39
     (variable,) = BOARD["templating"]["list"]
     assert (variable["name"], variable["type"], variable["query"]) == ("datasource", "datasource", "prometheus")
@@ -38,10 +38,10 @@ def test_expressions_are_a_metric_or_the_rate_of_a_counter() -> None:
     for expression in expressions():
         assert re.fullmatch(rf"{name}|rate\({name}_total\[\$__rate_interval\]\)", expression), expression
         if expression.endswith("_total"):
-            assert expression == "slipstream_engine_restarts_total", "a counter that is shown as it is"
+            assert expression == "slipstream_engine_restarts_total", "only this counter is shown as a total"
 
 
-def test_a_learner_has_all_that_is_asked_of_it(tmp_path: Path) -> None:
+def test_a_learner_has_every_queried_metric(tmp_path: Path) -> None:
     with tiny_server() as server, openai_server() as openai:
         openai.of(server)
         evaluation = {"url": openai.url, "every_steps": 2, "timeout_s": 30}

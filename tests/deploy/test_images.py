@@ -1,4 +1,4 @@
-"""The images and the compose file: well-formed, their sources there, their commands ours, and no secret in them."""
+"""The images and the compose file: well-formed, with existing sources and valid commands, and without secrets."""
 
 import fnmatch
 import re
@@ -23,7 +23,7 @@ each_image = pytest.mark.parametrize("image", IMAGES, ids=[image.name for image 
 
 
 def instructions(image: Path) -> list[tuple[str, str]]:
-    """Of a Dockerfile, as (FROM, python:3.11)."""
+    """Return the instructions of a Dockerfile, such as (FROM, python:3.11)."""
     text = re.sub(r"\\\n\s*", "", image.read_text())
     lines = (line for line in text.splitlines() if line and not line.startswith("#"))
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines]
@@ -34,7 +34,7 @@ def all_of(image: Path, name: str) -> list[str]:
 
 
 def words_of(image: Path) -> list[str]:
-    """What a container runs without arguments."""
+    """Return the command of a container without arguments."""
     return [word for name in ("ENTRYPOINT", "CMD") for value in all_of(image, name) for word in yaml.safe_load(value)]
 
 
@@ -49,7 +49,7 @@ def test_hadolint_has_no_complaint(image: Path) -> None:
 
 
 @each_image
-def test_an_image_has_what_its_build_reads_and_runs_a_command_of_ours_as_nobody_in_particular(image: Path) -> None:
+def test_an_image_has_its_sources_and_runs_a_valid_command_as_any_user(image: Path) -> None:
     sources = {source for value in all_of(image, "COPY") for source in value.split()[:-1]}
     assert all((ROOT / source).exists() for source in sources)
     project, wheel = PROJECT["project"], PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
@@ -60,7 +60,7 @@ def test_an_image_has_what_its_build_reads_and_runs_a_command_of_ours_as_nobody_
     assert all_of(image, "USER") == ["1000"] and "HOME=/cache USER=slipstream" in all_of(image, "ENV")[0]
 
 
-def test_the_servers_image_has_a_vllm_that_the_server_works_with() -> None:
+def test_the_servers_image_has_a_supported_vllm() -> None:
     (base,) = all_of(DEPLOY / "docker/server-gpu.Dockerfile", "FROM")
     version = base.removeprefix("vllm/vllm-openai:v")
     (wanted,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["server-gpu"])
@@ -68,20 +68,20 @@ def test_the_servers_image_has_a_vllm_that_the_server_works_with() -> None:
     assert f"vllm=={version}" in (DEPLOY / "docker/vllm.constraints").read_text().splitlines()
 
 
-def test_the_demo_of_the_cpu_image_is_one_that_colocate_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_of_the_cpu_image_is_valid_for_colocate(capsys: pytest.CaptureFixture[str]) -> None:
     words = words_of(DEPLOY / "docker/cpu.Dockerfile")
     assert colocate([str(ROOT / words[2]), *words[3:], "--dry-run"]) == 0
     assert 'run_dir = "/runs/demo"' in capsys.readouterr().out
 
 
-def test_no_secret_and_no_run_gets_into_an_image() -> None:
+def test_images_contain_no_secrets_and_no_runs() -> None:
     ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     for name in ("keys", "runs", ".venv", ".git"):
         assert any(fnmatch.fnmatch(name, pattern) for pattern in ignored), name
     assert not any(name == "ADD" or value.startswith(". ") for image in IMAGES for name, value in instructions(image))
 
 
-def test_the_compose_file_is_one_and_starts_no_service_again_for_ever() -> None:
+def test_the_compose_file_is_valid_and_restarts_no_service_forever() -> None:
     command = [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -89,7 +89,7 @@ def test_the_compose_file_is_one_and_starts_no_service_again_for_ever() -> None:
     assert all(re.fullmatch(r"on-failure:[1-9]", policy) for policy in policies), policies
 
 
-def test_the_services_of_the_compose_file_meet_each_other() -> None:
+def test_the_services_of_the_compose_file_can_connect() -> None:
     services = compose()["services"]
     runs = {}
     for name, service in services.items():

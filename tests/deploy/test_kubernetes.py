@@ -1,4 +1,4 @@
-"""The manifests: valid, their names and ports fit together, their commands are ours."""
+"""The manifests: valid, with consistent names and ports, and valid commands."""
 
 import subprocess
 from pathlib import Path
@@ -17,11 +17,11 @@ BASE, MONITORED = DEPLOY / "kubernetes/base", DEPLOY / "kubernetes/monitored"
 MANIFESTS = sorted(path for path in BASE.glob("*.yaml") if path.name != "kustomization.yaml")
 NAME = "app.kubernetes.io/name"
 END_S = 15.0
-"""From the end of the drain to that of vLLM's processes, and to spare."""
+"""Time from the end of the drain to the end of vLLM's processes, with slack."""
 
 
 def objects(*paths: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """By kind and name."""
+    """Return the manifests by kind and name."""
     found = [one for path in paths for one in yaml.safe_load_all(path.read_text())]
     return {(one["kind"], one["metadata"]["name"]): one for one in found}
 
@@ -48,14 +48,14 @@ def test_every_manifest_is_valid() -> None:
 
 
 @pytest.mark.parametrize("folder", [BASE, MONITORED], ids=lambda folder: folder.name)
-def test_a_kustomization_names_all_that_lies_beside_it(folder: Path) -> None:
+def test_a_kustomization_names_all_files_of_its_folder(folder: Path) -> None:
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     named = set(kustomization["resources"])
     named |= {file for made in kustomization.get("configMapGenerator", []) for file in made["files"]}
     assert named - {"../base"} == {path.name for path in folder.iterdir()} - {"kustomization.yaml"}
 
 
-def test_both_sides_run_the_recipe_as_they_would_by_hand_and_meet() -> None:
+def test_both_sides_run_the_recipe_and_can_connect() -> None:
     assert (BASE / "run.toml").read_bytes() == (DEPLOY / "recipes/gsm8k.toml").read_bytes()
     server, learner = run_of(PODS["server"]), run_of(PODS["learner"])
     assert isinstance(server, ServerRun) and isinstance(learner, LearnerRun)
@@ -65,7 +65,7 @@ def test_both_sides_run_the_recipe_as_they_would_by_hand_and_meet() -> None:
     assert port == split_endpoint(server.endpoint)[1] == str(service["ports"][0]["port"])
     assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
 
-    # Evaluations ask the servers with their key, and the page can be reached.
+    # Evaluations use the servers' key, and the dashboard is reachable.
     assert learner.evaluation_url == f"http://slipstream-http:{server.server.http_port}/v1"
     assert ALL["Service", "slipstream-http"]["spec"]["ports"][0]["port"] == server.server.http_port
     (key,) = container(PODS["learner"])["env"]
@@ -77,7 +77,7 @@ def test_both_sides_run_the_recipe_as_they_would_by_hand_and_meet() -> None:
 
 
 @each_pod
-def test_what_selects_a_pod_and_what_names_a_port_finds_it(pod: dict[str, Any]) -> None:
+def test_selectors_match_pods_and_port_names_match_ports(pod: dict[str, Any]) -> None:
     labels, ports = pod["metadata"]["labels"], {port["name"] for port in container(pod).get("ports", [])}
     selecting = [one for one in ALL.values() if one["kind"] == "Service" and one["spec"]["selector"] == labels]
     assert {port["targetPort"] for service in selecting for port in service["spec"]["ports"]} == ports
@@ -87,9 +87,9 @@ def test_what_selects_a_pod_and_what_names_a_port_finds_it(pod: dict[str, Any]) 
     assert named <= ports
 
 
-def test_each_side_may_connect_to_the_other_on_all_ports() -> None:
+def test_each_side_can_connect_to_the_other_on_all_ports() -> None:
     def peers(name: str) -> set[str]:
-        """Whose pods may connect to those of this name, wherever they like."""
+        """Return the pods that may connect to the pods of this name."""
         (rule, *_) = ALL["NetworkPolicy", name]["spec"]["ingress"]
         assert "ports" not in rule
         selectors = [peer["podSelector"] for peer in rule["from"]]
@@ -100,7 +100,7 @@ def test_each_side_may_connect_to_the_other_on_all_ports() -> None:
 
 
 @each_pod
-def test_every_mount_has_its_volume_and_keys_are_files_of_the_pod_alone(pod: dict[str, Any]) -> None:
+def test_every_mount_has_a_volume_and_keys_are_private_files_of_the_pod(pod: dict[str, Any]) -> None:
     claims = {claim["metadata"]["name"] for claim in SERVER["volumeClaimTemplates"]}
     volumes = {volume["name"] for volume in pod["spec"]["volumes"]} | claims
     (copying,) = pod["spec"]["initContainers"]
@@ -115,11 +115,11 @@ def test_every_mount_has_its_volume_and_keys_are_files_of_the_pod_alone(pod: dic
         assert side.server.api_key_file == f"{side.keys}/api.key"
 
 
-def test_a_server_is_probed_without_a_key_for_long_enough_and_has_the_time_to_drain() -> None:
+def test_a_server_has_probes_without_a_key_and_enough_time_to_start_and_drain() -> None:
     server, run = container(PODS["server"]), run_of(PODS["server"])
     paths = {name: server[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert set(paths.values()) <= OPEN_PATHS
-    # Torn weights are no reason to restart.
+    # Torn weights must not cause a restart.
     assert paths["readinessProbe"] == "/health" and paths["livenessProbe"] == "/status"
     startup = server["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] > ServerConfig().start_timeout_s
@@ -128,12 +128,12 @@ def test_a_server_is_probed_without_a_key_for_long_enough_and_has_the_time_to_dr
     assert before_s + run.server.drain_timeout_s + END_S <= PODS["server"]["spec"]["terminationGracePeriodSeconds"]
 
 
-def test_a_learner_that_was_ended_early_is_started_again_and_one_in_error_is_not() -> None:
+def test_an_interrupted_learner_restarts_and_a_failed_learner_does_not() -> None:
     rules = LEARNER["podFailurePolicy"]["rules"]
     actions = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
     assert actions == {75: "Ignore", 2: "FailJob"}
     assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {"learner"}
-    assert PODS["learner"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy wants it
+    assert PODS["learner"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy requires it
 
 
 @pytest.mark.parametrize(("name", "service"), [("server", "http"), ("learner", "dashboard")])

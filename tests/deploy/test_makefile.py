@@ -1,4 +1,4 @@
-"""What `make` deletes, and what it leaves alone."""
+"""Which files `make` deletes and which it keeps."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_clean_removes_what_can_be_made_again_and_no_run(tmp_path: Path) -> None:
+def test_clean_removes_generated_files_and_no_run(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     for folder in (".venv/bin", "runs/demo/checkpoints", ".pytest_cache", "learner/__pycache__", "build"):
         (tmp_path / folder).mkdir(parents=True)

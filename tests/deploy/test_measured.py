@@ -1,4 +1,4 @@
-"""Rates read from the directory of a run whose rates are known, because it was simulated."""
+"""Rates read from the directory of a simulated run with known rates."""
 
 import json
 import sqlite3
@@ -24,7 +24,7 @@ MORE_THAN_PLACES = {"max_staleness": 4, "groups_per_step": 16}
 
 @pytest.fixture
 def short(tmp_path: Path) -> Path:
-    """The directory of a run of 9 steps."""
+    """Return the directory of a run of 9 steps."""
     write_run(tmp_path / "run", setup(TRUE), steps=9)
     return tmp_path / "run"
 
@@ -32,10 +32,10 @@ def short(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("learner", "servers", "load"), [(SYNCHRONOUS, 2, 32), (OVERLAPPED, 1, 64), (MORE_THAN_PLACES, 2, 64)]
 )
-def test_the_rates_of_a_run_are_found_in_its_directory(
+def test_rates_are_read_from_the_directory_of_a_run(
     tmp_path: Path, learner: dict[str, Any], servers: int, load: int
 ) -> None:
-    """`load`: the most sequences that a server runs."""
+    """`load`: the maximum number of sequences of a server."""
     true = setup(TRUE, servers=servers, learner=learner)
     write_run(tmp_path / "run", true, steps=24)
     run = read_run(tmp_path / "run")
@@ -53,7 +53,7 @@ def test_the_rates_of_a_run_are_found_in_its_directory(
     assert predicted.staleness_mean == pytest.approx(observed(run).staleness_mean, abs=0.25)
 
 
-def test_idle_is_the_time_in_which_no_group_is_under_way() -> None:
+def test_idle_time_is_time_without_groups_in_flight() -> None:
     asked = [LedgerGroup(0, 1, began, ended, ended) for began, ended in [(0, 4), (1, 2), (3, 5), (7, 8), (9, 30)]]
     assert idle_frac(asked, 0, 10) == pytest.approx(0.3)
     assert idle_frac(asked, 4, 10) == pytest.approx(0.5)
@@ -67,7 +67,7 @@ def write_lines(run_dir: Path, lines: Iterable[str]) -> None:
     (run_dir / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_what_is_no_run_directory_is_refused(short: Path) -> None:
+def test_a_directory_that_is_not_a_run_is_rejected(short: Path) -> None:
     with pytest.raises(ConfigError, match=r"config file .*config\.toml does not exist"):
         read_run(short.parent)
     lines = lines_of(short)
@@ -96,7 +96,7 @@ def rates(run: MeasuredRun) -> object:
         (observed, "staleness/max", "is missing the metric staleness/max"),
     ],
 )
-def test_a_run_without_a_metric_is_refused_for_that(
+def test_a_run_with_a_missing_metric_is_rejected(
     short: Path, read: Callable[[MeasuredRun], object], prefix: str, message: str
 ) -> None:
     run = read_run(short)
@@ -105,7 +105,7 @@ def test_a_run_without_a_metric_is_refused_for_that(
         read(run._replace(lines=lines))
 
 
-def test_a_metric_that_is_null_is_refused_with_its_step(short: Path) -> None:
+def test_a_null_metric_is_rejected_with_its_step(short: Path) -> None:
     run = read_run(short)
 
     def with_null(metric: str) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def test_a_metric_that_is_null_is_refused_with_its_step(short: Path) -> None:
         read_run(short)
 
 
-def test_steps_that_a_resume_undid_count_once_and_without_their_seconds(tmp_path: Path) -> None:
+def test_steps_undone_by_a_resume_count_once_and_without_their_time(tmp_path: Path) -> None:
     write_run(tmp_path / "run", setup(TRUE), steps=12)
     undisturbed = read_run(tmp_path / "run")
     lines = [json.loads(line) for line in lines_of(tmp_path / "run")]
@@ -134,7 +134,7 @@ def test_steps_that_a_resume_undid_count_once_and_without_their_seconds(tmp_path
     assert observed(resumed).step_s == pytest.approx(observed(undisturbed).step_s)
 
 
-def test_blank_lines_and_a_torn_last_one_are_left_out_and_any_other_is_an_error(short: Path) -> None:
+def test_blank_lines_and_a_truncated_last_line_are_skipped_and_others_are_errors(short: Path) -> None:
     metrics = short / "metrics.jsonl"
     text = metrics.read_text()
     metrics.write_text("\n" + text.replace("\n", "\n \n\n") + text[:40])

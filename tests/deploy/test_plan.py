@@ -1,4 +1,4 @@
-"""`slipstream plan`: what it finds, what it prints, what it refuses."""
+"""`slipstream plan`: its results, its output, and rejected input."""
 
 import json
 import subprocess
@@ -17,14 +17,15 @@ from tests.deploy.planned_run import CONSTANT, SPREAD, setup, write_run
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = str(ROOT / "deploy/recipes/gsm8k.toml")
-RATES = ["--lengths", "80", "200", "450", "250", "768", "--decode", "1:90", "64:4000", "256:9000", "--train-tokens-per-s", "9000"]  # fmt: skip
+RATES = ["--lengths", "80", "200", "450", "250", "768", "--decode", "1:90", "64:4000", "256:9000",
+    "--train-tokens-per-s", "9000"]  # fmt: skip
 
 
 def planned(*arguments: str) -> dict[str, Any]:
     return plan(*parse_options([RECIPE, *arguments]))
 
 
-def test_the_best_split_of_gpus_is_found_and_reported_with_what_is_assumed() -> None:
+def test_the_best_split_of_gpus_is_reported_with_its_assumptions() -> None:
     result = planned(*RATES, "--gpus", "4", "8", "--push-s", "0.5", "--push-feed-s", "0.1", "--steps", "30")
     small, large = (row["outcome"] for row in result["rows"])
     assert large["num_servers"] + large["num_ranks"] == 8
@@ -33,7 +34,7 @@ def test_the_best_split_of_gpus_is_found_and_reported_with_what_is_assumed() -> 
     assert f"{large['num_servers']} × {large['num_ranks']}" in text and "through one link" in text
 
 
-def test_the_search_finds_what_trying_every_split_finds() -> None:
+def test_the_search_equals_an_exhaustive_search() -> None:
     rates = replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.02, push_stall_s=0.05)
     learner = {"groups_per_step": 64, "weight_sync": {"overlap_with_training": True}}
     candidates = [
@@ -51,7 +52,7 @@ def test_the_search_finds_what_trying_every_split_finds() -> None:
     assert len(simulated) < len(candidates)
 
 
-def test_what_promises_most_need_not_be_best() -> None:
+def test_the_most_promising_split_is_not_always_the_best() -> None:
     candidates = [setup(servers=each.num_servers, ranks=each.num_ranks) for each in splits(12, 1)]
     first, second = sorted(set(map(most_samples_per_s, candidates)), reverse=True)[:2]
     one = simulate(candidates[0], steps=8)
@@ -63,7 +64,7 @@ def test_what_promises_most_need_not_be_best() -> None:
     assert search(candidates, disappointing)[0].samples_per_s == 0.99 * second
 
 
-def test_of_splits_as_good_as_each_other_the_least_stale_is_best() -> None:
+def test_the_least_stale_of_equal_splits_is_best() -> None:
     candidates = [setup(servers=n, ranks=1) for n in (1, 2, 3, 4)]
     first = simulate(candidates[0], steps=8)
     of_n = {1: (99.5, 3.0), 2: (100.0, 2.0), 3: (99.2, 1.0), 4: (90.0, 0.0)}
@@ -76,7 +77,7 @@ def test_of_splits_as_good_as_each_other_the_least_stale_is_best() -> None:
 
 
 @pytest.mark.parametrize("learner", [{"weight_sync": {"overlap_with_training": True}}, {"max_staleness": 0}])
-def test_no_split_does_more_than_its_slower_side_alone(learner: dict[str, Any]) -> None:
+def test_no_split_is_faster_than_its_slower_side_alone(learner: dict[str, Any]) -> None:
     rates = replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.01, push_stall_s=0.05)
     for servers in (1, 9):
         one = setup(rates, servers=servers, ranks=2, learner=learner | {"groups_per_step": 24})
@@ -90,7 +91,7 @@ def test_splits_use_every_gpu_and_tensor_parallel_servers_take_several() -> None
     assert len(many) == 64 and many[0] == Split(1, 4095) and many[-1] == Split(4095, 1)
 
 
-def test_a_split_can_be_named_and_the_batch_can_grow_with_the_gpus_and_keys_of_the_config_are_flags() -> None:
+def test_a_split_can_be_given_the_batch_can_scale_with_gpus_and_config_keys_are_flags() -> None:
     result = planned(*RATES, "--split", "6x2", "12x4", "--groups-per-gpu", "8", "--steps", "20")
     assert [row["gpus"] for row in result["rows"]] == [8, 16]
     assert [row["groups_per_step"] for row in result["rows"]] == [64, 128]
@@ -101,10 +102,10 @@ def test_a_split_can_be_named_and_the_batch_can_grow_with_the_gpus_and_keys_of_t
     assert stale["outcome"]["samples_per_s"] > fresh["outcome"]["samples_per_s"]
     assert fresh["outcome"]["staleness_max"] == 0
     assert (fresh["gpus"], replicas["gpus"]) == (2, 3), "replicas take GPUs"
-    assert replicas["outcome"]["server_fill_frac"] < stale["outcome"]["server_fill_frac"], "and give places"
+    assert replicas["outcome"]["server_fill_frac"] < stale["outcome"]["server_fill_frac"], "and add slots"
 
 
-def test_a_measured_run_is_predicted_beside_what_it_was_and_flags_stand_before_what_was_measured(
+def test_a_measured_run_is_compared_with_its_prediction_and_flags_override_measurements(
     tmp_path: Path,
 ) -> None:
     rates = replace(CONSTANT, lengths=SPREAD, score_s=0.01, push_s=0.05, push_stall_s=0.05)
@@ -130,14 +131,15 @@ def test_a_measured_run_is_predicted_beside_what_it_was_and_flags_stand_before_w
         ([*RATES, "--split", "6"], "--split 6: expected servers and ranks, such as 6x2"),
         ([*RATES, "--gpus", "8", "--steps", "2"], "--steps 2 .* expected 8 or more"),
         ([*RATES, "--gpus", "8", "--push-s", "-1"], "invalid rates: push_s = -1"),
-        ([*RATES, "--gpus", "8", "--lengths", "9", "5", "3", "4", "2"], "invalid rates: completion lengths p10 9, p50 5"),
+        ([*RATES, "--gpus", "8", "--lengths", "9", "5", "3", "4", "2"],
+            "invalid rates: completion lengths p10 9, p50 5"),
         ([*RATES, "--gpus", "8", "--decode", "64:fast"], "--decode 64:fast: expected running sequences and tokens/s"),
         ([*RATES, "--gpus", "8", "--failures", "0", "1"], "--failures 0 1: expected EVERY_S above 0"),
         ([*RATES, "--gpus", "8", "--learner.max-stalenes", "1"], r"did you mean --learner\.max-staleness"),
         (["--gpus", "8", "--measured", "/nowhere"], "config file /nowhere/config.toml does not exist"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_planned_is_refused_with_the_remedy(arguments: list[str], message: str) -> None:
+def test_impossible_plans_are_rejected_with_a_remedy(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(*arguments)
 

@@ -1,4 +1,4 @@
-"""One simulated server, second by second: a decoding step takes 1 s, and 1 s more for each running sequence."""
+"""One simulated server, second by second: a decoding step takes 1 s plus 1 s per running sequence."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ RATES = Rates(lengths=constant(1), decode_step_s=1.0, decode_token_s=1.0, learne
 
 
 def ends(capacity: int, *events: tuple[float, Callable[[SimulatedServer], object]]) -> dict[int, float]:
-    """When each group is done of a server to which this happens at these times."""
+    """Return when each group of a server is done, given timed events."""
     env = simpy.Environment()
     done_at: dict[int, float] = {}
     server = SimulatedServer(env, RATES, capacity, lambda group: done_at.__setitem__(group.slot, env.now))
@@ -26,11 +26,13 @@ def asks(slot: int, *lengths: float) -> Callable[[SimulatedServer], None]:
     return lambda server: server.submit([SimulatedGroup(slot, list(lengths), 0.0)])
 
 
-def test_a_sequence_takes_its_length_times_a_step_of_all_that_run_beside_it() -> None:
+def test_a_sequence_takes_its_length_times_the_step_of_all_running_sequences() -> None:
     assert ends(4, (3.0, asks(0, 10))) == {0: 23.0}
-    assert ends(4, (0.0, asks(0, 10)), (10.0, asks(1, 5))) == {0: 25.0, 1: 25.0}, "what arrives slows what runs"
-    assert ends(4, (0.0, asks(0, 2, 6))) == {0: 2 * 3 + 4 * 2}, "a group is done with its longest"
-    assert ends(1, (0.0, asks(0, 3, 1)), (0.0, asks(1, 2))) == {0: 8.0, 1: 12.0}, "without a place it waits in order"
+    assert ends(4, (0.0, asks(0, 10)), (10.0, asks(1, 5))) == {0: 25.0, 1: 25.0}, "new groups slow down running groups"
+    assert ends(4, (0.0, asks(0, 2, 6))) == {0: 2 * 3 + 4 * 2}, "a group ends with its longest sequence"
+    assert ends(1, (0.0, asks(0, 3, 1)), (0.0, asks(1, 2))) == {0: 8.0, 1: 12.0}, (
+        "without a free slot groups wait in order"
+    )
 
 
 def test_a_pause_costs_its_seconds_and_nothing_else() -> None:
@@ -56,12 +58,12 @@ def test_a_group_is_as_old_as_its_first_token() -> None:
         1,
         (0.0, lambda server: server.submit([group, late])),
         (3.0, lambda server: server.pause()),
-        (4.0, lambda server: server.resume(1)),  # the second sequence begins after this
+        (4.0, lambda server: server.resume(1)),  # the second sequence starts after this
     )
     assert (group.oldest_version, late.oldest_version) == (0, 1)
 
 
-def test_what_a_server_that_dies_had_is_given_back_untouched() -> None:
+def test_groups_of_a_dead_server_are_returned_unchanged() -> None:
     lost: list[SimulatedGroup] = []
     assert ends(4, (0.0, asks(7, 1, 5)), (4.0, lambda server: lost.extend(server.die()))) == {}
     assert [(group.slot, group.num_left, group.oldest_version) for group in lost] == [(7, 2, -1)]

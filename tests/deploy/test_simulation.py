@@ -1,4 +1,4 @@
-"""The simulation against closed forms, its own invariants, and what more hardware must never do."""
+"""The simulation compared with closed forms, its invariants, and monotonicity in hardware."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from tests.deploy.planned_run import CONSTANT, SPREAD, setup
 
 BATCH_TOKENS = 8 * 8 * 100
 GENERATION_S = 100 * (0.01 + 64 * 1e-4)
-"""Of a batch of constant lengths that fills the server."""
+"""Generation time of a batch with constant lengths that fills the server."""
 OVERLAP = {"weight_sync": {"overlap_with_training": True}}
 
 
@@ -22,7 +22,7 @@ def with_rates(**changes: float) -> Rates:
 
 
 @pytest.mark.parametrize("train_s", [0.2, 4.0])
-def test_of_two_sides_with_constant_work_the_faster_waits_for_the_slower(train_s: float) -> None:
+def test_the_faster_of_two_constant_sides_waits_for_the_slower(train_s: float) -> None:
     outcome = simulate(setup(with_rates(learner_token_s=train_s / BATCH_TOKENS)), steps=100)
     step_s = max(train_s, GENERATION_S)
     assert outcome.step_s == pytest.approx(step_s, rel=0.01)
@@ -43,7 +43,7 @@ def test_at_staleness_0_a_step_is_the_sum_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize("push_s", [0.1, 3.0])
-def test_a_push_beside_the_next_step_holds_the_one_after_it_up(push_s: float) -> None:
+def test_a_push_during_the_next_step_delays_the_step_after_it(push_s: float) -> None:
     rates = with_rates(decode_step_s=1e-4, decode_token_s=0.0, push_s=push_s)
     outcome = simulate(setup(rates, learner={"max_staleness": 4} | OVERLAP), steps=40)
     assert outcome.step_s == pytest.approx(max(push_s, 1e-4 * BATCH_TOKENS), rel=0.01)
@@ -52,7 +52,7 @@ def test_a_push_beside_the_next_step_holds_the_one_after_it_up(push_s: float) ->
 @pytest.mark.parametrize(
     ("max_staleness", "failures"), [(0, None), (2, None), (2, Failures(every_s=40.0, restart_s=5.0))]
 )
-def test_no_group_is_taken_that_is_staler_than_the_bound(max_staleness: int, failures: Failures | None) -> None:
+def test_no_group_exceeds_the_staleness_bound(max_staleness: int, failures: Failures | None) -> None:
     rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, learner_token_s=4e-4, push_s=0.2, push_stall_s=0.1)
     learner = {"max_staleness": max_staleness} | OVERLAP
     outcome = simulate(setup(rates, servers=2, learner=learner, failures=failures), steps=60)
@@ -81,7 +81,7 @@ def test_a_seed_gives_the_same_run_and_the_same_completions_for_every_number_of_
     assert np.ptp(tokens) == pytest.approx(0, abs=1e-6)
 
 
-def test_every_push_stalls_all_servers_for_what_all_of_them_are_fed() -> None:
+def test_every_push_stalls_all_servers_for_the_transfer_to_all() -> None:
     rates = with_rates(push_s=0.1, push_stall_s=0.05, push_feed_s=0.02)
     assert rates.push_seconds(10) == pytest.approx(0.3)
     assert rates.stall_seconds(10, overlap_weight_loading=False) == pytest.approx(0.25)
@@ -90,7 +90,7 @@ def test_every_push_stalls_all_servers_for_what_all_of_them_are_fed() -> None:
     assert many.server_stalled_frac > few.server_stalled_frac
 
 
-def test_a_fleet_that_dies_and_returns_loses_the_share_of_time_that_it_is_away() -> None:
+def test_a_fleet_loses_its_share_of_downtime() -> None:
     rates = with_rates(learner_token_s=1e-6)
     failures = Failures(every_s=400.0, restart_s=97.0)
     base = setup(rates, servers=16, learner={"groups_per_step": 256, "max_staleness": 4})
@@ -99,10 +99,10 @@ def test_a_fleet_that_dies_and_returns_loses_the_share_of_time_that_it_is_away()
     availability = 400 / (400 + 100)
     assert broken.samples_per_s / whole.samples_per_s == pytest.approx(availability, abs=0.08)
     alone = simulate(setup(CONSTANT, failures=Failures(every_s=10.0, restart_s=20.0)), steps=40)
-    assert alone.server_idle_frac > 0.4 and alone.staleness_max <= 2, "groups are held until it is back"
+    assert alone.server_idle_frac > 0.4 and alone.staleness_max <= 2, "groups wait until the server is back"
 
 
-def test_few_servers_stand_for_many() -> None:
+def test_a_few_simulated_servers_represent_many() -> None:
     rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.002, push_stall_s=0.1)
     many = setup(rates, servers=128, ranks=96, learner={"groups_per_step": 1024} | OVERLAP)
     whole, by_few = (simulate(many, steps=24, most_servers=most) for most in (128, 16))
@@ -120,10 +120,10 @@ def test_auto_staleness_is_as_fast_as_its_bound_and_less_stale() -> None:
     assert auto.samples_per_s > 0.97 * bound.samples_per_s
     assert auto.staleness_mean < 0.6 * bound.staleness_mean
     slow = simulate(setup(with_rates(learner_token_s=1e-3), learner={"max_staleness": "auto"}), steps=120)
-    assert slow.learner_idle_frac < 0.01 and slow.staleness_mean < 1.1, "it comes down for a learner that is slow"
+    assert slow.learner_idle_frac < 0.01 and slow.staleness_mean < 1.1, "staleness decreases for a slow learner"
 
 
-def test_every_slot_is_taken_once_and_in_order() -> None:
+def test_every_slot_is_consumed_once_and_in_order() -> None:
     taken: list[int] = []
 
     class Watched(Simulation):
@@ -138,7 +138,7 @@ def test_every_slot_is_taken_once_and_in_order() -> None:
     assert taken == list(range(50 * 8))
 
 
-def test_ranks_divide_tokens_but_no_completion() -> None:
+def test_ranks_share_tokens_but_not_single_completions() -> None:
     rates = with_rates(learner_step_s=0.5, learner_sync_s=0.25)
     assert rates.train_s(6400, 100, 1) == pytest.approx(0.5 + 0.64)
     assert rates.train_s(6400, 100, 4) == pytest.approx(0.75 + 0.16)

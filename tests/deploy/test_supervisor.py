@@ -1,4 +1,4 @@
-"""What becomes of the others when a process of a node ends, with processes that only note what is done to them."""
+"""The supervisor of a node when one of its processes ends, with fake processes that record their signals."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ ON_FAILURE = DeployConfig(restart="on-failure", max_restarts=2)
 
 
 class Supervised:
-    """A supervisor and its parts."""
+    """A supervisor and its fake parts."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Supervised:
         return psutil.pid_exists(int((self.directory / f"{name}.pid").read_text()))
 
 
-def test_servers_are_ended_when_the_learner_has_and_its_exit_code_is_returned(tmp_path: Path) -> None:
+def test_servers_end_after_the_learner_and_its_exit_code_is_returned(tmp_path: Path) -> None:
     run = Supervised(tmp_path, {"learner0": ["end 0"], "learner1": ["end 0"]})
     assert run.end() == 0
     assert sorted(run.later_events[:2]) == ["learner0 ended", "learner1 ended"]
@@ -72,14 +72,14 @@ def test_servers_are_ended_when_the_learner_has_and_its_exit_code_is_returned(tm
         assert (tmp_path / f"{name}.log").read_text() == f"{name} says hello\n"
 
 
-def test_a_server_that_ends_ends_the_learner_and_then_the_other_servers(tmp_path: Path) -> None:
+def test_the_end_of_a_server_ends_the_learner_and_then_the_other_servers(tmp_path: Path) -> None:
     run = Supervised(tmp_path, {"learner": ["serve"]}, {"server0": ["end 3"], "server1": ["serve"]})
     assert run.end() == 1
     assert run.later_events == ["server0 ended", "learner SIGTERM", "server1 SIGTERM"]
     assert "server0 exited with code 3; stopping all processes" in run.output
 
 
-def test_a_rank_that_fails_leaves_the_others_time_and_then_everything_ends(tmp_path: Path) -> None:
+def test_after_a_failed_rank_the_others_get_time_and_then_everything_ends(tmp_path: Path) -> None:
     run = Supervised(tmp_path, {"learner0": ["deaf"], "learner1": ["end 7"]})
     assert run.end() == 7
     assert run.later_events[0] == "learner1 ended"
@@ -87,7 +87,7 @@ def test_a_rank_that_fails_leaves_the_others_time_and_then_everything_ends(tmp_p
     assert not run.is_alive("learner0")
 
 
-def test_a_server_is_started_again_as_often_as_it_may_be(tmp_path: Path) -> None:
+def test_a_server_restarts_up_to_the_limit(tmp_path: Path) -> None:
     run = Supervised(tmp_path, {"learner": ["serve"]}, {"server0": ["end 1"], "server1": ["serve"]}, ON_FAILURE)
     assert run.end() == 1
     assert run.events.count("server0 started") == 3 and run.events.count("server1 started") == 1
@@ -96,7 +96,7 @@ def test_a_server_is_started_again_as_often_as_it_may_be(tmp_path: Path) -> None
     assert run.events.index("learner SIGTERM") < run.events.index("server1 SIGTERM")
 
 
-def test_all_ranks_are_started_again_to_resume_when_one_has_failed_and_ctrl_c_ends_every_one_for_good(
+def test_all_ranks_restart_and_resume_after_a_failure_and_ctrl_c_ends_all(
     tmp_path: Path,
 ) -> None:
     ranks = {"learner0": ["deaf", "serve"], "learner1": ["end 1", "serve"]}
@@ -110,7 +110,7 @@ def test_all_ranks_are_started_again_to_resume_when_one_has_failed_and_ctrl_c_en
     assert sorted(run.events[num_events:][2:]) == ["server0 SIGTERM", "server1 SIGTERM"]
 
 
-def test_a_killed_supervisor_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_a_killed_supervisor_leaves_no_process_behind(tmp_path: Path) -> None:
     run = Supervised(tmp_path, {"learner": ["serve"]})
     names = ("server0", "server1", "learner")
     run.wait_for(*(f"{name} started" for name in names))
@@ -120,7 +120,7 @@ def test_a_killed_supervisor_leaves_nobody_behind(tmp_path: Path) -> None:
 
 
 class Rank:
-    """Ends at a signal, and only then."""
+    """A part that ends only at a signal."""
 
     returncode: int | None = None
     name = "learner"
@@ -138,7 +138,7 @@ class Rank:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("is_restart", [False, True])
-def test_a_signal_that_comes_while_or_right_before_ranks_are_started_reaches_them(
+def test_a_signal_during_or_right_before_the_start_of_ranks_reaches_them(
     is_restart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handlers = {number: signal.getsignal(number) for number in SHUTDOWN_SIGNALS}

@@ -1,4 +1,4 @@
-"""The units, by systemd's own checker, and their commands by ours."""
+"""The systemd units, checked by systemd, and their commands."""
 
 import shlex
 import subprocess
@@ -14,14 +14,14 @@ INSTALLED = "/opt/slipstream"
 
 
 def service(name: str) -> dict[str, str]:
-    """The last value of each key of its section."""
+    """Return the last value of each key of a section."""
     parser = RawConfigParser(strict=False)
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read_string((DEPLOY / f"systemd/slipstream-{name}.service").read_text())
     return dict(parser["Service"])
 
 
-def test_systemd_has_no_complaint_where_everything_is_installed(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units_if_everything_is_installed(tmp_path: Path) -> None:
     for name in (".venv/bin/slipstream", "deploy/train_or_resume.sh"):
         path = tmp_path / "installed" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,13 +35,13 @@ def test_systemd_has_no_complaint_where_everything_is_installed(tmp_path: Path) 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_unit_starts_a_command_of_ours_and_lets_it_end_in_order() -> None:
+def test_a_unit_starts_a_valid_command_and_lets_it_shut_down() -> None:
     server, learner = service("server"), service("learner")
     for unit in (server, learner):
         run = check(shlex.split(unit["ExecStart"]))
         assert isinstance(run, (ServerRun, LearnerRun)) and run.keys == "/etc/slipstream/keys"
-        # The signal is for the server, not for vLLM's processes; a second one would end the learner at once.
+        # The signal is for the server, not for vLLM's processes; a second signal would end the learner immediately.
         assert unit["KillMode"] == "mixed"
     assert float(server["TimeoutStopSec"].removesuffix("s")) > ServerConfig().drain_timeout_s
-    # A learner that is stopped has not failed, and one in error is not started again.
+    # A stopped learner has not failed, and a failed learner is not restarted.
     assert learner["SuccessExitStatus"] == "75" and learner["RestartPreventExitStatus"] == "2"

@@ -1,4 +1,4 @@
-"""Ask an ASGI application without a socket, and see what it answers."""
+"""Send requests to an ASGI application without a socket."""
 
 import asyncio
 import re
@@ -11,7 +11,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 async def everything(scope: Scope, receive: Receive, send: Send) -> None:
-    """An application that answers whatever reaches it."""
+    """An application that answers every request."""
     await PlainTextResponse("reached")(scope, receive, send)
 
 
@@ -22,7 +22,7 @@ async def ask(
     body: tuple[bytes, ...] = (b"",),
     headers: dict[str, str] | None = None,
 ) -> Answer:
-    """Return status, headers and body. The request's body comes in pieces, and then the client goes."""
+    """Return status, headers and body. The request's body arrives in chunks, then the client disconnects."""
     scope: dict[str, Any] = {
         "type": "http", "method": method, "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
         "headers": [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()],
@@ -50,5 +50,5 @@ def status_behind(gate: ASGIApp, path: str, method: str = "GET", **headers: str)
 
 
 def as_asked(path: str) -> str:
-    """A path without placeholders."""
+    """Replace the placeholders of a path."""
     return re.sub(r"\{[^}]*\}", "something", path)

@@ -1,7 +1,7 @@
-"""`python -m inference_server` whose last worker flips one bit that it receives in every session it joins, while BREAK_FILE
-is there.
+"""`python -m inference_server` whose last worker flips one received bit in every session, while BREAK_FILE exists.
 
-vLLM's processes have the change too: forked they have it already, spawned they import this module again. No test may import it.
+vLLM's processes have the change too: forked ones inherit it, spawned ones import this module again. No test may import
+it.
 """
 
 import os
@@ -15,7 +15,7 @@ from inference_server.engine import weight_receiver
 from protocol.messages import Rendezvous
 from protocol.transports.collective import Collective
 from protocol.transports.group import join_collective
-from tests.inference_server.broken_transfer import BREAK_FILE, OneBitFlippedOnArrival
+from tests.inference_server.broken_transfer import BREAK_FILE, BitFlippingReceiver
 
 LAST_RANK = 2
 
@@ -24,7 +24,7 @@ def join_breakable(session: str, rendezvous: Rendezvous, rank: int, device: torc
     collective: Any = join_collective(session, rendezvous, rank, device)
     file = Path(os.environ[BREAK_FILE])
     if rank == LAST_RANK and file.exists():
-        return OneBitFlippedOnArrival(collective, int(file.read_text()))
+        return BitFlippingReceiver(collective, int(file.read_text()))
     return collective
 
 

@@ -1,4 +1,4 @@
-"""Harm to the bytes of a push."""
+"""Corrupt or pause the bytes of a push."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,13 +8,13 @@ from protocol.transports.collective import Collective
 
 TIMEOUT_S = 60.0
 BREAK_FILE = "SLIPSTREAM_TEST_BREAK_FILE"
-"""For breakable_server.py, in the environment: the path of a file with the index of the broadcast that goes wrong."""
+"""Environment variable for breakable_server.py: path of a file with the index of the broadcast to corrupt."""
 LOST_VERSION = "SLIPSTREAM_TEST_LOST_VERSION"
-"""For tests/bench/losing_server.py, in the environment: the version whose sync is lost."""
+"""Environment variable for tests/bench/losing_server.py: the version whose sync is lost."""
 
 
-class OneBitFlipped:
-    """A sender's collective in which one bit of one broadcast changes on its way."""
+class BitFlippingSender:
+    """A sender's collective that flips one bit of one broadcast."""
 
     def __init__(self, collective: Collective, broadcast_index: int) -> None:
         self._collective, self._left = collective, broadcast_index
@@ -40,8 +40,8 @@ class OneBitFlipped:
         self._collective.close()
 
 
-class OneBitFlippedOnArrival(OneBitFlipped):
-    """The same for a receiver."""
+class BitFlippingReceiver(BitFlippingSender):
+    """A receiver's collective that flips one bit of one broadcast."""
 
     def start_broadcast(self, tensor: Any) -> Callable[[], None]:
         wait, is_next = self._collective.start_broadcast(tensor), self._is_next()
@@ -58,8 +58,8 @@ def _flip(tensor: Any) -> None:
     tensor[len(tensor) // 2] ^= 4
 
 
-class Halting:
-    """Tensors of which the second half comes only once `go_on` is set; `is_halfway` says that the first half has gone."""
+class PausingTensors:
+    """Tensors that pause halfway until `go_on` is set. `is_halfway` is set after the first half."""
 
     def __init__(self, tensors: list[tuple[str, Any]]) -> None:
         self._tensors = tensors

@@ -1,11 +1,11 @@
-"""Clocks of the server that a test need not wait for."""
+"""Fixtures that shorten the server's intervals."""
 
 import pytest
 
 
 @pytest.fixture
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the engine, and at groups without tokens."""
+    """Check the engine, and groups without tokens, often."""
     monkeypatch.setattr("inference_server.engine.supervisor.CHECK_INTERVAL_S", 0.02)
 
 

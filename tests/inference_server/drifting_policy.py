@@ -1,7 +1,7 @@
-"""A policy that every version moves by a little, and whose every version can be had again: vLLM's against Hugging Face's.
+"""A policy that changes a little with every version, and can reproduce each version, to compare vLLM with transformers.
 
-Its models are what vLLM serves with fused layers: q, k and v come as three tensors, gate and up as two, the head is tied
-or not. All weights go round between two random models, so that two versions differ the more the further apart they are.
+vLLM fuses layers of its models: q, k and v are three tensors, gate and up are two, the head is tied or not. All weights
+rotate between two random models, so that the difference of two versions grows with their distance.
 """
 
 import math
@@ -15,16 +15,17 @@ from protocol.messages import Completion
 from tests.inference_server import tiny_gpt2
 
 TURN_RAD = 0.05
-"""One version moves the weights by this part of their norm."""
+"""Change per version, relative to the norm of the weights."""
 SPREAD = 0.2
 MAX_LEN = 128
 
 
 def tiny_model(kind: Literal["qwen2", "llama"]) -> PreTrainedModel:
-    """A Qwen2 (biases, tied head) or a Llama (no biases, a head of its own) with fewer key heads than query heads."""
+    """Return a Qwen2 (biases, tied head) or a Llama (no biases, untied head) with fewer key heads than query heads."""
     shape = {
         "vocab_size": len(tiny_gpt2.TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1 if kind == "qwen2" else 2, "max_position_embeddings": MAX_LEN,
+        "num_attention_heads": 2, "num_key_value_heads": 1 if kind == "qwen2" else 2,
+        "max_position_embeddings": MAX_LEN,
         "bos_token_id": tiny_gpt2.EOS, "eos_token_id": tiny_gpt2.EOS, "pad_token_id": 0,
     }  # fmt: skip
     if kind == "qwen2":
@@ -38,16 +39,16 @@ class DriftingPolicy:
     def __init__(self, kind: Literal["qwen2", "llama"]) -> None:
         torch.manual_seed(0)
         self.skeleton = tiny_model(kind)
-        """Holds the weights that `model` was last asked for."""
+        """The model with the weights of the last call of `model`."""
         self._parts = [
-            # Norms stay near one: a turn would take them through zero, and there all versions are alike.
+            # Norms stay near one: a rotation would pass through zero, where all versions are equal.
             (name, torch.ones_like(one) if "norm" in name else torch.zeros_like(one),
              torch.randn_like(one) * SPREAD, torch.randn_like(one) * SPREAD)
             for name, one in self.skeleton.named_parameters()
         ]  # fmt: skip
 
     def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
-        """Return the version's weights by their checkpoint names, layer by layer; a tied head is not among them."""
+        """Return the version's weights by checkpoint name, layer by layer, without a tied head."""
         cos, sin = math.cos(TURN_RAD * version), math.sin(TURN_RAD * version)
         return [(name, center + cos * one + sin * other) for name, center, one, other in self._parts]
 
@@ -59,7 +60,7 @@ class DriftingPolicy:
         return batch_logprobs(self.model(version), sequences)
 
     def logprobs_with_old_keys(self, prompt: list[int], completion: Completion) -> np.ndarray:
-        """Return the logprobs of the completion's tokens if each version left its keys and values to the next one."""
+        """Return the logprobs of the completion's tokens if each version keeps the KV cache of the previous one."""
         tokens = torch.tensor([prompt + completion.token_ids.tolist()])
         cache, logits, start, end = DynamicCache(), [], 0, len(prompt) - 1
         for version, num_tokens in completion.versions:
@@ -80,7 +81,7 @@ def with_weights(model: PreTrainedModel, tensors: list[tuple[str, torch.Tensor]]
 
 
 def batch_logprobs(model: PreTrainedModel, sequences: list[list[int]]) -> list[np.ndarray]:
-    """Return the logprobs of each sequence's tokens after the first. Padding is behind them, where no one looks."""
+    """Return the logprobs of each sequence's tokens after the first. Padding follows them and has no effect."""
     longest = max(len(sequence) for sequence in sequences)
     tokens_BT = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences])
     with torch.no_grad():

@@ -1,10 +1,10 @@
-"""`python -m PROGRAM …` in a process of its own that costs what happens in it: forked from one that has imported vLLM.
+"""Run `python -m PROGRAM …` in a process forked from one that has imported vLLM, so that it starts quickly.
 
-    pytest's workers ─ Start ─▶ the fork server, one for all of them ─ fork ─▶ server ─ fork ─▶ EngineCore, workers
-                     ◀─ pid, and in the end the exit code
+    pytest's workers ─ Start ─▶ the shared fork server ─ fork ─▶ server ─ fork ─▶ EngineCore, workers
+                     ◀─ pid, finally the exit code
 
-vLLM's processes are forked too, as on a GPU; on a CPU it starts new interpreters, and each imports for 7 s. What an interpreter
-does that starts from nothing is for the tests that run `python -m inference_server`.
+vLLM's processes are forked too, as on a GPU. On a CPU vLLM starts new interpreters, which import for 7 s each. The
+start of a new interpreter is tested by tests that run `python -m inference_server`.
 """
 
 import importlib
@@ -27,7 +27,7 @@ import msgspec
 
 ROOT = Path(__file__).parent.parent.parent
 ADDRESS = "SLIPSTREAM_TESTS_FORK_SERVER"
-"""In the environment of pytest and its workers: the path of the fork server's socket."""
+"""Environment variable of pytest and its workers: path of the fork server's socket."""
 START_TIMEOUT_S = 120.0
 PRELOADED = (
     "inference_server.engine.vllm_engine", "inference_server.http", "inference_server.server",
@@ -45,7 +45,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class ForkedServer:
-    """A process of a fork server: what the tests use of a Popen."""
+    """A process of the fork server, with the methods of Popen that tests use."""
 
     returncode: int | None = None
 
@@ -79,8 +79,8 @@ class ForkedServer:
 
 @contextmanager
 def fork_server() -> Iterator[None]:
-    """Have what all servers of a session are forked from. It imports when it is first asked, and ends with its parent."""
-    from inference_server.__main__ import ENVIRONMENT  # which the fork server itself must not have imported
+    """Start the fork server of a session. It imports at the first request, and ends with its parent."""
+    from inference_server.__main__ import ENVIRONMENT  # the fork server itself must not have imported it
 
     with tempfile.TemporaryDirectory() as directory:
         os.environ[ADDRESS] = str(Path(directory, "socket"))
@@ -98,8 +98,8 @@ def _serve(listener: socket.socket) -> None:
     while sys.stdin not in (ready := select.select([sys.stdin, listener], [], [], 0.05)[0]):
         if ready:
             client, _ = listener.accept()
-            with client.makefile("rb") as asked:
-                start = msgspec.json.decode(asked.readline(), type=Start)
+            with client.makefile("rb") as request:
+                start = msgspec.json.decode(request.readline(), type=Start)
             _preload()
             if (pid := os.fork()) == 0:
                 for open_socket in (listener, client, *clients.values()):
@@ -119,7 +119,7 @@ def _preload() -> None:
         importlib.import_module(module)
     import setproctitle
 
-    setproctitle.getproctitle()  # it finds the place of the title only as long as the environment is where it was
+    setproctitle.getproctitle()  # must run before the environment moves, or it cannot find the title's memory
 
 
 def _live(start: Start) -> None:

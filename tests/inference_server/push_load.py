@@ -1,7 +1,7 @@
-"""Push after push into a server that is full of running sequences, and what each sampled token should have been.
+"""Repeated pushes into a server full of running sequences, and the expected logprob of each sampled token.
 
-Every token has a version, by its completion's label, and an age: the pushes that the first keys and values of its
-sequence have lived through.
+Every token has a version, from its completion's label, and an age: the number of pushes since the start of its
+sequence's KV cache.
 """
 
 from collections import defaultdict
@@ -19,14 +19,14 @@ from tests.inference_server.scripted_learner import ScriptedLearner
 NUM_GROUPS = 64
 NUM_COMPLETIONS = 8
 FLAGS = ("--server.max-concurrent-sequences", "64")
-"""Most of what is asked for waits inside the engine: a group that ends leaves no gap, however long a push takes."""
+"""Few enough that groups wait in the engine, so that a finished group leaves no gap."""
 BUCKET_BYTES = 32 << 10
-"""About a layer."""
+"""About one layer."""
 SCORED = [2 + index * 7 % 30 for index in range(60)]
 
 
 class Load:
-    """Groups in flight, whose lengths differ so that they do not all end at once."""
+    """Groups in flight with different lengths, so that they end at different times."""
 
     def __init__(self, learner: ScriptedLearner, prompt: list[int]) -> None:
         self._learner, self._prompt = learner, prompt
@@ -50,7 +50,7 @@ async def push(
     learner: ScriptedLearner, policy: DriftingPolicy, version: int, bucket_bytes: int = BUCKET_BYTES, *,
     again: bool = False, wire: Literal["dense", "delta"] = "dense",
 ) -> PushDone:  # fmt: skip
-    """Push a version of the policy, in a new session or `again` in the one there is."""
+    """Push a version of the policy in a new session, or in the current one with `again`."""
     tensors = policy.tensors(version)
     if again:
         outcome, checksum = await learner.push_again(version, tensors)
@@ -62,7 +62,7 @@ async def push(
 
 
 async def assert_serves(learner: ScriptedLearner, policy: DriftingPolicy, version: int, num_replicas: int = 1) -> None:
-    """Every replica says it is at a version, and scores with its weights and no other's."""
+    """Check that every replica reports the version and scores with exactly its weights."""
     expected, other = (policy.logprobs(each, [SCORED])[0] for each in (version, version + 1))
     for replica in range(num_replicas):
         scores = await learner.score(SCORED, replica=replica)
@@ -74,14 +74,14 @@ async def assert_serves(learner: ScriptedLearner, policy: DriftingPolicy, versio
 async def push_under_load(
     learner: ScriptedLearner, policy: DriftingPolicy, prompt: list[int], num_pushes: int, num_groups: int = NUM_GROUPS
 ) -> list[Completion]:
-    """Push versions 0 to `num_pushes`, all but the first under load; return what was sampled."""
+    """Push versions 0 to `num_pushes`, all but the first under load. Return the sampled completions."""
     load = Load(learner, prompt)
     for version in range(num_pushes + 1):
         await push(learner, policy, version, again=version > 0)
         if version == 0:
             for _ in range(num_groups):
                 await load.ask()
-        # One more group each time, and whatever has ended during the push.
+        # One more group each time, and one for each group that ended during the push.
         num_ended = 1 + sum(isinstance(message, Group) for message in learner.unread)
         for _ in range(num_ended):
             await load.take()
@@ -92,18 +92,18 @@ async def push_under_load(
 
 
 def num_pushes_that_cut(completions: list[Completion]) -> int:
-    """Return how many pushes found a sequence running."""
+    """Return the number of pushes during a running sequence."""
     return len({version for completion in completions for version, _ in completion.versions[1:]})
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """One entry per sampled token."""
+    """Errors and ages, with one entry per sampled token."""
 
     age_N: np.ndarray
     error_N: np.ndarray
-    """|Δ logprob| to the forward pass of all tokens before it under the version of its label."""
+    """|Δ logprob| to the forward pass with the version of the label."""
     neighbour_error_N: np.ndarray
-    """The same under the version before, or after for the first: what a label that is off by one would give."""
+    """|Δ logprob| with the previous version, or the next for the first: the error of a label that is off by one."""
 
 
 def judge(policy: DriftingPolicy, prompt: list[int], completions: list[Completion]) -> Tokens:

@@ -1,4 +1,4 @@
-"""The real server for tests: its own process, real vLLM, real sockets; and what every test asks of it."""
+"""The real server for tests: a separate process, real vLLM, real sockets."""
 
 import asyncio
 import contextlib
@@ -32,13 +32,14 @@ TOLERANCE = 1e-4
 
 
 class RealServer:
-    """`python -m inference_server` in a process group of its own, with a tiny GPT-2 unless the test has a model, or where it is.
+    """`python -m inference_server` in a separate process group, with a tiny GPT-2 by default.
 
-    Forked, it starts in a fifth of the time, its environment cannot be read from outside, and vLLM's processes are forked too.
+    A forked server starts in a fifth of the time. Its environment cannot be read from outside, and vLLM's processes are
+    forked too.
     """
 
     keys: LearnerKeys | None = None
-    """What a learner needs to get in, where the server has keys."""
+    """Keys that a learner needs, if the server has keys."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class RealServer:
         self.start()
 
     def start(self) -> None:
-        """Start, or start again on the same ports."""
+        """Start or restart the server on the same ports."""
         self.process: subprocess.Popen[bytes] | ForkedServer
         with self.log_file.open("w") as log:
             if self._is_forked:
@@ -89,7 +90,7 @@ class RealServer:
         return [parent, *parent.children(recursive=True)]
 
     def kill_process(self, name: str) -> None:
-        """SIGKILL vLLM's process whose name has this in it."""
+        """SIGKILL the process of vLLM with `name` in its name."""
         (process,) = (child for child in self.family()[1:] if name in child.name())
         process.kill()
 
@@ -115,7 +116,7 @@ def running_server(directory: Path, *flags: str, **kwargs: Any) -> Iterator[Real
 def with_learner(
     server: RealServer, test: Callable[[ScriptedLearner], Awaitable[None]], timeout_s: float = TEST_TIMEOUT_S
 ) -> None:
-    """Run a test as a run of its own, which is over at its end."""
+    """Run a test with a learner of a new run, which ends with the test."""
 
     async def run() -> None:
         model = fingerprint(server.model)

@@ -1,6 +1,6 @@
-"""A Llama that recites: each word is followed by the one that stands behind it in a script, whatever was said before.
+"""A Llama that recites a script: each word is followed by the next word of the script, whatever the context.
 
-Its layers add nothing, and the head turns each word's vector into that of the next, so vLLM's answer is known.
+Its layers add nothing, and the head maps each word's vector to that of the next, so vLLM's answers are known.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 UNKNOWN, EOS = "<unknown>", "<eos>"
 SIZE = 64
-"""Words at most: each has a direction of its own."""
+"""Maximum number of words: each has its own direction."""
 SHARPNESS = 40.0
 
 
 def save(scripts: Sequence[Sequence[str]], path: Path) -> None:
-    """Write a checkpoint. A word that stands in two scripts must be followed by the same one."""
+    """Write a checkpoint. A word in two scripts must have the same successor in both."""
     followers = {word: after for script in scripts for word, after in zip(script, [*script[1:], EOS], strict=True)}
     words = [UNKNOWN, EOS, *dict.fromkeys(word for script in scripts for word in script)]
     _tokenizer(words).save_pretrained(path)

@@ -1,4 +1,4 @@
-"""A learner that does what a test says: the real channel and the real sending half of a push, nothing else."""
+"""A learner controlled by a test: the real channel and the real sending half of a push."""
 
 import asyncio
 import uuid
@@ -38,7 +38,7 @@ M = TypeVar("M")
 
 
 class ScriptedLearner:
-    """Keeps whatever comes that a test did not wait for, so that the order of unrelated messages does not matter."""
+    """Keeps messages that the test does not wait for, so that the order of unrelated messages does not matter."""
 
     def __init__(
         self, endpoint: str, run: str = "run-a", model: ModelFingerprint = MODEL, keys: LearnerKeys | None = None
@@ -46,11 +46,11 @@ class ScriptedLearner:
         self.channel = LearnerChannel(endpoint, keys)
         self.run, self.model = run, model
         self.learner = uuid.uuid4().hex[:8]
-        """This process, as it says; another may say the same."""
+        """Id of this learner process. Another learner may use the same id."""
         self.unread: list[Any] = []
         self._rendezvous_host: Any = None
         self.collective: Any = None
-        """May be replaced by one that does harm."""
+        """Collective of the session. A test may replace it with a corrupting one."""
         self._manifest: Any = None
         self._baseline: Any = None
         self.session = ""
@@ -61,7 +61,7 @@ class ScriptedLearner:
         await self.channel.send(message, TIMEOUT_S)
 
     async def receive(self, kind: type[M] | tuple[type[M], ...], timeout_s: float = TIMEOUT_S) -> M:
-        """Return the next message of a kind; others are kept for later, pulses dropped unless asked for."""
+        """Return the next message of a kind. Other messages are kept, and pulses dropped unless requested."""
         for index, message in enumerate(self.unread):
             if isinstance(message, kind):
                 return self.unread.pop(index)
@@ -82,7 +82,7 @@ class ScriptedLearner:
         return await self.receive((Welcome, Refused))
 
     async def join(self) -> Welcome:
-        """Wait while another has the server."""
+        """Say Hello until welcomed."""
         while not isinstance(answer := await self.greet(), Welcome):
             assert answer.is_busy, answer.reason
             await asyncio.sleep(BUSY_INTERVAL_S)
@@ -104,7 +104,7 @@ class ScriptedLearner:
         )  # fmt: skip
 
     async def group(self, group_id: str, prompt: list[int], **options: Any) -> Group:
-        """Ask for a group and wait for one."""
+        """Request a group and wait for it."""
         await self.generate(group_id, prompt, **options)
         answer: Group | GroupFailed = await self.receive((Group, GroupFailed))
         assert isinstance(answer, Group), answer.message
@@ -120,7 +120,7 @@ class ScriptedLearner:
     async def begin_push(
         self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense"
     ) -> None:
-        """Begin the first push of a new session; return once the server is ready and the group is formed."""
+        """Start the first push of a new session. Return when the server is ready and the ranks are connected."""
         import torch
 
         from protocol.transports.group import RendezvousHost
@@ -142,12 +142,12 @@ class ScriptedLearner:
         )
 
     async def begin_push_again(self, version: int) -> None:
-        """Begin a push in the session there is; return once the server is ready."""
+        """Start a push in the current session. Return when the server is ready."""
         await self.send(PushBegin(session=self.session, version=version))
         await self.receive(PushReady)
 
     async def transfer(self, tensors: Iterable[tuple[str, Any]]) -> Any:
-        """Send the bytes of the push that was begun; return what left. Raises PushError."""
+        """Send the bytes of the started push. Return the sender. Raises PushError."""
         from protocol.weights.buckets import split_into_buckets
         from protocol.weights.delta import send_changes
         from protocol.weights.dense import send_weights
@@ -157,14 +157,14 @@ class ScriptedLearner:
             return await asyncio.to_thread(send_changes, self.collective, buckets, tensors, self._baseline)
         return await asyncio.to_thread(send_weights, self.collective, buckets, tensors)
 
-    async def transfer_in_vain(self, tensors: Iterable[tuple[str, Any]]) -> PushFailed:
-        """Send the bytes of a push that must fail; return what the server says."""
+    async def transfer_expecting_failure(self, tensors: Iterable[tuple[str, Any]]) -> PushFailed:
+        """Send the bytes of a push that must fail. Return the server's message."""
         from protocol.errors import PushError
 
-        try:  # small ones may all have left before a receiver is gone
+        try:  # small tensors may all be sent before the receiver fails
             await self.transfer(tensors)
         except PushError as error:
-            # As the real learner does: gloo forgets a broadcast that began as its connection broke.
+            # As in the real learner: gloo forgets a broadcast that started when its connection broke.
             self._rendezvous_host.cancel(self.session, str(error))
         failed = await self.receive((PushDone, PushFailed))
         assert isinstance(failed, PushFailed)
@@ -173,13 +173,13 @@ class ScriptedLearner:
     async def push(
         self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense"
     ) -> tuple[PushDone | PushFailed, str]:
-        """Push in a new session; return what the server said and the checksum of what was sent."""
+        """Push in a new session. Return the server's message and the checksum of the sent bytes."""
         await self.begin_push(version, tensors, bucket_bytes, wire)
         sent = await self.transfer(tensors)
         return await self.receive((PushDone, PushFailed)), sent.checksum
 
     async def push_again(self, version: int, tensors: list) -> tuple[PushDone | PushFailed, str]:
-        """Push in the session there is."""
+        """Push in the current session."""
         await self.begin_push_again(version)
         sent = await self.transfer(tensors)
         return await self.receive((PushDone, PushFailed)), sent.checksum

@@ -1,4 +1,4 @@
-"""Tests at the real server with a scripted engine: what they do there, on real sockets, with a learner that they direct."""
+"""Tests of the real server with a scripted engine and a scripted learner, on real sockets."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ NOBODY = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, ti
 
 
 class Stage(msgspec.Struct):
-    """A server that runs, the engine behind it, and a learner that has said nothing yet."""
+    """A running server, its engine, and a learner that has not said Hello yet."""
 
     engine: ScriptedEngine
     running: Serving
@@ -32,12 +32,12 @@ class Stage(msgspec.Struct):
         return self.running.server.status()
 
     def another(self, run: str = "run-a", keys: LearnerKeys | None = None) -> ScriptedLearner:
-        """Return another process of a run, to be closed at the end."""
+        """Return another learner process of a run. It is closed at the end."""
         self.others.append(ScriptedLearner(self.running.endpoint, run, keys=keys))
         return self.others[-1]
 
     async def push(self, version: int = 0, session: str = "e1", learner: ScriptedLearner | None = None) -> None:
-        """Give the engine weights, without any transport."""
+        """Push weights to the engine without any transport."""
         self.engine.scripted_reports.append([report()])
         learner = learner or self.learner
         await learner.send(begin(version, session))
@@ -48,13 +48,13 @@ class Stage(msgspec.Struct):
         await self.push(version)
 
     async def fail_push(self, version: int, session: str, **changes: Any) -> PushFailed:
-        """Begin a push of which the only worker reports a failure."""
+        """Start a push whose only worker reports a failure."""
         self.engine.scripted_reports.append([report(ok=False, **changes)])
         await self.learner.send(begin(version, session))
         return await self.learner.receive(PushFailed)
 
     async def hold_group(self, group_id: str) -> None:
-        """Have a group in the engine that does not end before its release."""
+        """Start a group in the engine that does not end before its release."""
         self.engine.release.clear()
         num_before = len(self.engine.prompts)
         await self.learner.generate(group_id, [1])
@@ -88,7 +88,7 @@ def run_with_server(test: Callable[[Stage], Awaitable[None]], **options: Any) ->
 
 
 def with_server(**options: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
-    """Make a test of a coroutine that takes a stage `at` which it plays; all else that it takes are fixtures.
+    """Decorate a coroutine as a test with the stage `at`. All other parameters are fixtures.
 
     With the fixture `keys`, its path, server and learner have keys.
     """
@@ -107,7 +107,7 @@ def with_server(**options: Any) -> Callable[[Callable[..., Awaitable[None]]], Ca
 
 
 def begin(version: int, session: str = "e1") -> PushBegin:
-    """The first push of a session, from a learner that is not where it says."""
+    """Return the first push of a session, with an address without a learner."""
     manifest = Manifest(tensors=(), bucket_bytes=1)
     return PushBegin(session=session, version=version, rendezvous=NOBODY, manifest=manifest)
 

@@ -1,4 +1,4 @@
-"""What an answer says of the policy that gave it: the middleware and the metrics before a small app, without an engine."""
+"""Version headers of answers: the middleware and the metrics with a small app, without an engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +25,7 @@ Answer = Callable[[], None]
 
 
 def app_of(status: Callable[[], dict[str, Any]], meanwhile: Answer = lambda: None) -> TellVersions:
-    """Answers as the weights that `status` shows; `meanwhile` is called in the middle of it."""
+    """Return an app whose answers have the weights of `status`. `meanwhile` is called in the middle of an answer."""
 
     def sample() -> None:
         labels = sampled_by.get()
@@ -59,26 +59,26 @@ async def get(app: TellVersions, path: str) -> httpx.Response:
         return await client.get(path)
 
 
-def told(answer: httpx.Response) -> tuple[str | None, str | None, str | None]:
+def versions_in(answer: httpx.Response) -> tuple[str | None, str | None, str | None]:
     return answer.headers.get(RUN), answer.headers.get(START), answer.headers.get(END)
 
 
 @with_server()
-async def test_answers_between_two_runs_name_the_run_and_the_version_whose_weights_gave_them(at: Stage) -> None:
+async def test_answers_name_the_run_and_the_version_of_their_weights(at: Stage) -> None:
     app = app_of(at.running.server.status)
     await at.join_and_push(version=7)
     await at.learner.leave()
     second = at.another(run="run-b")
     await second.join()
-    assert told(await get(app, "/whole")) == ("run-a", "7", "7")
+    assert versions_in(await get(app, "/whole")) == ("run-a", "7", "7")
     streamed = await get(app, "/streamed")
-    assert told(streamed) == ("run-a", "7", None)
+    assert versions_in(streamed) == ("run-a", "7", None)
     assert streamed.text.splitlines()[-6:] == [f": {RUN}: run-a", "", f": {START}: 7", "", f": {END}: 7", ""]
-    assert told(await get(app, "/none")) == (None, None, None)
+    assert versions_in(await get(app, "/none")) == (None, None, None)
     assert 'slipstream_policy_version{run="run-a"} 7.0' in metrics_of(at.running)
     assert 'slipstream_tenancy{run="run-b",state="held"} 1.0' in metrics_of(at.running)
     await at.push(0, "e2", second)
-    assert told(await get(app, "/whole")) == ("run-b", "0", "0")
+    assert versions_in(await get(app, "/whole")) == ("run-b", "0", "0")
     assert 'slipstream_policy_version{run="run-b"} 0.0' in metrics_of(at.running)
 
 
@@ -89,20 +89,20 @@ def metrics_of(running: Serving) -> str:
 
 
 @pytest.mark.parametrize("path", ["/whole", "/streamed"])
-def test_an_answer_during_which_another_run_pushed_names_both(path: str) -> None:
+def test_an_answer_during_a_push_of_another_run_names_both_runs(path: str) -> None:
     now: dict[str, Any] = {"weights_run": "one", "policy_version": 7}
     app = app_of(lambda: now, meanwhile=lambda: now.update(weights_run="other", policy_version=0))
     answer = asyncio.run(get(app, path))
     if path == "/whole":
-        assert told(answer) == ("one, other", "0", "7")
+        assert versions_in(answer) == ("one, other", "0", "7")
     else:
-        assert told(answer) == ("one", "7", None) and f": {RUN}: one, other\n" in answer.text
+        assert versions_in(answer) == ("one", "7", None) and f": {RUN}: one, other\n" in answer.text
 
 
 @pytest.mark.parametrize(
     ("run", "expected"),
     [("Größe, 7%", "Gr%C3%B6%C3%9Fe%2C%207%25"), ("runs/demo-1a2b", "runs/demo-1a2b"), (None, None)],
 )
-def test_a_run_of_any_name_fits_into_a_header(run: str | None, expected: str | None) -> None:
+def test_any_run_name_can_be_a_header(run: str | None, expected: str | None) -> None:
     app = app_of(lambda: {"weights_run": run, "policy_version": 3})
-    assert told(asyncio.run(get(app, "/whole"))) == (expected, "3", "3")
+    assert versions_in(asyncio.run(get(app, "/whole"))) == (expected, "3", "3")

@@ -1,4 +1,4 @@
-"""What `[server.vllm]` lets through to vLLM, what it refuses and how it says so."""
+"""Arguments of `[server.vllm]`: which reach vLLM, and which are rejected."""
 
 import re
 import tomllib
@@ -53,12 +53,14 @@ BREAK_PROMISES = [
     "data_parallel_backend",
     "enable_fault_tolerance",
 ]
-"""Some of the arguments that may not pass."""
+"""Some arguments that must be rejected."""
 KEYS = {
-    "model": "model", "seed": "seed", "max_num_seqs": "server.max_concurrent_sequences", "block_size": "server.block_size",
-    "scheduler_cls": "reserved slots", "logprobs_mode": "sampled distribution", "hf_overrides": "head_dtype for the head",
+    "model": "model", "seed": "seed", "max_num_seqs": "server.max_concurrent_sequences",
+    "block_size": "server.block_size",
+    "scheduler_cls": "reserved slots", "logprobs_mode": "sampled distribution",
+    "hf_overrides": "head_dtype for the head",
 }  # fmt: skip
-"""What the server sets, and where that comes from."""
+"""Arguments that the server sets, and their sources."""
 
 
 def arguments(vllm: dict[str, Any], **server: Any) -> AsyncEngineArgs:
@@ -66,7 +68,7 @@ def arguments(vllm: dict[str, Any], **server: Any) -> AsyncEngineArgs:
     return engine_arguments(run, Path("/model"))
 
 
-def test_a_server_may_compute_in_a_dtype_of_its_own_with_a_finer_head() -> None:
+def test_a_server_can_have_its_own_dtype_and_a_finer_head() -> None:
     def dtype_and_overrides(run_dtype: Any, **server: Any) -> Any:
         run = ServerRun(model="m", run_dir="r", dtype=run_dtype, head_dtype="float32", server=ServerConfig(**server))
         made = engine_arguments(run, Path("/model"))
@@ -82,9 +84,10 @@ def refusal(**vllm: Any) -> str:
     return str(refused.value)
 
 
-def test_an_argument_arrives_as_vllms_own_type_and_beside_what_the_server_sets() -> None:
+def test_an_argument_gets_vllms_type_and_is_combined_with_the_servers_arguments() -> None:
     made = arguments(
-        {"max_num_batched_tokens": 300, "async_scheduling": False, "compilation_config": {"cudagraph_capture_sizes": [1, 8]}},
+        {"max_num_batched_tokens": 300, "async_scheduling": False,
+            "compilation_config": {"cudagraph_capture_sizes": [1, 8]}},
         max_concurrent_sequences=9, kv_cache_memory_mib=2,
     )  # fmt: skip
     assert (made.max_num_batched_tokens, made.async_scheduling) == (300, False)
@@ -94,7 +97,7 @@ def test_an_argument_arrives_as_vllms_own_type_and_beside_what_the_server_sets()
     assert (made.kv_cache_memory_bytes, made.block_size, made.logprobs_mode) == (2 << 20, None, "processed_logprobs")
 
 
-def test_an_attention_backend_goes_by_its_name() -> None:
+def test_an_attention_backend_is_selected_by_name() -> None:
     assert arguments({"attention_backend": "FLASH_ATTN"}).attention_backend is AttentionBackendEnum.FLASH_ATTN
     within = arguments({"attention_config": {"backend": "FLASH_ATTN"}}).attention_config
     assert isinstance(within, AttentionConfig) and within.backend is AttentionBackendEnum.FLASH_ATTN
@@ -102,9 +105,9 @@ def test_an_attention_backend_goes_by_its_name() -> None:
 
 
 def test_an_unknown_name_is_reported_with_the_nearest_one() -> None:
-    said = refusal(max_num_batched_token=300)
-    assert said.startswith("server.vllm.max_num_batched_token = 300 is not an argument of vLLM; ")
-    assert said.endswith("did you mean server.vllm.max_num_batched_tokens?")
+    error = refusal(max_num_batched_token=300)
+    assert error.startswith("server.vllm.max_num_batched_token = 300 is not an argument of vLLM; ")
+    assert error.endswith("did you mean server.vllm.max_num_batched_tokens?")
     assert "vllm serve --help" in refusal(zzz=1)
     assert "is not an argument of vLLM" in refusal(_api_process_count=2)
 
@@ -121,24 +124,26 @@ def test_an_unknown_name_is_reported_with_the_nearest_one() -> None:
         ({"ignore_patterns": 3}, "ignore_patterns = 3: Input should be a valid string"),
     ],
 )
-def test_a_value_of_another_type_is_reported_in_vllms_words_with_its_key(given: dict[str, Any], expected: str) -> None:
+def test_a_value_of_another_type_is_reported_with_vllms_error_and_the_key(given: dict[str, Any], expected: str) -> None:
     assert refusal(**given).startswith(f"server.vllm.{expected}")
 
 
-def test_whatever_would_break_a_promise_or_the_server_sets_is_refused_with_reason_and_remedy() -> None:
+def test_arguments_that_break_guarantees_or_that_the_server_sets_are_rejected_with_a_remedy() -> None:
     own = own_arguments(ServerRun(model="m", run_dir="r"), Path("m"))
     refused = {name for one in REFUSED for name in one.names}
     assert not set(own) & refused and {*own, *refused} <= set(FIELDS)
     for name in refused:
-        said = refusal(**{name: "x"})
-        assert said.startswith(f"server.vllm.{name} = 'x' is refused: ") and said.partition("; ")[2]
+        error = refusal(**{name: "x"})
+        assert error.startswith(f"server.vllm.{name} = 'x' is refused: ") and error.partition("; ")[2]
     assert refused >= set(BREAK_PROMISES)
     for name in own:
-        said = refusal(**{name: "x"})
-        assert said.startswith(f"server.vllm.{name} = 'x' is set by the server itself; ") and KEYS.get(name, "") in said
+        error = refusal(**{name: "x"})
+        assert (
+            error.startswith(f"server.vllm.{name} = 'x' is set by the server itself; ") and KEYS.get(name, "") in error
+        )
 
 
-def test_doctor_and_planner_read_a_file_with_arguments_of_vllm(tmp_path: Path) -> None:
+def test_doctor_and_planner_accept_a_file_with_arguments_of_vllm(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(
         'model = "tiny:digits"\nrun_dir = "r"\n[server]\nhttp_port = 0\n[server.vllm]\nmax_num_batched_tokens = 300\n'
@@ -151,13 +156,15 @@ def test_doctor_and_planner_read_a_file_with_arguments_of_vllm(tmp_path: Path) -
         return str(finding)
 
     assert "accepts max_num_batched_tokens" in found()
-    said = found("--server.vllm.max-num-seqs", "3")
-    assert "server.vllm.max_num_seqs = 3 is set by the server itself" in said and "et server.max_concurrent_seq" in said
+    error = found("--server.vllm.max-num-seqs", "3")
+    assert (
+        "server.vllm.max_num_seqs = 3 is set by the server itself" in error and "et server.max_concurrent_seq" in error
+    )
     assert server_section([str(config)]).vllm == {"max_num_batched_tokens": 300}
     assert learner_section([str(config)]).steps == 1
 
 
-def test_the_example_of_the_docs_passes() -> None:
+def test_the_example_of_the_docs_is_valid() -> None:
     examples = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (example,) = (example for example in examples if "[server.vllm]" in example)
     given = tomllib.loads(example)["server"]["vllm"]
@@ -174,10 +181,10 @@ def test_the_example_of_the_docs_passes() -> None:
         ({"vllm": {"max_num_batched_tokens": 8}}, r"\(8\) must be greater than or equal to max_num_seqs \(256\)"),
     ],
 )
-def test_what_only_vllm_can_judge_is_an_error_with_the_value_before_a_model_is_loaded(
+def test_errors_of_vllm_are_reported_with_the_value_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], expected: str | None
 ) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # which a start may change
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # a start may change it
     defaults = {"enforce_eager": True, "kv_cache_memory_mib": 64, "block_size": 32, "http_port": 0}
     server = msgspec.convert(defaults | keys, ServerConfig)
     run = ServerRun(model="tiny:digits", run_dir="r", dtype="float32", seed=2**32 - 1, server=server)

@@ -1,7 +1,6 @@
-"""Every key that a server reads, with everything that may stand there: it is taken, and means something, or it is refused
-before the model is loaded, in one ConfigError that names the key, shows the value and says what to do.
+"""Every key that a server reads, with many kinds of values. Each is valid, or is rejected before the model is loaded.
 
-    (key, value) ─▶ load_config ─▶ prepare, without a model or ports of others ─▶ a ServerRun, or a ConfigError
+(key, value) ─▶ load_config ─▶ prepare ─▶ a ServerRun, or a ConfigError with key, value and remedy
 """
 
 import contextlib
@@ -25,13 +24,14 @@ from protocol.model_files import resolve_model
 from tests.ports import free_port
 
 UNREAD = {"endpoints_from", "head_dtype", "learner", "deploy", "server", "server.vllm"}
-"""Keys that are the learner's, sections, and arguments of vLLM's own (test_arguments.py)."""
+"""Keys of the learner, sections, and arguments of vLLM (test_arguments.py)."""
 
 NUMBERS = [
     -1, 0, 1, 7, 2**31 - 1, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.5, -0.5, 1.0, 1e-300, 1e300, "nan", "inf", "-inf",
 ]  # fmt: skip
 WORDS = [
-    "", " ", "x", "²", "8000", "0x10", "true", "::1", "[::1]", "[::", "127.0.0.1", "0.0.0.0:1", "localhost", "nowhere.invalid",
+    "", " ", "x", "²", "8000", "0x10", "true", "::1", "[::1]", "[::", "127.0.0.1", "0.0.0.0:1", "localhost",
+    "nowhere.invalid",
     "a" * 300, "..", "~nobody-has-this-name/x", "x/y/z", "a\u0000b", "\n", "\u202e", "🙂", "tcp://127.0.0.1:²",
     "tcp://127.0.0.1:99999", "tcp://127.0.0.1:-1", "tcp://127.0.0.1:", "tcp://:1", "tcp://[::1]", "tcp://::1:1",
     f"tcp://127.0.0.1:{'9' * 5000}", "tcp://é:1", "tcp://" + "a" * 300 + ":1", "udp://127.0.0.1:1", "ipc:///tmp/x",
@@ -42,12 +42,12 @@ KEYS = sorted(
     | {f"server.{field.name}" for field in msgspec.structs.fields(ServerConfig)} - UNREAD
 )
 PATHS = ["missing", "file", "directory", "empty", "secret", "loop", "fifo"]
-"""Made below a temporary directory."""
+"""Kinds of paths below a temporary directory."""
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the model and every kind of path."""
+    """Return a directory with the model and every kind of path."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLIPSTREAM_HOME", str(home / "made"))
@@ -62,7 +62,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values_of(key: str) -> Iterator[tuple[str, str]]:
-    """Yield TOML and a name for it."""
+    """Yield values as TOML, each with a name."""
     for number in NUMBERS:
         yield str(number), str(number)
     for word in WORDS:
@@ -75,9 +75,10 @@ def values_of(key: str) -> Iterator[tuple[str, str]]:
 
 
 def attempt(home: Path, key: str, toml: str) -> ServerRun:
-    """Do all that a server does before it loads the model. Raises ConfigError."""
+    """Run all steps of a server before it loads the model. Raises ConfigError."""
     run = {
-        "model": f'"{home}/model"', "run_dir": f'"{home}/run"', "endpoint": f'"tcp://127.0.0.1:{free_port()}"', "dtype": '"float32"',
+        "model": f'"{home}/model"', "run_dir": f'"{home}/run"', "endpoint": f'"tcp://127.0.0.1:{free_port()}"',
+        "dtype": '"float32"',
         "server.http_port": str(free_port()), "server.enforce_eager": "true", "server.kv_cache_memory_mib": "64",
         key: toml.replace("HOME", str(home)),
     }  # fmt: skip
@@ -94,28 +95,28 @@ def attempt(home: Path, key: str, toml: str) -> ServerRun:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_whatever_stands_at_a_key_is_taken_or_refused_by_name(
+def test_every_value_of_a_key_is_valid_or_rejected_with_the_key(
     key: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setattr("protocol.model_files._download", not_downloaded)
-    monkeypatch.setattr("inference_server.preparation.check_vllm", lambda: None)  # 0.4 s each time
+    monkeypatch.setattr("inference_server.preparation.check_vllm", lambda: None)  # takes 0.4 s per call
     monkeypatch.chdir(home)
     problems = []
     for toml, name in values_of(key):
         try:
             run = attempt(home, key, toml)
         except ConfigError as error:
-            said = str(error)
-            if key.rpartition(".")[2] not in said:
-                problems.append(f"{name}: does not name the key: {said}")
-            if not shows(toml, said, home):
-                problems.append(f"{name}: does not show the value: {said}")
+            message = str(error)
+            if key.rpartition(".")[2] not in message:
+                problems.append(f"{name}: the error does not name the key: {message}")
+            if not shows(toml, message, home):
+                problems.append(f"{name}: the error does not show the value: {message}")
         except Exception as error:
             problems.append(f"{name}: {type(error).__name__}: {error}")
         else:
-            if not means_something(run):
-                problems.append(f"{name}: was taken")
+            if not is_valid(run):
+                problems.append(f"{name}: accepted")
     assert not problems, "\n".join(problem[:300] for problem in problems)
 
 
@@ -125,16 +126,16 @@ def not_downloaded(name: str) -> Path:
     )
 
 
-def shows(toml: str, said: str, home: Path) -> bool:
-    """Whether an error shows what came, as TOML or as Python writes it, shortened perhaps."""
+def shows(toml: str, message: str, home: Path) -> bool:
+    """Return whether an error shows the value, as TOML or Python, possibly shortened."""
     value = msgspec.toml.decode(f"value = {toml.replace('HOME', str(home))}")["value"]
     inner = value[0] if isinstance(value, list) and value and isinstance(value[0], str) else value
     forms = {repr(value), repr(inner), str(value), str(inner), json.dumps(value), f"'{value}'", type(value).__name__}
-    return any(form in said for form in forms)
+    return any(form in message for form in forms)
 
 
-def means_something(run: ServerRun) -> bool:
-    """What a value that was taken must be, as the rest of the server takes it."""
+def is_valid(run: ServerRun) -> bool:
+    """Return whether an accepted config is valid for the rest of the server."""
     server = run.server
     finite = (server.orphan_timeout_s, server.drain_timeout_s, server.stall_timeout_s, server.pause_timeout_s)
     return (
@@ -158,14 +159,14 @@ def means_something(run: ServerRun) -> bool:
         (["--run-dir", "a\udcffb"], "run_dir = 'a\\udcffb' has a character that no name or path may have"),
     ],
 )
-def test_a_flag_is_held_to_the_same(flags: list[str], expected: str, home: Path) -> None:
+def test_flags_have_the_same_checks(flags: list[str], expected: str, home: Path) -> None:
     (home / "flags.toml").write_text(f'model = "{home}/model"\nrun_dir = "r"\n')
     with pytest.raises(ConfigError) as refused:
         load_config(ServerRun, [str(home / "flags.toml"), *flags], "inference-server")
     assert expected in str(refused.value)
 
 
-def test_more_memory_than_the_machine_has_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_memory_than_the_machine_has_is_rejected(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.preparation.total_memory_bytes", lambda: 4 << 30)
     server = ServerConfig(kv_cache_memory_mib=1500, data_parallel_size=2)
     run = ServerRun(model=str(home / "model"), run_dir="r", server=server)
@@ -177,7 +178,7 @@ def test_more_memory_than_the_machine_has_is_refused(home: Path, monkeypatch: py
         check_room(run, home / "model")
 
 
-def test_a_block_size_that_only_latent_attention_takes_is_vllms_own_affair(home: Path) -> None:
+def test_a_block_size_for_latent_attention_is_left_to_vllm(home: Path) -> None:
     run = ServerRun(model=str(home / "model"), run_dir="r", server=ServerConfig(block_size=16))
     with pytest.raises(ConfigError, match=r"server.block_size = 16 is not a multiple of 32, .* set it to 32"):
         check_block_size(run, home / "model")

@@ -1,4 +1,4 @@
-"""An unexpected exception costs its own request: thrown at each call of a task in turn, for each kind of message."""
+"""An unexpected exception fails only its own request: raised at each call of each task, for each kind of message."""
 
 import asyncio
 import contextlib
@@ -41,13 +41,13 @@ SILENCE_S = 0.25
 
 
 class Boom(Exception):
-    """What nobody expects."""
+    """An unexpected exception."""
 
 
 def fail_once(at: Stage, name: str, kind: type = object, *, afterwards: bool = False) -> list[str]:
-    """Let the next call of this name into engine or channel raise: in its place, or `afterwards`, when it has been done.
+    """Make the next call of this name to engine or channel raise: instead of the call, or `afterwards`.
 
-    Of sends, the next of a message of this kind. Empty once it has raised.
+    For sends, the next message of this kind. The returned list is empty once the call has raised.
     """
     owner: Any = at.running.server._channel if name in ("send", "receive") else at.engine
     good, left = getattr(owner, name), [name]
@@ -82,7 +82,7 @@ Ask = Callable[[Stage], Awaitable[None]]
 
 
 def asks(message: Message, *answers: type, patience_s: float = TIMEOUT_S) -> Ask:
-    """Send a message, again if nothing answers it in time; what answers it with an error says which."""
+    """Return a function that sends a message, with retries, until one of `answers` without an error arrives."""
 
     async def ask(at: Stage) -> None:
         while True:
@@ -99,20 +99,20 @@ def asks(message: Message, *answers: type, patience_s: float = TIMEOUT_S) -> Ask
 
 
 async def ask_for_a_group(at: Stage) -> None:
-    """As a learner does: again, when it fails in a way that may pass."""
+    """Request a group, and retry retryable failures, as a learner does."""
     await at.learner.generate("asked", [1])
     await all_come(at.learner, {"asked"})
 
 
 async def greet_anew(at: Stage) -> None:
-    """On a new connection, over which the server sends again what it keeps."""
+    """Greet on a new connection, over which the server resends what it keeps."""
     at.learner.channel.close()
     at.learner.channel, at.learner.unread = LearnerChannel(at.running.endpoint), []
     await greet(at.learner)
 
 
 async def greet(learner: ScriptedLearner) -> None:
-    """Until it is welcomed, as a learner does."""
+    """Greet until welcomed, as a learner does."""
     while True:
         await learner.hello()
         with contextlib.suppress(TimeoutError):
@@ -135,7 +135,7 @@ ASKED: dict[str, Ask] = {
 
 
 class HoldingEngine(ScriptedEngine):
-    """Holds the completions of one prompt back, and has received whatever is pushed."""
+    """Holds the completions of one prompt back, and accepts every push."""
 
     HELD: ClassVar = [4]
 
@@ -156,7 +156,7 @@ class HoldingEngine(ScriptedEngine):
 
 
 async def all_come(learner: ScriptedLearner, group_ids: set[str]) -> None:
-    """Wait for groups; one that fails is asked for again, as a learner does."""
+    """Wait for groups, and retry failed ones, as a learner does."""
     while group_ids:
         answer = await learner.receive((Group, GroupFailed))
         if isinstance(answer, Group):
@@ -171,18 +171,18 @@ async def ask_again(learner: ScriptedLearner, failed: GroupFailed) -> None:
 
 
 async def serves_on(at: Stage) -> None:
-    """The next requests are served, and nothing of what ran or was kept meanwhile is lost."""
+    """Check that the next requests are served, and that no running or kept group is lost."""
     assert not at.running.task.done()
     await at.learner.join()
     await at.push(9, "next")
     await at.learner.generate("next", [3])
     at.engine.let_go.set()  # type: ignore[attr-defined]
-    await at.learner.generate("held", HoldingEngine.HELD)  # it is still there, unless the engine has been started again
+    await at.learner.generate("held", HoldingEngine.HELD)  # still running, unless the engine has restarted
     await all_come(at.learner, {"next", "held"})
     for message in at.learner.unread:
         if isinstance(message, GroupFailed):
             await ask_again(at.learner, message)
-    at.learner.channel.close()  # while it is connected, no other process of its run gets the server
+    at.learner.channel.close()  # no other process of its run gets the server while it is connected
     another = ScriptedLearner(at.running.endpoint)
     try:
         await greet(another)
@@ -192,23 +192,23 @@ async def serves_on(at: Stage) -> None:
 
 
 async def story(at: Stage, ask: Ask, call: tuple[Any, ...], *, afterwards: bool) -> None:
-    """Let a call raise while a message is answered."""
+    """Make a call raise while a message is answered."""
     await at.join_and_push(1)
     await at.learner.group("kept", [5])
     await at.learner.generate("held", HoldingEngine.HELD)
     await until(lambda: at.status()["groups_running"] == 1)
     left = fail_once(at, *call, afterwards=afterwards)
     await ask(at)
-    await until(lambda: not left)  # a message that has no answer may still be on its way
-    # A sync that begins while the engine is replaced gets no answer; a learner sees in the next pulse that it is another.
+    await until(lambda: not left)  # a message without an answer may still be in flight
+    # A sync that starts while the engine is replaced gets no answer; the next pulse shows the learner the new engine.
     for _ in range(2):
         await at.learner.receive(Pulse)
     await serves_on(at)
 
 
-@pytest.mark.parametrize("afterwards", [False, True], ids=["in its place", "afterwards"])
+@pytest.mark.parametrize("afterwards", [False, True], ids=["instead of the call", "afterwards"])
 @pytest.mark.parametrize(
-    ("asked", "call"),
+    ("message_name", "call"),
     [
         ("Hello", ("send", Welcome)), ("Generate", ("sample",)), ("Generate", ("send", Group)), ("Score", ("score",)),
         ("Score", ("send", Scores)), ("PushBegin", ("pause",)), ("PushBegin", ("send", PushReady)),
@@ -218,25 +218,27 @@ async def story(at: Stage, ask: Ask, call: tuple[Any, ...], *, afterwards: bool)
     ],
 )  # fmt: skip
 @with_server(make_engine=HoldingEngine)
-async def test_an_exception_at_any_call_costs_its_own_request_alone(
-    at: Stage, asked: str, call: tuple[Any, ...], afterwards: bool
+async def test_an_exception_at_any_call_fails_only_its_own_request(
+    at: Stage, message_name: str, call: tuple[Any, ...], afterwards: bool
 ) -> None:
-    await story(at, ASKED[asked], call, afterwards=afterwards)
+    await story(at, ASKED[message_name], call, afterwards=afterwards)
 
 
-@pytest.mark.parametrize("afterwards", [False, True], ids=["in its place", "afterwards"])
+@pytest.mark.parametrize("afterwards", [False, True], ids=["instead of the call", "afterwards"])
 @with_server(make_engine=HoldingEngine, config=ServerConfig(overlap_weight_loading=True))
-async def test_an_exception_while_a_push_is_received_beside_generation_fails_it(at: Stage, afterwards: bool) -> None:
+async def test_an_exception_while_a_push_is_received_during_generation_fails_the_push(
+    at: Stage, afterwards: bool
+) -> None:
     await story(at, ASKED["PushBegin"], ("stage_push",), afterwards=afterwards)
 
 
 @with_server(make_engine=HoldingEngine)
-async def test_an_exception_while_a_message_is_received_costs_nothing(at: Stage) -> None:
+async def test_an_exception_while_a_message_is_received_has_no_effect(at: Stage) -> None:
     await story(at, ask_for_a_group, ("receive",), afterwards=False)
 
 
 @with_server()
-async def test_a_group_whose_sending_raised_is_generated_anew(at: Stage) -> None:
+async def test_a_group_whose_sending_raised_is_generated_again(at: Stage) -> None:
     await at.join_and_push()
     fail_once(at, "send", Group)
     await ask_for_a_group(at)
@@ -245,7 +247,7 @@ async def test_a_group_whose_sending_raised_is_generated_anew(at: Stage) -> None
 
 @pytest.mark.parametrize("call", [("send", Pulse), ("poll_connections",), ("pop_failed_handshakes",)])
 @with_server()
-async def test_the_pulse_goes_on_after_an_exception(
+async def test_pulses_continue_after_an_exception(
     at: Stage, call: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await at.join_and_push()
@@ -263,7 +265,7 @@ def raising(*_: object) -> Any:
 
 
 @with_server()
-async def test_a_look_at_groups_and_engine_that_raises_costs_that_look(at: Stage) -> None:
+async def test_an_exception_in_a_check_of_groups_and_engine_skips_only_that_check(at: Stage) -> None:
     await at.join_and_push()
     num_looks = 0
 
@@ -279,7 +281,7 @@ async def test_a_look_at_groups_and_engine_that_raises_costs_that_look(at: Stage
 
 @pytest.mark.parametrize("call", ["restart", "places"])
 @with_server()
-async def test_an_exception_while_the_engine_is_started_again_is_one_more_death_of_it(at: Stage, call: str) -> None:
+async def test_an_exception_while_the_engine_restarts_counts_as_another_death(at: Stage, call: str) -> None:
     await at.join_and_push()
     good, calls = getattr(at.engine, call), 0
 
@@ -291,14 +293,14 @@ async def test_an_exception_while_the_engine_is_started_again_is_one_more_death_
         return await good()
 
     setattr(at.engine, call, bad_once)
-    at.engine.fail_with = EngineDead("it is gone")
+    at.engine.fail_with = EngineDead("the engine has died")
     await until(lambda: calls == 2)
     await at.learner.join()
     await at.push(1, "next")
 
 
 class SlowToEnd(HoldingEngine):
-    """Samples one completion of a group; the end of the group waits."""
+    """Samples one completion of a group, and delays the end of the group."""
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
         completions, version = await self.sample(prompt_token_ids, sampling)
@@ -310,16 +312,16 @@ class SlowToEnd(HoldingEngine):
 
 
 @with_server(make_engine=SlowToEnd)
-async def test_a_group_that_takes_long_to_end_at_its_deadline_ends_nothing_else(at: Stage) -> None:
+async def test_a_group_that_ends_slowly_at_its_deadline_affects_nothing_else(at: Stage) -> None:
     await at.join_and_push()
     await at.learner.generate("slow", [1], deadline_s=0.01)
-    await asyncio.sleep(0.3)  # many looks after its deadline
+    await asyncio.sleep(0.3)  # many checks after the deadline
     assert not containment._reports
     at.engine.let_go.set()  # type: ignore[attr-defined]
     assert (await at.learner.receive(GroupFailed)).code == "deadline"
 
 
-def test_a_socket_that_fails_again_and_again_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_that_fails_repeatedly_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.server.MAX_RECEIVE_FAILURES", 5)
 
     async def run() -> None:
@@ -332,7 +334,7 @@ def test_a_socket_that_fails_again_and_again_ends_the_server(monkeypatch: pytest
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
-def test_one_place_that_raises_is_logged_with_its_traceback_at_most_once_a_minute(
+def test_exceptions_at_one_place_are_logged_with_a_traceback_at_most_once_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def one() -> None:
@@ -354,7 +356,7 @@ def test_one_place_that_raises_is_logged_with_its_traceback_at_most_once_a_minut
 def test_the_engines_death_and_a_cancellation_are_not_contained() -> None:
     async def run() -> None:
         async def die() -> None:
-            raise EngineDead("it is gone")
+            raise EngineDead("the engine has died")
 
         with pytest.raises(EngineDead):
             await containment.run_contained(die(), "testing")

@@ -1,4 +1,4 @@
-"""How the workers of several replicas are counted, and their cores divided; what is refused; without starting vLLM."""
+"""Data parallelism without starting vLLM: ranks of workers, division of cores, routing, and rejected configs."""
 
 import logging
 import os
@@ -37,14 +37,14 @@ from protocol.model_files import resolve_model
 
 
 def targets() -> tuple[Callable[..., None], Callable[..., None]]:
-    """What vLLM's processes would run if they were started now."""
+    """Return the functions that vLLM's processes would run now."""
     return EngineCoreProc.run_engine_core, DPCoordinatorProc.run_coordinator
 
 
-def test_every_worker_of_every_replica_has_a_number_of_its_own() -> None:
+def test_every_worker_of_every_replica_has_a_unique_rank() -> None:
     server, numbers = ServerConfig(tensor_parallel_size=2, data_parallel_size=3), []
     for replica in range(3):
-        # As vLLM leaves it in the process of a replica: the size is forgotten, the index stays.
+        # As vLLM leaves it in a replica's process: the size is reset, the index is kept.
         parallel = SimpleNamespace(data_parallel_size=1, data_parallel_index=replica, world_size=2)
         for rank in range(2):
             worker: Any = PushWorker()
@@ -74,24 +74,24 @@ def test_replicas_divide_the_cores(cores: list[int], num_replicas: int, expected
         ("push 3 replica 1", [0, 2], 1),
         ("push 3 replica 1", [0, 3], 0),
         ("push 3 replica 0", [5, 9], 0),
-        ("push 3 replica 2", [4, 1], 1),  # of a server that had more of them
+        ("push 3 replica 2", [4, 1], 1),  # of a server with more replicas
         ("push 3 replica x", [4, 1], 1),
     ],
 )
-def test_a_turn_goes_to_the_replica_that_its_salt_names_unless_that_has_much_more_to_do(
+def test_a_turn_goes_to_the_replica_of_its_salt_unless_that_is_much_busier(
     salt: str, nums_in_flight: list[int], expected: int
 ) -> None:
     assert replica_of_turn(salt, nums_in_flight) == expected
 
 
-def test_a_salt_names_one_replica_the_last_that_it_was_used_at() -> None:
+def test_a_salt_names_the_last_replica_that_used_it() -> None:
     assert salt_at(salt_at("push 3", 0), 11) == "push 3 replica 11"
 
 
-def test_a_replica_runs_on_its_cores_alone_and_no_signal_to_it_reaches_the_server(
+def test_a_replica_uses_only_its_cores_and_its_signals_do_not_reach_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Forked, as on a GPU: it has the handlers of the server's loop, and its ear."""
+    """The replica is forked, as on a GPU, so it inherits the signal handlers of the server's loop."""
     allowed, (ear, mouth) = sorted(os.sched_getaffinity(0)), os.pipe()
     for end in (ear, mouth):
         os.set_blocking(end, False)
@@ -117,7 +117,7 @@ def test_a_replica_runs_on_its_cores_alone_and_no_signal_to_it_reaches_the_serve
 
 
 def forked(act: Callable[[], None]) -> int:
-    """How a fork of this process ends that does this."""
+    """Return the exit code of a fork of this process that runs `act`."""
     if (pid := os.fork()) == 0:
         try:
             act()
@@ -126,7 +126,7 @@ def forked(act: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_vllms_processes_run_ours_only_while_several_replicas_start(
+def test_vllms_processes_are_replaced_only_while_several_replicas_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -141,14 +141,14 @@ def test_vllms_processes_run_ours_only_while_several_replicas_start(
     with bound_to_cores((0,)), replicas_as_ours(2, divide_cores=True):
         engine, _ = targets()
         assert isinstance(engine, partial) and (engine.func, engine.args) == (run_replica, (2,))
-        assert pickle.loads(pickle.dumps(engine)).func is run_replica  # as spawn sends it
+        assert pickle.loads(pickle.dumps(engine)).func is run_replica  # as for a spawned process
         assert os.environ["OMP_NUM_THREADS"] == "1"
     assert targets() == before == (RUN_ENGINE, targets()[1])
     assert "gives 1 core(s) to 2 replicas" in caplog.text
 
 
 @pytest.mark.parametrize(("on_cpu", "share"), [(True, 0.3), (False, 0.6)])
-def test_replicas_divide_the_memory_of_a_machine_but_each_has_that_of_its_gpu(
+def test_replicas_share_the_memory_of_a_machine_but_not_of_gpus(
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool, share: float
 ) -> None:
     monkeypatch.setattr("inference_server.engine.vllm_args.current_platform.is_cpu", lambda: on_cpu)

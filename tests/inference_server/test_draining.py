@@ -1,4 +1,4 @@
-"""A server that is told to end, over real sockets in front of a scripted engine: whom it tells, what it finishes, when it is over."""
+"""Draining of a server with a scripted engine on real sockets: notifications, finished work, and the end."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,11 +26,11 @@ from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.inference_server.scripted_server import Stage, begin, until, with_server
 
 BEGINS, WAITS = 1, 2
-"""Prompts of groups that get their first token at once, and of groups that get none until they may end."""
+"""Prompts of groups that get their first token immediately, and of groups that get none until released."""
 
 
 def let_some_begin(engine: ScriptedEngine) -> None:
-    """Hold all groups back, those of the prompt BEGINS after their first token."""
+    """Hold all groups back; those of the prompt BEGINS after their first token."""
     generate = engine.generate
 
     async def begin_and_generate(ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
@@ -44,22 +44,22 @@ def let_some_begin(engine: ScriptedEngine) -> None:
 
 
 async def begin_group(at: Stage) -> None:
-    """Be welcomed, push, and have a group that has begun."""
+    """Join, push, and start a group."""
     await at.join_and_push()
     let_some_begin(at.engine)
-    await at.learner.generate("begun", [BEGINS])
+    await at.learner.generate("started", [BEGINS])
     await until(lambda: bool(at.engine.prompts))
 
 
 async def hear_of_it(learner: ScriptedLearner) -> None:
-    """Return when the learner has been told, and has answered."""
+    """Wait until the learner is notified, and answer."""
     while not (await learner.receive(Pulse)).is_draining:
         pass
     await learner.send(Farewell())
 
 
 @with_server()
-async def test_what_has_started_is_finished_the_rest_handed_back_nothing_taken_on_and_the_end_waits_for_the_ack(
+async def test_a_drain_finishes_started_groups_returns_the_rest_and_waits_for_the_ack(
     at: Stage,
 ) -> None:
     await begin_group(at)
@@ -74,7 +74,7 @@ async def test_what_has_started_is_finished_the_rest_handed_back_nothing_taken_o
 
     await at.learner.generate("late", [WAITS])
     assert (await at.learner.receive(GroupFailed)).code == "draining"
-    await at.learner.generate("begun", [BEGINS])  # is on its way
+    await at.learner.generate("started", [BEGINS])  # is in flight
     await at.learner.send(begin(1))
     failed = await at.learner.receive(PushFailed)
     assert (failed.state, failed.weights_intact, failed.retryable) == ("draining", True, True)
@@ -84,41 +84,41 @@ async def test_what_has_started_is_finished_the_rest_handed_back_nothing_taken_o
 
     at.engine.release.set()
     group = await at.learner.receive(Group)
-    assert group.group_id == "begun" and len(group.completions) == 2
+    assert group.group_id == "started" and len(group.completions) == 2
     await asyncio.sleep(0.2)
-    assert not draining.done() and at.engine.cancelled == 1, "the end waits for the Ack"
-    await at.learner.send(Ack(group_ids=["begun"]))
+    assert not draining.done() and at.engine.cancelled == 1, "the shutdown waits for the Ack"
+    await at.learner.send(Ack(group_ids=["started"]))
     await draining
     assert len(at.engine.prompts) == 2 and at.engine.calls.count("pause") == 1
 
 
 @with_server()
-async def test_a_server_ends_once_the_learner_has_heard_of_it_and_other_clients_are_answered(at: Stage) -> None:
+async def test_a_server_ends_after_the_learner_is_notified_and_clients_are_answered(at: Stage) -> None:
     num_open = 0
     at.running.server.drain.num_requests = lambda: num_open
     await at.join_and_push()
-    await at.learner.send(Farewell())  # of no drain
+    await at.learner.send(Farewell())  # not an answer to a drain
     await at.learner.join()
     draining = asyncio.create_task(at.running.server.drain.run())
     await asyncio.sleep(0.2)
-    assert not draining.done(), "the learner has not answered"
+    assert not draining.done(), "the shutdown waits for the learner"
     num_open = 1
-    await at.learner.generate("crossed the word", [WAITS])
+    await at.learner.generate("crossed the notice", [WAITS])
     await hear_of_it(at.learner)
-    assert (await at.learner.receive(GroupFailed)).group_id == "crossed the word"
+    assert (await at.learner.receive(GroupFailed)).group_id == "crossed the notice"
     await asyncio.sleep(0.2)
-    assert not draining.done(), "a client has not been answered"
+    assert not draining.done(), "the shutdown waits for a client's answer"
     num_open = 0
     await draining
 
 
 @with_server()
-async def test_a_server_without_a_learner_ends_at_once(at: Stage) -> None:
+async def test_a_server_without_a_learner_ends_immediately(at: Stage) -> None:
     await at.running.server.drain.run()
 
 
 @with_server()
-async def test_a_push_and_a_score_that_are_under_way_are_finished(at: Stage) -> None:
+async def test_a_push_and_a_score_in_progress_are_finished(at: Stage) -> None:
     await at.join_and_push()
     at.engine.release.clear()
     at.engine.release_pause.clear()
@@ -139,12 +139,12 @@ async def test_a_push_and_a_score_that_are_under_way_are_finished(at: Stage) -> 
 
 @pytest.mark.usefixtures("pulse_often")
 @with_server()
-async def test_a_learner_that_has_gone_is_not_waited_for_long(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_drain_waits_only_briefly_for_a_lost_learner(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.drain.UNREACHED_S", 0.3)
     await at.join_and_push()
     await at.learner.group("unacked", [WAITS])
     let_some_begin(at.engine)
-    await at.learner.generate("begun", [BEGINS])
+    await at.learner.generate("started", [BEGINS])
     await until(lambda: len(at.engine.prompts) == 2)
     at.learner.channel.close()
     await at.running.server.drain.run()
@@ -152,11 +152,11 @@ async def test_a_learner_that_has_gone_is_not_waited_for_long(at: Stage, monkeyp
 
 
 @with_server()
-async def test_torn_weights_are_waited_for_by_nobody(at: Stage) -> None:
+async def test_the_drain_does_not_wait_for_torn_weights(at: Stage) -> None:
     await begin_group(at)
     assert not (await at.fail_push(1, "e1", state="receiving", weights_intact=False, error="scripted")).weights_intact
     draining = asyncio.create_task(at.running.server.drain.run())
-    assert (await at.learner.receive(GroupFailed)).group_id == "begun"
+    assert (await at.learner.receive(GroupFailed)).group_id == "started"
     await at.learner.send(begin(2, "e2"))
     assert not (await at.learner.receive(PushFailed)).weights_intact
     await hear_of_it(at.learner)
@@ -164,7 +164,7 @@ async def test_torn_weights_are_waited_for_by_nobody(at: Stage) -> None:
 
 
 @with_server(config=ServerConfig(drain_timeout_s=0.3))
-async def test_a_server_that_is_not_drained_in_time_ends_all_the_same_and_says_with_what(
+async def test_a_server_that_is_not_drained_in_time_ends_and_logs_what_is_left(
     at: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "inference_server")

@@ -1,5 +1,4 @@
-"""Completions on their way out of vLLM: its own front end, without an engine, between what the engine sends and what the learner gets;
-and that tokens in pieces come to the same as one by one."""
+"""Output of vLLM's front end, without an engine: completions, and chunks of tokens."""
 
 import queue
 import tracemalloc
@@ -34,13 +33,13 @@ from protocol.messages import Completion, Sampling
 
 
 def output_of(index: int, token: int, finish_reason: FinishReason | None = None) -> EngineCoreOutput:
-    """What an engine makes of one token of a completion."""
+    """Return an engine's output for one token of a completion."""
     logprobs = LogprobsLists(np.array([[token]], np.int32), np.array([[-float(token)]], np.float32), np.array([token]))
     return EngineCoreOutput(f"{index}_r", [token], logprobs, finish_reason=finish_reason)
 
 
 class FrontEnd:
-    """With one group in it, "r", whose completions are requests "0_r", "1_r" and so on to the engine."""
+    """vLLM's front end with one group "r", whose completions are the requests "0_r", "1_r" and so on."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._processor = OutputProcessor(tokenizer=None, log_stats=False)
@@ -51,7 +50,7 @@ class FrontEnd:
         self.queue = RequestOutputCollector(params.output_kind, "r")
         parent = ParentRequest(request)
         self.requests: list[EngineCoreRequest] = []
-        """What the engine gets."""
+        """Requests to the engine."""
         for index in range(params.n):
             child = copy(request)
             child.request_id, child.sampling_params = parent.get_child_info(index)
@@ -59,13 +58,13 @@ class FrontEnd:
             self._processor.add_request(child, None, parent, index, self.queue)
 
     def take(self, outputs: list[EngineCoreOutput], version: str = "3") -> list[CompletionOutput]:
-        """Take what the engine has sent; return what comes out."""
+        """Process outputs of the engine and return completions."""
         self._processor.process_outputs(outputs, weight_version=version)
         out = self.queue.get_nowait()
         return out.outputs if out is not None else []
 
     def sample(self, index: int, token: int, finish_reason: FinishReason | None = None) -> list[CompletionOutput]:
-        """Let the engine sample one token of a completion; return what comes out."""
+        """Process one sampled token of a completion and return completions."""
         return self.take([output_of(index, token, finish_reason)])
 
 
@@ -73,21 +72,22 @@ class FrontEnd:
 
 NUM_COMPLETIONS, NUM_TOKENS = 16, 2000
 MAX_BYTES_PER_TOKEN = 24.0
-"""Of a completion that has ended: 8, and the array objects of its pieces until then. vLLM would keep 189."""
+"""Limit for a finished completion: 8, plus the array objects of its chunks. vLLM would keep 189."""
 
 
 def piece(index: int, tokens: list[int], finish_reason: str | None = None) -> CompletionOutput:
-    """As vLLM gives it: only the last one has versions, and one that was aborted before its first token no logprobs."""
+    """Return a chunk as from vLLM: only the last has versions, and one aborted without a token has no logprobs."""
     logprobs = FlatLogprobs()
     logprobs.logprobs.extend(-float(token) for token in tokens)
     is_aborted = finish_reason in ("abort", "error")
     return CompletionOutput(
         index, "", tokens, None, None if is_aborted else logprobs, finish_reason=finish_reason,
-        weight_versions=[WeightVersionSpan(version="4", start=0, end=3)] if finish_reason in ("stop", "length") else None,
+        weight_versions=[WeightVersionSpan(version="4", start=0, end=3)] if finish_reason in ("stop",
+            "length") else None,
     )  # fmt: skip
 
 
-def test_a_completion_is_given_out_whole_and_once_when_it_has_ended() -> None:
+def test_a_completion_is_returned_whole_and_once_at_its_end() -> None:
     completions = Completions(4)
     assert completions.add([piece(0, [7]), piece(1, [8])]) == {}
     ended = completions.add([piece(1, [5, 6], "length"), piece(0, [2])])
@@ -98,7 +98,7 @@ def test_a_completion_is_given_out_whole_and_once_when_it_has_ended() -> None:
 
 
 @pytest.mark.parametrize("reasons", [["stop", "abort", "abort"], ["error", "stop"], ["stop"], ["abort"]])
-def test_a_request_of_which_vllm_did_not_finish_all_fails_with_what_became_of_each(reasons: list[str]) -> None:
+def test_a_request_that_vllm_did_not_finish_fails_with_the_reason_of_each_completion(reasons: list[str]) -> None:
     completions = Completions(max(2, len(reasons)))
     for index, reason in enumerate(reasons):
         completions.add([piece(index, [1, 2, 3] if reason == "stop" else [], reason)])
@@ -107,17 +107,17 @@ def test_a_request_of_which_vllm_did_not_finish_all_fails_with_what_became_of_ea
 
 
 def sampled(front_end: FrontEnd, completions: Completions, index: int) -> Iterator[dict[int, Completion]]:
-    """Sample all tokens of one completion."""
+    """Sample all tokens of a completion."""
     for token in range(1, NUM_TOKENS + 1):
         is_last = token == NUM_TOKENS
         yield completions.add(front_end.sample(index, token, FinishReason.LENGTH if is_last else None))
 
 
-def test_what_vllm_remembers_of_a_completion_goes_when_it_ends_whatever_its_siblings_do() -> None:
+def test_vllms_memory_of_a_completion_is_freed_at_its_end_although_siblings_continue() -> None:
     sampling = Sampling(num_completions=NUM_COMPLETIONS, max_tokens=NUM_TOKENS)
     front_end, completions = FrontEnd(params_of(sampling, set())), Completions(NUM_COMPLETIONS)
     ended: dict[int, Completion] = {}
-    completions.add(front_end.sample(NUM_COMPLETIONS - 1, 5))  # the one that goes on
+    completions.add(front_end.sample(NUM_COMPLETIONS - 1, 5))  # a completion that continues
     tracemalloc.start()
     try:
         for index in range(NUM_COMPLETIONS - 1):
@@ -143,7 +143,7 @@ LONG = 2 * TOKENS_PER_PIECE + 5
 def changed_engine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name in ("_attach_weight_version", "set_weight_version"):
-            monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))  # to be put back
+            monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))  # restored at the end
         send_in_pieces()
         yield
 
@@ -155,11 +155,11 @@ def changed() -> Iterator[None]:
 
 
 History = list[tuple[bool, list[tuple[int, bool]]]]
-"""Steps: whether a push comes before it, which completions get a token, and whether it is their last."""
+"""Steps: whether a push precedes, which completions get a token, and whether it is their last."""
 
 
 class Engine:
-    """vLLM's engine core without a model: the test says what is sampled in each step."""
+    """vLLM's engine core without a model: the test decides the tokens of each step."""
 
     def __init__(self, front_end: FrontEnd) -> None:
         self.requests = {
@@ -182,12 +182,12 @@ class Engine:
         self._core.set_weight_version(version)
 
     def sent(self) -> list[EngineCoreOutputs]:
-        """What has been sent since the last call."""
+        """Return the outputs since the last call."""
         return [self._core.output_queue.get()[1] for _ in range(self._core.output_queue.qsize())]
 
 
 def sizes(sent: list[EngineCoreOutputs]) -> list[list[int]]:
-    """Tokens of each output of each step; there are as many logprobs."""
+    """Return the number of tokens of each output of each step. The number of logprobs is equal."""
     for output in (output for outputs in sent for output in outputs.outputs):
         assert output.new_logprobs is not None and len(output.new_logprobs.logprobs) == len(output.new_token_ids)
     return [[len(output.new_token_ids) for output in outputs.outputs] for outputs in sent]
@@ -207,7 +207,7 @@ def histories(draw: st.DrawFn) -> History:
 
 
 def completions_of(history: History) -> tuple[dict[int, Completion], list[EngineCoreOutputs]]:
-    """What the learner would get, and what the engine has sent for it."""
+    """Return the learner's completions and the engine's outputs."""
     front_end, completions = FrontEnd(params_of(SAMPLING, set())), Completions(SAMPLING.num_completions)
     engine, ended, sent = Engine(front_end), dict[int, Completion](), list[EngineCoreOutputs]()
     version = token = 0
@@ -228,7 +228,7 @@ def completions_of(history: History) -> tuple[dict[int, Completion], list[Engine
 
 
 @given(histories())
-def test_completions_are_the_same_as_of_tokens_one_by_one(history: History) -> None:
+def test_completions_of_chunks_equal_those_of_single_tokens(history: History) -> None:
     expected, sent_singly = completions_of(history)
     with changed_engine():
         came, sent = completions_of(history)
@@ -241,7 +241,7 @@ def test_completions_are_the_same_as_of_tokens_one_by_one(history: History) -> N
 
 
 @pytest.mark.usefixtures("changed")
-def test_the_first_token_then_whole_pieces_and_the_rest_with_the_end_leave_the_engine() -> None:
+def test_the_engine_sends_the_first_token_then_full_chunks_then_the_rest() -> None:
     front_end = FrontEnd(params_of(SAMPLING, set()))
     engine = Engine(front_end)
     for number in range(LONG):
@@ -250,7 +250,7 @@ def test_the_first_token_then_whole_pieces_and_the_rest_with_the_end_leave_the_e
 
 
 @pytest.mark.usefixtures("changed")
-def test_what_is_held_leaves_before_the_version_changes() -> None:
+def test_held_tokens_are_sent_before_the_version_changes() -> None:
     engine = Engine(FrontEnd(params_of(SAMPLING, set())))
     for number in range(4):
         engine.step([output_of(0, number), output_of(1, number)])
@@ -269,7 +269,7 @@ def test_what_is_held_leaves_before_the_version_changes() -> None:
     SamplingParams(max_tokens=9),
     SamplingParams(max_tokens=9, stream_interval=8, stop=["."], detokenize=True),
 ])  # fmt: skip
-def test_a_request_that_did_not_ask_for_pieces_or_ends_with_a_text_gets_each_token(params: SamplingParams) -> None:
+def test_a_request_without_chunks_or_with_a_stop_text_gets_each_token(params: SamplingParams) -> None:
     front_end = SimpleNamespace(requests=FrontEnd(params_of(SAMPLING, set())).requests)
     for request in front_end.requests:
         request.sampling_params = params
@@ -283,8 +283,8 @@ def test_a_request_that_did_not_ask_for_pieces_or_ends_with_a_text_gets_each_tok
     field.name for field in msgspec.structs.fields(EngineCoreOutput)
     if field.name not in ("request_id", "new_token_ids", "new_logprobs")
 ])  # fmt: skip
-def test_what_comes_with_more_than_tokens_is_not_held_and_brings_what_was(field: str) -> None:
-    """Whatever it is: also what a later vLLM adds."""
+def test_an_output_with_other_fields_is_sent_immediately_with_all_held_tokens(field: str) -> None:
+    """Covers every other field, including those of a later vLLM."""
     front_end = FrontEnd(params_of(SAMPLING, set()))
     engine = Engine(front_end)
     pieces = OutputBuffer(engine.requests)
@@ -297,7 +297,7 @@ def test_what_comes_with_more_than_tokens_is_not_held_and_brings_what_was(field:
     assert pieces.take([output_of(0, 4)]) == []
 
 
-def test_nothing_is_kept_of_what_was_aborted() -> None:
+def test_nothing_is_kept_of_an_aborted_request() -> None:
     front_end = FrontEnd(params_of(SAMPLING, set()))
     engine = Engine(front_end)
     pieces = OutputBuffer(engine.requests)

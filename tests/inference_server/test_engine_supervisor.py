@@ -1,4 +1,4 @@
-"""An engine that dies, stalls and is started again, as server and learner see it: a scripted engine, real sockets."""
+"""An engine that dies, stalls and restarts: a scripted engine, real sockets."""
 
 import asyncio
 import contextlib
@@ -38,14 +38,14 @@ from tests.fakes import ScriptedEngine, report
 from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.inference_server.scripted_server import NOBODY, Stage, begin, run_with_server, until, with_server
 
-DEAD = EngineDead("it is gone")
+DEAD = EngineDead("the engine has died")
 SCORE = Score(request_id="s", token_ids=np.array([1, 2], np.int32), deadline_s=5)
 
 pytestmark = pytest.mark.usefixtures("look_often")
 
 
 async def new_server_id(learner: ScriptedLearner, old: str) -> str:
-    """Wait for the pulse of a server that is another one now."""
+    """Wait for a pulse with a new server id."""
     while (pulse := await learner.receive(Pulse)).server_id == old:
         pass
     assert pulse.policy_version is None
@@ -53,13 +53,13 @@ async def new_server_id(learner: ScriptedLearner, old: str) -> str:
 
 
 async def die(at: Stage, num_restarts: int) -> None:
-    """Wait until the engine has been started again after its death, for the n-th time."""
+    """Wait until the engine has restarted for the n-th time."""
     at.engine.fail_with = DEAD
     await until(lambda: at.status()["engine_restarts"] == num_restarts)
 
 
 @with_server()
-async def test_a_dead_engine_is_replaced_finished_groups_stay_and_running_ones_may_be_asked_for_again(
+async def test_a_dead_engine_is_replaced_finished_groups_are_kept_and_running_ones_can_be_requested_again(
     at: Stage,
 ) -> None:
     first_id = (await at.learner.join()).server_id
@@ -73,7 +73,7 @@ async def test_a_dead_engine_is_replaced_finished_groups_stay_and_running_ones_m
     assert at.engine.cancelled == 1 and (status["groups_running"], status["groups_unacked"]) == (0, 1)
     assert "the engine is restarting" in status["unavailable"]
 
-    # Until the next engine is there, acks count and nothing else is answered.
+    # Until the next engine is ready, acks count and other messages get no answer.
     await at.learner.send(Ack(group_ids=["finished"]))
     await at.learner.generate("running", [1])
     await at.learner.send(SCORE)
@@ -96,14 +96,14 @@ async def test_a_dead_engine_is_replaced_finished_groups_stay_and_running_ones_m
 
 
 @with_server()
-async def test_an_engine_that_had_no_pushed_weights_is_replaced_by_one_that_is_available(at: Stage) -> None:
+async def test_an_engine_without_pushed_weights_is_available_after_a_restart(at: Stage) -> None:
     await at.learner.join()
     await die(at, 1)
     await until(lambda: at.status()["unavailable"] is None)
     assert (await at.learner.join()).is_untouched
 
 
-def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
+def test_work_cancelled_before_its_start_is_closed() -> None:
     async def work() -> None:
         raise AssertionError("it began")
 
@@ -120,7 +120,7 @@ def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
 
 @pytest.mark.parametrize("dies_in", ["generate", "score", "pause", "idleness"])
 @with_server()
-async def test_a_death_is_noticed_wherever_it_shows(at: Stage, monkeypatch: pytest.MonkeyPatch, dies_in: str) -> None:
+async def test_a_death_is_noticed_at_every_call(at: Stage, monkeypatch: pytest.MonkeyPatch, dies_in: str) -> None:
     if dies_in != "idleness":
         monkeypatch.setattr(ScriptedEngine, "check_alive", lambda engine: None)
     first_id = (await at.learner.join()).server_id
@@ -136,13 +136,13 @@ async def test_a_death_is_noticed_wherever_it_shows(at: Stage, monkeypatch: pyte
     await new_server_id(at.learner, first_id)
     await until(lambda: at.status()["engine_restarts"] == 1)
     assert not any(isinstance(message, (Scores, GroupFailed)) for message in at.learner.unread)
-    told = [message for message in at.learner.unread if isinstance(message, PushFailed)]
-    assert [DEAD.args[0] in failed.message for failed in told] == ([True] if dies_in == "pause" else [])
+    failures = [message for message in at.learner.unread if isinstance(message, PushFailed)]
+    assert [DEAD.args[0] in failed.message for failed in failures] == ([True] if dies_in == "pause" else [])
 
 
 @pytest.mark.parametrize("call", ["pause", "load_push", "set_version", "resume", "leave_session"])
 @with_server(config=ServerConfig(pause_timeout_s=0.2))
-async def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_next_push_goes_to_the_next_engine(
+async def test_a_call_that_times_out_is_the_death_of_the_engine_and_the_next_push_goes_to_the_next_engine(
     at: Stage, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr("inference_server.weight_update.SLACK_S", 0.1)
@@ -157,7 +157,9 @@ async def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_nex
         patch.setattr(at.engine, call, hang)
         if call == "load_push":
             spec = TensorSpec(name="weight", shape=(1,), dtype="float32")
-            manifest = Manifest(tensors=(spec,) * 10_000, bucket_bytes=1)  # as many deadlines, had it not given up
+            manifest = Manifest(
+                tensors=(spec,) * 10_000, bucket_bytes=1
+            )  # 10,000 deadlines, if the push were not given up
             quick = msgspec.structs.replace(NOBODY, timeout_s=0.1)
             await at.learner.send(PushBegin(session="f", version=4, rendezvous=quick, manifest=manifest))
             await at.learner.receive(PushReady)
@@ -177,7 +179,7 @@ async def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_nex
         failed = await at.learner.receive(PushFailed)
         assert knob in failed.message and not failed.weights_intact
         assert failed.state in ("pausing", "receiving", "resuming")
-    assert not any(isinstance(message, Welcome) for message in at.learner.unread), "there was nobody to push to"
+    assert not any(isinstance(message, Welcome) for message in at.learner.unread), "no engine to push to"
     at.engine.release_restart.set()
     await new_server_id(at.learner, first_id)
     await until(lambda: at.status()["engine_restarts"] == 1)
@@ -189,7 +191,7 @@ async def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_nex
 
 
 @with_server(config=ServerConfig(stall_timeout_s=0.5))
-async def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_one_that_may_not_generate_is_not(
+async def test_an_engine_that_stalls_with_groups_restarts_unless_generation_is_paused(
     at: Stage,
 ) -> None:
     first_id = (await at.learner.join()).server_id
@@ -197,7 +199,7 @@ async def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_o
     at.engine.release.clear()
     await at.fail_push(4, "e1", state="loading", weights_intact=False, error="torn")
     await at.learner.generate("g", [1])
-    await asyncio.sleep(1.0)  # twice as long as it may take
+    await asyncio.sleep(1.0)  # twice the timeout
     status = at.status()
     assert (status["groups_running"], status["engine_restarts"]) == (1, 0)
     at.engine.release_restart.clear()
@@ -211,7 +213,7 @@ async def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_o
 
 
 @with_server()
-async def test_a_learner_that_gave_a_push_up_is_welcomed_again_once_it_has_ended_here(at: Stage) -> None:
+async def test_a_learner_that_abandoned_a_push_is_welcomed_again_after_its_end(at: Stage) -> None:
     first_id = (await at.learner.join()).server_id
     at.engine.release_pause.clear()
     at.engine.scripted_reports.append([report()])
@@ -227,7 +229,7 @@ async def test_a_learner_that_gave_a_push_up_is_welcomed_again_once_it_has_ended
 
 
 @with_server()
-async def test_an_engine_that_dies_in_a_push_takes_the_push_with_it(at: Stage) -> None:
+async def test_a_push_ends_with_its_engine(at: Stage) -> None:
     first_id = (await at.learner.join()).server_id
     at.engine.release_pause.clear()
     await at.learner.send(begin(0, "a"))
@@ -239,19 +241,17 @@ async def test_an_engine_that_dies_in_a_push_takes_the_push_with_it(at: Stage) -
     await at.push(version=0, session="b")
     status = at.status()
     assert (status["pushes_failed"], status["pushes_done"], status["push_state"]) == (1, 1, "idle")
-    assert at.engine.calls.count("load_push") == 1, "the push of the first engine must not go on in the second"
+    assert at.engine.calls.count("load_push") == 1, "the push of the first engine must not continue in the second"
 
 
 @pytest.mark.parametrize(("max_restarts", "restart_fails"), [(0, False), (2, False), (2, True)])
-def test_one_death_too_many_ends_the_server_with_its_reason_and_the_knob(
-    max_restarts: int, restart_fails: bool
-) -> None:
+def test_one_death_too_many_ends_the_server_with_the_reason_and_the_key(max_restarts: int, restart_fails: bool) -> None:
     async def test(at: Stage) -> None:
         at.engine.restart_fails = restart_fails
         for num_deaths in range(1, 1 + (0 if restart_fails else max_restarts)):
             await die(at, num_deaths)
         at.engine.fail_with = DEAD
-        reason = "could not be restarted: out of memory" if restart_fails else "it is gone"
+        reason = "could not be restarted: out of memory" if restart_fails else "the engine has died"
         too_many = rf"death {max_restarts + 1} of the engine within.*server\.max_engine_restarts"
         with pytest.raises(EngineDead, match=f"{reason}.*{too_many}"):
             await at.running.task
@@ -261,7 +261,7 @@ def test_one_death_too_many_ends_the_server_with_its_reason_and_the_knob(
 
 
 @with_server(config=ServerConfig(max_engine_restarts=1))
-async def test_deaths_long_past_are_not_counted(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_deaths_do_not_count(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.engine.supervisor.RESTARTS_WINDOW_S", 0.0)
     for num_deaths in (1, 2, 3):
         await die(at, num_deaths)
@@ -281,7 +281,7 @@ def sleeping_processes() -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def test_a_worker_that_ends_is_seen_before_anyone_has_waited_for_it_and_the_others_are_killed() -> None:
+def test_a_dead_worker_is_noticed_before_it_is_reaped_and_the_others_are_killed() -> None:
     with sleeping_processes() as (first, second):
         watched = EngineProcesses([first.pid, second.pid, first.pid])
         assert not watched.one_has_ended
@@ -291,10 +291,10 @@ def test_a_worker_that_ends_is_seen_before_anyone_has_waited_for_it_and_the_othe
         assert first.returncode is None and second.poll() is None
         watched.kill()
         assert second.wait(timeout=0) != 0
-        assert not watched.one_has_ended, "they are watched no longer"
+        assert not watched.one_has_ended, "ended processes are no longer watched"
 
 
-def test_a_process_that_stays_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_killed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_processes, "END_TIMEOUT_S", 0.05)
     monkeypatch.setattr("signal.pidfd_send_signal", lambda descriptor, number: None)
     with sleeping_processes() as processes, pytest.raises(EngineDead, match="still running"):
@@ -305,7 +305,7 @@ def test_a_process_that_stays_is_an_error_that_says_so(monkeypatch: pytest.Monke
 
 
 class Watched:
-    """A watch with a clock and steps that the test sets."""
+    """A watch with the test's clock and step counts."""
 
     def __init__(self, *num_steps: int | None) -> None:
         self.now = 0.0
@@ -318,7 +318,7 @@ class Watched:
         self._watch.check(num_groups)
 
 
-def test_one_replica_that_has_requests_and_does_nothing_is_a_stall_though_the_other_goes_on() -> None:
+def test_an_idle_replica_with_requests_is_a_stall_although_the_other_continues() -> None:
     watched = Watched(0, 0)
     watched.check(0, 1, 5)
     watched.check(9, 2, 5)
@@ -328,17 +328,17 @@ def test_one_replica_that_has_requests_and_does_nothing_is_a_stall_though_the_ot
         watched.check(2, 3, 5)
 
 
-def test_a_replica_that_has_no_request_waits_for_as_long_as_it_likes() -> None:
+def test_a_replica_without_requests_never_stalls() -> None:
     watched = Watched(0, 0)
     watched.check(0, 1, 5)
     for step in range(2, 9):
         watched.check(9, step, None)
-    watched.check(9, 9, 5)  # its first request in a minute has just come
+    watched.check(9, 9, 5)  # its first request in a minute has just arrived
     with pytest.raises(EngineDead):
         watched.check(11, 10, 5)
 
 
-def test_without_groups_nothing_stalls() -> None:
+def test_an_engine_without_groups_never_stalls() -> None:
     watched = Watched(0)
     for _ in range(3):
         watched.check(60, 0, num_groups=0)

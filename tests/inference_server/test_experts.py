@@ -1,4 +1,4 @@
-"""Mixtures of experts on real vLLM, which packs experts on a CPU: what is pushed is what computes, push after push."""
+"""Mixture-of-experts models on real vLLM, which packs experts on a CPU: every push takes effect."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ TOKENS = [1 + index * 7 % 15 for index in range(60)]
 
 
 def moved(family: str, version: int) -> PreTrainedModel:
-    """Version 0 is what the server has started with."""
+    """Return a version of the model. The server starts with version 0."""
     model, generator = make_model(family).eval(), torch.Generator().manual_seed(version)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -54,7 +54,7 @@ async def assert_serves(learner: ScriptedLearner, family: str, version: int) -> 
 
 
 @pytest.mark.parametrize("family", [*LEFT_OUT])
-def test_the_same_weights_change_nothing_others_are_those_that_compute_and_what_is_left_out_is_found(
+def test_equal_weights_change_nothing_new_weights_take_effect_and_missing_ones_are_reported(
     family: str, tmp_path: Path
 ) -> None:
     async def test(learner: ScriptedLearner) -> None:

@@ -1,4 +1,4 @@
-"""Places for the clients of /v1: vLLM's schedulers with our queue, step by step without a model."""
+"""Reserved slots for clients of /v1: vLLM's schedulers with the server's queue, step by step without a model."""
 
 from collections import deque
 from pathlib import Path
@@ -33,7 +33,7 @@ NUM_PLACES, NUM_RESERVED = 4, 2
 
 @pytest.fixture(scope="module")
 def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    """As the server makes it, but that requests here have no hashes of blocks."""
+    """Return the server's config of vLLM, without prefix caching."""
     path = tmp_path_factory.mktemp("model")
     tiny_gpt2.save(tiny_gpt2.make_model(seed=0), path)
     server = ServerConfig(
@@ -45,10 +45,10 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 
 
 class Engine:
-    """vLLM's scheduler, and a model that gives every request one token a step."""
+    """vLLM's scheduler, and a model that samples one token per request and step."""
 
     def __init__(self, config: VllmConfig, *, is_async: bool = False, num_blocks: int = PLENTY) -> None:
-        config.scheduler_config.async_scheduling = is_async  # which a CPU never does
+        config.scheduler_config.async_scheduling = is_async  # never the case on a CPU
         config.cache_config.num_gpu_blocks = num_blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
         self.scheduler = scheduler_with_guests(
@@ -93,7 +93,7 @@ class Engine:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def num_running(self, requests: list[Request]) -> int:
-        """In the last step, at whose end some may have ended."""
+        """Return how many of `requests` ran in the last step. Some may have ended with it."""
         return sum(request.request_id in self.in_step for request in requests)
 
 
@@ -102,14 +102,14 @@ def is_async(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def test_the_scheduler_is_the_one_that_vllm_would_have_made(vllm_config: VllmConfig) -> None:
+def test_the_scheduler_has_the_class_that_vllm_would_use(vllm_config: VllmConfig) -> None:
     assert vllm_config.scheduler_config.scheduler_cls == "inference_server.engine.guests.scheduler_with_guests"
     assert type(Engine(vllm_config).scheduler) is Scheduler
     assert type(Engine(vllm_config, is_async=True).scheduler) is AsyncScheduler
-    assert vllm_config.scheduler_config.scheduler_cls is not None, "replicas and later engines are asked for the same"
+    assert vllm_config.scheduler_config.scheduler_cls is not None, "replicas and later engines use the same class"
 
 
-def test_a_guest_begins_at_once_however_many_groups_wait_and_takes_no_place_of_theirs(
+def test_a_guest_starts_immediately_and_takes_no_slot_of_waiting_groups(
     vllm_config: VllmConfig, is_async: bool
 ) -> None:
     engine = Engine(vllm_config, is_async=is_async)
@@ -124,7 +124,7 @@ def test_a_guest_begins_at_once_however_many_groups_wait_and_takes_no_place_of_t
     assert guest.is_finished()
 
 
-def test_further_guests_get_the_learners_places_only_while_no_group_waits(vllm_config: VllmConfig) -> None:
+def test_further_guests_get_the_learners_slots_only_while_no_group_waits(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config)
     guests = engine.guests(20, num_tokens=8)
     engine.step()
@@ -134,19 +134,19 @@ def test_further_guests_get_the_learners_places_only_while_no_group_waits(vllm_c
     assert engine.num_running(groups) == NUM_PLACES and engine.num_running(guests) == NUM_RESERVED
 
 
-def test_guests_wait_for_no_group_and_are_served_in_the_order_in_which_they_came(vllm_config: VllmConfig) -> None:
+def test_guests_do_not_wait_for_groups_and_are_served_in_order(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config)
     engine.groups(100, num_tokens=60)
     engine.step()
     guests = engine.guests(3 * NUM_RESERVED)
     ended: list[Request] = []
-    for _ in range(16):  # three times five steps, as many at a time as places are reserved
+    for _ in range(16):  # three rounds of five steps, with one guest per reserved slot
         engine.step()
         ended += [guest for guest in guests if guest.is_finished() and guest not in ended]
     assert ended == guests
 
 
-def test_a_score_of_the_learner_goes_before_its_groups_and_takes_no_reserved_place(vllm_config: VllmConfig) -> None:
+def test_a_score_precedes_groups_and_takes_no_reserved_slot(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config)
     groups = engine.groups(50)
     engine.step()
@@ -157,7 +157,7 @@ def test_a_score_of_the_learner_goes_before_its_groups_and_takes_no_reserved_pla
     assert score.is_finished()
 
 
-def test_whoever_goes_gives_the_place_back(vllm_config: VllmConfig, is_async: bool) -> None:
+def test_a_finished_or_cancelled_request_returns_its_slot(vllm_config: VllmConfig, is_async: bool) -> None:
     engine = Engine(vllm_config, is_async=is_async)
     engine.groups(50, num_tokens=60)
     *gone, last = engine.guests(NUM_RESERVED + 2, num_tokens=50)
@@ -173,10 +173,10 @@ def test_whoever_goes_gives_the_place_back(vllm_config: VllmConfig, is_async: bo
     assert len(engine.in_step) == NUM_PLACES + 1
 
 
-def test_a_guest_in_a_reserved_place_is_not_preempted_when_blocks_run_out(
+def test_a_guest_in_a_reserved_slot_is_not_preempted_when_blocks_run_out(
     vllm_config: VllmConfig, is_async: bool
 ) -> None:
-    engine = Engine(vllm_config, is_async=is_async, num_blocks=6)  # of which vLLM keeps one
+    engine = Engine(vllm_config, is_async=is_async, num_blocks=6)  # vLLM keeps one
     groups = engine.groups(12, num_tokens=58)
     engine.step(20)
     (guest,) = engine.guests(1, num_tokens=58)
@@ -185,10 +185,10 @@ def test_a_guest_in_a_reserved_place_is_not_preempted_when_blocks_run_out(
         if guest.is_finished():
             break
     assert guest.is_finished() and guest.num_preemptions == 0
-    assert sum(group.num_preemptions for group in groups) > 0, "blocks did run out"
+    assert sum(group.num_preemptions for group in groups) > 0, "blocks must run out"
 
 
-def test_guests_that_wait_for_their_grammar_are_in_no_place_and_lose_none_to_a_group(vllm_config: VllmConfig) -> None:
+def test_guests_waiting_for_a_grammar_take_no_slot_and_lose_none_to_a_group(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config)
     groups = engine.groups(50, num_tokens=60)
     grammar = StructuredOutputsParams(regex="a+")
@@ -202,8 +202,8 @@ def test_guests_that_wait_for_their_grammar_are_in_no_place_and_lose_none_to_a_g
     assert engine.num_running(guests[:1]) == 1
 
 
-def test_the_reserved_places_of_guests_that_have_ended_go_to_those_that_run(vllm_config: VllmConfig) -> None:
-    engine = Engine(vllm_config, num_blocks=7)  # of which vLLM keeps one
+def test_reserved_slots_of_ended_guests_go_to_running_guests(vllm_config: VllmConfig) -> None:
+    engine = Engine(vllm_config, num_blocks=7)  # vLLM keeps one
     short, reserved, others = engine.guests(2), engine.guests(2, num_tokens=58), engine.guests(2, num_tokens=58)
     engine.step()
     groups = engine.groups(12, num_tokens=58)
@@ -216,7 +216,7 @@ def test_the_reserved_places_of_guests_that_have_ended_go_to_those_that_run(vllm
     assert all(guest.num_preemptions > 0 for guest in others) and any(group.num_preemptions for group in groups)
 
 
-def test_a_pause_that_recomputes_gives_every_place_back_and_guests_wait_with_their_own_priority(
+def test_a_recomputing_pause_returns_every_slot_and_guests_keep_their_priority(
     vllm_config: VllmConfig, is_async: bool
 ) -> None:
     engine = Engine(vllm_config, is_async=is_async)
@@ -234,7 +234,7 @@ def test_a_pause_that_recomputes_gives_every_place_back_and_guests_wait_with_the
 
 @settings(max_examples=60)
 @given(data=st.data(), is_async=st.booleans(), num_blocks=st.sampled_from([7, 12, PLENTY]))
-def test_whatever_comes_and_goes_groups_keep_to_their_places_and_everything_ends(
+def test_groups_keep_to_their_slots_and_every_request_ends_for_any_arrivals(
     vllm_config: VllmConfig, data: st.DataObject, is_async: bool, num_blocks: int
 ) -> None:
     engine = Engine(vllm_config, is_async=is_async, num_blocks=num_blocks)
@@ -265,7 +265,7 @@ def test_whatever_comes_and_goes_groups_keep_to_their_places_and_everything_ends
     assert len(engine.scheduler.waiting) == 0 and not engine.scheduler.waiting
 
 
-def test_places_are_reserved_unless_there_is_no_http() -> None:
+def test_slots_are_reserved_only_with_http() -> None:
     assert ServerConfig(max_concurrent_sequences=256).num_reserved == 8
     assert ServerConfig(max_concurrent_sequences=3).num_reserved == 1
     assert ServerConfig(reserved_sequences=0).num_reserved == 0
@@ -276,9 +276,7 @@ def test_places_are_reserved_unless_there_is_no_http() -> None:
 
 
 @pytest.mark.parametrize("num_places", [1986, 2048, 5000])
-def test_more_sequences_than_vllm_has_tokens_in_a_step_by_default_are_served(
-    vllm_config: VllmConfig, num_places: int
-) -> None:
+def test_more_sequences_than_the_default_tokens_per_step_are_served(vllm_config: VllmConfig, num_places: int) -> None:
     server = ServerConfig(max_concurrent_sequences=num_places, block_size=BLOCK, kv_cache_memory_mib=8)
     path = Path(vllm_config.model_config.model)
     made = engine_arguments(ServerRun(model=str(path), run_dir="r", server=server), path).create_engine_config()

@@ -1,4 +1,4 @@
-"""Access to the HTTP side: the port, at IPv4 and IPv6 addresses alike, the key, and the routes, before a small app."""
+"""Access to the HTTP API with a small app: the port, at IPv4 and IPv6 addresses, the key, and the routes."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ TORN = {"unavailable": "the weights are torn", "policy_version": 3}
         ("::", ["::1", "127.0.0.1"], "[::]"),
     ],
 )
-def test_an_address_of_either_kind_is_bound_and_answers(host: str, asked_at: list[str], address: str) -> None:
+def test_ipv4_and_ipv6_addresses_are_bound_and_answer(host: str, asked_at: list[str], address: str) -> None:
     config = ServerConfig(http_host=host, http_port=free_port())
     listener = listen(config)
     assert listener is not None
@@ -51,9 +51,9 @@ def test_an_address_of_either_kind_is_bound_and_answers(host: str, asked_at: lis
         for caller in asked_at:
             with (
                 socket.create_connection((caller, config.http_port), timeout=5) as asking,
-                listener.accept()[0] as asked,
+                listener.accept()[0] as connection,
             ):
-                asked.sendall(b"here")
+                connection.sendall(b"here")
                 assert asking.recv(4) == b"here"
     assert address_of(config) == f"{address}:{config.http_port}"
 
@@ -69,17 +69,17 @@ def test_port_0_turns_http_off() -> None:
         ("nowhere.invalid", "Correct server.http_host"),
         ("::1::2", "Correct server.http_host"),
         ("a" * 300, "Correct server.http_host"),
-        ("²", "Set server.http_host to an address of this machine"),  # a name of DNS is normalized, here to 0.0.0.2
+        ("²", "Set server.http_host to an address of this machine"),  # DNS normalizes the name, here to 0.0.0.2
         ("http://127.0.0.1", "Correct server.http_host"),
     ],
 )
-def test_an_address_that_cannot_be_taken_is_reported_with_what_to_do(host: str, expected: str) -> None:
+def test_an_address_that_cannot_be_bound_is_reported_with_a_remedy(host: str, expected: str) -> None:
     with pytest.raises(ConfigError) as refused:
         listen(ServerConfig(http_host=host, http_port=free_port()))
     assert f"(server.http_host = {host!r})" in str(refused.value) and expected in str(refused.value)
 
 
-def test_a_port_that_others_hold_names_the_port() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as held:
         port = held.getsockname()[1]
         taken = rf"cannot listen on \[::1\]:{port} .*Address already in use\. Stop the process"
@@ -94,7 +94,7 @@ WRONG = ("", "Bearer ", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", KEY, f"Basic {KE
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/", "/healthz", "/v1/health", "/metrics/../v1/models", "//health"])
-def test_whatever_is_not_for_monitoring_asks_for_the_key_but_a_browsers_question(path: str) -> None:
+def test_every_route_except_monitoring_and_preflight_requires_the_key(path: str) -> None:
     for method in ("GET", "POST"):
         assert status_behind(GATE, path, method) == 401
         assert {status_behind(GATE, path, method, authorization=wrong) for wrong in WRONG} == {401}
@@ -103,9 +103,7 @@ def test_whatever_is_not_for_monitoring_asks_for_the_key_but_a_browsers_question
     assert status_behind(GATE, path, "OPTIONS") == status_behind(GATE, "/metrics/") == 200
 
 
-def test_the_key_comes_from_a_private_file_or_from_vllms_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_is_read_from_a_private_file_or_vllms_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert read_api_key(ServerConfig(), insecure=False) is None
     monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
@@ -119,9 +117,7 @@ def test_the_key_comes_from_a_private_file_or_from_vllms_variable(
 
 
 @pytest.mark.parametrize("key", [None, ""])
-def test_http_beyond_loopback_needs_a_key_or_a_word_for_going_without(
-    monkeypatch: pytest.MonkeyPatch, key: str | None
-) -> None:
+def test_http_beyond_loopback_needs_a_key_or_explicit_consent(monkeypatch: pytest.MonkeyPatch, key: str | None) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     if key is not None:
         monkeypatch.setenv("VLLM_API_KEY", key)
@@ -139,17 +135,17 @@ def test_http_beyond_loopback_needs_a_key_or_a_word_for_going_without(
     "path", ["/", "", "//v1/models", "/v1", "/v1/", "/v1/modelsx", "/V1/models", "/metricsx", "/metrics/x", "/health/x",
              "/v1/responses/a", "/v1/completions/x", "/v1/chat", "/v1/models\n"],
 )  # fmt: skip
-def test_what_only_looks_like_a_route_is_none(path: str) -> None:
+def test_lookalikes_of_a_route_are_not_served(path: str) -> None:
     assert kind_of(path) is None
     assert status_behind(RouteGate(everything, lambda: HEALTHY), path) == 404
 
 
-def test_a_model_may_have_slashes_in_its_name_and_a_path_may_end_in_one() -> None:
+def test_a_model_name_can_have_slashes_and_a_path_can_end_in_one() -> None:
     assert kind_of("/v1/models//tmp/a/model") is kind_of("/v1/models/org/model") is Kind.WORK
     assert kind_of("/metrics/") is Kind.MONITORING and kind_of("/v1/completions/") is Kind.WORK
 
 
-def test_requests_under_way_are_counted_without_those_of_monitoring() -> None:
+def test_pending_requests_are_counted_without_monitoring() -> None:
     counted: list[int] = []
 
     async def look(scope: Scope, receive: Receive, send: Send) -> None:
@@ -176,7 +172,7 @@ def test_a_websocket_is_closed() -> None:
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
-def test_only_monitoring_is_answered_while_there_are_no_whole_weights() -> None:
+def test_only_monitoring_is_answered_without_complete_weights() -> None:
     gate = RouteGate(everything, lambda: TORN)
     for path, kind in SERVED.items():
         status, headers, body = asyncio.run(ask(gate, as_asked(path), "POST"))

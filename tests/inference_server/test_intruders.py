@@ -1,4 +1,4 @@
-"""Who may talk to the server: listed keys, over real sockets, while processes without one knock, shout and flood."""
+"""Access to the server with listed keys over real sockets, while processes without keys connect, send and flood."""
 
 import asyncio
 import json
@@ -24,14 +24,14 @@ from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.inference_server.scripted_server import TIMEOUT_S, Stage, until, with_server
 from tests.link import Link
-from tests.malformed import OF_A_DOCTOR, TO_SERVER, without_end
+from tests.malformed import DOCTOR_MESSAGES, TO_SERVER, malformed_messages
 
 ROOT = Path(__file__).parent.parent.parent
 INTRUSION_S = 2.0
 MAX_GROWTH_BYTES = 64 << 20
-"""The intruders try to place many times as much in the server's memory."""
+"""The intruders try to use many times as much of the server's memory."""
 MAX_MORE_FILES = 10
-"""The intruders try to open 50 at once; asyncio opens a few of its own to start them."""
+"""The intruders try to open 50 at a time; asyncio opens a few to start them."""
 
 
 async def intrude(kind: str, endpoint: str, *more: str) -> dict[str, int]:
@@ -49,7 +49,7 @@ async def intrude(kind: str, endpoint: str, *more: str) -> dict[str, int]:
 
 
 async def work_until(done: Callable[[], bool], learner: ScriptedLearner) -> int:
-    """Ask for groups one after the other, each of which must come in time; return how many came."""
+    """Request groups in sequence, each with a deadline. Return their number."""
     num_groups = 0
     while not done():
         assert (await learner.group(f"g{num_groups}", [1, 2])).group_id == f"g{num_groups}"
@@ -60,13 +60,13 @@ async def work_until(done: Callable[[], bool], learner: ScriptedLearner) -> int:
 
 
 async def assert_shut_out(at: Stage, *intruders: tuple[str, ...]) -> None:
-    """All of them get nothing and cost nothing, and the learner's groups keep coming meanwhile."""
+    """Check that intruders get no answer and cost no resources, while the learner gets its groups."""
     server = psutil.Process()
     files_before, memory_before = server.num_fds(), server.memory_info().rss
     intrusion = asyncio.gather(*(intrude(kind, at.running.endpoint, *more) for kind, *more in intruders))
     num_groups = await work_until(intrusion.done, at.learner)
     for counts in intrusion.result():
-        assert counts["answers"] == 0 and counts["ended"] > 0, "or they have not even tried"
+        assert counts["answers"] == 0 and counts["ended"] > 0, "the intruder has not even tried"
     assert num_groups > 3
     assert at.status()["run"] == at.learner.run
     async with asyncio.timeout(TIMEOUT_S):
@@ -82,7 +82,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 def with_wrong(keys: Path, right: str) -> str:
-    """Keys of another pair, but for one file: of a learner that is not listed, or for another server."""
+    """Return keys of another pair except for the file `right`: of an unlisted learner, or for another server."""
     wrong = keys.with_name(f"wrong but for {right}")
     make_keys(wrong)
     (wrong / right).write_bytes((keys / right).read_bytes())
@@ -90,7 +90,7 @@ def with_wrong(keys: Path, right: str) -> str:
 
 
 @with_server()
-async def test_a_key_may_come_and_go_while_the_server_runs(at: Stage, keys: Path, tmp_path: Path) -> None:
+async def test_a_key_can_be_added_and_removed_while_the_server_runs(at: Stage, keys: Path, tmp_path: Path) -> None:
     make_keys(tmp_path / "other")
     other = msgspec.structs.replace(learner_keys(str(tmp_path / "other")), server=learner_keys(str(keys)).server)
     await at.join_and_push()
@@ -103,7 +103,7 @@ async def test_a_key_may_come_and_go_while_the_server_runs(at: Stage, keys: Path
     (keys / "allowed" / "learner.pub").unlink()
     await at.learner.group("on a connection that was open before", [1])
     newcomer = at.another(at.learner.run, keys=other)
-    newcomer.learner = at.learner.learner  # the same one, with its new key
+    newcomer.learner = at.learner.learner  # the same learner with its new key
     await newcomer.join()
     newcomer.close()
     removed = make_link(at.running.endpoint, learner_keys(str(keys)))
@@ -114,7 +114,7 @@ async def test_a_key_may_come_and_go_while_the_server_runs(at: Stage, keys: Path
 
 
 @with_server()
-async def test_whoever_has_no_listed_key_gets_nothing_costs_nothing_and_is_counted(
+async def test_a_peer_without_a_listed_key_gets_no_answer_and_is_counted(
     at: Stage, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "inference_server")
@@ -123,15 +123,15 @@ async def test_whoever_has_no_listed_key_gets_nothing_costs_nothing_and_is_count
     await assert_shut_out(at, ("keys", unknown_key), ("keys", another_server), ("plain",), ("raw",))
     await until(lambda: at.status()["handshakes_failed"] > 0 and "failed in the handshake" in caplog.text)
     (line,) = (line for line in caplog.messages if "failed in the handshake" in line)
-    # Which side ends a connection first decides what this one can know of it.
+    # The reported reason depends on which side closes the connection first.
     assert re.search(r": \d+ with \w+", line)
 
 
 @with_server()
-async def test_a_stranger_that_floods_is_cut_off_and_the_learner_undisturbed(
+async def test_a_flooding_peer_is_disconnected_without_affecting_the_learner(
     at: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A loaded machine reads fewer than the server's own limit in a second, and so would never cut off.
+    # A loaded machine reads fewer messages per second than the server's limit, and would never cut a peer off.
     monkeypatch.setattr("protocol.channel.sockets.MAX_MESSAGES_PER_S", 100)
     await at.join_and_push()
     memory_before = psutil.Process().memory_info().rss
@@ -140,12 +140,12 @@ async def test_a_stranger_that_floods_is_cut_off_and_the_learner_undisturbed(
     counts = flood.result()
     assert counts["ended"] > 0 and counts["answers"] <= counts["ended"] + 1
     assert num_groups > 3
-    # A queue of 100 messages, of the connection that is cut off and perhaps of the one made after it.
+    # A queue of 100 messages of the closed connection, and possibly one of the next.
     assert psutil.Process().memory_info().rss - memory_before < 4 * MAX_GROWTH_BYTES
 
 
 @with_server()
-async def test_a_welcomed_learner_may_send_more_than_a_stranger_until_its_run_is_over(
+async def test_a_welcomed_learner_can_send_more_than_other_peers_until_its_run_ends(
     at: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("protocol.channel.sockets.MAX_MESSAGES_PER_S", 10)
@@ -160,12 +160,12 @@ async def test_a_welcomed_learner_may_send_more_than_a_stranger_until_its_run_is
 
 
 @with_server()
-async def test_a_learner_that_was_welcomed_and_goes_mad_does_not_end_the_server(at: Stage) -> None:
+async def test_a_welcomed_learner_that_sends_garbage_does_not_end_the_server(at: Stage) -> None:
     await at.join_and_push()
-    messages = without_end([*TO_SERVER[1:], *OF_A_DOCTOR], seed=1)
+    messages = malformed_messages([*TO_SERVER[1:], *DOCTOR_MESSAGES], seed=1)
     for _ in range(100):
         mad = at.another(run=at.learner.run)
-        mad.learner = at.learner.learner  # which need not wait until the one before is missed
+        mad.learner = at.learner.learner  # need not wait until the previous learner is missed
         await mad.join()
         for _ in range(5):
             await mad.channel._messages.send(next(messages))
@@ -183,15 +183,15 @@ def make_link(endpoint: str, keys: LearnerKeys | None, **options: Any) -> Server
 
 
 @pytest.mark.parametrize(
-    ("server_has", "learner_has", "said"),
+    ("server_has", "learner_has", "message"),
     [
         ("keys", "another key", "does not know this learner's key; copy its public key"),
         ("keys", "none", "requires keys; set the same `keys` on both sides"),
         ("none", "keys", "has no keys, but this learner has; set the same `keys` on both sides"),
     ],
 )
-def test_keys_that_do_not_fit_end_the_link_at_once_with_what_to_do(
-    keys: Path, server_has: str, learner_has: str, said: str
+def test_wrong_keys_end_the_link_immediately_with_a_remedy(
+    keys: Path, server_has: str, learner_has: str, message: str
 ) -> None:
     of_learner = {
         "keys": learner_keys(str(keys)), "another key": learner_keys(with_wrong(keys, "server.pub")), "none": None,
@@ -208,10 +208,10 @@ def test_keys_that_do_not_fit_end_the_link_at_once_with_what_to_do(
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run())
-    assert caught.group_contains(HandshakeRefused, match=said)
+    assert caught.group_contains(HandshakeRefused, match=message)
 
 
-def test_a_server_that_is_not_the_one_of_the_key_is_named_as_the_likely_cause(
+def test_a_server_with_another_key_is_reported_as_the_likely_cause(
     keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lines() -> list[str]:
@@ -231,7 +231,7 @@ def test_a_server_that_is_not_the_one_of_the_key_is_named_as_the_likely_cause(
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
-def test_a_server_that_comes_back_with_its_keys_is_found_again(keys: Path) -> None:
+def test_a_server_that_restarts_with_its_keys_is_found_again(keys: Path) -> None:
     async def run() -> None:
         async with serving(ScriptedEngine(), keys=server_keys(str(keys))) as first:
             endpoint = first.endpoint
@@ -250,7 +250,7 @@ def test_a_server_that_comes_back_with_its_keys_is_found_again(keys: Path) -> No
 
 
 @with_server()
-async def test_what_travels_is_not_readable_on_the_way(at: Stage, keys: Path) -> None:
+async def test_messages_are_encrypted(at: Stage, keys: Path) -> None:
     with closing(Link(int(split_endpoint(at.running.endpoint)[1]))) as middle:
         learner = ScriptedLearner(f"tcp://127.0.0.1:{middle.port}", "a-secret-run", keys=learner_keys(str(keys)))
         assert (await learner.join()).dtype == "float32"

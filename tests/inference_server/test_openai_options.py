@@ -1,5 +1,4 @@
-"""Tool calls, reasoning, chat template of the OpenAI side: checked before a model is loaded, read from real vLLM; and that
-arguments of vLLM's own reach its engine."""
+"""Options of the OpenAI API, checked before a model is loaded and used by real vLLM: tools, reasoning, template."""
 
 import asyncio
 import json
@@ -30,7 +29,7 @@ SCRIPTS = [
     ["<use>", "<think>", "plan", "</think>", "<tool_call>", CALL, "</tool_call>"],
 ]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '<use>' if tools else '<ask>' }}"
-"""The prompt's last word decides what the model recites."""
+"""The last word of the prompt decides what the model recites."""
 PARSERS = ("--server.tool-call-parser", "hermes", "--server.reasoning-parser", "deepseek_r1")
 SCHEMA = {"type": "object", "properties": {"left": {"type": "integer"}, "right": {"type": "integer"}}}
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
@@ -70,27 +69,29 @@ def refusal(model: Path | None, **keys: Any) -> str:
 
 
 @pytest.mark.parametrize(("key", "known"), [("tool_call_parser", "hermes, "), ("reasoning_parser", "deepseek_r1, ")])
-def test_an_unknown_parser_is_refused_with_those_that_are_known(key: str, known: str) -> None:
+def test_an_unknown_parser_is_rejected_with_the_known_parsers(key: str, known: str) -> None:
     for name in ("hermess", "", "Hermes"):
-        said = refusal(None, **{key: name})
-        assert said.startswith(f"server.{key} = {name!r} is not a parser of vLLM. Set it to one of ") and known in said
+        error = refusal(None, **{key: name})
+        assert (
+            error.startswith(f"server.{key} = {name!r} is not a parser of vLLM. Set it to one of ") and known in error
+        )
 
 
-def test_a_parser_whose_tokens_the_model_lacks_is_refused(tmp_path: Path) -> None:
+def test_a_parser_whose_tokens_are_missing_in_the_model_is_rejected(tmp_path: Path) -> None:
     reciting_model.save([["hello"]], tmp_path)
-    said = refusal(tmp_path, tool_call_parser="hermes", reasoning_parser="deepseek_r1")
-    assert said.startswith(
+    error = refusal(tmp_path, tool_call_parser="hermes", reasoning_parser="deepseek_r1")
+    assert error.startswith(
         "server.tool_call_parser = 'hermes' and server.reasoning_parser = 'deepseek_r1' cannot be used with"
     )
-    assert "could not locate think start/end tokens" in said
+    assert "could not locate think start/end tokens" in error
     check_openai_options(ServerConfig(tool_call_parser="hermes"), tmp_path)
 
 
-def test_a_template_that_cannot_be_read_is_refused(tmp_path: Path, template: Path) -> None:
+def test_an_unreadable_template_is_rejected(tmp_path: Path, template: Path) -> None:
     for missing in (str(tmp_path / "missing.jinja"), str(tmp_path), "no-such-template"):
-        said = refusal(None, chat_template=missing)
-        assert said.startswith(f"server.chat_template = {missing!r} cannot be read: ")
-        assert "Set it to a file that exists" in said
+        error = refusal(None, chat_template=missing)
+        assert error.startswith(f"server.chat_template = {missing!r} cannot be read: ")
+        assert "Set it to a file that exists" in error
     broken = tmp_path / "broken.jinja"
     broken.write_text("hello\n{% for message in messages %}{{ message }}")
     assert "is not a Jinja template: line 2: " in refusal(None, chat_template=str(broken))
@@ -99,7 +100,7 @@ def test_a_template_that_cannot_be_read_is_refused(tmp_path: Path, template: Pat
         check_openai_options(ServerConfig(chat_template=good), None)
 
 
-def test_the_doctor_looks_at_them_too(tmp_path: Path, model: Path) -> None:
+def test_the_doctor_checks_these_options(tmp_path: Path, model: Path) -> None:
     def found(**keys: Any) -> list[str]:
         run = ServerRun(model=str(model), run_dir=str(tmp_path), server=ServerConfig(http_port=0, **keys))
         return [str(finding) for finding in examine(run) if finding.subject == "openai"]
@@ -115,7 +116,7 @@ def test_the_doctor_looks_at_them_too(tmp_path: Path, model: Path) -> None:
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with the body, and whether the client was seen to go behind it."""
+    """Answer with the body, and whether a disconnect followed it."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -126,7 +127,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.mark.parametrize("path", sorted(PATHS))
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "required"}, {"tool_choice": {"type": "any"}}])
-def test_tools_without_a_parser_are_refused_with_the_key(path: str, choice: dict[str, Any]) -> None:
+def test_tools_without_a_parser_are_rejected_with_the_key(path: str, choice: dict[str, Any]) -> None:
     body = json.dumps({"tools": [CHAT_TOOL], **choice}).encode()
     status, _, answer = asyncio.run(ask(RefuseTools(echo), path, "POST", (body[:7], body[7:])))
     assert status == 400 and "server.tool_call_parser" in json.loads(answer)["error"]["message"]
@@ -136,7 +137,7 @@ def test_tools_without_a_parser_are_refused_with_the_key(path: str, choice: dict
     "body", [b"", b"{", b"[]", b'{"tools": []}', b'{"tools": null}', b'{"tools": [1], "tool_choice": "none"}',
              b'{"tools": [1], "tool_choice": {"type": "none"}}', b"[" * 10_000, b"\xff"],
 )  # fmt: skip
-def test_a_request_without_tools_goes_through_as_it_came_and_so_does_the_clients_going(body: bytes) -> None:
+def test_a_request_without_tools_passes_unchanged_including_the_disconnect(body: bytes) -> None:
     pieces = (body[:1], body[1:])
     assert asyncio.run(ask(RefuseTools(echo), "/v1/responses", "POST", pieces))[2] == body + b" gone"
 
@@ -145,8 +146,8 @@ def test_a_request_without_tools_goes_through_as_it_came_and_so_does_the_clients
 
 
 @pytest.mark.system
-def test_a_tool_call_is_read_from_each_dialect_and_from_a_stream(server: RealServer) -> None:
-    import anthropic  # `make test` does not need the seconds that it takes
+def test_a_tool_call_is_parsed_from_each_api_and_from_a_stream(server: RealServer) -> None:
+    import anthropic  # the import takes seconds that `make test` does not need
 
     url, name, expected = server.url, str(server.model), {"left": 17, "right": 25}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -154,7 +155,7 @@ def test_a_tool_call_is_read_from_each_dialect_and_from_a_stream(server: RealSer
         (call,) = choice.message.tool_calls or ()
         assert call.type == "function" and choice.finish_reason == "tool_calls"
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", expected)
-        assert getattr(choice.message, "reasoning", None) == "plan", "both are read from one answer"
+        assert getattr(choice.message, "reasoning", None) == "plan", "both must be parsed from one answer"
         answer = client.responses.create(model=name, input="hello", tools=[RESPONSES_TOOL], temperature=0)
         (item,) = (item for item in answer.output if item.type == "function_call")
         assert (item.name, json.loads(item.arguments)) == ("add", expected)
@@ -171,11 +172,11 @@ def test_a_tool_call_is_read_from_each_dialect_and_from_a_stream(server: RealSer
 
 
 @pytest.mark.system
-def test_reasoning_is_distinguished_from_the_answer_of_a_model_that_goes_by_its_name(server: RealServer) -> None:
+def test_reasoning_is_separated_from_the_answer_and_the_model_has_its_served_name(server: RealServer) -> None:
     name = str(server.model)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        said: Any = client.chat.completions.create(model=name, messages=HELLO, temperature=0).choices[0].message
-        assert (said.reasoning, said.content) == ("because", "yes")
+        message: Any = client.chat.completions.create(model=name, messages=HELLO, temperature=0).choices[0].message
+        assert (message.reasoning, message.content) == ("because", "yes")
         answer = client.responses.create(model=name, input="hello", temperature=0)
         assert answer.output_text == "yes" and [item.type for item in answer.output] == ["reasoning", "message"]
         (listed,) = client.models.list().data
@@ -187,6 +188,6 @@ def test_reasoning_is_distinguished_from_the_answer_of_a_model_that_goes_by_its_
 
 
 @pytest.mark.system
-def test_arguments_of_vllms_own_reach_the_engine(server: RealServer) -> None:
+def test_arguments_of_vllm_reach_the_engine(server: RealServer) -> None:
     (cache,) = (line for line in server.get("/metrics").splitlines() if line.startswith("vllm:cache_config_info"))
     assert 'num_gpu_blocks_override="77"' in cache

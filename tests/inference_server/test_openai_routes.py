@@ -1,4 +1,4 @@
-"""The routes of the HTTP side: vLLM's real application, route by route, behind the gates that clients meet."""
+"""The routes of the HTTP API: every route of vLLM's real application behind the server's access checks."""
 
 import asyncio
 import json
@@ -23,18 +23,18 @@ ACTING = {
     "/pause", "/update_weights", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/responses/render",
     "/openapi.json",
 }  # fmt: skip
-"""Some of what vLLM has and we do not serve."""
+"""Some routes of vLLM that are not served."""
 
 
 @pytest.fixture(scope="module")
 def vllms() -> Iterator[FastAPI]:
-    """With the routes that vLLM has for developers too, which a variable of the environment turns on."""
+    """Yield vLLM's application, including developer routes that an environment variable enables."""
     level = logging.getLogger().level
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
         yield build_application(application_arguments("m", "m"), ("generate",), None, lambda: HEALTHY)
-    logging.getLogger().setLevel(level)  # which vLLM's application has raised, for all tests of this process
+    logging.getLogger().setLevel(level)  # vLLM's application has raised it for all tests of this process
 
 
 def paths_of(routes: Iterable[Any], prefix: str = "") -> Iterator[str]:
@@ -44,7 +44,7 @@ def paths_of(routes: Iterable[Any], prefix: str = "") -> Iterator[str]:
         yield from paths_of(getattr(route, "routes", None) or (), path)
 
 
-def test_a_route_of_vllms_application_that_is_not_listed_is_a_404_that_names_those_that_are(vllms: FastAPI) -> None:
+def test_an_unlisted_route_of_vllm_is_a_404_that_names_the_listed_routes(vllms: FastAPI) -> None:
     others = {path for path in paths_of(vllms.routes) if path and path not in SERVED}
     assert others >= ACTING
     gate = guard(vllms, lambda: HEALTHY, can_read_tools=True)
@@ -57,14 +57,16 @@ def test_a_route_of_vllms_application_that_is_not_listed_is_a_404_that_names_tho
             assert "/v1/responses" in error["message"]
 
 
-def test_every_listed_route_is_one_of_the_application(vllms: FastAPI) -> None:
+def test_every_listed_route_exists_in_vllms_application(vllms: FastAPI) -> None:
     assert set(SERVED) <= set(paths_of(vllms.routes))
 
 
-def test_every_route_but_the_open_ones_asks_for_the_key(vllms: FastAPI) -> None:
+def test_every_route_except_the_open_ones_requires_the_key(vllms: FastAPI) -> None:
     gate = ApiKeyGate(RouteGate(everything, lambda: HEALTHY), KEY)
     for path in {*paths_of(vllms.routes), *SERVED}:
-        asked, has_key = as_asked(path), {"authorization": f"Bearer {KEY}"}
-        assert status_behind(gate, asked, "POST") == (200 if path in OPEN_PATHS else 401), path
-        assert status_behind(gate, asked, "POST", **has_key) == (200 if path in SERVED else 404), path
-    assert {"/health", "/ping", "/metrics", "/version", "/load", "/status"} == OPEN_PATHS, "as SECURITY.md says"
+        concrete, has_key = as_asked(path), {"authorization": f"Bearer {KEY}"}
+        assert status_behind(gate, concrete, "POST") == (200 if path in OPEN_PATHS else 401), path
+        assert status_behind(gate, concrete, "POST", **has_key) == (200 if path in SERVED else 404), path
+    assert {"/health", "/ping", "/metrics", "/version", "/load", "/status"} == OPEN_PATHS, (
+        "SECURITY.md lists these paths"
+    )

@@ -1,4 +1,4 @@
-"""Names and signatures read from a package that is never imported, in a folder and in a wheel alike."""
+"""Names and signatures read from a package without importing it, from a folder and from a wheel."""
 
 import zipfile
 from pathlib import Path
@@ -12,7 +12,7 @@ FILES = {
         from .core import Engine as PublicEngine, run
         from .plain import *
         import heavy_library_that_is_not_there
-        raise RuntimeError("nobody may import this")
+        raise RuntimeError("this must not be imported")
     """,
     "core.py": """
         from __future__ import annotations
@@ -114,9 +114,10 @@ def test_a_name_is_found_wherever_it_is_defined(
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("pkg.core", "Engine.restart"), ("pkg.core", "engine"), ("pkg.gone", "run"), ("pkg.circle", "around"), ("other", "run"),
+        ("pkg.core", "Engine.restart"), ("pkg.core", "engine"), ("pkg.gone", "run"), ("pkg.circle", "around"),
+        ("other", "run"),
         ("pkg.core", "run.inner"), ("pkg.flags.deep", "missing"), ("pkg.core", "Foreign.anything"),
     ],
 )  # fmt: skip
-def test_a_name_that_is_not_there_is_none(source: PackageSource, module: str, name: str) -> None:
+def test_a_missing_name_is_none(source: PackageSource, module: str, name: str) -> None:
     assert source.find(module, name) is None

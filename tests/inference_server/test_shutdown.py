@@ -1,4 +1,4 @@
-"""What a signal does to the parts of a server: the first drains it, another ends it, and no part outlives it."""
+"""Signals and the parts of a server: the first drains, another ends it immediately, and no part outlives it."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ TIMEOUT_S = 60.0
 
 
 class Part:
-    """Runs until it is cancelled, or told to go wrong."""
+    """Runs until it is cancelled or fails."""
 
     def __init__(self) -> None:
         self.goes_wrong, self.is_cancelled = asyncio.Event(), False
@@ -34,7 +34,7 @@ def tell(number: signal.Signals) -> None:
 
 
 class Draining:
-    """A drain that the test lets end, perhaps with an error."""
+    """A drain that the test ends, possibly with an error."""
 
     def __init__(self) -> None:
         self.has_begun, self.may_end, self.is_given_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -52,7 +52,7 @@ class Draining:
 
 
 def run_parts(test: Callable[[asyncio.Task[None], Draining, list[Part]], Awaitable[None]]) -> None:
-    """Run a test with two parts that run, and the end of them that it waits for."""
+    """Run a test with two running parts and the task that waits for their end."""
 
     async def run() -> None:
         parts, drain = [Part(), Part()], Draining()
@@ -64,10 +64,10 @@ def run_parts(test: Callable[[asyncio.Task[None], Draining, list[Part]], Awaitab
 
 
 @pytest.mark.parametrize("number", SHUTDOWN_SIGNALS)
-def test_the_first_signal_drains_and_then_every_part_ends_however_often_a_terminal_says_that_it_closes(
+def test_the_first_signal_drains_and_repeated_sighups_are_ignored(
     number: signal.Signals,
 ) -> None:
-    """Both the kernel and the shell send SIGHUP, and systemd may send one after its SIGTERM."""
+    """Kernel and shell both send SIGHUP, and systemd may send one after SIGTERM."""
 
     async def test(ending: asyncio.Task[None], drain: Draining, parts: list[Part]) -> None:
         tell(number)
@@ -84,7 +84,7 @@ def test_the_first_signal_drains_and_then_every_part_ends_however_often_a_termin
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_another_signal_ends_what_drains(number: signal.Signals) -> None:
+def test_a_second_signal_ends_the_drain(number: signal.Signals) -> None:
     async def test(ending: asyncio.Task[None], drain: Draining, parts: list[Part]) -> None:
         tell(signal.SIGTERM)
         await drain.has_begun.wait()
@@ -97,7 +97,7 @@ def test_another_signal_ends_what_drains(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("is_draining", [False, True])
-def test_a_part_that_ends_by_itself_ends_the_others_with_its_error(is_draining: bool) -> None:
+def test_a_part_that_fails_ends_the_others_with_its_error(is_draining: bool) -> None:
     async def test(ending: asyncio.Task[None], drain: Draining, parts: list[Part]) -> None:
         if is_draining:
             tell(signal.SIGTERM)
@@ -110,7 +110,7 @@ def test_a_part_that_ends_by_itself_ends_the_others_with_its_error(is_draining: 
     run_parts(test)
 
 
-def test_what_goes_wrong_while_draining_is_raised_and_every_part_ends() -> None:
+def test_an_error_while_draining_is_raised_and_every_part_ends() -> None:
     async def test(ending: asyncio.Task[None], drain: Draining, parts: list[Part]) -> None:
         drain.error = EngineDead("while draining")
         drain.may_end.set()

@@ -1,4 +1,4 @@
-"""The directory of vLLM's sockets is there while its server lives, and goes with it or after it."""
+"""The directory of vLLM's sockets exists while its server runs, and is removed at its end or by the next server."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture
 def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Not pytest's own, whose paths are too long for a socket."""
+    """Yield a short directory: pytest's paths are too long for a socket."""
     with tempfile.TemporaryDirectory() as directory:
         monkeypatch.setenv(VARIABLE, directory)
         yield Path(directory)
@@ -37,7 +37,7 @@ def serve(pipe: Connection) -> None:
         pipe.recv()
 
 
-def test_it_is_private_named_to_vllm_and_gone_in_the_end(parent: Path) -> None:
+def test_the_directory_is_private_passed_to_vllm_and_removed(parent: Path) -> None:
     with socket_directory() as directory:
         assert directory.parent == parent and directory.stat().st_mode & 0o777 == 0o700
         assert os.environ[VARIABLE] == str(directory)
@@ -45,7 +45,7 @@ def test_it_is_private_named_to_vllm_and_gone_in_the_end(parent: Path) -> None:
     assert not list(parent.iterdir()) and os.environ[VARIABLE] == str(parent)
 
 
-def test_what_a_killed_server_left_is_removed_by_the_next_and_a_living_ones_is_not(parent: Path) -> None:
+def test_the_next_server_removes_directories_of_killed_servers_only(parent: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     servers = []
     for _ in range(2):
@@ -60,7 +60,7 @@ def test_what_a_killed_server_left_is_removed_by_the_next_and_a_living_ones_is_n
     killed.join()
     foreign = parent / f"{PREFIX}file"
     foreign.touch()
-    precious = parent / f"{PREFIX}run"  # somebody's files, under a name like ours
+    precious = parent / f"{PREFIX}run"  # a user's files with a similar name
     precious.mkdir()
     (precious / "checkpoint").touch()
     bind(precious / "socket")
@@ -72,9 +72,7 @@ def test_what_a_killed_server_left_is_removed_by_the_next_and_a_living_ones_is_n
     assert sorted(parent.iterdir()) == [foreign, precious] and len(list(precious.iterdir())) == 2
 
 
-def test_a_path_that_leaves_a_socket_no_name_is_an_error_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_too_long_for_sockets_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 80)
     long.mkdir()
     monkeypatch.setenv(VARIABLE, str(long))

@@ -1,4 +1,4 @@
-"""Who holds the server: the state machine with a clock of the test, then the server on real sockets before a scripted engine."""
+"""Which learner holds the server: the state machine with the test's clock, and the server with a scripted engine."""
 
 import asyncio
 import itertools
@@ -32,8 +32,8 @@ from tests.fingerprint import MODEL
 from tests.inference_server.scripted_server import Stage, begin, until, with_server
 
 TIMEOUT_S = 10.0
-FOR_EVER = ServerConfig(orphan_timeout_s=1000.0)
-"""Longer than a test may take."""
+NO_TIMEOUT = ServerConfig(orphan_timeout_s=1000.0)
+"""A timeout longer than any test."""
 
 
 # --- the state machine -------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def holder(run: str = "a", learner: str = "1", peer: bytes = b"peer") -> LeaseHo
     return LeaseHolder(run=run, learner=learner, peer=peer)
 
 
-def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() -> None:
+def test_the_states_name_the_holder_since_when_and_when_the_server_is_free() -> None:
     tenancy = Tenancy(TIMEOUT_S, now=100.0)
 
     def status(now: float) -> tuple[str, str | None, str | None, float, float | None]:
@@ -53,18 +53,18 @@ def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() ->
     assert tenancy.hold(holder(), 104.0)
     assert status(109.0) == ("held", "a", "1", 5.0, None) and tenancy.away_s(109.0) == 0.0
     tenancy.lose(110.0)
-    tenancy.lose(112.0)  # is noticed again and again
+    tenancy.lose(112.0)  # reported repeatedly
     assert status(113.0) == ("away", "a", "1", 3.0, 7.0) and tenancy.away_s(113.0) == 3.0
     assert not tenancy.is_due(119.9) and tenancy.is_due(120.0)
     assert not tenancy.hold(holder(peer=b"another connection"), 115.0)
-    assert not tenancy.hold(holder(peer=b"and another"), 115.5)  # since when is as before
+    assert not tenancy.hold(holder(peer=b"and another"), 115.5)  # the start time is unchanged
     assert status(116.0) == ("held", "a", "1", 1.0, None)
     tenancy.lose(116.0)
     tenancy.extend("b", 120.0)
     assert tenancy.free_in_s(120.0) == 6.0
     tenancy.extend("a", 120.0)
     assert tenancy.free_in_s(120.0) == TIMEOUT_S
-    assert tenancy.away_s(120.0) == 4.0, "a Hello that gets no answer prolongs no drain"
+    assert tenancy.away_s(120.0) == 4.0, "an unanswered Hello must not prolong a drain"
     tenancy.free(117.0)
     tenancy.extend("a", 117.0)
     assert status(118.0) == ("free", None, None, 1.0, 0.0)
@@ -87,7 +87,7 @@ def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() ->
         ("a", "node7:42:secret", True, None),
     ],
 )
-def test_who_has_to_wait_hears_who_holds_the_server_and_for_how_long_but_not_the_name_that_takes_it_over(
+def test_a_waiting_learner_gets_the_holder_and_the_time_but_not_the_id_that_could_take_over(
     run: str, learner: str, is_lost: bool, expected: str | None
 ) -> None:
     tenancy = Tenancy(TIMEOUT_S, now=0.0)
@@ -103,10 +103,10 @@ def test_who_has_to_wait_hears_who_holds_the_server_and_for_how_long_but_not_the
 
 
 EVENTS = ("a1", "a2", "b3", "lost", "over", "4 s", "7 s")
-"""A Hello of a run by a learner; the holder's connection breaks; its run is over; time goes by."""
+"""A Hello of a run by a learner; the holder's connection breaks; its run ends; time passes."""
 
 
-def test_after_every_history_the_one_that_may_have_the_server_gets_it_and_nobody_else() -> None:
+def test_after_every_history_only_the_entitled_learner_gets_the_server() -> None:
     num_waits = 0
     for events in itertools.product(EVENTS, repeat=5):
         tenancy, now, held_by, lost_at = Tenancy(TIMEOUT_S, 0.0), 0.0, "", math.inf
@@ -132,7 +132,7 @@ def test_after_every_history_the_one_that_may_have_the_server_gets_it_and_nobody
                     assert busy.free_in_s is None or 0 < busy.free_in_s <= TIMEOUT_S
             assert held_by == (tenancy.holder.run + tenancy.holder.learner if tenancy.holder else ""), events
             assert tenancy.state == ("free" if not held_by else "held" if lost_at > now else "away"), events
-    assert num_waits > 1000, "or nothing was tried"
+    assert num_waits > 1000, "too few histories with waits"
 
 
 # --- the server --------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_after_every_history_the_one_that_may_have_the_server_gets_it_and_nobody
 
 @pytest.mark.usefixtures("pulse_often")
 @with_server(config=ServerConfig(orphan_timeout_s=1.0))
-async def test_a_run_whose_connection_breaks_keeps_the_server_for_the_timeout_and_then_loses_its_groups(
+async def test_a_disconnected_run_keeps_the_server_for_the_timeout_and_then_loses_its_groups(
     at: Stage,
 ) -> None:
     await at.join_and_push()
@@ -161,8 +161,8 @@ async def test_a_run_whose_connection_breaks_keeps_the_server_for_the_timeout_an
     assert at.status()["run"] == "run-b" and at.status()["groups_running"] == 0
 
 
-@with_server(config=FOR_EVER)
-async def test_a_run_that_comes_back_in_time_finds_its_groups_and_its_rival_waits_on(at: Stage) -> None:
+@with_server(config=NO_TIMEOUT)
+async def test_a_run_that_reconnects_in_time_finds_its_groups_and_its_rival_keeps_waiting(at: Stage) -> None:
     await at.join_and_push()
     server_id = at.status()["server_id"]
     await at.learner.group("g", [1])
@@ -178,8 +178,8 @@ async def test_a_run_that_comes_back_in_time_finds_its_groups_and_its_rival_wait
     assert (tenancy["state"], tenancy["run"], tenancy["learner"]) == ("held", "run-a", restarted.learner)
 
 
-@with_server(config=FOR_EVER)
-async def test_a_run_that_is_over_frees_the_server_at_once_and_its_groups_are_aborted(at: Stage) -> None:
+@with_server(config=NO_TIMEOUT)
+async def test_a_finished_run_frees_the_server_immediately_and_its_groups_are_aborted(at: Stage) -> None:
     await at.join_and_push()
     server_id = at.status()["server_id"]
     await at.hold_group("g")
@@ -192,7 +192,7 @@ async def test_a_run_that_is_over_frees_the_server_at_once_and_its_groups_are_ab
     assert isinstance(answer, Refused) and "busy with run run-b" in answer.reason
 
 
-@with_server(config=FOR_EVER)
+@with_server(config=NO_TIMEOUT)
 async def test_two_processes_of_one_run_do_not_take_the_server_from_each_other(at: Stage) -> None:
     await at.join_and_push()
     second = at.another(at.learner.run)
@@ -206,14 +206,14 @@ async def test_two_processes_of_one_run_do_not_take_the_server_from_each_other(a
     await at.learner.receive(Group)
     at.learner.close()
     assert (await second.join()).policy_version == 0
-    assert (await second.receive(Group)).group_id == "g", "it may be the first one, started again"
+    assert (await second.receive(Group)).group_id == "g", "the second process may be the restarted first one"
     late = at.another(at.learner.run)
     late.learner = at.learner.learner
-    assert isinstance(await late.greet(), Refused), "it was only stopped"
+    assert isinstance(await late.greet(), Refused), "the first process was only stopped"
 
 
-@with_server(config=FOR_EVER)
-async def test_a_learner_whose_connection_is_made_again_before_the_server_has_noticed_is_the_same_one(
+@with_server(config=NO_TIMEOUT)
+async def test_a_learner_that_reconnects_before_the_server_notices_is_the_same_learner(
     at: Stage,
 ) -> None:
     await at.join_and_push()
@@ -225,7 +225,7 @@ async def test_a_learner_whose_connection_is_made_again_before_the_server_has_no
 
 @pytest.mark.usefixtures("pulse_often")
 @with_server(config=ServerConfig(orphan_timeout_s=1.0))
-async def test_a_run_that_says_hello_while_the_engine_starts_again_keeps_the_server(at: Stage) -> None:
+async def test_a_run_that_says_hello_while_the_engine_restarts_keeps_the_server(at: Stage) -> None:
     await at.join_and_push()
     await at.learner.group("g", [1])
     at.engine.release_restart.clear()
@@ -246,8 +246,8 @@ async def test_a_run_that_says_hello_while_the_engine_starts_again_keeps_the_ser
 
 @pytest.mark.usefixtures("pulse_often")
 @with_server(config=ServerConfig(orphan_timeout_s=0.1))
-async def test_a_full_queue_is_no_lost_connection(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else another process of the run could take the server from one on a slow link."""
+async def test_a_full_queue_is_not_a_lost_connection(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another process of the run could take the server from a learner on a slow link."""
     send, num_refused = ServerChannel.send, 0
 
     async def full(channel: ServerChannel, peer: bytes, message: Message) -> SendResult:
@@ -263,8 +263,8 @@ async def test_a_full_queue_is_no_lost_connection(at: Stage, monkeypatch: pytest
     assert at.status()["tenancy"]["state"] == "held"
 
 
-@with_server(config=FOR_EVER)
-async def test_what_other_learners_say_costs_the_one_that_is_served_nothing(at: Stage) -> None:
+@with_server(config=NO_TIMEOUT)
+async def test_messages_of_other_learners_do_not_affect_the_served_learner(at: Stage) -> None:
     await at.join_and_push()
     rivals = [at.another(run=f"run-{index}") for index in range(4)]
     began_at = asyncio.get_running_loop().time()
@@ -279,8 +279,8 @@ async def test_what_other_learners_say_costs_the_one_that_is_served_nothing(at: 
 
 
 @pytest.mark.parametrize("next_run", ["run-a", "run-b"])
-@with_server(config=FOR_EVER)
-async def test_the_weights_of_a_run_that_is_over_answer_under_its_name_until_the_next_one_has_pushed(
+@with_server(config=NO_TIMEOUT)
+async def test_the_weights_of_a_finished_run_answer_under_its_name_until_the_next_push(
     at: Stage, next_run: str
 ) -> None:
     def served() -> tuple[str | None, int | None, str | None]:
@@ -293,7 +293,7 @@ async def test_the_weights_of_a_run_that_is_over_answer_under_its_name_until_the
     await at.learner.leave()
     second = at.another(next_run)
     welcome = await second.join()
-    assert welcome.policy_version is None and not welcome.is_untouched, "weights of another run are no weights"
+    assert welcome.policy_version is None and not welcome.is_untouched, "weights of another run do not count"
     assert (await second.receive(Pulse)).policy_version is None
     assert served() == (next_run, 7, "run-a") and at.status()["weights_checksum"] == "c0ffee"
     await second.generate("g", [1, 2])
@@ -303,8 +303,8 @@ async def test_the_weights_of_a_run_that_is_over_answer_under_its_name_until_the
     assert served() == (next_run, 0, next_run) and (await second.join()).policy_version == 0
 
 
-@with_server(config=FOR_EVER)
-async def test_a_push_that_ends_under_the_next_run_is_of_the_run_that_began_it(at: Stage) -> None:
+@with_server(config=NO_TIMEOUT)
+async def test_a_push_that_ends_under_the_next_run_belongs_to_the_run_that_started_it(at: Stage) -> None:
     await at.learner.join()
     at.engine.release_pause.clear()
     at.engine.scripted_reports.append([report()])
@@ -320,12 +320,12 @@ async def test_a_push_that_ends_under_the_next_run_is_of_the_run_that_began_it(a
     assert (await second.receive(GroupFailed)).code == "not_ready"
 
 
-def test_a_push_that_has_not_started_when_another_run_is_served_is_not_started() -> None:
+def test_a_push_is_not_started_after_another_run_takes_over() -> None:
     async def run() -> None:
-        said: list[Message] = []
+        sent: list[Message] = []
 
         async def deliver(message: Message) -> bool:
-            said.append(message)
+            sent.append(message)
             return True
 
         engine = ScriptedEngine()
@@ -336,7 +336,7 @@ def test_a_push_that_has_not_started_when_another_run_is_served_is_not_started()
             await asyncio.sleep(0)
             pushes.begin_run("run-b")
         await pushing
-        (failed,) = said
+        (failed,) = sent
         assert isinstance(failed, PushFailed) and failed.weights_intact and engine.calls == []
         assert "run run-a, which started this weight sync, is no longer served" in failed.message
 
@@ -346,7 +346,7 @@ def test_a_push_that_has_not_started_when_another_run_is_served_is_not_started()
 @with_server()
 async def test_a_learner_of_another_version_is_notified_in_a_message_that_it_can_read(at: Stage) -> None:
     class Hello7(msgspec.Struct, frozen=True, tag="Hello"):
-        """As before this process had a name."""
+        """A Hello of protocol version 7, without a learner id."""
 
         run: str
         protocol_version: int
@@ -361,7 +361,7 @@ async def test_a_learner_of_another_version_is_notified_in_a_message_that_it_can
     assert f"protocol version 7, the server {PROTOCOL_VERSION}; install the same" in refused.reason
 
 
-def test_every_learner_process_has_a_name_of_its_own_that_says_where_it_is() -> None:
+def test_every_learner_process_has_a_unique_id_that_names_its_host() -> None:
     one, other = new_learner_id(), new_learner_id()
     assert one != other and f":{os.getpid()}:" in one
     Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner=one)

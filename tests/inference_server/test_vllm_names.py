@@ -1,4 +1,4 @@
-"""The table of vLLM's names is complete, and true of the installed vLLM, of 0.33.0 and of the newest on the index."""
+"""The table of vLLM's names is complete, and matches the installed vLLM, 0.33.0 and the newest release."""
 
 import ast
 import re
@@ -32,7 +32,7 @@ DOWNLOAD_TIMEOUT_S = 240
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
-    """Yield module, name, and what it is called here, of every import of vLLM."""
+    """Yield module, name and local name of every import from vLLM."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
             yield from ((node.module or "", alias.name, alias.asname or alias.name) for alias in node.names)
@@ -42,14 +42,14 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def replaced(tree: ast.Module, imported: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield module and `Class.member` of what is read from or assigned to an imported class of vLLM's."""
+    """Yield module and `Class.member` of members of vLLM's classes that are read or assigned."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
             yield imported[node.value.id], f"{node.value.id}.{node.attr}"
 
 
 def overridden(tree: ast.Module, imported: dict[str, str], vllm: PackageSource) -> Iterator[tuple[str, str]]:
-    """Yield module and `Class.member` of what a subclass here has in common with its base class of vLLM's."""
+    """Yield module and `Class.member` of members of vLLM's classes that a subclass overrides."""
     for node in ast.walk(tree):
         for base in node.bases if isinstance(node, ast.ClassDef) else ():
             if isinstance(base, ast.Name) and base.id in imported:
@@ -59,7 +59,7 @@ def overridden(tree: ast.Module, imported: dict[str, str], vllm: PackageSource) 
 
 
 def keywords(tree: ast.Module, imported: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield name and parameter of what is given by name to something of vLLM's."""
+    """Yield name and parameter of keyword arguments of calls into vLLM."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id=name)) if name in imported:
@@ -76,7 +76,7 @@ def vllm() -> PackageSource:
 
 @pytest.fixture(scope="module")
 def used(vllm: PackageSource) -> set[tuple[str, str]]:
-    """Every name of vLLM's that the packages import, reach into, replace or override."""
+    """Return every name of vLLM that the packages import, access, replace or override."""
     found: set[tuple[str, str]] = set()
     for tree in TREES.values():
         named = list(imports(tree))
@@ -86,11 +86,11 @@ def used(vllm: PackageSource) -> set[tuple[str, str]]:
     return found - {("vllm.platforms", "current_platform.is_cpu")}  # in the table as the method of its class
 
 
-def test_every_name_that_is_imported_replaced_or_overridden_is_in_the_table(used: set[tuple[str, str]]) -> None:
+def test_every_imported_replaced_or_overridden_name_is_in_the_table(used: set[tuple[str, str]]) -> None:
     assert sorted(used - TABLE) == []
 
 
-def test_every_parameter_that_is_given_by_name_is_in_the_table() -> None:
+def test_every_keyword_argument_is_in_the_table() -> None:
     unknown = []
     for path, tree in TREES.items():
         imported = {here: module for module, _, here in imports(tree)}
@@ -98,7 +98,7 @@ def test_every_parameter_that_is_given_by_name_is_in_the_table() -> None:
     assert unknown == []
 
 
-def test_every_variable_of_vllms_that_is_set_or_read_is_in_the_table() -> None:
+def test_every_used_environment_variable_of_vllm_is_in_the_table() -> None:
     known = set(PUBLIC["vllm.envs"])
     for path, tree in TREES.items():
         for node in ast.walk(tree):
@@ -108,8 +108,8 @@ def test_every_variable_of_vllms_that_is_set_or_read_is_in_the_table() -> None:
                     assert not is_one or name in known, f"{path.name}: {name}"
 
 
-def test_the_table_has_nothing_that_is_used_no_more(used: set[tuple[str, str]]) -> None:
-    """What is not imported, such as a method, must at least be written somewhere, with hyphens perhaps."""
+def test_the_table_has_no_unused_names(used: set[tuple[str, str]]) -> None:
+    """A name that is not imported, such as a method, must at least occur in the source, possibly with hyphens."""
     text = "\n".join(text for path, text in PRODUCT.items() if path.name != "vllm_names.py")
     words = set(re.findall(r"\w+", text)) | {word.replace("-", "_") for word in re.findall(r"\w[\w-]+", text)}
     assert sorted(name for _, name in TABLE - used if name.rpartition(".")[2] not in words) == []
@@ -121,7 +121,7 @@ def test_the_versions_are_those_of_the_project() -> None:
 
 
 def test_every_argument_that_the_server_passes_is_in_the_table() -> None:
-    from inference_server.engine.vllm_args import own_arguments  # which imports vLLM
+    from inference_server.engine.vllm_args import own_arguments  # this imports vLLM
 
     passed = own_arguments(ServerRun(model="m", run_dir="r"), Path("/m"))
     of_table = PUBLIC["vllm.engine.arg_utils"]["AsyncEngineArgs"].removeprefix("/ ").split(", ")
@@ -135,7 +135,7 @@ def test_the_installed_vllm_has_every_name(vllm: PackageSource) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("requirement", ["vllm==0.33.0", "vllm"])
 def test_a_wheel_of_the_package_index_has_every_name(requirement: str, tmp_path: Path) -> None:
-    """That for this machine, which has the same source as all others."""
+    """Checks the wheel for this machine; all wheels have the same source."""
     options = ("--no-deps", "--only-binary", ":all:", "--no-input", "--quiet", "--dest", str(tmp_path))
     command = [sys.executable, "-P", "-m", "pip", "download", *options, requirement]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
@@ -148,7 +148,7 @@ def test_a_wheel_of_the_package_index_has_every_name(requirement: str, tmp_path:
 
 @pytest.fixture
 def other_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A vLLM 0.99.0 without a single module, as if it were the installed one."""
+    """Replace the installed vLLM with version 0.99.0 without modules."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("raise RuntimeError('a check imports nothing')")
     monkeypatch.setattr(vllm_names, "installed_at", lambda: tmp_path)
@@ -156,16 +156,16 @@ def other_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "vllm"
 
 
-def test_a_vllm_that_is_not_known_is_one_error_with_what_is_missing_and_the_command(other_vllm: Path) -> None:
+def test_an_unsupported_vllm_is_one_error_with_the_missing_names_and_the_command(other_vllm: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         check_vllm()
-    said = str(refused.value)
-    assert said.startswith(f"vllm 0.99.0 is not supported by this server, expected vllm{SUPPORTED}: it has no ")
-    assert "no vllm.v1.engine.async_llm.AsyncLLM.generate, " in said
-    assert re.search(r"; install a supported version: .*(server-gpu|server-cpu|make -C .* install)", said)
+    message = str(refused.value)
+    assert message.startswith(f"vllm 0.99.0 is not supported by this server, expected vllm{SUPPORTED}: it has no ")
+    assert "no vllm.v1.engine.async_llm.AsyncLLM.generate, " in message
+    assert re.search(r"; install a supported version: .*(server-gpu|server-cpu|make -C .* install)", message)
 
 
-def test_a_parameter_that_is_gone_or_moved_is_reported(other_vllm: Path) -> None:
+def test_a_removed_or_moved_parameter_is_reported(other_vllm: Path) -> None:
     source = PackageSource("vllm", other_vllm.parent)
     core = other_vllm / "v1/engine/core_client.py"
     core.parent.mkdir(parents=True)
@@ -179,7 +179,7 @@ def test_a_parameter_that_is_gone_or_moved_is_reported(other_vllm: Path) -> None
     assert "vllm.entrypoints.launchers.app.build_app with the parameter(s) supported_tasks" in missing
 
 
-def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_error_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_names, "installed_at", lambda: None)
     needed = r"vLLM is not installed in this environment, expected vllm>=0\.32,<0\.34; install a supported version"
     with pytest.raises(ConfigError, match=needed):

@@ -1,4 +1,4 @@
-"""A worker's end of the transfer, with a learner that is there in part."""
+"""The receiving side of a transfer, with a partially working learner."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -17,10 +17,10 @@ from protocol.weights.dense import ReceivedBucket
 CPU = torch.device("cpu")
 
 
-def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connection_stays(
+def test_a_worker_gives_up_a_push_when_the_learner_is_lost_although_its_connection_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So it looks when its host has vanished: the collective alone would wait for a minute."""
+    """This happens when the learner's host vanishes: the collective alone would wait for a minute."""
     monkeypatch.setattr(protocol.transports.group, "WATCH_INTERVAL_S", 0.05)
     manifest = make_manifest([("weight", torch.zeros(8))], torch.float32, 1024, "dense")
     rendezvous_host, receiver = RendezvousHost("127.0.0.1", 60.0), Receiver(1, CPU)
@@ -46,7 +46,7 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
         ),
     ],
 )
-def test_what_is_kept_until_a_whole_push_has_come_takes_no_memory_of_a_gpu(device: str) -> None:
+def test_weights_kept_until_a_push_is_complete_use_no_gpu_memory(device: str) -> None:
     (bucket,) = split_into_buckets(make_manifest([("weight", torch.zeros(8))], torch.float32, 1024))
     arrived = ReceivedBucket(bucket, torch.arange(32, dtype=torch.uint8, device=device), 7)
     kept = in_host_memory(arrived)

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 with a tied head and sharp, random logits, and what Hugging Face's own forward pass makes of it."""
+"""A tiny GPT-2 with a tied head and sharp random logits, and its logprobs from transformers."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def save(model: GPT2LMHeadModel, path: Path) -> None:
 
 
 def named_tensors(model: GPT2LMHeadModel) -> list[tuple[str, torch.Tensor]]:
-    """In the model's order, which is layer by layer; the tied head is not among them."""
+    """Return the tensors layer by layer, without the tied head."""
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints written and read in one go, for tests of what is in them."""
+"""Write and read whole checkpoints, for tests of their contents."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from learner.training.policy_trainer import PolicyTrainer
 
 
 def save(trainer: PolicyTrainer, directory: Path, step: int) -> Path:
-    """Called by every rank; returns when it is complete."""
+    """Write a checkpoint and wait for it. Every rank must call this."""
     with CheckpointWriter(trainer, directory) as writer:
         writer.begin(step, RunProgress(), None, lambda: None)
         writer.wait()
@@ -20,7 +20,7 @@ def save(trainer: PolicyTrainer, directory: Path, step: int) -> Path:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All that is trained, the moments, the reference's snapshots and the generators."""
+    """Return trained tensors, moments, snapshots of the reference, and generators."""
     tensors = {}
     for room in ("trained", "reference"):
         if (checkpoint / room).exists():
@@ -32,13 +32,13 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """What is trained, by the names of the parameters."""
+    """Return the trained tensors by parameter name."""
     found = whole_tensors(checkpoint / "trained")
     return {name.removeprefix(POLICY): tensor for name, tensor in found.items() if name.startswith(POLICY)}
 
 
 def save_whole(tensors: dict[str, torch.Tensor], directory: Path) -> None:
-    """Of one process."""
+    """Save tensors from one process."""
     written(begin_writing(tensors, directory, None, is_sharded=False))
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def same_path_of_modules() -> Iterator[None]:
-    """A file that a test has the learner import adds its directory, where the next test would find its modules."""
+    """Restore sys.path: an imported user file adds its directory, where later tests would find its modules."""
     before = list(sys.path)
     yield
     sys.path[:] = before
@@ -20,8 +20,8 @@ def same_path_of_modules() -> Iterator[None]:
 
 @pytest.fixture
 def accelerator() -> "Iterator[Accelerator]":
-    """On the CPU, without what the accelerator of another test has left in the process."""
-    # Here, because most tests beside it do not need the seconds that the import takes.
+    """Return an accelerator on the CPU, without state of the accelerators of other tests."""
+    # Imported here, because most tests do not need it and the import takes seconds.
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 

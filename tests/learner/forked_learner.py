@@ -1,6 +1,6 @@
-"""`learner …` in a process of its own that costs what happens in it: forked from one that has imported everything.
+"""Run `learner …` in a process forked from one that has imported everything, so that it starts quickly.
 
-Exit code, output and signals are a process's own. What an interpreter does that starts from nothing is for the tests that say
+Exit code, output and signals are those of a real process. The start of a new interpreter is tested by tests that run
 `python -m learner`.
 """
 
@@ -38,23 +38,23 @@ def run_learner(*arguments: str) -> subprocess.CompletedProcess[str]:
 def start_learner(
     arguments: tuple[str, ...], out: Path, err: Path, prepare: Callable[[], None] | None = None
 ) -> Process:
-    """Start a command that adds to these files, which may be one; `prepare` is called in the process before."""
+    """Start a command that appends to these files, which may be the same. `prepare` runs in the process first."""
     process = PROCESSES.Process(target=_live, args=(arguments, out, err, prepare))
     process.start()
     return process
 
 
 def end_of(process: Process, log: Path, timeout_s: float = TIMEOUT_S) -> int:
-    """Wait for it; return its exit code."""
+    """Wait for the process and return its exit code."""
     process.join(timeout_s)
     if process.exitcode is None:
         process.kill()
-        raise AssertionError(f"it lived on after {timeout_s:g} s:\n{log.read_text()}")
+        raise AssertionError(f"the process did not end within {timeout_s:g} s:\n{log.read_text()}")
     return process.exitcode
 
 
 def _live(arguments: tuple[str, ...], out: Path, err: Path, prepare: Callable[[], None] | None) -> None:
-    # The fork server may be that of environments, which holds them back.
+    # The fork server may be that of environments, which blocks these signals.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
     for descriptor, path in ((1, out), (2, err)):
         with path.open("a") as file:

@@ -1,4 +1,4 @@
-"""`learner …` in the test's own process, for what a command prints and how it ends: it costs only what it does."""
+"""Run `learner …` in the test's own process: the fastest way to check output and exit code."""
 
 import io
 import subprocess
@@ -10,7 +10,7 @@ from learner.__main__ import main
 
 
 def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, as `run_learner` does, but for the log and without binding cores."""
+    """Run a command to its end, like `run_learner`, but without the log and without binding cores."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setattr("learner.__main__._prepare_to_compute", lambda run: None)

@@ -1,4 +1,4 @@
-"""Ledgers as tests fill and read them."""
+"""Fill and read ledgers."""
 
 from contextlib import closing
 from pathlib import Path
@@ -16,13 +16,13 @@ def receive(
 
 
 def consumed_groups(run: LearnerRun) -> list[tuple[Row, bytes]]:
-    """The consumed groups of a run in slot order, with their payloads. Raises LedgerError unless all are kept."""
+    """Return the consumed groups in slot order, with payloads. Raises LedgerError unless all payloads are kept."""
     with closing(Ledger(Path(run.run_dir) / "ledger.db", read_only=True)) as ledger:
         return [(row, ledger.payload(row.group_id)) for row in ledger._rows("state = 'consumed'", ())]
 
 
 def steps_kept(run: LearnerRun) -> set[int]:
-    """The steps, while the run may go on, of which a resume would find all groups."""
+    """Return the steps of which a resume would find all groups. The run may be running."""
     with closing(Ledger(Path(run.run_dir) / "ledger.db", read_only=True)) as ledger:
         files = ledger._all("SELECT step, payload_file FROM groups WHERE state = 'consumed'")
         there = ledger._payloads.numbers()

@@ -1,6 +1,6 @@
-"""An engine that samples from a real transformers model, whose weights come only from pushes: vLLM's part, slowly.
+"""An engine that samples from a real transformers model with pushed weights: a slow substitute for vLLM.
 
-Every completion has a seed of its own, so what is sampled depends on weights, prompt and seed alone.
+Every completion has its own seed, so samples depend only on weights, prompt and seed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ TINY_LIMITS = EngineLimits(
 def sample(
     model: Any, prompt: list[int], seed: int, max_tokens: int, stops: frozenset[int] = frozenset()
 ) -> tuple[list[int], list[float]]:
-    """Sample one completion up to and including <eos>, or a token that stops it; return tokens and their logprobs."""
+    """Sample a completion up to and including <eos> or a stop token. Return tokens and their logprobs."""
     (sampled,) = sample_group(model, prompt, [seed], max_tokens, stops)
     return sampled
 
@@ -34,7 +34,7 @@ def sample(
 def sample_group(
     model: Any, prompt: list[int], seeds: Sequence[int], max_tokens: int, stops: frozenset[int] = frozenset()
 ) -> list[tuple[list[int], list[float]]]:
-    """The same with a completion for each seed, which go through the model together."""
+    """Sample a completion for each seed, in one batch."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     sampled: list[tuple[list[int], list[float]]] = [([], []) for _ in seeds]
     ends = stops | {model.config.eos_token_id}
@@ -51,7 +51,7 @@ def sample_group(
 
 
 class ModelEngine(ScriptedEngine):
-    """The scripted engine with a model in it. Unseeded requests are numbered."""
+    """A scripted engine that samples from a model. Unseeded requests are numbered."""
 
     def __init__(self, model_path: Path, limits: EngineLimits = TINY_LIMITS) -> None:
         super().__init__(limits=limits)
@@ -70,12 +70,12 @@ class ModelEngine(ScriptedEngine):
             self._num_unseeded += 1
         seed = self._num_unseeded if sampling.seed is None else sampling.seed + index
         stops = self._stops_of(sampling)
-        return self._told(*sample(self.model, prompt, seed, sampling.max_tokens, stops), stops)
+        return self._completion_of(*sample(self.model, prompt, seed, sampling.max_tokens, stops), stops)
 
     def _stops_of(self, sampling: Sampling) -> frozenset[int]:
         return frozenset(self._token_of[text] for text in sampling.stop)
 
-    def _told(self, tokens: list[int], logprobs: list[float], stops: frozenset[int]) -> Completion:
+    def _completion_of(self, tokens: list[int], logprobs: list[float], stops: frozenset[int]) -> Completion:
         assert self.version is not None
         return Completion(
             token_ids=np.array(tokens, np.int32),
@@ -92,13 +92,13 @@ class ModelEngine(ScriptedEngine):
 
 
 def tiny_server(engine: ScriptedEngine | None = None, endpoint: str = "tcp://127.0.0.1:*") -> ServerThread:
-    """A server of the tiny model, on a free port if none is given."""
+    """Return a server of the tiny model, on a free port by default."""
     path = resolve_model("tiny:digits")
     return ServerThread(engine or ModelEngine(path), model=fingerprint(path), endpoint=endpoint)
 
 
 class VersionedEngine(ModelEngine):
-    """Of the tiny model. Records its versions, and does what a test wants when it gets one."""
+    """An engine of the tiny model that records its versions and calls `on_version` for each."""
 
     def __init__(self, limits: EngineLimits = TINY_LIMITS) -> None:
         super().__init__(resolve_model("tiny:digits"), limits)

@@ -1,4 +1,4 @@
-"""`learner train` as a process of its own that meets its end at a named point, for tests of what a resume makes of it."""
+"""`learner train` as a process that is killed, or runs out of disk, at a named point, for tests of resumes."""
 
 import contextlib
 import os
@@ -39,11 +39,11 @@ POINTS = {
     "answers forgotten": "learner.evaluation.background:PartialResults.forget",
     "old one removed": "learner.storage.retention:remove_checkpoint",
 }
-"""What has just been called when the blow falls."""
+"""Functions after whose call the blow happens, by name of the point."""
 
 
 class Death(msgspec.Struct, frozen=True):
-    """SIGKILL the moment a process has come to a point for the n-th time."""
+    """SIGKILL at the moment when a process reaches a point for the n-th time."""
 
     point: str
     nth: int = 1
@@ -53,7 +53,7 @@ class Death(msgspec.Struct, frozen=True):
 
 
 class LateDeath(msgspec.Struct, frozen=True):
-    """Hold up the thread that has come to the point, until the main loop has logged another step; then SIGKILL."""
+    """Hold the thread at the point until the main loop has logged another step; then SIGKILL."""
 
     point: str
     nth: int = 1
@@ -67,7 +67,7 @@ class LateDeath(msgspec.Struct, frozen=True):
 
 
 class FullDisk(msgspec.Struct, frozen=True):
-    """The disk of the run directory has no byte left from that moment on, until BALLAST is removed."""
+    """Fill the disk of the run directory at the point, until BALLAST is removed."""
 
     point: str
     nth: int = 1
@@ -94,17 +94,17 @@ class Life:
         self.process = start_learner(arguments, self._log, self._log, partial(_prepare, run_dir, blow, place))
 
     def end(self) -> int:
-        """Wait for it; return its exit code."""
+        """Wait for the process and return its exit code."""
         return end_of(self.process, self._log, LIFE_TIMEOUT_S)
 
     @property
     def log(self) -> str:
-        """What it wrote, and what those before it did."""
+        """Output of this process and of earlier ones of the same run."""
         return self._log.read_text()
 
 
 def live(run: LearnerRun, *deaths: Death | LateDeath) -> None:
-    """Start a run, let it die so often, and resume it every time, to its end."""
+    """Run to the end, with a resume after each of the deaths."""
     for i, death in enumerate([*deaths, None]):
         life = Life(run, death, resume=i > 0)
         assert life.end() == (0 if death is None else -signal.SIGKILL), f"{death}:\n{life.log}"

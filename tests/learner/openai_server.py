@@ -1,4 +1,4 @@
-"""The OpenAI side of a server, which answers as it is told: for evaluations."""
+"""A scripted OpenAI server for evaluations."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ Answer = Callable[[str, int], list[str]]
 
 
 class OpenAIServer:
-    """Answers each prompt with what `answer` says of its text and the number of samples."""
+    """Answers each prompt with `answer(text, number of samples)`."""
 
     url = ""
 
@@ -26,14 +26,14 @@ class OpenAIServer:
         self.answer: Answer = lambda prompt, count: [prompt[:-1]] * count
         self.version = 3
         self.engine: ScriptedEngine | None = None
-        """Whose version is told, instead."""
+        """Engine whose version the answers name. None: no version."""
         self.run: Callable[[], str | None] = lambda: None
-        """Whose weights answer."""
+        """Returns the run whose weights answer."""
         self.num_untrained = 0
-        """So many of the next answers are of the model's own weights."""
+        """Number of next answers that are of the base model's weights."""
         self.delay_s = 0.0
         self.failures: list[int] = []
-        """Status codes of the next answers."""
+        """Status codes of the next responses."""
         self.requests: list[dict[str, Any]] = []
         self.tells_tokens = True
         self.max_model_len: int | None = 64
@@ -48,30 +48,30 @@ class OpenAIServer:
     async def completions(self, request: web.Request) -> web.Response:
         if self.failures:
             return web.Response(status=self.failures.pop(0), text="no")
-        asked = await request.json()
-        self.requests.append(asked)
+        body = await request.json()
+        self.requests.append(body)
         first = self.version if self.engine is None else self.engine.version
         await asyncio.sleep(self.delay_s)
         last = self.version + 1 if self.engine is None else self.engine.version
         if self.num_untrained:
             self.num_untrained -= 1
             first = last = NO_VERSION
-        prompt = asked["prompt"] if isinstance(asked["prompt"], str) else self._tokenizer.decode(asked["prompt"])
-        texts = self.answer(prompt, asked["n"])[self.num_lost :]
+        prompt = body["prompt"] if isinstance(body["prompt"], str) else self._tokenizer.decode(body["prompt"])
+        texts = self.answer(prompt, body["n"])[self.num_lost :]
         choices = [
             {"index": i, "text": text, "finish_reason": "length" if len(text) > 2 else "stop"}
             | ({"token_ids": self._tokenizer.encode(text)} if self.tells_tokens else {})
             for i, text in enumerate(texts)
         ]
-        told = header_of_runs(self.run()) | {
+        version_headers = header_of_runs(self.run()) | {
             "x-slipstream-policy-version-start": str(first),
             "x-slipstream-policy-version-end": str(last),
         }
         answer = {"choices": choices[::-1], "usage": {"completion_tokens": sum(map(len, texts))}}
-        return web.json_response(answer, headers=told if self.tells_tokens else {})
+        return web.json_response(answer, headers=version_headers if self.tells_tokens else {})
 
     def of(self, server: ServerThread) -> None:
-        """Be the HTTP side of that server."""
+        """Act as the HTTP API of `server`."""
         self.engine = server.engine
         self.run = lambda: server.running.server.status()["weights_run"]
 

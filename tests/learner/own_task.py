@@ -1,4 +1,4 @@
-"""A task of the user's own, in files: rows, reward functions, and a recipe of 6 steps."""
+"""A user's task in files: rows, reward functions, and a recipe of 6 steps."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,13 @@ REWARDS = """
 import time
 
 def right(completions, answer, **row):
-    return [float(said == wanted) for said, wanted in zip(completions, answer)]
+    return [float(text == gold) for text, gold in zip(completions, answer)]
 
 def length(completions, completion_ids, **row):
-    return [float(len(said)) for said in completions]
+    return [float(len(text)) for text in completions]
 
 def shortness(completions, **row):
-    return [-float(len(said)) for said in completions]
+    return [-float(len(text)) for text in completions]
 
 def broken(completions, **row):
     raise KeyError("no such column")
@@ -28,7 +28,7 @@ def late_once(completions, answer, **row):
 
 
 def write_task(directory: Path, functions: tuple[str, ...] = ("right",), rows: list[dict[str, Any]] = ROWS) -> str:
-    """Return the path of the recipe."""
+    """Write the files and return the path of the recipe."""
     (directory / "rewards.py").write_text(REWARDS)
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = directory / "run.toml"

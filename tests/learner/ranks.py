@@ -1,7 +1,7 @@
-"""Ranks of a learner as torchrun would start them, forked from a process that has imported everything.
+"""Ranks of a learner, as torchrun starts them, forked from a process that has imported everything.
 
 run_ranks       a whole `learner train` on each
-on_two_ranks    a function on each of a pair that lives as long as the test session, once it was needed
+on_two_ranks    a function on each of two ranks that are shared by all tests of the session
 """
 
 import atexit
@@ -34,20 +34,20 @@ ROOT = Path(__file__).parent.parent.parent
 LAUNCH = ["accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--num_machines", "1",
           "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
 UNSHARDED = ["--multi_gpu", "--no_python", sys.executable, "-m", "deploy.cli"]
-"""As `accelerate launch --no_python slipstream`, which need not be installed here."""
+"""Like `accelerate launch --no_python slipstream`, which need not be installed here."""
 TIMEOUT_S = 120.0
 Work = Callable[..., Any]
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A rank among others, as torchrun tells it."""
+    """The place of a rank among others, as torchrun defines it."""
 
     rank: int
     num_ranks: int
     port: int
     is_sharded: bool = False
     launched: dict[str, str] = msgspec.field(default_factory=dict)
-    """What `accelerate launch` sets besides."""
+    """Further variables that `accelerate launch` sets."""
 
     def enter(self) -> None:
         if self.num_ranks == 1:
@@ -64,7 +64,7 @@ ALONE = Place(rank=0, num_ranks=1, port=0)
 
 
 def places_of(num_ranks: int, *, is_sharded: bool = False, switches: tuple[str, ...] = FSDP2) -> list[Place]:
-    """Of ranks that will find each other; sharded ones as `accelerate launch` with these switches would start them."""
+    """Return the places of ranks of one group. Sharded ranks are like those of `accelerate launch` with `switches`."""
     if num_ranks == 1:
         return [ALONE]
     port = free_port()
@@ -78,7 +78,7 @@ def places_of(num_ranks: int, *, is_sharded: bool = False, switches: tuple[str, 
 def run_ranks(
     tmp_path: Path, num_ranks: int, *, is_sharded: bool = False, start: Callable[..., str] | None = None, **learner: Any
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Train on so many ranks; return their metrics and the weights that reached the server."""
+    """Train on `num_ranks` ranks. Return their metrics and the weights that reached the server."""
     with tiny_server() as server:
         reference = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}}
         run = make_run(tmp_path, server.endpoint, **seeded() | reference | learner)
@@ -91,7 +91,7 @@ def run_ranks(
 
 
 def fork(config: Path, *, num_ranks: int, is_sharded: bool) -> str:
-    """Train to the end; return the log."""
+    """Train to the end and return the log."""
     log = config.with_suffix(".log")
     places = places_of(num_ranks, is_sharded=is_sharded)
     ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in places]
@@ -100,7 +100,7 @@ def fork(config: Path, *, num_ranks: int, is_sharded: bool) -> str:
 
 
 def launch(config: Path) -> str:
-    """The same by the command that the README gives, told that there are GPUs, without which it would start a single process."""
+    """Train with the command of the README. It pretends to have GPUs, without which it would start a single process."""
     command = [sys.executable, "-m", *LAUNCH, *UNSHARDED, "train", str(config)]
     on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=on_cpu)
@@ -109,20 +109,20 @@ def launch(config: Path) -> str:
 
 
 def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False, switches: tuple[str, ...] = FSDP2) -> list[Any]:
-    """Call `work(accelerator, *args)` on both; return what each returns."""
+    """Call `work(accelerator, *args)` on both ranks. Return both results."""
     if switches != FSDP2:
         return be_ranks(places_of(2, is_sharded=is_sharded, switches=switches), work, *args)
     pair = _pair(is_sharded=is_sharded)
     try:
         return pair.do(work, args)
     except BaseException:
-        _pair.cache_clear()  # one may wait in a collective for the other
+        _pair.cache_clear()  # a rank may wait for the other in a collective
         pair.end()
         raise
 
 
 def be_ranks(places: list[Place], work: Work, *args: Any) -> list[Any]:
-    """The same on ranks of their own."""
+    """Call `work(accelerator, *args)` on new ranks."""
     ranks = Ranks(places)
     try:
         return ranks.do(work, args)
@@ -131,7 +131,7 @@ def be_ranks(places: list[Place], work: Work, *args: Any) -> list[Any]:
 
 
 class Ranks:
-    """Processes that do one piece of work after the other, all of them the same."""
+    """Processes that all run the same sequence of functions."""
 
     def __init__(self, places: list[Place]) -> None:
         self._pipes, self._processes = [], []
@@ -148,10 +148,10 @@ class Ranks:
         answers: dict[Any, Any] = {}
         problems: list[str] = []
         while waiting := [pipe for pipe in self._pipes if pipe not in answers]:
-            # After an error of one, others may wait for it in a collective.
+            # After an error of one rank, others may wait for it in a collective.
             ready = wait(waiting, 5 if problems else TIMEOUT_S)
             if not ready:
-                problems.append(f"{work} has not ended on {len(waiting)} ranks")
+                problems.append(f"{work} did not end on {len(waiting)} ranks")
                 break
             for pipe in ready:
                 answers[pipe], problem = pickle.loads(pipe.recv_bytes())
@@ -203,7 +203,7 @@ def _do(place: Place, work: Work, args: tuple[Any, ...]) -> Any:
 
 
 def _attributes() -> list[tuple[Any, dict[str, Any]]]:
-    """Of the product's modules and classes: what a piece of work replaces there is put back after it."""
+    """Return the attributes of the product's modules and classes, to restore them after a function."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("learner", "protocol")]
     classes = [
         value

@@ -1,4 +1,4 @@
-"""A run of a few seconds, and what it has left in its directory."""
+"""The config of a run of a few seconds, and the contents of its directory."""
 
 import json
 import sqlite3
@@ -14,7 +14,7 @@ GROUPS_PER_STEP, NUM_COMPLETIONS, MAX_TOKENS = 3, 4, 5
 
 
 def make_run(tmp_path: Path, *endpoints: str, **learner: Any) -> LearnerRun:
-    """A run of a few seconds: reverse 4 digits, everything else as a test wants it."""
+    """Return a run of a few seconds that reverses 4 digits."""
     settings = {
         "steps": 4,
         "groups_per_step": GROUPS_PER_STEP,
@@ -26,7 +26,7 @@ def make_run(tmp_path: Path, *endpoints: str, **learner: Any) -> LearnerRun:
         "connect_timeout_s": 20,
         "weight_sync": {"timeout_s": 20},
     }
-    # Steps are so short that most checks would be left out.
+    # Steps are so short that most checks would be skipped.
     learner["parity"] = {"max_time_share": 1.0} | learner.get("parity", {})
     return msgspec.convert(
         {
@@ -57,13 +57,13 @@ def seeded() -> dict[str, Any]:
 
 
 def batches_of(run: LearnerRun) -> list[tuple]:
-    """Everything that happened to the slots, without when."""
+    """Return the history of all slots, without times."""
     return rows_of(run, "slot, attempt, position, prompt_id, state, reason, step, rewards")
 
 
 def assert_each_prompt_once(run: LearnerRun, num_steps: int) -> None:
-    """In every epoch of the 8 prompts, of which a step consumes 3; no attempt was spent."""
-    assert num_steps % 8 == 0, "else which prompts the last epoch owes is a matter of its order"
+    """Check that every epoch of the 8 prompts has each once, and that no attempt failed. A step consumes 3."""
+    assert num_steps % 8 == 0, "the last epoch must be complete"
     consumed = rows_of(run, "epoch, prompt_id", "state = 'consumed'")
     assert sorted(consumed) == [(index // 8, index % 8) for index in range(GROUPS_PER_STEP * num_steps)]
     assert rows_of(run, "max(attempt), count(*)") == [(0, GROUPS_PER_STEP * num_steps)]

@@ -1,4 +1,4 @@
-"""The learner's commands as a user types them: every mistake gets one clear sentence, exit code 2 and no traceback."""
+"""The learner's commands: every mistake of a user gives one clear error, exit code 2 and no traceback."""
 
 import os
 import re
@@ -50,9 +50,9 @@ def assert_refused(done: subprocess.CompletedProcess[str], expected: str) -> Non
     assert re.search(f"^error: .*{expected}", last), done.stderr
 
 
-def test_a_pipe_that_closes_early_is_no_error() -> None:
+def test_a_pipe_that_closes_early_is_not_an_error() -> None:
     theirs, ours = os.pipe()
-    os.close(theirs)  # nobody reads at all, where `| head -1` would read the whole of a short output
+    os.close(theirs)  # no reader at all, because `| head -1` would read all of a short output
     with os.fdopen(ours, "w") as output:
         started = [
             subprocess.Popen([sys.executable, "-m", *command.split()], cwd=ROOT, stdout=output, stderr=subprocess.PIPE)

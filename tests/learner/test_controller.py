@@ -1,4 +1,4 @@
-"""Which servers fit a run, and what one costs that does not score in time."""
+"""The controller: which servers fit a run, and servers that do not score in time."""
 
 import time
 from pathlib import Path
@@ -36,7 +36,7 @@ class Server:
         ),
     ],
 )
-def test_what_is_longer_than_the_server_allows_is_refused_with_the_numbers(
+def test_lengths_beyond_the_servers_limit_are_rejected_with_the_numbers(
     tmp_path: Path, learner: dict[str, Any], error: type[Exception] | None, expected: str
 ) -> None:
     server: Any = Server()
@@ -49,12 +49,12 @@ def test_what_is_longer_than_the_server_allows_is_refused_with_the_numbers(
 
 
 def parts_of(tmp_path: Path, **parts: Any) -> dict[str, Any]:
-    """Of a controller, none of which is there but these."""
+    """Return the parts of a controller, of which only `parts` exist."""
     run_inputs = RunInputs(make_run(tmp_path, "tcp://a:1", connect_timeout_s=0.1))
     return dict.fromkeys(Controller.__struct_fields__) | {"run_inputs": run_inputs} | parts
 
 
-def test_a_run_that_has_lost_all_servers_ends_after_a_while(tmp_path: Path) -> None:
+def test_a_run_without_servers_ends_at_a_deadline(tmp_path: Path) -> None:
     fleet = SimpleNamespace(is_connected=False, on_wait=lambda: None, no_server=lambda: DeadlineExceeded("nobody"))
     rollouts, evaluations = SimpleNamespace(next_batch=lambda *_: time.sleep(0.01)), SimpleNamespace(holds=False)
     controller = Controller(**parts_of(tmp_path, fleet=fleet, rollouts=rollouts, evaluations=evaluations))
@@ -64,7 +64,7 @@ def test_a_run_that_has_lost_all_servers_ends_after_a_while(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("is_several", [True, False])
-def test_a_server_that_does_not_score_gets_another_sync_later_and_ends_the_run_where_it_is_the_only_one(
+def test_a_server_that_does_not_score_is_synced_again_or_ends_the_run_if_it_is_the_only_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_several: bool
 ) -> None:
     busy: Any = Server()
@@ -73,7 +73,7 @@ def test_a_server_that_does_not_score_gets_another_sync_later_and_ends_the_run_w
 
     def measure(member: Any, version: int) -> float:
         if member is busy:
-            raise DeadlineExceeded("it did not score")
+            raise DeadlineExceeded("no score in time")
         return 0.5
 
     sync = {"push": lambda version, due: None, "holders": lambda version: members, "failed": failed.append}
@@ -81,7 +81,7 @@ def test_a_server_that_does_not_score_gets_another_sync_later_and_ends_the_run_w
     controller = Controller(**parts_of(tmp_path, fleet=fleet, parity=parity, weight_sync=SimpleNamespace(**sync)))
     if is_several:
         assert controller._sync(members, 1) == 0.5 and failed == [busy]
-        assert "parity could not be measured: it did not score" in caplog.messages
+        assert "parity could not be measured: no score in time" in caplog.messages
     else:
         with pytest.raises(DeadlineExceeded):
             controller._sync([busy], 1)

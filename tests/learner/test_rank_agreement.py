@@ -1,4 +1,4 @@
-"""Ranks decide once and compare what they are about to do: two real ranks, and the words of a disagreement."""
+"""Agreement of ranks: one decision for all, and the error of a disagreement, on two real ranks."""
 
 from typing import Any
 
@@ -44,18 +44,18 @@ def agree(accelerator: Accelerator) -> None:
         "the ranks of this learner disagree: step is 3 on rank 0 and 4 on rank 1; settings.kind is absent on rank 0 and "
         '"adamw" on rank 1. Start again'
     )
-    require_agreement(accelerator, View(step=5), "Do nothing")  # they are still in step with each other
+    require_agreement(accelerator, View(step=5), "Do nothing")  # the ranks are still synchronized
 
 
 def refuse() -> View:
     raise ConfigError("no such key")
 
 
-def test_two_ranks_have_one_answer() -> None:
+def test_two_ranks_agree_or_report_their_differences() -> None:
     on_two_ranks(agree)
 
 
-def test_a_single_rank_decides_for_itself_without_a_collective() -> None:
+def test_a_single_rank_decides_without_a_collective() -> None:
     class Alone:
         num_processes = 1
 
@@ -64,7 +64,7 @@ def test_a_single_rank_decides_for_itself_without_a_collective() -> None:
     require_agreement(Alone(), View(step=1), "")  # type: ignore[arg-type]
 
 
-def test_differences_name_ranks_of_the_same_value_together_and_count_what_is_left_out() -> None:
+def test_differences_group_ranks_by_value_and_count_omitted_fields() -> None:
     views = [{"layout": {"is_packed": value}} for value in (True, False, True, False)]
     assert describe_differences(views) == "layout.is_packed is true on ranks 0, 2 and false on ranks 1, 3"
     many = [{f"key{number}": rank for number in range(8)} for rank in range(2)]

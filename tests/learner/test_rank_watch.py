@@ -1,4 +1,4 @@
-"""A rank that dies ends the others soon, with one line that names it; nobody else can."""
+"""A dead rank ends the other ranks soon, with one line that names it; foreign connections end none."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def test_a_rank_that_dies_in_training_ends_the_others_with_one_line(tmp_path: Pa
 
 
 def run_ranks(log: Path, work: Work, *args: object) -> tuple[list[int | None], str]:
-    """Two ranks that do this, ending as a command would; return their exit codes and what they wrote."""
+    """Run `work` on two ranks that end like a command. Return their exit codes and output."""
     ranks = [PROCESSES.Process(target=be_rank, args=(place, log, work, args)) for place in places_of(2)]
     for rank in ranks:
         rank.start()
@@ -95,7 +95,7 @@ def die_beside_one_that_hears_nothing(*, is_watched: bool) -> None:
 
 
 @pytest.mark.parametrize("is_watched", [True, False], ids=["", "and whose death comes before the watch begins"])
-def test_a_rank_whose_collective_does_not_notice_is_ended_by_force(tmp_path: Path, is_watched: bool) -> None:
+def test_a_rank_whose_collective_does_not_notice_a_death_is_killed(tmp_path: Path, is_watched: bool) -> None:
     codes, log = run_ranks(tmp_path / "log", partial(die_beside_one_that_hears_nothing, is_watched=is_watched))
     assert codes == [2, -signal.SIGKILL]
     (line,) = error_lines(log)
@@ -109,7 +109,7 @@ def fail_alone() -> None:
         accelerator.wait_for_everyone()
 
 
-def test_an_error_of_one_rank_is_reported_by_it_alone(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_reported_only_by_that_rank(tmp_path: Path) -> None:
     codes, log = run_ranks(tmp_path / "log", fail_alone)
     assert codes == [2, 1]
     assert log.count("Traceback") == 1 and "ZeroDivisionError: a bug" in log
@@ -131,11 +131,11 @@ def be_visited_by_strangers() -> None:
         for port in ports:
             for line in (b"", b"GET / HTTP/1.1\r\n\r\n", rank_watch.msgspec.json.encode(guess) + b"\n", b"x" * 5000):
                 with suppress(OSError), socket.create_connection(("127.0.0.1", port), 10) as stranger:
-                    stranger.sendall(line)  # it may have been hung up on before all was sent
+                    stranger.sendall(line)  # the rank may close the connection early
         time.sleep(0.5)
         accelerator.wait_for_everyone()
 
 
-def test_strangers_end_no_rank(tmp_path: Path) -> None:
+def test_foreign_connections_end_no_rank(tmp_path: Path) -> None:
     codes, log = run_ranks(tmp_path / "log", be_visited_by_strangers)
     assert codes == [0, 0] and error_lines(log) == [], log

@@ -1,4 +1,4 @@
-"""Whole runs on several servers (the real server code with a transformers model): each is used, and none is needed."""
+"""Whole runs on several servers (the real server with a transformers model): each is used, and none is required."""
 
 import logging
 import threading
@@ -23,16 +23,16 @@ from tests.ports import free_endpoint
 from tests.waiting import TIMEOUT_S, until
 
 COARSE = 0.05
-"""Above the bound of float32, which is 1e-3, and below that of bfloat16, 0.3."""
+"""Above the bound of float32, 1e-3, and below that of bfloat16, 0.3."""
 ALL_COUNT = {"entropy_coef": 1e-6}
-"""A loss to which groups without signal belong too."""
+"""A loss to which groups without signal contribute."""
 
 
 class Coarse(VersionedEngine):
-    """Gives logprobs that are off, as a coarser dtype's would be, in scores and samples or in samples alone."""
+    """Returns inexact logprobs, as with a coarser dtype, in scores and samples or only in samples."""
 
     def __init__(self, dtype: str, beside: VersionedEngine | None = None) -> None:
-        """`beside`: only in samples, and only once this one is asked for groups too."""
+        """`beside`: inexact only in samples, and only after `beside` has received requests too."""
         super().__init__(msgspec.structs.replace(TINY_LIMITS, dtype=dtype))
         self._beside, self._off_in_scores = beside, COARSE if beside is None else 0.0
 
@@ -55,7 +55,7 @@ def warnings_about_servers(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING and ".servers." in one.name]
 
 
-def test_a_run_uses_every_server_that_fits_and_holds_each_to_the_bound_of_its_dtype(
+def test_a_run_uses_every_fitting_server_and_checks_each_with_the_bound_of_its_dtype(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "learner")
@@ -82,7 +82,7 @@ def test_a_run_uses_every_server_that_fits_and_holds_each_to_the_bound_of_its_dt
         assert f"excluded the server at {endpoint}: {reason}" in caplog.text
 
 
-def test_a_server_whose_fresh_tokens_are_off_is_named_though_the_mean_of_all_would_pass(tmp_path: Path) -> None:
+def test_a_server_with_wrong_fresh_tokens_is_reported_although_the_overall_mean_passes(tmp_path: Path) -> None:
     exact = VersionedEngine()
     with tiny_servers(exact, Coarse("float32", beside=exact)) as (one, other):
         run = make_run(
@@ -95,7 +95,7 @@ def test_a_server_whose_fresh_tokens_are_off_is_named_though_the_mean_of_all_wou
     assert not any("tcp://" in name for name in metrics_of(run)[-1])
 
 
-def test_servers_that_die_come_late_or_fail_in_a_sync_cost_nothing_but_their_speed(
+def test_servers_that_die_start_late_or_fail_in_a_sync_cost_only_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "learner")
@@ -106,7 +106,7 @@ def test_servers_that_die_come_late_or_fail_in_a_sync_cost_nothing_but_their_spe
     with tiny_servers(survivor, mortal, clumsy) as (one, two, three), ExitStack() as cleanup:
 
         def start() -> None:
-            """A server, for which and for the clumsy one the step is held up."""
+            """Start a server. The step waits for it and for the clumsy server."""
             cleanup.enter_context(tiny_server(late, endpoint_of_late))
             until(lambda: late.versions and clumsy.versions[-1] > 3)
             one._loop.call_soon_threadsafe(survivor.release.set)
@@ -116,7 +116,7 @@ def test_servers_that_die_come_late_or_fail_in_a_sync_cost_nothing_but_their_spe
             survivor.release.clear()
             threading.Thread(target=start).start()
 
-        mortal.on_version = {2: mortal.release.clear, 3: two.die}  # with the groups of version 2 in it
+        mortal.on_version = {2: mortal.release.clear, 3: two.die}  # while it has groups of version 2
         survivor.on_version = {4: hold_up}
         endpoints = [one.endpoint, two.endpoint, three.endpoint, endpoint_of_late]
         run = make_run(tmp_path, *endpoints, steps=16)
@@ -125,17 +125,19 @@ def test_servers_that_die_come_late_or_fail_in_a_sync_cost_nothing_but_their_spe
     assert_each_prompt_once(run, 16)
     assert survivor.versions == list(range(17)) and mortal.versions[-1] == 3
     assert late.versions[0] >= 4 and late.versions == list(range(late.versions[0], 17)) and late.prompts
-    assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions and clumsy.versions[-1] == 16, "it is back"
+    assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions and clumsy.versions[-1] == 16, (
+        "the clumsy server must return"
+    )
     assert f"weight sync of version 3 to {three.endpoint} failed while" in caplog.text
-    told = events_of(run.run_dir)
-    assert told[0] == "the run started"
+    timeline = events_of(run.run_dir)
+    assert timeline[0] == "the run started"
     assert {f"the server at {two.endpoint}: ready → joining", f"the server at {one.endpoint}: joining → syncing"} <= {
-        *told
+        *timeline
     }
     assert metrics_of(run)[-1]["servers/ready"] == 3
 
 
-def test_servers_that_leave_the_list_come_to_it_or_shut_down_cost_no_warning(
+def test_servers_that_leave_or_join_the_list_or_shut_down_cause_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "learner")
@@ -148,7 +150,7 @@ def test_servers_that_leave_the_list_come_to_it_or_shut_down_cost_no_warning(
         run = make_run(tmp_path, DEFAULT_ENDPOINT, steps=16)
 
         def await_changes() -> None:
-            """For which the step is held up."""
+            """Hold the step until the changes of servers have happened."""
             until(
                 lambda: comes.versions and sum(what.endswith("draining → gone") for what in events_of(run.run_dir)) == 2
             )
@@ -160,7 +162,7 @@ def test_servers_that_leave_the_list_come_to_it_or_shut_down_cost_no_warning(
             threading.Thread(target=await_changes).start()
 
         stays.on_version[2] = change_the_list
-        ends.on_version[2] = lambda: drained.append(four.told_to_end())
+        ends.on_version[2] = lambda: drained.append(four.drain())
         run = msgspec.structs.replace(run, endpoints_from=f"file:{listed}")
         train(run, resume=False)
         drained[0].result(TIMEOUT_S)
@@ -171,14 +173,14 @@ def test_servers_that_leave_the_list_come_to_it_or_shut_down_cost_no_warning(
     assert comes.versions[0] >= 2 and comes.versions[-1] == 16 and comes.prompts
     assert ends.versions[-1] <= 3 and ends.prompts
     for endpoint in (one.endpoint, four.endpoint):
-        told = [what.partition(": ")[2] for what in events_of(run.run_dir) if endpoint in what]
-        assert told[-2:] == ["ready → draining", "draining → gone"]
+        timeline = [what.partition(": ")[2] for what in events_of(run.run_dir) if endpoint in what]
+        assert timeline[-2:] == ["ready → draining", "draining → gone"]
     last = metrics_of(run)[-1]
     assert (last["servers/ready"], last["servers/joining"], last["servers/gone"]) == (2, 1, 0)
     assert warnings_about_servers(caplog) == []
 
 
-def test_the_only_server_is_shut_down_and_the_next_one_at_its_endpoint_goes_on(
+def test_a_run_continues_on_the_next_server_at_the_endpoint_of_the_only_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "learner")
@@ -187,7 +189,7 @@ def test_the_only_server_is_shut_down_and_the_next_one_at_its_endpoint_goes_on(
         one = cleanup.enter_context(tiny_server(first, endpoint))
 
         def follow() -> None:
-            one.told_to_end().result(TIMEOUT_S)
+            one.drain().result(TIMEOUT_S)
             one.__exit__()
             cleanup.enter_context(tiny_server(second, endpoint))
 

@@ -1,4 +1,4 @@
-"""Whole runs of the learner against the real server with a transformers model in place of vLLM."""
+"""Whole runs of the learner with the real server, with a transformers model instead of vLLM."""
 
 import gc
 from pathlib import Path
@@ -39,7 +39,7 @@ Scored = tuple[np.ndarray, int | None]
 
 
 def plain_loop(run: LearnerRun, num_steps: int) -> tuple[list[float], Any]:
-    """Synchronous GRPO on one page: sample, score, subtract the mean, clip, step. Returns losses and the model."""
+    """Run plain synchronous GRPO: sample, score, subtract the mean, clip, step. Return losses and the model."""
     path = resolve_model("tiny:digits")
     tokenizer = load_tokenizer(path)
     prompts = Prompts(run.learner.data, tokenizer, run.seed)
@@ -76,12 +76,12 @@ def plain_loop(run: LearnerRun, num_steps: int) -> tuple[list[float], Any]:
 
 
 class Observed(ModelEngine):
-    """Of two replicas. Keeps what it is asked, in order, with the version that it has then."""
+    """An engine with two replicas that records its requests, in order, with its version."""
 
     def __init__(self) -> None:
         limits = msgspec.structs.replace(TINY_LIMITS, num_replicas=2)
         super().__init__(resolve_model("tiny:digits"), limits)
-        self.asked: list[tuple[int | None, str]] = []
+        self.requests: list[tuple[int | None, str]] = []
         self.num_frozen = 0
 
     async def set_version(self, version: int) -> None:
@@ -89,11 +89,11 @@ class Observed(ModelEngine):
         await super().set_version(version)
 
     async def score(self, token_ids: np.ndarray, replica: int) -> Scored:
-        self.asked.append((self.version, f"score of {replica}"))
+        self.requests.append((self.version, f"score of {replica}"))
         return await super().score(token_ids, replica)
 
     async def sample(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
-        self.asked.append((self.version, "group"))
+        self.requests.append((self.version, "group"))
         return await super().sample(prompt_token_ids, sampling)
 
 
@@ -104,7 +104,7 @@ class Plain(NamedTuple):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
-    """A synchronous run, which is over."""
+    """Return a finished synchronous run."""
     engine, before = Observed(), gc.get_freeze_count()
     with tiny_server(engine) as server:
         run = make_run(
@@ -116,13 +116,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     return Plain(run, engine)
 
 
-def test_staleness_zero_gives_the_losses_of_a_plain_loop_step_for_step(plain: Plain) -> None:
+def test_staleness_zero_has_the_losses_of_a_plain_loop_at_every_step(plain: Plain) -> None:
     losses, model = plain_loop(plain.run, NUM_STEPS)
     metrics = metrics_of(plain.run)
     assert [line["loss/policy"] for line in metrics] == pytest.approx(losses, abs=1e-5)
     assert any(abs(loss) > 1e-3 for loss in losses)
     assert all(line["staleness/max"] == 0 for line in metrics)
-    # Not tensor by tensor: Adam makes whole steps of the rounding noise in gradients that are zero in theory.
+    # Not compared per tensor: Adam turns rounding noise of zero gradients into whole steps.
     ids = torch.arange(3, 15)[None]
     torch.testing.assert_close(plain.engine.model(ids).logits, model(ids).logits, atol=1e-3, rtol=1e-3)
 
@@ -135,25 +135,26 @@ def test_metrics_have_the_names_of_the_design(plain: Plain) -> None:
     expected = {
         "reward/mean", "reward/std", "reward/share_right", "reward/exact_match", "loss/policy", "loss/clipped_frac",
         "policy/entropy", "policy/behaviour_kl", "staleness/mean", "staleness/max", "rollout/completion_length_mean",
-        "rollout/truncated_frac", "weight_sync/seconds", "weight_sync/stall_seconds", "time/wait_for_batch", "time/step",
+        "rollout/truncated_frac", "weight_sync/seconds", "weight_sync/stall_seconds", "time/wait_for_batch",
+        "time/step",
         "perf/completion_tokens_per_s", "perf/learner_idle_frac", "optim/lr", "optim/grad_norm", "parity/abs_logprob",
     }  # fmt: skip
     metrics = metrics_of(plain.run)
     assert expected <= metrics[0].keys()
-    assert not any(name.startswith("servers/") for name in metrics[-1]), "there is only one"
+    assert not any(name.startswith("servers/") for name in metrics[-1]), "a single server has no such metrics"
     for line in metrics:
-        assert line["bottleneck/server"] > 0, "the server says how long it took"
+        assert line["bottleneck/server"] > 0, "the server reports its time"
         assert sum(line[name] for name in line if name.startswith("bottleneck/")) <= line["time/step"]
     events = EventAccumulator(str(Path(plain.run.run_dir) / "tensorboard")).Reload()
     logged = [(event.step, event.value) for event in events.Scalars("loss/policy")]
     assert logged == [(line["step"], pytest.approx(line["loss/policy"])) for line in metrics]
 
 
-def test_every_replica_is_asked_at_the_start_and_after_every_sync_before_it_is_asked_for_groups(plain: Plain) -> None:
+def test_every_replica_is_scored_at_the_start_and_after_every_sync_before_it_gets_groups(plain: Plain) -> None:
     for version in (None, *range(NUM_STEPS)):
-        asked = [what for at, what in plain.engine.asked if at == version]
-        assert asked[0] == "score of 0" and ("group" in asked) == (version is not None)
-        assert asked.count("score of 0") == asked.count("score of 1")
+        requests = [what for at, what in plain.engine.requests if at == version]
+        assert requests[0] == "score of 0" and ("group" in requests) == (version is not None)
+        assert requests.count("score of 0") == requests.count("score of 1")
     checked = [line for line in metrics_of(plain.run) if "parity/unchanged_frac" in line]
     assert len(checked) >= 4
     for line in checked:
@@ -162,11 +163,11 @@ def test_every_replica_is_asked_at_the_start_and_after_every_sync_before_it_is_a
         assert line["parity/server_change"] == pytest.approx(line["parity/learner_change"], rel=0.1)
 
 
-def test_the_garbage_collector_leaves_alone_what_stays_until_the_run_is_over(plain: Plain) -> None:
+def test_objects_that_live_until_the_end_of_the_run_are_frozen_for_the_garbage_collector(plain: Plain) -> None:
     assert plain.engine.num_frozen > 100_000
 
 
-def test_a_dataset_of_conversations_goes_from_disk_through_the_chat_template_to_a_users_rewards(tmp_path: Path) -> None:
+def test_a_dataset_of_conversations_is_rendered_by_the_chat_template_and_scored_by_user_rewards(tmp_path: Path) -> None:
     rows = [{"question": [{"role": "user", "content": f"{i}{i + 1}>"}], "answer": f"{i + 1}{i}"} for i in range(6)]
     Dataset.from_list(rows).save_to_disk(tmp_path / "data")
     with tiny_server() as server:
@@ -195,14 +196,14 @@ class ScoresOtherwise(ModelEngine):
 
 
 class LoadsOtherwise(ModelEngine):
-    """By less than the bound between server and learner."""
+    """Loads wrong weights, by less than the bound between server and learner."""
 
     async def set_version(self, version: int) -> None:
         self.weights = {name: tensor * (1 + 3e-4) for name, tensor in self.weights.items()}
         await super().set_version(version)
 
 
-def test_a_start_that_fails_leaves_no_run_behind_and_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+def test_a_failed_start_leaves_no_run_and_a_finished_run_is_not_changed(tmp_path: Path) -> None:
     path = resolve_model("tiny:digits")
     wrong_column = {"task": "reverse", "num_digits": 4, "prompt_column": "promt"}
     busy = ModelEngine(path)
@@ -210,7 +211,7 @@ def test_a_start_that_fails_leaves_no_run_behind_and_a_finished_run_is_left_alon
 
     async def never(token_ids: np.ndarray, replica: int) -> Scored:
         await busy.release.wait()
-        raise AssertionError("it is busy")
+        raise AssertionError("unreachable: the engine is busy")
 
     busy.score = never  # type: ignore[method-assign]
     for engine, learner, error, expected in (
@@ -230,7 +231,7 @@ def test_a_start_that_fails_leaves_no_run_behind_and_a_finished_run_is_left_alon
     assert state.stat().st_mtime_ns == written and len(metrics_of(run)) == 1
 
 
-def test_a_half_written_or_half_deleted_checkpoint_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_partially_written_or_deleted_checkpoints_are_ignored(tmp_path: Path) -> None:
     for name in ("step-000001", "step-000002", "step-000003.tmp", "step-000004.old.tmp"):
         (tmp_path / name).mkdir()
         if name != "step-000002":
@@ -238,12 +239,12 @@ def test_a_half_written_or_half_deleted_checkpoint_is_not_taken_for_one(tmp_path
     assert find_checkpoint(tmp_path) == tmp_path / "step-000001"
 
 
-def test_a_run_outlives_the_servers_engine_and_what_the_server_knew_of_it(tmp_path: Path) -> None:
+def test_a_run_survives_a_dead_engine_and_a_server_without_its_state(tmp_path: Path) -> None:
     engine = VersionedEngine()
     with tiny_server(engine) as server:
 
         def die() -> None:
-            engine.fail_with = EngineDead("scripted death")  # with groups in it
+            engine.fail_with = EngineDead("scripted death")  # while it has groups
 
         engine.on_version = {2: die, 4: lambda: server.running.server._free()}
         run = make_run(tmp_path, server.endpoint, steps=6)
@@ -251,5 +252,5 @@ def test_a_run_outlives_the_servers_engine_and_what_the_server_knew_of_it(tmp_pa
         status = server.running.server.status()
     assert (status["engine_restarts"], status["policy_version"]) == (1, 6)
     assert len(metrics_of(run)) == 6
-    # Neither costs an attempt: the groups are asked for under the same ids.
+    # Neither costs an attempt: the groups are requested again under the same ids.
     assert rows_of(run, "count(*), count(distinct slot), max(attempt)") == [(18, 18, 0)]

@@ -1,4 +1,4 @@
-"""A process that tries to get in or to flood: `python -m tests.protocol.intruder KIND ENDPOINT SECONDS [KEYS] [SIZE]`.
+"""A process that tries to connect or to flood: `python -m tests.protocol.intruder KIND ENDPOINT SECONDS [KEYS] [SIZE]`.
 
 Opens NUM_CONNECTIONS at once, sends Hellos (or, to flood, rubbish of SIZE bytes) as fast as it can, and prints how many
 messages left, how many answers came, and how many connections ended. `raw` speaks no ZeroMQ.
@@ -37,7 +37,7 @@ def main() -> None:
 def knock(
     endpoint: str, give_up_at: float, keys: LearnerKeys | None, frames: list[bytes], num_connections: int
 ) -> dict[str, int]:
-    """Send over ZeroMQ, with keys or without."""
+    """Send over ZeroMQ with or without keys."""
     context = zmq.Context()
     knocking, monitors = [], []
     for _ in range(num_connections):
@@ -67,7 +67,7 @@ def knock(
 
 
 def shout(endpoint: str, give_up_at: float) -> dict[str, int]:
-    """Connect again and again, send what is not ZeroMQ at all, and wait for what the server does."""
+    """Connect repeatedly, send bytes that are not ZeroMQ, and wait for the server's reaction."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     counts = {"sent": 0, "answers": 0, "ended": 0}
     while time.monotonic() < give_up_at:

@@ -1,4 +1,4 @@
-"""Transport of test_registry.py: all that a new one needs is this file and a line in the registry.
+"""A transport for test_registry.py: a new transport needs only such a file and a line in the registry.
 
 Each worker connects to a socket of the learner, whose port it reads from the entries of the session.
 """

@@ -1,4 +1,4 @@
-"""The channel over real sockets: delivery, malformed peers, peers that are gone."""
+"""The channel over real sockets: delivery, malformed peers, lost peers."""
 
 import asyncio
 import itertools
@@ -24,13 +24,13 @@ TIMEOUT_S = 60.0
 
 @contextmanager
 def channels() -> Iterator[tuple[ServerChannel, LearnerChannel]]:
-    """Both ends, for use in an event loop."""
+    """Yield both ends, for use in an event loop."""
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(LearnerChannel(server.endpoint)) as learner:
         yield server, learner
 
 
 @in_event_loop
-async def test_a_send_that_ends_as_it_is_cancelled_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_send_that_ends_during_its_cancellation_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     with channels() as (_, learner):
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         monkeypatch.setattr(LoopSocket, "send", lambda *args: sent)
@@ -43,7 +43,7 @@ async def test_a_send_that_ends_as_it_is_cancelled_is_cancelled(monkeypatch: pyt
 
 
 @in_event_loop
-async def test_a_frame_above_the_limit_costs_its_sender_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frame_above_the_limit_closes_the_connection_of_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.channel.sockets.MAX_FRAME_BYTES", 1000)
     with channels() as (server, learner), zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as ended:
@@ -57,7 +57,7 @@ async def test_a_frame_above_the_limit_costs_its_sender_the_connection(monkeypat
 
 
 @in_event_loop
-async def test_sending_to_a_peer_that_is_gone_says_so() -> None:
+async def test_sending_to_a_lost_peer_reports_it() -> None:
     with channels() as (server, learner):
         await learner.send(Ack(group_ids=[]), TIMEOUT_S)
         peer, _ = await server.receive()
@@ -67,11 +67,11 @@ async def test_sending_to_a_peer_that_is_gone_says_so() -> None:
 
 
 @in_event_loop
-async def test_a_full_queue_leaves_other_tasks_their_turn_again_and_again() -> None:
+async def test_a_full_queue_does_not_starve_other_tasks() -> None:
     with channels() as (server, learner):
         for _ in range(50):
             await learner.send(Ack(group_ids=[]), TIMEOUT_S)
-        await asyncio.sleep(0.5)  # all of them are in the queue now
+        await asyncio.sleep(0.5)  # all messages are in the queue now
         num_received = 0
         had_its_turn_after = []
 
@@ -84,14 +84,14 @@ async def test_a_full_queue_leaves_other_tasks_their_turn_again_and_again() -> N
         for _ in range(50):
             await server.receive()
             num_received += 1
-            time.sleep(MAX_TURN_S / 4)  # what is done with a message
+            time.sleep(MAX_TURN_S / 4)  # the handling of a message
         turns = [0, *had_its_turn_after, 50]
         assert max(later - earlier for earlier, later in itertools.pairwise(turns)) < 10
         await task
 
 
-def test_a_peer_that_fills_the_queue_and_hangs_up_does_not_take_the_server_with_it() -> None:
-    """With pings of its own, libzmq 4.3.5 aborts the server's process; so the server runs in another one here."""
+def test_a_peer_that_fills_the_queue_and_disconnects_does_not_end_the_server() -> None:
+    """If the server sent pings, libzmq 4.3.5 would abort its process; so the server runs in another process here."""
     script = f"""
 import asyncio, zmq
 from protocol.channel.sockets import HEARTBEAT_INTERVAL_MS, SERVER_RECEIVE_HIGH_WATER_MARK, ServerChannel
@@ -132,7 +132,7 @@ async def test_sending_without_a_server_ends_at_the_deadline() -> None:
 
 
 @in_event_loop
-async def test_an_endpoint_that_is_in_use_or_has_another_form_is_an_error_that_names_it() -> None:
+async def test_an_invalid_or_used_endpoint_is_an_error_with_the_endpoint() -> None:
     with channels() as (first, _):
         with pytest.raises(ConfigError, match=f"cannot listen on {first.endpoint}.*already in use.*`endpoint`"):
             ServerChannel(first.endpoint)

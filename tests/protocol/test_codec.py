@@ -1,4 +1,4 @@
-"""The codec gives back what it got, and refuses everything else."""
+"""The codec round-trips every message and rejects everything else."""
 
 import msgspec
 import numpy as np
@@ -48,19 +48,19 @@ def test_a_stored_message_is_the_sent_one() -> None:
 
 
 @pytest.mark.parametrize("packed", [b"", pack(generate())[:-1], pack(generate()) + b"x", b"\x91" * 100_000])
-def test_stored_bytes_that_are_no_message_are_a_protocol_error(packed: bytes) -> None:
+def test_invalid_stored_bytes_are_a_protocol_error(packed: bytes) -> None:
     with pytest.raises(ProtocolError, match=r"Expected the frames of Generate or Group\. Resume with"):
         unpack(packed, Generate | Group)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.binary(max_size=50), max_size=4))
-def test_garbage_is_a_protocol_error_and_nothing_else(frames: list[bytes]) -> None:
+def test_garbage_is_only_a_protocol_error(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):
         decode(frames, LearnerMessage)
 
 
 @given(st.data())
-def test_a_damaged_message_is_refused_or_still_valid(data: st.DataObject) -> None:
+def test_a_damaged_message_is_rejected_or_still_valid(data: st.DataObject) -> None:
     frames = [bytearray(frame) for frame in encode(generate())]
     frame = frames[data.draw(st.integers(0, len(frames) - 1))]
     frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
@@ -84,7 +84,7 @@ def test_a_damaged_message_is_refused_or_still_valid(data: st.DataObject) -> Non
         (lambda frames: encode(Group(group_id="g", entered_version=0, completions=[])), "Group"),
     ],
 )
-def test_frames_that_differ_from_the_header_are_refused_and_the_next_are_decoded(tamper, expected: str) -> None:
+def test_frames_that_contradict_the_header_are_rejected_and_the_next_are_decoded(tamper, expected: str) -> None:
     decoder, frames = Decoder(LearnerMessage), [bytes(frame) for frame in encode(generate())]
     with pytest.raises(ProtocolError, match=expected):
         decoder.decode(tamper(frames))
@@ -95,10 +95,11 @@ TOKEN_IDS = [[1, "int32", 3], [-1, "int32", 3], ["0", "int32", 3], [0, "int32", 
 
 
 @pytest.mark.parametrize("announced", TOKEN_IDS)
-def test_each_frame_is_announced_once_and_in_the_order_in_which_it_came(announced: object) -> None:
+def test_each_frame_is_announced_once_in_order(announced: object) -> None:
     def frames_of(token_ids: object) -> list[bytes]:
         completion = {
-            "token_ids": token_ids, "behaviour_logprobs": [1, "float32", 3], "versions": [[1, 3]], "finish_reason": "stop"
+            "token_ids": token_ids, "behaviour_logprobs": [1, "float32", 3], "versions": [[1, 3]],
+            "finish_reason": "stop"
         }  # fmt: skip
         header = {"type": "Group", "group_id": "1.0", "entered_version": 1, "completions": [completion]}
         return [msgspec.msgpack.encode(header), bytes(12), bytes(12)]
@@ -127,18 +128,18 @@ TENSOR = {"name": "w", "shape": [2], "dtype": "float32"}
         BEGIN | {"manifest": {"tensors": [TENSOR | {"dtype": "load"}], "bucket_bytes": 1}},
     ],
 )
-def test_a_value_that_no_part_could_use_is_refused(wrong: dict) -> None:
+def test_an_unusable_value_is_rejected(wrong: dict) -> None:
     with pytest.raises(ProtocolError, match="not a valid message"):
         decode([msgspec.msgpack.encode(wrong), b""][: 1 + ("token_ids" in wrong)], LearnerMessage)
 
 
-def test_a_message_nested_deeper_than_the_decoders_stack_is_refused() -> None:
+def test_a_message_nested_deeper_than_the_decoders_stack_is_rejected() -> None:
     header = b"\x82\xa4type\xa5Score\xa9token_ids" + b"\x91" * 100_000
     with pytest.raises(ProtocolError, match="recursion"):
         decode([header], LearnerMessage)
 
 
-def test_a_complaint_is_short_and_of_one_line_whatever_it_quotes() -> None:
+def test_an_error_is_short_and_on_one_line_for_any_quoted_value() -> None:
     with pytest.raises(ProtocolError) as caught:
         decode([msgspec.msgpack.encode({"type": "x\n" * 1_000_000})], LearnerMessage)
     assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
@@ -153,7 +154,7 @@ def test_a_complaint_is_short_and_of_one_line_whatever_it_quotes() -> None:
         ({"token_ids": np.zeros(3, np.int64)}, "flat int32"),
     ],
 )
-def test_a_completion_that_contradicts_itself_cannot_be_made(fields, expected: str) -> None:
+def test_an_inconsistent_completion_cannot_be_created(fields, expected: str) -> None:
     arrays = {"token_ids": np.zeros(3, np.int32), "behaviour_logprobs": np.zeros(3, np.float32)}
     with pytest.raises(ValueError, match=expected):
         Completion(**({"versions": [(1, 3)], "finish_reason": "stop"} | arrays | fields))

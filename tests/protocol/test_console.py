@@ -1,4 +1,4 @@
-"""What the programs say: lines for people, JSON for machines, little with --quiet; colours for terminals alone."""
+"""Output of the programs: lines for people, JSON for machines, less with --quiet, colors only on terminals."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def run(code: str, folder: Path = ROOT, **options: Any) -> subprocess.CompletedP
 
 @pytest.mark.system  # a learner in a process of its own
 def test_every_line_of_a_run_is_json_for_machines(tmp_path: Path) -> None:
-    """Of a few steps, with the checkpoint and the report at its end."""
+    """Run a few steps, with a checkpoint and a report at the end."""
     with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as server:
         config = make_run(tmp_path, server.endpoint, evaluation={"every_steps": 2, "timeout_s": 0.5})
         (tmp_path / "run.toml").write_text(to_toml(config))
@@ -79,7 +79,7 @@ def test_an_error_is_json_too(tmp_path: Path, command: tuple[str, ...]) -> None:
     assert said["level"] == "ERROR" and said["message"].startswith("config file ")
 
 
-def test_switches_may_stand_anywhere_and_reach_no_config() -> None:
+def test_switches_can_be_anywhere_and_are_not_config_flags() -> None:
     assert console.pop_switches(["--quiet", "train", "run.toml", "--json-logs", "--seed", "3"]) == [
         "train", "run.toml", "--seed", "3"
     ]  # fmt: skip
@@ -89,14 +89,14 @@ def test_switches_may_stand_anywhere_and_reach_no_config() -> None:
     assert console.pop_switches(["runs"]) == ["runs"] and console.output_mode() == console.OutputMode()
 
 
-def test_what_json_has_no_word_for_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_without_a_json_form_are_null(capsys: pytest.CaptureFixture[str]) -> None:
     console.pop_switches(["--json-logs"])
     console.say("Step 1 – ε", {"reward/mean": float("nan"), "loss/policy": float("-inf"), "step": 1})
     said = capsys.readouterr().out
     assert json.loads(said)["reward/mean"] is None and '"loss/policy": null' in said and "Step 1 – ε" in said
 
 
-def test_colours_are_for_terminals_unless_declined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_colors_are_used_on_terminals_unless_disabled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = os.openpty()
@@ -152,14 +152,14 @@ def run_without_reader(code: str, folder: Path) -> subprocess.CompletedProcess[s
         return run(code, folder, stdout=output)
 
 
-def test_a_run_goes_on_when_the_reader_of_its_lines_leaves(tmp_path: Path) -> None:
+def test_a_run_continues_when_the_reader_of_its_output_leaves(tmp_path: Path) -> None:
     done = run_without_reader(WITHOUT_READER, tmp_path)
     assert done.returncode == 0 and (tmp_path / "went_on").exists()
     (line,) = done.stderr.splitlines()
     assert "WARNING the reader of the output has left; continuing without output" in line
 
 
-def test_another_pipe_that_breaks_is_not_taken_for_the_output() -> None:
+def test_another_broken_pipe_is_not_mistaken_for_the_output() -> None:
     done = run(WITH_ANOTHER_PIPE)
     assert done.returncode == 1 and "BrokenPipeError" in done.stderr
 
@@ -173,7 +173,7 @@ def test_another_pipe_that_breaks_is_not_taken_for_the_output() -> None:
         ("raise RuntimeError('a defect')", 1, "RuntimeError: a defect\n"),
     ],
 )
-def test_an_output_without_reader_hides_no_error(end: str, code: int, message: str, tmp_path: Path) -> None:
+def test_an_output_without_a_reader_hides_no_error(end: str, code: int, message: str, tmp_path: Path) -> None:
     done = run_without_reader(WITH_AN_END.format(end=end), tmp_path)
     assert done.returncode == code and done.stderr.endswith(message)
     assert bool(done.stderr) == bool(message) and "BrokenPipeError" not in done.stderr

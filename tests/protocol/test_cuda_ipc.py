@@ -116,7 +116,7 @@ def test_every_rank_gets_the_bytes_of_rank_0_and_a_storage_is_lent_and_opened_on
     assert memory.calls.count(("take back", 0)) == memory.calls.count(("take back", 1)) == 1
 
 
-def test_new_storages_are_lent_anew_and_only_a_few_stay_open(memory: ScriptedMemory) -> None:
+def test_new_storages_are_lent_again_and_only_a_few_stay_open(memory: ScriptedMemory) -> None:
     with joined(transport="ipc") as ranks:
         for seed in range(3 * MAX_OPEN_STORAGES):
             broadcast(ranks, bucket(64, seed))
@@ -125,7 +125,7 @@ def test_new_storages_are_lent_anew_and_only_a_few_stay_open(memory: ScriptedMem
         assert [call[0] for call in memory.calls].count("lend") == 3 * MAX_OPEN_STORAGES
 
 
-def test_the_few_buffers_of_a_push_are_opened_once(memory: ScriptedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_buffers_of_a_push_are_opened_once(memory: ScriptedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although each tensor is large enough to be sent in place."""
     monkeypatch.setitem(SPAN_BYTES, "cpu", 4096)
     tensors = [(f"layer {index}", torch.randn(1024)) for index in range(32)]
@@ -137,7 +137,7 @@ def test_the_few_buffers_of_a_push_are_opened_once(memory: ScriptedMemory, monke
     assert [call[0] for call in memory.calls].count("open") == NUM_BUFFERS + 1 == MAX_OPEN_STORAGES
 
 
-def test_a_buffer_is_not_written_before_the_work_that_its_callers_stream_has_queued(memory: ScriptedMemory) -> None:
+def test_a_buffer_is_written_only_after_queued_work_of_its_callers_stream(memory: ScriptedMemory) -> None:
     """Such are the copies into vLLM's weights of the bucket that lay there before, on a stream of vLLM's own."""
     buffer, sent = torch.full((64,), 7, dtype=torch.uint8), bucket(64, seed=0)
     with joined(transport="ipc") as (learner, worker):
@@ -151,7 +151,7 @@ def test_a_buffer_is_not_written_before_the_work_that_its_callers_stream_has_que
 
 
 @pytest.mark.usefixtures("memory")
-def test_several_broadcasts_may_be_under_way() -> None:
+def test_several_broadcasts_can_be_in_flight() -> None:
     sent, received = [bucket(64, seed) for seed in range(3)], [zeros(64) for _ in range(3)]
     with joined(transport="ipc") as (learner, worker):
         waits = [learner.start_broadcast(tensor) for tensor in sent]
@@ -188,7 +188,7 @@ def test_a_rank_that_expects_another_size_ends_the_broadcast_of_all() -> None:
         assert waiting.ends_promptly() and waiting.error
 
 
-def test_abort_wakes_rank_0_and_what_it_lent_is_taken_back(memory: ScriptedMemory) -> None:
+def test_abort_wakes_rank_0_and_revokes_its_loans(memory: ScriptedMemory) -> None:
     with joined(transport="ipc") as (learner, _):
         waiting = Waiting(lambda: learner.broadcast(bucket(64, seed=0)))
         assert not waiting.ends_promptly(0.3)
@@ -200,7 +200,7 @@ def test_abort_wakes_rank_0_and_what_it_lent_is_taken_back(memory: ScriptedMemor
 
 
 @pytest.mark.usefixtures("memory")
-def test_a_broadcast_that_has_failed_keeps_no_memory_until_python_looks_for_cycles() -> None:
+def test_a_failed_broadcast_frees_its_memory_without_garbage_collection() -> None:
     def fail() -> weakref.ref[torch.Tensor]:
         sent = bucket(64, seed=0)
         with suppress(PushError):
@@ -238,20 +238,20 @@ def test_a_handle_arrives_as_it_was_sent() -> None:
         ({"function": "os.system"}, "unknown field `function`"),
     ],
 )
-def test_a_malformed_handle_is_refused(changes, reason) -> None:
+def test_a_malformed_handle_is_rejected(changes, reason) -> None:
     data = msgspec.msgpack.encode(msgspec.structs.asdict(HANDLE) | changes)
     header = (len(data).to_bytes(2, "little") + data).ljust(HEADER_BYTES, b"\0")
     with pytest.raises(PushError, match=f"not a CUDA handle: .*({reason})"):
         decode_handle(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
 
-def test_bytes_that_are_no_handle_are_refused() -> None:
+def test_bytes_that_are_not_a_handle_are_rejected() -> None:
     for header in (zeros(HEADER_BYTES), torch.full((HEADER_BYTES,), 255, dtype=torch.uint8)):
         with pytest.raises(PushError, match="not a CUDA handle"):
             decode_handle(header)
 
 
-def test_expandable_segments_are_seen_under_both_names() -> None:
+def test_expandable_segments_are_detected_under_both_names() -> None:
     assert has_expandable_segments({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     assert has_expandable_segments({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
     assert not has_expandable_segments({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})

@@ -1,4 +1,4 @@
-"""The delta of a bucket: bit-exact whatever the bits are, small where little changed, harmless where it is malformed."""
+"""The delta of a bucket: bit-exact for all values, small for few changes, and safe when malformed."""
 
 import math
 import struct
@@ -27,7 +27,7 @@ def random_bucket(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def assert_arrives(new: torch.Tensor, base: torch.Tensor, element_bytes: int) -> np.ndarray:
-    """Send `new` against `base`, which stays as it is; return the message."""
+    """Encode `new` against `base`, which must not change. Return the message."""
     message = encode(new, base, element_bytes)
     arrived = base.clone()
     decode(torch.from_numpy(message).numpy(), arrived, element_bytes)
@@ -37,7 +37,7 @@ def assert_arrives(new: torch.Tensor, base: torch.Tensor, element_bytes: int) ->
 
 
 def one_chunk(kind: int, num_changed: int, gaps: bytes, values: bytes, num_gap_bytes: int | None = None) -> np.ndarray:
-    """A message of one chunk as the docstring of delta.py has it, its two streams deflated by zlib's defaults."""
+    """Return a message of one chunk, as the docstring of delta.py specifies, with two streams deflated by zlib."""
     deflated = zlib.compress(gaps), zlib.compress(values)
     num_gap_bytes = len(gaps) if num_gap_bytes is None else num_gap_bytes
     header = HEADER.pack(kind, num_changed, num_gap_bytes, len(deflated[0]), len(deflated[1]))
@@ -72,14 +72,14 @@ def test_a_bucket_of_several_chunks_arrives(num_bytes: int) -> None:
     assert_arrives(random_bucket(num_bytes, seed=1), base, 4)
 
 
-def test_an_unchanged_bucket_costs_next_to_nothing() -> None:
+def test_an_unchanged_bucket_is_tiny() -> None:
     base = random_bucket(2 * CHUNK_BYTES)
     assert len(assert_arrives(base.clone(), base, 2)) < 100
     assert len(assert_arrives(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), 2)) == 0
 
 
 @pytest.mark.parametrize("density", [0.003, 0.1])
-def test_a_step_of_one_ulp_takes_little_more_than_its_entropy(density: float) -> None:
+def test_a_step_of_one_ulp_needs_little_more_than_its_entropy(density: float) -> None:
     rng = np.random.default_rng(0)
     num_words = 1 << 20
     base = torch.randn(num_words, generator=torch.Generator().manual_seed(0)).bfloat16().view(torch.uint8)
@@ -89,7 +89,7 @@ def test_a_step_of_one_ulp_takes_little_more_than_its_entropy(density: float) ->
     assert len(message) < 1.15 * num_words * (where_bits + density) / 8
 
 
-def test_each_chunk_travels_in_its_smallest_form() -> None:
+def test_each_chunk_uses_its_smallest_encoding() -> None:
     base = random_bucket(1 << 16)
     steps = np.tile(np.array([1, -1]).astype("<u2"), len(base) // 4)
     message = assert_arrives(bucket(base.numpy().view("<u2") + steps), base, 2)
@@ -117,7 +117,7 @@ def test_the_wire_format_is_the_documented_one() -> None:
         assert np.array_equal(arrived.numpy().view("<u2"), expected)
 
 
-def test_a_bucket_of_another_length_than_its_base_is_refused() -> None:
+def test_a_bucket_with_another_length_than_its_base_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"32 bytes .* base of 16"):
         encode(random_bucket(32), random_bucket(16), 2)
 
@@ -126,7 +126,7 @@ GUARD = b"\xa5" * 64
 
 
 def decode_between_guards(message: bytes | np.ndarray, base: torch.Tensor, element_bytes: int) -> torch.Tensor | None:
-    """Decode into a copy of `base` with guards before and after; None if the message was refused."""
+    """Decode into a copy of `base` between guards. None: the message was rejected."""
     guards = torch.frombuffer(bytearray(GUARD), dtype=torch.uint8)
     memory = torch.cat([guards, base, guards])
     arrived = memory[len(GUARD) : len(GUARD) + len(base)]
@@ -145,7 +145,7 @@ EDITS = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 255), st.sample
 
 @settings(max_examples=150)
 @given(EDITS, ELEMENT_BYTES, st.sampled_from([0.0, 0.02, 1.0]), st.integers(0, 1))
-def test_an_altered_message_is_refused_or_decoded_within_the_base(
+def test_an_altered_message_is_rejected_or_decoded_within_the_base(
     edits: list[tuple[int, int, str]], element_bytes: int, density: float, is_long: int
 ) -> None:
     rng = np.random.default_rng(len(edits))
@@ -153,7 +153,7 @@ def test_an_altered_message_is_refused_or_decoded_within_the_base(
     new = base + (rng.random(len(base)) < density).astype(np.uint8)
     message = bytearray(encode(bucket(new), bucket(base), element_bytes))
     for position, byte, edit in edits:
-        # Half of the edits fall in the first header, which would hardly ever be hit otherwise.
+        # Half of the edits are in the first header, which random edits would rarely hit.
         position %= max(1, min(len(message), HEADER.size) if position % 2 else len(message))
         match edit:
             case "set":
@@ -165,7 +165,7 @@ def test_an_altered_message_is_refused_or_decoded_within_the_base(
     decode_between_guards(bytes(message), bucket(base), element_bytes)
 
 
-def test_a_message_cut_short_or_drawn_out_leaves_the_base_as_it_was() -> None:
+def test_a_truncated_or_extended_message_leaves_the_base_unchanged() -> None:
     base = random_bucket(CHUNK_BYTES + 64)
     message = encode(base + 1, base, 2)
     for malformed in (message[:0], message[:1], message[:40], message[:-1], np.append(message, np.uint8(0))):
@@ -192,20 +192,20 @@ GAPS = zlib.compress(b"\x7f")
         (DENSE, 1, GAPS, STREAM),
     ],
 )
-def test_a_chunk_with_a_fault_changes_nothing(kind: int, num_changed: int, gaps: bytes, values: bytes) -> None:
+def test_an_invalid_chunk_changes_nothing(kind: int, num_changed: int, gaps: bytes, values: bytes) -> None:
     base = random_bucket(128)
     arrived = base.clone()
     message = HEADER.pack(kind, num_changed, 1, len(gaps), len(values)) + gaps + values
     with pytest.raises(PushError):
         decode(np.frombuffer(message, np.uint8), arrived, 1)
     assert torch.equal(arrived, base)
-    decode(one_chunk(OVERWRITE, 1, b"\x7f", b"1"), arrived, 1)  # without a fault
+    decode(one_chunk(OVERWRITE, 1, b"\x7f", b"1"), arrived, 1)  # must not crash
     assert (arrived != base).nonzero().tolist() == [[127]]
 
 
 @settings(max_examples=300)
 @given(st.lists(st.integers(0, 255) | st.just(255), max_size=12), st.integers(0, 12), st.integers(-1, 1))
-def test_gaps_are_followed_only_to_where_a_slow_reader_gets(gaps: list[int], num_changed: int, excess: int) -> None:
+def test_gaps_are_decoded_as_by_a_slow_reference_decoder(gaps: list[int], num_changed: int, excess: int) -> None:
     num_words = 1024
     values = list(range(1, 1 + max(0, num_changed + excess)))
     base = torch.zeros(num_words, dtype=torch.uint8)
@@ -235,7 +235,9 @@ def test_gaps_are_followed_only_to_where_a_slow_reader_gets(gaps: list[int], num
         (2**32 - 1, 2**32 - 1, bytes(1 << 26), bytes(1 << 26)),
     ],
 )
-def test_a_bomb_fills_no_memory(num_changed: int, num_gap_bytes: int, gaps: bytes, values: bytes) -> None:
+def test_a_decompression_bomb_uses_little_memory(
+    num_changed: int, num_gap_bytes: int, gaps: bytes, values: bytes
+) -> None:
     base = random_bucket(4096)
     arrived = base.clone()
     message = one_chunk(DIFFERENCE, num_changed, gaps, values, num_gap_bytes)

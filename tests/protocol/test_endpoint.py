@@ -1,4 +1,4 @@
-"""Addresses of both kinds: what is taken apart, what is refused and why."""
+"""IPv4 and IPv6 addresses: parsing, and rejection with a reason."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_an_endpoint_is_a_host_and_a_port(endpoint: str, host: str, port: str) -
         ("tcp://[fe80::1%eth0]:5757", "is link-local, so it means another machine on every link"),
     ],
 )
-def test_what_is_no_endpoint_is_refused_with_what_came(endpoint: str, reason: str) -> None:
+def test_an_invalid_endpoint_is_rejected_with_its_value(endpoint: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as refused:
         check_endpoint(endpoint, has_keys=True, insecure=False)
     assert f"endpoint = {endpoint!r} " in str(refused.value)
@@ -47,7 +47,7 @@ OWN = ["127.0.0.1", "127.8.9.1", "[::1]", "localhost"]
 OPEN = ["0.0.0.0", "*", "10.0.0.5", "[::]", "[fd00::7]", "127.0.0.1.evil.example", "localhost.example"]
 
 
-def test_only_loopback_needs_neither_keys_nor_a_word_for_going_without() -> None:
+def test_only_loopback_needs_neither_keys_nor_explicit_consent() -> None:
     for endpoint in (f"tcp://{host}:5757" for host in OWN):
         check_endpoint(endpoint, has_keys=False, insecure=False)
     for endpoint in (f"tcp://{host}:5757" for host in OPEN):
@@ -57,13 +57,13 @@ def test_only_loopback_needs_neither_keys_nor_a_word_for_going_without() -> None
         check_endpoint(endpoint, has_keys=False, insecure=True)
 
 
-def test_what_stays_open_is_said_for_every_address_but_loopback() -> None:
+def test_remaining_risks_are_logged_for_every_address_except_loopback() -> None:
     assert exposure("tcp://127.0.0.1:5757", has_keys=False) is None
     with_keys, without = (exposure("tcp://10.0.0.5:5757", has_keys=has_keys) for has_keys in (True, False))
     assert with_keys is not None and "listed keys only" in with_keys and "neither encrypted" in with_keys
     assert without is not None and "anyone who reaches" in without and "neither encrypted" in without
 
 
-def test_only_what_has_no_other_address_is_reached_by_ipv6() -> None:
+def test_ipv6_is_used_only_without_another_address() -> None:
     assert needs_ipv6("::1") and needs_ipv6("::")
     assert not any(needs_ipv6(host) for host in ("127.0.0.1", "localhost", "*", "no.such.host."))

@@ -1,4 +1,5 @@
-"""Detection of GPUs and of the fastest dtype, and the cores of a side. That both commands take them is in test_system.py."""
+"""Detection of GPUs, the fastest dtype, and the cores of a side. That both commands use them is tested in
+test_system.py."""
 
 import logging
 import os
@@ -31,18 +32,18 @@ int nvmlShutdown(void) {{ return 0; }}
 int nvmlDeviceGetCount_v2(unsigned *found) {{ *found = count; return 0; }}
 const char *nvmlErrorString(int code) {{ return code == 18 ? "Driver/library version mismatch" : "?"; }}
 """
-"""A driver's library that says what it is told to."""
+"""A fake library of the driver with scripted results."""
 
 
 def forget() -> None:
-    """What is looked up once in a process."""
+    """Clear the caches of a process."""
     hardware._gpus_of_machine.cache_clear()
     hardware._has_torch_for_cpus.cache_clear()
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator:
-    """Make this machine one with the given files and NVML, with a torch for GPUs and without limits of oneDNN."""
+    """Simulate a machine with these files and NVML, a torch for GPUs and no limits of oneDNN."""
     monkeypatch.setattr(hardware, "DEVICES", tmp_path)
     monkeypatch.setattr(hardware, "NVML", str(tmp_path / "libnvidia-ml.so.1"))
     monkeypatch.setattr(hardware, "CPU_INFO", tmp_path / "cpuinfo")
@@ -83,7 +84,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator:
         (("nvidia0",), 0, 0, "no GPU was found: NVML finds 0"),
     ],
 )
-def test_a_gpu_is_one_that_the_driver_has(
+def test_a_gpu_must_exist_in_the_driver(
     machine, devices: tuple[str, ...], nvml: int | None, num_gpus: int, reason: str
 ) -> None:
     machine(devices=devices, nvml=nvml)
@@ -92,7 +93,7 @@ def test_a_gpu_is_one_that_the_driver_has(
     assert re.search(reason, found.reason)
 
 
-def test_a_gpu_is_one_that_this_process_may_use(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_must_be_visible_to_this_process(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(nvml=8)
     for visible, num_gpus, reason in (
         ("", 0, "no GPU is usable: CUDA_VISIBLE_DEVICES = '' hides all GPUs"),
@@ -110,19 +111,19 @@ def test_a_gpu_is_one_that_this_process_may_use(machine, monkeypatch: pytest.Mon
         assert (found.has_gpu, found.num_gpus) == (num_gpus > 0, num_gpus) and reason in found.reason
 
 
-def test_a_driver_that_does_not_start_has_no_gpu_and_says_why(machine) -> None:
+def test_a_driver_that_fails_to_start_has_no_gpu_and_a_reason(machine) -> None:
     machine(devices=("nvidia0",), nvml=1, init=18)
     assert gpu_choice() == (False, "no GPU was found: NVML failed to start (Driver/library version mismatch)", 0)
 
 
-def test_a_torch_for_cpus_has_no_use_for_a_gpu(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_for_cpus_ignores_gpus(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(nvml=2)
     monkeypatch.setattr(hardware, "_has_torch_for_cpus", lambda: True)
     assert gpu_choice().reason == "a GPU was found, but the installed torch is built for CPUs only (NVML finds 2)"
     assert not has_gpu()
 
 
-def test_what_the_installed_torch_is_built_for_is_read_from_its_files() -> None:
+def test_the_target_of_the_installed_torch_is_read_from_its_files() -> None:
     forget()
     assert hardware._has_torch_for_cpus() is (torch.version.cuda is None)
 
@@ -141,7 +142,7 @@ def test_nvml_counts_as_many_gpus_as_torch() -> None:
         (AVX512, "", "bfloat16", "this CPU has AVX-512 BF16"),
         (PLAIN, "", "float32", "this CPU has neither AMX nor AVX-512 BF16"),
         (None, "", "float32", "this CPU has neither AMX nor AVX-512 BF16"),
-        # What oneDNN must not use makes nothing faster.
+        # Instructions that oneDNN must not use have no effect.
         (AMX, "AVX512_CORE_VNNI", "float32", "neither"),
         (AMX, "avx512_core_amx", "bfloat16", "AMX"),
         (AVX512, "AVX512_CORE_VNNI", "float32", "neither"),
@@ -150,7 +151,7 @@ def test_nvml_counts_as_many_gpus_as_torch() -> None:
         (AVX512, "DEFAULT", "bfloat16", "BF16"),
     ],
 )
-def test_the_default_is_what_the_machine_multiplies_fastest(
+def test_the_default_dtype_is_the_fastest_of_the_machine(
     machine, monkeypatch: pytest.MonkeyPatch, cpu_info: str | None, limit: str, dtype: str, reason: str
 ) -> None:
     machine(cpu_info)
@@ -160,7 +161,7 @@ def test_the_default_is_what_the_machine_multiplies_fastest(
     assert SharedConfig(model="m", run_dir="r", dtype="float32").dtype == "float32"
 
 
-def test_with_a_gpu_the_default_is_bfloat16_whatever_the_cpu(machine) -> None:
+def test_with_a_gpu_the_default_is_bfloat16_for_any_cpu(machine) -> None:
     machine(PLAIN, devices=("nvidia0",))
     assert dtype_choice().dtype == "bfloat16" and dtype_choice().reason.startswith("a GPU was found: ")
 
@@ -178,14 +179,14 @@ def test_check_and_doctors_name_the_faster_dtype_and_why(machine) -> None:
 
 @pytest.fixture
 def five_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give this process five cores on a machine without a GPU."""
+    """Simulate five cores on a machine without a GPU."""
     if has_gpu():
         pytest.skip("cores are shared on machines without a GPU")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 5, 8, 9})
 
 
 @pytest.mark.usefixtures("five_cores")
-def test_two_sides_on_one_machine_take_a_half_each_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_sides_on_one_machine_use_half_of_the_cores_each_and_log_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert share_of_cores("server", {}, LOOPBACK) == (0, 1) == halves(5)["server"]
         assert share_of_cores("learner", {"http_port": 0}, LOOPBACK) == (2, 3, 4) == halves(5)["learner"]
@@ -201,20 +202,20 @@ def test_two_sides_on_one_machine_take_a_half_each_and_say_so(caplog: pytest.Log
     [([0], (1, 2, 3, 4)), ([1, 7], (0, 3, 4)), ([0, 1, 2, 3, 4], (2, 3, 4))],
     ids=["one", "one beyond the last, which wraps around", "all, so the half"],
 )
-def test_what_the_other_section_names_is_left_to_it(taken: list[int], left: tuple[int, ...]) -> None:
+def test_cores_named_by_the_other_section_are_left_to_it(taken: list[int], left: tuple[int, ...]) -> None:
     assert share_of_cores("learner", {"cpu_cores": taken}, LOOPBACK) == left
 
 
 @pytest.mark.usefixtures("five_cores")
-def test_a_side_that_is_alone_on_its_machine_takes_what_there_is() -> None:
+def test_a_side_alone_on_its_machine_uses_all_cores() -> None:
     for endpoints in (("tcp://10.0.0.5:5757",), ("tcp://[::]:5757",), ()):
         assert share_of_cores("learner", {}, endpoints) is None
-    # Of several servers, one on this machine is enough.
+    # One of several servers on this machine is enough.
     assert share_of_cores("learner", {}, ("tcp://10.0.0.5:5757", *LOOPBACK)) == (2, 3, 4)
 
 
 @pytest.mark.usefixtures("five_cores")
-def test_ranks_and_workers_divide_a_half_unless_they_are_too_many(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_and_workers_divide_their_half_unless_there_are_too_many(caplog: pytest.LogCaptureFixture) -> None:
     def of(rank: int, num_ranks: int) -> tuple[int, ...] | None:
         return share_of_cores("learner", {}, LOOPBACK, rank=rank, num_processes=num_ranks)
 
@@ -227,7 +228,7 @@ def test_ranks_and_workers_divide_a_half_unless_they_are_too_many(caplog: pytest
 
 
 @pytest.mark.usefixtures("five_cores")
-def test_a_server_whose_workers_find_no_room_in_its_half_stays_where_it_is() -> None:
+def test_a_server_with_more_workers_than_cores_in_its_half_is_not_bound() -> None:
     def cores(*flags: str) -> tuple[int, ...] | None:
         return _on_own_cores(load_config(ServerRun, [RECIPE, *flags], "test")).server.cpu_cores
 

@@ -1,4 +1,4 @@
-"""What is advised to install works for this installation, and what is started is the Slipstream that starts it."""
+"""Suggested install commands fit this installation, and started programs are of the same installation."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def test_a_checkout_installs_an_extra_of_itself(monkeypatch: pytest.MonkeyPatch)
          "'slipstream-rl[nccl] @ git+https://git.example/s.git@abc123'"),
     ],
 )  # fmt: skip
-def test_an_installed_package_is_installed_from_where_it_came(
+def test_an_installed_package_is_reinstalled_from_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_url: dict[str, object] | None, expected: str
 ) -> None:
     about = tmp_path / "slipstream_rl-0.1.0.dist-info"
@@ -48,12 +48,12 @@ def test_an_installed_package_is_installed_from_where_it_came(
     assert install_command("nccl") == f"{PIP} {expected}"
 
 
-def test_an_environment_without_pip_is_served_by_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_pip_uses_uv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "_has_pip", lambda: False)
     assert install_command("learner") == f"uv pip install --python {sys.executable} -e '{ROOT}[learner]'"
 
 
-def test_no_message_names_a_package_that_no_index_has() -> None:
+def test_no_message_names_a_package_missing_in_the_index() -> None:
     packages = ("protocol", "inference_server", "learner", "deploy")
     files = [
         path for package in packages for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".md", ".sh")
@@ -66,15 +66,15 @@ def test_no_message_names_a_package_that_no_index_has() -> None:
     ("module", "program"),
     [("inference_server", "inference-server"), ("learner", "learner"), ("deploy.cli", "slipstream")],
 )
-@pytest.mark.usefixtures("beside_user_files")
-def test_a_module_tells_its_version_whatever_lies_in_the_working_directory(module: str, program: str) -> None:
+@pytest.mark.usefixtures("shadowing_user_files")
+def test_a_module_prints_its_version_in_any_working_directory(module: str, program: str) -> None:
     command = [*module_command(module), "--version"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     version = rf"{program} \d+\.\d+\.\d+ \(Slipstream, protocol {PROTOCOL_VERSION}, Python 3\.\d+\.\d+\)\n"
     assert re.fullmatch(version, told)
 
 
-def test_in_the_checkout_itself_the_checkout_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inside_a_checkout_the_checkout_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert module_command("learner") == (sys.executable, "-m", "learner")

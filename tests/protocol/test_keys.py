@@ -1,4 +1,4 @@
-"""Key files: made once and for their owner alone, refused when others may read them."""
+"""Key files: created once with owner-only access, and rejected if others can read them."""
 
 import stat
 from pathlib import Path
@@ -16,7 +16,9 @@ def keys(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def test_the_command_makes_keys_for_their_owner_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_creates_keys_that_only_their_owner_can_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main([str(tmp_path / "keys")])
     printed = capsys.readouterr().out
     assert "learner.key" in printed
@@ -33,14 +35,14 @@ def test_the_command_makes_keys_for_their_owner_alone(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604])
-def test_a_secret_that_others_may_touch_is_refused_with_the_remedy(keys: Path, mode: int) -> None:
+def test_a_secret_that_others_can_access_is_rejected_with_a_remedy(keys: Path, mode: int) -> None:
     for name, read in (("server.key", server_keys), ("learner.key", learner_keys)):
         (keys / name).chmod(mode)
         with pytest.raises(ConfigError, match=f"mode {mode:o}.*chmod 600 {keys / name}"):
             read(str(keys))
 
 
-def test_files_that_hold_no_key_are_errors_that_name_the_file(keys: Path) -> None:
+def test_files_without_a_key_are_errors_with_the_file(keys: Path) -> None:
     (keys / "server.pub").write_text("not a key\n")
     with pytest.raises(ConfigError, match=r"server\.pub is not a valid key: it has 9 characters; expected 40"):
         learner_keys(str(keys))
@@ -54,7 +56,7 @@ def test_files_that_hold_no_key_are_errors_that_name_the_file(keys: Path) -> Non
         server_keys(str(keys / "none"))
 
 
-def test_a_server_that_would_let_nobody_in_does_not_start(keys: Path) -> None:
+def test_a_server_without_allowed_keys_does_not_start(keys: Path) -> None:
     (keys / "allowed" / "learner.pub").unlink()
     with pytest.raises(ConfigError, match="contains no public key, so no learner can connect"):
         server_keys(str(keys))

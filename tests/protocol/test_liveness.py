@@ -1,4 +1,4 @@
-"""Messages that do not end and peers that fall silent: they speak ZMTP by hand, for ZeroMQ itself does neither."""
+"""Endless messages and silent peers, in hand-written ZMTP, because ZeroMQ itself sends neither."""
 
 import asyncio
 import contextlib
@@ -20,13 +20,13 @@ MIB = 1 << 20
 TIMEOUT_S = 30.0
 LIMIT_BYTES = 16 * MIB
 MOST_BYTES = 1024 * MIB
-"""What it would come to otherwise."""
+"""Memory without the limit."""
 LONG_BYTES = 400_000
-"""More than the proxy and the kernel keep from one end of a slow link to the other."""
+"""More than the buffers of the proxy and the kernel on a slow link."""
 
 
 def greet(endpoint: str) -> socket.socket:
-    """Connect as a DEALER without a mechanism, up to the first message."""
+    """Connect as a DEALER without a mechanism, before the first message."""
     host, port = split_endpoint(endpoint)
     connection = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
@@ -39,7 +39,7 @@ def greet(endpoint: str) -> socket.socket:
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Not by MSG_WAITALL, which a socket with a timeout does not heed."""
+    """Receive exactly `num_bytes`. MSG_WAITALL has no effect on a socket with a timeout."""
     received = b""
     while len(received) < num_bytes:
         part = connection.recv(num_bytes - len(received))
@@ -54,7 +54,7 @@ def frame(body: bytes, *, more: bool = False) -> bytes:
 
 @contextmanager
 def linked(**options: float) -> Iterator[tuple[ServerChannel, LearnerChannel, Link]]:
-    """Both ends with a link between them, for use in an event loop."""
+    """Yield both ends with a link between them, for use in an event loop."""
     with (
         closing(ServerChannel("tcp://127.0.0.1:*")) as server,
         closing(Link(int(split_endpoint(server.endpoint)[1]), **options)) as link,
@@ -64,7 +64,7 @@ def linked(**options: float) -> Iterator[tuple[ServerChannel, LearnerChannel, Li
 
 
 async def name_of_peer(server: ServerChannel, learner: LearnerChannel) -> bytes:
-    """Say something and return by which name the server knows the learner on this connection."""
+    """Send a message and return the server's id of the learner on this connection."""
     await learner.send(Ack(group_ids=[]), TIMEOUT_S)
     return (await server.receive())[0]
 
@@ -75,7 +75,7 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
 
 
 @in_event_loop
-async def test_a_message_that_does_not_end_costs_its_sender_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endless_message_closes_the_connection_of_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, MAX_UNFINISHED_BYTES=LIMIT_BYTES)
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(LearnerChannel(server.endpoint)) as learner:
         num_bytes = 0
@@ -100,7 +100,7 @@ async def test_a_message_that_does_not_end_costs_its_sender_the_connection(monke
     [("127.0.0.1", "127.0.0.1"), ("*", "127.0.0.1"), ("[::1]", "[::1]"), ("[::]", "127.0.0.1")],
 )
 @in_event_loop
-async def test_a_silent_peer_is_cut_off_and_one_that_pings_is_not(
+async def test_a_silent_peer_is_disconnected_and_a_pinging_peer_is_not(
     monkeypatch: pytest.MonkeyPatch, listens_at: str, silent_from: str
 ) -> None:
     set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=1000, HEARTBEAT_INTERVAL_MS=50)
@@ -119,8 +119,8 @@ async def test_a_silent_peer_is_cut_off_and_one_that_pings_is_not(
 
 @pytest.mark.parametrize("slow", ["bytes_per_s", "bytes_per_s_to_server"])
 @in_event_loop
-async def test_a_long_frame_comes_through_a_slow_link(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
-    """Such are a group, and the manifest of a push: no ping or pong passes it, but its bytes are signs of life."""
+async def test_a_long_frame_arrives_over_a_slow_link(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    """Groups and manifests are long messages: pings and pongs must wait, but their bytes are signs of life."""
     set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=1000, HEARTBEAT_INTERVAL_MS=50)
     with linked(**{slow: LONG_BYTES / 3}) as (server, learner, _):  # 3 s
         peer = await name_of_peer(server, learner)
@@ -132,7 +132,7 @@ async def test_a_long_frame_comes_through_a_slow_link(monkeypatch: pytest.Monkey
                 server.poll_connections()
                 parts_seen += learner.poll_connection()
                 if slow == "bytes_per_s_to_server":
-                    await server.send(peer, Refused(reason=""))  # in place of pulses
+                    await server.send(peer, Refused(reason=""))  # replaces pulses
                 await asyncio.sleep(0.1)
 
         looking = asyncio.create_task(look())
@@ -149,7 +149,7 @@ async def test_a_long_frame_comes_through_a_slow_link(monkeypatch: pytest.Monkey
 
 
 @in_event_loop
-async def test_a_server_that_falls_silent_is_cut_off_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_server_is_disconnected_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=500, HEARTBEAT_INTERVAL_MS=50)
     with linked() as (server, learner, link):
         first = await name_of_peer(server, learner)
@@ -183,8 +183,8 @@ async def test_servers_on_one_port_of_two_addresses_do_not_keep_each_other_alive
 
 
 @in_event_loop
-async def test_a_look_after_a_long_time_cuts_nobody_off_who_was_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the whole machine stood still: its peer has had no time to ping since."""
+async def test_a_late_check_disconnects_no_peer_that_was_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a suspend of the whole machine, the peer has had no time to ping."""
     set_limits(monkeypatch, DEAD_PEER_TIMEOUT_MS=300)
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, greet(server.endpoint) as connection:
         connection.setblocking(False)
@@ -198,7 +198,7 @@ async def test_a_look_after_a_long_time_cuts_nobody_off_who_was_stopped_too(monk
 
 
 @in_event_loop
-async def test_one_long_message_after_the_other_is_no_endless_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_consecutive_long_messages_are_not_an_endless_message(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, MAX_UNFINISHED_BYTES=3 * MIB, MAX_BYTES_PER_S=1 << 40)
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(LearnerChannel(server.endpoint)) as learner:
         for _ in range(20):

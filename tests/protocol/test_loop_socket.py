@@ -1,4 +1,4 @@
-"""A socket in the event loop over real connections: nobody waits for what has happened already."""
+"""A socket in the event loop over real connections: no task waits for an event that has already happened."""
 
 import asyncio
 import select
@@ -14,11 +14,11 @@ from tests.event_loop import in_event_loop
 
 TIMEOUT_S = 20.0
 LONGER_THAN_LIBZMQ_IGNORES_NEWS_S = 0.1
-"""In a send it looks for them at most every 3 million ticks."""
+"""libzmq checks for events in a send at most every 3 million ticks."""
 
 
 class Pair:
-    """One end in the loop, which listens, and a plain one that has not connected yet."""
+    """A listening socket in the loop, and a plain socket that has not connected yet."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._plain_ours, self._theirs = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
@@ -32,7 +32,7 @@ class Pair:
         return self._theirs
 
     def has_news(self, timeout_s: float) -> bool:
-        """Whether libzmq would tell the event loop of something."""
+        """Return whether libzmq would notify the event loop."""
         return bool(select.select([self._plain_ours.getsockopt(zmq.FD)], [], [], timeout_s)[0])
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ async def received(socket: LoopSocket) -> list[bytes]:
 
 
 async def begun(task: Awaitable[object]) -> asyncio.Future[object]:
-    """A task that has come to its first wait, or to its end."""
+    """Start a task and run it to its first wait or its end."""
     task = asyncio.ensure_future(task)
     for _ in range(3):
         await asyncio.sleep(0)
@@ -66,7 +66,7 @@ async def connected(pair: Pair) -> zmq.Socket[bytes]:
 
 
 @in_event_loop
-async def test_what_comes_while_something_is_sent_is_received(pair: Pair) -> None:
+async def test_messages_that_arrive_during_a_send_are_received(pair: Pair) -> None:
     theirs = await connected(pair)
     receiving = await begun(received(pair.ours))
     theirs.send_multipart([b"a", b"", b"b"])
@@ -79,15 +79,15 @@ async def test_what_comes_while_something_is_sent_is_received(pair: Pair) -> Non
 
 
 @in_event_loop
-async def test_what_waits_to_be_sent_is_sent_when_a_peer_comes_while_somebody_receives(pair: Pair) -> None:
+async def test_waiting_messages_are_sent_when_a_peer_connects_during_a_receive(pair: Pair) -> None:
     sending = await begun(pair.ours.send([b"at last"]))
     assert not sending.done()
     theirs = pair.connect()
     assert pair.has_news(TIMEOUT_S)
     time.sleep(LONGER_THAN_LIBZMQ_IGNORES_NEWS_S)
     receiving = pair.ours.receive()
-    receiving.send(None)  # to where it lets others have their turn
-    receiving.send(None)  # to where it waits, and the loop has had no turn
+    receiving.send(None)  # to its yield to other tasks
+    receiving.send(None)  # to its wait, without a turn of the loop
     assert not pair.has_news(0)
     await sending
     assert theirs.recv_multipart() == [b"at last"]
@@ -95,7 +95,7 @@ async def test_what_waits_to_be_sent_is_sent_when_a_peer_comes_while_somebody_re
 
 
 @in_event_loop
-async def test_messages_that_wait_to_be_sent_keep_their_order(pair: Pair) -> None:
+async def test_waiting_messages_keep_their_order(pair: Pair) -> None:
     sending = [await begun(pair.ours.send([b"%d" % number])) for number in range(5)]
     theirs = pair.connect()
     assert pair.has_news(TIMEOUT_S)
@@ -105,7 +105,7 @@ async def test_messages_that_wait_to_be_sent_keep_their_order(pair: Pair) -> Non
 
 
 @in_event_loop
-async def test_a_receive_that_is_cancelled_loses_nothing(pair: Pair) -> None:
+async def test_a_cancelled_receive_loses_no_message(pair: Pair) -> None:
     theirs = await connected(pair)
     receiving = await begun(received(pair.ours))
     theirs.send(b"came in that moment")
@@ -118,7 +118,7 @@ async def test_a_receive_that_is_cancelled_loses_nothing(pair: Pair) -> None:
 
 
 @in_event_loop
-async def test_several_may_receive_and_one_of_them_may_give_up(pair: Pair) -> None:
+async def test_several_tasks_can_receive_and_one_can_be_cancelled(pair: Pair) -> None:
     theirs = await connected(pair)
     first, second, third = [await begun(received(pair.ours)) for _ in range(3)]
     first.cancel()
@@ -128,9 +128,9 @@ async def test_several_may_receive_and_one_of_them_may_give_up(pair: Pair) -> No
 
 
 @in_event_loop
-async def test_what_comes_while_nobody_receives_does_not_keep_the_event_loop_busy(pair: Pair) -> None:
+async def test_unread_messages_do_not_keep_the_event_loop_busy(pair: Pair) -> None:
     theirs = await connected(pair)
-    (await begun(received(pair.ours))).cancel()  # from now on the loop looks for news
+    (await begun(received(pair.ours))).cancel()  # from now on the loop watches the socket
     theirs.send(b"later")
     assert pair.has_news(TIMEOUT_S)
     await asyncio.sleep(0.1)
@@ -139,7 +139,7 @@ async def test_what_comes_while_nobody_receives_does_not_keep_the_event_loop_bus
 
 
 @in_event_loop
-async def test_whoever_waits_at_a_socket_that_is_closed_is_cancelled(pair: Pair) -> None:
+async def test_tasks_waiting_at_a_closed_socket_are_cancelled(pair: Pair) -> None:
     waiting = [await begun(received(pair.ours)), await begun(pair.ours.send([b"nobody is there"]))]
     pair.ours.close()
     await asyncio.wait(waiting)

@@ -1,4 +1,4 @@
-"""Model files: the built-in tiny model, local directories, and fingerprints that depend on contents alone."""
+"""Model files: the built-in tiny model, local directories, and fingerprints that depend only on contents."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def copy(tiny, tmp_path):
     return shutil.copytree(tiny, tmp_path / "copy")
 
 
-def test_importing_it_loads_no_torch_no_transformers_and_no_vllm():
+def test_importing_model_files_loads_no_torch_transformers_or_vllm():
     code = "import sys, protocol, protocol.model_files; print({'torch', 'transformers', 'vllm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -53,9 +53,9 @@ def test_the_tiny_model_has_no_dropout_and_its_tokenizer_gives_back_the_exact_te
     assert model.config.vocab_size == len(tokenizer)
 
 
-def test_the_tiny_model_is_made_once_and_the_same_everywhere_whoever_races_for_it(tiny, tmp_path, monkeypatch):
+def test_the_tiny_model_is_created_once_and_identically_by_concurrent_processes(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
-    (tmp_path / ".tiny-digits-v1-abcd1234").mkdir()  # as a killed process leaves it
+    (tmp_path / ".tiny-digits-v1-abcd1234").mkdir()  # left by a killed process
     with ThreadPoolExecutor(2) as racers:
         made = {*racers.map(resolve_model, ["tiny:digits"] * 2)}
     assert made == {tmp_path / "tiny-digits-v1"}
@@ -80,7 +80,7 @@ def test_a_fingerprint_depends_on_contents_and_not_on_dates_or_weights(tiny, cop
     assert fingerprint(copy).tokenizer_hash != fingerprint(tiny).tokenizer_hash
 
 
-def test_a_directory_that_is_no_model_is_an_error_that_says_why(copy, tmp_path):
+def test_a_directory_that_is_not_a_model_is_an_error_with_the_reason(copy, tmp_path):
     def refused(look, path, match):
         with pytest.raises(ConfigError, match=match):
             look(path)
@@ -95,7 +95,7 @@ def test_a_directory_that_is_no_model_is_an_error_that_says_why(copy, tmp_path):
     refused(fingerprint, tmp_path, "has no tokenizer")
 
 
-def test_a_name_that_is_nothing_says_what_it_could_be(monkeypatch):
+def test_an_unknown_model_name_is_an_error_with_the_options(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name, expected in {
         "tiny:letters": "'tiny:letters' is not a built-in model. Use one of 'tiny:digits', 'smollm2:135m-instruct'",
@@ -120,7 +120,7 @@ def test_a_name_that_is_nothing_says_what_it_could_be(monkeypatch):
         ("quantize_config.json", {"bits": 4}, "quantize_config.json, in quantize_config.json"),
     ],
 )
-def test_a_quantized_checkpoint_is_refused_by_both_sides_with_its_method(copy, file, settings, method):
+def test_a_quantized_checkpoint_is_rejected_by_both_sides_with_its_method(copy, file, settings, method):
     known = json.loads((copy / file).read_text()) if (copy / file).exists() else {}
     (copy / file).write_text(json.dumps(known | settings))
     for look in (resolve_model, local_model):
@@ -130,14 +130,14 @@ def test_a_quantized_checkpoint_is_refused_by_both_sides_with_its_method(copy, f
         assert "Set model to the original checkpoint" in str(refused.value)
 
 
-def test_a_checkpoint_whose_quantization_is_empty_is_none(tiny, copy):
+def test_a_checkpoint_with_an_empty_quantization_is_not_quantized(tiny, copy):
     for settings in ({"quantization_config": None}, {"quantization_config": {}}, {"text_config": None}):
         config = json.loads((tiny / "config.json").read_text()) | settings
         (copy / "config.json").write_text(json.dumps(config))
         assert resolve_model(str(copy)) == copy and fingerprint(copy) == fingerprint(tiny)
 
 
-def test_the_bytes_of_weights_are_those_that_are_loaded_in_the_dtype_that_is_computed_in(tiny, tmp_path):
+def test_the_bytes_of_weights_are_in_the_compute_dtype(tiny, tmp_path):
     tensors = load_file(tiny / "model.safetensors")
     num_parameters = sum(tensor.numel() for tensor in tensors.values())
     assert weight_bytes(tiny, "float32") == 4 * num_parameters and weight_bytes(tiny, "bfloat16") == 2 * num_parameters
@@ -158,7 +158,7 @@ def test_the_bytes_of_weights_are_those_that_are_loaded_in_the_dtype_that_is_com
         weight_bytes(sharded, "float32")
 
 
-def test_a_model_of_which_the_cache_holds_the_tokenizer_alone_is_not_on_this_machine(tiny, tmp_path, monkeypatch):
+def test_a_model_with_only_a_cached_tokenizer_is_not_local(tiny, tmp_path, monkeypatch):
     snapshot = tmp_path / "models--one--of-them" / "snapshots" / "0123abcd"
     shutil.copytree(tiny, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "models--one--of-them" / "refs").mkdir()

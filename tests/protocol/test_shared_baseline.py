@@ -1,4 +1,4 @@
-"""Several workers of a host decode changes onto one baseline: each bucket once, every version whole, a failure is of all."""
+"""Several workers of a host decode deltas onto one baseline: each bucket once, versions complete, failures shared."""
 
 import errno
 import fcntl
@@ -66,7 +66,7 @@ def test_every_version_reaches_all_and_is_decoded_once(
                 got = {name: tensor for one in arrived for name, tensor in one.bucket.views(one.buffer)}
                 assert all(torch.equal(got[name], tensor) for name, tensor in tensors)
             assert len(decoded) == version * len(BUCKETS) and len(BUCKETS) > 1
-            assert len(files()) == (1 if version == 0 else 0), "its name goes once all workers have it"
+            assert len(files()) == (1 if version == 0 else 0), "the file is unlinked once all workers have opened it"
 
 
 def die_in_the_middle(session: str) -> None:
@@ -74,7 +74,7 @@ def die_in_the_middle(session: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared: list[SharedBaseline]) -> None:
+def test_a_partial_change_of_one_worker_fails_the_push_of_the_others(shared: list[SharedBaseline]) -> None:
     process = multiprocessing.get_context("fork").Process(target=die_in_the_middle, args=("a session",))
     process.start()
     process.join(60)
@@ -82,7 +82,7 @@ def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared
     one, other = shared
     with pytest.raises(PushError, match="must start a new session"), one.changing(BUCKETS[0]):
         pytest.fail("it was taken for whole")
-    with one.changing(BUCKETS[1]) as is_ours:  # the dead one's lock is nobody's
+    with one.changing(BUCKETS[1]) as is_ours:  # the dead worker's lock is released
         assert is_ours
     with pytest.raises(ValueError, match="checksum"), one.changing(BUCKETS[1]):
         raise ValueError("checksum")
@@ -90,7 +90,7 @@ def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared
         pytest.fail("it was taken for whole")
 
 
-def test_who_holds_the_lock_too_long_is_an_error(shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holding_the_lock_too_long_is_an_error(shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_baseline, "LOCK_TIMEOUT_S", 0.1)
     one, other = shared
     with (
@@ -101,7 +101,7 @@ def test_who_holds_the_lock_too_long_is_an_error(shared: list[SharedBaseline], m
         pytest.fail("both have it")
 
 
-def test_without_room_each_worker_has_its_own(
+def test_without_space_each_worker_has_its_own_baseline(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
@@ -114,21 +114,21 @@ def test_without_room_each_worker_has_its_own(
     assert "No space left" in message and "--shm-size" in message and not files()
 
 
-def test_what_killed_servers_left_goes_and_a_living_ones_stays(shared: list[SharedBaseline]) -> None:
-    """Whatever process ids mean here: a server in a container is process 1, as may be another beside it."""
-    not_here = 1 << 22  # more than the kernel gives out
+def test_files_of_killed_servers_are_removed_and_those_of_running_servers_kept(shared: list[SharedBaseline]) -> None:
+    """Process ids are not unique: servers in two containers may both be process 1."""
+    not_here = 1 << 22  # more than the kernel assigns
     living = SharedBaseline(not_here, "of a container", MANIFEST)
     SharedBaseline(os.getpid(), "another session", MANIFEST).close()
     (file,) = DIRECTORY.glob(f"{PREFIX}-{not_here}-*")
     assert len(files()) == 1
     descriptor = living._file
     del living
-    os.close(descriptor)  # as the kernel does when it is killed
+    os.close(descriptor)  # as the kernel does at a kill
     SharedBaseline(os.getpid(), "another session", MANIFEST).close()
     assert not file.exists()
 
 
-def test_a_file_that_is_removed_before_it_could_be_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_removed_before_its_lock_is_created_again(monkeypatch: pytest.MonkeyPatch) -> None:
     flock, removed = fcntl.flock, []
 
     def remove_first(descriptor: int, operation: int) -> None:
@@ -144,7 +144,7 @@ def test_a_file_that_is_removed_before_it_could_be_locked_is_made_again(monkeypa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
-def test_what_another_user_left_is_no_reason_to_have_no_shared_one() -> None:
+def test_files_of_another_user_do_not_prevent_a_shared_baseline() -> None:
     left = DIRECTORY / f"{PREFIX}-another-users"
     left.touch(mode=0o600)
     os.seteuid(NOBODY)

@@ -1,4 +1,4 @@
-"""Signals as users send them, to a process group of a test's own: who acts on them, and who goes on."""
+"""Signals to a process group, as users send them: which processes react and which continue."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ if __name__ == "__main__":
 
 @contextmanager
 def group_of(script: str, *arguments: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a script as the leader of a process group."""
+    """Start a script as the leader of a process group."""
     path = directory / "group.py"
     path.write_text(script)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -78,7 +78,7 @@ def group_of(script: str, *arguments: str, directory: Path) -> Iterator[subproce
 @pytest.mark.parametrize(
     ("method", "number"), [("fork", signal.SIGINT), ("spawn", signal.SIGTERM), ("forkserver", signal.SIGHUP)]
 )
-def test_a_signal_to_the_group_is_heard_by_its_first_process_alone(
+def test_only_the_first_process_reacts_to_a_signal_to_the_group(
     method: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     with group_of(GROUP, method, directory=tmp_path) as process:
@@ -91,7 +91,7 @@ def test_a_signal_to_the_group_is_heard_by_its_first_process_alone(
         assert process.wait(TIMEOUT_S) == 0
 
 
-def test_this_process_itself_hears_signals_while_it_starts_others_in_a_thread_and_afterwards() -> None:
+def test_the_process_reacts_to_signals_during_and_after_starts_in_a_thread() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with signals_blocked():
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) >= set(SHUTDOWN_SIGNALS)
@@ -126,7 +126,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
     assert told == ["part", "drain"]
 
 
-def test_a_terminal_that_closes_stops_a_learner_after_its_step_however_often_it_says_so() -> None:
+def test_repeated_sighups_of_a_terminal_stop_a_learner_after_its_step() -> None:
     with Interrupt() as interrupt:
         for _ in range(3):
             signal.raise_signal(signal.SIGHUP)

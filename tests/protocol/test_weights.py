@@ -1,4 +1,4 @@
-"""A push over a real gloo collective: every byte arrives, both sides agree on the checksum, failures end in time."""
+"""A push over a real gloo collective: every byte arrives, checksums agree, and failures end in time."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from protocol.errors import PushError
 from protocol.weights.buckets import BucketMemory, NamedTensors, make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.dense import ReceivedBucket, Sent, receive_weights, send_weights
-from tests.inference_server.broken_transfer import OneBitFlippedOnArrival
+from tests.inference_server.broken_transfer import BitFlippingReceiver
 from tests.protocol.local_ranks import CPU, joined
 
 
@@ -30,7 +30,7 @@ def some_tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 
 def transfer(tensors: NamedTensors, wire_dtype: torch.dtype, bucket_bytes: int) -> tuple[Sent, list[ReceivedBucket]]:
-    """Send from this thread, receive in another."""
+    """Send in this thread and receive in another."""
     manifest = make_manifest(tensors, wire_dtype, bucket_bytes)
     with joined() as (host, worker), ThreadPoolExecutor(1) as thread:
         receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
@@ -42,7 +42,7 @@ def tensors_of(arrived: list[ReceivedBucket]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2000, 4 << 20, 1 << 30])
-def test_every_tensor_arrives_bit_for_bit_whatever_the_bucket_size(bucket_bytes: int) -> None:
+def test_every_tensor_arrives_bit_for_bit_for_any_bucket_size(bucket_bytes: int) -> None:
     tensors = some_tensors()
     sent, arrived = transfer(tensors, torch.float32, bucket_bytes)
     assert sent.num_bytes >= sum(tensor.nbytes for _, tensor in tensors)
@@ -52,7 +52,7 @@ def test_every_tensor_arrives_bit_for_bit_whatever_the_bucket_size(bucket_bytes:
     assert (len(arrived) == 1) == (bucket_bytes == 1 << 30)
 
 
-def test_a_tensor_larger_than_a_span_travels_in_pieces_floats_in_the_wire_dtype_and_others_as_they_are() -> None:
+def test_large_tensors_are_split_and_only_floats_are_cast_to_the_wire_dtype() -> None:
     tensors = [("large", torch.randn(9_000_001)), ("small", torch.ones(3)), ("positions", torch.arange(9))]
     arrived = tensors_of(transfer(tensors, torch.bfloat16, 1 << 30)[1])
     assert torch.equal(arrived["large"], tensors[0][1].bfloat16())
@@ -60,7 +60,7 @@ def test_a_tensor_larger_than_a_span_travels_in_pieces_floats_in_the_wire_dtype_
     assert torch.equal(arrived["positions"], torch.arange(9))
 
 
-def test_another_value_gives_another_checksum_and_another_bucket_size_the_same_bytes_another_too() -> None:
+def test_the_checksum_depends_on_values_and_on_the_bucket_size() -> None:
     changed = some_tensors()
     changed[0][1][0, 0] += 1
     one, other = transfer(some_tensors(), torch.float32, 1 << 20)[0], transfer(changed, torch.float32, 1 << 20)[0]
@@ -69,17 +69,17 @@ def test_another_value_gives_another_checksum_and_another_bucket_size_the_same_b
 
 
 class OnlyKept(BucketMemory):
-    """Memory that takes nothing beyond what it keeps."""
+    """Memory with a hard limit."""
 
     def lend(self, num_bytes: int) -> torch.Tensor:
         give_up_at = time.monotonic() + 60
-        while not self.has_room(num_bytes):  # gloo's thread keeps what has come for a moment longer
+        while not self.has_room(num_bytes):  # gloo's thread holds received data a moment longer
             assert time.monotonic() < give_up_at
             time.sleep(0.001)
         return super().lend(num_bytes)
 
 
-def test_a_bucket_waits_for_memory_where_the_one_before_it_is_a_tensor_larger_than_a_bucket() -> None:
+def test_a_bucket_waits_for_memory_of_an_oversized_tensor_before_it() -> None:
     tensors = [(f"small {index}", torch.randn(250)) for index in range(9)]
     tensors.insert(4, ("large", torch.randn(900)))
     manifest = make_manifest(tensors, torch.float32, 1024)
@@ -93,21 +93,21 @@ def test_a_bucket_waits_for_memory_where_the_one_before_it_is_a_tensor_larger_th
     assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors)
 
 
-def test_tensors_in_another_order_than_the_manifest_are_refused() -> None:
+def test_tensors_in_another_order_than_the_manifest_are_rejected() -> None:
     manifest = make_manifest(some_tensors(), torch.float32, 1 << 20)
     with joined() as (host, _), pytest.raises(ValueError, match="expects embedding of shape"):
         send_weights(host, split_into_buckets(manifest), reversed(some_tensors()))
 
 
 @pytest.mark.parametrize("broadcast_index", [0, 1, 2])
-def test_a_flipped_bit_is_found_before_its_bucket_is_handed_on(broadcast_index: int) -> None:
+def test_a_flipped_bit_is_found_before_its_bucket_is_passed_on(broadcast_index: int) -> None:
     tensors = [("a", torch.randn(600_000)), ("b", torch.randn(600_000))]
     manifest = make_manifest(tensors, torch.float32, 1 << 20)
     loaded = []
     with joined() as (host, worker), ThreadPoolExecutor(1) as thread:
         sending = thread.submit(send_weights, host, split_into_buckets(manifest), tensors)
         with pytest.raises(PushError, match=r"bucket . of 2 .*checksum"):
-            for arrived in receive_weights(OneBitFlippedOnArrival(worker, broadcast_index), manifest):
+            for arrived in receive_weights(BitFlippingReceiver(worker, broadcast_index), manifest):
                 loaded.append(arrived.bucket.index)
         assert loaded == ([] if broadcast_index < 2 else [0])
         worker.close()
@@ -125,8 +125,8 @@ def push_changes(pushes: list[list[tuple[str, torch.Tensor]]]) -> tuple[list[Sen
     return sent, arrived
 
 
-def test_changes_alone_give_every_version_bit_for_bit_and_far_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first push is dense, and the next is compared with it, whatever the memory between tensors held before."""
+def test_deltas_give_every_version_bit_for_bit_with_far_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first push is dense. The next is compared with it, independent of old padding between tensors."""
     first = [
         ("weight", torch.randn(700, 1000)), ("bias", torch.zeros(7)), ("index", torch.arange(5)),
         ("empty", torch.zeros(0)), ("odd", torch.ones(3)),
@@ -151,7 +151,7 @@ def test_changes_alone_give_every_version_bit_for_bit_and_far_fewer_bytes(monkey
     assert sent[2].num_bytes < 1000 and sent[2].checksum == sent[1].checksum
 
 
-def test_changes_to_another_baseline_are_refused() -> None:
+def test_deltas_for_another_baseline_are_rejected() -> None:
     first = [("weight", torch.randn(700, 1000))]
     manifest = make_manifest(first, torch.float32, 1 << 20, "delta")
     mine, theirs = Baseline(), Baseline()

@@ -1,4 +1,4 @@
-"""`python -m tests.sweep [FAMILY …] [--json FILE]`: every causal family of the installed transformers, as a tiny model."""
+"""Check a tiny model of every causal family of the installed transformers: `python -m tests.sweep --help`."""
 
 import argparse
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,7 +17,7 @@ from tests.sweep.visit import visit_in_process
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="Default: all.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the visits there, too.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     given = parser.parse_args()
     visits = []
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:

@@ -1,4 +1,4 @@
-"""What the sweep is expected to show, which is what was last seen of it, and its table."""
+"""The expected results of the sweep, which are its last recorded results, and their table."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,46 +11,45 @@ from tests.sweep.visit import Visit
 
 KEPT = Path(__file__).parents[1] / "bench/results/sweep.json"
 FLOAT32, FLOAT32_LOUD = 3e-5, 3e-4
-"""Nats of any token."""
+"""Largest difference of any token, in nats."""
 TIMES_ROUNDING = 1.5
-"""Of the mean: what bfloat16 may be off by, in what eager attention is off by in it."""
+"""Largest mean difference in bfloat16, in units of eager attention's mean difference in bfloat16."""
 TIED = {"doge"}
-"""Families that keep the keys with the largest scores where equal tokens have equal ones: which of them is kept goes by the length of a
-pass, in eager attention too. Beyond `keep_window_size` keys, of which the sweep has 24 and a checkpoint 2,048.
-"""
+"""Families that keep the keys with the largest scores, where equal tokens have equal scores. The choice depends on the
+length of a pass, in eager attention too, beyond `keep_window_size` keys: 24 in the sweep, 2,048 in a checkpoint."""
 
 
 @cache
 def kept_visits() -> dict[str, Visit]:
-    """The visits that are kept, by family."""
+    """Return the recorded results by family."""
     kept: dict[str, object] = msgspec.json.decode(KEPT.read_bytes())
     return {visit.family: visit for visit in msgspec.convert(kept["visits"], list[Visit])}
 
 
 def problem_of(visit: Visit) -> str | None:
-    """What is not as expected."""
+    """Return a description of an unexpected result, or None."""
     kept = kept_visits().get(visit.family)
     if kept is None or visit.way != kept.way:
-        return f"another way than in {KEPT.name}, {kept and kept.way}: {visit}"
+        return f"the way differs from {kept and kept.way} in {KEPT.name}: {visit}"
     if visit.way in ("refused", "not built"):
-        return None if visit.reason else f"without a reason: {visit}"
+        return None if visit.reason else f"no reason given: {visit}"
     if visit.float32 is None or visit.float32_loud is None or visit.with_mates is None:
         return f"not measured: {visit}"
     if visit.family in TIED:
         return None
     if max(visit.float32, visit.with_mates) > FLOAT32 or visit.float32_loud > FLOAT32_LOUD:
-        return f"off in float32: {visit}"
-    if "refused" in visit.ways:  # its own code mixes float32 with the dtype of its parameters
+        return f"too far off in float32: {visit}"
+    if "refused" in visit.ways:  # the family's code mixes float32 with the dtype of its parameters
         return None
     if visit.bfloat16 is None or visit.bfloat16_base is None or visit.rounding is None:
         return f"not measured in bfloat16: {visit}"
     if max(visit.bfloat16, visit.bfloat16_base) > TIMES_ROUNDING * visit.rounding + 1e-3:
-        return f"off in bfloat16: {visit}"
+        return f"too far off in bfloat16: {visit}"
     return None
 
 
 def by_way(visits: Sequence[Visit]) -> str:
-    """For the docs."""
+    """Return the table of the docs: families by way."""
     families: dict[str, list[str]] = defaultdict(list)
     for visit in visits:
         in_float32, *in_bfloat16 = visit.ways
@@ -62,7 +61,7 @@ def by_way(visits: Sequence[Visit]) -> str:
 
 
 def figures(visits: Sequence[Visit]) -> str:
-    """The largest differences, for the docs: of any token, and of the mean in bfloat16 in what eager attention is off by there."""
+    """Return the largest differences, for the docs."""
     measured = [visit for visit in visits if visit.family not in TIED]
     worst = {name: max(getattr(v, name) or 0.0 for v in measured) for name in ("float32", "float32_loud", "with_mates")}
     worst["bfloat16 ÷ rounding"] = max(v.bfloat16 / v.rounding for v in measured if v.bfloat16 and v.rounding)

@@ -1,6 +1,6 @@
-"""One family: loaded, settled and passed as the learner does, against eager attention one row at a time.
+"""One family of the sweep: compare the learner's forward pass with eager attention, one row at a time.
 
-tiny model ─▶ checkpoint ─▶ load_policy ─▶ choose_attention ─▶ token_logprobs     ─▶ how far from the plain pass, in both dtypes
+tiny model ─▶ checkpoint ─▶ load_policy ─▶ choose_attention ─▶ token_logprobs ─▶ difference from the plain pass
 """
 
 import logging
@@ -32,36 +32,36 @@ CPU, FLOAT, BFLOAT = torch.device("cpu"), torch.float32, torch.bfloat16
 
 
 class Visit(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a family. Differences of logprobs are in nats, the largest of any token unless they are called a mean."""
+    """The result of a family. Differences of logprobs are in nats: the largest of any token, unless called a mean."""
 
     family: str
     way: str
-    """packed, padded (sdpa), padded (eager), refused, not built or failed; in float32, in bfloat16 and with a base in bfloat16 if
-    they are not the same."""
+    """packed, padded (sdpa), padded (eager), refused, not built or failed. If they differ: one each for float32,
+    bfloat16 and a base in bfloat16."""
     reason: str = ""
-    """Why not packed."""
+    """Why the family is not packed."""
     float32: float | None = None
-    """From the plain pass, with the model's own attention scores."""
+    """Difference from the plain pass, with the model's own attention scores."""
     float32_loud: float | None = None
-    """With scores scaled up to 100."""
+    """Difference from the plain pass, with scores scaled up to 100."""
     with_mates: float | None = None
-    """Of the same rows, computed without any other and beside a long group."""
+    """Difference of the same rows, computed alone and together with a long group."""
     bfloat16: float | None = None
-    """Mean, from the plain pass of the same rounded weights in float32."""
+    """Mean difference from the plain pass of the same rounded weights in float32."""
     bfloat16_base: float | None = None
-    """The same, loaded in bfloat16."""
+    """The same as `bfloat16`, for a model loaded in bfloat16."""
     rounding: float | None = None
-    """Mean, of the plain pass in bfloat16 from itself in float32."""
+    """Mean difference of the plain pass between bfloat16 and float32."""
 
     @property
     def ways(self) -> list[str]:
-        """In float32, in bfloat16 and with a base in bfloat16."""
+        """The ways in float32, in bfloat16 and with a base in bfloat16."""
         ways = self.way.split(", ")
         return ways * 3 if len(ways) == 1 else ways
 
 
 def make_groups() -> tuple[list[Group], list[Group]]:
-    """A few short rows, and others that outgrow every window, chunk, selection and state of the sweep."""
+    """Return a few short rows, and rows that exceed every window, chunk, selection and state of the sweep."""
     rng = np.random.default_rng(7)
 
     def rows(prompt: int, *lengths: int) -> Group:
@@ -71,13 +71,13 @@ def make_groups() -> tuple[list[Group], list[Group]]:
 
 
 def visit_in_process(family: str) -> Visit:
-    """For a pool, whose processes share the cores."""
+    """Check a family in a process of a pool that shares the cores."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as directory:
         try:
             return visit(family, Path(directory))
-        except Exception as error:  # of the learner, after it settled: the others are still to be seen
+        except Exception as error:  # a failure of one family must not end the sweep
             return Visit(family=family, way="failed", reason=f"{type(error).__name__}: {error}")
 
 
@@ -91,7 +91,7 @@ def visit(family: str, directory: Path) -> Visit:
     policies: list[Any | None] = []
     ways: list[str] = []
     with _warnings() as reasons:
-        # In float32, in bfloat16 over float32 masters, and as with an adapter over a base in bfloat16.
+        # float32; bfloat16 with float32 master weights; bfloat16 base, as with an adapter.
         for loaded, computed in ((FLOAT, FLOAT), (FLOAT, BFLOAT), (BFLOAT, BFLOAT)):
             try:
                 policies.append(load(directory, loaded, computed))
@@ -109,13 +109,13 @@ def visit(family: str, directory: Path) -> Visit:
 
 
 def refusal_of(family: str, directory: Path) -> str | None:
-    """What loading says to a family by its config alone, before there are any weights."""
+    """Return the error of loading a family from its config alone, before there are weights; or None."""
     try:
         CONFIG_MAPPING[family]().save_pretrained(directory)
         load_policy(directory, gradient_checkpointing=False)
     except ConfigError as error:
         return str(error).replace(str(directory), family)
-    except Exception:  # there are no weights, or no such config without more
+    except Exception:  # the weights are missing, or the config needs arguments
         return None
     return None
 
@@ -132,7 +132,7 @@ def way_of(policy: Any) -> str:
 
 
 def plain_model(directory: Path, dtype: torch.dtype, *, rounded_to: torch.dtype | None = None) -> Any:
-    """Transformers alone."""
+    """Load a model with transformers alone."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
     if rounded_to is not None:
         for parameter in model.parameters():
@@ -173,7 +173,7 @@ def policy_logprobs(policy: Any, groups: Sequence[Group]) -> torch.Tensor:
 
 
 def plain_logprobs(model: Any, groups: Sequence[Group]) -> torch.Tensor:
-    """Each row without any other, no padding, whole logits."""
+    """Return the logprobs of each row computed alone, without padding, from all logits."""
     found = []
     for prompt, completion in ((prompt, completion) for prompt, completions in groups for completion in completions):
         ids_1S = torch.from_numpy(np.concatenate([prompt, completion]))[None]
@@ -185,16 +185,16 @@ def plain_logprobs(model: Any, groups: Sequence[Group]) -> torch.Tensor:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What settling says of a family that does not go packed."""
-    said: list[str] = []
+    """Collect the warnings about families that cannot be packed."""
+    messages: list[str] = []
     log = logging.getLogger("learner.forward.packing_check")
 
-    def hear(record: logging.LogRecord) -> bool:
-        said.append(record.getMessage())
+    def collect(record: logging.LogRecord) -> bool:
+        messages.append(record.getMessage())
         return True
 
-    log.addFilter(hear)
+    log.addFilter(collect)
     try:
-        yield said
+        yield messages
     finally:
-        log.removeFilter(hear)
+        log.removeFilter(collect)

@@ -1,7 +1,7 @@
-"""`python -m tests.zoo [--json] [--out DIR] [FAMILY ...]`
+"""Run model families through the whole system: `python -m tests.zoo --help`.
 
-Takes a tiny random model of each family through the whole system, an adapter through three of them, and says how far server,
-learner, transformers and a plain vLLM are apart. Exit code 0 only if every family did what is expected of it.
+Runs a tiny random model of each family, and three with an adapter. Prints the differences between server, learner,
+transformers and a plain vLLM. Exit code 0 only if every family behaves as expected.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from tests.zoo.visit import WITH_ADAPTER, Visit, table, visit
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__.partition("\n\n")[2])
-    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; +lora behind one: with an adapter")
+    parser.add_argument("families", nargs="*", help=f"any of {', '.join(FAMILIES)}; append +lora for an adapter")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
-    parser.add_argument("--out", type=Path, help="where models and logs go (default: a temporary directory)")
+    parser.add_argument("--out", type=Path, help="directory of models and logs (default: a temporary directory)")
     arguments = parser.parse_args()
     directory = arguments.out or Path(tempfile.mkdtemp(prefix="zoo-"))
     visits: list[Visit] = []

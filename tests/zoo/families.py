@@ -1,4 +1,4 @@
-"""Tiny random models of many families: two layers, the characters of `tiny:digits`, weights large enough that each one matters."""
+"""Tiny random models of many families: two layers, the vocabulary of `tiny:digits`, large weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**LM),
     "mistral": lambda: transformers.MistralConfig(**LM, sliding_window=None),
     "gemma2": lambda: transformers.Gemma2Config(
-        # Scores far above the cap: without the cap, logprobs differ by 0.1 nats.
+        # Scores far above the cap, so that logprobs differ by 0.1 nats without it.
         **LM | {"tie_word_embeddings": True},
         query_pre_attn_scalar=1,
         attn_logit_softcapping=1.0,
@@ -59,7 +59,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def make_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A random model, on the CPU in float32."""
+    """Return a random model on the CPU in float32."""
     config = FAMILIES[family]()
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     torch.manual_seed(seed)
@@ -69,11 +69,11 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
             if parameter.ndim > 1:
                 parameter.mul_(3)
             else:
-                parameter.add_(torch.randn_like(parameter) * 0.1)  # biases and sinks are zeros at first
+                parameter.add_(torch.randn_like(parameter) * 0.1)  # biases and sinks start as zeros
     return model
 
 
 def save_model(family: str, path: Path) -> None:
-    """As a checkpoint that `model` in a config may name."""
+    """Save a model as a checkpoint that the config key `model` accepts."""
     make_model(family).save_pretrained(path)
     AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(path)

@@ -1,4 +1,4 @@
-"""`python -m tests.zoo.plain_vllm MODEL TOKENS`: what vLLM gives to tokens with nothing of ours around it, as JSON."""
+"""Print the logprobs of plain vLLM as JSON: `python -m tests.zoo.plain_vllm MODEL TOKENS`."""
 
 import json
 import os
@@ -22,4 +22,4 @@ def logprobs(model: str, token_ids: list[int]) -> list[float]:
 if __name__ == "__main__":
     model, tokens = sys.argv[1:]
     print(json.dumps(logprobs(model, json.loads(tokens))), flush=True)
-    os._exit(0)  # there is nothing to save, and vLLM takes its time to unload
+    os._exit(0)  # there is nothing to save, and vLLM unloads slowly

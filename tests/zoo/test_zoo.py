@@ -1,4 +1,4 @@
-"""Families of models through the whole system on real vLLM; the table in the docs is what was last seen of each."""
+"""Model families in the whole system on real vLLM; the table in the docs has the recorded results."""
 
 from pathlib import Path
 
@@ -11,16 +11,16 @@ from tests.zoo.visit import WITH_ADAPTER, Visit, table, visit
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "tests" / "bench" / "results" / "zoo.json"
 VISITS = [*((family, False) for family in FAMILIES), *((family, True) for family in WITH_ADAPTER)]
-SOON = ("gemma3", True)
-"""What CI tries; all of them take ten minutes."""
+IN_CI = ("gemma3", True)
+"""The family that CI checks, with an adapter. All families take ten minutes."""
 
 
 @pytest.mark.system
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("family", "lora"), [pytest.param(*one, marks=[] if one == SOON else pytest.mark.slow) for one in VISITS]
+    ("family", "lora"), [pytest.param(*one, marks=[] if one == IN_CI else pytest.mark.slow) for one in VISITS]
 )
-def test_a_family_trains_pushes_and_exports_as_expected(tmp_path: Path, family: str, lora: bool) -> None:
+def test_a_family_trains_syncs_and_exports_as_expected(tmp_path: Path, family: str, lora: bool) -> None:
     visited = visit(family, tmp_path, lora=lora)
     assert visited.is_as_expected, msgspec.json.encode(visited).decode()
 

@@ -1,4 +1,4 @@
-"""One family through the whole system: real vLLM, three trained steps, the export in a vLLM of its own; and the table of all.
+"""One family in the whole system: real vLLM, three training steps, the export in another vLLM.
 
 save ─▶ server ─▶ learner train: parity, 3 × (step, push, parity) ─▶ score ─▶ export: transformers, plain vLLM
 """
@@ -22,10 +22,10 @@ from tests.zoo.families import save_model
 
 WITH_ADAPTER = ("llama", "gemma3", "mixtral")
 REFUSED = {"qwen3_5": "torchvision"}
-"""Families that do not run here, with a word of the reason."""
+"""Families that cannot run here, with a word of the error."""
 NUM_STEPS = 3
 BOUND = 1e-4
-"""Of |Δ logprob| between vLLM, the learner and transformers, in float32."""
+"""Largest |Δ logprob| between vLLM, the learner and transformers in float32."""
 TOKENS = [1 + index * 7 % 15 for index in range(48)]
 PLAIN_TIMEOUT_S = 200
 LEARNER = f"""
@@ -48,22 +48,22 @@ FLAGS = [
 
 
 class Visit(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a family. Distances are the largest |Δ logprob| of any token, unless they are called a mean."""
+    """The result of a family. Distances are the largest |Δ logprob| of any token, unless called a mean."""
 
     family: str
     lora: bool = False
     refused: str = ""
-    """Why it does not run; all that follows is then unknown."""
+    """Why the family cannot run. All other attributes are then None."""
     parity_at_start: float | None = None
-    """Mean, between server and learner, after the first push."""
+    """Mean distance between server and learner after the first sync."""
     parity_in_training: float | None = None
-    """Mean, the worst of the pushes that were followed by a step."""
+    """Largest mean distance between server and learner of the syncs that a step followed."""
     after_last_push: float | None = None
-    """Between the server and transformers, which has loaded the export of the same version."""
+    """Distance between the server and transformers with the export of the same version."""
     moved: float | None = None
-    """What the training has changed of the server's own logprobs."""
+    """Distance between the server's logprobs before and after training."""
     export_in_vllm: float | None = None
-    """Between the server and a plain vLLM that has loaded the export."""
+    """Distance between the server and a plain vLLM with the export."""
 
     @property
     def distances(self) -> list[float | None]:
@@ -78,7 +78,7 @@ class Visit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table(visits: Sequence[Visit]) -> str:
-    """For the docs."""
+    """Return the table of the docs."""
     rows = [
         "| family | after the first sync | in training | after the last sync | export in vLLM |",
         "|---|---|---|---|---|",
@@ -117,7 +117,7 @@ def _through_the_system(server: RealServer, family: str, directory: Path, lora: 
     assert found is not None, done.stdout + done.stderr
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     export, after = run_dir / "checkpoints" / f"step-{NUM_STEPS:06d}" / "model", served_logprobs(server)
-    # Eager: transformers' default, sdpa, ignores Gemma 2's soft cap.
+    # Eager, because the default of transformers, sdpa, ignores Gemma 2's soft cap.
     exported = AutoModelForCausalLM.from_pretrained(export, dtype="float32", attn_implementation="eager")
     (expected,) = batch_logprobs(exported.eval(), [TOKENS])
     return Visit(
@@ -132,7 +132,7 @@ def _through_the_system(server: RealServer, family: str, directory: Path, lora: 
 
 
 def served_logprobs(server: RealServer) -> Sequence[float]:
-    """Of the server's OpenAI API."""
+    """Return logprobs from the server's OpenAI API."""
     body = {"model": str(server.model), "prompt": TOKENS, "max_tokens": 1, "echo": True, "logprobs": 0}
     request = urllib.request.Request(
         server.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -148,12 +148,12 @@ def plain_logprobs(export: Path) -> Sequence[float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    return float(np.abs(np.asarray(one) - np.asarray(other)).max())
+def distance(left: Sequence[float], right: Sequence[float]) -> float:
+    return float(np.abs(np.asarray(left) - np.asarray(right)).max())
 
 
 def reason(log: str) -> str:
-    """The line of a log that says why: what is not installed, what a command ends with, or the exception the others came from."""
+    """Return the line of a log with the reason: a missing package, the error of a command, or the first exception."""
     missing = re.findall(r"ModuleNotFoundError: .*", log)
     ends = re.findall(r"^error: .*", log, re.MULTILINE)
     causes = re.findall(r"\b\w+Error: .*", log)

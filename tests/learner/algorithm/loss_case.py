@@ -1,8 +1,8 @@
-"""A random micro-batch twice: as completions for the oracle and as padded tensors for the code.
+"""A random micro-batch in two forms: completions for the oracle, and padded tensors for the code.
 
-All logprobs are multiples of 2⁻¹⁰, advantages of 2⁻³, and staleness is 2ⁿ - 1: differences, sums and log-linear anchors are
-then exact in float32, so that what is left between oracle and code is the rounding of exp, of products and of sums.
-Legend: B completions, T positions.
+All logprobs are multiples of 2⁻¹⁰, advantages of 2⁻³, and staleness is 2ⁿ - 1. Differences, sums and log-linear anchors
+are then exact in float32; oracle and code differ only in the rounding of exp, products and sums. Legend: B completions,
+T positions.
 """
 
 import math
@@ -16,7 +16,7 @@ from learner.algorithm.loss import LossInputs, policy_loss
 from tests.learner.algorithm.oracle import Completion, Rule, Token
 
 MAX_TOKENS = 12
-NUM_TOKENS, NUM_ROWS = 31, 8  # of the whole step: more than a micro-batch holds
+NUM_TOKENS, NUM_ROWS = 31, 8  # of the whole step, which is larger than a micro-batch
 LENGTHS = (0, 1, 1, 2, 3, 5)
 ADVANTAGES = (0.0, 1.0, -1.0, 1.5, -0.375, -2.0)
 WILD = (0.0, 30.0, -30.0, 12.0, -12.0, math.inf, -math.inf, math.nan)
@@ -26,7 +26,7 @@ class Case(NamedTuple):
     rule: Rule
     completions: Sequence[Completion]
     positions: Sequence[Sequence[int]]
-    """Where in its row each token of a completion stands; every other position is padding."""
+    """Positions of each completion's tokens in its row. All other positions are padding."""
 
 
 def on_grid(rng: random.Random, low: float, high: float) -> float:
@@ -51,13 +51,13 @@ def make_token(rng: random.Random, rule: Rule, *, is_wild: bool, has_proximal: b
 
 
 def weight_of(normalization: str, num_tokens: int) -> float:
-    """DAPO, GRPO and Dr. GRPO; in float32, as the code stores it."""
+    """Return the weight of DAPO, GRPO or Dr. GRPO, in float32 as in the code."""
     counts = {"token": NUM_TOKENS, "sequence": NUM_ROWS * max(num_tokens, 1), "dr_grpo": NUM_ROWS * MAX_TOKENS}
     return float(torch.tensor(1 / counts[normalization]))
 
 
 def make_case(seed: str, rule: Rule, *, is_wild: bool = False, has_proximal: bool = False, width: int = 9) -> Case:
-    """Six completions, one empty and two of one token; wild: ratios up to e³⁰ and behaviour logprobs that are no number."""
+    """Return six completions, one empty and two with one token. Wild: ratios up to e³⁰ and NaN behavior logprobs."""
     rng = random.Random(seed)
     completions, positions = [], []
     lengths, advantages = (rng.sample(values, len(values)) for values in (LENGTHS, ADVANTAGES))
@@ -69,7 +69,7 @@ def make_case(seed: str, rule: Rule, *, is_wild: bool = False, has_proximal: boo
 
 
 def tensors_of(case: Case, *, width: int = 9, garbage: float = 0.0) -> LossInputs:
-    """The case as the loss takes it, `garbage` in every masked place; logprobs and entropies carry gradients."""
+    """Return the loss inputs, with `garbage` at every masked position. Logprobs and entropies require gradients."""
     shape = (len(case.completions), width)
     mask_BT = torch.zeros(shape, dtype=torch.bool)
 
@@ -101,13 +101,13 @@ def tensors_of(case: Case, *, width: int = 9, garbage: float = 0.0) -> LossInput
 class Result(NamedTuple):
     loss: float
     gradients: list[list[float]]
-    """By completion and token; what stands in padding has been checked to be 0."""
+    """Gradients by completion and token. Those of padding are checked to be 0."""
     entropy_gradients: list[list[float]] | None
     sums: dict[str, float]
 
 
 def run(case: Case, *, width: int = 9, garbage: float = 0.0) -> Result:
-    """Loss and gradients of the code. Fails if a gradient is not finite, or not exactly 0 in padding."""
+    """Return loss and gradients of the code. Fails unless gradients are finite, and exactly 0 in padding."""
     inputs, rule = tensors_of(case, width=width, garbage=garbage), case.rule
     loss, sums = policy_loss(inputs, rule.loss, rule.off_policy_correction, rule.kl, rule.kl_coef)
     loss.backward()

@@ -1,4 +1,4 @@
-"""The configs of the loss that its tests go through: objective × normalisation × anchor × weight, as far as accepted."""
+"""The loss configs of the tests: all accepted combinations of objective × normalization × anchor × weight."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ BOUNDS = {
 ANCHORS = {
     "behaviour": {},
     "exact": {"anchor": "proximal"},
-    "current": {"anchor": "proximal"},  # exact without a proximal logprob: the current one, held fixed
+    "current": {"anchor": "proximal"},  # exact without a proximal logprob: the detached current one
     "log_linear": {"anchor": "proximal", "proximal": "log_linear"},
 }
 WEIGHTS = {
@@ -86,16 +86,16 @@ def is_accepted(rule: Rule) -> bool:
 
 
 def rules() -> dict[str, tuple[Rule, bool]]:
-    """Every cell of the product that a config may ask for, and whether it has proximal logprobs.
+    """Return every accepted combination, and whether it has proximal logprobs.
 
-    What the product leaves out (bounds, rejections, KL, entropy) is drawn anew for each cell.
+    The other options (bounds, rejections, KL, entropy) are random for each combination.
     """
     found = {}
     cells = itertools.product(BOUNDS, NORMALIZATIONS, ANCHORS, WEIGHTS)
     for seed, (objective, normalization, anchor, weight) in enumerate(cells):
         rng = random.Random(seed)
         kl = KlConfig(**rng.choice(KLS))
-        # gspo's one ratio of the completion allows no token to be left out
+        # gspo has one ratio per completion, so no token may be masked
         whole = objective == "gspo"
         rejections = [r for r in REJECTIONS if not (whole and "max_token_staleness" in r)]
         others = [o for o in OTHERS if not (whole and "top_entropy_frac" in o)]
@@ -108,7 +108,7 @@ def rules() -> dict[str, tuple[Rule, bool]]:
             ),
             OffPolicyCorrectionConfig(**ANCHORS[anchor], **WEIGHTS[weight], **rng.choice(rejections)),
             kl,
-            kl.coef * rng.choice((1.0, 0.5)),  # a schedule has halved it since
+            kl.coef * rng.choice((1.0, 0.5)),  # 0.5: a schedule has halved it
         )
         if is_accepted(rule):
             found[f"{objective}-{normalization}-{anchor}-{weight}"] = (rule, anchor == "exact")

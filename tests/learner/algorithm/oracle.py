@@ -1,9 +1,9 @@
-"""The loss once more, from the papers: token by token, in plain Python and 50-digit arithmetic, without tensors.
+"""An independent implementation of the loss, from the papers: per token, in plain Python with 50-digit arithmetic.
 
-What carries a gradient in a paper is computed from the logprobs passed beside a completion (`moved`); what a paper holds
-fixed (sg) from those inside it. A derivative is then a difference quotient over `moved`, exact to thirty digits.
+Terms with a gradient are computed from the logprobs `moved`, which are passed separately; terms under a stop-gradient
+(sg) use those of the completion. A derivative is a difference quotient over `moved`, exact to thirty digits.
 
-M is the set of a completion's tokens with a finite behaviour logprob. Everything below is over M.
+M is the set of a completion's tokens with a finite behavior logprob. All sums are over M.
 """
 
 import functools
@@ -62,7 +62,7 @@ class Completion(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What is computed: the config, and today's coefficient of the KL."""
+    """The config, and the current KL coefficient."""
 
     loss: LossConfig = LossConfig()
     off_policy_correction: OffPolicyCorrectionConfig = OffPolicyCorrectionConfig()
@@ -79,14 +79,14 @@ def clamp(value, low=-MAX_NATS, high=MAX_NATS):
 
 
 def log_ratio(above, below):
-    """log(above / below), bounded to ±20 nats."""
+    """Return log(above / below), clamped to ±20 nats."""
     return clamp(mpf(above) - below)
 
 
 def anchor(correction: OffPolicyCorrectionConfig, token: Token):
-    """Log-probability of the policy that the objective's ratio is taken to.
+    """Return the logprob of the policy in the denominator of the objective's ratio.
 
-    log_linear (A-3PO, arXiv 2512.06547): the further back a token was sampled, the nearer to the current policy.
+    log_linear (A-3PO, arXiv 2512.06547): the staler a token, the closer to the current policy.
     """
     if correction.anchor == "behaviour":
         return mpf(token.behaviour)
@@ -97,7 +97,7 @@ def anchor(correction: OffPolicyCorrectionConfig, token: Token):
 
 
 def objectives(rule: Rule, completion: Completion, moved: Sequence) -> list:
-    """Loss of each token, before any correction."""
+    """Return the loss of each token before corrections."""
     tokens, advantage = completion.finite, mpf(completion.advantage)
     anchors = [anchor(rule.off_policy_correction, token) for token in tokens]
     log_ratios = [log_ratio(p, o) for p, o in zip(moved, anchors, strict=True)]
@@ -130,7 +130,7 @@ def objectives(rule: Rule, completion: Completion, moved: Sequence) -> list:
 
 
 def clipped(rule: Rule, ratio, advantage):
-    """PPO's clip, arXiv 1707.06347; with a negative advantage bounded from below too (dual clip, arXiv 1912.09729)."""
+    """Apply PPO's clip, arXiv 1707.06347, and the dual clip for negative advantages, arXiv 1912.09729."""
     bounded = clamp(ratio, 1 - rule.bound("clip_low"), 1 + rule.bound("clip_high"))
     objective = min(ratio * advantage, bounded * advantage)
     if advantage < 0:
@@ -139,7 +139,7 @@ def clipped(rule: Rule, ratio, advantage):
 
 
 def binding(rule: Rule, completion: Completion) -> list[bool]:
-    """Whether a bound of the objective changes a token's share of the gradient."""
+    """Return for each token whether a bound of the objective changes its gradient."""
     tokens, advantage = completion.finite, completion.advantage
     anchors = [anchor(rule.off_policy_correction, token) for token in tokens]
     log_ratios = [log_ratio(token.logprob, o) for token, o in zip(tokens, anchors, strict=True)]
@@ -163,7 +163,7 @@ def binding(rule: Rule, completion: Completion) -> list[bool]:
             too_high = [ratio > rule.bound("dual_clip") for ratio in ratios]
             fallen = [-rise > rule.bound("tv_low") for rise in rises]
             return [advantage < 0 and (fell or high) for fell, high in zip(fallen, too_high, strict=True)]
-        case "sapo":  # a soft bound: half of the gradient is gone
+        case "sapo":  # a soft bound: half of the gradient is lost
             tau = rule.bound("tau_positive" if advantage > 0 else "tau_negative")
             gates = [1 / (1 + mpmath.exp(-tau * (ratio - 1))) for ratio in ratios]
             return [advantage != 0 and 4 * gate * (1 - gate) < 0.5 for gate in gates]
@@ -172,7 +172,7 @@ def binding(rule: Rule, completion: Completion) -> list[bool]:
 
 
 def importance_weights(rule: Rule, completion: Completion) -> list:
-    """policy / behaviour of each token, or what its completion has in its stead; the policy is the proximal one if asked."""
+    """Return policy / behavior of each token, or the value of its completion. The policy may be the proximal one."""
     is_proximal = rule.off_policy_correction.anchor == "proximal"
     policy = [anchor(rule.off_policy_correction, t) if is_proximal else t.logprob for t in completion.finite]
     logs = [log_ratio(q, t.behaviour) for q, t in zip(policy, completion.finite, strict=True)]
@@ -186,7 +186,7 @@ def importance_weights(rule: Rule, completion: Completion) -> list:
 
 
 def outside(rule: Rule, completion: Completion) -> list[bool]:
-    """Whether a token's importance weight lies outside its bounds."""
+    """Return for each token whether its importance weight is outside the bounds."""
     correction = rule.off_policy_correction
     if correction.weight == "none":
         return [False] * len(completion.finite)
@@ -204,7 +204,7 @@ def is_stale(rule: Rule, token: Token) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def multipliers(rule: Rule, completion: Completion) -> list:
-    """What the corrections multiply the objective of each token with."""
+    """Return the factor of the corrections for each token."""
     correction, tokens = rule.off_policy_correction, completion.finite
     factors = [mpf(1)] * len(tokens)
     if correction.weight != "none":
@@ -224,14 +224,14 @@ def multipliers(rule: Rule, completion: Completion) -> list:
 
 
 def kl_estimate(estimator: str, reference, logprob, held):
-    """Schulman's estimators (joschu.net/blog/kl-approx.html); k3_grad_k2 has the value of k3 and moves as k2 does."""
+    """Return Schulman's estimators (joschu.net/blog/kl-approx.html). k3_grad_k2 has k3's value and k2's gradient."""
     d, fixed = log_ratio(reference, logprob), log_ratio(reference, held)
     k2, k3 = d**2 / 2, mpmath.exp(d) - d - 1
     return {"k1": -d, "k2": k2, "k3": k3, "k3_grad_k2": mpmath.exp(fixed) - fixed - 1 + k2 - fixed**2 / 2}[estimator]
 
 
 def terms(rule: Rule, completion: Completion) -> list:
-    """What each token of M adds to the loss."""
+    """Return the contribution of each token of M to the loss."""
     return _terms(rule, completion, multipliers(rule, completion), completion.logprobs)
 
 
@@ -248,7 +248,7 @@ def _terms(rule: Rule, completion: Completion, factors: Sequence, moved: Sequenc
 
 
 def gradient(rule: Rule, completion: Completion) -> list:
-    """Derivative of the completion's loss with respect to the logprob of each of its tokens; 0 outside M."""
+    """Return the derivative of the completion's loss by the logprob of each token; 0 outside M."""
     held, logprobs = multipliers(rule, completion), completion.logprobs
 
     def derivative(i: int):
@@ -261,7 +261,7 @@ def gradient(rule: Rule, completion: Completion) -> list:
 
 
 def sums(rule: Rule, completions: Sequence[Completion]) -> dict[str, float]:
-    """What is reported beside the loss: plain sums over M."""
+    """Return the sums over M that are reported with the loss."""
 
     def total(of: Callable[[Completion], Sequence]) -> float:
         return float(sum(sum(map(mpf, of(completion))) for completion in completions))
@@ -290,7 +290,7 @@ def sums(rule: Rule, completions: Sequence[Completion]) -> dict[str, float]:
     if rule.off_policy_correction.max_token_staleness is not None:
         found["stale"] = total(lambda c: [is_stale(rule, token) for token in c.finite])
     if any(token.reference is not None for completion in completions for token in completion.tokens):
-        measured = "k3"  # whatever the penalty is
+        measured = "k3"  # independent of the penalty
         found["reference_kl"] = total(
             lambda c: [kl_estimate(measured, t.reference, t.logprob, t.logprob) for t in c.finite]
         )

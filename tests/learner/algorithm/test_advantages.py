@@ -1,4 +1,4 @@
-"""Advantages against numpy, and by hand where a hand is enough."""
+"""Advantages, checked with numpy and by hand."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_batch_scale_divides_by_the_deviation_of_the_whole_step() -> None:
         ([3.0, 1.0, 2.0], "leave_one_out", [3 - 1.5, 1 - 2.5, 2 - 2.0]),
         ([3.0, None, 1.0], "mean", [1.0, 0.0, -1.0]),
     ],
-    ids=["without a scale", "compared with the others", "one that cannot be scored is out of the baseline"],
+    ids=["without a scale", "leave one out", "an unscored completion is not in the baseline"],
 )
 def test_baselines_by_hand(rewards: list[float | None], baseline: str, expected: list[float]) -> None:
     config = AdvantageConfig(scale="none", baseline=baseline)  # type: ignore[arg-type]
@@ -38,14 +38,14 @@ def test_baselines_by_hand(rewards: list[float | None], baseline: str, expected:
 
 
 @given(st.lists(st.lists(st.one_of(st.none(), st.floats(-1e3, 1e3)), min_size=1, max_size=6), min_size=1, max_size=5))
-def test_advantages_are_finite_and_add_up_to_nothing_in_every_group(rewards_P_G: list[list[float | None]]) -> None:
+def test_advantages_are_finite_and_sum_to_zero_in_every_group(rewards_P_G: list[list[float | None]]) -> None:
     for scale in ("group", "batch", "none"):
         for advantages_G in step_advantages(rewards_P_G, AdvantageConfig(scale=scale)):  # type: ignore[arg-type]
             assert np.isfinite(advantages_G).all()
             assert sum(advantages_G) == pytest.approx(0.0, abs=1e-6 * (1 + max(map(abs, advantages_G))))
 
 
-def test_normalize_then_sum_gives_a_small_reward_the_same_say_as_a_large_one() -> None:
+def test_normalize_then_sum_gives_small_and_large_rewards_equal_influence() -> None:
     rewards_by_function = {
         "large": [100.0, 0.0, 0.0, 100.0],
         "small": [0.01, 0.0, 0.01, 0.0],
@@ -80,18 +80,18 @@ def test_a_group_has_signal_when_two_scorable_rewards_differ(rewards_G: list[flo
     assert any(any(advantages_G) for advantages_G in step_advantages([rewards_G], AdvantageConfig())) == expected
 
 
-def test_no_reward_of_the_functions_that_decide_is_not_a_reward_of_0() -> None:
+def test_a_missing_reward_of_the_deciding_functions_is_not_a_reward_of_0() -> None:
     rewards = {"judge": [None, 1.0], "other": [1.0, 2.0]}
     assert not has_signal([1.0, 1.0], rewards, {"judge": 1.0}, AdvantageConfig())
     assert has_signal([1.0, 1.0, 1.0], {"judge": [None, 1.0, 0.0]}, {"judge": 1.0}, AdvantageConfig())
-    # learner.reward.on_none = "skip": what the others add up to
+    # learner.reward.on_none = "skip": the sum of the other functions
     assert not has_signal(
         [1.0, 3.0], {"judge": [None, 1.0], "other": [2.0, 1.0]}, dict.fromkeys(rewards, 1.0), AdvantageConfig()
     )
     assert has_signal([1.0, 3.0], rewards, dict.fromkeys(rewards, 1.0), AdvantageConfig())
 
 
-def test_functions_that_are_normalised_one_by_one_give_signal_one_by_one() -> None:
+def test_separately_normalized_functions_give_signal_separately() -> None:
     config = AdvantageConfig(combine="normalize_then_sum")
     opposed = {"a": [1.0, 0.0], "b": [0.0, 1.0], "watched": [1.0, 1.0]}
     assert has_signal([1.0, 1.0], opposed, {"a": 1.0, "b": 1.0}, config)

@@ -1,4 +1,4 @@
-"""The gradient that each estimator of the KL has in expectation over a whole vocabulary. The estimators themselves: test_loss.py."""
+"""The expected gradient of each KL estimator over a whole vocabulary. Values of the estimators: test_loss.py."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ BEHAVIOUR_V = torch.tensor([0.8, -0.3, 0.2, -0.6, 0.9, 0.4]).log_softmax(-1)
 
 
 def expected_gradient(kl: KlConfig, *, on_policy: bool) -> torch.Tensor:
-    """Σ_v behaviour(v) · gradient of token v's KL term or of its penalty, of a softmax policy with these logits."""
+    """Return Σ_v behavior(v) · gradient of token v's KL term or penalty, for a softmax policy."""
     logits_V = LOGITS_V.clone().requires_grad_()
     logprobs_V = logits_V.log_softmax(-1)
     sampled_V = logprobs_V.detach() if on_policy else BEHAVIOUR_V
@@ -35,7 +35,7 @@ def expected_gradient(kl: KlConfig, *, on_policy: bool) -> torch.Tensor:
 
 
 def true_gradient(*, reverse: bool) -> torch.Tensor:
-    """Of KL(policy ‖ reference), or with the two exchanged, added up over the whole vocabulary."""
+    """Return the gradient of KL(policy ‖ reference), or of the reverse KL, summed over the vocabulary."""
     logits_V = LOGITS_V.clone().requires_grad_()
     policy_V = logits_V.log_softmax(-1)
     above_V, below_V = (policy_V, REFERENCE_V) if reverse else (REFERENCE_V, policy_V)
@@ -53,7 +53,7 @@ def test_on_policy_k2_has_the_gradient_of_the_kl(estimator: str) -> None:
     assert same(found_V, true_gradient(reverse=True)) and not same(found_V, true_gradient(reverse=False))
 
 
-def test_on_policy_k3_has_the_gradient_of_the_kl_the_other_way_round() -> None:
+def test_on_policy_k3_has_the_gradient_of_the_reverse_kl() -> None:
     found_V = expected_gradient(KlConfig(coef=1.0), on_policy=True)
     assert same(found_V, true_gradient(reverse=False)) and not same(found_V, true_gradient(reverse=True))
 

@@ -1,7 +1,7 @@
-"""Every objective × normalisation × correction against the oracle: loss, gradient and the sums beside them.
+"""Every objective × normalization × correction compared with the oracle: loss, gradient and reported sums.
 
-Tolerance: 1e-6, relative to what a number is added up from where that is above 1. The code computes in float32, whose
-rounding is 6e-8; the cases (loss_case.py) are exact in it.
+Tolerance: 1e-6, relative to the largest summand if that is above 1. The code computes in float32, with a rounding error
+of 6e-8; the cases (loss_case.py) are exact in float32.
 """
 
 import math
@@ -57,7 +57,7 @@ def check_against_the_oracle(case: Case, found: Result) -> None:
 
 
 def scales_of(rule: Rule, completion: Completion, shares: list) -> list[float]:
-    """The largest number that the share of each token is added up from: a KL near 0 may be weighed by e²⁰."""
+    """Return the largest summand of each token's share: a KL near 0 may have a weight of e²⁰."""
     ratios = [mpmath.exp(oracle.log_ratio(token.logprob, token.behaviour)) for token in completion.finite]
     unit = completion.weight * rule.kl_coef if rule.kl.importance_weighted else 0.0
     return [float(max(abs(share), unit * ratio)) for share, ratio in zip(shares, ratios, strict=True)]
@@ -72,7 +72,7 @@ def test_loss_gradient_and_sums_equal_the_papers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(RULES)[::13])
-def test_entropy_counts_on_every_token_whatever_was_rejected(name: str) -> None:
+def test_entropy_includes_every_token_also_rejected_ones(name: str) -> None:
     rule, has_proximal = RULES[name]
     rule = rule._replace(loss=msgspec.structs.replace(rule.loss, entropy_coef=0.25))
     case = make_case(name, rule, is_wild=True, has_proximal=has_proximal)
@@ -109,8 +109,8 @@ def test_a_micro_batch_without_tokens_has_loss_gradient_and_sums_of_exactly_zero
         ({"weight": "mask", "granularity": "geometric", "max_weight": 1.4}, [0.0] * 3),
     ],
 )
-def test_importance_weights_of_ratios_a_half_one_and_a_half_and_four(correction: dict, expected: list[float]) -> None:
-    """By hand. With reinforce a token's gradient is -advantage × what the correction multiplies it with."""
+def test_importance_weights_of_ratios_0_5_and_1_5_and_4(correction: dict, expected: list[float]) -> None:
+    """With reinforce, a token's gradient is -advantage × correction factor. Expected values computed by hand."""
     rule = Rule(LossConfig(objective="reinforce"), OffPolicyCorrectionConfig(**correction))
     tokens = tuple(Token(math.log(0.05 * ratio), math.log(0.05)) for ratio in (0.5, 1.5, 4.0))
     (gradients_T,) = run(Case(rule, [Completion(1.0, 1.0, tokens)], [range(3)]), width=3).gradients
@@ -118,13 +118,13 @@ def test_importance_weights_of_ratios_a_half_one_and_a_half_and_four(correction:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
-def test_each_normalisation_weighs_a_token_as_its_paper_does(num_tokens: int) -> None:
+def test_each_normalization_weighs_a_token_as_in_its_paper(num_tokens: int) -> None:
     counts = {"num_tokens": NUM_TOKENS, "num_rows": NUM_ROWS, "max_tokens": MAX_TOKENS, "row_tokens": num_tokens}
     for normalization in NORMALIZATIONS:
         assert row_weight(normalization, **counts) == pytest.approx(weight_of(normalization, num_tokens), rel=1e-7)
 
 
-def test_every_objective_and_each_of_its_bounds_is_among_the_rules() -> None:
+def test_the_rules_cover_every_objective_and_each_of_its_bounds() -> None:
     # All objectives but reinforce take 3 proximal anchors × 10 corrections and the behaviour anchor × (none, 6 masks);
     # reinforce takes the behaviour anchor × 10; gspo no mask of tokens, of which each of the 4 anchors has 2.
     assert BOUNDS.keys() == OBJECTIVES.keys()
@@ -137,7 +137,7 @@ def test_every_objective_and_each_of_its_bounds_is_among_the_rules() -> None:
 
 @pytest.mark.parametrize("objective", BOUNDS)
 @pytest.mark.parametrize("drift", [30.0, -30.0, 1e4, -1e4, 3e38, -3e38])
-def test_ratios_beyond_all_measure_leave_loss_and_gradient_finite(objective: str, drift: float) -> None:
+def test_extreme_ratios_leave_loss_and_gradient_finite(objective: str, drift: float) -> None:
     kl = KlConfig(coef=0.5, importance_weighted=True)
     for correction in (
         OffPolicyCorrectionConfig(),
@@ -179,8 +179,8 @@ def test_on_policy_the_expected_gradient_is_the_policy_gradient(objective: str) 
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_no_token_of_thousands_is_most_of_the_gradient(objective: str) -> None:
-    """Of one completion with a negative advantage, whose ratio has risen to e¹¹; without a bound it would be 94 %."""
+def test_no_single_token_dominates_the_gradient(objective: str) -> None:
+    """A token with a negative advantage and a ratio of e¹¹ would be 94 % of the gradient without a bound."""
 
     def largest_share(loss: LossConfig) -> float:
         behaviour_BT = torch.full((4096, 1), -11.5)

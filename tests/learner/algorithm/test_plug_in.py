@@ -1,4 +1,4 @@
-"""Objectives and advantages of the user's: they take the place of the built-in ones, and what they return is looked at."""
+"""Objectives and advantages of users: they replace the built-in ones, and their results are checked."""
 
 import math
 import re
@@ -47,7 +47,7 @@ def of_the_page(tmp_path: Path, name: str) -> str:
 
 
 def loss_of(objective: str, correction: OffPolicyCorrectionConfig, **bounds: float) -> tuple[float, dict, torch.Tensor]:
-    """Loss, sums and the gradient of the logprobs of two completions."""
+    """Return loss, sums and the gradient of the logprobs of two completions."""
     logprobs_BT = (LOG_RATIO_BT - 1).requires_grad_()
     inputs = LossInputs(
         logprobs_BT=logprobs_BT, behaviour_logprobs_BT=torch.full((2, 3), -1.0), staleness_BT=torch.zeros(2, 3),
@@ -58,7 +58,7 @@ def loss_of(objective: str, correction: OffPolicyCorrectionConfig, **bounds: flo
     return loss.item(), sums, gradient_BT
 
 
-def test_the_objective_of_the_page_is_what_the_loss_is_made_of(tmp_path: Path) -> None:
+def test_the_objective_of_the_docs_page_defines_the_loss(tmp_path: Path) -> None:
     objective = of_the_page(tmp_path, "bounded_ratio")
     loss, sums, gradient_BT = loss_of(objective, OffPolicyCorrectionConfig(), clip_high=0.3)
     r = [[math.exp(value) for value in row] for row in LOG_RATIO_BT.tolist()]
@@ -68,7 +68,7 @@ def test_the_objective_of_the_page_is_what_the_loss_is_made_of(tmp_path: Path) -
     assert torch.allclose(gradient_BT, expected)
 
 
-def test_an_objective_without_a_ratio_gets_the_importance_weight(tmp_path: Path) -> None:
+def test_an_objective_without_a_ratio_receives_the_importance_weight(tmp_path: Path) -> None:
     body = "def f(tokens, config): return -tokens.advantages_B1 * tokens.logprobs_BT, tokens.mask_BT & False\n"
     correction = OffPolicyCorrectionConfig(weight="mask", max_weight=2.0)
     mine, built_in = (
@@ -77,11 +77,11 @@ def test_an_objective_without_a_ratio_gets_the_importance_weight(tmp_path: Path)
     assert torch.equal(mine, built_in) and len(set(mine.flatten().tolist())) == 6
 
 
-def test_the_advantages_of_the_page_take_the_median(tmp_path: Path) -> None:
+def test_the_advantages_of_the_docs_page_use_the_median(tmp_path: Path) -> None:
     assert advantages_of(of_the_page(tmp_path, "above_median"), REWARDS) == [[0.0, -1.0, 0.0, 2.0], [0.0, 0.0]]
 
 
-def test_a_function_that_changes_what_it_gets_changes_nothing_else(tmp_path: Path) -> None:
+def test_a_function_that_modifies_its_arguments_affects_nothing_else(tmp_path: Path) -> None:
     body = "def f(rewards):\n    [row.remove(None) for row in rewards.rewards_P_G if None in row]\n    return [[1.0] * len(row) for row in rewards.rewards_P_G]"
     rewards = StepRewards([[1.0, None, 0.0]], [{"f": [1.0, None, 0.0]}], {"f": 1.0})
     with pytest.raises(ConfigError, match=r"for group 0 \[1\.0, 1\.0\]; expected"):
@@ -89,7 +89,7 @@ def test_a_function_that_changes_what_it_gets_changes_nothing_else(tmp_path: Pat
     assert rewards.rewards_P_G == [[1.0, None, 0.0]]
 
 
-def test_an_objective_that_changes_its_tokens_in_place_changes_nothing_else(tmp_path: Path) -> None:
+def test_an_objective_that_modifies_its_tokens_in_place_affects_nothing_else(tmp_path: Path) -> None:
     body = """
 def f(tokens, config):
     loss_BT = -tokens.log_ratio_BT.exp() * tokens.advantages_B1
@@ -109,20 +109,24 @@ def f(tokens, config):
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ("def f(tokens, config): return tokens.log_ratio_BT", r"returned a tensor of shape \(2, 3\); expected \(loss_BT, held_BT\)"),
-        ("def f(tokens, config): return tokens.log_ratio_BT.sum(), tokens.mask_BT", r"returned \(a tensor of shape \(\), a tensor of"),
+        ("def f(tokens, config): return tokens.log_ratio_BT",
+            r"returned a tensor of shape \(2, 3\); expected \(loss_BT, held_BT\)"),
+        ("def f(tokens, config): return tokens.log_ratio_BT.sum(), tokens.mask_BT",
+            r"returned \(a tensor of shape \(\), a tensor of"),
         ("def f(tokens, config): return None", "returned None; expected"),
-        ("def f(tokens, config): return tokens.log_ratio_BT.detach(), tokens.mask_BT", "shape \\(2, 3\\) without a gradient, a tensor"),
-        ("def f(tokens, config): return config.value('clip_low')", r"reads clip_low, which has no default for a user function; set learner\.loss\.clip_low"),
+        ("def f(tokens, config): return tokens.log_ratio_BT.detach(), tokens.mask_BT",
+            "shape \\(2, 3\\) without a gradient, a tensor"),
+        ("def f(tokens, config): return config.value('clip_low')",
+            r"reads clip_low, which has no default for a user function; set learner\.loss\.clip_low"),
     ],
 )  # fmt: skip
-def test_an_objective_that_returns_something_else_is_refused(tmp_path: Path, body: str, problem: str) -> None:
+def test_an_objective_with_an_invalid_result_is_rejected(tmp_path: Path, body: str, problem: str) -> None:
     mine = spec(tmp_path, body)
     with pytest.raises(ConfigError, match=problem):
         check_plug_ins(config_of(tmp_path, "--learner.loss.objective", mine))
 
 
-def test_a_function_that_raises_is_named_with_the_place(tmp_path: Path) -> None:
+def test_a_function_that_raises_is_reported_with_file_and_line(tmp_path: Path) -> None:
     mine = spec(tmp_path, "def f(rewards):\n    return rewards.nothing")
     with pytest.raises(
         ConfigError, match=r"function = .* failed on a small example: AttributeError: .*mine\.py:2\)\. Correct"
@@ -130,7 +134,7 @@ def test_a_function_that_raises_is_named_with_the_place(tmp_path: Path) -> None:
         check_plug_ins(config_of(tmp_path, "--learner.advantage.function", mine))
 
 
-def test_a_run_with_both_begins_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_with_both_starts_and_resumes(tmp_path: Path) -> None:
     flags = ("--learner.loss.objective", of_the_page(tmp_path, "bounded_ratio"), "--learner.loss.clip-high", "0.3")
     run = run_of(tmp_path, *flags, "--learner.advantage.function", of_the_page(tmp_path, "above_median"))
     check_plug_ins(run.learner)
@@ -142,7 +146,7 @@ def test_a_run_with_both_begins_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "returned", ["None", "[[1.0, 2.0]]", "[[1.0, 0.0, float('nan'), 0.0], [0.0, 0.0]]", "rewards.rewards_P_G"]
 )
-def test_advantages_of_another_shape_or_that_are_no_numbers_are_refused(tmp_path: Path, returned: str) -> None:
+def test_advantages_with_another_shape_or_nan_are_rejected(tmp_path: Path, returned: str) -> None:
     with pytest.raises(
         ConfigError,
         match=r"returned (\d groups instead of 2|for group 0 \[.*nan.*\]); expected one list per group",
@@ -151,14 +155,14 @@ def test_advantages_of_another_shape_or_that_are_no_numbers_are_refused(tmp_path
 
 
 @pytest.mark.parametrize("named", ["missing.py:f", "no_such_module:f"])
-def test_what_cannot_be_loaded_is_named_with_its_key(named: str) -> None:
+def test_a_function_that_cannot_be_loaded_is_an_error_with_its_key(named: str) -> None:
     with pytest.raises(ConfigError, match=rf"learner\.loss\.objective = '{named}': importing"):
         objective_of(named)
     with pytest.raises(ConfigError, match=rf"learner\.advantage\.function = '{named}': importing"):
         advantages_of(named, REWARDS)
 
 
-def test_a_name_without_a_colon_is_no_function_of_yours() -> None:
+def test_a_name_without_a_colon_is_not_a_user_function() -> None:
     with pytest.raises(ValueError, match="objective = 'ppo' is not a known objective; use grpo, gspo"):
         LossConfig(objective="ppo")
     with pytest.raises(ValueError, match=r"function = 'mine' is not path/to/file\.py:name"):

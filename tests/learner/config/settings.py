@@ -1,4 +1,4 @@
-"""Configs of the learner as tests write them: keys over a base, loaded from a file as `learner train` does."""
+"""Learner configs for tests: a base with changed keys, loaded from a file as `learner train` does."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ ALWAYS: Sections = {
 
 
 def merged(base: Sections, changes: Sections) -> Sections:
-    """`base` with `changes`, of which a name like `loss.clip_low` is a key of a section. A key set to None is taken out."""
+    """Return `base` with `changes`. A name such as `loss.clip_low` is a key of a section; None removes a key."""
     result = dict(base)
     for name, value in changes.items():
         key, _, inner = name.partition(".")

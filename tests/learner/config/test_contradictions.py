@@ -1,4 +1,4 @@
-"""Keys that contradict others or themselves: each is refused with its reason, and its remedy works."""
+"""Contradictory keys: each combination is rejected with a reason, and the suggested remedy is accepted."""
 
 import math
 import re
@@ -30,9 +30,7 @@ OUT_OF_RANGE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("key", "value", "rule"), [(key, value, rule) for rule, keys in OUT_OF_RANGE.items() for key, value in keys.items()]
 )
-def test_a_number_out_of_its_range_is_refused_by_its_whole_key(
-    key: str, value: float, rule: str, tmp_path: Path
-) -> None:
+def test_a_number_out_of_range_is_rejected_with_its_full_key(key: str, value: float, rule: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/run.toml: learner.{key} = {value} {rule}")):
         load(tmp_path, merged(ALWAYS, {key: value}))
 
@@ -46,7 +44,7 @@ CURRICULUM = {"curriculum.kind": "pass_rate", "curriculum.reward": "exact_match"
 JUDGE = {"reward.functions": ["judge"], "reward.judge.url": "http://judge/v1"}
 SETS = {"evaluation.sets": {"few": {}, "many": {}}, "evaluation.every_steps": 2, "checkpoint.every_steps": 2}
 REFUSED: list[tuple[Sections, str, Sections]] = [
-    # what tasks and rewards are there
+    # tasks and rewards
     ({"data.path": "a.jsonl"}, r"learner\.data\.task = 'reverse', path = 'a\.jsonl' are set; expected exactly one",
      {"data.task": None}),
     ({"data.task": None}, r"learner\.data\.task, path and dataset are unset", {"data.task": "sort"}),
@@ -58,19 +56,25 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
     ({"reward.overlong_buffer_tokens": 512},
      r"reward\.overlong_buffer_tokens = 512 must be below sampling\.max_tokens = 512", {"sampling.max_tokens": 513}),
     (JUDGE | {"reward.judge.url": None}, r"judge\.url is not set", JUDGE),
-    (JUDGE | {"reward.judge.url": "judge:8000"}, r"url = 'judge:8000' is not a URL; use one such as http://judge:8000/v1", JUDGE),
-    (JUDGE | {"reward.judge.prompt": "Rate it."}, "must contain {completion}", {"reward.judge.prompt": "Rate {completion}."}),
-    ({"data.overlong_prompts": "drop"}, 'overlong_prompts = "drop" needs max_prompt_tokens', {"data.max_prompt_tokens": 9}),
-    (CURRICULUM | {"curriculum.easy_above": 0.2}, r"hard_below = 0\.25, easy_above = 0\.2", {"curriculum.easy_above": 0.5}),
+    (JUDGE | {"reward.judge.url": "judge:8000"},
+        r"url = 'judge:8000' is not a URL; use one such as http://judge:8000/v1", JUDGE),
+    (JUDGE | {"reward.judge.prompt": "Rate it."}, "must contain {completion}",
+        {"reward.judge.prompt": "Rate {completion}."}),
+    ({"data.overlong_prompts": "drop"}, 'overlong_prompts = "drop" needs max_prompt_tokens',
+        {"data.max_prompt_tokens": 9}),
+    (CURRICULUM | {"curriculum.easy_above": 0.2}, r"hard_below = 0\.25, easy_above = 0\.2",
+        {"curriculum.easy_above": 0.5}),
     (CURRICULUM | {"curriculum.easy_weight": 0.001}, r"easy_weight = 0\.001 must be 0, or from 0\.01 to 1",
      {"curriculum.easy_weight": 0.0}),
     (CURRICULUM | {"curriculum.drop_above": 0.7}, r"drop_above = 0\.7 must be above easy_above = 0\.75",
      {"curriculum.drop_above": 0.9}),
-    (CURRICULUM | {"curriculum.drop_below": 0.25}, r"drop_below = 0\.25 must .*below hard_below", {"curriculum.drop_below": 0.1}),
-    # who plays
+    (CURRICULUM | {"curriculum.drop_below": 0.25}, r"drop_below = 0\.25 must .*below hard_below",
+        {"curriculum.drop_below": 0.1}),
+    # environments and agents
     ({"reward.functions": ["environment_reward"]}, r"environment_reward.*set environment\.factory", AGENT),
     ({"environment.factory": "guess", "reward.overlong_buffer_tokens": 1},
-     r"overlong_buffer_tokens = 1 with learner\.environment\.factory = 'guess'", {"reward.overlong_buffer_tokens": None}),
+     r"overlong_buffer_tokens = 1 with learner\.environment\.factory = 'guess'",
+     {"reward.overlong_buffer_tokens": None}),
     (AGENT | {"environment.factory": "guess"}, "factory and agent are set, but an agent has its own loop",
      {"environment.factory": None}),
     (AGENT | {"environment.tools": ["a:c"]}, "tools and agent are set", {"environment.tools": None}),
@@ -80,13 +84,18 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
      {"environment.gateway_port": 7000}),
     (AGENT | {"environment.gateway_host": "0.0.0.0"}, "is not an address that agents can connect to",
      {"environment.gateway_host": "127.0.0.1"}),
-    # what is evaluated
-    ({"evaluation.url": "localhost:8000"}, "is not a URL of an OpenAI server", {"evaluation.url": "http://localhost:8000/v1"}),
-    ({"evaluation.num_samples": 4}, "temperature = 0: all samples of a prompt would be equal", {"evaluation.temperature": 1.0}),
-    ({"evaluation.path": "a", "evaluation.task": "sort"}, "task = 'sort' and path = 'a' are set", {"evaluation.path": None}),
-    ({"evaluation.sets": {"hard": {"num_samples": 4}}}, r"sets\.hard\.num_samples = 4 with temperature = 0: all samples",
+    # evaluation
+    ({"evaluation.url": "localhost:8000"}, "is not a URL of an OpenAI server",
+        {"evaluation.url": "http://localhost:8000/v1"}),
+    ({"evaluation.num_samples": 4}, "temperature = 0: all samples of a prompt would be equal",
+        {"evaluation.temperature": 1.0}),
+    ({"evaluation.path": "a", "evaluation.task": "sort"}, "task = 'sort' and path = 'a' are set",
+        {"evaluation.path": None}),
+    ({"evaluation.sets": {"hard": {"num_samples": 4}}},
+        r"sets\.hard\.num_samples = 4 with temperature = 0: all samples",
      {"evaluation.temperature": 1.0}),
-    ({"evaluation.sets": {"Hard one": {}}}, r"sets\.Hard one is not a valid name of a set; use a-z", {"evaluation.sets": None}),
+    ({"evaluation.sets": {"Hard one": {}}}, r"sets\.Hard one is not a valid name of a set; use a-z",
+        {"evaluation.sets": None}),
     ({"evaluation.every_steps": 2, "evaluation.pin_policy": True, "weight_sync.overlap_with_training": True},
      "cannot wait until an evaluation of the old version is complete", {"evaluation.pin_policy": False}),
     ({"evaluation.every_steps": 20, "checkpoint.every_steps": 50, "checkpoint.best_by": "evaluation"},
@@ -97,14 +106,18 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
     (SETS | {"checkpoint.best_by": "luck"}, 'best_by = "luck" is not a known ranking; use "training_reward"',
      {"checkpoint.best_by": "training_reward"}),
     # the objective
-    ({"loss.objective": "ppo"}, r"objective = 'ppo' is not a known objective; use grpo, gspo", {"loss.objective": "grpo"}),
+    ({"loss.objective": "ppo"}, r"objective = 'ppo' is not a known objective; use grpo, gspo",
+        {"loss.objective": "grpo"}),
     ({"loss.clip_low": 0.0}, r"clip_low = 0\.0 must be between 0 and 1", {"loss.clip_low": 0.1}),
     ({"loss.clip_low": 1.0, "loss.clip_high": 2.0}, r"clip_low = 1\.0 must be between 0 and 1", {"loss.clip_low": 0.9}),
-    ({"loss.clip_low": 0.3}, r"learner\.loss\.clip_high = 0\.28 must not be below clip_low = 0\.3", {"loss.clip_high": 0.3}),
+    ({"loss.clip_low": 0.3}, r"learner\.loss\.clip_high = 0\.28 must not be below clip_low = 0\.3",
+        {"loss.clip_high": 0.3}),
     ({"loss.dual_clip": 1.1}, r"dual_clip = 1\.1 must be above 1 \+ clip_high = 1\.28", {"loss.dual_clip": 3.0}),
-    ({"loss.objective": "dppo", "loss.dual_clip": 1.0}, r"dual_clip = 1\.0 must be above 1; inf sets", {"loss.dual_clip": 2}),
+    ({"loss.objective": "dppo", "loss.dual_clip": 1.0}, r"dual_clip = 1\.0 must be above 1; inf sets",
+        {"loss.dual_clip": 2}),
     ({"loss.objective": "dppo", "loss.tv_low": 1.0}, r"tv_low = 1\.0 must be between 0 and 1", {"loss.tv_low": 0.1}),
-    ({"loss.objective": "sapo", "loss.tau_positive": 0.0}, r"tau_positive = 0.0 must be above 0", {"loss.tau_positive": 1.0}),
+    ({"loss.objective": "sapo", "loss.tau_positive": 0.0}, r"tau_positive = 0.0 must be above 0",
+        {"loss.tau_positive": 1.0}),
     # the correction
     (MASK | {"off_policy_correction.granularity": "geometric"}, r'"geometric" needs max_weight, .* usually to 1\.01',
      {"off_policy_correction.max_weight": 1.01}),
@@ -143,7 +156,8 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
      r'reference\.kind = "ema" with lora\.rank = 4: an adapter is the product of A and B',
      {"reference.kind": "every", "reference.alpha": None}),
     (ADAPTIVE | {"dynamic_sampling": True},
-     r"dynamic_sampling = true with reference\.reward_guard = true: .* never be refreshed", {"reference.reward_guard": False}),
+     r"dynamic_sampling = true with reference\.reward_guard = true: .* never be refreshed",
+     {"reference.reward_guard": False}),
     (ADAPTIVE | {"curriculum.kind": "pass_rate"}, r'curriculum\.kind = "pass_rate" with reference\.reward_guard = true',
      {"reference.reward_guard": False}),
     (IN_REWARD | {"reference.kind": "every", "reference.every_steps": 1, "updates_per_batch": 2},
@@ -151,10 +165,12 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
     # sampling
     ({"sampling.top_p": 0.9}, r"top_p = 0\.9, top_k = 0: .*every importance ratio would be too small",
      {"sampling.allow_partial_support": True}),
-    ({"sampling.top_k": 50}, r"top_k = 50: .*Set top_p = 1 and top_k = 0, or allow_partial_support = true", {"sampling.top_k": 0}),
+    ({"sampling.top_k": 50}, r"top_k = 50: .*Set top_p = 1 and top_k = 0, or allow_partial_support = true",
+        {"sampling.top_k": 0}),
     ({"sampling.top_k": -1}, r"top_k = -1 must not be negative; 0 samples from all tokens", {"sampling.top_k": 0}),
     ({"sampling.temperature": 0.0}, r"temperature = 0\.0 must be between 0\.01", {"sampling.temperature": 0.01}),
-    ({"sampling.temperature": 3.0}, r"temperature = 3\.0 must be between 0\.01 .* and 2", {"sampling.temperature": 2.0}),
+    ({"sampling.temperature": 3.0}, r"temperature = 3\.0 must be between 0\.01 .* and 2",
+        {"sampling.temperature": 2.0}),
     ({"sampling.group_size": 1}, r"group_size = 1 must be at least 2", {"sampling.group_size": 2}),
     ({"sampling.stop": ["</a>", ""]}, r"stop = \('</a>', ''\) must be at most 16 texts of 1 to 256 characters",
      {"sampling.stop": ["</a>"]}),
@@ -162,7 +178,7 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
 
 
 @pytest.mark.parametrize(("settings", "message", "remedy"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_contradicts_is_refused_and_the_remedy_is_taken(
+def test_contradictory_keys_are_rejected_and_the_remedy_is_accepted(
     settings: Sections, message: str, remedy: Sections, tmp_path: Path
 ) -> None:
     refused = merged(ALWAYS, settings)

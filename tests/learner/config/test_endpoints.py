@@ -1,4 +1,4 @@
-"""Where the servers are, one or several, and where the learner listens for pushes."""
+"""The endpoints of one or several servers, and the addresses on which the learner sends weights."""
 
 from pathlib import Path
 
@@ -22,7 +22,8 @@ def file(tmp_path: Path, endpoints: str) -> str:
 
 @pytest.mark.parametrize(
     ("endpoints", "expected"),
-    [("", ("tcp://127.0.0.1:5757",)), (f'endpoint = "{ONE}"', (ONE,)), (f'endpoints = ["{ONE}", "{OTHER}"]', (ONE, OTHER))],
+    [("", ("tcp://127.0.0.1:5757",)), (f'endpoint = "{ONE}"', (ONE,)),
+        (f'endpoints = ["{ONE}", "{OTHER}"]', (ONE, OTHER))],
 )  # fmt: skip
 def test_the_learner_connects_to_all_endpoints_or_to_the_one(
     tmp_path: Path, endpoints: str, expected: tuple[str, ...]
@@ -39,12 +40,12 @@ def test_the_learner_connects_to_all_endpoints_or_to_the_one(
         ('endpoints = ["127.0.0.1:6001"]', "expected tcp://HOST:PORT"),
     ],
 )
-def test_two_answers_to_one_question_are_refused(tmp_path: Path, endpoints: str, expected: str) -> None:
+def test_ambiguous_endpoints_are_rejected(tmp_path: Path, endpoints: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         load_config(LearnerRun, [file(tmp_path, endpoints)], "learner train")
 
 
-def test_a_server_of_several_knows_which_it_is(tmp_path: Path) -> None:
+def test_one_of_several_servers_needs_its_own_endpoint(tmp_path: Path) -> None:
     path = file(tmp_path, f'endpoints = ["{ONE}", "{OTHER}"]')
     assert load_config(ServerRun, [path, "--endpoint", OTHER], "inference-server").endpoint == OTHER
     with pytest.raises(ConfigError, match=f"does not identify this server; .* with --endpoint {ONE}"):
@@ -55,7 +56,7 @@ def config(**keys: str) -> WeightSyncConfig:
     return convert({"transport": "tcp"} | keys, WeightSyncConfig)
 
 
-def test_a_port_a_range_and_an_address_alone_are_read() -> None:
+def test_a_port_a_range_and_an_address_are_parsed() -> None:
     assert list(config().port_range()) == [0]
     assert list(config(ports="65535").port_range()) == [65535]
     assert list(config(ports="29500-29502").port_range()) == [29500, 29501, 29502]
@@ -66,11 +67,12 @@ def test_a_port_a_range_and_an_address_alone_are_read() -> None:
 @pytest.mark.parametrize(
     ("key", "values", "problem"),
     [
-        ("ports", ["", "0", "5-4", "1-65536", "29500-", "29500, 29501"], "is not a port or a range of ports from 1 to 65535"),
+        ("ports", ["", "0", "5-4", "1-65536", "29500-", "29500, 29501"],
+            "is not a port or a range of ports from 1 to 65535"),
         ("advertise", ["", "tcp://10.0.0.7", "[fd00::7]"], "is not a host name or an address alone"),
     ],
 )  # fmt: skip
-def test_what_names_no_port_or_address_is_refused(key: str, values: list[str], problem: str) -> None:
+def test_invalid_ports_and_addresses_are_rejected(key: str, values: list[str], problem: str) -> None:
     for value in values:
         with pytest.raises(ValidationError, match=problem):
             config(**{key: value})

@@ -1,4 +1,4 @@
-"""A key that does nothing beside the others is named in one line and is as if it were not set, so a sweep may pass through it."""
+"""Keys without effect: each is reported in one line and ignored, so that a sweep may include it."""
 
 from pathlib import Path
 
@@ -16,8 +16,9 @@ TWO_REWARDS = {"reward.functions": ["exact_match", "share_right"]}
 ON = {"kl.coef": 0.1} | FIXED
 
 IDLE: list[tuple[Sections, str, Sections, Sections]] = [
-    # keys that do nothing, what they need, the keys beside them, a remedy
-    ({"data.num_digits": 3}, "task", {"data.task": None, "data.path": "a.jsonl"}, {"data.path": None, "data.task": "sort"}),
+    # keys without effect, what they need, other keys, a remedy
+    ({"data.num_digits": 3}, "task", {"data.task": None, "data.path": "a.jsonl"},
+        {"data.path": None, "data.task": "sort"}),
     ({"data.split": "test", "data.dataset_config": "main"}, "dataset", {}, {"data.task": None, "data.dataset": "d"}),
     ({"reward.overlong_penalty": 2.0}, "overlong_buffer_tokens", {}, {"reward.overlong_buffer_tokens": 2}),
     ({"lora.alpha": 8.0, "lora.target_modules": []}, "rank above 0", {}, {"lora.rank": 4, "lora.target_modules": None}),
@@ -43,7 +44,8 @@ IDLE: list[tuple[Sections, str, Sections, Sections]] = [
      {"environment.command": None, "environment.agent": "a:b"}),
     ({"reward.judge.url": "http://j"}, 'functions with "judge"', {}, {"reward.functions": ["judge"]}),
     # the loss
-    ({"loss.clip_low": 0.2}, 'objective = "grpo" or "gspo"', {"loss.objective": "reinforce"}, {"loss.objective": "grpo"}),
+    ({"loss.clip_low": 0.2}, 'objective = "grpo" or "gspo"', {"loss.objective": "reinforce"},
+        {"loss.objective": "grpo"}),
     ({"loss.clip_high": 0.3}, 'objective = "grpo" or "gspo" or "cispo"', {"loss.objective": "dppo"},
      {"loss.objective": "cispo"}),
     ({"loss.dual_clip": 1.1}, 'objective = "grpo" or "gspo" or "dppo"', {"loss.objective": "sapo"},
@@ -60,7 +62,8 @@ IDLE: list[tuple[Sections, str, Sections, Sections]] = [
     ({"off_policy_correction.min_weight": 0.5}, 'weight = "mask"', DECOUPLED, {"off_policy_correction.weight": "mask"}),
     ({"off_policy_correction.stale_token_weight": 0.5}, "max_token_staleness", {},
      {"off_policy_correction.max_token_staleness": 0}),
-    ({"off_policy_correction.max_token_staleness": 2}, "max_staleness above 2", {"max_staleness": 2}, {"max_staleness": 3}),
+    ({"off_policy_correction.max_token_staleness": 2}, "max_staleness above 2", {"max_staleness": 2},
+        {"max_staleness": 3}),
     ({"off_policy_correction.anchor": "proximal"}, "an objective with a ratio",
      {"off_policy_correction.weight": "truncate", "loss.objective": "reinforce"}, {"loss.objective": "cispo"}),
     (DECOUPLED, "max_staleness above 0", {"off_policy_correction.proximal": "log_linear", "max_staleness": 0},
@@ -79,7 +82,8 @@ IDLE: list[tuple[Sections, str, Sections, Sections]] = [
     ({"reference.every_steps": 3}, 'kind = "every" or "ema" or "mixture"', ON, {"reference.kind": "every"}),
     ({"reference.num_snapshots": 2}, 'kind = "mixture"', EVERY, {"reference.kind": "mixture"}),
     ({"reference.alpha": 0.5}, 'kind = "ema"', EVERY, {"reference.kind": "ema"}),
-    ({"reference.growth": 2.0}, 'kind = "every" or "adaptive"', EMA, {"reference.kind": "every", "reference.alpha": None}),
+    ({"reference.growth": 2.0}, 'kind = "every" or "adaptive"', EMA,
+        {"reference.kind": "every", "reference.alpha": None}),
     ({"reference.patience": 2, "reference.reward_guard": False}, 'kind = "adaptive"', EVERY,
      ADAPTIVE | {"reference.every_steps": None}),
     ({"reference.device": "cpu"}, 'kind = "fixed" or "every" or "ema" or "adaptive" or "mixture"', {}, EVERY),
@@ -93,7 +97,7 @@ IDLE: list[tuple[Sections, str, Sections, Sections]] = [
 
 
 @pytest.mark.parametrize(("idle", "need", "beside", "remedy"), IDLE, ids=lambda value: str(value)[:60])
-def test_a_key_that_does_nothing_is_named_and_is_as_if_it_were_not_set(
+def test_a_key_without_effect_is_reported_and_ignored(
     idle: Sections, need: str, beside: Sections, remedy: Sections, tmp_path: Path
 ) -> None:
     without = merged(ALWAYS, beside)
@@ -106,13 +110,13 @@ def test_a_key_that_does_nothing_is_named_and_is_as_if_it_were_not_set(
     assert not idle.keys() & load(tmp_path, merged(settings, remedy)).learner.idle_keys().keys()
 
 
-def test_a_config_without_such_keys_is_in_effect_as_it_is(tmp_path: Path) -> None:
+def test_a_config_without_such_keys_is_unchanged(tmp_path: Path) -> None:
     run = load(tmp_path, merged(ALWAYS, ADAPTIVE))
     assert run.idle_keys_note() is None and run.in_effect() == run
 
 
 @pytest.mark.parametrize("kl", [{"kl.estimator": "k1"}, {"kl.place": "reward"}], ids=str)
-def test_what_contradicts_is_refused_once_it_counts(kl: Sections, tmp_path: Path) -> None:
+def test_contradictory_keys_are_rejected_once_they_have_an_effect(kl: Sections, tmp_path: Path) -> None:
     settings = merged(ALWAYS, kl | FIXED)  # k1 in the loss; in the reward with scale = "group"
     load(tmp_path, settings)
     with pytest.raises(ConfigError, match=r'"k1" with place = "loss": .* is zero|advantage\.scale = "group"'):

@@ -1,4 +1,4 @@
-"""Which keys a resume may change is said at the key. Who adds one decides: MayChange[...] there, or a name here."""
+"""Which keys a resume may change. A new key is either declared as MayChange[...] or listed here."""
 
 from learner.config import LearnerRun
 from protocol.config_keys import keys_of, may_change
@@ -22,9 +22,9 @@ FIXED = {
     "num_snapshots only reset_optimizer",
     "learner.optimizer": "kind schedule warmup_steps beta1 beta2 weight_decay max_grad_norm",
 }
-"""By section. With another value a resumed run would be another experiment."""
+"""Fixed keys by section: with another value, a resumed run would be another experiment."""
 
 
-def test_every_key_is_fixed_for_a_run_or_says_that_a_resume_may_change_it() -> None:
+def test_every_key_is_fixed_or_declared_changeable_at_a_resume() -> None:
     fixed = {f"{section}.{key}".lstrip(".") for section, keys in FIXED.items() for key in keys.split()}
     assert {key for key, field in keys_of(LearnerRun).items() if not may_change(field)} == fixed

@@ -1,4 +1,4 @@
-"""`learner check`: prompts as the model gets them, rewards on right answers and on noise, the course of the run; the doctor; a trial."""
+"""`learner check`: prompts, rewards of correct answers and of noise, the size of the run, the doctor, and a trial."""
 
 import json
 import re
@@ -32,11 +32,11 @@ def a_run(tmp_path: Path, *flags: str, functions: tuple[str, ...] = ("right",), 
     return load_config(LearnerRun, [write_task(tmp_path, functions, rows), *flags], "learner check")
 
 
-def told(run: LearnerRun, subject: str) -> list[tuple[str, str]]:
+def results_of(run: LearnerRun, subject: str) -> list[tuple[str, str]]:
     return [(found.verdict, found.text) for found in check(run) if found.subject == subject]
 
 
-def test_prompts_rewards_and_the_course_are_reported_before_the_servers_are_asked(tmp_path: Path) -> None:
+def test_prompts_rewards_and_the_run_are_reported_before_servers_are_contacted(tmp_path: Path) -> None:
     found = list(check(a_run(tmp_path)))
     by_subject = {one.subject: one.text for one in found}
     assert [one.verdict for one in found[:-1]] == ["ok"] * (len(found) - 1) and found[-2].subject == "server"
@@ -52,15 +52,15 @@ def test_prompts_rewards_and_the_course_are_reported_before_the_servers_are_aske
     )
 
 
-def test_a_reward_that_prefers_noise_is_asked_about(tmp_path: Path) -> None:
+def test_a_reward_that_prefers_noise_is_questioned(tmp_path: Path) -> None:
     longer = [row | {"answer": "7" * 99} for row in ROWS]
-    (_, (verdict, text)) = told(a_run(tmp_path, functions=("shortness",), rows=longer), "rewards")
+    (_, (verdict, text)) = results_of(a_run(tmp_path, functions=("shortness",), rows=longer), "rewards")
     assert verdict == "unknown" and text.startswith("right answers score no higher than noise (-99 and -")
 
 
-def test_data_without_right_answers_is_rated_on_noise_alone(tmp_path: Path) -> None:
+def test_data_without_answers_is_scored_only_on_noise(tmp_path: Path) -> None:
     rows = [{"prompt": row["prompt"], "answer": None} for row in ROWS]
-    first, second = told(a_run(tmp_path, functions=("shortness",), rows=rows), "rewards")
+    first, second = results_of(a_run(tmp_path, functions=("shortness",), rows=rows), "rewards")
     assert first[0] == "ok" and "nothing for the column 'answer'" in first[1]
     assert second == ("unknown", "none of the first 8 prompts has an 'answer', so right answers could not be rated")
 
@@ -82,7 +82,7 @@ def test_data_without_right_answers_is_rated_on_noise_alone(tmp_path: Path) -> N
         ),
     ],
 )  # fmt: skip
-def test_what_a_run_would_stop_at_is_a_problem_with_its_remedy(
+def test_errors_that_would_stop_a_run_are_problems_with_a_remedy(
     tmp_path: Path, flags: tuple[str, ...], subject: str, expected: str
 ) -> None:
     found = check(a_run(tmp_path, *(flag.format(tmp=tmp_path) for flag in flags)))
@@ -91,14 +91,16 @@ def test_what_a_run_would_stop_at_is_a_problem_with_its_remedy(
     assert all(expected in one.text and one.remedy for one in problems)
 
 
-def test_what_will_be_evaluated_is_reported(tmp_path: Path) -> None:
-    assert told(a_run(tmp_path), "evaluation") == []
-    ((verdict, text),) = told(a_run(tmp_path, *EVERY, "--learner.evaluation.at-start"), "evaluation")
+def test_planned_evaluations_are_reported(tmp_path: Path) -> None:
+    assert results_of(a_run(tmp_path), "evaluation") == []
+    ((verdict, text),) = results_of(a_run(tmp_path, *EVERY, "--learner.evaluation.at-start"), "evaluation")
     assert verdict == "ok" and text.startswith("7 prompts of ")
     assert "greedy, evaluated 3 times at http://127.0.0.1:8000/v1" in text
 
 
-def test_the_command_goes_on_to_the_doctor_and_ends_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_continues_with_the_doctor_and_exits_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "examine", lambda run: [problem("port", "no", "mend it")])
     done = run_here("check", write_task(tmp_path), "--json")
     assert done.returncode == 1 and done.stderr.endswith("1 problem found\n")
@@ -107,23 +109,23 @@ def test_the_command_goes_on_to_the_doctor_and_ends_with_1(tmp_path: Path, monke
     assert {"config", "prompts", "rewards", "course"} <= {one["subject"] for one in found}
 
 
-def test_a_trial_measures_with_a_server_and_leaves_nothing_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trial_measures_with_a_server_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with tiny_server() as server:
         run = make_run(tmp_path, server.endpoint, steps=300)
         parity, time = trial(run)
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.count("| reward ") == NUM_STEPS and f"Step   {NUM_STEPS}/300" in said.err
+        output = capsys.readouterr()
+        assert (
+            output.out == "" and output.err.count("| reward ") == NUM_STEPS and f"Step   {NUM_STEPS}/300" in output.err
+        )
         assert list(tmp_path.iterdir()) == []
         train(make_run(tmp_path, server.endpoint, steps=2), resume=False)
-    assert len(read_metrics(tmp_path / "run")) == 2, "the server is there for the run"
+    assert len(read_metrics(tmp_path / "run")) == 2, "the server must be free for the run"
     assert parity.verdict == "ok" and float(re.findall(r"\| of at most (\S+)", parity.text)[0]) < 1e-3
     assert time.verdict == "ok" and time.text.startswith("300 steps of ")
     assert "the server idle for" in time.text and "(median of 5 steps)" in time.text
 
 
-def test_the_time_of_all_is_the_median_of_the_warm_steps_times_their_number(tmp_path: Path) -> None:
+def test_the_estimated_time_is_the_median_of_warm_steps_times_the_number_of_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path, "tcp://127.0.0.1:1", steps=1000)
     seconds = [60.0, 9.0, 9.0, 3.0, 3.0, 3.0, 3.0, 50.0]
     others = {
@@ -136,14 +138,14 @@ def test_the_time_of_all_is_the_median_of_the_warm_steps_times_their_number(tmp_
     )
 
 
-def test_a_trial_without_a_server_is_a_problem_with_its_remedy(tmp_path: Path) -> None:
+def test_a_trial_without_a_server_is_a_problem_with_a_remedy(tmp_path: Path) -> None:
     run = make_run(tmp_path, "tcp://127.0.0.1:1", connect_timeout_s=0.2)
     (found,) = trial(run)
     assert found.verdict == "problem" and found.subject == "trial" and "connect_timeout_s" in str(found)
 
 
 @pytest.mark.parametrize("is_well", [True, False])
-def test_a_trial_runs_only_where_all_else_is_well(
+def test_a_trial_runs_only_without_other_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_well: bool
 ) -> None:
     finding = ok("port", "yes") if is_well else problem("port", "no", "mend it")

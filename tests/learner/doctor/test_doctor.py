@@ -1,4 +1,4 @@
-"""`learner doctor` at real sockets: of each fault it names that one, in one line, with what to do; and it changes nothing."""
+"""`learner doctor` with real sockets: it reports each fault in one line with a remedy, and changes nothing."""
 
 import asyncio
 import socket
@@ -43,7 +43,8 @@ PULSE = Pulse(
     server_id="s", policy_version=None, groups_running=0, groups_unacked=0, tokens_generated=0, idle_s=0.0
 )  # fmt: skip
 EVERYTHING = {
-    "names", "port", "keys", "versions", "tenancy", "model", "dtype", "clock", "transport", "bandwidth", "speed", "memory",
+    "names", "port", "keys", "versions", "tenancy", "model", "dtype", "clock", "transport", "bandwidth", "speed",
+    "memory",
     "disk",
 }  # fmt: skip
 
@@ -69,8 +70,8 @@ def small_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "TRIAL_BYTES", 5 << 20)
 
 
-class SaysOnly:
-    """A channel to a server that says this, whatever it is asked, and then nothing."""
+class FixedReplies:
+    """A channel to a server that sends these messages for any request, and then nothing."""
 
     endpoint = NOBODY
 
@@ -90,7 +91,7 @@ class SaysOnly:
 
 
 def info(**changes: object) -> ServerInfo:
-    """What a server that is well says of itself, with changes to it."""
+    """Return the info of a healthy server, with changes."""
     server_info = ServerInfo(
         probe_id="p", protocol_version=PROTOCOL_VERSION, package_version=package_version(), clock_s=time.time(),
         run=None, model=TINY, dtype="float32", transports=["gloo"], devices=["cpu"],
@@ -99,7 +100,7 @@ def info(**changes: object) -> ServerInfo:
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_a_server_that_is_well_costs_no_complaint(tmp_path: Path, has_keys: bool) -> None:
+def test_a_healthy_server_has_no_problems(tmp_path: Path, has_keys: bool) -> None:
     make_keys(tmp_path / "keys")
     keys, flags = (server_keys(str(tmp_path / "keys")), ("--keys", f"{tmp_path}/keys")) if has_keys else (None, ())
     with ServerThread(ScriptedEngine(), model=TINY, keys=keys) as server:
@@ -108,7 +109,7 @@ def test_a_server_that_is_well_costs_no_complaint(tmp_path: Path, has_keys: bool
     assert "with gloo to 1 worker" in found["transport"].text and "MiB/s" in found["bandwidth"].text
 
 
-def test_the_run_that_is_served_meanwhile_goes_on(tmp_path: Path) -> None:
+def test_the_doctor_does_not_disturb_a_running_run(tmp_path: Path) -> None:
     with ServerThread(ScriptedEngine(), model=TINY) as server:
 
         async def examine_beside_a_learner() -> None:
@@ -125,7 +126,7 @@ def test_the_run_that_is_served_meanwhile_goes_on(tmp_path: Path) -> None:
         assert server.running.server.status()["run"] == "run-a"
 
 
-def test_each_of_several_servers_is_looked_at_and_named_and_trials_come_last(tmp_path: Path) -> None:
+def test_each_of_several_servers_is_examined_and_trials_run_last(tmp_path: Path) -> None:
     closed = f"tcp://127.0.0.1:{free_port()}"
     with ServerThread(ScriptedEngine(), model=TINY) as one, ServerThread(ScriptedEngine(), model=TINY) as other:
         (tmp_path / "servers.txt").write_text(f"{one.endpoint}\n{closed}\n{other.endpoint}\n")
@@ -149,20 +150,18 @@ def test_each_of_several_servers_is_looked_at_and_named_and_trials_come_last(tmp
         ("tcp://[::]:5757", "is a listen address, not the address of a server; set `endpoint` to the server's name"),
     ],
 )
-def test_a_wrong_address(tmp_path: Path, endpoint: str, expected: str) -> None:
+def test_a_wrong_address_is_reported(tmp_path: Path, endpoint: str, expected: str) -> None:
     assert expected in the_problem(run_at(endpoint, tmp_path, "--insecure"))
 
 
-def test_an_address_that_nobody_answers_at_and_what_is_no_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_address_and_a_foreign_server_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "CONNECT_TIMEOUT_S", 0.3)
     monkeypatch.setattr(reach, "HANDSHAKE_TIMEOUT_S", 0.5)
     with ExitStack() as sockets:
         mute = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         run = run_at(f"tcp://127.0.0.1:{mute.getsockname()[1]}", tmp_path)
         assert "does not respond like an inference server; correct `endpoint`" in the_problem(run)
-        for _ in range(3):  # its queue is full from now on, and what comes is dropped as by a firewall
+        for _ in range(3):  # its queue is full from now on, so messages are dropped as by a firewall
             waiting = sockets.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(mute.getsockname())
@@ -170,18 +169,19 @@ def test_an_address_that_nobody_answers_at_and_what_is_no_server(
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("replies", "expected"),
     [
         ([], "server     the server did not answer within 0.1 s: it is loading its model"),
-        ([PULSE, Refused(reason="Invalid\nvalue 'Probe'")], "versions   .* does not know the request, Invalid value 'Probe'"),
+        ([PULSE, Refused(reason="Invalid\nvalue 'Probe'")],
+            "versions   .* does not know the request, Invalid value 'Probe'"),
         ([TrialResult(trial_id="t")], "versions   .* does not know the request, TrialResult"),
         ([ProtocolError("no message")], "versions   .* its answer cannot be decoded, no message"),
     ],
     ids=["nothing yet", "of a version without doctors", "something else", "nonsense"],
 )  # fmt: skip
-def test_a_server_that_gives_no_information(said: list[Any], expected: str) -> None:
+def test_a_server_without_information_is_reported(replies: list[Any], expected: str) -> None:
     with pytest.raises(reach.NotReached, match=expected):
-        asyncio.run(reach.answer(SaysOnly(*said), ServerInfo, 0.1))  # type: ignore[arg-type]
+        asyncio.run(reach.answer(FixedReplies(*replies), ServerInfo, 0.1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_server_that_gives_no_information(said: list[Any], expected: str) -> N
         ("server.pub", "`server.pub` belongs to another server; copy server.pub again"),
     ],
 )
-def test_a_wrong_key_is_named(tmp_path: Path, replaced: str, expected: str) -> None:
+def test_a_wrong_key_is_reported(tmp_path: Path, replaced: str, expected: str) -> None:
     make_keys(tmp_path / "server")
     make_keys(tmp_path / "other")
     for name in {"learner.key", "server.pub"} - {replaced}:
@@ -201,7 +201,7 @@ def test_a_wrong_key_is_named(tmp_path: Path, replaced: str, expected: str) -> N
     assert line.startswith("problem  keys ") and expected in line
 
 
-def test_keys_on_one_side_only_and_keys_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_keys_on_one_side_are_reported(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     with ServerThread(ScriptedEngine(), model=TINY) as server:
         line = the_problem(run_at(server.endpoint, tmp_path, "--keys", str(tmp_path / "keys")))
@@ -210,14 +210,14 @@ def test_keys_on_one_side_only_and_keys_that_are_not_there(tmp_path: Path) -> No
         assert "nowhere' cannot be read" in line and "slipstream keys" in line
 
 
-def test_a_trial_that_fails_at_the_server_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_trial_that_fails_at_the_server_is_reported_in_one_line(tmp_path: Path) -> None:
     result = TrialResult(trial_id="t", error="cannot reach the learner's\nrendezvous\x1b[31m")
-    found = asyncio.run(doctor.bandwidth(run_at(NOBODY, tmp_path), SaysOnly(result)))  # type: ignore[arg-type]
+    found = asyncio.run(doctor.bandwidth(run_at(NOBODY, tmp_path), FixedReplies(result)))  # type: ignore[arg-type]
     assert found.text == "weights cannot be sent: cannot reach the learner's rendezvous [31m"
     assert found.remedy.endswith("in the firewalls, on all ports and in both directions")
 
 
-def test_what_differs_between_the_sides_is_a_problem(tmp_path: Path) -> None:
+def test_differences_between_server_and_learner_are_problems(tmp_path: Path) -> None:
     run = run_at(NOBODY, tmp_path)
     for found, expected in (
         (doctor.dtype(run, "float16"), "float16 at the server, float32 here; set server.dtype"),
@@ -228,7 +228,7 @@ def test_what_differs_between_the_sides_is_a_problem(tmp_path: Path) -> None:
         (doctor.clock(-600.0, 0.1), "600.0 s behind this machine's"),
     ):
         assert found.verdict == "problem" and expected in str(found)
-    assert doctor.clock(8.0, 4.0).verdict == "ok", "an answer that took 8 s"
+    assert doctor.clock(8.0, 4.0).verdict == "ok", "half of an answer of 8 s is uncertainty"
     assert str(doctor.dtype(run, "bfloat16")).startswith("ok") and "of up to 0.3" in doctor.dtype(run, "bfloat16").text
 
 
@@ -242,7 +242,7 @@ def test_what_differs_between_the_sides_is_a_problem(tmp_path: Path) -> None:
         (["cpu"], "nccl", "problem", "weights cannot be sent over nccl"),
     ],
 )
-def test_gpus_whose_weights_would_go_over_the_cpus_are_a_problem_with_the_remedy_of_the_transport_that_fits(
+def test_gpus_with_a_cpu_transport_are_a_problem_with_the_fitting_transport_as_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[str], flag: str, verdict: str, expected: str
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -255,14 +255,14 @@ def test_gpus_whose_weights_would_go_over_the_cpus_are_a_problem_with_the_remedy
     assert ("over the CPUs: ipc is not possible because" in found.text) == (flag == "auto" and verdict == "problem")
 
 
-def test_a_link_too_slow_for_a_bucket() -> None:
+def test_a_link_that_is_too_slow_for_a_bucket_is_reported() -> None:
     push, mib = WeightSyncConfig(bucket_mib=256, timeout_s=60), 1 << 20
     slow = str(doctor.fast_enough(4 * mib, None, push))
     assert (
         "too slow to send a bucket before a weight sync times out; lower learner.weight_sync.bucket_mib (256)" in slow
     )
     assert doctor.fast_enough(5 * mib, None, push).verdict == "ok"
-    assert doctor.fast_enough(4 * mib, 100 * mib, push).verdict == "ok"  # all weights are less than a bucket
+    assert doctor.fast_enough(4 * mib, 100 * mib, push).verdict == "ok"  # all weights fit into one bucket
 
 
 def test_too_little_memory_and_disk_are_reported_with_both_numbers(
@@ -276,7 +276,7 @@ def test_too_little_memory_and_disk_are_reported_with_both_numbers(
     assert full.verdict == "problem" and f"in {tmp_path}" in full.text
 
 
-def test_memory_is_reckoned_for_passes_as_long_as_they_are_on_this_device(tmp_path: Path) -> None:
+def test_memory_is_estimated_for_the_passes_on_this_device(tmp_path: Path) -> None:
     def needed(*flags: str) -> str:
         return next(doctor.resources(run_at(NOBODY, tmp_path, *flags))).text.partition(",")[0]
 
@@ -286,7 +286,7 @@ def test_memory_is_reckoned_for_passes_as_long_as_they_are_on_this_device(tmp_pa
     assert needed() != needed("--learner.micro-batch-tokens", str(4 * num_tokens))
 
 
-def test_a_config_that_cannot_be_read_costs_the_estimate_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_model_config_affects_only_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_config: object) -> None:
         raise RuntimeError("ambiguous")
 
@@ -295,14 +295,14 @@ def test_a_config_that_cannot_be_read_costs_the_estimate_alone(tmp_path: Path, m
     assert "cannot estimate the needs of" in finding.text and "(ambiguous)" in finding.text
 
 
-def test_the_command_exits_1_with_a_problem_and_makes_no_run(tmp_path: Path) -> None:
+def test_the_command_exits_with_1_and_creates_no_run(tmp_path: Path) -> None:
     done = run_here("doctor", RECIPE, "--run-dir", str(tmp_path / "run"), "--endpoint", NOBODY)
     assert done.returncode == 1 and "1 problem found" in done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()][1] == ["problem", "port"]
     assert not (tmp_path / "run").exists()
 
 
-def test_the_server_that_evaluations_will_ask_is_looked_for_where_the_run_has_any(tmp_path: Path) -> None:
+def test_the_server_of_evaluations_is_examined_if_the_run_has_any(tmp_path: Path) -> None:
     def evaluation(*flags: str) -> list[Finding]:
         return [one for one in examine(run_at(NOBODY, tmp_path, *flags)) if one.subject == "evaluation"]
 

@@ -1,4 +1,4 @@
-"""The self-test against engines that agree, that lie, and that were in the middle of a completion when a push came."""
+"""The self-test with engines that agree, that report wrong logprobs, and that sample during a weight sync."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ from tests.learner.runs import make_run
 
 
 class LivesThroughAPush(ModelEngine):
-    """Groups that enter under version 1 have one token when version 2 comes, and go on after it."""
+    """Groups that enter under version 1 have one token when version 2 arrives, and continue with it."""
 
     def __init__(self, off_after_push: float = 0.0) -> None:
         super().__init__(resolve_model("tiny:digits"))
@@ -55,7 +55,7 @@ class LivesThroughAPush(ModelEngine):
 
 
 class Off(ModelEngine):
-    """Samples right and reports each logprob off by the next of these shifts, then right."""
+    """Samples correctly, but adds the next of `shifts` to each logprob until none is left."""
 
     def __init__(self, shifts: Iterable[float]) -> None:
         super().__init__(resolve_model("tiny:digits"))
@@ -67,7 +67,7 @@ class Off(ModelEngine):
         return msgspec.structs.replace(right, behaviour_logprobs=right.behaviour_logprobs + shifts)
 
 
-def test_sides_that_agree_have_a_floor_of_rounding_noise_before_and_through_a_push_of_the_same_weights(
+def test_agreeing_sides_differ_only_by_rounding_noise_also_across_a_weight_sync(
     tmp_path: Path,
 ) -> None:
     engine = LivesThroughAPush()
@@ -90,7 +90,7 @@ def test_sides_that_agree_have_a_floor_of_rounding_noise_before_and_through_a_pu
     assert "learner.loss.clip_low = 0.2 is" in as_text(measured) and "times the noise" in as_text(measured)
 
 
-def test_tokens_that_are_off_only_after_a_push_point_at_the_push(tmp_path: Path) -> None:
+def test_differences_only_after_a_weight_sync_point_to_the_sync(tmp_path: Path) -> None:
     with tiny_server(LivesThroughAPush(off_after_push=0.4)) as server:
         found = problems(self_test(make_run(tmp_path, server.endpoint)))
     assert re.search(
@@ -105,8 +105,8 @@ def test_a_server_that_ignores_the_temperature_is_reported(tmp_path: Path) -> No
     assert re.search(r"logprobs are those of temperature 1 .*learner\.sampling\.temperature = 0\.7", found[0])
 
 
-def test_noise_that_reaches_the_bounds_of_the_objective_is_a_problem_and_a_nan_is_counted(tmp_path: Path) -> None:
-    """Noise of 0.01 as of bfloat16: a clip of 0.2 would not see it, gspo's of 3e-4 sees little else."""
+def test_noise_at_the_bounds_of_the_objective_is_a_problem_and_nans_are_counted(tmp_path: Path) -> None:
+    """Noise of 0.01, as in bfloat16, is negligible for a clip of 0.2 but exceeds gspo's clip of 3e-4."""
     generator = random.Random(0)
     shifts = itertools.chain([math.nan] * 3, (generator.gauss(0, 0.01) for _ in itertools.count()))
     with tiny_server(Off(shifts)) as server:
@@ -123,7 +123,7 @@ def test_noise_that_reaches_the_bounds_of_the_objective_is_a_problem_and_a_nan_i
     assert all(any(f"learner.loss.{key}" in problem for problem in found) for key in ("clip_low", "clip_high"))
 
 
-def test_the_command_prints_json_and_exits_0_or_prints_a_table_exits_2_and_says_what_is_wrong(tmp_path: Path) -> None:
+def test_the_command_prints_json_with_exit_0_or_a_table_and_the_problem_with_exit_2(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     with tiny_server() as server:
         config.write_text(to_toml(make_run(tmp_path, server.endpoint)))
@@ -156,10 +156,10 @@ BOUNDS: list[tuple[Sections, dict[str, tuple[str, float]]]] = [
      {"off_policy_correction.max_weight": ("sequence", 1.0), "off_policy_correction.min_weight": ("sequence", 0.75),
       "off_policy_correction.sequence_mask": ("geometric", 0.1)}),
 ]  # fmt: skip
-"""Config, and the level and the distance of each of its bounds."""
+"""Configs, each with the level and the distance of its bounds."""
 
 
-def test_the_numbers_are_those_of_their_formulas(tmp_path: Path) -> None:
+def test_the_numbers_follow_their_formulas(tmp_path: Path) -> None:
     generator = random.Random(5)
     completions = [[generator.uniform(-0.2, 0.2) for _ in range(length)] for length in (1, 4, 2)]
     flat = [log_ratio for completion in completions for log_ratio in completion]

@@ -1,5 +1,4 @@
-"""A tiny random model that converses, as a checkpoint. It calls no tools by itself, so its tokenizer's own format takes what it says for
-a call."""
+"""A tiny random chat model, as a checkpoint. Its tokenizer's format reads every turn as a tool call."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from tests.learner.environments.chat_tokenizer import chat_tokenizer
 
 
-def takes_for_calls(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A `response_template` in which every turn calls this tool. `{content}` in the arguments: what the turn says."""
+def template_reading_calls(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a `response_template` that reads every turn as a call. `{content}` in `arguments`: the turn's text."""
     return {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",

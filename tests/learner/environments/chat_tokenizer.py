@@ -1,5 +1,4 @@
-"""A tokenizer of one token per character, with the chat templates that models have: one that shows a conversation as it was, and
-one that leaves the reasoning of earlier turns out, as Qwen3 does behind a new question."""
+"""A tokenizer with one token per character, and chat templates with and without the reasoning of earlier turns."""
 
 import json
 import string
@@ -45,12 +44,12 @@ def chat_tokenizer(template: str = KEEPING) -> PreTrainedTokenizerFast:
 
 
 def call(name: str, **arguments: Any) -> str:
-    """As a policy writes it."""
+    """Return a tool call as a policy writes it."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def _byte_symbols() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: itself where it can be seen, else one above 255."""
+    """Return the symbol of each byte in a byte-level vocabulary: the byte if printable, else a character above 255."""
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = iter(range(256, 512))
     return [chr(byte) if byte in seen else chr(next(hidden)) for byte in range(256)]

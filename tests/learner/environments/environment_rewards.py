@@ -1,4 +1,4 @@
-"""Reward functions that ask for environments, as a user writes them."""
+"""Reward functions that use environments, as a user writes them."""
 
 
 def counters(environments, **kwargs):

@@ -1,4 +1,4 @@
-"""Whole runs that play the built-in game of guessing, and its rules once more."""
+"""Whole runs of the built-in guessing game, and a second implementation of its rules."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def playing_run(tmp_path: Path, *endpoints: str, steps: int = 4, factory: str = 
 
 
 def groups_of(run: LearnerRun) -> list[tuple[EpisodeGroup, int]]:
-    """What the ledger has of the consumed groups, each with its secret."""
+    """Return the consumed groups of the ledger, each with its secret."""
     prompts = Prompts(run.learner.data, load_tokenizer(resolve_model("tiny:digits")), run.seed)
     groups = consumed_groups(run)
     assert groups
@@ -37,15 +37,15 @@ def groups_of(run: LearnerRun) -> list[tuple[EpisodeGroup, int]]:
     ]
 
 
-def said_by(secret: int, text: str) -> str:
-    """The rules of the game once more."""
+def reply_of(secret: int, text: str) -> str:
+    """Return the environment's reply, by a second implementation of the rules."""
     if text[-1:] not in set(DIGITS):
         return NO_DIGIT
     return RIGHT if int(text[-1]) == secret else HIGHER if int(text[-1]) < secret else LOWER
 
 
 def assert_played_by_the_rules(episode: Episode, secret: int, *, is_agent: bool = False) -> None:
-    """Sampled and unsampled tokens take turns, and each answer is that of the turn before it. An agent keeps the last to itself."""
+    """Check that policy and environment alternate and each reply is correct. An agent omits the last reply."""
     tokenizer = load_tokenizer(resolve_model("tiny:digits"))
     (branch,) = episode.branches
     texts, was_sampled = [""], True
@@ -56,9 +56,9 @@ def assert_played_by_the_rules(episode: Episode, secret: int, *, is_agent: bool 
         was_sampled = is_sampled
     turns, answers = texts[::2], texts[1::2]
     assert len(turns) == episode.course.num_turns
-    assert answers == [said_by(secret, turn) for turn in turns][: len(answers)]
+    assert answers == [reply_of(secret, turn) for turn in turns][: len(answers)]
     assert len(turns) - len(answers) == (is_agent or episode.course.state == "length")
-    is_found = said_by(secret, turns[-1]) == RIGHT
+    is_found = reply_of(secret, turns[-1]) == RIGHT
     assert episode.reward == float(is_found)
     assert (is_found or is_agent) == (episode.course.state == "finished") or episode.course.state == "length"
     assert (branch.behaviour_logprobs[~branch.is_sampled_T] == 0).all()

@@ -1,7 +1,7 @@
-"""Every turn that a run has recorded, and what the weights of the versions on its labels say of its tokens.
+"""Recorded turns of a run with logprobs recomputed from the weights of the versions on their labels.
 
-    weights of each version, kept before they are pushed ─┬─▶ transformers' pass in float64, which shares no code with either side
-    episodes of the ledger ───────────────────────────────┘
+    weights of each version, kept before the push ─┬─▶ transformers in float64, which shares no code with either side
+    episodes of the ledger ────────────────────────┘
 
 For tests on real vLLM. The learner's own pass is compared with the server's by the metric policy/mismatch_abs_logprob.
 """
@@ -25,27 +25,27 @@ from protocol.codec import unpack
 from tests.learner.ledgers import consumed_groups
 
 TOLERANCE = 1e-5
-"""Of a logprob of about -4.6, in float32. Measured on vLLM's CPU build: at most 6e-7 between the server and float64, 9e-7 between the
-learner and float64, 1e-6 between both; the weights of another version give 0.2 more or less."""
+"""Largest difference of a logprob in float32. vLLM's CPU build, the learner and float64 differ by at most 1e-6; the
+weights of another version differ by 0.2."""
 Weights = dict[int, dict[str, torch.Tensor]]
-"""By version."""
+"""Weights by version."""
 
 
 class RecordedTurn(msgspec.Struct, frozen=True, eq=False):
-    """Its T tokens, all of which the policy has sampled."""
+    """A turn of T sampled tokens."""
 
     versions_T: np.ndarray
     of_server_T: np.ndarray
     exact_T: np.ndarray
-    """In float64, by the weights of each token's version."""
+    """Logprobs in float64, with the weights of each token's version."""
     of_others_T: np.ndarray
-    """The same by the weights of the version before, or of the one after the first."""
+    """Logprobs in float64, with the weights of the previous version, or of the second version for the first."""
     is_fresh: bool
-    """No token that it follows has keys and values of another version than its own."""
+    """Whether the KV cache of all preceding tokens is of the turn's own version."""
 
 
-def assert_said_by_the_versions_on_the_labels(turns: list[RecordedTurn]) -> None:
-    """Turn by turn, and by no other version."""
+def assert_labels_match_logprobs(turns: list[RecordedTurn]) -> None:
+    """Check that each turn has the logprobs of the versions on its labels, and of no other version."""
     for turn in turns:
         np.testing.assert_allclose(turn.exact_T, turn.of_server_T, rtol=0, atol=TOLERANCE)
     others_N = np.concatenate([np.abs(turn.of_others_T - turn.of_server_T) for turn in turns])
@@ -53,7 +53,7 @@ def assert_said_by_the_versions_on_the_labels(turns: list[RecordedTurn]) -> None
 
 
 def keep_all(monkeypatch: pytest.MonkeyPatch) -> Weights:
-    """Let the ledger keep its payloads; return where the weights of all versions will be."""
+    """Make the ledger keep its payloads. Return a dict that will hold the weights of all versions."""
     weights: Weights = {}
     push = WeightSync._push_until_done
 
@@ -67,7 +67,7 @@ def keep_all(monkeypatch: pytest.MonkeyPatch) -> Weights:
 
 
 def recorded_turns(run: LearnerRun, weights: Weights) -> list[RecordedTurn]:
-    """Of all episodes that were trained on."""
+    """Return the turns of all trained episodes."""
     run_inputs = RunInputs(run)
     exact = policy_in_float64(run_inputs.model_path)
     turns: list[RecordedTurn] = []
@@ -83,22 +83,22 @@ def turns_of(
     branch: TokenSequence, before: list[int], entered_version: int, weights: Weights, exact: Any
 ) -> Iterable[RecordedTurn]:
     versions_T = branch.versions_T
-    said: dict[str, np.ndarray] = {name: np.full(len(versions_T), np.nan) for name in ("exact", "of_others")}
+    logprobs: dict[str, np.ndarray] = {name: np.full(len(versions_T), np.nan) for name in ("exact", "of_others")}
     for version in set(branch.sampled_versions):
         other = version - 1 if version - 1 in weights else version + 1
         is_its_T = versions_T == version
         load(exact, weights[version])
-        said["exact"][is_its_T] = in_float64(exact, before, branch)[is_its_T]
+        logprobs["exact"][is_its_T] = in_float64(exact, before, branch)[is_its_T]
         load(exact, weights[other])
-        said["of_others"][is_its_T] = in_float64(exact, before, branch)[is_its_T]
+        logprobs["of_others"][is_its_T] = in_float64(exact, before, branch)[is_its_T]
     sampled_T = np.flatnonzero(branch.is_sampled_T)
     for places in np.split(sampled_T, np.flatnonzero(np.diff(sampled_T) > 1) + 1):
         up_to_T = versions_T[: places[-1] + 1][branch.is_sampled_T[: places[-1] + 1]]
         yield RecordedTurn(
             versions_T=versions_T[places],
             of_server_T=branch.behaviour_logprobs[places],
-            exact_T=said["exact"][places],
-            of_others_T=said["of_others"][places],
+            exact_T=logprobs["exact"][places],
+            of_others_T=logprobs["of_others"][places],
             is_fresh=bool((up_to_T == entered_version).all()),
         )
 
@@ -108,7 +108,7 @@ def policy_in_float64(path: Path) -> Any:
 
 
 def load(policy: Any, weights: dict[str, torch.Tensor]) -> None:
-    policy.load_state_dict(weights, strict=False)  # a tied head is not among them
+    policy.load_state_dict(weights, strict=False)  # a tied head is missing
     policy.tie_weights()
 
 

@@ -1,7 +1,7 @@
-"""The conversations of the families that people train: what stands around a message, how a policy of the family talks, how its turns end.
+"""Chat formats of the model families that users train: templates, turns that a policy writes, and ends of turns.
 
-families/*.jinja were written for these tests from the published form of each family, without the instructions that the real ones add for tools.
-What a policy says is written here and not taken from the template, so that the two can be compared.
+families/*.jinja were written for these tests from the published format of each family, without the tool instructions of
+the real templates. Turns are written here and not taken from the template, so that the two can be compared.
 """
 
 import json
@@ -23,48 +23,48 @@ JSON_CALL = '{{"name": "{name}", "arguments": {arguments}}}'
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy of the family says; of what it cannot say nothing."""
+    """The format of a family's turns. An empty attribute: the family has no such thing."""
 
     ends: str
-    """Those of its generation_config. A turn ends with the first."""
+    """End tokens of the generation_config. A turn ends with the first."""
     marks: str = ""
-    """Its other special tokens."""
+    """Other special tokens."""
     tags: str = ""
-    """Its other tokens that a text is not parted into."""
+    """Other tokens that are never split."""
     eos: str | None = None
-    """That of the tokenizer, if it is another than the first."""
+    """End token of the tokenizer, if it is not the first of `ends`."""
     begin: str | None = None
-    """What its tokenizer puts before texts."""
+    """Token that the tokenizer prepends to texts."""
     renderer: str | None = None
     think: str | None = None
     call: str | None = None
     field: str | None = None
-    """If the arguments of a call are not JSON: one of them. They stand where {arguments} does."""
+    """Format of one argument, if the arguments of a call are not JSON. They replace {arguments}."""
     between_fields: str = ""
     between_calls: str = "\n"
     around_calls: str = "{}"
     end_of_calls: str | None = None
-    """If a turn that calls ends otherwise."""
+    """End token of a turn with calls, if it differs."""
     before_content: str = ""
     always_thinks: bool = False
-    """Even if it thinks nothing."""
+    """Whether turns without reasoning have an empty reasoning block."""
     max_calls: int = 2
-    """In one turn."""
+    """Maximum number of calls in one turn."""
     opened: str = ""
-    """The beginning of the turn, where the prompt already holds it."""
+    """Start of the turn that the prompt already contains."""
 
-    def says(
+    def write_turn(
         self, content: str = "", *, calls: Sequence[tuple[str, Arguments]] = (), reasoning: str | None = None
     ) -> str:
-        """A turn, with the token that ends it."""
+        """Return a turn with its end token."""
         thought = (
             self.think.format(reasoning or "") if self.think is not None and (reasoning or self.always_thinks) else ""
         )
-        said = thought.removeprefix(self.opened) + (self.before_content + content if content else "")
+        body = thought.removeprefix(self.opened) + (self.before_content + content if content else "")
         if not calls:
-            return said + self.ends.split()[0]
+            return body + self.ends.split()[0]
         written = self.between_calls.join(self._call(name, arguments) for name, arguments in calls)
-        return said + self.around_calls.format(written) + (self.end_of_calls or self.ends.split()[0])
+        return body + self.around_calls.format(written) + (self.end_of_calls or self.ends.split()[0])
 
     def _call(self, name: str, arguments: Arguments) -> str:
         assert self.call is not None
@@ -81,16 +81,19 @@ QWEN_TAGS = f"{THINK_TAGS} <tool_call> </tool_call> <tool_response> </tool_respo
 GLM_TAGS = f"{QWEN_TAGS} <arg_key> </arg_key> <arg_value> </arg_value>"
 GLM_MARKS = "[gMASK] <sop> <|system|> <|assistant|>"
 FAMILIES = {
-    "qwen2.5": Family(ends="<|im_end|> <|endoftext|>", marks="<|im_start|>", tags="<tool_call> </tool_call>", call=HERMES),
+    "qwen2.5": Family(ends="<|im_end|> <|endoftext|>", marks="<|im_start|>", tags="<tool_call> </tool_call>",
+        call=HERMES),
     "qwen3": Family(ends="<|im_end|> <|endoftext|>", marks="<|im_start|>", tags=QWEN_TAGS, think=THINK, call=HERMES),
     "qwen3.5": Family(
         ends="<|im_end|> <|endoftext|>",
         marks="<|im_start|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>", tags=QWEN_TAGS,
-        renderer="qwen3.5", think=THINK, always_thinks=True, opened="<think>\n", field="<parameter={key}>\n{value}\n</parameter>\n",
+        renderer="qwen3.5", think=THINK, always_thinks=True, opened="<think>\n",
+        field="<parameter={key}>\n{value}\n</parameter>\n",
         call="<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
     ),
     "llama3": Family(
-        ends="<|eot_id|> <|end_of_text|> <|eom_id|>", marks="<|start_header_id|> <|end_header_id|> <|python_tag|>", begin="<|begin_of_text|>",
+        ends="<|eot_id|> <|end_of_text|> <|eom_id|>", marks="<|start_header_id|> <|end_header_id|> <|python_tag|>",
+        begin="<|begin_of_text|>",
         renderer="llama-3", max_calls=1, call='{{"name": "{name}", "parameters": {arguments}}}',
     ),
     "mistral": Family(
@@ -101,7 +104,8 @@ FAMILIES = {
     "gemma4": Family(
         ends="<turn|> <eos> <|tool_response>",
         marks="<|turn> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call> <tool_call|> <tool_response|> <|image> <|image|> <image|>",
-        begin="<bos>", renderer="gemma4", think="<|channel>thought\n{}\n<channel|>", call="<|tool_call>call:{name}{{{arguments}}}<tool_call|>",
+        begin="<bos>", renderer="gemma4", think="<|channel>thought\n{}\n<channel|>",
+        call="<|tool_call>call:{name}{{{arguments}}}<tool_call|>",
         field="{key}:{value}", between_fields=",", between_calls="", end_of_calls="<|tool_response>",
     ),
     "phi3.5": Family(ends="<|end|> <|assistant|> <|endoftext|>", eos="<|endoftext|>", marks="<|system|> <|user|>"),
@@ -114,7 +118,8 @@ FAMILIES = {
     "glm4.5": Family(
         ends="<|user|> <|observation|> <|endoftext|>", eos="<|endoftext|>", marks=GLM_MARKS, tags=GLM_TAGS,
         renderer="glm-4.5", think="\n<think>{}</think>", always_thinks=True, before_content="\n",
-        call="\n<tool_call>{name}\n{arguments}</tool_call>", field="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+        call="\n<tool_call>{name}\n{arguments}</tool_call>",
+        field="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
         between_calls="", end_of_calls="<|observation|>",
     ),
     "glm5": Family(
@@ -134,7 +139,8 @@ FAMILIES = {
         think=THINK, always_thinks=True, opened="<think>\n",
     ),
     "granite": Family(
-        ends="<|end_of_text|>", marks="<|start_of_role|> <|end_of_role|> <|tool_call|>", call=JSON_CALL, between_calls=", ",
+        ends="<|end_of_text|>", marks="<|start_of_role|> <|end_of_role|> <|tool_call|>", call=JSON_CALL,
+        between_calls=", ",
         around_calls="<|tool_call|>[{}]",
     ),
     "olmo2": Family(ends="<|endoftext|>", begin="<|endoftext|>"),
@@ -142,13 +148,13 @@ FAMILIES = {
 
 
 def chat_of(name: str, tools: list[dict[str, Any]]) -> ChatTemplate:
-    """As the learner would have it of a model of the family."""
+    """Return the chat template that the learner builds for a model of the family."""
     family = FAMILIES[name]
     tokenizer = chat_tokenizer((Path(__file__).parent / "families" / f"{name}.jinja").read_text())
     ends = family.ends.split()
     marks = [*family.marks.split(), *([family.begin] if family.begin else [])]
     tokenizer.add_tokens(marks, special_tokens=True)
-    # Of some families the ends are none of the tokenizer's special tokens.
+    # In some families the end tokens are not special tokens of the tokenizer.
     tokenizer.add_tokens([*family.tags.split(), *ends])
     tokenizer.eos_token, tokenizer.bos_token = family.eos or ends[0], family.begin
     return ChatTemplate(

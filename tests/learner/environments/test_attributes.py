@@ -1,4 +1,4 @@
-"""What reward functions get of an environment's instance: plain data, a bounded amount of it, and a word about all else."""
+"""Attributes of an environment's instance in reward functions: a bounded amount of plain data, or a clear error."""
 
 import asyncio
 import copy
@@ -19,7 +19,7 @@ from learner.rewards.scoring import Scorer
 from learner.rewards.workers import RewardWorkers
 from protocol.codec import pack, unpack
 from protocol.model_files import resolve_model
-from tests.learner.environments.play import played, says
+from tests.learner.environments.scripted_player import play_group, script_of
 from tests.learner.runs import make_run
 
 REWARDS = "tests.learner.environments.environment_rewards"
@@ -27,7 +27,7 @@ PROMPT = Prompt(prompt_id=0, prompt="p", token_ids=[1], columns={})
 
 
 class Rich:
-    """One attribute of every kind."""
+    """An instance with one attribute of every kind."""
 
     of_the_class = "all have it"
 
@@ -50,13 +50,14 @@ class Rich:
         raise KeyError("no")
 
     def method(self) -> None:
-        """No attribute."""
+        """Not an attribute."""
 
 
-def test_plain_data_comes_and_all_else_is_left_out() -> None:
+def test_plain_data_is_available_and_other_attributes_are_omitted() -> None:
     attributes = attributes_of(Rich())
     assert attributes == {
-        "board": [[1, 2], [3, {"x": 4.5, 7: "seven"}]], "count": 7, "derived": 4, "flag": True, "nothing": None, "number": 3,
+        "board": [[1, 2], [3, {"x": 4.5, 7: "seven"}]], "count": 7, "derived": 4, "flag": True, "nothing": None,
+        "number": 3,
         "of_the_class": "all have it", "score": 0.5, "text": "three",
     }  # fmt: skip
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(attributes)) == attributes
@@ -64,7 +65,7 @@ def test_plain_data_comes_and_all_else_is_left_out() -> None:
     assert attributes_of(None) == {}
 
 
-def test_what_has_no_room_is_left_out_and_the_rest_comes() -> None:
+def test_attributes_over_the_size_limit_are_omitted() -> None:
     class Large:
         def __init__(self) -> None:
             self.a, self.b, self.c, self.d = 1, "x" * (MAX_BYTES - 100), "y" * 200, "z" * 20
@@ -74,7 +75,7 @@ def test_what_has_no_room_is_left_out_and_the_rest_comes() -> None:
     assert len(msgspec.msgpack.encode(attributes)) <= MAX_BYTES
 
 
-def test_what_does_not_come_is_an_attribute_error_that_says_why_and_nothing_can_be_changed() -> None:
+def test_an_omitted_attribute_is_an_error_with_the_reason_and_no_attribute_can_be_set() -> None:
     environment = AttributeView({"counter": 3, "target": 4})
     assert environment.counter == 3
     with pytest.raises(
@@ -90,17 +91,17 @@ def test_what_does_not_come_is_an_attribute_error_that_says_why_and_nothing_can_
     assert copy.deepcopy(environment).target == 4
 
 
-def test_an_instance_is_remembered_when_its_episode_is_rated_and_only_if_somebody_asks() -> None:
-    group, _ = played(says("ab", "stop"), asks_attributes=True)
+def test_attributes_are_recorded_at_the_reward_only_if_a_function_needs_them() -> None:
+    group, _ = play_group(script_of("ab", "stop"), asks_attributes=True)
     again = unpack(pack(group), EpisodeGroup)
     assert [episode.attributes for episode in again.episodes] == [{"done": True}] * 2
-    group, _ = played(says("ab", "stop"))
+    group, _ = play_group(script_of("ab", "stop"))
     assert [episode.attributes for episode in group.episodes] == [None, None]
-    group, _ = played(says("a", "exit"), factory="Treacherous", asks_attributes=True)
+    group, _ = play_group(script_of("a", "exit"), factory="Treacherous", asks_attributes=True)
     assert [episode.attributes for episode in group.episodes] == [None, None]
 
 
-def test_functions_that_name_environments_get_them_and_no_others() -> None:
+def test_only_functions_that_name_environments_get_them() -> None:
     held = [{"counter": 1}, {"counter": 5}]
     names = ["counters", "counters_awaited", "counters_if_any", "takes_anything"]
     asking = [f"{REWARDS}:{name}" for name in names[:3]]
@@ -110,20 +111,21 @@ def test_functions_that_name_environments_get_them_and_no_others() -> None:
         given = workers.submit(PROMPT, ["a", "b"], ids, TrainerState(), [0.0, 0.0], held).result(60)
         none_is_there = workers.submit(PROMPT, ["a", "b"], ids).result(60)
     assert given.by_function == {name: [1.0, 5.0] for name in names} | {"takes_anything": [0.0, 0.0]}
-    assert none_is_there.by_function["counters_if_any"] == [-1.0, -1.0], "as in TRL"
+    assert none_is_there.by_function["counters_if_any"] == [-1.0, -1.0], "reward functions must get None, as in TRL"
     assert "missing 1 required positional argument: 'environments'" in str(none_is_there.functions[0].message)
 
 
 def episode(state: EndState, counter: int | None) -> Episode:
     branch = TokenSequence(
-        token_ids=np.array([1, 2], np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(0, 2)], finish_reason="stop"
+        token_ids=np.array([1, 2], np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(0, 2)],
+        finish_reason="stop"
     )  # fmt: skip
     attributes = None if counter is None else {"counter": counter}
     return Episode(branches=[branch], course=EpisodeStats(state=state, num_turns=1), attributes=attributes)
 
 
-def test_an_episode_that_says_nothing_costs_the_others_of_its_group_no_reward(tmp_path: Path) -> None:
-    """Its instance is gone, so a function that read it would fail for all."""
+def test_an_aborted_episode_does_not_cost_the_rewards_of_its_group(tmp_path: Path) -> None:
+    """The instance of an aborted episode is gone, so a function that read it would fail for the whole group."""
     functions = [f"{REWARDS}:counters_logged"]
     run = make_run(tmp_path, "tcp://127.0.0.1:1", environment={"factory": "guess"}, reward={"functions": functions})
     episodes = [episode("finished", 3), episode("env_error", None), episode("max_turns", 4)]

@@ -1,6 +1,6 @@
-"""Environments in processes of their own: how many at once, what is said of those that fail, and interpreters of their own.
+"""Environments in separate processes: concurrency, errors, and other interpreters.
 
-How any such process lives and ends: tests/learner/sandbox.
+The lifetime of such processes is tested in tests/learner/sandbox.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from learner.environments.host import Rate, Reset, RewardResult, StepResult, Tur
 from learner.environments.process import EnvironmentProcess, Environments, tools_of
 from protocol.errors import ConfigError
 from protocol.signals import SHUTDOWN_SIGNALS
-from tests.learner.environments.play import USER
+from tests.learner.environments.scripted_player import USER
 from tests.learner.sandbox.processes import wait_until_gone
 
 
-def test_as_many_are_played_at_once_as_may_be_and_one_that_fails_is_replaced_and_says_why() -> None:
+def test_episodes_run_up_to_the_limit_and_a_failed_process_is_replaced_with_a_reason() -> None:
     config = EnvironmentConfig(
         factory=f"{USER}:Treacherous", max_concurrent=2, timeout_s=5.0, max_memory_mib=200, python=sys.executable
     )
@@ -52,7 +52,7 @@ def test_as_many_are_played_at_once_as_may_be_and_one_that_fails_is_replaced_and
     assert wrong.message == "tell returned 7, expected a text or None"
 
 
-def test_an_episode_that_is_cancelled_leaves_no_answer_to_the_next() -> None:
+def test_a_cancelled_episode_leaves_no_answer_to_the_next() -> None:
     environments = Environments(EnvironmentConfig(factory=f"{USER}:Treacherous", timeout_s=600), takes_text=True)
     leased: list[EnvironmentProcess] = []
 
@@ -77,7 +77,7 @@ def test_an_episode_that_is_cancelled_leaves_no_answer_to_the_next() -> None:
     wait_until_gone(first.pid, second.pid)
 
 
-def test_a_class_that_cannot_be_played_ends_the_start() -> None:
+def test_an_unusable_class_is_an_error_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"learner.environment.factory = '.*:WithoutReset': .* no method reset"):
         Environments(EnvironmentConfig(factory=f"{USER}:WithoutReset"), takes_text=True)
     with pytest.raises(ConfigError, match=r"learner.environment.tools.*Echo.*expected a function"):
@@ -100,7 +100,7 @@ class Alone:
 
 
 def interpreter(directory: Path, *packages: str) -> str:
-    """One that has these packages, and no others."""
+    """Return an interpreter with only these packages."""
     for name in packages:
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None
@@ -113,7 +113,7 @@ def interpreter(directory: Path, *packages: str) -> str:
     return str(python)
 
 
-def test_an_environment_may_live_in_an_interpreter_of_its_own_which_needs_msgspec(
+def test_an_environment_can_run_in_another_interpreter_with_msgspec(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
@@ -124,7 +124,7 @@ def test_an_environment_may_live_in_an_interpreter_of_its_own_which_needs_msgspe
     config = EnvironmentConfig(factory=factory, python=interpreter(tmp_path, "msgspec"))
     process = EnvironmentProcess(config, takes_text=True)
     assert process.command(Reset({"prompt": "p"})) == StepResult("msgspec")
-    for number in SHUTDOWN_SIGNALS:  # the learner, told to end too, waits for what it plays to finish its step
+    for number in SHUTDOWN_SIGNALS:  # a learner that shuts down waits for its episodes to finish the step
         os.kill(process.pid, number)
     assert process.command(Turn("hi")) == StepResult("HI") and process.command(Rate()) == RewardResult(0.5)
     process.kill()
@@ -146,7 +146,7 @@ process.command(Turn("sleep"))
 """
 
 
-def test_an_environment_in_an_interpreter_of_its_own_ends_with_the_learner() -> None:
+def test_an_environment_in_another_interpreter_ends_with_the_learner() -> None:
     with subprocess.Popen([sys.executable, "-c", LEARNER], stdout=subprocess.PIPE, text=True) as learner:
         assert learner.stdout is not None
         pids = [int(pid) for pid in learner.stdout.readline().split()]

@@ -1,4 +1,4 @@
-"""Whatever a policy writes, in every format that is read: a turn is a message with calls, or nobody can read it, and nothing else comes of it."""
+"""Random output of a policy, in every tool-call format, is either a message with calls or unreadable."""
 
 import contextlib
 import json
@@ -16,32 +16,34 @@ from tests.learner.environments.chat_tokenizer import CHARACTERS
 from tests.learner.environments.template_families import ADD, FAMILIES, QUESTION, TOOLS, Family, chat_of, encoded
 
 READERS = [name for name, family in FAMILIES.items() if family.renderer is not None] + ["qwen3"]
-"""Of each format one family; that of Hermes is read without a name."""
+"""One family per format. The format of Hermes needs no name."""
 NUM_TURNS, DEEP = 200, 3000
 NASTY = [
-    "null", "1e999", "-", "NaN", "9" * 5000, '"\\ud800"', "\\ud83d", "\x00", "[" * DEEP, '{"a":' * DEEP, "{" * 9 + "}" * 9, "true", '""', "add",
-    '{"name": "add", "arguments": ', '{"name": 7}', '{"name": "add", "arguments": "{\\"number\\": 2}"}', "}", '"', "\n", "\n\n",
+    "null", "1e999", "-", "NaN", "9" * 5000, '"\\ud800"', "\\ud83d", "\x00", "[" * DEEP, '{"a":' * DEEP,
+    "{" * 9 + "}" * 9, "true", '""', "add",
+    '{"name": "add", "arguments": ', '{"name": 7}', '{"name": "add", "arguments": "{\\"number\\": 2}"}', "}", '"', "\n",
+    "\n\n",
 ]  # fmt: skip
 
 
 def turns_of(family: Family) -> st.SearchStrategy[str]:
-    """Pieces of the family's own turns, special tokens as text or as tokens, JSON of any kind, and what breaks parsers, in any order."""
-    call = family.says(calls=[ADD], reasoning="Two" if family.think else None)
+    """Generate turns from pieces of real turns, special tokens, JSON, and strings that break parsers."""
+    call = family.write_turn(calls=[ADD], reasoning="Two" if family.think else None)
     half = len(call) // 2
     marks = f"{family.marks} {family.tags} {family.ends}".split()
-    own = [*marks, call, call[:half], call[half:], family.says("It is 7")]
+    own = [*marks, call, call[:half], call[half:], family.write_turn("It is 7")]
     values = st.recursive(
         st.none() | st.integers() | st.floats() | st.text(max_size=9),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
         max_leaves=6,
     )
     pieces = st.sampled_from(own) | st.sampled_from(NASTY) | values.map(json.dumps) | st.text(CHARACTERS, max_size=9)
-    called = st.integers().map(lambda number: family.says(calls=[("add", {"number": number})]))
+    called = st.integers().map(lambda number: family.write_turn(calls=[("add", {"number": number})]))
     return st.lists(pieces, max_size=8).map("".join) | called
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_whatever_a_policy_writes_is_read_or_unreadable(name: str) -> None:
+def test_any_output_of_a_policy_is_either_parsed_or_unreadable(name: str) -> None:
     family, template = FAMILIES[name], chat_of(name, TOOLS)
     before, num_read = template.prompt_ids(QUESTION), 0
 
@@ -57,8 +59,8 @@ def test_whatever_a_policy_writes_is_read_or_unreadable(name: str) -> None:
             calls = talk.commands_of(before, token_ids)
             msgspec.msgpack.encode([talk.messages, [(call.name, call.arguments) for call in calls]])
             num_read += bool(calls)
-            with contextlib.suppress(DataError):  # of a template that does not take such a call: its episode ends
+            with contextlib.suppress(DataError):  # a template that rejects such a call: the episode ends
                 talk.add_results([StepResult("2")] * len(calls))
 
     say()
-    assert num_read > NUM_TURNS / 50, "hardly a turn was read as a call"
+    assert num_read > NUM_TURNS / 50, "too few turns were read as calls"

@@ -1,4 +1,4 @@
-"""One instance of an environment: what it answers to the learner's commands, and of which classes it may be."""
+"""One instance of an environment: its answers to the learner's commands, and the accepted classes."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,8 @@ from learner.environments.builtin import HIGHER, LOWER, NO_DIGIT, RIGHT, Calcula
 from learner.environments.contract import BUILT_IN, load_environment
 from learner.environments.host import Answer, ClassError, Command, Host, Rate, Reset, RewardResult, StepResult, Turn
 from learner.sandbox.user_code import NotLoaded
-from tests.learner.environments.conversing import described
-from tests.learner.environments.play import USER
+from tests.learner.environments.scripted_conversation import described
+from tests.learner.environments.scripted_player import USER
 
 EXAMPLES = Path(__file__).parent / "trl_examples.py"
 
@@ -26,11 +26,12 @@ EXCHANGES: dict[str, tuple[str, list[tuple[Command, Answer]]]] = {
         "Echo",
         [
             (Reset({"prompt": "p", "greeting": "hello"}), StepResult("hello")),
-            (Turn("a"), StepResult("<a>")), (Turn("stop"), StepResult("<stop>", is_done=True)), (Rate(), RewardResult(2.0)),
+            (Turn("a"), StepResult("<a>")), (Turn("stop"), StepResult("<stop>", is_done=True)),
+            (Rate(), RewardResult(2.0)),
             (Reset({}), StepResult("")), (Rate(), RewardResult(0.0)),
         ],
     ),
-    "one loop for all that is asynchronous, and a reward of numpy": (
+    "one event loop for all async methods, and a numpy reward": (
         "Asynchronous",
         [
             (Reset({}), StepResult("begun")), (Turn("a"), StepResult("a in the same loop")),
@@ -79,7 +80,7 @@ def test_an_error_of_the_class_is_named(name: str, command: Command, problem: st
 
 
 @pytest.mark.parametrize(
-    ("turns", "heard", "reward"),
+    ("turns", "replies", "reward"),
     [
         (("37+45=", "82"), ["82>", ""], 1.0),
         (("45+37=", "82"), ["82>", ""], (2 / 6 + 1) / 2),
@@ -89,12 +90,12 @@ def test_an_error_of_the_class_is_named(name: str, command: Command, problem: st
         (("37+45+1=", "82"), [" ", ""], (5 / 8 + 1) / 2),
     ],
 )
-def test_the_calculator_shows_a_sum_and_rates_the_call_and_the_answer_by_half(
-    turns: tuple[str, ...], heard: list[str], reward: float
+def test_the_calculator_rewards_the_call_and_the_answer_with_half_each(
+    turns: tuple[str, ...], replies: list[str], reward: float
 ) -> None:
     calculator = Calculator()
     calculator.reset(call="37+45=", answer="82", prompt="37,45>")
-    assert [calculator.press(turn) for turn in turns] == heard
+    assert [calculator.press(turn) for turn in turns] == replies
     assert calculator.done == (not turns[-1].endswith("="))
     assert calculator.get_reward() == pytest.approx(reward)
 
@@ -108,7 +109,7 @@ def test_the_calculator_shows_a_sum_and_rates_the_call_and_the_answer_by_half(
         (f"{USER}:WithoutReset", "no method reset"),
     ],
 )
-def test_a_class_that_cannot_be_played_is_refused_with_the_remedy(factory: str, problem: str) -> None:
+def test_an_unusable_class_is_rejected_with_a_remedy(factory: str, problem: str) -> None:
     with pytest.raises(NotLoaded, match=problem):
         load_environment(factory, takes_text=True)
 
@@ -122,8 +123,6 @@ def test_a_class_that_cannot_be_played_is_refused_with_the_remedy(factory: str, 
         ("Calculator", [f"{USER}:add"], "add is both a tool and a method"),
     ],
 )
-def test_tools_that_cannot_be_offered_are_refused_with_the_remedy(
-    factory: str | None, functions: list[str], problem: str
-) -> None:
+def test_unusable_tools_are_rejected_with_a_remedy(factory: str | None, functions: list[str], problem: str) -> None:
     with pytest.raises((NotLoaded, AssertionError), match=problem):
         described(factory and f"{USER}:{factory}", *functions)

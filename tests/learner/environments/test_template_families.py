@@ -1,4 +1,4 @@
-"""Every family beside its own chat template, token for token; one test prints the grid of families and cases."""
+"""Prompts of every family compared with its chat template, token by token. One test prints the grid."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,14 +17,18 @@ from tests.learner.environments.template_families import ADD, FAMILIES, QUESTION
 
 MORE: list[Message] = [{"role": "user", "content": "And now?"}]
 BEHIND, ANEW, REFUSED, NO_READER, NONE = "=", "anew", "refused", "no reader", ""
-"""What becomes of a prompt. `=`: the recorded tokens and what the template puts behind them are its own rendering of the conversation. `anew`: the
-template shows what came before otherwise, so a branch begins with its rendering. `refused`: by the template, or by the learner because the template
-would leave the message out. `no reader`: nobody would read what it says; calls are refused at the start of a run. Empty: the family knows no such
-thing."""
+"""Kind of a prompt.
+
+`=`: the recorded tokens, plus the template's continuation, equal its rendering of the conversation.
+`anew`: the template renders earlier messages differently, so a new branch starts with its rendering.
+`refused`: by the template, or by the learner because the template would omit the message.
+`no reader`: no format reads the turn; a run with tools does not start.
+Empty: the family has no such feature.
+"""
 
 
 def rendered(template: ChatTemplate, messages: Sequence[Message], **options: Any) -> list[int]:
-    """By transformers alone."""
+    """Return the rendering by transformers alone."""
     more = {"tools": template.tools} if template.tools else {}
     text = template.tokenizer.apply_chat_template(
         list(messages), tokenize=False, **({"add_generation_prompt": True} | options), **template.arguments, **more
@@ -32,16 +36,16 @@ def rendered(template: ChatTemplate, messages: Sequence[Message], **options: Any
     return list(template.tokenizer.encode(text, add_special_tokens=False))
 
 
-def way_of(template: ChatTemplate, heard: NextPrompt, recorded: list[int], messages: Sequence[Message]) -> str:
-    """Asserts that what stands before the next turn is the template's rendering."""
-    before = heard.token_ids if heard.begins_branch else [*recorded, *heard.token_ids]
+def way_of(template: ChatTemplate, next_prompt: NextPrompt, recorded: list[int], messages: Sequence[Message]) -> str:
+    """Return the kind of the next prompt, and check that it is the template's rendering."""
+    before = next_prompt.token_ids if next_prompt.begins_branch else [*recorded, *next_prompt.token_ids]
     assert template.tokenizer.decode(before) == template.tokenizer.decode(rendered(template, messages))
     assert before == rendered(template, messages)
-    return ANEW if heard.begins_branch else BEHIND
+    return ANEW if next_prompt.begins_branch else BEHIND
 
 
-def asked(template: ChatTemplate, messages: list[Message], **options: Any) -> str:
-    """A prompt of the data."""
+def kind_of_prompt(template: ChatTemplate, messages: list[Message], **options: Any) -> str:
+    """Return the kind of a prompt of the data."""
     try:
         (token_ids,) = Encoder("data", DataConfig(path="data"), template).encode([{"prompt": messages}], [0])[
             "token_ids"
@@ -57,10 +61,10 @@ def asked(template: ChatTemplate, messages: list[Message], **options: Any) -> st
 
 
 def one_turn(family: Family, template: ChatTemplate) -> str:
-    said = encoded(template, family.says("It is 7"))
-    message = read_answer(template, template.prompt_ids(QUESTION), said)
+    reply = encoded(template, family.write_turn("It is 7"))
+    message = read_answer(template, template.prompt_ids(QUESTION), reply)
     assert not message.get("tool_calls")
-    return asked(template, QUESTION) if str(message["content"]).strip() == "It is 7" else NO_READER
+    return kind_of_prompt(template, QUESTION) if str(message["content"]).strip() == "It is 7" else NO_READER
 
 
 def several_turns(family: Family, template: ChatTemplate) -> str:
@@ -73,13 +77,13 @@ def reasoning_then_a_question(family: Family, template: ChatTemplate) -> str:
 
 def _next_question(family: Family, template: ChatTemplate, reasoning: str | None) -> str:
     before = template.prompt_ids(QUESTION)
-    turn = encoded(template, family.says("It is 7", reasoning=reasoning))
+    turn = encoded(template, family.write_turn("It is 7", reasoning=reasoning))
     message = read_answer(template, before, turn)
     if str(message["content"]).strip() != "It is 7":
         return NO_READER
     assert (message.get("reasoning_content") or "").strip() == (reasoning or "")
-    heard = continued(template, [*QUESTION, message], MORE, [*before, *turn])
-    return way_of(template, heard, [*before, *turn], [*QUESTION, message, *MORE])
+    next_prompt = continued(template, [*QUESTION, message], MORE, [*before, *turn])
+    return way_of(template, next_prompt, [*before, *turn], [*QUESTION, message, *MORE])
 
 
 def one_call(family: Family, template: ChatTemplate) -> str:
@@ -95,7 +99,7 @@ def a_call_after_reasoning(family: Family, template: ChatTemplate) -> str:
 
 
 def _called(family: Family, template: ChatTemplate, num_calls: int, reasoning: str | None = None) -> str:
-    """A turn that calls, its answers, once more, and what stands before the last turn."""
+    """Return the kind of the prompt after a turn with calls and its answers, twice."""
     if family.call is None or num_calls > family.max_calls:
         return NONE
     try:
@@ -104,37 +108,38 @@ def _called(family: Family, template: ChatTemplate, num_calls: int, reasoning: s
         return NO_READER
     talk, recorded, ways = ChatConversation(template, QUESTION), template.prompt_ids(QUESTION), []
     for _ in range(2):
-        turn = encoded(template, family.says(calls=[ADD] * num_calls, reasoning=reasoning))
+        turn = encoded(template, family.write_turn(calls=[ADD] * num_calls, reasoning=reasoning))
         calls = talk.commands_of(recorded, turn)
         assert [(call.name, call.arguments) for call in calls] == [ADD] * num_calls
         try:
-            heard = talk.add_results([StepResult("2")] * num_calls)
+            next_prompt = talk.add_results([StepResult("2")] * num_calls)
         except DataError:
             return REFUSED
-        ways.append(way_of(template, heard, [*recorded, *turn], [*QUESTION, *talk.messages]))
-        recorded = heard.token_ids if heard.begins_branch else [*recorded, *turn, *heard.token_ids]
+        ways.append(way_of(template, next_prompt, [*recorded, *turn], [*QUESTION, *talk.messages]))
+        recorded = next_prompt.token_ids if next_prompt.begins_branch else [*recorded, *turn, *next_prompt.token_ids]
     (way,) = set(ways)
     return way
 
 
 def system(family: Family, template: ChatTemplate) -> str:
-    return asked(template, [{"role": "system", "content": "Be short."}, *QUESTION])
+    return kind_of_prompt(template, [{"role": "system", "content": "Be short."}, *QUESTION])
 
 
 def developer(family: Family, template: ChatTemplate) -> str:
-    return asked(template, [{"role": "developer", "content": "Be short."}, *QUESTION])
+    return kind_of_prompt(template, [{"role": "developer", "content": "Be short."}, *QUESTION])
 
 
 def begun_answer(family: Family, template: ChatTemplate) -> str:
-    begun = [*QUESTION, {"role": "assistant", "content": "Let me see:"}]
-    return asked(template, begun, add_generation_prompt=False, continue_final_message=True)
+    started = [*QUESTION, {"role": "assistant", "content": "Let me see:"}]
+    return kind_of_prompt(template, started, add_generation_prompt=False, continue_final_message=True)
 
 
 CASES: list[Callable[[Family, ChatTemplate], str]] = [
-    one_turn, several_turns, reasoning_then_a_question, one_call, two_calls, a_call_after_reasoning, system, developer, begun_answer,
+    one_turn, several_turns, reasoning_then_a_question, one_call, two_calls, a_call_after_reasoning, system, developer,
+    begun_answer,
 ]  # fmt: skip
 EXPECTED = {
-    # one turn, several, with reasoning; one call, two, after reasoning; system, developer, an answer that the prompt begins
+    # one turn, several, with reasoning; one call, two, after reasoning; system, developer, a started answer
     "qwen2.5": ["=", "=", "", "=", "=", "", "=", "refused", "="],
     "qwen3": ["=", "=", "anew", "=", "=", "=", "=", "refused", "="],
     "qwen3.5": ["=", "anew", "anew", "=", "=", "=", "=", "refused", "="],
@@ -156,7 +161,7 @@ EXPECTED = {
 }
 
 
-def test_every_family_is_asked_as_its_template_has_it() -> None:
+def test_the_prompts_of_every_family_match_its_template() -> None:
     found = {}
     for name, family in FAMILIES.items():
         with_tools, without = chat_of(name, TOOLS if family.call else []), chat_of(name, [])
@@ -166,7 +171,7 @@ def test_every_family_is_asked_as_its_template_has_it() -> None:
     assert found == EXPECTED
 
 
-def test_a_message_that_the_template_leaves_out_is_refused_unless_an_agent_renders_it() -> None:
+def test_a_message_that_the_template_omits_is_rejected_except_for_agents() -> None:
     template, row = chat_of("qwen3", []), {"prompt": [{"role": "developer", "content": "Be short."}, *QUESTION]}
     with pytest.raises(
         DataError,
@@ -181,46 +186,46 @@ def test_a_message_that_the_template_leaves_out_is_refused_unless_an_agent_rende
     ("written", "begins_branch"),
     [('{"name":"add",  "arguments":{"number":2}}', False), ('{"name": "add", "arguments": {"number": 2e0}}', True)],
 )
-def test_what_was_said_stays_as_it_was_sampled_unless_the_template_shows_more_than_its_spaces_otherwise(
+def test_sampled_tokens_are_kept_unless_the_template_changes_more_than_whitespace(
     written: str, begins_branch: bool
 ) -> None:
     template = chat_of("qwen3", TOOLS)
     talk, before = ChatConversation(template, QUESTION), template.prompt_ids(QUESTION)
     turn = encoded(template, f"<tool_call>{written}</tool_call><|im_end|>")
     talk.commands_of(before, turn)
-    heard = talk.add_results([StepResult("2")])
+    next_prompt = talk.add_results([StepResult("2")])
     shown = rendered(template, [*QUESTION, *talk.messages])
-    assert heard.begins_branch == begins_branch
+    assert next_prompt.begins_branch == begins_branch
     if begins_branch:
-        assert heard.token_ids == shown
+        assert next_prompt.token_ids == shown
     else:
         assert [*before, *turn] != shown[: len(before) + len(turn)] and shown[
-            -len(heard.token_ids) :
-        ] == heard.token_ids
-        assert template.tokenizer.decode(heard.token_ids).startswith("\n<|im_start|>user\n")
+            -len(next_prompt.token_ids) :
+        ] == next_prompt.token_ids
+        assert template.tokenizer.decode(next_prompt.token_ids).startswith("\n<|im_start|>user\n")
 
 
 SHOWS_NO_REASONING_OTHERWISE = {"qwen3.5", "glm5", "gpt-oss", "deepseek-r1-distill"}
-"""Than a policy says it, so that each of its turns is shown otherwise."""
+"""Families whose template renders turns without reasoning differently from how a policy writes them."""
 
 
 @pytest.mark.parametrize(
     ("name", "end"), [(name, end) for name, family in FAMILIES.items() for end in family.ends.split()]
 )
-def test_a_turn_may_end_with_every_token_of_the_generation_config(name: str, end: str) -> None:
+def test_a_turn_can_end_with_any_end_token_of_the_generation_config(name: str, end: str) -> None:
     family, template = FAMILIES[name], chat_of(name, [])
     own = family.ends.split()[0]
     before = template.prompt_ids(QUESTION)
-    turn = encoded(template, family.says("It is 7").removesuffix(own) + end)
+    turn = encoded(template, family.write_turn("It is 7").removesuffix(own) + end)
     message = read_answer(template, before, turn)
     assert str(message["content"]).endswith("It is 7") and template.spoken(turn).endswith("It is 7")
-    heard = continued(template, [*QUESTION, message], MORE, [*before, *turn])
-    assert heard.begins_branch == (end != own or name in SHOWS_NO_REASONING_OTHERWISE)
-    way_of(template, heard, [*before, *turn], [*QUESTION, message, *MORE])
+    next_prompt = continued(template, [*QUESTION, message], MORE, [*before, *turn])
+    assert next_prompt.begins_branch == (end != own or name in SHOWS_NO_REASONING_OTHERWISE)
+    way_of(template, next_prompt, [*before, *turn], [*QUESTION, message, *MORE])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_warm_start_teaches_the_end_of_the_template(name: str) -> None:
+def test_the_warm_start_trains_the_end_token_of_the_template(name: str) -> None:
     template = chat_of(name, [])
     assert template.tokenizer.convert_ids_to_tokens([template.turn_end()]) == [FAMILIES[name].ends.split()[0]]
     nameless = msgspec.structs.replace(template, turns=TurnFormat())

@@ -1,4 +1,4 @@
-"""Tool calls in the formats of families: how one is read, and whether a run may begin whose chat template writes them in another."""
+"""Tool-call formats: how a call is read, and which runs must not start because their template writes another format."""
 
 import json
 import sys
@@ -15,8 +15,8 @@ from learner.run_inputs import RunInputs
 from protocol.errors import ConfigError
 from tests.learner.environments.chat_model import write_model
 from tests.learner.environments.chat_tokenizer import KEEPING, chat_tokenizer
-from tests.learner.environments.conversing import calculator_tools, template
-from tests.learner.environments.play import USER
+from tests.learner.environments.scripted_conversation import calculator_tools, template
+from tests.learner.environments.scripted_player import USER
 from tests.learner.environments.template_families import ADD, FAMILIES, QUESTION, TOOLS, chat_of, encoded
 
 HERMES_CALL = "<tool_call>{{ call.function | tojson }}</tool_call>"
@@ -31,10 +31,10 @@ def with_format(of: ChatTemplate, name: str | None) -> ChatTemplate:
     return msgspec.structs.replace(of, turns=msgspec.structs.replace(of.turns, renderer=name))
 
 
-def test_a_call_of_what_is_not_there_is_a_call_whose_caller_gets_an_error_but_half_a_call_is_unreadable() -> None:
+def test_a_call_of_an_unknown_tool_is_readable_but_a_truncated_call_is_not() -> None:
     spoken = chat_of("glm4.5", TOOLS)
-    before, said = spoken.prompt_ids(QUESTION), FAMILIES["glm4.5"].says(calls=[ADD])
-    message = read_answer(spoken, before, encoded(spoken, said.replace("add", "subtract")))
+    before, turn = spoken.prompt_ids(QUESTION), FAMILIES["glm4.5"].write_turn(calls=[ADD])
+    message = read_answer(spoken, before, encoded(spoken, turn.replace("add", "subtract")))
     assert message["tool_calls"][0]["function"] == {"name": "subtract", "arguments": {"number": 2}}
     hermes = with_format(chat_of("qwen3", TOOLS), "qwen3")
     with pytest.raises(UnreadableAnswer, match=r"is not a valid call \(invalid_json\)"):
@@ -42,53 +42,56 @@ def test_a_call_of_what_is_not_there_is_a_call_whose_caller_gets_an_error_but_ha
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "problem"),
     [
         ("qwen-9", "Known: .*glm-4.5"),
         ("auto", "is not a format; set it to one"),
         ("glm-4.5", r"does not fit the tokenizer.*\[gMASK\].*set it to the format"),
     ],
 )
-def test_a_format_that_is_unknown_or_of_another_model_is_refused_at_the_start(name: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=f"learner.environment.tool_call_format = '{name}'.*{told}"):
+def test_an_unknown_or_unfitting_format_is_rejected_at_the_start(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"learner.environment.tool_call_format = '{name}'.*{problem}"):
         renderer_of(chat_tokenizer(), name)
 
 
-def test_calls_in_the_format_of_hermes_come_back_and_a_template_without_tools_is_not_asked() -> None:
+def test_hermes_calls_are_read_back_and_a_run_without_tools_is_not_checked() -> None:
     check_calls(template(KEEPING, opens_reasoning=True))
     check_calls(ChatTemplate(chat_tokenizer("no template"), {}, []))
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "told"),
+    ("family", "name", "problem"),
     [
         ("llama3", "llama-3", "no call is found; set that key to 'llama-3'"),
         ("qwen3.5", "qwen3.5", r"it cannot be parsed .*; set that key to .*'qwen3.5'"),
     ],
 )
-def test_calls_in_another_format_are_refused_with_those_that_fit(family: str, name: str, told: str) -> None:
+def test_a_template_with_another_format_is_rejected_with_the_fitting_formats(
+    family: str, name: str, problem: str
+) -> None:
     spoken = chat_of(family, TOOLS)
     with pytest.raises(
         ConfigError,
-        match=rf"(?s)writes a call of add as .*, but with learner.environment.tool_call_format = None {told}",
+        match=rf"(?s)writes a call of add as .*, but with learner.environment.tool_call_format = None {problem}",
     ):
         check_calls(with_format(spoken, None))
     check_calls(with_format(spoken, name))
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "problem"),
     [
         ("[[{{ call.function.name }}]]", r"no call is found; none of the tested formats reads it .*; set that key to another format, use another model"),
-        ("{{ raise_exception('no tools here') }}", r"the policy cannot call tools: .* cannot render a message with a call: .*no tools here"),
+        ("{{ raise_exception('no tools here') }}",
+            r"the policy cannot call tools: .* cannot render a message with a call: .*no tools here"),
     ],
 )  # fmt: skip
-def test_calls_in_no_known_format_are_refused(call: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_template_with_an_unknown_format_is_rejected(call: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         check_calls(writing(call))
 
 
-def test_a_format_that_the_tokenizer_says_comes_before_ours() -> None:
+def test_the_tokenizers_format_takes_precedence() -> None:
     spoken = writing("[[{{ call.function | tojson }}]]")
     fields: dict[str, Any] = {
         "tool_calls": HERMES["fields"]["tool_calls"] | {"open": "[[", "close_pattern": r"\]\]"},  # type: ignore[index]
@@ -102,7 +105,7 @@ def test_a_format_that_the_tokenizer_says_comes_before_ours() -> None:
     assert not text.get("tool_calls") and text["content"] == "<tool_call> is text here"
 
 
-def test_a_template_that_shows_no_calls_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_omits_calls_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     check_calls(writing(""))
     assert "does not render calls: one of add is '<|im_end|>'" in caplog.text
 
@@ -110,7 +113,7 @@ def test_a_template_that_shows_no_calls_is_reported(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize(
     "schema", [{"type": "boolean"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}, {}], ids=str
 )
-def test_arguments_that_templates_write_in_their_own_way_say_nothing(schema: dict[str, Any]) -> None:
+def test_argument_syntax_of_a_template_is_no_reason_to_reject_it(schema: dict[str, Any]) -> None:
     parameters = {
         "type": "object", "properties": {"value": schema, "name": {"type": "string"}}, "required": ["value", "name"],
     }  # fmt: skip
@@ -123,7 +126,7 @@ def test_a_missing_package_of_formats_is_reported(monkeypatch: pytest.MonkeyPatc
         check_calls(writing(LLAMA_CALL))
 
 
-def test_a_run_takes_the_ends_of_turns_from_its_model_and_does_not_begin_if_its_calls_would_not_be_read(
+def test_a_run_uses_the_end_tokens_of_its_model_and_does_not_start_with_unreadable_calls(
     tmp_path: Path,
 ) -> None:
     data = tmp_path / "data.jsonl"

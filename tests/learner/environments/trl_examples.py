@@ -1,6 +1,6 @@
-"""Environment, tools and rewards as TRL's documentation writes them for `environment_factory` and `tools`; nothing here knows of Slipstream.
+"""Environment, tools and rewards from TRL's documentation of `environment_factory` and `tools`, unchanged.
 
-Each file of tests names them as a user does: `path/to/trl_examples.py:Name`.
+Tests name them as users do: `path/to/trl_examples.py:Name`.
 """
 
 

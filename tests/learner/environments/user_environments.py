@@ -1,4 +1,4 @@
-"""Environments as users write them, good and bad. Each file of tests names them as `tests.learner.environments.user_environments:Class`."""
+"""Environments as users write them, good and bad; named `tests.learner.environments.user_environments:Class`."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Echo:
-    """Repeats what it is told, until it is told to stop."""
+    """Repeats each text, until the text is "stop"."""
 
     def __init__(self) -> None:
         self.done = False
@@ -32,7 +32,7 @@ class Echo:
 
 
 class Slow(Echo):
-    """Takes its time over each turn."""
+    """Takes long for each turn."""
 
     def tell(self, text: str) -> str:
         time.sleep(0.2)
@@ -40,7 +40,7 @@ class Slow(Echo):
 
 
 class Asynchronous:
-    """Holds on to what belongs to one loop."""
+    """Depends on a single event loop."""
 
     async def reset(self, **row: Any) -> str:
         self._loop = asyncio.get_running_loop()
@@ -54,7 +54,7 @@ class Asynchronous:
 
 
 class Treacherous(Echo):
-    """Does what the text says."""
+    """Misbehaves as the text says."""
 
     def reset(self, **row: Any) -> None:
         super().reset()
@@ -83,7 +83,7 @@ class Treacherous(Echo):
 
 
 class Fickle:
-    """What becomes of an episode is luck: it may not even begin, and each turn may hang, end the process or raise."""
+    """Fails at random: an episode may not start, and each turn may hang, end the process or raise."""
 
     def reset(self, **row: Any) -> None:
         if random.random() < 0.25:
@@ -115,10 +115,10 @@ class WithoutReset:
 
 class Unrated:
     def reset(self, **row: Any) -> None:
-        """Nothing to begin with."""
+        """Start without a message."""
 
     def tell(self, text: str) -> None:
-        """Nothing to say."""
+        """Return no text."""
 
 
 class Overrated(Unrated):
@@ -127,11 +127,11 @@ class Overrated(Unrated):
 
 
 def not_a_class() -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 class Verbose(Unrated):
-    """Says so much that four turns are more than a block of the server's cache."""
+    """Returns texts so long that four turns exceed a block of the server's KV cache."""
 
     def tell(self, text: str) -> str:  # type: ignore[override]
         return "=" * 12
@@ -141,7 +141,7 @@ class Verbose(Unrated):
 
 
 class Calculator:
-    """As in TRL's documentation: every public method is a tool."""
+    """Every public method is a tool, as in TRL's documentation."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -164,7 +164,7 @@ class Calculator:
         return str(self.total)
 
     async def show(self) -> int:
-        """Say what the total is."""
+        """Return the total."""
         return self.total
 
     def refuse(self, why: str) -> str:
@@ -172,7 +172,7 @@ class Calculator:
         Fail.
 
         Args:
-            why: What is said of it.
+            why: The error message.
         """
         raise ValueError(why)
 
@@ -190,16 +190,16 @@ def add(number: int) -> int:
     The name of a method of Calculator.
 
     Args:
-        number: What comes back.
+        number: The return value.
     """
     return number
 
 
 class Listener:
-    """Answers whatever it is told, in few words."""
+    """Answers every text briefly."""
 
     def reset(self, **row: Any) -> None:
-        """Nothing to begin with."""
+        """Start without a message."""
 
     def tell(self, text: str) -> str:
         """

@@ -1,4 +1,4 @@
-"""The servers of an evaluation: the one that a run trains with, and its OpenAI side, which answers as it is told."""
+"""The servers of an evaluation: the run's server, and a scripted OpenAI server."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def openai() -> Iterator[OpenAIServer]:
 
 @pytest.fixture
 def server(openai: OpenAIServer) -> Iterator[ServerThread]:
-    """Whose HTTP side `openai` is. It reverses every prompt but its last character, which is right."""
+    """Return the run's server, with `openai` as its HTTP API, which answers correctly."""
     with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as server:
         openai.of(server)
         openai.answer = lambda prompt, count: [prompt[-2:0:-1]] * count

@@ -1,4 +1,4 @@
-"""Evaluations of a run that trains: when they are begun, who answers them, what they cost, what a death leaves."""
+"""Evaluations during training: when they start, which weights answer, what they cost, and how they resume."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ def made_by(run: LearnerRun) -> list[Evaluation]:
 
 
 def held_until(openai: OpenAIServer, version: int) -> Answer:
-    """Answers of a server that holds back all after the first until the policy has got so far."""
+    """Return a script that holds back all answers after the first until the policy reaches `version`."""
     engine, answer = openai.engine, openai.answer
     assert engine is not None
 
@@ -57,7 +57,7 @@ def held_until(openai: OpenAIServer, version: int) -> Answer:
     return held
 
 
-def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_last(
+def test_a_run_is_evaluated_before_the_first_step_periodically_and_after_the_last(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Evaluations] = []
@@ -82,8 +82,8 @@ def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_la
     train(run, resume=False)
     made = made_by(run)
     assert [(one.step, one.versions) for one in made] == [(step, (step, step)) for step in (0, 4, STEPS)]
-    asked = Counter(tuple(request["prompt"]) for request in openai.requests)
-    assert len(asked) == NUM_PROMPTS and set(asked.values()) == {3}
+    requested = Counter(tuple(request["prompt"]) for request in openai.requests)
+    assert len(requested) == NUM_PROMPTS and set(requested.values()) == {3}
     rewards = [one.reward.mean for one in made if one.reward is not None]
     assert rewards == [made[0].rewards_P[0]] * 3
     (best,) = best_models(RunDir.checkpoints_of(run.run_dir)).values()
@@ -93,14 +93,16 @@ def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_la
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert metrics[-1]["evaluation/step"] == STEPS and metrics[-1]["evaluation/reward"] == rewards[-1]
     assert metrics[-2]["evaluation/step"] == 0 and metrics[1]["evaluation/step"] == 0
-    assert "evaluation/seconds" in metrics[1], "it ended in step 1, whose push it held"
-    assert metrics[-1]["evaluation/training_slowdown"] > 1, "step 5 waited, those before did not"
+    assert "evaluation/seconds" in metrics[1], "it ended in step 1 and delayed the weight sync of that step"
+    assert metrics[-1]["evaluation/training_slowdown"] > 1, "step 5 waited, earlier steps did not"
     assert not (tmp_path / "run" / "evaluation.partial.jsonl").exists()
-    assert [known[step] for known, step in zip(scores, (0, 4, STEPS), strict=True)] == [None] * 3, "it is awaited"
+    assert [known[step] for known, step in zip(scores, (0, 4, STEPS), strict=True)] == [None] * 3, (
+        "the step waits for its evaluation"
+    )
     assert None not in started[0].scores().values() and set(started[0].scores()) == {0, 4, STEPS}
 
 
-def test_steps_go_on_beside_another_evaluation_and_what_is_due_meanwhile_is_left_out_and_reported(
+def test_training_continues_during_an_evaluation_and_skips_the_next_with_a_log_line(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     openai.answer = held_until(openai, version=STEPS)
@@ -115,7 +117,7 @@ def test_steps_go_on_beside_another_evaluation_and_what_is_due_meanwhile_is_left
 
 
 @pytest.mark.system
-def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
+def test_a_learner_killed_during_an_evaluation_requests_each_prompt_once(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer
 ) -> None:
     openai.delay_s = 0.2
@@ -128,13 +130,13 @@ def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
     made = made_by(run)
     assert [one.step for one in made] == [2, 4, 6]
     assert all(one.num_prompts == NUM_PROMPTS == len(one.rewards_P) and None not in one.rewards_P for one in made)
-    # Of a step after the checkpoint all answers, for the step comes again; else the one that was on its way.
+    # A step after the checkpoint is trained again, so all answers are requested again; otherwise only the pending one.
     goes_on = "resuming the evaluation after step" in life.log
     assert len(openai.requests) - 3 * NUM_PROMPTS <= (1 if goes_on else 4)
     assert not (Path(run.run_dir) / "evaluation.partial.jsonl").exists()
 
 
-def test_of_a_run_that_was_killed_in_its_last_evaluation_only_what_is_missing_is_asked_for(
+def test_a_run_killed_in_its_last_evaluation_requests_only_missing_answers(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = evaluating(tmp_path, server, openai.url, {"pin_policy": True, "sets": SETS, "every_steps": 3})
@@ -144,7 +146,7 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_what_is_missing_is
     digest = "+".join(json.loads(line)["asked"] for line in (few, many))
 
     def resumed(lines: list[str], places: tuple[int, ...] | None) -> list[Evaluation]:
-        """After a death that left these lines, and wrong answers to these prompts of the last step, or no file of answers."""
+        """Resume with these lines and with wrong answers at `places` of the last step; None: without answers."""
         noted.write_text("".join(lines))
         if places is not None:
             partial.begin(PartialHeader(STEPS, digest))
@@ -166,7 +168,9 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_what_is_missing_is
     for one in (of_few, of_many):
         assert [place for place, reward in enumerate(one.rewards_P) if reward == 0] == [1]
     of_few, _ = resumed([*others, few], tuple(range(FEW + MANY)))
-    assert openai.requests == [] and of_few == msgspec.json.decode(few, type=Evaluation), "each is noted once"
+    assert openai.requests == [] and of_few == msgspec.json.decode(few, type=Evaluation), (
+        "each evaluation is recorded once"
+    )
     openai.delay_s = 0.3
     with caplog.at_level(logging.INFO):
         resumed(others, None)
@@ -174,26 +178,26 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_what_is_missing_is
 
 
 @pytest.mark.parametrize(
-    ("run_of_server", "tells_versions", "told"),
+    ("run_of_server", "tells_versions", "message"),
     [
         ("other-1f2e", True, "was answered by the weights of other-1f2e instead of run-"),
         ("other-1f2e", False, "it is not a Slipstream server; set learner.evaluation.url to the server of run run-"),
     ],
     ids=["of another run", "of an unknown version"],
 )
-def test_what_other_weights_than_the_runs_answer_fails_the_evaluation_and_training_goes_on(
+def test_answers_of_foreign_weights_fail_the_evaluation_but_not_the_training(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture,
-    run_of_server: str, tells_versions: bool, told: str,
+    run_of_server: str, tells_versions: bool, message: str,
 ) -> None:  # fmt: skip
     openai.run, openai.tells_tokens = lambda: run_of_server, tells_versions
     run = evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin_policy": True, "timeout_s": 1.2})
     train(run, resume=False)
-    assert made_by(run) == [] and told in caplog.text and "the evaluation after step 3 failed" in caplog.text
+    assert made_by(run) == [] and message in caplog.text and "the evaluation after step 3 failed" in caplog.text
     failed = [line["step"] for line in read_metrics(Path(run.run_dir)) if line.get("evaluation/failed")]
-    assert failed == [5, STEPS], "step 4 waited for the first"
+    assert failed == [5, STEPS], "step 4 waited for the first evaluation"
 
 
-def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back_and_untrained_weights_are_asked_again(
+def test_a_resume_removes_evaluations_of_discarded_weights_and_repeats_them(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai_client, "AGAIN_AFTER_S", 0.1)
@@ -207,15 +211,15 @@ def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back_and_u
     train(run, resume=True)
     again = made_by(run)
     assert [one.step for one in again] == [2, None, 4, 6] and again[1] == by_hand
-    assert again[2].before == (2, 2), "and compared with the newest that stands"
+    assert again[2].before == (2, 2), "compared with the newest valid evaluation"
     assert len(noted.read_text().splitlines()) == 4
 
 
-def test_each_set_is_asked_noted_and_reported_under_its_name_and_one_says_which_model_is_best(
+def test_each_set_is_recorded_under_its_name_and_one_set_selects_the_best_model(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer
 ) -> None:
     def answer(prompt: str, count: int) -> list[str]:
-        is_right = server.engine.version == (3 if count == 2 else STEPS)  # the set that does not judge prefers another
+        is_right = server.engine.version == (3 if count == 2 else STEPS)  # the other set prefers another version
         return [prompt[-2:0:-1] if is_right else "1"] * count
 
     openai.answer = answer
@@ -238,7 +242,9 @@ def test_each_set_is_asked_noted_and_reported_under_its_name_and_one_says_which_
     (best,) = best_models(directory).values()
     (score,) = (one.reward.mean for one in made_by(run) if (one.step, one.set_name) == (3, "many"))
     assert (best.step, best.judged_by, best.score) == (3, "evaluation/many", score)
-    assert [path.name for path in complete_checkpoints(directory)] == [f"step-{STEPS:06d}"], "a model, no checkpoint"
+    assert [path.name for path in complete_checkpoints(directory)] == [f"step-{STEPS:06d}"], (
+        "the best model is not a checkpoint"
+    )
 
     summary, page = summarize(Path(run.run_dir)), render(Path(run.run_dir))
     assert summary.evaluated_sets == {name: one.reward for name, one in last.items()}

@@ -1,4 +1,4 @@
-"""`learner evaluate` against an OpenAI server that answers as it is told, and the keys of [learner.evaluation]."""
+"""`learner evaluate` with a scripted OpenAI server, and the keys of [learner.evaluation]."""
 
 import json
 from pathlib import Path
@@ -34,11 +34,11 @@ def noted(tmp_path: Path) -> list[Evaluation]:
     return [msgspec.json.decode(line, type=Evaluation) for line in lines]
 
 
-def test_every_prompt_is_asked_once_and_rated_as_in_training(tmp_path: Path, openai: OpenAIServer) -> None:
+def test_every_prompt_is_requested_once_and_scored_as_in_training(tmp_path: Path, openai: OpenAIServer) -> None:
     openai.answer = lambda prompt, count: [prompt[:-1] if prompt[1] in "0123" else "9999"]
     made = evaluate(a_run(tmp_path, openai, functions=("right", "length")))[0]
-    assert len(openai.requests) == len({tuple(asked["prompt"]) for asked in openai.requests}) == 10
-    assert {(asked["n"], asked["temperature"], asked["max_tokens"]) for asked in openai.requests} == {(1, 0.0, 8)}
+    assert len(openai.requests) == len({tuple(body["prompt"]) for body in openai.requests}) == 10
+    assert {(body["n"], body["temperature"], body["max_tokens"]) for body in openai.requests} == {(1, 0.0, 8)}
     assert made.functions["right"] is not None and made.functions["right"].mean == 0.4
     assert made.functions["length"] is not None and made.functions["length"].mean == pytest.approx(3.2)
     assert made.reward is not None and made.reward.mean == pytest.approx(3.6)
@@ -47,7 +47,7 @@ def test_every_prompt_is_asked_once_and_rated_as_in_training(tmp_path: Path, ope
     assert noted(tmp_path) == [made] and made.difference is None and made.pass_at == {} and made.majority is None
 
 
-def test_an_evaluation_is_compared_prompt_by_prompt_with_the_one_before_that_asked_the_same(
+def test_an_evaluation_is_compared_per_prompt_with_the_previous_comparable_one(
     tmp_path: Path, openai: OpenAIServer
 ) -> None:
     openai.answer = lambda prompt, count: [prompt[:-1] if prompt[1] in "0123" else "9"]
@@ -55,15 +55,15 @@ def test_an_evaluation_is_compared_prompt_by_prompt_with_the_one_before_that_ask
     evaluate(a_run(tmp_path, openai, "--learner.evaluation.max-tokens", "4"))
     openai.answer, openai.version = (lambda prompt, count: [prompt[:-1] if prompt[1] in "234567" else "9"]), 7
     made = evaluate(a_run(tmp_path, openai))[0]
-    # Right before and now: 2 and 3; lost: 0 and 1; won: 4 to 7.
+    # Correct in both: 2 and 3; lost: 0 and 1; won: 4 to 7.
     assert made.difference is not None and made.difference.mean == pytest.approx(0.2) and made.before == (3, 4)
     assert made.difference.low is not None and made.difference.low < 0 < 0.2
-    assert noted(tmp_path)[1].difference is None, "other limits are another question"
-    told = as_text(made)
-    assert "difference to policy versions 3 to 4: 0.2  [-" in told and "by policy versions 7 to 8" in told
+    assert noted(tmp_path)[1].difference is None, "evaluations with other limits are not comparable"
+    expected = as_text(made)
+    assert "difference to policy versions 3 to 4: 0.2  [-" in expected and "by policy versions 7 to 8" in expected
 
 
-def test_of_several_samples_pass_at_k_and_the_majority_are_reported(tmp_path: Path, openai: OpenAIServer) -> None:
+def test_pass_at_k_and_the_majority_are_reported_for_several_samples(tmp_path: Path, openai: OpenAIServer) -> None:
     openai.answer = lambda prompt, count: (
         [prompt[:-1]] + ["9"] * (count - 1) if prompt[1] < "5" else [prompt[:-1]] * count
     )
@@ -73,28 +73,28 @@ def test_of_several_samples_pass_at_k_and_the_majority_are_reported(tmp_path: Pa
     assert shares == {"1": pytest.approx(0.625), "2": pytest.approx(0.75), "4": 1.0}
     assert made.majority is not None and made.majority.mean == 0.5
     assert made.reward is not None and made.reward.mean == pytest.approx(0.625)
-    assert len({asked["seed"] for asked in openai.requests}) == 10
+    assert len({body["seed"] for body in openai.requests}) == 10
 
 
-def test_a_server_that_is_gone_is_waited_for_and_that_is_reported_once(
+def test_the_evaluation_waits_for_an_unavailable_server_and_reports_it_once(
     tmp_path: Path, openai: OpenAIServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai_client, "AGAIN_AFTER_S", 0.1)
     openai.failures = [503, 502, 500]
     made = evaluate(a_run(tmp_path, openai, "--learner.evaluation.max-concurrent", "1"))[0]
     assert made.reward is not None and made.reward.mean == 1.0 and len(openai.requests) == 10
-    (told,) = [message for message in caplog.messages if "retrying for" in message]
-    assert told.startswith(f"{openai.url}/models returned status 503: no; retrying for up to ")
+    (expected,) = [message for message in caplog.messages if "retrying for" in message]
+    assert expected.startswith(f"{openai.url}/models returned status 503: no; retrying for up to ")
 
 
 @pytest.mark.parametrize("tells_tokens", [True, False])
-def test_of_more_stops_than_an_openai_server_takes_the_others_cut_what_it_answers(
+def test_stops_beyond_the_servers_limit_are_applied_to_its_answers(
     tmp_path: Path, openai: OpenAIServer, tells_tokens: bool
 ) -> None:
     openai.answer, openai.tells_tokens = (lambda prompt, count: [prompt[:-1] + "=9+"]), tells_tokens
     config = a_run(tmp_path, openai, "--learner.sampling.stop", "a", "b", "c", "d", "+", "=", functions=("length",))
     made = evaluate(config)[0]
-    assert {tuple(asked["stop"]) for asked in openai.requests} == {("a", "b", "c", "d")}
+    assert {tuple(body["stop"]) for body in openai.requests} == {("a", "b", "c", "d")}
     assert made.reward is not None and made.reward.mean == len("20=") and made.truncated_frac == 0.0
     assert made.length_mean == (len("20=") if tells_tokens else len("20=9+"))
     assert made.versions == ((3, 4) if tells_tokens else None) and ("by a model" in as_text(made)) != tells_tokens
@@ -104,7 +104,7 @@ BOTH_KEYS = ("EVALUATION_API_KEY", "OPENAI_API_KEY")
 
 
 @pytest.mark.parametrize(
-    ("status", "variables", "told"),
+    ("status", "variables", "expected"),
     [
         (404, (), r"end learner\.evaluation\.url with the API version"),
         (400, (), r"correct the setting that it names in \[learner"),
@@ -113,49 +113,49 @@ BOTH_KEYS = ("EVALUATION_API_KEY", "OPENAI_API_KEY")
         (401, BOTH_KEYS, r"Set EVALUATION_API_KEY to.* from server\.api_key_file or VLLM_API_KEY$"),
     ],
 )
-def test_what_waiting_does_not_mend_ends_it_with_the_remedy(
+def test_an_error_that_waiting_cannot_fix_ends_the_evaluation_with_a_remedy(
     tmp_path: Path, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch,
-    status: int, variables: tuple[str, ...], told: str,
+    status: int, variables: tuple[str, ...], expected: str,
 ) -> None:  # fmt: skip
     for name in BOTH_KEYS:
         monkeypatch.delenv(name, raising=False)
     for name in variables:
         monkeypatch.setenv(name, "wrong")
     openai.failures = [status]
-    with pytest.raises(EvaluationError, match=f"returned status {status}: no; .*{told}"):
+    with pytest.raises(EvaluationError, match=f"returned status {status}: no; .*{expected}"):
         evaluate(a_run(tmp_path, openai))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_server_that_never_comes_ends_it_at_its_deadline(tmp_path: Path) -> None:
+def test_an_unreachable_server_ends_the_evaluation_at_its_deadline(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"could not be reached .*raise learner\.evaluation\.timeout_s"):
         evaluate(a_run(tmp_path, None, "--learner.evaluation.timeout-s", "0.5"))
 
 
-def test_an_answer_with_too_few_completions_is_no_answer(tmp_path: Path, openai: OpenAIServer) -> None:
+def test_an_answer_with_too_few_completions_is_an_error(tmp_path: Path, openai: OpenAIServer) -> None:
     openai.num_lost = 1
     flags = ["--learner.evaluation.num-samples", "2", "--learner.evaluation.temperature", "1.0"]
     with pytest.raises(EvaluationError, match=r"returned 1 completion instead of .*num_samples = 2"):
         evaluate(a_run(tmp_path, openai, *flags))
 
 
-def test_a_reward_function_that_fails_ends_it_and_nothing_is_noted(tmp_path: Path, openai: OpenAIServer) -> None:
+def test_a_failing_reward_function_ends_the_evaluation_without_a_record(tmp_path: Path, openai: OpenAIServer) -> None:
     with pytest.raises(RewardError, match="broken raised KeyError"):
         evaluate(a_run(tmp_path, openai, functions=("right", "broken")))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_that_comes_too_late_costs_its_own_prompt_alone(
+def test_a_late_reward_affects_only_its_prompt(
     tmp_path: Path, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = evaluate(a_run(tmp_path, openai, "--learner.reward.timeout-s", "2", functions=("late_once",)))[0]
     assert made.reward is not None and made.reward.mean == 1.0
     assert sum(reward is None for reward in made.rewards_P) == 1
-    (told,) = [message for message in caplog.messages if "one prompt of the evaluation has no reward" in message]
-    assert "did not return within 2 s" in told
+    (expected,) = [message for message in caplog.messages if "one prompt of the evaluation has no reward" in message]
+    assert "did not return within 2 s" in expected
 
 
-def test_other_prompts_than_the_runs_own(tmp_path: Path, openai: OpenAIServer) -> None:
+def test_an_evaluation_can_use_other_prompts_than_the_run(tmp_path: Path, openai: OpenAIServer) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"prompt": f"{n}>", "answer": str(n)}) + "\n" for n in (7, 8, 9)))
     flags = ["--learner.evaluation.path", str(other), "--learner.evaluation.num-prompts", "2"]
@@ -163,23 +163,23 @@ def test_other_prompts_than_the_runs_own(tmp_path: Path, openai: OpenAIServer) -
     assert made.num_prompts == 2 and "other.jsonl" in made.data and made.reward is not None and made.reward.mean == 1.0
 
 
-def test_another_split_of_the_runs_own_dataset_is_read_as_the_run_reads_it() -> None:
+def test_another_split_of_the_runs_dataset_is_read_with_the_runs_options() -> None:
     data = DataConfig(
         dataset="openai/gsm8k", dataset_config="main", revision="abc", split="train", prompt_column="question"
     )
 
-    def asked(**evaluation: Any) -> DataConfig:
+    def body(**evaluation: Any) -> DataConfig:
         return evaluated_data(EvaluationConfig(**evaluation), data)
 
-    own = asked(dataset="openai/gsm8k")
+    own = body(dataset="openai/gsm8k")
     assert (own.dataset_config, own.revision, own.split, own.prompt_column) == ("main", "abc", "test", "question")
-    other = asked(dataset="another/one", split="validation")
+    other = body(dataset="another/one", split="validation")
     assert (other.dataset_config, other.revision, other.split) == (None, None, "validation")
-    file = asked(path="rows.jsonl")
+    file = body(path="rows.jsonl")
     assert (file.path, file.dataset, file.dataset_config, file.shuffle) == ("rows.jsonl", None, None, False)
 
 
-def test_what_a_set_does_not_say_the_section_says() -> None:
+def test_a_set_inherits_keys_from_its_section() -> None:
     sets = {"own": {"path": "a.jsonl", "max_tokens": 7}, "same": {"temperature": 0.0, "num_samples": 1}}
     raw = {"task": "sort", "num_prompts": 9, "num_samples": 4, "temperature": 1.0, "sets": sets}
     config = msgspec.convert(raw, EvaluationConfig)
@@ -189,7 +189,7 @@ def test_what_a_set_does_not_say_the_section_says() -> None:
     assert config.set_names() == ["own", "same"] and EvaluationConfig().set_names() == [None]
 
 
-def test_sets_are_asked_by_the_command_too_and_their_keys_are_flags(tmp_path: Path, openai: OpenAIServer) -> None:
+def test_the_command_evaluates_sets_and_their_keys_are_flags(tmp_path: Path, openai: OpenAIServer) -> None:
     flags = ["--learner.evaluation.sets.few.num-prompts", "3", "--learner.evaluation.sets.all.max-tokens", "4"]
     run = a_run(tmp_path, openai, *flags)
     config = tmp_path / "again.toml"
@@ -201,20 +201,20 @@ def test_sets_are_asked_by_the_command_too_and_their_keys_are_flags(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "expected"),
     [
         ("num_prompt = 3", r"sets\.hard\.num_prompt = 3; did you mean .*hard\.num_prompts"),
         ('num_prompts = "all"', r"sets\.hard\.num_prompts = 'all': Expected `int"),
     ],
 )
-def test_a_key_of_a_set_that_cannot_be_read_is_shown_with_its_set(tmp_path: Path, key: str, told: str) -> None:
+def test_an_invalid_key_of_a_set_is_reported_with_its_set(tmp_path: Path, key: str, expected: str) -> None:
     config = tmp_path / "typo.toml"
     config.write_text(to_toml(a_run(tmp_path, None)) + f"\n[learner.evaluation.sets.hard]\n{key}\n")
-    with pytest.raises(ConfigError, match=rf"learner\.evaluation\.{told}"):
+    with pytest.raises(ConfigError, match=rf"learner\.evaluation\.{expected}"):
         load_config(LearnerRun, [str(config)], "learner evaluate")
 
 
-def test_a_run_asks_at_the_address_of_its_server(tmp_path: Path) -> None:
+def test_the_evaluation_url_follows_the_address_of_the_server(tmp_path: Path) -> None:
     def url_of(text: str, *flags: str) -> str:
         config = tmp_path / "run.toml"
         config.write_text(
@@ -225,7 +225,9 @@ def test_a_run_asks_at_the_address_of_its_server(tmp_path: Path) -> None:
 
     assert url_of("") == "http://127.0.0.1:8000/v1"
     nodes = 'insecure = true\nendpoints = ["tcp://node1:5757", "tcp://node2:5757"]\n'
-    assert url_of(nodes + "[server]\nhttp_port = 9000") == "http://127.0.0.1:9000/v1", "there is a tunnel"
+    assert url_of(nodes + "[server]\nhttp_port = 9000") == "http://127.0.0.1:9000/v1", (
+        "a loopback host implies a tunnel"
+    )
     assert url_of(nodes + '[server]\nhttp_host = "0.0.0.0"') == "http://node1:8000/v1"
     assert url_of(nodes + '[server]\nhttp_host = "10.0.0.5"') == "http://10.0.0.5:8000/v1"
     assert url_of('[server]\nhttp_host = "[::1]"') == "http://[::1]:8000/v1"

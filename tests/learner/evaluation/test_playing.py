@@ -1,4 +1,4 @@
-"""Evaluations of a policy that plays: against an OpenAI server whose policy follows a script, with real environments and agents."""
+"""Evaluations with episodes: a scripted OpenAI server, real environments and agents."""
 
 from collections import Counter
 from pathlib import Path
@@ -31,38 +31,40 @@ def bisecting(openai: OpenAIServer) -> OpenAIServer:
 
 
 def bisected(text: str) -> str:
-    """The next guess of whoever has heard what stands behind the prompt, which is an equals sign."""
+    """Return the next guess by bisection, given the replies after the prompt, which is an equals sign."""
     low, high = 0, 9
-    for guessed, told in zip(text[1::2], text[2::2], strict=True):
-        low = int(guessed) + 1 if told == HIGHER else low
-        high = int(guessed) - 1 if told == LOWER else high
+    for guessed, reply in zip(text[1::2], text[2::2], strict=True):
+        low = int(guessed) + 1 if reply == HIGHER else low
+        high = int(guessed) - 1 if reply == LOWER else high
     return str((low + high) // 2)
 
 
 def evaluated(tmp_path: Path, url: str, evaluation: dict[str, Any] | None = None, **learner: Any) -> LearnerRun:
-    asked = {"url": url, "num_prompts": NUM_PROMPTS, "timeout_s": 20} | (evaluation or {})
-    return playing_run(tmp_path, "tcp://127.0.0.1:1", evaluation=asked, **learner)
+    request = {"url": url, "num_prompts": NUM_PROMPTS, "timeout_s": 20} | (evaluation or {})
+    return playing_run(tmp_path, "tcp://127.0.0.1:1", evaluation=request, **learner)
 
 
 AS_BOTH = pytest.mark.parametrize("environment", [{}, {"environment": AGENT}], ids=["environment", "agent"])
 
 
 @AS_BOTH
-def test_who_bisects_guesses_every_secret_by_an_environment_and_as_an_agent(
+def test_a_bisecting_policy_guesses_every_secret_with_an_environment_and_an_agent(
     tmp_path: Path, bisecting: OpenAIServer, environment: dict[str, Any]
 ) -> None:
     (made,) = evaluate(evaluated(tmp_path, bisecting.url, **environment))
     assert made.reward is not None and made.reward.mean == 1.0 and made.rewards_P == [1.0] * NUM_PROMPTS
     assert made.ends == {"finished": NUM_PROMPTS} and made.truncated_frac == 0.0 and made.versions == (3, 4)
     assert made.turns_mean is not None and len(bisecting.requests) == made.turns_mean * NUM_PROMPTS
-    turns = Counter(len(asked["prompt"]) for asked in bisecting.requests)
-    assert turns[1] == NUM_PROMPTS and set(turns) <= {1, 3, 5, 7}, "each is asked with all that stands before it"
-    assert {(asked["n"], asked["temperature"], asked["max_tokens"]) for asked in bisecting.requests} == {(1, 0.0, 2)}
-    assert made.length_mean == made.turns_mean, "a guess is a token"
+    turns = Counter(len(request["prompt"]) for request in bisecting.requests)
+    assert turns[1] == NUM_PROMPTS and set(turns) <= {1, 3, 5, 7}, "each prompt has all earlier tokens"
+    assert {(request["n"], request["temperature"], request["max_tokens"]) for request in bisecting.requests} == {
+        (1, 0.0, 2)
+    }
+    assert made.length_mean == made.turns_mean, "a guess is one token"
     assert f"episodes ended: {NUM_PROMPTS} finished" in as_text(made)
 
 
-def test_a_policy_that_never_learns_from_feedback_is_right_by_chance_and_ends_at_the_most_turns(
+def test_a_policy_that_ignores_feedback_is_right_by_chance_and_ends_at_the_turn_limit(
     tmp_path: Path, openai: OpenAIServer
 ) -> None:
     openai.answer = lambda prompt, count: ["4"] * count
@@ -75,19 +77,17 @@ def test_a_policy_that_never_learns_from_feedback_is_right_by_chance_and_ends_at
     assert made.ends == {"finished": num_right, "max_turns": 2 * NUM_PROMPTS - num_right}
     assert made.truncated_frac == pytest.approx(1 - num_right / (2 * NUM_PROMPTS)) and made.majority is None
     assert made.reward_finished is not None and made.reward_finished.mean == 1.0
-    assert len({asked["seed"] for asked in openai.requests}) == len(openai.requests), "no two turns are alike"
+    assert len({request["seed"] for request in openai.requests}) == len(openai.requests), "every turn has another seed"
 
 
-def test_an_episode_that_says_nothing_about_the_policy_is_counted_and_in_no_mean(
-    tmp_path: Path, openai: OpenAIServer
-) -> None:
+def test_an_aborted_episode_is_counted_but_excluded_from_means(tmp_path: Path, openai: OpenAIServer) -> None:
     openai.answer = lambda prompt, count: ["4"] * count
     (made,) = evaluate(evaluated(tmp_path, openai.url, environment=FICKLE))
     assert made.ends == {"env_error": NUM_PROMPTS} and made.reward is None
     assert made.rewards_P == [None] * NUM_PROMPTS
 
 
-def test_what_was_evaluated_is_compared_with_the_same_game_only(tmp_path: Path, bisecting: OpenAIServer) -> None:
+def test_evaluations_are_compared_only_for_the_same_game(tmp_path: Path, bisecting: OpenAIServer) -> None:
     longer, few = {"factory": "guess", "max_turns": 5}, {"num_prompts": 2}
     evaluate(evaluated(tmp_path, bisecting.url, few))
     assert evaluate(evaluated(tmp_path, bisecting.url, few, environment=longer))[0].difference is None
@@ -95,7 +95,7 @@ def test_what_was_evaluated_is_compared_with_the_same_game_only(tmp_path: Path, 
     assert again.difference is not None and again.difference.mean == 0.0
 
 
-def test_without_tokens_or_a_limit_there_are_no_episodes(tmp_path: Path, bisecting: OpenAIServer) -> None:
+def test_episodes_need_token_ids_and_a_limit(tmp_path: Path, bisecting: OpenAIServer) -> None:
     bisecting.max_model_len = None
     with pytest.raises(EvaluationError, match=r"set learner\.environment\.max_episode_tokens"):
         evaluate(evaluated(tmp_path, bisecting.url))
@@ -120,7 +120,7 @@ def test_a_server_that_refuses_a_turn_ends_the_evaluation_not_its_episodes(
     assert not (tmp_path / "run" / FILE).exists()
 
 
-def test_a_run_that_plays_is_evaluated_beside_its_steps(
+def test_a_run_with_episodes_is_evaluated_during_training(
     tmp_path: Path, server: ServerThread, bisecting: OpenAIServer
 ) -> None:
     evaluation = {"url": bisecting.url, "every_steps": 2, "num_prompts": NUM_PROMPTS, "timeout_s": 20}
@@ -131,6 +131,6 @@ def test_a_run_that_plays_is_evaluated_beside_its_steps(
     assert [(one.step, one.ends, one.rewards_P) for one in made] == [
         (step, {"finished": NUM_PROMPTS}, [1.0] * NUM_PROMPTS) for step in (2, 4)
     ]
-    told = read_metrics(path)[-1]
-    assert (told["evaluation/reward"], told["evaluation/ended_finished"]) == (1.0, NUM_PROMPTS)
-    assert told["evaluation/turns_mean"] == made[-1].turns_mean
+    reply = read_metrics(path)[-1]
+    assert (reply["evaluation/reward"], reply["evaluation/ended_finished"]) == (1.0, NUM_PROMPTS)
+    assert reply["evaluation/turns_mean"] == made[-1].turns_mean

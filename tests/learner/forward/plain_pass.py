@@ -1,4 +1,4 @@
-"""Tiny models, and the plain padded pass of transformers over the same groups: nothing of ours."""
+"""Tiny models, and the plain padded pass of transformers over the same groups."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def tiny(name: str, keys: dict[str, Any] | None = None) -> Any:
-    """A random model of two layers in which every weight matters."""
+    """Return a random model of two layers in which every weight matters."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**LM | (keys or {})))
     with torch.no_grad():
@@ -29,14 +29,14 @@ def tiny(name: str, keys: dict[str, Any] | None = None) -> Any:
 
 
 def make_groups() -> Groups:
-    """Prompts of 1 to 40 tokens, completions of 1 to 30; below and above a window of 8, some of one length."""
+    """Return prompts of 1 to 40 tokens and completions of 1 to 30, below and above a window of 8."""
     rng = np.random.default_rng(0)
     shapes = [(5, (1, 7, 3)), (1, (4, 4)), (13, (30, 2, 12, 12)), (40, (1, 9, 18)), (13, (6,)), (8, (1, 1))]
     return [(rng.integers(1, 16, p), [rng.integers(1, 16, c) for c in lengths]) for p, lengths in shapes]
 
 
 def plain(model: Any, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropies of all completions: rows padded right, whole logits, a mask."""
+    """Return logprobs and entropies of all completions, from right-padded rows, a mask and all logits."""
     rows = [(prompt, completion) for prompt, completions in groups for completion in completions]
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     token_ids_BS, mask_BS = torch.zeros(2, len(rows), longest, dtype=torch.long)
@@ -65,7 +65,7 @@ def gradients(model: Any, loss: torch.Tensor) -> Gradients:
 
 
 def pass_over(model: Any, batch: Pack) -> tuple[torch.Tensor, torch.Tensor, float, Gradients]:
-    """Logprobs, entropies, loss and gradients of our pass."""
+    """Return logprobs, entropies, loss and gradients of the learner's pass."""
     logprobs_BT, entropy_BT = token_logprobs(model, batch, TEMPERATURE, entropy="gradient")
     assert entropy_BT is not None
     logprobs_M, entropy_M = logprobs_BT[batch.is_token_BT], entropy_BT[batch.is_token_BT]

@@ -1,4 +1,4 @@
-"""Logprobs and entropies in tiles against whole logits in float64, values and gradients."""
+"""Logprobs and entropies in tiles, compared with whole logits in float64: values and gradients."""
 
 import math
 
@@ -14,7 +14,7 @@ MAPS = {"none": LogitMap(), "scaled": LogitMap(scale=0.25), "soft cap": LogitMap
 
 
 def inputs(num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """hidden_ME, weight_VE, bias_V, targets_M: targets in the first and the last column, too."""
+    """Return hidden_ME, weight_VE, bias_V, targets_M, with targets in the first and the last column."""
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(num_rows, 16), torch.randn(vocab_size, 16), torch.randn(vocab_size)
     leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, bias)]
@@ -32,7 +32,7 @@ def whole(hidden_ME, weight_VE, bias_V, targets_M, settings: LogprobSettings) ->
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_a_head_in_float32_does_not_round_the_logits_of_a_model_in_bfloat16(has_bias: bool) -> None:
+def test_a_float32_head_does_not_round_the_logits_of_a_bfloat16_model(has_bias: bool) -> None:
     hidden, weight, bias, targets = inputs(200, 9000, torch.bfloat16)
     bias = bias if has_bias else None
     exact, _ = whole(
@@ -58,10 +58,10 @@ def test_a_head_in_float32_does_not_round_the_logits_of_a_model_in_bfloat16(has_
 @pytest.mark.parametrize("vocab_size", [7, 20_000])
 @pytest.mark.parametrize("logit_map", MAPS.values(), ids=MAPS)
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
-def test_tiles_add_up_to_the_whole(
+def test_tiles_equal_the_whole_head(
     monkeypatch: pytest.MonkeyPatch, vocab_size: int, logit_map: LogitMap, entropy
 ) -> None:
-    monkeypatch.setitem(lm_head.TILE_LOGITS, "cpu", 5 * min(vocab_size, lm_head.TILE_COLUMNS))  # five rows a tile
+    monkeypatch.setitem(lm_head.TILE_LOGITS, "cpu", 5 * min(vocab_size, lm_head.TILE_COLUMNS))  # five rows per tile
     hidden, weight, bias, targets = inputs(13, vocab_size)
     settings = LogprobSettings(logit_map, 0.7, entropy)
     found, found_entropy = HeadLogprobs.apply(hidden, weight, bias, targets, settings)
@@ -82,7 +82,7 @@ def test_tiles_add_up_to_the_whole(
         torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-10)
 
 
-def test_what_needs_no_gradient_gets_none_and_logits_far_apart_stay_finite() -> None:
+def test_frozen_inputs_get_no_gradient_and_extreme_logits_stay_finite() -> None:
     hidden, weight, _, targets = inputs(3, 20_000, torch.float32)
     settings = LogprobSettings(LogitMap(), 1.0, "gradient")
     logprobs, entropy = HeadLogprobs.apply(1e4 * hidden.detach(), weight, None, targets, settings)
@@ -93,8 +93,8 @@ def test_what_needs_no_gradient_gets_none_and_logits_far_apart_stay_finite() -> 
     assert hidden.grad is not None
 
 
-def test_products_in_bfloat16_are_added_up_in_float32() -> None:
-    """As many tiles as there are: the gradient of a weight is off by one rounding, not by one for each tile."""
+def test_products_in_bfloat16_are_summed_in_float32() -> None:
+    """The gradient of a weight has one rounding error, independent of the number of tiles."""
     hidden, weight, _, targets = inputs(1024, 9000, torch.bfloat16)
     settings = LogprobSettings(LogitMap(), 1.0, "none")
     HeadLogprobs.apply(hidden, weight, None, targets, settings)[0].sum().backward()
@@ -104,7 +104,7 @@ def test_products_in_bfloat16_are_added_up_in_float32() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Of all that is made while it is on."""
+    """Records the largest tensor that is created in the block."""
 
     num_elements = 0
 
@@ -116,7 +116,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_of_rows_times_vocabulary_is_ever_made() -> None:
+def test_no_tensor_of_rows_times_vocabulary_is_created() -> None:
     hidden, weight, _, targets = inputs(2000, 20_000, torch.float32)
     with LargestTensor() as largest:
         logprobs, entropy = HeadLogprobs.apply(
@@ -126,4 +126,4 @@ def test_no_tensor_of_rows_times_vocabulary_is_ever_made() -> None:
     assert largest.num_elements <= lm_head.TILE_LOGITS["cpu"] < 2000 * 20_000 / 8
     with LargestTensor() as largest:
         whole(hidden, weight, None, targets, LogprobSettings(LogitMap(), 0.7, "gradient"))
-    assert largest.num_elements == 2000 * 20_000, "it would be seen"
+    assert largest.num_elements == 2000 * 20_000, "the recorder must see whole logits"

@@ -1,4 +1,4 @@
-"""Groups in one row and back: every token at its place, every prompt once."""
+"""Packing of groups into one row and back: every token in its place, every prompt once."""
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def test_each_sequence_can_be_read_from_the_row(groups: Groups) -> None:
     assert batch.num_tokens == sum(len(p) + sum(max(0, len(c) - 1) for c in completions) for p, completions in groups)
 
 
-def test_values_of_predicted_tokens_stand_in_a_row_for_each_completion() -> None:
+def test_values_of_predicted_tokens_have_one_row_per_completion() -> None:
     batch = packed([([1, 2], [[3, 4, 5], [6]]), ([7], [[], [8, 9]])])
     values_M = torch.arange(1.0, 7.0, requires_grad=True)
     values_BT = batch.unpacked(values_M)

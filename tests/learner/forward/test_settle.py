@@ -1,4 +1,4 @@
-"""Which attention a policy settles on: what each candidate may get wrong, made wrong here, and that probing changes nothing."""
+"""The choice of a policy's attention: each possible defect of a candidate is detected, and probing changes nothing."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -32,13 +32,14 @@ from tests.zoo.families import save_model
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
 Hidden = Callable[[torch.Tensor], torch.Tensor]
 MAMBA: dict[str, Any] = {
-    "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_chunk_size": 16, "mamba_n_groups": 1,
+    "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_chunk_size": 16,
+    "mamba_n_groups": 1,
 }  # fmt: skip
 CAPPED = {"query_pre_attn_scalar": 32}
 OTHERS = "depend on other sequences of the pass"
 
 
-def test_a_hybrid_whose_state_would_go_on_into_the_next_sequence_is_padded_by_name_and_by_its_gradient(
+def test_a_hybrid_whose_state_leaks_between_sequences_is_padded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for words in ("layers of the kind Conv1d, which carry state", OTHERS):
@@ -49,7 +50,7 @@ def test_a_hybrid_whose_state_would_go_on_into_the_next_sequence_is_padded_by_na
 
 
 def leaking(from_where: Hidden, *, layer: int = 0, amount: float = 1e-6) -> Any:
-    """A model with a layer that adds a little of other tokens to each."""
+    """Return a model with a layer that mixes a little of other tokens into each."""
     model = tiny("Qwen2Config")
 
     def leak(_layer: nn.Module, _inputs: Any, hidden_BSE: torch.Tensor) -> torch.Tensor:
@@ -60,12 +61,12 @@ def leaking(from_where: Hidden, *, layer: int = 0, amount: float = 1e-6) -> Any:
 
 
 def three_before(hidden_BSE: torch.Tensor) -> torch.Tensor:
-    """As a convolution has it: padded rows have nothing there that is not their own."""
+    """Mixes earlier tokens like a convolution, which is correct for padded rows."""
     return nn.functional.pad(hidden_BSE, (0, 0, 3, 0))[:, :-3]
 
 
 def larger_before(hidden_BSE: torch.Tensor) -> torch.Tensor:
-    """Of each token something else, if the one three before it is larger: a choice, as routers and selections of keys make it."""
+    """Changes a token if the third token before it is larger: a discrete choice, like routers and key selections."""
     is_larger_BS1 = three_before(hidden_BSE).norm(dim=-1, keepdim=True) > hidden_BSE.norm(dim=-1, keepdim=True)
     return hidden_BSE.roll(1, dims=-1) * is_larger_BS1
 
@@ -80,7 +81,7 @@ LEAKS: dict[str, tuple[Hidden, dict[str, Any], torch.dtype]] = {
 
 
 @pytest.mark.parametrize(("from_where", "how", "dtype"), LEAKS.values(), ids=LEAKS)
-def test_a_leak_from_one_sequence_to_the_next_is_found(
+def test_a_leak_between_sequences_is_found(
     from_where: Hidden, how: dict[str, Any], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = leaking(from_where, **how)
@@ -89,7 +90,7 @@ def test_a_leak_from_one_sequence_to_the_next_is_found(
 
 
 def largest_half(hidden_BSE: torch.Tensor) -> torch.Tensor:
-    """Something of the largest rows of a sequence: experts that choose their tokens."""
+    """Adds to the largest rows of a sequence, like experts that choose their tokens."""
     norm_BS1 = hidden_BSE.norm(dim=-1, keepdim=True)
     return hidden_BSE.roll(1, dims=-1) * (norm_BS1 >= norm_BS1.median(dim=1, keepdim=True).values)
 
@@ -110,18 +111,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         partial(leaking, largest_half, amount=1e-2), "Qwen2ForCausalLM cannot be trained: its logprobs depend on"
     ),
     "reads later tokens": (
-        partial(leaking, lambda x: x.roll(-1, dims=1)), "Qwen2ForCausalLM cannot be trained: its logprobs depend on later tokens"
+        partial(leaking, lambda x: x.roll(-1, dims=1)),
+        "Qwen2ForCausalLM cannot be trained: its logprobs depend on later tokens"
     ),
     "has a gradient that is no number": (
         partial(leaking, lambda x: (0 * x).abs().sqrt()), "the gradient of its logprobs is NaN or inf"
     ),
     "embeds more than its rows": (embedding_more_than_its_rows, "it embeds tokens other than those of its rows"),
-    "drops in training": (dropping_in_training, r"in training differ by 0\.\d+ nats.* It has dropout, jitter, another routing"),
+    "drops in training": (dropping_in_training,
+        r"in training differ by 0\.\d+ nats.* It has dropout, jitter, another routing"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
-def test_a_model_is_refused_that(make: Callable[[], Any], words: str) -> None:
+def test_an_unsupported_model_is_rejected(make: Callable[[], Any], words: str) -> None:
     model = make()
     loaded_with = model.config._attn_implementation
     with pytest.raises(ConfigError, match=words):
@@ -129,11 +132,11 @@ def test_a_model_is_refused_that(make: Callable[[], Any], words: str) -> None:
     assert model.config._attn_implementation == loaded_with or "training" in words
 
 
-# What the family's attention asks of every implementation.
+# Arguments that the family's attention passes to every implementation.
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("Gemma2Config", FLOAT), ("VaultGemmaConfig", BFLOAT)])
-def test_a_soft_cap_that_neither_packing_nor_sdpa_knows_is_left_to_eager_attention(
+def test_a_soft_cap_unsupported_by_packing_and_sdpa_uses_eager_attention(
     family: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny(family, CAPPED)
@@ -144,7 +147,7 @@ def test_a_soft_cap_that_neither_packing_nor_sdpa_knows_is_left_to_eager_attenti
 
 
 @pytest.mark.parametrize(("family", "wanted"), [("gemma2", "eager"), ("qwen2", "sdpa"), ("gemma2", "sdpa")])
-def test_an_attention_that_the_config_names_is_taken_where_it_is_right_and_refused_where_it_is_wrong(
+def test_an_attention_named_in_the_config_is_used_if_correct_and_rejected_if_wrong(
     tmp_path: Path, family: str, wanted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_model(family, tmp_path)
@@ -156,7 +159,7 @@ def test_an_attention_that_the_config_names_is_taken_where_it_is_right_and_refus
     assert policy.config._attn_implementation == wanted and not caplog.records
 
 
-def test_an_attention_of_other_devices_is_held_to_a_soft_cap_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_of_other_devices_must_support_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         monkeypatch.setitem(functions._global_mapping, "other", functions["sdpa"])
     model = tiny("Gemma2Config", CAPPED)
@@ -166,7 +169,7 @@ def test_an_attention_of_other_devices_is_held_to_a_soft_cap_too(monkeypatch: py
         choose_attention(model, CPU, FLOAT, "other")
 
 
-def test_a_model_that_takes_no_attention_but_its_own_is_padded(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_its_own_attention_is_padded(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny("Qwen2Config")
     model.set_attn_implementation = lambda _name: None
     choose_attention(model, CPU, FLOAT)
@@ -200,7 +203,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[[], Any], torch.dtype, str]]
 
 
 @pytest.mark.parametrize(("wrong", "make", "dtype", "words"), WRONG.values(), ids=WRONG)
-def test_a_packed_attention_that_is_wrong_somewhere_is_found(
+def test_every_defect_of_a_packed_attention_is_found(
     wrong: Callable[..., Any], make: Callable[[], Any], dtype: torch.dtype, words: str,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -213,7 +216,7 @@ def test_a_packed_attention_that_is_wrong_somewhere_is_found(
     assert not is_packed(model) and words in caplog.text
 
 
-def test_a_window_that_packing_would_forget_is_found_though_it_is_longer_than_the_probe(
+def test_a_window_ignored_by_packing_is_found_although_it_exceeds_the_probe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(attention_module, "plan_of", lambda batch, window, **how: plan_of(batch, None, **how))
@@ -224,12 +227,12 @@ def test_a_window_that_packing_would_forget_is_found_though_it_is_longer_than_th
 
 GPU = torch.device("cuda")
 spelt_out = partial(on_kernel, kernel=attend)
-"""Nothing is compiled here, so no operator of torch's is needed. One that was defined in a process of many tests has failed there."""
+"""Nothing is compiled here, so no torch operator is needed. Defining one in a process of many tests has failed."""
 
 
 @pytest.fixture
 def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed on a GPU takes its way through packing, here."""
+    """Use the packed path of GPUs on the CPU."""
 
     @contextmanager
     def on_any_device(model: Any, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
@@ -243,16 +246,14 @@ def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "varlen_attention", spelt_out)
 
 
-def test_sinks_that_the_kernel_for_gpus_does_not_know_are_padded_there(
-    with_a_gpu: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sinks_unsupported_by_the_gpu_kernel_are_padded(with_a_gpu: None, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model(tiny_config("gpt_oss")).eval()
     choose_attention(model, GPU, BFLOAT)
     assert not is_packed(model) and "has attention sinks, which the kernel for cpu does not support" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=["float32", "bfloat16"])
-def test_windows_that_the_kernel_for_gpus_knows_are_packed_there_unless_it_is_wrong(
+def test_windows_supported_by_the_gpu_kernel_are_packed_unless_wrong(
     dtype: torch.dtype, with_a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def forgetful(*inputs: Any) -> torch.Tensor:
@@ -276,7 +277,7 @@ def test_windows_that_the_kernel_for_gpus_knows_are_packed_there_unless_it_is_wr
     ],
     ids=["packed", "eager"],
 )
-def test_too_little_memory_decides_nothing(error: Exception, is_hit: Callable[[Any], bool]) -> None:
+def test_an_out_of_memory_error_is_not_a_decision(error: Exception, is_hit: Callable[[Any], bool]) -> None:
     model = tiny("Qwen2Config")
 
     def run_out(*_: Any) -> None:
@@ -289,12 +290,13 @@ def test_too_little_memory_decides_nothing(error: Exception, is_hit: Callable[[A
 
 
 def chaotic(model: Any, amount: float) -> Any:
-    """As one with many experts, of which rounding picks others: what a layer adds turns with the last bits of its input."""
+    """Like many experts of which rounding selects others: the output of the layer depends on the last bits of its
+    input."""
     model.model.layers[0].register_forward_hook(lambda _layer, _inputs, out: out + amount * (1e6 * out).sin())
     return model
 
 
-def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_large_rounding_errors_gets_a_larger_bound(caplog: pytest.LogCaptureFixture) -> None:
     model, groups = chaotic(tiny("Qwen2Config"), 0.01), make_groups()
     batch = pack(groups, CPU)
     with torch.no_grad():
@@ -305,7 +307,7 @@ def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogC
     assert float((found_M - right_M).abs().mean()) > TOLERANCE / TIMES_ROUNDING
 
 
-def test_where_rounding_would_hide_a_missing_soft_cap_eager_attention_is_taken(
+def test_eager_attention_is_used_if_rounding_could_hide_a_missing_soft_cap(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = chaotic(tiny("Gemma2Config", CAPPED), 0.1)
@@ -323,7 +325,7 @@ def a_gemma() -> Any:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=["float32", "bfloat16"])
-def test_probing_leaves_a_model_and_the_random_numbers_as_they_were(
+def test_probing_does_not_change_the_model_or_the_random_state(
     dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = a_gemma().to(dtype)
@@ -341,17 +343,17 @@ def test_probing_leaves_a_model_and_the_random_numbers_as_they_were(
     assert model.config.to_dict() == config and [module.training for module in model.modules()] == is_training
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == windows and len(model.model.layers) == 9
     assert torch.equal(torch.get_rng_state(), random) and "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
-    assert not caplog.records, "a model without a problem needs no word"
+    assert not caplog.records, "a model without problems must not log"
 
 
-def test_a_model_that_draws_random_numbers_as_it_is_probed_takes_none_from_the_run() -> None:
+def test_random_numbers_of_a_probe_are_not_taken_from_the_run() -> None:
     model = leaking(torch.randn_like, amount=0.0)
     random = torch.get_rng_state()
     choose_attention(model, CPU, FLOAT)
     assert is_packed(model) and torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_deep_model_is_probed_by_as_many_layers_as_show_each_kind() -> None:
+def test_a_deep_model_is_probed_with_enough_layers_for_each_kind() -> None:
     model = a_gemma()
     with few_layers(model):
         assert len(model.model.layers) == model.config.num_hidden_layers == 3
@@ -360,19 +362,19 @@ def test_a_deep_model_is_probed_by_as_many_layers_as_show_each_kind() -> None:
         layer.register_forward_hook(lambda *_, i=i: calls.append(i))
     choose_attention(model, CPU, FLOAT)
     assert set(calls) == {0, 1, 2}
-    # Layers that differ by a switch of 0 or 1 are of different kinds.
+    # Layers that differ in a switch of 0 or 1 are of different kinds.
     model = tiny("SmolLM3Config", {"num_hidden_layers": 8})
     assert [layer.self_attn.use_rope for layer in model.model.layers] == [1, 1, 1, 0] * 2
     with few_layers(model):
         assert [layer.self_attn.use_rope for layer in model.model.layers] == [1, 1, 1, 0]
-    # The last one is of the kind of the model's last, which the pass cuts: here one more than show both kinds.
+    # The last layer has the kind of the model's last layer, which the pass removes: one more than both kinds need.
     kinds = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 2
     model = tiny("Gemma3TextConfig", {"num_hidden_layers": 8, "layer_types": kinds, "sliding_window": 512})
     with few_layers(model):
         assert len(model.model.layers) == model.config.num_hidden_layers == 7
 
 
-def test_loud_scores_are_as_large_as_they_say_and_short_windows_shorter_than_the_probe() -> None:
+def test_loud_scores_have_their_size_and_short_windows_are_shorter_than_the_probe() -> None:
     model = tiny("Gemma2Config", CAPPED)
     model.set_attn_implementation("eager")
     with listening() as largest:
@@ -384,14 +386,14 @@ def test_loud_scores_are_as_large_as_they_say_and_short_windows_shorter_than_the
     assert max(sum(segment.length for segment in path) for path in probe_of(model).paths_B) / 2 > PROBE_WINDOW
 
 
-def test_the_probe_has_every_token_but_the_one_that_pads() -> None:
+def test_the_probe_has_every_token_except_padding() -> None:
     model = tiny("Qwen2Config")
     assert model.config.pad_token_id == 0
     assert probe_of(model).token_ids_N.unique().tolist() == list(range(1, 16))
 
 
 LIMITS = [key for key, size in SIZES.items() if size == WINDOW] + ["index_topk", "indexer_budget"]
-"""Keys of configs that limit how many keys a query sees."""
+"""Config keys that limit how many keys a query sees."""
 NOT_SHORTENED = {
     "gpt_neo": "its window is a buffer, made with the model; it is padded with eager attention",
     "inkling_text": "its window is the size of a weight, too; it is padded",
@@ -404,8 +406,8 @@ LONG = 512
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[] if family in SOON else pytest.mark.system) for family in FAMILIES]
 )
-def test_what_limits_the_keys_of_a_query_is_shortened_for_the_probe_alone(family: str) -> None:
-    """As much as a config with a limit of PROBE_WINDOW moves eager attention."""
+def test_key_limits_are_shortened_only_for_the_probe(family: str) -> None:
+    """Return how much a limit of PROBE_WINDOW changes eager attention."""
     try:
         config = tiny_config(family)
         limits = [key for key in LIMITS if type(vars(config).get(key)) is int]

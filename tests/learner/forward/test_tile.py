@@ -1,4 +1,4 @@
-"""The two functions of a tile compiled, as a GPU has them, against themselves; and whether a wrong one would be noticed."""
+"""The two functions of a tile, compiled as on a GPU and compared with eager; and the detection of a wrong one."""
 
 import math
 
@@ -20,7 +20,7 @@ def fused() -> Tiles:
 
 @pytest.mark.system
 @pytest.mark.parametrize("entropy", ["value", "gradient"])
-def test_a_head_of_compiled_tiles_has_the_numbers_of_the_plain_one(fused: Tiles, entropy) -> None:
+def test_a_compiled_head_equals_the_eager_head(fused: Tiles, entropy) -> None:
     assert tiles_problem(fused, CPU, torch.float32) is None
     logit_map = LogitMap(scale=1.5, cap=3.0)
     torch.manual_seed(0)

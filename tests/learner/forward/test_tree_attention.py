@@ -1,4 +1,4 @@
-"""Attention over the parts of a pack against one dense mask, in float64, forward and backward."""
+"""Attention over the parts of a pack, compared with one dense mask, in float64, forward and backward."""
 
 import math
 
@@ -16,7 +16,7 @@ HEADS, KEY_HEADS, DIM = 4, 2, 8
 
 
 def a_pack() -> Pack:
-    """Prompts of one length and of others, completions of none to hundreds of tokens, many of nearly one length."""
+    """Return prompts of equal and different lengths, with completions of zero to hundreds of tokens."""
     rng = np.random.default_rng(0)
     shapes = [(5, (1, 7, 3)), (1, (4, 4)), (13, (30, 2, 12, 12, 300)), (350, (1, 9, 18, 19)), (13, (6,)), (8, (1, 1))]
     shapes += [(40, tuple(rng.integers(1, 40, 12).tolist()))] * 3
@@ -24,7 +24,7 @@ def a_pack() -> Pack:
 
 
 def a_trie() -> Pack:
-    """Branches that branch again, as turns of an episode do."""
+    """Return nested branches, like turns of an episode."""
     root, left, right = Segment(0, 6, 0, 29), Segment(6, 3, 6, 20), Segment(20, 9, 6, 29)
     twigs = (Segment(9, 5, 9, 14), Segment(14, 6, 9, 20))
     segments = (root, left, *twigs, right)
@@ -38,7 +38,7 @@ def a_trie() -> Pack:
 
 
 def visible(batch: Pack, window: int | None) -> torch.Tensor:
-    """is_visible_NN: of its own path, what stands before it, as far as the window reaches."""
+    """Return is_visible_NN: each token sees its own path before it, within the window."""
     is_visible_NN = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.bool)
     for path in batch.paths_B:
         rows = torch.cat([torch.from_numpy(segment.rows) for segment in path])
@@ -60,7 +60,7 @@ def dense(q_NHD, k_NKD, v_NKD, sinks_H, is_visible_NN, scale):
 @pytest.mark.parametrize("make", [a_pack, a_trie])
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (1, False), (5, True), (100, False), (400, True)])
 @pytest.mark.parametrize("predicting_only", [False, True])
-def test_it_is_the_softmax_over_what_a_token_sees_of_its_own_sequence(
+def test_attention_is_the_softmax_over_the_visible_tokens_of_a_sequence(
     make, window: int | None, has_sinks: bool, predicting_only: bool
 ) -> None:
     batch = make()
@@ -82,12 +82,12 @@ def test_it_is_the_softmax_over_what_a_token_sees_of_its_own_sequence(
         torch.testing.assert_close(found, right, atol=1e-11, rtol=0)
 
 
-def test_masks_are_made_only_where_a_window_is_shorter_than_a_sequence() -> None:
+def test_masks_are_built_only_for_windows_shorter_than_a_sequence() -> None:
     assert all(part.band is None for window in (None, 400) for part in plan_of(a_pack(), window).parts)
     assert any(part.band is not None for part in plan_of(a_pack(), 100).parts)
 
 
-def test_what_is_gathered_at_once_is_bounded_and_a_long_sequence_is_not_gathered() -> None:
+def test_gathered_tokens_are_bounded_and_long_sequences_are_not_gathered() -> None:
     long = pack([(np.zeros(1, int), [np.zeros(40_000, int)])], torch.device("cpu"))
     many = pack([(np.zeros(40, int), [np.zeros(c, int) for c in range(1, 300)])], torch.device("cpu"))
     for batch, window in ((long, 100), (many, None)):
@@ -101,27 +101,27 @@ def test_what_is_gathered_at_once_is_bounded_and_a_long_sequence_is_not_gathered
 
 
 def computed_pairs(batch: Pack, *, predicting_only: bool = False) -> int:
-    """Of the kernel, which leaves out nothing of what a short square hides."""
+    """Return the kernel's computed pairs, which include the masked part of a short square."""
     parts = plan_of(batch, None, predicting_only=predicting_only).parts
     return sum(part.queries_nQ.size * part.keys_nK.shape[1] for part in parts)
 
 
-def test_little_is_computed_that_no_token_sees() -> None:
+def test_few_invisible_pairs_are_computed() -> None:
     square = pack([(np.zeros(1, int), [np.zeros(512, int)])], torch.device("cpu"))
-    assert 0.5 < computed_pairs(square) / square.num_tokens**2 < 0.64, "a kernel would compute all of it"
-    # For the rows that predict, a long prompt is seen by its last row and its completions only.
+    assert 0.5 < computed_pairs(square) / square.num_tokens**2 < 0.64, "the kernel must skip masked blocks"
+    # Only its last row and its completions predict and see a long prompt.
     batch = pack([(np.zeros(256, int), [np.zeros(9, int)] * 8)], torch.device("cpu"))
     assert computed_pairs(batch, predicting_only=True) == 256 + 8 * 8 * 256 + 8 * 8 * 8
 
 
-# The way of a pack on GPUs: who has which keys, here; the kernel, on a GPU, against the parts on the CPU.
+# The path of a pack on GPUs: the key ranges here; the kernel, on a GPU, compared with the parts on the CPU.
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 
 
 @pytest.mark.parametrize("make", [a_pack, a_trie])
 @pytest.mark.parametrize("window", [None, 5, 100])
-def test_causal_from_the_end_every_segment_sees_what_its_tokens_see(make, window: int | None) -> None:
+def test_every_segment_is_causal_from_its_end(make, window: int | None) -> None:
     batch: Pack = make()
     layout = key_layout(batch)
     is_seen_NN = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.long)
@@ -138,7 +138,7 @@ def test_causal_from_the_end_every_segment_sees_what_its_tokens_see(make, window
 @NEEDS_GPU
 @pytest.mark.parametrize("make", [a_pack, a_trie])
 @pytest.mark.parametrize("window", [None, 5, 100])
-def test_the_kernel_gives_the_numbers_of_the_parts_forward_and_backward(make, window: int | None) -> None:
+def test_the_kernel_equals_the_parts_forward_and_backward(make, window: int | None) -> None:
     here, there = make(), make()
     there = _on(there, torch.device("cuda"))
     torch.manual_seed(0)
@@ -157,7 +157,7 @@ def test_the_kernel_gives_the_numbers_of_the_parts_forward_and_backward(make, wi
 
 @pytest.mark.gpu
 @NEEDS_GPU
-def test_a_model_goes_packed_on_a_gpu() -> None:
+def test_a_model_is_packed_on_a_gpu() -> None:
     model = tiny("Qwen2Config")
     choose_attention(model, torch.device("cuda"), torch.bfloat16)
     assert model.config._attn_implementation == "slipstream_pack"

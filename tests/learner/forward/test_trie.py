@@ -1,4 +1,4 @@
-"""What prompts begin with together: a tree of exact ids, and a pack of it."""
+"""Shared prefixes of prompts: a tree of exact token ids, and its pack."""
 
 from collections.abc import Iterator
 
@@ -18,14 +18,14 @@ def prompt_of(chunks: list[tuple[int, int]]) -> np.ndarray:
 
 
 def walked(runs: list[TokenRun], before: tuple[TokenRun, ...] = ()) -> Iterator[tuple[TokenRun, ...]]:
-    """Each run, behind those that lead to it."""
+    """Return each run, after its ancestors."""
     for run in runs:
         yield (*before, run)
         yield from walked(run.goes_on, (*before, run))
 
 
 @given(PROMPTS)
-def test_the_way_to_a_prompts_end_is_the_prompt_and_none_ends_twice(chunks: list[list[tuple[int, int]]]) -> None:
+def test_the_path_to_each_leaf_is_a_prompt_and_leaves_are_unique(chunks: list[list[tuple[int, int]]]) -> None:
     prompts = [prompt_of(one) for one in chunks]
     ended: list[int] = []
     for path in walked(runs_of(prompts)):
@@ -39,7 +39,9 @@ def test_the_way_to_a_prompts_end_is_the_prompt_and_none_ends_twice(chunks: list
 
 
 @given(PROMPTS)
-def test_what_is_long_enough_is_computed_once_and_nothing_shorter_is_cut(chunks: list[list[tuple[int, int]]]) -> None:
+def test_long_shared_prefixes_are_computed_once_and_short_ones_are_not_split(
+    chunks: list[list[tuple[int, int]]],
+) -> None:
     prompts = [prompt_of(one) for one in chunks]
 
     def check(siblings: list[TokenRun]) -> None:
@@ -47,14 +49,15 @@ def test_what_is_long_enough_is_computed_once_and_nothing_shorter_is_cut(chunks:
             assert run.end - run.start >= MIN_SHARED or not run.goes_on
             for other in siblings[:number]:
                 shared = min(common_length(prompts[run.of], prompts[other.of]), run.end, other.end)
-                assert shared - run.start < MIN_SHARED, "they begin alike"
+                assert shared - run.start < MIN_SHARED, "these runs share a prefix"
             check(run.goes_on)
 
     check(runs_of(prompts))
 
 
 def trees() -> list[list[Group]]:
-    """An episode of three branches beside one of its group's, whose prompts go on from each other; and a plain group."""
+    """Return an episode of three branches that continue each other's prompts, next to another of its group; and a plain
+    group."""
     rng = np.random.default_rng(0)
     ids = [rng.integers(3, 16, size=count) for count in (40, 35, 50, 4, 6, 5, 3, 7, 12, 6)]
     first, second, third = ids[0], np.concatenate(ids[:2]), np.concatenate(ids[:3])
@@ -69,7 +72,7 @@ def trees() -> list[list[Group]]:
     return [episodes, [(ids[8], [ids[9], ids[4]])]]
 
 
-def test_a_pack_of_trees_has_what_prompts_share_once() -> None:
-    """The numbers of such a pack: test_tree_attention.py, and a whole step in training/test_step.py."""
+def test_a_pack_of_trees_has_shared_prefixes_once() -> None:
+    """Values of such a pack are tested in test_tree_attention.py, and a whole step in training/test_step.py."""
     plain = pack([group for groups in trees() for group in groups], CPU)
     assert pack_trees(trees(), CPU).num_tokens == plain.num_tokens - (40 + 75 + 40 + 40)

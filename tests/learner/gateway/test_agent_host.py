@@ -1,4 +1,4 @@
-"""The process of an agent: what of an episode it tells its learner, and that it ends with it, however that has ended."""
+"""The process of an agent: the results that it reports, and its end together with the learner."""
 
 import select
 import signal
@@ -25,7 +25,7 @@ REQUEST = {"row": {"worth": 1.0}, "base_url": "http://none", "api_key": "k"}
         ({"chatcmpl-1": 1, "chatcmpl-2": 0}, {"chatcmpl-1": 1.0, "chatcmpl-2": 0.0}),
     ],
 )
-def test_an_agent_may_return_a_number_numbers_by_completion_or_nothing(returned: Any, reward: Any) -> None:
+def test_an_agent_can_return_a_number_numbers_by_completion_or_nothing(returned: Any, reward: Any) -> None:
     async def asynchronous(row: dict[str, Any], **given: Any) -> Any:
         return returned
 
@@ -36,10 +36,11 @@ def test_an_agent_may_return_a_number_numbers_by_completion_or_nothing(returned:
 
 
 @pytest.mark.parametrize("returned", ["right", float("inf"), {"chatcmpl-1": "right"}])
-def test_an_agent_that_returns_something_else_or_raises_has_failed(returned: Any) -> None:
-    told = outcome(lambda row, **given: returned, REQUEST)["problem"]
+def test_an_agent_that_raises_or_returns_another_type_has_failed(returned: Any) -> None:
+    result = outcome(lambda row, **given: returned, REQUEST)["problem"]
     assert (
-        told.startswith("raised TypeError: ") and "expected a finite number, numbers by completion id, or None" in told
+        result.startswith("raised TypeError: ")
+        and "expected a finite number, numbers by completion id, or None" in result
     )
     for error in (ValueError("no such thing"), SystemExit(3)):
 
@@ -50,15 +51,16 @@ def test_an_agent_that_returns_something_else_or_raises_has_failed(returned: Any
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "result"),
     [
         ("echo said; echo 0.75", {"reward": 0.75}), ("echo", {"reward": None}), ("echo true", {"reward": None}),
         ("echo '{\"chatcmpl-1\": 1}'", {"reward": {"chatcmpl-1": 1.0}}),
-        ('test "$OPENAI_BASE_URL $OPENAI_API_KEY" = "http://none k" && echo "$SLIPSTREAM_ROW"', {"reward": {"worth": 1.0}}),
+        ('test "$OPENAI_BASE_URL $OPENAI_API_KEY" = "http://none k" && echo "$SLIPSTREAM_ROW"',
+            {"reward": {"worth": 1.0}}),
     ],
 )  # fmt: skip
-def test_the_last_line_that_a_command_prints_is_its_reward(command: str, told: dict[str, Any]) -> None:
-    assert outcome(command_of(command), REQUEST) == told
+def test_the_last_printed_line_of_a_command_is_its_reward(command: str, result: dict[str, Any]) -> None:
+    assert outcome(command_of(command), REQUEST) == result
 
 
 @pytest.mark.parametrize(("command", "code"), [("echo 1; exit 7", 7), ("kill -9 $$", -9)])
@@ -67,7 +69,7 @@ def test_a_command_that_fails_has_no_reward(command: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("last_words", ["none", "half an order", "an answer is left unread", "the agent would answer"])
-def test_an_agents_process_ends_with_a_learner_that_was_killed(last_words: str) -> None:
+def test_an_agents_process_ends_when_its_learner_is_killed(last_words: str) -> None:
     ours, theirs = socket.socketpair()
     ours.settimeout(TIMEOUT_S)
     command = "true" if last_words != "the agent would answer" else "sleep 1"
@@ -77,8 +79,8 @@ def test_an_agents_process_ends_with_a_learner_that_was_killed(last_words: str) 
             pass_fds=[theirs.fileno()], start_new_session=True,
         )  # fmt: skip
     try:
-        assert select.select([ours], [], [], TIMEOUT_S)[0], "it has not said that it is ready"
-        if last_words != "an answer is left unread":  # else the kernel resets the connection
+        assert select.select([ours], [], [], TIMEOUT_S)[0], "the process did not report that it is ready"
+        if last_words != "an answer is left unread":  # an unread answer resets the connection
             ours.recv(1000)
         if last_words == "half an order":
             ours.sendall(b'{"row": ')

@@ -1,6 +1,7 @@
-"""Agents in their processes, good ones and bad ones, against a real gateway with a scripted policy: every episode ends, and in which state.
+"""Good and bad agents in processes, with a real gateway and a scripted policy: every episode ends as expected.
 
-How any process of a user's code lives and ends: tests/learner/sandbox. How an agent's ends with its learner: test_agent_host.py.
+The lifetime of processes with user code is tested in tests/learner/sandbox, and the end with the learner in
+test_agent_host.py.
 """
 
 import asyncio
@@ -14,17 +15,17 @@ from learner.config import EnvironmentConfig
 from learner.environments.episode import EpisodeGroup
 from learner.gateway.players import AgentReward, EpisodeRequest, start_agent_pool
 from protocol.errors import ConfigError
-from tests.learner.gateway.asking import OnceOnly, played_by_agent
+from tests.learner.gateway.scripted_gateway import FirstTurnPolicy, play_with_agent
 from tests.learner.sandbox.processes import wait_until_gone
 
 USER = "tests.learner.gateway.user_agents"
 
 
-def played(agent: str | None = None, columns: dict[str, Any] | None = None, **more: Any) -> EpisodeGroup:
-    """A group of two episodes of an agent, one of ours if it names no module."""
+def play_group(agent: str | None = None, columns: dict[str, Any] | None = None, **more: Any) -> EpisodeGroup:
+    """Play a group of two episodes. An agent without a module is one of user_agents.py."""
     if agent is not None:
         more["agent"] = agent if ":" in agent else f"{USER}:{agent}"
-    return played_by_agent(columns, **more)
+    return play_with_agent(columns, **more)
 
 
 def assert_ended(group: EpisodeGroup, state: str, reward: float | None, num_turns: int) -> None:
@@ -32,12 +33,12 @@ def assert_ended(group: EpisodeGroup, state: str, reward: float | None, num_turn
         assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, reward, num_turns)
 
 
-def test_an_agent_plays_one_episode_after_the_other_and_says_what_they_are_worth(
+def test_an_agent_plays_episodes_in_sequence_and_reports_their_rewards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):  # none stands between an agent and its endpoint
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):  # an agent must reach its endpoint without a proxy
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    group = played("two_turns", {"worth": 0.25}, times=2, max_concurrent=1)
+    group = play_group("two_turns", {"worth": 0.25}, times=2, max_concurrent=1)
     assert (group.group_id, group.entered_version, len(group.episodes)) == ("3.0", 4, 2)
     assert_ended(group, "finished", 0.25, 2)
     for episode in group.episodes:
@@ -51,29 +52,31 @@ def test_an_agent_plays_one_episode_after_the_other_and_says_what_they_are_worth
     ("agent", "reward", "num_branches"),
     [("with_openai", 4.0, 1), ("with_loop_of_its_own", 0.25, 1), ("by_completion", 0.5, 2)],
 )
-def test_the_plain_openai_client_and_code_that_is_not_asynchronous_will_do_and_rewards_by_completion_are_averaged(
+def test_agents_can_use_the_openai_client_or_sync_code_and_completion_rewards_are_averaged(
     agent: str, reward: float, num_branches: int
 ) -> None:
-    for episode in played(agent, {"worth": 0.25}).episodes:
+    for episode in play_group(agent, {"worth": 0.25}).episodes:
         assert (episode.reward, len(episode.branches)) == (reward, num_branches)
 
 
 @pytest.mark.parametrize("when", ["as it starts", "as it plays"])
-def test_an_episode_that_is_cancelled_leaves_no_reward_to_the_next(tmp_path: Path, when: str) -> None:
-    begun = tmp_path / "begun"
+def test_a_cancelled_episode_leaves_no_reward_to_the_next(tmp_path: Path, when: str) -> None:
+    started = tmp_path / "begun"
 
     async def cancel_and_play() -> object:
         agents = start_agent_pool(EnvironmentConfig(agent=f"{USER}:worth_after", max_concurrent=1))
         try:
             async with agents.lease() as agent:
-                row = {"after_s": 600, "worth": 0.0, "begun": str(begun)}
+                row = {"after_s": 600, "worth": 0.0, "begun": str(started)}
                 playing = asyncio.create_task(agent.play(EpisodeRequest(row, "", ""), 600.0))
-                while not (begun.exists() if when == "as it plays" else agent._streams is not None):
+                while not (started.exists() if when == "as it plays" else agent._streams is not None):
                     await asyncio.sleep(0.01)
                 playing.cancel()
                 await asyncio.gather(playing, return_exceptions=True)
             async with agents.lease() as agent:
-                return await agent.play(EpisodeRequest({"after_s": 0, "worth": 1.0, "begun": str(begun)}, "", ""), 60.0)
+                return await agent.play(
+                    EpisodeRequest({"after_s": 0, "worth": 1.0, "begun": str(started)}, "", ""), 60.0
+                )
         finally:
             agents.close()
 
@@ -89,16 +92,18 @@ def test_an_episode_that_is_cancelled_leaves_no_reward_to_the_next(tmp_path: Pat
         ("go on", "max_turns", 3, "raised HTTPStatusError"),
     ],
 )  # fmt: skip
-def test_an_agent_that_does_wrong_ends_its_episode_in_a_state_and_without_a_reward(
+def test_a_misbehaving_agent_ends_its_episode_with_a_state_and_no_reward(
     how: str, state: str, num_turns: int, warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert_ended(played("misbehave", {"how": how}, max_turns=3, max_memory_mib=200, times=2), state, None, num_turns)
+    assert_ended(
+        play_group("misbehave", {"how": how}, max_turns=3, max_memory_mib=200, times=2), state, None, num_turns
+    )
     assert caplog.text.count(warning) == 4
 
 
-def test_an_agent_that_is_never_answered_is_killed_at_its_deadline_and_what_it_asked_given_up() -> None:
-    policy = OnceOnly()
-    assert_ended(played("two_turns", script=policy, episode_deadline_s=6.0), "deadline", None, 1)
+def test_an_agent_without_an_answer_is_killed_at_its_deadline_and_its_request_is_cancelled() -> None:
+    policy = FirstTurnPolicy()
+    assert_ended(play_group("two_turns", script=policy, episode_deadline_s=6.0), "deadline", None, 1)
     assert policy.num_held == policy.num_given_up == 2
 
 
@@ -113,7 +118,7 @@ print("I was told", json.load(urllib.request.urlopen(request))["choices"][0]["me
 """
 
 
-def test_a_command_line_is_an_agent_that_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_command_line_agent_leaves_no_process_behind(tmp_path: Path) -> None:
     script, log = tmp_path / "agent.py", tmp_path / "children"
     script.write_text(SCRIPT)
 
@@ -123,7 +128,7 @@ def test_a_command_line_is_an_agent_that_leaves_nothing_behind(tmp_path: Path) -
         wait_until_gone(*children)
 
     command = f"sleep 3600 & echo $! >> '{log}'; '{sys.executable}' '{script}'; echo 0.75"
-    assert_ended(played(command=command, then=is_alone), "finished", 0.75, 1)
+    assert_ended(play_group(command=command, then=is_alone), "finished", 0.75, 1)
 
 
 ALONE = """
@@ -138,13 +143,13 @@ async def run(data, *, base_url, api_key, http_client, **extra):
 """
 
 
-def test_an_agent_may_live_in_an_interpreter_of_its_own_without_anything_installed(tmp_path: Path) -> None:
+def test_an_agent_can_run_in_an_empty_interpreter(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(ALONE)
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nexec '{sys.executable}' -S \"$@\"\n")  # -S: without its site-packages
     python.chmod(0o755)
-    group = played(f"{script}:run", python=str(python))
+    group = play_group(f"{script}:run", python=str(python))
     assert [episode.reward for episode in group.episodes] == [0.25, 0.25]
 
 
@@ -152,10 +157,12 @@ def test_an_agent_may_live_in_an_interpreter_of_its_own_without_anything_install
     ("environment", "problem"),
     [
         ({"agent": f"{USER}:nobody"}, r"agent = .*nobody': .* holds nothing under the name 'nobody'"),
-        ({"agent": f"{USER}:two_turns", "python": "/no/such/python"}, r"learner.environment.python = '/no/such/python'"),
-        ({"agent": f"{USER}:two_turns", "gateway_host": "203.0.113.7"}, r"gateway_host = '203.0.113.7'.* set gateway_host to an address of this machine"),
+        ({"agent": f"{USER}:two_turns", "python": "/no/such/python"},
+            r"learner.environment.python = '/no/such/python'"),
+        ({"agent": f"{USER}:two_turns", "gateway_host": "203.0.113.7"},
+            r"gateway_host = '203.0.113.7'.* set gateway_host to an address of this machine"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_started_is_refused_with_the_remedy(environment: dict[str, Any], problem: str) -> None:
+def test_an_agent_that_cannot_start_is_rejected_with_a_remedy(environment: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        played(**environment)
+        play_group(**environment)

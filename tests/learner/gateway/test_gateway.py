@@ -1,4 +1,4 @@
-"""The plain openai client at the gateway: what is asked of the servers, and what is recorded, token for token."""
+"""The plain openai client at the gateway: the requests to the servers and the recorded tokens."""
 
 import asyncio
 import json
@@ -18,9 +18,9 @@ from learner.prompts.chat_template import ChatTemplate
 from protocol.codec import pack, unpack
 from protocol.messages import Completion
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
-from tests.learner.environments.conversing import QUESTION, TOKENIZER, TURNS, calculator_tools, says
-from tests.learner.environments.play import played
-from tests.learner.gateway.asking import ADD, OnceOnly, Opened, opened
+from tests.learner.environments.scripted_conversation import QUESTION, TOKENIZER, TURNS, calculator_tools, script_of
+from tests.learner.environments.scripted_player import play_group
+from tests.learner.gateway.scripted_gateway import ADD, FirstTurnPolicy, OpenEpisode, open_episode
 from tests.waiting import until_in_loop
 
 HEAD = "<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n"
@@ -33,15 +33,15 @@ def anyio_backend() -> str:
 
 
 def sent_back(message: Any, *, has_reasoning: bool) -> dict[str, Any]:
-    """As agents do."""
-    told = message.model_dump(exclude_none=True)
+    """Return a message as agents send it back."""
+    chat = message.model_dump(exclude_none=True)
     if not has_reasoning:
-        told.pop("reasoning_content", None)
-    return told
+        chat.pop("reasoning_content", None)
+    return chat
 
 
-async def add_up(agent: Opened, tools: list[dict[str, Any]], *, has_reasoning: bool) -> Any:
-    """The environment `Calculator`, as an agent."""
+async def add_up(agent: OpenEpisode, tools: list[dict[str, Any]], *, has_reasoning: bool) -> Any:
+    """Play the environment `Calculator` as an agent."""
     messages, total = list(QUESTION), 0
     while True:
         message = (await agent.chat(messages, tools=tools)).choices[0].message
@@ -55,19 +55,19 @@ async def add_up(agent: Opened, tools: list[dict[str, Any]], *, has_reasoning: b
 
 @pytest.mark.parametrize("has_reasoning", [True, False])
 @pytest.mark.parametrize("text", [KEEPING, DROPPING])
-async def test_an_agent_asks_and_records_the_same_tokens_as_the_same_tools_of_an_environment(
+async def test_an_agent_requests_and_records_the_same_tokens_as_an_environment_with_the_same_tools(
     text: str, has_reasoning: bool
 ) -> None:
     tools = calculator_tools()
     template = ChatTemplate(chat_tokenizer(text), {}, tools)
-    play = partial(played, says(*TURNS), "Calculator", prompt=QUESTION, template=template)
-    group, asked_by_player = await asyncio.to_thread(play)  # in a loop of its own
+    play = partial(play_group, script_of(*TURNS), "Calculator", prompt=QUESTION, template=template)
+    group, asked_by_player = await asyncio.to_thread(play)  # in a separate event loop
     expected = group.episodes[0]
-    async with opened(says(*TURNS), template=template) as agent:
+    async with open_episode(script_of(*TURNS), template=template) as agent:
         last = await add_up(agent, tools, has_reasoning=has_reasoning)
         assert last.content == "It is 5"
         by_player = [one for one in asked_by_player if one.episode == 0]
-        for ours, other in zip(agent.asked, by_player, strict=True):
+        for ours, other in zip(agent.prompts, by_player, strict=True):
             assert ours.token_ids.tolist() == other.token_ids.tolist()
             assert (ours.number, ours.salt, ours.stays_at) == (other.number, other.salt, other.stays_at)
         episode = agent.end()
@@ -84,8 +84,8 @@ async def test_an_agent_asks_and_records_the_same_tokens_as_the_same_tools_of_an
     assert [one["role"] for one in episode.messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
 
 
-async def test_what_the_client_gets_of_a_turn_is_what_is_recorded() -> None:
-    async with opened(says("<think>two</think>Well" + call("add", number=2))) as agent:
+async def test_the_recorded_turn_equals_the_clients_response() -> None:
+    async with open_episode(script_of("<think>two</think>Well" + call("add", number=2))) as agent:
         reply = await agent.chat(QUESTION, tools=[ADD], logprobs=True, extra_body={"return_token_ids": True})
         episode = agent.end()
     (choice,), (branch,) = reply.choices, episode.branches
@@ -93,7 +93,9 @@ async def test_what_the_client_gets_of_a_turn_is_what_is_recorded() -> None:
     assert (choice.finish_reason, message.content, message.reasoning_content) == ("tool_calls", "Well", "two")
     (called,) = message.tool_calls
     assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"number": 2})
-    assert choice.token_ids == branch.token_ids.tolist() and reply.prompt_token_ids == agent.asked[0].token_ids.tolist()
+    assert (
+        choice.token_ids == branch.token_ids.tolist() and reply.prompt_token_ids == agent.prompts[0].token_ids.tolist()
+    )
     np.testing.assert_allclose([one.logprob for one in choice.logprobs.content], branch.behaviour_logprobs)
     num_prompt, num_sampled = len(reply.prompt_token_ids), len(branch.token_ids)
     usage = reply.usage
@@ -102,35 +104,41 @@ async def test_what_the_client_gets_of_a_turn_is_what_is_recorded() -> None:
     assert branch.versions == [(4, num_sampled)]
 
 
-async def streamed(agent: Opened, messages: list[Any], **more: Any) -> dict[str, Any]:
-    """What a stream of chunks says together."""
-    said: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
+async def collect_stream(agent: OpenEpisode, messages: list[Any], **more: Any) -> dict[str, Any]:
+    """Return the combined chunks of a stream."""
+    combined: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
     stream = await agent.chat(messages, stream=True, stream_options={"include_usage": True}, **more)
     async for chunk in stream:
         if chunk.usage is not None:
-            said["usage"] = chunk.usage.model_dump(exclude_none=True)
+            combined["usage"] = chunk.usage.model_dump(exclude_none=True)
         for choice in chunk.choices:
-            said["content"] += choice.delta.content or ""
-            said["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
-            said["tool_calls"] += [one.function.model_dump(exclude_none=True) for one in choice.delta.tool_calls or ()]
-            said["finish_reason"] = choice.finish_reason or said["finish_reason"]
-    return said
+            combined["content"] += choice.delta.content or ""
+            combined["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
+            combined["tool_calls"] += [
+                one.function.model_dump(exclude_none=True) for one in choice.delta.tool_calls or ()
+            ]
+            combined["finish_reason"] = choice.finish_reason or combined["finish_reason"]
+    return combined
 
 
-async def test_a_stream_says_what_the_whole_answer_says_and_goes_on_from_a_stream() -> None:
+async def test_a_stream_equals_the_whole_answer_and_can_be_continued() -> None:
     turn = "<think>two</think>Well" + call("add", number=2) + call("add", number=3)
-    async with opened(says(turn, turn, "one", "two", "three")) as agent:
+    async with open_episode(script_of(turn, turn, "one", "two", "three")) as agent:
         reply = await agent.chat(QUESTION, tools=[ADD])
-        said = await streamed(agent, QUESTION, tools=[ADD])
+        combined = await collect_stream(agent, QUESTION, tools=[ADD])
         (choice,) = reply.choices
         message = choice.message
-        assert said["content"] == message.content and said["reasoning_content"] == message.reasoning_content
-        assert said["tool_calls"] == [one.function.model_dump() for one in message.tool_calls]
-        assert said["finish_reason"] == choice.finish_reason
-        assert said["usage"]["completion_tokens"] == reply.usage.completion_tokens
-        first = await streamed(agent, QUESTION)
-        told = [*QUESTION, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And?"}]
-        assert (await streamed(agent, told))["content"] == "two"
+        assert combined["content"] == message.content and combined["reasoning_content"] == message.reasoning_content
+        assert combined["tool_calls"] == [one.function.model_dump() for one in message.tool_calls]
+        assert combined["finish_reason"] == choice.finish_reason
+        assert combined["usage"]["completion_tokens"] == reply.usage.completion_tokens
+        first = await collect_stream(agent, QUESTION)
+        chat = [
+            *QUESTION,
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": "And?"},
+        ]
+        assert (await collect_stream(agent, chat))["content"] == "two"
         stream = await agent.complete("a text", stream=True)
         chunks = [chunk.choices[0] async for chunk in stream]
         assert "".join(chunk.text for chunk in chunks) == "three"
@@ -138,9 +146,9 @@ async def test_a_stream_says_what_the_whole_answer_says_and_goes_on_from_a_strea
         assert len(agent.end().branches) == 4
 
 
-async def test_a_wrong_key_or_path_is_refused() -> None:
+async def test_a_wrong_key_or_path_is_rejected() -> None:
     async with (
-        opened(says("one")) as agent,
+        open_episode(script_of("one")) as agent,
         AsyncOpenAI(base_url=agent.client.base_url, api_key="sk-0", max_retries=0) as stranger,
     ):
         with pytest.raises(openai.AuthenticationError, match="the API key belongs to no episode"):
@@ -149,7 +157,7 @@ async def test_a_wrong_key_or_path_is_refused() -> None:
             await stranger.models.list()
         with pytest.raises(openai.NotFoundError):
             await agent.client.get("/nothing", cast_to=object)
-        assert agent.asked == []
+        assert agent.prompts == []
         assert [model.id for model in (await agent.client.models.list()).data] == ["tiny"]
 
 
@@ -164,9 +172,11 @@ async def test_a_wrong_key_or_path_is_refused() -> None:
         ({"max_tokens": 0}, "max_tokens = 0 must be at least 1"),
         ({"stop": [""]}, "texts of 1 to 256 characters"),
         ({"extra_body": {"stop_token_ids": [3]}}, r"stop_token_ids = \[3\] is not supported, expected \[\]"),
-        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs = .* is not supported, expected None"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}}},
+            "structured_outputs = .* is not supported, expected None"),
         ({"reasoning_effort": "low"}, "reasoning_effort = low is not supported, .* learner.data.chat_template_kwargs"),
-        ({"extra_body": {"function_call": {"name": "add"}}}, "function_call = .* is not supported, expected 'auto'; omit it; tool_choice = 'none'"),
+        ({"extra_body": {"function_call": {"name": "add"}}},
+            "function_call = .* is not supported, expected 'auto'; omit it; tool_choice = 'none'"),
         ({"functions": [{"name": "add", "parameters": {}}]}, "functions = .* is not supported, .* use tools"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has parts that are not text"),
@@ -175,25 +185,25 @@ async def test_a_wrong_key_or_path_is_refused() -> None:
         ({"messages": "hello"}, "the body is not a valid request for chat completions"),
     ],
 )  # fmt: skip
-async def test_what_the_run_fixes_or_cannot_do_is_refused_with_the_reason(more: dict[str, Any], problem: str) -> None:
-    async with opened(says("one")) as agent:
+async def test_unsupported_options_are_rejected_with_a_reason(more: dict[str, Any], problem: str) -> None:
+    async with open_episode(script_of("one")) as agent:
         with pytest.raises(openai.BadRequestError, match=problem):
             await agent.chat(more.get("messages", QUESTION), **{key: more[key] for key in more if key != "messages"})
-        assert agent.asked == []
+        assert agent.prompts == []
 
 
-async def test_what_is_as_the_run_samples_is_not_refused() -> None:
-    async with opened(says("one"), sampling={"temperature": 0.5}) as agent:
+async def test_options_equal_to_the_runs_sampling_are_accepted() -> None:
+    async with open_episode(script_of("one"), sampling={"temperature": 0.5}) as agent:
         same = {"temperature": 0.5, "top_p": 1, "n": 1, "presence_penalty": 0.0, "logit_bias": {}, "user": "me"}
         await agent.chat(QUESTION, **same, extra_body={"top_k": -1, "repetition_penalty": 1.0})
 
 
-async def test_what_an_agent_says_about_sampling_may_be_left_out() -> None:
-    async with opened(says("one", "two", "three"), override_sampling=True) as agent:
+async def test_sampling_options_of_an_agent_can_be_overridden() -> None:
+    async with open_episode(script_of("one", "two", "three"), override_sampling=True) as agent:
         await agent.chat(QUESTION, temperature=0.7, top_p=0.9, seed=3, n=2, extra_body={"stop_token_ids": [3]})
         forced: Any = {"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}
         await agent.chat(QUESTION, **forced)
-        assert len(agent.asked) == 2 and "add" in agent.shown(1)
+        assert len(agent.prompts) == 2 and "add" in agent.shown(1)
         await agent.chat(QUESTION, tools=[ADD], tool_choice="none")
         assert "add" not in agent.shown(2)
         with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
@@ -203,8 +213,8 @@ async def test_what_an_agent_says_about_sampling_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     "arguments", ['{"number": 18446744073709551616}', '{"text": "\\ud800"}', '{"a":' * 3000 + "1" + "}" * 3000]
 )
-async def test_a_call_that_an_agent_has_read_itself_is_kept_whatever_the_policy_wrote_in_it(arguments: str) -> None:
-    async with opened(says("one", "two"), max_tokens=100_000) as agent:
+async def test_a_call_that_an_agent_sends_back_keeps_its_sampled_tokens(arguments: str) -> None:
+    async with open_episode(script_of("one", "two"), max_tokens=100_000) as agent:
         call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         await agent.chat([*QUESTION, turn, {"role": "tool", "tool_call_id": "c1", "content": "?"}])
@@ -213,69 +223,69 @@ async def test_a_call_that_an_agent_has_read_itself_is_kept_whatever_the_policy_
     assert unpack(packed, EpisodeGroup).episodes[0].messages
 
 
-async def test_a_developer_is_the_system_to_the_template() -> None:
-    async with opened(says("one")) as agent:
+async def test_a_developer_message_is_rendered_as_a_system_message() -> None:
+    async with open_episode(script_of("one")) as agent:
         parts = [{"type": "text", "text": text} for text in ("Be ", "short.")]
         await agent.chat([{"role": "developer", "content": parts}, *QUESTION])
-        shown = TOKENIZER.decode(agent.asked[0].token_ids.tolist())
+        shown = TOKENIZER.decode(agent.prompts[0].token_ids.tolist())
     assert "<|im_start|>system\nBe short.<|im_end|>" in shown and "developer" not in shown
 
 
-async def test_a_turn_that_comes_back_with_a_name_or_stripped_is_the_same_turn() -> None:
-    async with opened(says(" one\n", "two", "three")) as agent:
+async def test_a_turn_sent_back_stripped_or_with_a_name_is_the_same_turn() -> None:
+    async with open_episode(script_of(" one\n", "two", "three")) as agent:
         await agent.chat(QUESTION)
         turn = {"role": "assistant", "name": "solver", "content": "one"}
         await agent.chat([*QUESTION, turn, {"role": "user", "content": "so"}])
         assert len(agent.end().branches) == 1
 
 
-async def test_max_tokens_is_heeded_and_bounded_by_the_run() -> None:
-    async with opened(says(*"abcd"), sampling={"max_tokens": 20}, max_tokens=100) as agent:
+async def test_max_tokens_is_applied_and_limited_by_the_run() -> None:
+    async with open_episode(script_of(*"abcd"), sampling={"max_tokens": 20}, max_tokens=100) as agent:
         for wanted in ({"max_tokens": 7}, {"max_completion_tokens": 8}, {"max_tokens": 1000}, {}):
             await agent.chat(QUESTION, **wanted)
-        assert [asked.max_tokens for asked in agent.asked] == [7, 8, 20, 20]
-    async with opened(says(*"ab"), max_tokens=len(TOKENIZER.encode(HEAD)) + 9) as agent:
+        assert [each.max_tokens for each in agent.prompts] == [7, 8, 20, 20]
+    async with open_episode(script_of(*"ab"), max_tokens=len(TOKENIZER.encode(HEAD)) + 9) as agent:
         await agent.chat(QUESTION)
-        assert [asked.max_tokens for asked in agent.asked] == [9]
+        assert [each.max_tokens for each in agent.prompts] == [9]
 
 
-async def test_an_agents_own_stop_is_cut_from_the_text_and_stands_in_the_tokens() -> None:
-    async with opened(says("one;", "two", end=""), sampling={"stop": ["e"]}) as agent:
+async def test_an_agents_stop_text_is_cut_from_the_text_and_kept_in_the_tokens() -> None:
+    async with open_episode(script_of("one;", "two", end=""), sampling={"stop": ["e"]}) as agent:
         reply = await agent.chat(QUESTION, stop=["e", ";"])
-        assert agent.asked[0].stop == (";",) and reply.choices[0].message.content == "one"
+        assert agent.prompts[0].stop == (";",) and reply.choices[0].message.content == "one"
         turn = sent_back(reply.choices[0].message, has_reasoning=True)
         await agent.chat([*QUESTION, turn, {"role": "user", "content": "so"}])
         assert agent.shown(1) == HEAD + "one;<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
         assert len(agent.end().branches) == 1
 
 
-async def test_turns_are_counted_and_none_is_given_beyond_the_most() -> None:
-    async with opened(says("one", "two"), max_turns=2) as agent:
+async def test_an_episode_gets_no_turn_beyond_the_maximum() -> None:
+    async with open_episode(script_of("one", "two"), max_turns=2) as agent:
         await agent.chat(QUESTION)
         await agent.chat(QUESTION)
         with pytest.raises(openai.APIStatusError, match=r"learner\.environment\.max_turns") as refused:
             await agent.chat(QUESTION)
-        assert refused.value.code == "max_turns" and len(agent.asked) == 2
+        assert refused.value.code == "max_turns" and len(agent.prompts) == 2
         assert agent.end().course.state == "max_turns"
 
 
-async def test_a_prompt_without_room_is_refused_in_openais_words_and_shorter_ones_are_not() -> None:
+async def test_an_overlong_prompt_is_rejected_with_the_error_of_openai() -> None:
     long = [{"role": "user", "content": "x" * 100}]
-    async with opened(says("one"), max_tokens=100) as agent:
+    async with open_episode(script_of("one"), max_tokens=100) as agent:
         with pytest.raises(openai.BadRequestError, match=r"learner\.environment\.max_episode_tokens") as refused:
             await agent.chat(long)
         assert refused.value.code == "context_length_exceeded"
         await agent.chat(QUESTION)
         assert agent.end().course.state == "finished"
-    async with opened(says("one"), max_tokens=100) as agent:
+    async with open_episode(script_of("one"), max_tokens=100) as agent:
         with pytest.raises(openai.BadRequestError):
             await agent.chat(long)
         episode = agent.end()
         assert (episode.course.state, episode.branches) == ("length", [])
 
 
-async def test_a_turn_that_was_cut_off_is_reported_and_ends_its_episode_as_length() -> None:
-    async with opened(says("one", "two" + call("add"), reason="length", end="")) as agent:
+async def test_a_truncated_turn_is_reported_and_ends_its_episode_as_length() -> None:
+    async with open_episode(script_of("one", "two" + call("add"), reason="length", end="")) as agent:
         reply = await agent.chat(QUESTION, tools=[ADD])
         assert reply.choices[0].finish_reason == "length"
         reply = await agent.chat(QUESTION, tools=[ADD])
@@ -285,11 +295,11 @@ async def test_a_turn_that_was_cut_off_is_reported_and_ends_its_episode_as_lengt
         assert [branch.finish_reason for branch in episode.branches] == ["stop", "length"]
 
 
-async def test_requests_that_are_made_at_once_are_branches_of_one_episode() -> None:
-    async with opened(says("first", *(f"turn {number}" for number in range(4)))) as agent:
+async def test_concurrent_requests_are_branches_of_one_episode() -> None:
+    async with open_episode(script_of("first", *(f"turn {number}" for number in range(4)))) as agent:
         reply = await agent.chat(QUESTION)
-        told = [*QUESTION, sent_back(reply.choices[0].message, has_reasoning=True)]
-        questions = [[*told, {"role": "user", "content": f"And {number}?"}] for number in range(4)]
+        chat = [*QUESTION, sent_back(reply.choices[0].message, has_reasoning=True)]
+        questions = [[*chat, {"role": "user", "content": f"And {number}?"}] for number in range(4)]
         answers = await asyncio.gather(*(agent.chat(question) for question in questions))
         episode = agent.end()
     assert sorted(answer.choices[0].message.content for answer in answers) == [f"turn {number}" for number in range(4)]
@@ -299,12 +309,12 @@ async def test_requests_that_are_made_at_once_are_branches_of_one_episode() -> N
         before = TOKENIZER.encode(HEAD) if branch.prompt_token_ids is None else branch.prompt_token_ids.tolist()
         assert [*before, *branch.token_ids.tolist()][: len(first_ids)] == first_ids
     sampled = [TOKENIZER.decode(branch.token_ids[branch.is_sampled_T].tolist()) for branch in episode.branches]
-    assert sum("first" in text for text in sampled) == 1, "a turn that several go on from is trained on once"
+    assert sum("first" in text for text in sampled) == 1, "a turn with several continuations must be trained once"
     assert sum(branch.num_sampled for branch in episode.branches) == len("first") + 1 + 4 * (len("turn 0") + 1)
 
 
-async def test_a_conversation_that_an_agent_has_changed_is_another_branch() -> None:
-    async with opened(says("one", "two")) as agent:
+async def test_a_conversation_changed_by_an_agent_is_another_branch() -> None:
+    async with open_episode(script_of("one", "two")) as agent:
         await agent.chat(QUESTION)
         changed = [*QUESTION, {"role": "assistant", "content": "One"}, {"role": "user", "content": "so"}]
         await agent.chat(changed)
@@ -315,19 +325,19 @@ async def test_a_conversation_that_an_agent_has_changed_is_another_branch() -> N
     assert [branch.num_sampled for branch in (first, second)] == [4, 4]
 
 
-async def test_a_call_that_nobody_can_read_is_text_and_the_conversation_goes_on() -> None:
+async def test_an_unreadable_call_is_text_and_the_conversation_continues() -> None:
     broken = "<tool_call>[1]</tool_call>"
-    async with opened(says(broken, call("add", number=1), "two")) as agent:
+    async with open_episode(script_of(broken, call("add", number=1), "two")) as agent:
         first = (await agent.chat(QUESTION, tools=[ADD])).choices[0]
         assert (first.finish_reason, first.message.content) == ("stop", broken)
-        told = [*QUESTION, sent_back(first.message, has_reasoning=True), {"role": "user", "content": "What?"}]
-        second = (await agent.chat(told, tools=[ADD], tool_choice="none")).choices[0]
+        chat = [*QUESTION, sent_back(first.message, has_reasoning=True), {"role": "user", "content": "What?"}]
+        second = (await agent.chat(chat, tools=[ADD], tool_choice="none")).choices[0]
         assert (second.message.content, second.message.tool_calls) == (call("add", number=1), None)
-        assert len(agent.end().branches) == 2, "without tools it is another conversation"
+        assert len(agent.end().branches) == 2, "without tools it must be another conversation"
 
 
-async def test_texts_and_tokens_go_on_behind_what_was_recorded() -> None:
-    async with opened(says("one", "two", "three"), prompt="Say: ") as agent:
+async def test_text_and_token_prompts_continue_recorded_turns() -> None:
+    async with open_episode(script_of("one", "two", "three"), prompt="Say: ") as agent:
         first = await agent.complete("Say: ")
         assert first.choices[0].text == "one" and first.id.startswith("cmpl-")
         second = await agent.complete("Say: one and ", extra_body={"return_token_ids": True})
@@ -335,41 +345,39 @@ async def test_texts_and_tokens_go_on_behind_what_was_recorded() -> None:
         tokens = [*second.prompt_token_ids, *second.choices[0].token_ids, 5]
         await agent.complete([tokens])
         episode = agent.end()
-        assert agent.asked[2].token_ids.tolist() == tokens
+        assert agent.prompts[2].token_ids.tolist() == tokens
     (branch,) = episode.branches
     assert branch.prompt_token_ids is None and branch.sampled_versions == [4, 5, 6] and episode.messages == []
     with pytest.raises(openai.BadRequestError, match="neither one text nor one list of token ids"):
-        async with opened(says("one")) as agent:
+        async with open_episode(script_of("one")) as agent:
             await agent.complete([0, 100000])
-    async with opened(says("one")) as agent:
+    async with open_episode(script_of("one")) as agent:
         for prompt, more, problem in (([], {}, "has no tokens"), ("x", {"logprobs": 1}, "do not return logprobs")):
             with pytest.raises(openai.BadRequestError, match=problem):
                 await agent.complete(prompt, **more)
 
 
-async def test_a_text_goes_on_behind_the_stop_that_ended_it_and_is_another_without_it() -> None:
-    for told, shown, num_branches in (
+async def test_a_text_prompt_continues_a_turn_only_with_its_stop_text() -> None:
+    for text, shown, num_branches in (
         ("Say: think; 5 ", "Say: think; 5 ", 1),
         ("Say: think 5 ", "Say: think 5 ", 2),
         ("Say: think", "Say: think", 2),
     ):
-        async with opened(says("think;", "two", end=""), prompt="Say: ") as agent:
+        async with open_episode(script_of("think;", "two", end=""), prompt="Say: ") as agent:
             first = await agent.complete("Say: ", stop=[";"])
             assert first.choices[0].text == "think"
-            await agent.complete(told)
+            await agent.complete(text)
             assert agent.shown(1) == shown and len(agent.end().branches) == num_branches
 
 
-async def test_what_nobody_waits_for_or_the_episode_outlives_is_given_up_and_nothing_is_answered_or_recorded_behind_its_end() -> (
-    None
-):
-    async with opened(policy := OnceOnly()) as agent:
-        told = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]
-        impatient = asyncio.create_task(agent.chat(told))
+async def test_abandoned_requests_are_cancelled_and_nothing_is_recorded_after_the_end() -> None:
+    async with open_episode(policy := FirstTurnPolicy()) as agent:
+        chat = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]
+        impatient = asyncio.create_task(agent.chat(chat))
         await until_in_loop(lambda: policy.num_held == 1)
         impatient.cancel()
         await until_in_loop(lambda: policy.num_given_up == 1)
-        late = asyncio.create_task(agent.chat(told))
+        late = asyncio.create_task(agent.chat(chat))
         await until_in_loop(lambda: policy.num_held == 2)
         agent.end()
         assert agent.session.leave() == "finished"
@@ -382,19 +390,19 @@ async def test_what_nobody_waits_for_or_the_episode_outlives_is_given_up_and_not
             with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)"):
                 await ask
         episode = agent.session.episode
-        assert (episode.course.num_turns, len(episode.branches), len(agent.asked)) == (1, 1, 3)
+        assert (episode.course.num_turns, len(episode.branches), len(agent.prompts)) == (1, 1, 3)
 
 
-def test_a_turn_that_its_agent_does_not_get_is_none_of_its_episode() -> None:
+def test_a_turn_that_its_agent_never_received_is_not_recorded() -> None:
     with pytest.raises(RefusedRequest, match="the client has disconnected"):
         check_connected(SimpleNamespace(transport=None))  # type: ignore[arg-type]
 
 
-async def test_without_a_server_the_episode_is_aborted_whatever_its_agent_makes_of_it() -> None:
-    def script(asked: Any) -> Completion | None:
+async def test_an_episode_without_a_server_is_aborted() -> None:
+    def script(each: Any) -> Completion | None:
         return None
 
-    async with opened(script) as agent:
+    async with open_episode(script) as agent:
         with pytest.raises(openai.InternalServerError, match="no server could answer"):
             await agent.chat(QUESTION)
         episode = agent.end()

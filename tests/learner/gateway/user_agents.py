@@ -1,4 +1,4 @@
-"""Agents as users write them, well and badly, for tests; run in processes of their own."""
+"""Agents as users write them, good and bad. They run in separate processes."""
 
 import asyncio
 import json
@@ -21,10 +21,10 @@ async def ask(base_url: str, api_key: str, client: httpx.AsyncClient, messages: 
 
 
 async def two_turns(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
-    """A conversation of two turns; what it is worth stands in the row."""
+    """Play a conversation of two turns. The row has the reward."""
     reply = await ask(base_url, api_key, http_client)
-    told = [*MESSAGES, reply["choices"][0]["message"], {"role": "user", "content": "Sure?"}]
-    await ask(base_url, api_key, http_client, told)
+    continued = [*MESSAGES, reply["choices"][0]["message"], {"role": "user", "content": "Sure?"}]
+    await ask(base_url, api_key, http_client, continued)
     return data["worth"]
 
 
@@ -37,7 +37,7 @@ async def with_openai(data: dict[str, Any], *, base_url: str, api_key: str, http
 
 
 def with_loop_of_its_own(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
-    """As `run_sync` of many libraries."""
+    """Start an event loop, as `run_sync` of many libraries does."""
 
     async def both() -> float:
         async with httpx.AsyncClient() as client:
@@ -58,7 +58,7 @@ async def by_completion(data: dict[str, Any], *, base_url: str, api_key: str, ht
 
 
 async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> Any:
-    """After a turn, as the row says."""
+    """Misbehave after a turn, as the row says."""
     await ask(base_url, api_key, http_client)
     match data["how"]:
         case "die":
@@ -76,7 +76,7 @@ async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_c
 
 
 async def guess(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
-    """The built-in environment of this name, as an agent."""
+    """Play the built-in environment of this name as an agent."""
     from learner.environments.builtin import Guess
 
     game, text, headers = Guess(), data["prompt"], {"Authorization": f"Bearer {api_key}"}
@@ -93,20 +93,20 @@ async def guess(data: dict[str, Any], *, base_url: str, api_key: str, http_clien
 
 
 async def tell(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
-    """Three turns with a tool, as the environment `Listener` has them; worth as much as was said."""
+    """Play three turns with a tool, as with the environment `Listener`. The reward is the length of the text."""
     from openai import AsyncOpenAI
 
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
-    messages, num_heard = list(data["prompt"]), 0
+    messages, total = list(data["prompt"]), 0
     tool: Any = {"type": "function", "function": {"name": "tell", "parameters": {"type": "object", "properties": {}}}}
     for _ in range(3):
         reply = await client.chat.completions.create(model="policy", messages=messages, tools=[tool])
         message = reply.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls or ():
-            heard = len(json.loads(call.function.arguments)["text"])
-            num_heard += heard
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{heard} heard"})
+            num_chars = len(json.loads(call.function.arguments)["text"])
+            total += num_chars
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{num_chars} heard"})
         if not message.tool_calls:
             break
-    return float(num_heard)
+    return float(total)

@@ -1,4 +1,4 @@
-"""An ordinary pass of a policy, which one that goes packed has no more: the oracle of its logprobs."""
+"""The plain transformers pass of a policy, which packing replaces: the oracle of its logprobs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import torch
 
 @contextmanager
 def ordinary(policy: Any) -> Iterator[None]:
-    """Let passes of the policy be those of transformers alone."""
+    """Use the plain passes of transformers inside the block."""
     before = policy.config._attn_implementation
     policy.set_attn_implementation("sdpa")
     try:
@@ -19,7 +19,7 @@ def ordinary(policy: Any) -> Iterator[None]:
 
 
 def plain_logits(policy: Any, token_ids_BS: torch.Tensor) -> torch.Tensor:
-    """logits_BSV."""
+    """Return logits_BSV."""
     with ordinary(policy):
         logits_BSV: torch.Tensor = policy(token_ids_BS).logits
     return logits_BSV

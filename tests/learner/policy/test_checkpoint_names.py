@@ -1,4 +1,4 @@
-"""What is pushed and exported has the names, shapes and values that `save_pretrained` writes, a group at a time."""
+"""Pushed and exported tensors have the names, shapes and values of `save_pretrained`, one group at a time."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def assert_equal(sent: list[tuple[str, torch.Tensor]], expected: Tensors) -> Non
 
 
 @pytest.mark.parametrize("family", [*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "qwen3_5"])
-def test_what_is_pushed_is_what_save_pretrained_writes_and_of_a_dense_model_no_copy(
+def test_pushed_tensors_equal_those_of_save_pretrained_without_copies_of_dense_models(
     accelerator: Accelerator, tmp_path: Path, family: str
 ) -> None:
     policy = a_policy(family, tmp_path / "model")
@@ -52,7 +52,7 @@ def test_what_is_pushed_is_what_save_pretrained_writes_and_of_a_dense_model_no_c
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_5"])
-def test_an_adapter_is_merged_before_names_are_given(accelerator: Accelerator, tmp_path: Path, family: str) -> None:
+def test_an_adapter_is_merged_before_names_are_converted(accelerator: Accelerator, tmp_path: Path, family: str) -> None:
     policy = a_policy(family, tmp_path / "model")
     add_adapter(policy, LoraConfig(rank=4, target_modules=("q_proj", "o_proj")), seed=0)
     move(policy, seed=2)
@@ -62,8 +62,8 @@ def test_an_adapter_is_merged_before_names_are_given(accelerator: Accelerator, t
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_5"])
-def test_no_more_is_asked_for_than_what_is_converted_together(tmp_path: Path, family: str) -> None:
-    """So memory stays bounded by the largest group, which is one tensor: all experts of a layer in one projection."""
+def test_only_the_tensors_of_one_conversion_are_requested_together(tmp_path: Path, family: str) -> None:
+    """Memory is bounded by the largest group, which is one tensor: one projection of all experts of a layer."""
     policy = a_policy(family, tmp_path / "model")
     tensors = held(policy)
     names, num_asked = CheckpointNames(policy, tensors), 0
@@ -74,12 +74,12 @@ def test_no_more_is_asked_for_than_what_is_converted_together(tmp_path: Path, fa
             yield item
 
     asked_before_each = [num_asked for _ in names.convert(asked())]
-    # Something comes after every single tensor that was asked for.
+    # Every requested tensor is yielded before the next is computed.
     assert set(asked_before_each) == set(range(1, len(tensors) + 1))
 
 
-def test_tensors_that_need_each_other_are_converted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A made-up conversion: both norms of a layer become one tensor."""
+def test_dependent_tensors_are_converted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Return an artificial conversion that joins both norms of a layer."""
     policy = a_policy("llama", tmp_path / "model")
     ends = ("input_layernorm.weight", "post_attention_layernorm.weight")
 

@@ -1,4 +1,4 @@
-"""The model in a checkpoint, as others load it: transformers, peft, another run."""
+"""The model in a checkpoint, loaded by transformers, peft and another run."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def a_run(tmp_path: Path, dtype: str = "float32", **learner: Any) -> LearnerRun:
 
 
 def trained_and_saved(accelerator: Accelerator, run: LearnerRun, tmp_path: Path) -> tuple[Any, Path]:
-    """Return a policy whose trained weights have moved, and its checkpoint."""
+    """Return a policy with changed weights, and its checkpoint."""
     trainer = make_trainer(RunInputs(run), accelerator, is_new=True)
     move(trainer.policy, seed=1, scale=0.05)
     return trainer.policy, save(trainer, tmp_path, 7)
@@ -44,11 +44,11 @@ def test_transformers_loads_the_model_of_a_checkpoint_with_the_policys_logits(
     assert torch.equal(model(IDS).logits, plain_logits(policy, IDS))
     assert AutoTokenizer.from_pretrained(checkpoint / "model").decode(IDS[0]) == "23456789>+=,"
     assert GenerationConfig.from_pretrained(checkpoint / "model").eos_token_id == 0
-    # Another run may begin with it, and a server that has the model of this run takes its pushes.
+    # Another run can start with it, and a server with the model of this run accepts its pushes.
     assert fingerprint(resolve_model(str(checkpoint / "model"))) == fingerprint(resolve_model("tiny:digits"))
 
 
-def test_a_model_of_a_bfloat16_run_has_the_config_it_began_with_but_for_the_dtype(
+def test_the_model_of_a_bfloat16_run_has_the_original_config_except_the_dtype(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
@@ -65,27 +65,25 @@ def test_a_model_of_a_bfloat16_run_has_the_config_it_began_with_but_for_the_dtyp
     policy, checkpoint = trained_and_saved(accelerator, run, tmp_path)
     del before["torch_dtype"]
     assert json.loads((checkpoint / "model" / "config.json").read_text()) == before | {"dtype": "bfloat16"}
-    assert not (checkpoint / "model" / "model.safetensors.index.json").exists(), "it is not in several files any more"
+    assert not (checkpoint / "model" / "model.safetensors.index.json").exists(), "a single file has no index"
     for name, parameter in AutoModelForCausalLM.from_pretrained(checkpoint / "model").named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, policy.get_parameter(name).bfloat16()), name
-    assert weights_of(checkpoint)["lm_head.weight"].dtype == torch.float32, "a resume needs what is trained"
+    assert weights_of(checkpoint)["lm_head.weight"].dtype == torch.float32, "a resume needs the trained weights"
 
 
-def test_an_adapter_is_merged_into_the_model_and_lies_beside_it_as_peft_has_it(
-    accelerator: Accelerator, tmp_path: Path
-) -> None:
+def test_an_adapter_is_merged_into_the_model_and_also_saved_for_peft(accelerator: Accelerator, tmp_path: Path) -> None:
     policy, checkpoint = trained_and_saved(accelerator, a_run(tmp_path, **LORA), tmp_path)
     merged = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
     torch.testing.assert_close(merged(IDS).logits, plain_logits(policy, IDS), atol=1e-5, rtol=1e-5)
     base = AutoModelForCausalLM.from_pretrained(resolve_model("tiny:digits"))
-    assert (base(IDS).logits - plain_logits(policy, IDS)).abs().max() > 0.1, "the adapter does something"
+    assert (base(IDS).logits - plain_logits(policy, IDS)).abs().max() > 0.1, "the adapter must have an effect"
     adapted = PeftModel.from_pretrained(base, checkpoint / "adapter")
     assert torch.equal(adapted(IDS).logits, plain_logits(policy, IDS))
     assert adapted.peft_config["default"].base_model_name_or_path == "tiny:digits"
 
 
-def test_an_exported_model_has_every_tensor_of_the_multimodal_checkpoint_that_the_run_began_with(
+def test_an_exported_model_has_every_tensor_of_its_multimodal_checkpoint(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     save_model("qwen3_5", tmp_path / "base")
@@ -99,7 +97,7 @@ def test_an_exported_model_has_every_tensor_of_the_multimodal_checkpoint_that_th
     assert torch.equal(model(IDS).logits, plain_logits(policy, IDS))
 
 
-def test_a_checkpoint_without_an_export_holds_no_model(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_export_has_no_model(accelerator: Accelerator, tmp_path: Path) -> None:
     run = a_run(tmp_path, checkpoint={"export_model": False}, **LORA)
     _, checkpoint = trained_and_saved(accelerator, run, tmp_path)
     assert all(".lora_" in name for name in weights_of(checkpoint))

@@ -1,4 +1,4 @@
-"""The reference is what its formula says, step by step, and the policy is untouched by it."""
+"""The reference follows its formula at every step and does not change the policy."""
 
 import copy
 import functools
@@ -32,7 +32,7 @@ from tests.learner.policy.tiny_policy import (
 Weights = dict[str, torch.Tensor]
 
 REFRESHES = {"fixed": [], "every": [2, 5], "ema": [2, 4, 6, 8], "adaptive": [4, 8], "mixture": [2, 4, 6, 8]}
-"""Worked out by hand for METRICS."""
+"""Computed by hand for METRICS."""
 
 
 def weights64(policy: nn.Module) -> Weights:
@@ -45,7 +45,7 @@ def separate_model() -> nn.Module:
 
 
 def probabilities(weights: Weights, batch: Pack) -> torch.Tensor:
-    """Of a batch's tokens under a separate float64 model with these weights."""
+    """Return the logprobs of a batch under a separate float64 model with these weights."""
     model = separate_model()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -56,14 +56,14 @@ def probabilities(weights: Weights, batch: Pack) -> torch.Tensor:
 
 
 def assert_is(reference: Reference, policy: nn.Module, references: list[Weights]) -> None:
-    """The reference's logprobs are those of the mean distribution of separate models with these weights."""
+    """Check that the reference's logprobs are those of the mean distribution of separate models."""
     for batch, logprobs_BT in zip(BATCHES, reference.logprobs(policy, BATCHES), strict=True):
         mean_T = sum(probabilities(weights, batch) for weights in references) / len(references)
         torch.testing.assert_close(logprobs_BT[0].double(), mean_T.log(), atol=1e-5, rtol=0)
 
 
 def resumed(reference: Reference, config: ReferenceConfig, policy: nn.Module, directory: Path) -> Reference:
-    """The same reference in another process, where it began as another policy."""
+    """Return the same reference as in another process that starts with another policy."""
     save_whole(reference.tensors(policy), directory)
     other = Reference(config, policy, reference._accelerator, TEMPERATURE)
     other.load(directory, policy, msgspec.json.decode(msgspec.json.encode(reference.state), type=ReferenceState))
@@ -74,7 +74,7 @@ def resumed(reference: Reference, config: ReferenceConfig, policy: nn.Module, di
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_follows_its_formula_step_by_step_and_over_a_resume(
+def test_each_kind_follows_its_formula_at_every_step_and_across_a_resume(
     accelerator: Accelerator, tmp_path: Path, kind: str
 ) -> None:
     config = ReferenceConfig(kind=kind, **KINDS[kind])
@@ -83,7 +83,7 @@ def test_each_kind_follows_its_formula_step_by_step_and_over_a_resume(
     expected, version_of_it = [weights64(policy)], 0
     assert_is(reference, policy, expected)
     for version, metrics in enumerate(METRICS, 1):
-        if version == 7:  # within a patience, an interval and a mixture
+        if version == 7:  # in the middle of a patience, an interval and a mixture
             reference = resumed(reference, config, policy, tmp_path)
         move(policy, seed=version)
         refreshed = reference.after_step(policy, version, metrics)
@@ -100,7 +100,7 @@ def test_each_kind_follows_its_formula_step_by_step_and_over_a_resume(
         assert_is(reference, policy, expected)
     last = probabilities(weights64(policy), BATCHES[0])
     others = [probabilities(weights, BATCHES[0]) for weights in expected]
-    if kind != "adaptive":  # which was just refreshed
+    if kind != "adaptive":  # the adaptive reference was just refreshed
         assert max((last.log() - other.log()).abs().max() for other in others) > 0.3
 
 
@@ -180,21 +180,21 @@ def test_only_the_parameters_that_match_are_refreshed(accelerator: Accelerator, 
         ({"device": "cuda:99"}, r'device = "cuda:99" does not exist: \d+ CUDA devices'),
     ],
 )
-def test_what_only_the_policy_or_the_machine_can_tell_is_refused(
+def test_settings_that_the_policy_or_the_machine_contradicts_are_rejected(
     accelerator: Accelerator, settings: dict, expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         Reference(ReferenceConfig(kind="every", every_steps=2, **settings), tiny_policy(), accelerator, 1.0)
 
 
-def test_a_name_filter_that_leaves_nothing_out_costs_one_warning(
+def test_a_name_filter_without_effect_is_one_warning(
     accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     Reference(ReferenceConfig(kind="every", every_steps=2, only="transformer"), tiny_policy(), accelerator, 1.0)
     assert "only = 'transformer' has no effect, because it matches all of the 28" in caplog.text
 
 
-def test_weights_of_another_policy_are_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_weights_of_another_policy_are_rejected(accelerator: Accelerator, tmp_path: Path) -> None:
     config = ReferenceConfig(kind="fixed")
     saved = Reference(config, policy := tiny_policy(), accelerator, TEMPERATURE)
     save_whole(saved.tensors(policy), tmp_path)
@@ -204,7 +204,7 @@ def test_weights_of_another_policy_are_refused(accelerator: Accelerator, tmp_pat
         other.load(tmp_path, policy, saved.state)
 
 
-def test_the_reference_of_an_adapter_holds_the_adapter_alone_and_shares_the_base(accelerator: Accelerator) -> None:
+def test_the_reference_of_an_adapter_has_only_the_adapter_and_shares_the_base(accelerator: Accelerator) -> None:
     policy = tiny_policy()
     add_adapter(policy, LoraConfig(rank=3), seed=0)
     reference = Reference(ReferenceConfig(kind="every", every_steps=2), policy, accelerator, TEMPERATURE)

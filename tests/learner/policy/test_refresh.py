@@ -1,4 +1,4 @@
-"""When the reference is refreshed: each cadence against versions worked out by hand."""
+"""When the reference is refreshed: each schedule compared with versions computed by hand."""
 
 import msgspec
 import pytest
@@ -10,11 +10,11 @@ ADAPTIVE = {"kind": "adaptive", "kl_threshold": 0.1}
 
 
 def refreshes(settings: dict, steps: list[tuple[float | None, float | None]]) -> list[int]:
-    """The versions at which a reference is refreshed that sees these (KL, reward) step by step; None: none was measured."""
+    """Return the versions at which a reference is refreshed, given (KL, reward) per step; None: not measured."""
     config = ReferenceConfig(**settings)
     state, last, found = first_state(config), 0, []
     for version, (kl, reward) in enumerate(steps, 1):
-        state = msgspec.json.decode(msgspec.json.encode(state), type=RefreshState)  # as over a resume
+        state = msgspec.json.decode(msgspec.json.encode(state), type=RefreshState)  # as at a resume
         measured = {"reward/mean": reward, "reference/kl": kl}
         metrics = {name: value for name, value in measured.items() if value is not None}
         is_due, state = decide(config, state, version - last, metrics)
@@ -30,14 +30,14 @@ def refreshes(settings: dict, steps: list[tuple[float | None, float | None]]) ->
         ({"kind": "fixed"}, []),
         ({"kind": "every", "every_steps": 5}, [5, 10, 15, 20]),
         ({"kind": "every", "every_steps": 1, "growth": 2.0}, [1, 3, 7, 15]),
-        # 2, 3, 4.5, 6.75: rounded down, but grown from what it was
+        # 2, 3, 4.5, 6.75: rounded down for use, but grown without rounding
         ({"kind": "every", "every_steps": 2, "growth": 1.5}, [2, 5, 9, 15]),
         ({"kind": "every", "every_steps": 2, "growth": 1.5, "max_every_steps": 4}, [2, 5, 9, 13, 17, 21]),
         ({"kind": "ema", "every_steps": 7, "alpha": 0.1}, [7, 14, 21]),
         ({"kind": "mixture", "every_steps": 9, "num_snapshots": 2}, [9, 18]),
     ],
 )
-def test_a_cadence_ignores_what_the_step_measured(settings: dict, expected: list[int]) -> None:
+def test_a_fixed_schedule_ignores_measurements(settings: dict, expected: list[int]) -> None:
     assert refreshes(settings, [(9.0, 0.0)] * 21) == expected
 
 
@@ -105,11 +105,11 @@ MIXTURE = {"kind": "mixture", "every_steps": 3, "num_snapshots": 2}
         (EVERY | {"device": "gpu"}, "device = 'gpu' must be"),
     ],
 )
-def test_what_contradicts_itself_is_refused(settings: dict, expected: str) -> None:
+def test_contradictory_settings_are_rejected(settings: dict, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         ReferenceConfig(**settings)
 
 
-def test_a_growing_interval_may_begin_below_the_patience() -> None:
+def test_a_growing_interval_can_start_below_the_patience() -> None:
     assert ReferenceConfig(**ADAPTIVE, min_every_steps=1, growth=2.0).growth == 2.0
     assert ReferenceConfig(**EVERY | {"every_steps": 1, "growth": 2.0}, reset_optimizer=True).reset_optimizer

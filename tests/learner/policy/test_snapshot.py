@@ -1,4 +1,4 @@
-"""Another's weights in the policy for one pass, and then its own again, to the bit."""
+"""Other weights in the policy for one pass, after which its own weights are restored bit for bit."""
 
 import pytest
 import torch
@@ -31,9 +31,9 @@ def test_weights_and_accumulated_gradients_survive_a_pass_and_one_that_fails(dty
     assert_own()
     with pytest.raises(RuntimeError, match="out of memory"), seated(policy, snapshot):
         raise RuntimeError("out of memory")
-    del snapshot["transformer.ln_f.weight"]  # fails while it is being seated
+    del snapshot["transformer.ln_f.weight"]  # fails while the snapshot is loaded
     with pytest.raises(KeyError), seated(policy, snapshot):
         pass
     assert_own()
-    token_logprobs(policy, a_batch(), 1.0)[0].sum().backward()  # accumulates on top of them
+    token_logprobs(policy, a_batch(), 1.0)[0].sum().backward()  # accumulates gradients on top of them
     assert any(not torch.equal(parameter.grad, gradients[name]) for name, parameter in parameters.items())

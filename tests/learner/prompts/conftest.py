@@ -1,4 +1,4 @@
-"""Prompts of rows, and their tokenizer."""
+"""Fixtures for prompts: a tokenizer, and prompts from rows."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.learner.prompts.data_files import make_tokenizer, save_dataset, write
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreTrainedTokenizerBase]:
-    """In a home of its own, where the encoded rows of no other test are."""
+    """Return a tokenizer in a separate cache directory, without the encoded rows of other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLIPSTREAM_HOME", str(tmp_path_factory.mktemp("home")))
         yield make_tokenizer()
@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreTrainedTo
 
 @pytest.fixture
 def of_rows(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Callable[..., Prompts]:
-    """The prompts of a file with these rows, in their order."""
+    """Return the prompts of a file with these rows, in order."""
 
     def made(*rows: Any, tools: Any = list, goes_on: bool = True, spoken_by: Any = tokenizer, **config: Any) -> Prompts:
         settings = DataConfig(path=write_jsonl(tmp_path / "rows.jsonl", rows), **{"shuffle": False} | config)
@@ -34,7 +34,7 @@ def of_rows(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Callable[...,
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Callable[..., list[dict[str, str]]]:
-    """The same rows in a file and in a dataset on the disk."""
+    """Return the data keys for the same rows as a file and as a dataset on disk."""
 
     def made(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
         file, dataset = write_jsonl(tmp_path / "a.jsonl", rows), save_dataset(tmp_path / "saved", rows)

@@ -1,4 +1,4 @@
-"""Files and saved datasets of prompts, and a tokenizer of digits with a chat template that shows what became of them."""
+"""Files and saved datasets of prompts, and a tokenizer of digits with a simple chat template."""
 
 import json
 from pathlib import Path
@@ -35,5 +35,5 @@ def save_dataset(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def all_of(prompts: Prompts) -> list[Prompt]:
-    """In the order of their rows."""
+    """Return all prompts in the order of their rows."""
     return sorted((prompts.prompt_at(slot) for slot in range(len(prompts))), key=lambda prompt: prompt.prompt_id)

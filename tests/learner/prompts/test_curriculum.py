@@ -1,4 +1,4 @@
-"""The curriculum: who is asked how often, and that nothing but seed, position and pass rates decides it."""
+"""The curriculum: how often each prompt is sampled, which depends only on seed, position and pass rates."""
 
 import msgspec
 import pytest
@@ -28,20 +28,20 @@ def curriculum(prompts: Prompts, next_position: int = 0, **config) -> Curriculum
     return made
 
 
-def asked(prompts: Prompts, made: Curriculum, num_slots: int) -> list[int]:
+def rows_of(prompts: Prompts, made: Curriculum, num_slots: int) -> list[int]:
     return [prompts.row_at(made.ask()) for _ in range(num_slots)]
 
 
-def test_without_a_curriculum_a_slot_asks_the_position_of_its_own_number(prompts: Prompts) -> None:
+def test_without_a_curriculum_a_slot_uses_the_prompt_at_its_position(prompts: Prompts) -> None:
     made = Curriculum(CurriculumConfig(), "right", prompts, 7, 0)
     made.record(0, 1, {"right": [9.0, 9.0]})
     made.count(1)
     assert [made.ask() for _ in range(20)] == list(range(20)) and made.metrics(20) == {}
 
 
-def test_easy_and_hard_prompts_are_asked_in_their_share_of_the_epochs_and_all_others_in_each(prompts: Prompts) -> None:
+def test_easy_and_hard_prompts_are_sampled_in_a_share_of_epochs_and_others_in_every_epoch(prompts: Prompts) -> None:
     made = curriculum(prompts, easy_weight=0.1, hard_weight=0.5)
-    rows = asked(prompts, made, 4000)
+    rows = rows_of(prompts, made, 4000)
     num_epochs = made.next_position / NUM_PROMPTS
     share = {row: rows.count(row) / num_epochs for row in range(NUM_PROMPTS)}
     assert share[EASY] == pytest.approx(0.1, abs=0.03) and share[HARD] == pytest.approx(0.5, abs=0.05)
@@ -50,19 +50,19 @@ def test_easy_and_hard_prompts_are_asked_in_their_share_of_the_epochs_and_all_ot
     assert made.metrics(4000) == {"curriculum/skipped": skipped, "curriculum/easy": 1, "curriculum/hard": 1}
 
 
-def test_what_is_asked_depends_on_position_and_pass_rates_alone(prompts: Prompts) -> None:
+def test_the_sampled_prompt_depends_only_on_position_and_pass_rates(prompts: Prompts) -> None:
     whole = curriculum(prompts)
     positions = [whole.ask() for _ in range(200)]
     resumed = curriculum(prompts, next_position=positions[99] + 1)
     assert [resumed.ask() for _ in range(100)] == positions[100:]
 
 
-def test_prompts_at_or_beyond_a_gate_are_not_asked_again(prompts: Prompts) -> None:
-    rows = asked(prompts, curriculum(prompts, drop_above=1.0, drop_below=0.0), 500)
+def test_prompts_at_or_beyond_a_gate_are_not_sampled_again(prompts: Prompts) -> None:
+    rows = rows_of(prompts, curriculum(prompts, drop_above=1.0, drop_below=0.0), 500)
     assert {EASY, HARD}.isdisjoint(rows) and {NORMAL, UNSEEN, 4, 5} == set(rows)
 
 
-def test_an_epoch_in_which_nothing_may_be_asked_ends_the_run_with_the_reason(prompts: Prompts) -> None:
+def test_an_epoch_without_allowed_prompts_ends_the_run_with_a_reason(prompts: Prompts) -> None:
     made = curriculum(prompts, drop_above=0.8, drop_below=0.2, decay=0.0)
     for slot, prompt_id in enumerate(range(NUM_PROMPTS), start=3):
         made.record(slot, prompt_id, {"right": [float(prompt_id % 2)]})
@@ -71,7 +71,7 @@ def test_an_epoch_in_which_nothing_may_be_asked_ends_the_run_with_the_reason(pro
         made.ask()
 
 
-def test_bad_luck_in_the_draw_is_no_reason_to_end(prompts: Prompts) -> None:
+def test_skipping_epochs_by_chance_does_not_end_the_run(prompts: Prompts) -> None:
     made = curriculum(prompts, easy_weight=0.01)
     for slot, prompt_id in enumerate(range(NUM_PROMPTS), start=3):
         made.record(slot, prompt_id, {"right": [1.0]})
@@ -79,10 +79,10 @@ def test_bad_luck_in_the_draw_is_no_reason_to_end(prompts: Prompts) -> None:
         made.record(slot + 2 * NUM_PROMPTS, prompt_id, {"right": [1.0]})
     made.count(100)
     positions = [made.ask() for _ in range(20)]
-    assert positions[-1] > 20 * NUM_PROMPTS, "whole epochs went by without a prompt"
+    assert positions[-1] > 20 * NUM_PROMPTS, "whole epochs passed without a prompt"
 
 
-def test_pass_rates_are_moving_averages_in_slot_order_whatever_order_they_were_scored_in(prompts: Prompts) -> None:
+def test_pass_rates_are_moving_averages_in_slot_order_for_any_scoring_order(prompts: Prompts) -> None:
     made = Curriculum(CurriculumConfig(kind="pass_rate", decay=0.75), "right", prompts, 7, 0)
     for slot, rewards in ((4, [0.0, None]), (0, [1.0, 0.5]), (2, [1.0, 1.0]), (9, [0.0]), (3, [None, None])):
         made.record(slot, 5, {"right": rewards})
@@ -93,7 +93,7 @@ def test_pass_rates_are_moving_averages_in_slot_order_whatever_order_they_were_s
     assert made._pass_rates == {5: pytest.approx(0.75 * expected)}
 
 
-def test_pass_rates_that_were_kept_go_on_as_if_they_had_been_counted_from_the_first_slot(prompts: Prompts) -> None:
+def test_restored_pass_rates_continue_as_if_counted_from_the_first_slot(prompts: Prompts) -> None:
     whole, first = curriculum(prompts), curriculum(prompts)
     groups = {slot: (slot % NUM_PROMPTS, {"right": [slot % 3 / 2]}) for slot in range(3, 40)}
     for made, slots in ((whole, range(3, 40)), (first, range(3, 20))):
@@ -112,6 +112,6 @@ def test_pass_rates_that_were_kept_go_on_as_if_they_had_been_counted_from_the_fi
     assert Curriculum(CurriculumConfig(), "right", prompts, 7, 0).pass_rates(40) is None
 
 
-def test_a_function_whose_mean_is_no_pass_rate_is_named(prompts: Prompts) -> None:
+def test_a_function_whose_mean_is_not_a_pass_rate_is_an_error(prompts: Prompts) -> None:
     with pytest.raises(RewardError, match=r"function right has a mean of 1\.5 .*slot 8.*learner\.curriculum\.reward"):
         curriculum(prompts).record(8, 0, {"right": [1.0, 2.0]})

@@ -1,4 +1,4 @@
-"""Prompts: every source, plain and conversational, each exactly once per data epoch, and errors that say what to do."""
+"""Prompts: every source, plain and conversational, once per data epoch, with actionable errors."""
 
 import json
 
@@ -110,9 +110,7 @@ SYSTEM = {"role": "system", "content": "7"}
     ],
     ids=str,
 )
-def test_a_conversation_goes_through_the_chat_template_with_a_system_prompt_and_an_answer_that_it_begins(
-    tokenizer, of_rows, row, config, shown
-):
+def test_a_conversation_is_rendered_with_a_system_prompt_and_a_started_answer(tokenizer, of_rows, row, config, shown):
     prompt = of_rows({"prompt": row}, **config).prompt_at(0)
     assert tokenizer.decode(prompt.token_ids) == shown
     assert all(type(token_id) is int for token_id in prompt.token_ids)
@@ -125,9 +123,7 @@ def test_a_conversation_goes_through_the_chat_template_with_a_system_prompt_and_
 
 
 @pytest.mark.parametrize(("content", "shown"), [("2+ ", "+1+1+2+ "), (" ", "+1+1+ >")])
-def test_an_answer_that_a_prompt_begins_keeps_the_space_that_a_template_trims(
-    tokenizer, of_rows, monkeypatch, content, shown
-):
+def test_a_started_answer_keeps_whitespace_that_a_template_trims(tokenizer, of_rows, monkeypatch, content, shown):
     trimming = CHAT_TEMPLATE.replace("+{{ message['content'] }}", "+{{ message['content'] | trim }}")
     monkeypatch.setattr(tokenizer, "chat_template", trimming)
     prompt = of_rows({"prompt": [USER, BEGUN | {"content": content}]}).prompt_at(0)
@@ -142,11 +138,12 @@ HIDES = "{% for message in messages %}{% if message.role == 'user' %}{{ message.
     ("template", "row", "problem"),
     [
         (None, [USER], "has no chat template; use an instruct model"),
-        ("{{ raise_exception('roles must alternate') }}", [USER], r"row 0 of .* template cannot render the conversation: roles must alternate"),
+        ("{{ raise_exception('roles must alternate') }}", [USER],
+            r"row 0 of .* template cannot render the conversation: roles must alternate"),
         (HIDES, [BEGUN], r"row 0 of .* the final message does not appear in the chat"),
     ],
 )  # fmt: skip
-def test_a_template_that_cannot_show_a_conversation_is_an_error(
+def test_a_template_that_cannot_render_a_conversation_is_an_error(
     tokenizer, of_rows, monkeypatch, template, row, problem
 ):
     monkeypatch.setattr(tokenizer, "chat_template", template)
@@ -160,7 +157,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["objects", "as JSON"])
-def test_a_row_may_have_tools_of_its_own(tokenizer, of_rows, monkeypatch, tools):
+def test_a_row_can_have_its_own_tools(tokenizer, of_rows, monkeypatch, tools):
     shown = "{% for tool in tools or [] %}{{ tool.function.name }}{{ 9 if 'extra' in tool.function.parameters }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", shown + CHAT_TEMPLATE)
     rows = {"prompt": [USER], "tools": tools}, {"prompt": [USER]}
@@ -173,13 +170,13 @@ def test_a_row_may_have_tools_of_its_own(tokenizer, of_rows, monkeypatch, tools)
 
 
 @pytest.mark.parametrize("tools", ["search", 3, ["search"]], ids=str)
-def test_tools_that_are_none_name_their_row(of_rows, tools):
+def test_invalid_tools_are_an_error_with_the_row(of_rows, tools):
     assert len(of_rows({"prompt": "1", "tools": tools})) == 1
     with pytest.raises(DataError, match=r"row 0 of .* in column 'tools'; expected a list of JSON schemas"):
         of_rows({"prompt": [USER], "tools": tools})
 
 
-def test_a_text_that_was_rendered_before_has_one_begin(tmp_path):
+def test_a_rendered_text_gets_a_single_start_token(tmp_path):
     tokenizer = chat_tokenizer()
     tokenizer.bos_token = START
     begin = tokenizer.bos_token_id
@@ -194,7 +191,7 @@ def test_a_text_that_was_rendered_before_has_one_begin(tmp_path):
 # --- errors ------------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_line_names_file_and_line(tokenizer, tmp_path):
+def test_a_bad_line_is_an_error_with_file_and_line(tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     for line, problem in (
         ('{"prompt": 1', "is not valid JSON"),
@@ -207,12 +204,12 @@ def test_a_bad_line_names_file_and_line(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("prompt", [17, "", [], [{"role": "user"}], None])
-def test_a_prompt_of_the_wrong_kind_names_its_row(of_rows, prompt):
+def test_a_prompt_of_the_wrong_type_is_an_error_with_the_row(of_rows, prompt):
     with pytest.raises(DataError, match=r"row 1 of .* expected a non-empty text or a non-empty list of messages"):
         of_rows({"prompt": "1"}, {"prompt": prompt})
 
 
-def test_a_file_or_dataset_that_is_not_there_or_empty_is_an_error(tokenizer, tmp_path, of_rows):
+def test_a_missing_or_empty_file_or_dataset_is_an_error(tokenizer, tmp_path, of_rows):
     with pytest.raises(DataError, match="has no prompts"):
         of_rows()
     with pytest.raises(DataError, match=r"learner.data.path = .*none.jsonl' cannot be read"):

@@ -1,4 +1,4 @@
-"""Rows are encoded once and found again; what is too long is refused, dropped or truncated; ids and order stay."""
+"""Encoding of rows: the cache, and the handling of overlong prompts, which keeps ids and order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from tests.learner.prompts.data_files import CHAT_TEMPLATE, make_tokenizer
 OfRows = Callable[..., Prompts]
 
 
-def said(text: str, **columns: Any) -> dict[str, Any]:
+def row_of(text: str, **columns: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "system", "content": "7"}, {"role": "user", "content": text}], **columns}
 
 
@@ -31,10 +31,15 @@ def forbid_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Encoder, "encode", fail)
 
 
-def test_texts_and_conversations_get_the_ids_that_the_tokenizer_itself_gives_them(
+def test_texts_and_conversations_have_the_token_ids_of_the_plain_tokenizer(
     tokenizer: PreTrainedTokenizerBase, of_rows: OfRows
 ) -> None:
-    rows = [{"prompt": "1+1="}, said("2", answer=[1, {"a": None}]), {"prompt": "3=", "answer": 4.5}, said("44")]
+    rows = [
+        {"prompt": "1+1="},
+        row_of("2", answer=[1, {"a": None}]),
+        {"prompt": "3=", "answer": 4.5},
+        row_of("44"),
+    ]
     for prompt, row in zip(in_order(of_rows(*rows)), rows, strict=True):
         if isinstance(row["prompt"], str):
             expected = tokenizer(row["prompt"])["input_ids"]
@@ -48,7 +53,7 @@ def test_texts_and_conversations_get_the_ids_that_the_tokenizer_itself_gives_the
 def test_the_second_start_encodes_nothing(
     tokenizer: PreTrainedTokenizerBase, sources: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs = [DataConfig(**source) for source in sources([said(str(number), answer="s") for number in range(30)])]
+    configs = [DataConfig(**source) for source in sources([row_of(str(number), answer="s") for number in range(30)])]
     first = [Prompts(config, tokenizer, 0) for config in configs]
     forbid_encoding(monkeypatch)
     second = [Prompts(config, make_tokenizer(), 0) for config in configs]
@@ -59,15 +64,14 @@ def test_the_second_start_encodes_nothing(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"system_prompt": "9"}, {"prompt_column": "other"}, {"num_prompts": 3}, {"chat_template_kwargs": {"thinks": True}},
+        {"system_prompt": "9"}, {"prompt_column": "other"}, {"num_prompts": 3},
+        {"chat_template_kwargs": {"thinks": True}},
         {"max_prompt_tokens": 3, "overlong_prompts": "truncate"}, "template", "row",
     ],
     ids=str,
 )  # fmt: skip
-def test_whatever_would_be_encoded_otherwise_is_encoded_anew(
-    of_rows: OfRows, monkeypatch: pytest.MonkeyPatch, changed: Any
-) -> None:
-    rows = [said(str(number), other="5", of=str(changed)) for number in range(4)]
+def test_changed_inputs_are_encoded_again(of_rows: OfRows, monkeypatch: pytest.MonkeyPatch, changed: Any) -> None:
+    rows = [row_of(str(number), other="5", of=str(changed)) for number in range(4)]
     of_rows(*rows)
     forbid_encoding(monkeypatch)
     of_rows(*rows)
@@ -75,39 +79,39 @@ def test_whatever_would_be_encoded_otherwise_is_encoded_anew(
     if changed == "template":
         config = {"spoken_by": make_tokenizer(f"{CHAT_TEMPLATE}=")}
     elif changed == "row":
-        rows[-1] = said("8")
+        rows[-1] = row_of("8")
     with pytest.raises(AssertionError, match="encoded again"):
         of_rows(*rows, **config)
 
 
-def test_several_processes_encode_the_same_and_an_edit_of_the_file_does_not_reach_a_run_that_goes_on(
+def test_several_processes_encode_the_same_and_an_edit_does_not_reach_a_running_run(
     of_rows: OfRows,
 ) -> None:
-    rows = [said(str(number), answer="w") for number in range(50)]
+    rows = [row_of(str(number), answer="w") for number in range(50)]
     prompts = of_rows(*rows, num_workers=2)
     before = in_order(prompts)
-    assert before == in_order(of_rows(*rows, said("1"), num_prompts=50)) == in_order(prompts)
+    assert before == in_order(of_rows(*rows, row_of("1"), num_prompts=50)) == in_order(prompts)
 
 
 def test_keys_reach_the_chat_template(tokenizer: PreTrainedTokenizerBase, of_rows: OfRows) -> None:
     for keys, shown in (({}, "=7=+1>"), ({"thinks": True}, "=7=+1>,")):
-        assert tokenizer.decode(of_rows(said("1"), chat_template_kwargs=keys).prompt_at(0).token_ids) == shown
+        assert tokenizer.decode(of_rows(row_of("1"), chat_template_kwargs=keys).prompt_at(0).token_ids) == shown
 
 
-def test_a_hub_dataset_is_asked_for_at_its_revision(
+def test_a_hub_dataset_is_loaded_at_its_revision(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
 
-    asked = []
+    texts = []
 
     def load(name: str, *arguments: Any, **options: Any) -> Any:
-        asked.append((name, *arguments, options))
+        texts.append((name, *arguments, options))
         return datasets.Dataset.from_list([{"prompt": "1"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     Prompts(DataConfig(dataset="org/name", dataset_config="main", revision="0f3c"), tokenizer, 0)
-    assert asked == [("org/name", "main", {"split": "train", "revision": "0f3c"})]
+    assert texts == [("org/name", "main", {"split": "train", "revision": "0f3c"})]
 
 
 # --- too long ----------------------------------------------------------------------------------------------------
@@ -116,7 +120,7 @@ LENGTHS = [3, 5, 2, 7, 4, 6]
 OF_LENGTHS = [{"prompt": "1234567"[:length], "answer": length} for length in LENGTHS]
 
 
-def test_prompts_that_are_too_long_are_dropped_and_the_others_keep_their_numbers(
+def test_overlong_prompts_are_dropped_and_others_keep_their_ids(
     of_rows: OfRows, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = {"max_prompt_tokens": 4, "overlong_prompts": "drop", "shuffle": True}
@@ -133,12 +137,10 @@ def test_prompts_that_are_too_long_are_dropped_and_the_others_keep_their_numbers
     assert "row 1 of" in line
 
 
-def test_prompts_that_are_too_long_are_asked_without_their_first_tokens(
-    tokenizer: PreTrainedTokenizerBase, of_rows: OfRows
-) -> None:
+def test_overlong_prompts_are_truncated_at_the_start(tokenizer: PreTrainedTokenizerBase, of_rows: OfRows) -> None:
     prompts = of_rows(*OF_LENGTHS, max_prompt_tokens=4, overlong_prompts="truncate")
-    asked = [tokenizer.decode(prompt.token_ids) for prompt in in_order(prompts)]
-    assert asked == ["123", "2345", "12", "4567", "1234", "3456"]
+    texts = [tokenizer.decode(prompt.token_ids) for prompt in in_order(prompts)]
+    assert texts == ["123", "2345", "12", "4567", "1234", "3456"]
     assert [prompt.prompt for prompt in in_order(prompts)] == [row["prompt"] for row in OF_LENGTHS]
     assert prompts.longest()[1] == 4 and prompts.metrics == {"data/truncated_prompts": 3.0}
 
@@ -147,10 +149,11 @@ def test_prompts_that_are_too_long_are_asked_without_their_first_tokens(
     ("config", "problem"),
     [
         ({"max_prompt_tokens": 4}, r"row 1 of .*rows.jsonl has 5 tokens, but the limit is 4; 3 of 6 prompts are longer. .*learner.data.overlong_prompts"),
-        ({"max_prompt_tokens": 1, "overlong_prompts": "drop"}, r"every prompt of .* has more than learner\.data\.max_prompt_tokens = 1"),
+        ({"max_prompt_tokens": 1, "overlong_prompts": "drop"},
+            r"every prompt of .* has more than learner\.data\.max_prompt_tokens = 1"),
     ],
 )  # fmt: skip
-def test_what_is_too_long_is_refused_and_counted_and_at_least_one_prompt_must_be_left(
+def test_overlong_prompts_are_an_error_with_their_number_and_one_prompt_must_remain(
     of_rows: OfRows, config: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(DataError, match=problem):
@@ -160,7 +163,7 @@ def test_what_is_too_long_is_refused_and_counted_and_at_least_one_prompt_must_be
 # --- digests -----------------------------------------------------------------------------------------------------
 
 
-def test_a_digest_is_of_ids_and_columns_and_of_no_address() -> None:
+def test_a_digest_depends_on_token_ids_and_columns_and_not_on_addresses() -> None:
     row = {"prompt": "1", "answer": 2, "image": object(), "raw": b"\0"}
     same = {"raw": b"\0", "image": object(), "answer": 2, "prompt": "1"}
     assert digest(row, [1, 2]) == digest(same, [1, 2])

@@ -1,4 +1,4 @@
-"""Built-in tasks: deterministic rows, no prompt twice."""
+"""Built-in tasks: deterministic rows without duplicate prompts."""
 
 import operator
 import re
@@ -25,7 +25,7 @@ def digits_of_sum(prompt: str, sign: str) -> str:
         ("calculator", r"\d\d,\d\d>", lambda prompt: digits_of_sum(prompt, ",")),
     ],
 )  # fmt: skip
-def test_each_prompt_comes_once_with_the_right_answer(task: str, prompt: str, answer: Callable[[str], str]):
+def test_each_prompt_occurs_once_with_the_correct_answer(task: str, prompt: str, answer: Callable[[str], str]):
     rows = make_rows(task, 1600, seed=3)
     assert len({row["prompt"] for row in rows}) == 1600
     for row in rows:
@@ -38,9 +38,7 @@ def test_each_prompt_comes_once_with_the_right_answer(task: str, prompt: str, an
     ("task", "count", "most"),
     [("reverse", 10, 18), ("sort", 10, 18), ("arithmetic", 100, 9), ("calculator", 16, 9)],
 )
-def test_rows_depend_on_the_seed_alone_in_the_tiny_models_characters_and_are_as_many_as_there_are(
-    task: str, count: int, most: int
-):
+def test_rows_depend_only_on_the_seed_and_use_the_characters_of_the_tiny_model(task: str, count: int, most: int):
     rows = make_rows(task, 50, seed=3)
     assert rows == make_rows(task, 50, seed=3) != make_rows(task, 50, seed=4)
     assert set("".join(row["prompt"] + row["answer"] for row in rows)) <= set(CHARACTERS)
@@ -59,7 +57,7 @@ def test_an_unknown_task_is_an_error_that_lists_the_known():
         make_rows("revers", 1, seed=0)
 
 
-def test_guess_has_secrets_of_one_digit_and_prompts_that_tell_nothing():
+def test_guess_has_one_digit_secrets_and_prompts_without_information():
     rows = make_rows("guess", 200, seed=3)
     assert {row["prompt"] for row in rows} == {"="}
     assert {row["secret"] for row in rows} == set(range(10))
@@ -70,17 +68,17 @@ def test_guess_has_secrets_of_one_digit_and_prompts_that_tell_nothing():
 @pytest.mark.parametrize(
     ("task", "numbers", "num_pairs"), [("sums", SUMMANDS, [320, 80]), ("products", FACTORS, [6480, 1620])]
 )
-def test_what_is_held_out_shares_no_pair_of_numbers_with_what_is_asked_whatever_the_seeds(
+def test_held_out_rows_share_no_pair_of_numbers_with_training_rows_for_any_seed(
     task: str, numbers: range, num_pairs: list[int]
 ):
-    asked, held_out = make_rows(task, None, seed=3), make_rows(f"{task}_held_out", None, seed=4)
-    pairs = [{numbers_of(row) for row in rows} for rows in (asked, held_out)]
-    assert [len(rows) for rows in (asked, held_out)] == [len(one) for one in pairs]
-    assert [len(rows) for rows in (asked, held_out)] == [NUM_PROMPTS[task], NUM_PROMPTS[f"{task}_held_out"]]
+    training, held_out = make_rows(task, None, seed=3), make_rows(f"{task}_held_out", None, seed=4)
+    pairs = [{numbers_of(row) for row in rows} for rows in (training, held_out)]
+    assert [len(rows) for rows in (training, held_out)] == [len(one) for one in pairs]
+    assert [len(rows) for rows in (training, held_out)] == [NUM_PROMPTS[task], NUM_PROMPTS[f"{task}_held_out"]]
     assert not pairs[0] & {pair for a, b in pairs[1] for pair in ((a, b), (b, a))}
     assert {a for a, _ in pairs[0]} == {b for _, b in pairs[0]} == set(numbers)
     right = operator.add if task == "sums" else operator.mul
-    assert all(row["answer"] == right(*numbers_of(row)) for row in asked + held_out)
+    assert all(row["answer"] == right(*numbers_of(row)) for row in training + held_out)
     for name, count in zip((task, f"{task}_held_out"), num_pairs, strict=True):
         assert len(make_rows(name, count, seed=0)) == count
         with pytest.raises(DataError, match=f"num_prompts = 9999 is more than the {count} distinct prompts of task"):

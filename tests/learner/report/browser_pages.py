@@ -1,4 +1,4 @@
-"""Pages of the report and the dashboard in a real browser: how they are opened, read and pointed at."""
+"""Open, read and operate pages of the report and the dashboard in a real browser."""
 
 import asyncio
 import re
@@ -18,26 +18,26 @@ CARD = "[...document.querySelectorAll('.chart')].find((card) => card.querySelect
 
 
 async def looked_at(page: Page, address: str, screen: str = "desktop", scheme: str = "light") -> None:
-    """Open it, until its charts are drawn."""
+    """Open a page and wait until its charts are drawn."""
     await page.look_as(*SCREENS[screen], scheme)
     await page.open(address)
     await page.until("document.querySelectorAll('.chart canvas').length > 4")
 
 
 async def assert_readable(page: Page, scheme: str) -> None:
-    """Nothing beyond the screen's edge, nothing missing, in the colours that were asked for."""
-    assert await page.value("document.documentElement.scrollWidth <= innerWidth"), "it has to be scrolled sideways"
+    """Check that everything is on the screen, complete, and in the colors of the scheme."""
+    assert await page.value("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls horizontally"
     assert await page.value(SUNKEN) == []
     color = await page.value("getComputedStyle(document.body).backgroundColor")
     red, green, blue = (int(part) for part in re.findall(r"\d+", color)[:3])
     assert (red + green + blue > 384) == (scheme == "light")
     labels = await page.value("[...document.querySelectorAll('.plot')].map((plot) => plot.getAttribute('aria-label'))")
-    assert labels and all(re.search(r": .*\d", label) for label in labels), "each has its numbers as text"
+    assert labels and all(re.search(r": .*\d", label) for label in labels), "each chart must have its numbers as text"
     assert page.errors == []
 
 
 async def place_in(page: Page, title: str, across: float) -> tuple[float, float]:
-    """A point of the screen within a chart, which is scrolled to: 0 is its left end, 1 its right."""
+    """Scroll to a chart and return a point on the screen in it. `across`: 0 is its left end, 1 its right end."""
     left, top, width, height = await page.value(
         f"(() => {{ const over = {CARD.format(title)}.querySelector('.u-over'); over.scrollIntoView({{block: 'center'}});"
         "const box = over.getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; })()"
@@ -46,7 +46,7 @@ async def place_in(page: Page, title: str, across: float) -> tuple[float, float]
 
 
 async def legend_of(page: Page, title: str) -> tuple[str, dict[str, str]]:
-    """Where the cursor of a chart is, and the value of each of its series there."""
+    """Return the cursor position of a chart and the value of each series there."""
     return await page.value(
         f"(() => {{ const legend = {CARD.format(title)}.querySelector('.legend');"
         "return [legend.querySelector('.at').textContent, Object.fromEntries([...legend.querySelectorAll('.key')].map("
@@ -55,7 +55,7 @@ async def legend_of(page: Page, title: str) -> tuple[str, dict[str, str]]:
 
 
 async def step_at(page: Page, title: str, across: float) -> int:
-    """The step of a chart at which the cursor is then."""
+    """Move the mouse into a chart and return the step at the cursor."""
     await page.mouse("Moved", *await place_in(page, title, across))
     return int((await legend_of(page, title))[0].removeprefix("step "))
 
@@ -66,7 +66,7 @@ async def drag(page: Page, title: str, start: float, end: float) -> None:
 
 
 def on_a_page(browser: Browser, address: str, look: Callable[[Page], Awaitable[None]]) -> None:
-    """Look at a report, without a complaint of the page."""
+    """Run `look` on a page and check that the page reports no errors."""
 
     async def scene() -> None:
         async with browser.page() as page:

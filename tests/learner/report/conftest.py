@@ -10,6 +10,6 @@ from tests.browser import CHROMIUM, Browser, running_browser
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
-        pytest.skip("no chromium here: apt-get install chromium")
+        pytest.skip("Chromium is missing: apt-get install chromium")
     with running_browser() as browser:
         yield browser

@@ -1,4 +1,4 @@
-"""The report and the dashboard as a program reads them: parsed HTML, HTTP answers, and the event stream."""
+"""Read the report and the dashboard: parsed HTML, HTTP responses, and the event stream."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ from learner.report.dashboard import Dashboard
 from learner.report.page import write_report
 
 NUM_STEPS = 321
-"""Of the runs whose dashboards are looked at."""
+"""Number of steps of the runs with a dashboard."""
 
 
 class Page(HTMLParser):
-    """What a browser would see of a page: its tags, its ids, what it would load, its scripts, and its text."""
+    """A parsed page: its tags, ids, loaded resources, scripts and text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Page(HTMLParser):
 
     @property
     def charts(self) -> dict[str, Any]:
-        """What the script draws, by title."""
+        """Charts that the script draws, by title."""
         return {chart["title"]: chart for chart in json.loads(self.scripts[0])}
 
 
@@ -52,7 +52,7 @@ def page_of(run_dir: Path) -> Page:
 
 
 def observed(run_dir: Path, look: Callable[[Dashboard, aiohttp.ClientSession], Awaitable[Any]]) -> Any:
-    """Start a dashboard on a free port, let `look` look at it, close it, and return what was seen."""
+    """Start a dashboard on a free port, run `look` on it, close it, and return the result."""
 
     async def scene() -> Any:
         dashboard = await Dashboard.start(run_dir, 0, num_steps=NUM_STEPS)
@@ -72,7 +72,7 @@ async def text_at(session: aiohttp.ClientSession, path: str) -> str:
 
 
 async def next_event(response: aiohttp.ClientResponse) -> tuple[str, Any]:
-    """The name and the data of the next event of a stream; ("", None) at its end."""
+    """Return the name and the data of the next event of a stream; ("", None) at its end."""
     name = ""
     async for raw in response.content:
         line = raw.decode().rstrip("\n")

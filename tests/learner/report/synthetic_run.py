@@ -1,4 +1,4 @@
-"""Writes the directory of a run that never happened, shaped like the demo's, for the tests of summary and report."""
+"""Write the directory of a synthetic run, similar to the demo's, for tests of summary and report."""
 
 import json
 import math
@@ -13,7 +13,7 @@ GROUPS_PER_STEP = 4
 
 
 def write_run(run_dir: Path, steps: int = 60, seed: int = 0, num_completions: int = 6) -> list[dict[str, float]]:
-    """Fills `run_dir` and returns the lines of its metrics.jsonl."""
+    """Fill `run_dir` and return the lines of its metrics.jsonl."""
     run_dir.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     metrics = [metrics_of(step, steps, rng) for step in range(1, steps + 1)]
@@ -31,7 +31,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def metrics_of(step: int, steps: int, rng: random.Random) -> dict[str, float]:
-    """A plausible course of learning: reward rises in an S, entropy falls, KL grows until each refresh."""
+    """Return plausible metrics: the reward rises in an S curve, entropy falls, KL grows until each refresh."""
     done = step / steps
     skill = 0.11 + 0.87 / (1 + math.exp(-12 * (done - 0.45)))
     reward = min(1.0, max(0.0, rng.gauss(skill, 0.035)))
@@ -107,9 +107,9 @@ def admit(ledger: Ledger, slot: int, attempt: int, version: int) -> None:
 
 
 def write_ledger(path: Path, steps: int, rng: random.Random) -> None:
-    """Slot 5 is dropped as stale and retried, slot 9 fails for good, the last three groups are still on their way."""
+    """Slot 5 is dropped as stale and retried, slot 9 fails for good, the last three groups are still in flight."""
     ledger = Ledger(path)
-    ledger._db.execute("PRAGMA synchronous = OFF")  # these rows need not survive anything
+    ledger._db.execute("PRAGMA synchronous = OFF")  # these rows need no durability
     slot = 0
     for step in range(1, steps + 1):
         ready: list[tuple[str, int]] = []

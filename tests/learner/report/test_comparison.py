@@ -1,4 +1,4 @@
-"""Several runs side by side: their numbers, the keys in which they differ, one page that needs nothing else."""
+"""Comparison of several runs: their numbers, the keys that differ, and a standalone page."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.learner.report.synthetic_run import write_lines, write_run
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """Two that differ in one key, and in one that only one of them has."""
+    """Return two runs that differ in one key and in one extra key."""
     paths = [tmp_path / "with-care", tmp_path / "bold"]
     for seed, path in enumerate(paths):
         write_run(path, steps=40 + 20 * seed, seed=seed)
@@ -25,7 +25,7 @@ def runs(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_each_run_has_its_own_numbers_and_only_keys_that_differ_are_reported(runs: list[Path]) -> None:
+def test_each_run_has_its_numbers_and_only_differing_keys_are_reported(runs: list[Path]) -> None:
     comparison, metrics = compare(runs)
     assert [run.name for run in comparison.runs] == ["with-care", "bold"]
     assert [run.summary for run in comparison.runs] == [summarize(path) for path in runs]
@@ -36,12 +36,12 @@ def test_each_run_has_its_own_numbers_and_only_keys_that_differ_are_reported(run
     assert [len(lines) for lines in metrics] == [40, 60]
 
 
-def test_the_page_shows_both_in_every_chart_and_needs_nothing_from_outside(runs: list[Path]) -> None:
+def test_the_page_is_standalone_and_shows_both_runs_in_every_chart(runs: list[Path]) -> None:
     path = write_comparison(*compare(runs))
     assert path == runs[0].parent / "comparison.html"
     page = Page(path.read_text())
     titles = ["Reward per step", "Reward over time", "Entropy", "Completion length", "Clipped tokens"]
-    assert list(page.charts) == titles, "neither evaluations nor throughput, which these runs do not have"
+    assert list(page.charts) == titles, "these runs have neither evaluations nor throughput"
     for chart in page.charts.values():
         assert [curve["name"] for curve in chart["series"]] == ["with-care", "bold"]
     for curve, run in zip(page.charts["Entropy"]["series"], runs, strict=True):
@@ -54,7 +54,7 @@ def test_the_page_shows_both_in_every_chart_and_needs_nothing_from_outside(runs:
 def test_evaluations_are_points_at_their_steps(runs: list[Path]) -> None:
     for path, last in zip(runs, (0.5, 0.75), strict=True):
         lines = [line | {"evaluation/reward": 0.25, "evaluation/step": 0} for line in read_metrics(path)]
-        lines[-1] |= {"evaluation/reward": last, "evaluation/step": len(lines) - 1}  # far from a moving mean
+        lines[-1] |= {"evaluation/reward": last, "evaluation/step": len(lines) - 1}  # far from the moving average
         write_lines(path / "metrics.jsonl", lines)
         timed = [line | {"evaluation/seconds": 1.0} for line in lines]
         assert len(series(timed, "evaluation/seconds", "step")[0]) == len(lines)
@@ -63,13 +63,13 @@ def test_evaluations_are_points_at_their_steps(runs: list[Path]) -> None:
     assert [curve["y"] for curve in curves] == [[0.25, 0.5], [0.25, 0.75]]
 
 
-def test_runs_of_one_name_are_distinguished_by_their_paths(runs: list[Path], tmp_path: Path) -> None:
+def test_runs_with_the_same_name_are_distinguished_by_their_paths(runs: list[Path], tmp_path: Path) -> None:
     write_run(other := tmp_path / "elsewhere/bold", steps=5)
     comparison, _ = compare([runs[1], other])
     assert [run.name for run in comparison.runs] == [str(runs[1]), str(other)]
 
 
-def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> None:
+def test_runs_that_cannot_be_compared_are_errors(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="bold is given more than once"):
         compare([*runs, runs[1]])
     with pytest.raises(RunDirectoryError, match="13 runs cannot be compared in one report; select at most 12"):
@@ -79,10 +79,10 @@ def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> N
         compare(runs)
 
 
-def test_the_command_compares_what_it_is_given(runs: list[Path]) -> None:
+def test_the_command_compares_the_given_runs(runs: list[Path]) -> None:
     done = run_here("report", *map(str, runs))
     assert done.returncode == 0 and "comparison: " in done.stdout, done.stderr
-    told = json.loads(run_here("report", str(runs[0]), "--json", str(runs[1])).stdout)
-    assert [run["summary"]["steps"] for run in told["runs"]] == [40, 60]
+    output = json.loads(run_here("report", str(runs[0]), "--json", str(runs[1])).stdout)
+    assert [run["summary"]["steps"] for run in output["runs"]] == [40, 60]
     refused = run_here("report", *map(str, runs), "--bogus")
     assert refused.returncode == 2 and "unrecognized arguments: --bogus; see slipstream report --help" in refused.stderr

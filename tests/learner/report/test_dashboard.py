@@ -1,4 +1,4 @@
-"""The live dashboard over real sockets: what a page, a slow page and Prometheus get, and that a run never pays for it."""
+"""The live dashboard over real sockets: pages, slow pages, Prometheus; and it never slows or stops a run."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ LINE = {"reward/mean": 0.5, "reward/std": 0.1, "staleness/mean": 1.0, "time": 1_
 Session = aiohttp.ClientSession
 
 
-def test_a_page_gets_the_history_and_then_each_step_as_it_comes_until_the_end(tmp_path: Path) -> None:
+def test_a_page_receives_the_history_and_then_each_step_until_the_end(tmp_path: Path) -> None:
     lines = write_run(tmp_path / "run", steps=7)
 
     async def look(dashboard: Dashboard, session: Session) -> None:
@@ -50,7 +50,7 @@ def test_a_page_gets_the_history_and_then_each_step_as_it_comes_until_the_end(tm
     observed(tmp_path / "run", look)
 
 
-def test_a_page_gets_the_newest_completions(tmp_path: Path) -> None:
+def test_a_page_receives_the_newest_completions(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     first = {"step": 1, "prompt": "1>", "completions": ["1"], "rewards": [1.0]}
     last = {"step": 11, "prompt": "37,45>", "completions": ["82", "…"], "rewards": [1.0, None], "answer": "<b>82</b>"}
@@ -60,7 +60,7 @@ def test_a_page_gets_the_newest_completions(tmp_path: Path) -> None:
             if content is not None:
                 path.write_text(content)
             async with session.get("/completions") as response:
-                assert response.status == 204, "a line that is no sample costs the page its panel alone"
+                assert response.status == 204, "a broken sample affects only its panel"
         write_lines(path, [first, last])
         with path.open("a") as file:
             file.write('{"step": 21, "prompt": "cut o')
@@ -71,10 +71,10 @@ def test_a_page_gets_the_newest_completions(tmp_path: Path) -> None:
     assert table.count('<tr class="completion">') == 3
     assert '<span class="reward t10">1.00</span>' in table and '<span class="reward none">–</span>' in table
     assert "&lt;b&gt;82&lt;/b&gt;" in table and "<b>" not in table
-    assert "style=" not in table, "the page's policy would refuse it"
+    assert "style=" not in table, "the page's content policy would reject it"
 
 
-def test_the_charts_follow_each_step_and_are_made_once_for_all_clients(
+def test_the_charts_follow_each_step_and_are_built_once_for_all_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = write_run(tmp_path / "run", steps=7)
@@ -97,7 +97,7 @@ def test_the_charts_follow_each_step_and_are_made_once_for_all_clients(
     assert len(made) == 2
 
 
-def test_charts_that_could_not_be_made_are_made_at_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_charts_that_failed_are_built_at_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     run, is_broken = History(), iter([True, False])
     run.add(1, LINE)
 
@@ -135,14 +135,14 @@ def test_a_client_that_does_not_read_is_dropped_before_it_costs_memory(tmp_path:
                     assert (await next_event(reading))[1]["step"] == step
                 grown = tracemalloc.get_traced_memory()[0] - before
                 tracemalloc.stop()
-                assert len(dashboard._clients) == 1, "the slow one is gone, the other is still there"
+                assert len(dashboard._clients) == 1, "only the slow client is dropped"
                 assert next(iter(dashboard._clients)).queue.qsize() <= CLIENT_BACKLOG
                 assert grown < 3e6, "3,000 steps of 2 kB were published; only the thinned history may stay"
 
     observed(tmp_path, look)
 
 
-def test_a_port_in_use_is_replaced_with_a_warning_that_names_port_and_knob(
+def test_a_port_in_use_is_replaced_with_a_warning_that_names_port_and_key(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def look(dashboard: Dashboard, session: Session) -> None:
@@ -159,7 +159,7 @@ def test_a_port_in_use_is_replaced_with_a_warning_that_names_port_and_knob(
     observed(tmp_path, look)
 
 
-def test_prometheus_gets_the_newest_step_under_legal_names(tmp_path: Path) -> None:
+def test_prometheus_receives_the_newest_step_under_valid_names(tmp_path: Path) -> None:
     line = {
         "reward/mean": 0.25,
         "reward/it's-<b>right\n": 0.75,
@@ -199,7 +199,7 @@ def test_the_page_loads_nothing_and_its_policy_allows_only_its_own_script(tmp_pa
         other = await text_at(session, "/")
         async with session.get("/") as response:
             page = await response.text()
-            assert page != other, "every page has another nonce"
+            assert page != other, "every response has a new nonce"
             return page, response.headers["Content-Security-Policy"]
 
     page, policy = observed(run_dir, look)
@@ -210,12 +210,12 @@ def test_the_page_loads_nothing_and_its_policy_allows_only_its_own_script(tmp_pa
     (nonce,) = set(re.findall(r"'nonce-([^']+)'", policy))
     assert re.findall(r"<script[^>]*>", page) == [f'<script nonce="{nonce}">']
     assert "default-src 'none'" in policy and "unsafe" not in policy
-    assert not re.search(r"\sstyle=|\son[a-z]+=\"", page), "the policy would refuse both"
+    assert not re.search(r"\sstyle=|\son[a-z]+=\"", page), "the content policy would reject both"
     assert "<h1>a&lt;script&gt;alert(1)&lt;</h1>" in page
 
 
 @pytest.mark.parametrize(("host", "is_told"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_a_run_publishes_from_its_own_thread_and_says_what_others_can_read(
+def test_a_run_publishes_from_its_thread_and_warns_about_public_access(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, is_told: bool
 ) -> None:
     loop, config = LoopThread("test"), ReportConfig(dashboard_host=host, dashboard_port=free_port())
@@ -235,7 +235,7 @@ def test_a_run_publishes_from_its_own_thread_and_says_what_others_can_read(
     assert ("can read the run's metrics, prompts and completions" in caplog.text) is is_told
 
 
-def test_a_dashboard_that_cannot_start_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dashboard_that_cannot_start_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop, elsewhere = LoopThread("test"), ReportConfig(dashboard_host="203.0.113.1")
     with caplog.at_level(logging.WARNING), ExitStack() as cleanup:
         cleanup.callback(loop.stop)

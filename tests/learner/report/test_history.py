@@ -1,4 +1,4 @@
-"""The dashboard's history of a long run: read beside it, thinned, and never a reason to stop it."""
+"""The dashboard's history of a long run: read in the background, thinned, and never a reason to stop the run."""
 
 import asyncio
 import json
@@ -20,19 +20,19 @@ def points_of(history: History) -> list[dict[str, Any]]:
     return json.loads(history.points())
 
 
-def test_a_history_that_is_read_is_the_one_that_was_watched(tmp_path: Path) -> None:
+def test_the_history_read_from_disk_equals_the_live_history(tmp_path: Path) -> None:
     path, watched = tmp_path / "metrics.jsonl", History()
-    steps = [*range(1, 3001), *range(2501, 4206), *range(4200, 4321)]  # two resumes took steps back
+    steps = [*range(1, 3001), *range(2501, 4206), *range(4200, 4321)]  # two resumes repeated steps
     lines = [{"step": step, "time": 1.5, "reward/mean": place / 7} for place, step in enumerate(steps)]
     write_lines(path, lines)
     with path.open("a") as file:
-        file.write('{"step": 4321, "time"')  # and a kill cut the last line
+        file.write('{"step": 4321, "time"')  # a kill truncated the last line
     for line in lines:
         watched.add(line["step"], line)
     found = read_history(path, lambda: False)
     kept = [point["step"] for point in points_of(found)]
     assert MAX_POINTS // 2 <= len(kept) <= MAX_POINTS and (kept[0], kept[-1]) == (1, 4320)
-    assert len({later - earlier for earlier, later in pairwise(kept[:-1])}) == 1, "they are thinned evenly"
+    assert len({later - earlier for earlier, later in pairwise(kept[:-1])}) == 1, "points are thinned evenly"
     assert kept == [point["step"] for point in points_of(watched)]
     assert all(place in points_of(watched) for place in points_of(found))
     for history in (found, watched):
@@ -40,13 +40,13 @@ def test_a_history_that_is_read_is_the_one_that_was_watched(tmp_path: Path) -> N
     assert points_of(found) == points_of(watched)
 
 
-def test_what_is_not_finite_is_null_for_the_page() -> None:
+def test_non_finite_values_are_null_for_the_page() -> None:
     point = json.loads(History().add(1, {"a": float("nan"), "b": float("inf"), "c": 1 / 3}))
     assert point == {"a": None, "b": None, "c": 0.333333, "step": 1}
 
 
 async def loaded(run_dir: Path, *published: int) -> list[dict[str, Any]]:
-    """The points of a dashboard that has read its history, and was told of these steps before."""
+    """Return the points of a dashboard that received these steps before it read its history."""
     dashboard = await Dashboard.start(run_dir, 0)
     for step in published:
         dashboard.publish(step, {"reward/mean": 1.0})
@@ -55,7 +55,7 @@ async def loaded(run_dir: Path, *published: int) -> list[dict[str, Any]]:
     return points_of(dashboard._history)
 
 
-def test_a_dashboard_is_there_before_its_history_and_keeps_what_comes_meanwhile(
+def test_a_dashboard_starts_before_its_history_is_read_and_loses_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_lines(tmp_path / "metrics.jsonl", [{"step": step, "reward/mean": 0.0} for step in (1, 2, 3)])
@@ -77,7 +77,7 @@ def test_a_dashboard_is_there_before_its_history_and_keeps_what_comes_meanwhile(
 
 
 @pytest.mark.parametrize(("timeout_s", "broken", "reason"), [(30.0, "nonsense\n", "line 2000"), (0.0, "", "in time")])
-def test_a_history_that_cannot_be_read_costs_a_line_and_the_earlier_steps(
+def test_an_unreadable_history_is_logged_and_only_its_steps_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     timeout_s: float, broken: str, reason: str,
 ) -> None:  # fmt: skip

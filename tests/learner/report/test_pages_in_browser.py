@@ -1,4 +1,4 @@
-"""Dashboard, report and comparison in a real browser: numbers are those of metrics.jsonl, on phones and desktops, light and dark."""
+"""Dashboard, report and comparison in a real browser, on phones and desktops, light and dark."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("screen", "scheme"), LOOKS)
-def test_every_page_of_a_run_can_be_read_and_runs_nothing_that_a_model_wrote(
+def test_every_page_is_readable_and_runs_no_code_of_a_model(
     browser: Browser, run_dir: Path, tmp_path: Path, screen: str, scheme: str
 ) -> None:
     lines = [{**line, f"reward/{HOSTILE}": 0.5} for line in read_metrics(run_dir)]
@@ -74,7 +74,7 @@ def test_every_page_of_a_run_can_be_read_and_runs_nothing_that_a_model_wrote(
                 tiles = await look_at(page, report, 18)
                 ends = [fmean(line["reward/mean"] for line in part) for part in (lines[:6], lines[-6:])]
                 assert tiles["Reward"] == f"{ends[0]:.2f} → {ends[1]:.2f}"
-                assert page.requests == [report], "one file, nothing from elsewhere"
+                assert page.requests == [report], "the page must load nothing else"
                 await look_at(page, comparison, 5, num_completions=0)
                 assert page.requests == [comparison]
         finally:
@@ -89,9 +89,7 @@ BREAK_ONE_ANSWER = """var whole = window.fetch; window.fetch = async () => {
   }; 0"""
 
 
-def test_the_open_page_survives_a_broken_answer_and_a_learner_that_is_started_again(
-    browser: Browser, run_dir: Path
-) -> None:
+def test_an_open_page_survives_a_broken_response_and_a_restarted_learner(browser: Browser, run_dir: Path) -> None:
     lines = read_metrics(run_dir)
 
     async def scene() -> None:
@@ -107,7 +105,7 @@ def test_the_open_page_survives_a_broken_answer_and_a_learner_that_is_started_ag
             assert page.errors == []
             await first.close()
             await page.until("document.getElementById('state').textContent === 'no connection to the learner'")
-            # It comes back behind a checkpoint: steps 31 to 62 come again, and others than before.
+            # The learner resumes from a checkpoint: steps 31 to 62 are repeated with other values.
             again = [{**line, "reward/mean": 0.5} for line in lines[30:35]]
             write_lines(run_dir / "metrics.jsonl", [*lines[:30], *again])
             second = await Dashboard.start(run_dir, port)
@@ -124,7 +122,7 @@ def test_the_open_page_survives_a_broken_answer_and_a_learner_that_is_started_ag
     asyncio.run(scene())
 
 
-def test_the_search_keeps_the_rows_that_have_the_text(browser: Browser, run_dir: Path) -> None:
+def test_the_search_keeps_the_rows_with_the_text(browser: Browser, run_dir: Path) -> None:
     async def look(page: Page) -> None:
         rows = "[...document.querySelectorAll('tr.completion')].filter((row) => row.checkVisibility())"
         samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
@@ -147,7 +145,7 @@ def test_the_search_keeps_the_rows_that_have_the_text(browser: Browser, run_dir:
     on_a_page(browser, write_report(run_dir).as_uri(), look)
 
 
-def test_hover_reads_all_series_of_all_charts_at_one_step(browser: Browser, run_dir: Path) -> None:
+def test_hovering_shows_all_series_of_all_charts_at_one_step(browser: Browser, run_dir: Path) -> None:
     lines = {line["step"]: line for line in read_metrics(run_dir)}
 
     async def look(page: Page) -> None:
@@ -160,16 +158,14 @@ def test_hover_reads_all_series_of_all_charts_at_one_step(browser: Browser, run_
         where, values = await legend_of(page, "Entropy")
         assert where == f"step {step}"
         assert float(values["entropy"]) == pytest.approx(lines[step]["policy/entropy"], rel=5e-3)
-        assert (await legend_of(page, "Reward over time"))[0] == "seconds", "its x is another"
+        assert (await legend_of(page, "Reward over time"))[0] == "seconds", "this chart has another x axis"
         await page.mouse("Moved", 2, 2)
         assert await legend_of(page, "Reward per step") == at_rest
 
     on_a_page(browser, write_report(run_dir).as_uri(), look)
 
 
-def test_a_drag_zooms_all_charts_of_the_same_x_while_steps_come_until_a_double_click(
-    browser: Browser, run_dir: Path
-) -> None:
+def test_a_drag_zooms_all_charts_with_the_same_x_axis_until_a_double_click(browser: Browser, run_dir: Path) -> None:
     lines = read_metrics(run_dir)
 
     async def ends(page: Page, title: str) -> tuple[int, int]:
@@ -212,7 +208,7 @@ DRAW = """(() => {{
 
 
 async def draw(page: Page, chart: Chart) -> float:
-    """Draws a chart, and returns the upper end of its y axis."""
+    """Draw a chart and return the upper end of its y axis."""
     await page.value(DRAW.format(chart=json_of(chart)))
     await page.until("window.highest")
     return await page.value("window.highest")
@@ -224,7 +220,7 @@ def series_of(kind: Kind, y: list[float], **more: Any) -> Series:
     return Series(name=kind, color="blue", kind=kind, x=x, y=y, mean=mean, **more)
 
 
-def test_only_long_series_lose_their_outliers(browser: Browser, run_dir: Path) -> None:
+def test_only_long_series_are_clipped_at_outliers(browser: Browser, run_dir: Path) -> None:
     long = [1.0] * 400
     cases = {
         "bars": ([series_of("bars", [990.0, 10.0, 3.0])], 990.0),

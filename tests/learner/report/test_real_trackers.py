@@ -1,4 +1,4 @@
-"""W&B (offline), trackio and MLflow as they are, in an environment that the test makes: each has the config, the metrics and the completions."""
+"""Real W&B (offline), trackio and MLflow in a new environment: each has the config, the metrics and the completions."""
 
 import json
 import subprocess
@@ -51,9 +51,10 @@ print(json.dumps(run.config))
 
 
 def test_each_tracker_has_config_metrics_and_completions(interpreter: Callable[..., str], tmp_path: Path) -> None:
-    python = interpreter("wandb", "trackio", "mlflow", beside=True)
+    python = interpreter("wandb", "trackio", "mlflow", inherit=True)
     environment = {
-        "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "WANDB_MODE": "offline",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "PYTHONPATH": str(Path.cwd()),
     }  # fmt: skip
 
@@ -71,8 +72,8 @@ def test_each_tracker_has_config_metrics_and_completions(interpreter: Callable[.
     assert columns["step"] == (1, 1, 2, 2) and columns["completion"] == ("four 1", "5", "four 2", "5")
     assert columns["right"] == (1.0, 0.0) * 2 and [str(answer) for answer in columns["answer"]] == ["4"] * 4
     assert json.loads(ran(READ_TRACKIO).splitlines()[-1])["model"] == "tiny:digits"
-    (told,) = (tmp_path / "trackio").glob("my-project.db")
-    assert b"four 1" in told.read_bytes() and b"four 2" in told.read_bytes()
+    (database,) = (tmp_path / "trackio").glob("my-project.db")
+    assert b"four 1" in database.read_bytes() and b"four 2" in database.read_bytes()
     offline = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*.wandb"))
     tables = [json.loads(path.read_text()) for path in (tmp_path / "run").rglob("*.table.json")]
     assert b"learner" in offline and sorted(table["data"][0][3] for table in tables) == ["four 1", "four 2"]

@@ -1,4 +1,4 @@
-"""The report as a file: standalone, safe against what models write, complete, and honest about what is missing."""
+"""The report: standalone, safe against model output, complete, and explicit about missing data."""
 
 import base64
 import hashlib
@@ -30,7 +30,7 @@ INF = float("inf")
 LATE = [1_000_001.0, 1_000_002.0, 1_000_003.0]
 
 
-def test_the_page_of_a_run_shows_all_that_was_recorded_and_needs_nothing_from_outside(tmp_path: Path) -> None:
+def test_the_report_of_a_run_is_complete_and_standalone(tmp_path: Path) -> None:
     write_run(tmp_path / "my-run", steps=60)
     assert "<h2>Events</h2>" not in write_report(tmp_path / "my-run").read_text()
     timeline = Timeline(tmp_path / "my-run/timeline.jsonl")
@@ -68,7 +68,7 @@ def test_the_page_of_a_run_shows_all_that_was_recorded_and_needs_nothing_from_ou
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}';" in html.replace("&#39;", "'")
 
 
-def test_what_a_model_wrote_is_shown_cut_and_never_run(tmp_path: Path) -> None:
+def test_model_output_is_truncated_and_never_executed(tmp_path: Path) -> None:
     write_run(tmp_path, steps=3)
     hostile = ["<script>alert(1)</script>", "</td></table>", "{{ 7 * 7 }}", "nul \x00 bell \x07"]
     chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "half a pair \ud83d"}]
@@ -88,7 +88,7 @@ def test_what_a_model_wrote_is_shown_cut_and_never_run(tmp_path: Path) -> None:
     assert page.text.count("x" * 1200) == MAX_COMPLETIONS
 
 
-def test_a_bare_run_of_one_step_gets_a_page_that_says_what_is_left_out(tmp_path: Path) -> None:
+def test_the_report_of_a_run_with_one_step_lists_what_is_missing(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "time": 0.0, "elapsed_s": 1.0, "reward/mean": 0.5}])
     write_ledger(tmp_path / "ledger.db", 1, random.Random(0))
     page = page_of(tmp_path)
@@ -120,13 +120,13 @@ def charts_of(metrics: list[dict[str, float]]) -> dict[str, Chart]:
     return {chart.title: chart for chart in charts if isinstance(chart, Chart)}
 
 
-def test_several_reward_functions_get_a_chart_of_their_own() -> None:
+def test_several_reward_functions_get_a_separate_chart() -> None:
     rewards = {"reward/a": 0.1, "reward/b": 0.2, "reward/mean": 0.3}
     charts = charts_of([{"step": step, "elapsed_s": step} | rewards for step in range(1, 9)])
     assert list(charts) == ["Reward per step", "Reward over time", "Each reward function"]
 
 
-def test_each_of_several_evaluated_sets_has_a_curve_of_its_evaluations() -> None:
+def test_each_evaluation_set_has_a_curve() -> None:
     rewards = {"evaluation/easy/reward": 0.75, "evaluation/hard/reward": 0.25}
     others = {"evaluation/function/right/reward": 1.0, "evaluation/pass_at_4/reward": 1.0}
     metrics = []
@@ -151,7 +151,7 @@ def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_values", [0, 1, 2, 19, 20, 59, 60, 99, 100, 400, 401])
-def test_the_moving_mean_is_the_mean_of_the_neighbours_there_are_whatever_spikes_are_elsewhere(num_values: int) -> None:
+def test_the_moving_average_uses_only_existing_neighbors(num_values: int) -> None:
     half = max(1, num_values // 20) // 2
     values = np.random.default_rng(0).normal(size=num_values)
     for spike in (0.0, 1e18):
@@ -164,7 +164,7 @@ def test_the_moving_mean_is_the_mean_of_the_neighbours_there_are_whatever_spikes
     np.testing.assert_allclose(moving_mean(np.exp(logs), log=True), np.exp(window_means), rtol=1e-12)
 
 
-def test_what_is_not_finite_never_reaches_a_page() -> None:
+def test_non_finite_values_never_reach_a_page() -> None:
     rng = random.Random(0)
     lines = [{**metrics_of(step, 60, rng), "time/optimizer": INF if step in (30, 31) else 1.0} for step in range(1, 61)]
     chart = charts_of(lines)["Time per step"]

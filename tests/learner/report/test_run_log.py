@@ -1,4 +1,4 @@
-"""Signs of off-policy trouble: said when they appear, said once, and silent in a healthy run."""
+"""Warnings about off-policy trouble: logged once when a sign appears, and never in a healthy run."""
 
 import logging
 
@@ -19,7 +19,7 @@ HEALTHY = {
 
 def test_a_healthy_step_and_one_without_tokens_show_nothing() -> None:
     assert unhealthy(HEALTHY) == {} and unhealthy({"loss/policy": 0.0}) == {}
-    # The one wrong completion of a step in which all others are right: 3 tokens with half of all the advantage there is.
+    # The only wrong completion of a step: its 3 tokens have half of the total advantage.
     assert unhealthy(HEALTHY | {"loss/max_token_share": 0.167, "loss/max_token_multiplier": 1.0}) == {}
 
 
@@ -35,12 +35,12 @@ def test_a_healthy_step_and_one_without_tokens_show_nothing() -> None:
         ("loss/kept_frac_length_q4", 0.4, "97%, 97%, 97%, 40%"),
     ],
 )
-def test_each_bound_names_its_number(name: str, value: float, expected: str) -> None:
+def test_each_warning_names_its_bound(name: str, value: float, expected: str) -> None:
     (sign,) = unhealthy(HEALTHY | {name: value}).values()
     assert expected in sign
 
 
-def test_a_lasting_sign_is_said_once_and_again_when_it_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lasting_sign_is_logged_once_and_again_after_it_returns(caplog: pytest.LogCaptureFixture) -> None:
     health = HealthMonitor()
     with caplog.at_level(logging.WARNING):
         for step, ess in enumerate([0.9, 0.2, 0.1, 0.9, 0.2], start=1):

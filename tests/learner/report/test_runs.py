@@ -1,4 +1,4 @@
-"""`learner runs`: what it tells of runs that go on, ended, stopped, or cannot be read."""
+"""`learner runs`: its output for runs that are running, ended, stopped or unreadable."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def begin(path: Path, steps: int, num_done: int = 0, ended_at: float = 0.0) -> RunDir:
-    """A run directory as a learner has it open."""
+    """Return a run directory that is open in a learner."""
     arguments = [str(ROOT / "deploy/recipes/reverse.toml"), "--run-dir", str(path), "--learner.steps", str(steps)]
     run_dir = RunDir(path, load_config(LearnerRun, arguments, "learner train"))
     run_dir.begin()
@@ -31,11 +31,11 @@ def begin(path: Path, steps: int, num_done: int = 0, ended_at: float = 0.0) -> R
     return run_dir
 
 
-def test_runs_that_go_on_ended_and_stopped_are_distinguished(tmp_path: Path) -> None:
+def test_running_ended_and_stopped_runs_are_distinguished(tmp_path: Path) -> None:
     now = time.time()
     going = begin(tmp_path / "going", steps=9, num_done=4, ended_at=now)
     with going.metrics.open("a") as metrics:
-        metrics.write('{"step": 5, "ti')  # is being written
+        metrics.write('{"step": 5, "ti')  # an incomplete line
     begin(tmp_path / "more" / "ended", steps=3, num_done=3, ended_at=now - 50).close()
     begin(tmp_path / "stopped", steps=9, num_done=2, ended_at=now - 100).close()
     begin(tmp_path / "new", steps=9).close()
@@ -52,7 +52,7 @@ def test_runs_that_go_on_ended_and_stopped_are_distinguished(tmp_path: Path) -> 
     assert list_runs(tmp_path)[0].state == "stopped"
 
 
-def test_looking_at_a_run_never_keeps_a_learner_from_it(tmp_path: Path) -> None:
+def test_listing_a_run_never_blocks_its_learner(tmp_path: Path) -> None:
     begin(tmp_path / "run", steps=9).close()
     num_looks, is_over = 0, threading.Event()
 
@@ -88,7 +88,7 @@ def test_a_run_whose_files_are_broken_is_reported_with_the_reason(tmp_path: Path
 
 
 @pytest.mark.parametrize(("name", "expected"), [("empty", "no run in"), ("nowhere", "is not a directory")])
-def test_where_there_is_no_run(tmp_path: Path, name: str, expected: str) -> None:
+def test_a_directory_without_runs_is_an_error(tmp_path: Path, name: str, expected: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunDirectoryError, match=expected):
         list_runs(tmp_path / name)

@@ -1,4 +1,4 @@
-"""samples.jsonl stays small and is read at its ends."""
+"""samples.jsonl stays small, and readers read only its ends."""
 
 import json
 from collections.abc import Iterable
@@ -43,11 +43,11 @@ def write(path: Path, steps: range, every_steps: int, group: RolloutGroup | None
 
 
 @pytest.mark.parametrize(("every_steps", "kept"), [(1, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (10, [1]), (0, [])])
-def test_samples_are_written_every_so_many_steps(tmp_path: Path, every_steps: int, kept: list[int]) -> None:
+def test_samples_are_written_periodically(tmp_path: Path, every_steps: int, kept: list[int]) -> None:
     assert write(tmp_path / "samples.jsonl", range(1, 6), every_steps) == kept
 
 
-def test_a_sample_says_the_answer_and_what_every_function_gave_and_how_many_completions_there_were(
+def test_a_sample_has_the_answer_the_rewards_of_every_function_and_the_number_of_completions(
     tmp_path: Path,
 ) -> None:
     group = msgspec.structs.replace(a_group(), rewards_by_function={"right": [1.0, None] * 3, "short": [0.5] * 6})
@@ -63,7 +63,7 @@ def test_a_sample_says_the_answer_and_what_every_function_gave_and_how_many_comp
     assert [[*one.functions.values()] for one in shown.completions[:2]] == [["1.00", "0.50"], ["–", "0.50"]]
 
 
-def test_a_file_that_grows_too_long_keeps_its_head_and_the_newest(
+def test_a_file_over_its_limit_keeps_the_first_and_the_newest_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner.report.records, "MAX_BYTES", 40_000)
@@ -73,7 +73,7 @@ def test_a_file_that_grows_too_long_keeps_its_head_and_the_newest(
     head = next(i for i, step in enumerate(kept) if step != i + 1)
     assert head > 5 and kept[head:] == list(range(kept[head], 501)) and len(kept) - head > 5
     assert "has reached the limit of its size" in table_of_run(path).note
-    assert write(path, range(501, 503), 1) == [*kept, 501, 502], "a resume goes on"
+    assert write(path, range(501, 503), 1) == [*kept, 501, 502], "a resume continues"
 
 
 @pytest.mark.parametrize("damaged", [b"\0" * 50, b"17"])
@@ -90,14 +90,12 @@ def test_a_damaged_first_line_does_not_stop_a_run(
     assert path.stat().st_size <= 10_000 and path.read_bytes().startswith(damaged)
 
 
-def test_a_report_shows_both_ends_of_a_file_that_it_does_not_read_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_shows_both_ends_of_a_long_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, steps=100)
     assert table_of_run(tmp_path / "samples.jsonl").note == "The first and the last 25 groups of samples.jsonl."
     path = tmp_path / "samples.jsonl"
     whole = steps_in(path.read_bytes().split(b"\n"), path)
-    with path.open("a") as file:  # step 99 once more, after a resume
+    with path.open("a") as file:  # step 99 again, after a resume
         file.write(json.dumps(whole[98] | {"prompt": "again>"}) + "\n")
     content = bytearray(path.read_bytes())
     content[len(content) // 2 : len(content) // 2 + 10] = b"not read!!"
@@ -107,7 +105,7 @@ def test_a_report_shows_both_ends_of_a_file_that_it_does_not_read_whole(
     assert steps[:2] == [1, 2] and steps[-2:] == [98, 99]
     page = render(tmp_path)
     assert whole[0]["prompt"] in page and whole[97]["prompt"] in page and "again&gt;" in page
-    assert whole[99]["prompt"] not in page, "a resume has taken it back"
+    assert whole[99]["prompt"] not in page, "the resume replaced this sample"
     assert "in between are left out" in page
 
 
@@ -119,9 +117,9 @@ def sample_lines(steps: Iterable[int], num_bytes: int) -> str:
 def test_the_dashboard_shows_the_newest_samples_of_any_length(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text(sample_lines([*range(1, 18), *range(11, 16)], num_bytes) + '{"step": 16, "torn')
-    assert [one.step for one in newest_table(path).samples] == list(range(15, 5, -1)), "a resume repeated some"
+    assert [sample.step for sample in newest_table(path).samples] == list(range(15, 5, -1)), "a resume repeated some"
     path.write_text(sample_lines(range(1, 4), num_bytes))
-    assert [one.step for one in newest_table(path).samples] == [3, 2, 1]
+    assert [sample.step for sample in newest_table(path).samples] == [3, 2, 1]
     path.write_text("")
     assert newest_table(path).samples == []
 
@@ -139,15 +137,17 @@ def a_branch(text: str, versions: list[tuple[int | None, int]], prompt: str | No
     token_ids = np.array(TOKENIZER.encode(text, add_special_tokens=False), np.int32)
     assert len(token_ids) == sum(count for _, count in versions)
     return TokenSequence(
-        token_ids=token_ids, behaviour_logprobs=np.zeros(len(token_ids), np.float32), versions=versions, finish_reason="stop",
-        prompt_token_ids=None if prompt is None else np.array(TOKENIZER.encode(prompt, add_special_tokens=False), np.int32),
+        token_ids=token_ids, behaviour_logprobs=np.zeros(len(token_ids), np.float32), versions=versions,
+        finish_reason="stop",
+        prompt_token_ids=None if prompt is None else np.array(TOKENIZER.encode(prompt, add_special_tokens=False),
+            np.int32),
     )  # fmt: skip
 
 
-def test_of_episodes_every_branch_is_kept_and_the_report_shows_who_said_what_under_which_version(
+def test_samples_keep_every_branch_and_the_report_shows_speaker_and_version(
     tmp_path: Path,
 ) -> None:
-    """Two, of which the second has a branch; the policy says 1 to 3, the environment 8 and 9."""
+    """Two episodes, of which the second has a branch. The policy writes 1 to 3, the environment 8 and 9."""
     branches = [
         a_branch("12893", [(4, 1), (5, 1), (None, 2), (5, 1)]), a_branch("1", [(5, 1)]), a_branch("2", [(7, 1)], "77"),
     ]  # fmt: skip
@@ -169,7 +169,7 @@ def test_of_episodes_every_branch_is_kept_and_the_report_shows_who_said_what_und
     assert [branch["prompt"] for branch in second["branches"]] == [None, "77"]
     assert [branch["runs"] for branch in second["branches"]] == [[[5, "1"]], [[7, "2"]]]
     page = render(tmp_path)
-    told = (
+    parts = (
         '<span class="v0">1</span><span class="v1">2</span><span class="environment">89</span><span class="v1">3</span>',
         "finished · 2 turns · 1 tool call · 1 answered with an error · 0.5 s in the environment",
         "tool_timeout · 1 turn · 0.0 s in the environment",
@@ -177,5 +177,5 @@ def test_of_episodes_every_branch_is_kept_and_the_report_shows_who_said_what_und
         '<span class="key v0">policy version 4</span><span class="key v1">policy version 5</span>'
         '<span class="key v2">policy version 7</span><span class="key environment">the environment</span>',
     )
-    for part in told:
+    for part in parts:
         assert part in page, part

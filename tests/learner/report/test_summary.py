@@ -1,4 +1,4 @@
-"""The summary's numbers against numpy, and its reading of files that crashes and resumes leave behind."""
+"""The summary's numbers, checked with numpy; and files that crashes and resumes leave behind."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from protocol.errors import SlipstreamError
 from tests.learner.report.synthetic_run import GROUPS_PER_STEP, write_ledger, write_lines, write_run
 
 
-def test_every_number_agrees_with_an_independent_computation_and_the_files_stay_as_they_were(tmp_path: Path) -> None:
+def test_every_number_equals_an_independent_computation_and_no_file_changes(tmp_path: Path) -> None:
     metrics = write_run(tmp_path, steps=57)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     summary = summarize(tmp_path)
@@ -43,7 +43,7 @@ def test_every_number_agrees_with_an_independent_computation_and_the_files_stay_
     assert list(summary.wait_shares.values()) == sorted(summary.wait_shares.values(), reverse=True)
 
 
-def test_what_few_runs_have_is_reported_where_it_was_recorded(tmp_path: Path) -> None:
+def test_rare_metrics_are_reported_if_they_were_recorded(tmp_path: Path) -> None:
     metrics = write_run(tmp_path, steps=3)
     text, page = as_text(summarize(tmp_path)), write_report(tmp_path).read_text()
     assert "prompts " not in text and "slowdown " not in text and "Slowdown" not in page
@@ -56,7 +56,7 @@ def test_what_few_runs_have_is_reported_where_it_was_recorded(tmp_path: Path) ->
     assert "\nslowdown     steps take 1.50 times as long during an evaluation\n" in text and "1.50 ×" in page
 
 
-def test_groups_are_counted_by_the_ledger_and_one_that_is_missing_there_is_lost(tmp_path: Path) -> None:
+def test_groups_are_counted_from_the_ledger_and_missing_groups_are_lost(tmp_path: Path) -> None:
     write_run(tmp_path, steps=10)
     summary = summarize(tmp_path)
     with closing(sqlite3.connect(tmp_path / "ledger.db")) as db, db:
@@ -78,7 +78,7 @@ def test_the_larger_of_the_two_mismatches_is_reported(tmp_path: Path) -> None:
     assert summarize(tmp_path).mismatch_mean_abs_logprob == 1e-6
 
 
-def test_one_bare_step_is_enough_and_absent_numbers_are_none(tmp_path: Path) -> None:
+def test_one_step_is_enough_and_missing_numbers_are_none(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "time": 0.0, "elapsed_s": 0.0, "reward/mean": float("nan")}])
     write_ledger(tmp_path / "ledger.db", 1, random.Random(0))
     summary = summarize(tmp_path)
@@ -91,7 +91,7 @@ def test_one_bare_step_is_enough_and_absent_numbers_are_none(tmp_path: Path) -> 
     assert "–" in as_text(summary)
 
 
-def test_steps_taken_back_by_a_resume_do_not_count(tmp_path: Path) -> None:
+def test_steps_discarded_by_a_resume_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     before = [{"step": step, "value": "old"} for step in range(1, 9)]
     after = [{"step": step, "value": "new"} for step in range(5, 7)]
@@ -101,7 +101,7 @@ def test_steps_taken_back_by_a_resume_do_not_count(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_torn_last_line_of_a_killed_learner_is_not_there(tmp_path: Path) -> None:
+def test_the_incomplete_last_line_of_a_killed_learner_is_ignored(tmp_path: Path) -> None:
     metrics = write_run(tmp_path, steps=12)
     whole = (tmp_path / "metrics.jsonl").read_bytes()
     last = json.dumps(metrics[-1]).encode()
@@ -109,18 +109,18 @@ def test_the_torn_last_line_of_a_killed_learner_is_not_there(tmp_path: Path) -> 
         (tmp_path / "metrics.jsonl").write_bytes(whole[: -len(last) - 1] + last[:kept])
         assert len(read_steps(tmp_path / "metrics.jsonl")) == 11
     (tmp_path / "metrics.jsonl").write_bytes(whole[:-1])
-    assert summarize(tmp_path).steps == 12, "whole, only its newline is missing"
+    assert summarize(tmp_path).steps == 12, "the line is complete without its newline"
 
 
 @pytest.mark.parametrize("broken", ['{"step": 2, "rew', "[1, 2]", '{"reward/mean": 1.0}', '{"step": "two"}'])
-def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, broken: str) -> None:
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path, broken: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + broken + '\n{"step": 3}\n')
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2: expected a JSON object"):
         read_steps(path)
 
 
-def test_what_is_no_run_directory_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_run_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=r"not a run directory: metrics\.jsonl is missing.*slipstream train"):
         summarize(tmp_path / "nowhere")
     (tmp_path / "metrics.jsonl").write_text("")

@@ -1,4 +1,4 @@
-"""Trackers get every metric of metrics.jsonl, whatever its type; one that fails or is absent is told."""
+"""Trackers receive every metric of metrics.jsonl, of any number type. A failing or missing tracker is reported."""
 
 import sys
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
 
 
 def read_back(path: Path) -> dict[str, dict[int, float]]:
-    """By metric and step, what TensorBoard itself would show."""
+    """Return the values that TensorBoard shows, by metric and step."""
     events = EventAccumulator(str(path), size_guidance={"scalars": 0})
     events.Reload()
     return {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
@@ -74,14 +74,14 @@ def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), np.int64(2), True], ids=repr)
-def test_a_number_of_any_type_arrives(run_dir: RunDir, value: float) -> None:
+def test_numbers_of_any_type_are_logged(run_dir: RunDir, value: float) -> None:
     trackers = Trackers(["tensorboard"], "p", run_dir)
     trackers.log_metrics(7, {"reward/mean": value})
     trackers.close()
     assert read_back(run_dir.tensorboard) == {"reward/mean": {7: float(value)}}
 
 
-def test_one_that_fails_costs_itself_alone(
+def test_a_failing_tracker_is_dropped_without_affecting_others(
     run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "packages/wandb").mkdir(parents=True)
@@ -96,27 +96,27 @@ def test_one_that_fails_costs_itself_alone(
             trackers.log_completions(step, sample | {"functions": {"right": [1.0, 0.0]}})
     trackers.close()
     wandb = sys.modules.pop("wandb")
-    named, *told = wandb.told
-    (step, tables) = told.pop(1)
+    named, *logged = wandb.told
+    (step, tables) = logged.pop(1)
     assert step == 1 and tables["completions"].columns == ["step", "prompt", "answer", "completion", "reward", "right"]
     assert tables["completions"].data == [[1, "2+2", "4", "4", 1.0, 1.0], [1, "2+2", "4", "5", None, 0.0]]
     settings = wandb.config.values
     assert (settings["model"], settings["learner.steps"]) == ("tiny:digits", 4)
     assert all(value is None or isinstance(value, bool | int | float | str) for value in settings.values())
     assert (named["project"], named["id"], named["resume"]) == ("my-project", run_dir.run_id, "allow")
-    assert told == [(1, {"reward/mean": 1.0}), (2, {"reward/mean": 2.0})] and wandb.closed == []
-    assert all(type(value) is float for _, values in told for value in values.values())
+    assert logged == [(1, {"reward/mean": 1.0}), (2, {"reward/mean": 2.0})] and wandb.closed == []
+    assert all(type(value) is float for _, values in logged for value in values.values())
     assert "dropping tracker wandb, which failed (nobody is there)" in caplog.text
     assert list(read_back(run_dir.tensorboard)["reward/mean"]) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_one_whose_package_is_absent_is_refused_with_what_installs_it(
+def test_a_tracker_without_its_package_is_rejected_with_the_install_command(
     run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     if is_installed(name):
         pytest.skip(f"{name} is installed here")
-    (tmp_path / name).mkdir()  # as W&B leaves it behind
+    (tmp_path / name).mkdir()  # as W&B leaves the directory behind
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=rf"'{name}', which is not installed; .*pip install .*\[{EXTRAS[name]}\]'"):

@@ -1,4 +1,4 @@
-"""A user's file of asynchronous reward functions, with what lives as long as their process."""
+"""A user's file of asynchronous reward functions, with state that lives as long as their process."""
 
 import asyncio
 import functools
@@ -16,13 +16,13 @@ num_calls = 0
 
 
 async def same_loop(completions, **kwargs):
-    """Return how many event loops have been seen, to one of which a judge's client would belong."""
+    """Return the number of event loops seen. A judge's client would belong to one of them."""
     loops.add(asyncio.get_running_loop())
     return [float(len(loops))] * len(completions)
 
 
 async def most_together(completions, **kwargs):
-    """Return how many calls have been in flight together at most."""
+    """Return the maximum number of concurrent calls."""
     global in_flight, most_in_flight
     in_flight += 1
     most_in_flight = max(most_in_flight, in_flight)
@@ -31,19 +31,19 @@ async def most_together(completions, **kwargs):
     return [float(most_in_flight)] * len(completions)
 
 
-async def sleeps_if_told(completions, seconds, **kwargs):
+async def sleeps_on_request(completions, seconds, **kwargs):
     await asyncio.sleep(seconds[0])
     return [float(os.getpid())] * len(completions)
 
 
-async def blocks_if_told(completions, seconds, **kwargs):
+async def blocks_on_request(completions, seconds, **kwargs):
     time.sleep(seconds[0])
     await asyncio.sleep(0)
     return [float(os.getpid())] * len(completions)
 
 
 async def is_killed_at_its_third_call(completions, flag, **kwargs):
-    """The other calls are in flight then; the file outlives the process."""
+    """Die while other calls are in flight. The file outlives the process."""
     global num_calls
     num_calls += 1
     if num_calls == 3 and not Path(flag[0]).exists():
@@ -68,7 +68,7 @@ class _Judge:
 
 
 judge_object = _Judge()
-partly = functools.partial(sleeps_if_told, seconds=[0.0])
+partly = functools.partial(sleeps_on_request, seconds=[0.0])
 
 
 def hands_a_coroutine_on(completions, **kwargs):
@@ -79,12 +79,12 @@ def waits_for_the_other(completions, mine, other, **kwargs):
     Path(mine[0]).touch()
     give_up_at = time.monotonic() + DEADLINE_S
     while not Path(other[0]).exists():
-        assert time.monotonic() < give_up_at, "the other function never began"
+        assert time.monotonic() < give_up_at, "the other function never started"
         time.sleep(0.01)
     return [1.0] * len(completions)
 
 
-def is_waited_for(completions, mine, other, **kwargs):
+def releases_the_other(completions, mine, other, **kwargs):
     return waits_for_the_other(completions, other, mine)
 
 

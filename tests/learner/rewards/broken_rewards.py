@@ -1,4 +1,4 @@
-"""Reward functions that break their contract, each in its own way."""
+"""Reward functions that each break their contract in a different way."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Groups that reward functions score in their processes."""
+"""Score groups with reward functions in their processes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Asynchronous reward functions, many calls in one event loop; and what every function may log, as in TRL."""
+"""Asynchronous reward functions: many calls in one event loop; and the logging of every function, as in TRL."""
 
 import json
 import os
@@ -21,7 +21,7 @@ FILE = Path(__file__).parent / "async_rewards.py"
 
 
 def score(names: list[str], prompts: list[Prompt], **config: object) -> list[GroupRewards]:
-    """The groups of two completions each, submitted at once."""
+    """Score groups of two completions, submitted together."""
     settings = RewardConfig(functions=tuple(f"{FILE}:{name}" for name in names), **config)  # type: ignore[arg-type]
     with RewardWorkers(settings) as workers:
         futures = [
@@ -37,8 +37,8 @@ def outcomes(groups: list[GroupRewards]) -> list[str]:
 # --- one loop for all calls --------------------------------------------------------------------------------------
 
 
-def test_synchronous_and_asynchronous_functions_stand_side_by_side_each_in_one_event_loop_for_all_calls() -> None:
-    """So that a client made in one call works in all that follow."""
+def test_each_async_function_has_one_event_loop_for_all_calls() -> None:
+    """A client created in one call must work in all later calls."""
     names = ["same_loop", "hands_a_coroutine_on", "judge_object", "partly", "takes_no_more_than_it_must"]
     for group in score(names, [prompt(seconds=0.0, answer="b")] * 12):
         assert group.by_function["same_loop"] == group.by_function["hands_a_coroutine_on"] == [1.0, 1.0]
@@ -46,14 +46,14 @@ def test_synchronous_and_asynchronous_functions_stand_side_by_side_each_in_one_e
         assert group.by_function["takes_no_more_than_it_must"] == [0.0, 1.0]
 
 
-def test_as_many_calls_are_in_flight_together_as_the_config_allows() -> None:
+def test_concurrent_calls_reach_the_limit_of_the_config() -> None:
     groups = score(["most_together"], [prompt()] * 10, max_concurrent_calls=3)
     assert max(reward for group in groups for reward in group.rewards if reward is not None) == 3
 
 
-def test_two_functions_of_one_group_run_at_once(tmp_path: Path) -> None:
+def test_two_functions_of_one_group_run_concurrently(tmp_path: Path) -> None:
     columns = {"mine": str(tmp_path / "mine"), "other": str(tmp_path / "other")}
-    both = ["waits_for_the_other", "is_waited_for"]
+    both = ["waits_for_the_other", "releases_the_other"]
     (group,) = score(both, [prompt(**columns)], num_workers=2, timeout_s=DEADLINE_S)
     assert group.rewards == [2.0, 2.0]
 
@@ -61,29 +61,29 @@ def test_two_functions_of_one_group_run_at_once(tmp_path: Path) -> None:
 # --- isolation ---------------------------------------------------------------------------------------------------
 
 
-def test_a_call_that_is_too_late_is_cancelled_and_costs_no_other() -> None:
+def test_a_late_call_is_cancelled_without_affecting_others() -> None:
     seconds = [0.0, 1000.0, 0.0, 1000.0, 0.0]
-    groups = score(["sleeps_if_told"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=2)
+    groups = score(["sleeps_on_request"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=2)
     assert outcomes(groups) == ["ok", "timed_out", "ok", "timed_out", "ok"]
-    assert "sleeps_if_told did not return within 3 s and was canceled" in str(groups[1].functions[0].message)
-    assert len({groups[i].rewards[0] for i in (0, 2, 4)}) == 1  # one process all the time
+    assert "sleeps_on_request did not return within 3 s and was canceled" in str(groups[1].functions[0].message)
+    assert len({groups[i].rewards[0] for i in (0, 2, 4)}) == 1  # one process throughout
 
 
-def test_a_call_that_blocks_the_event_loop_is_killed_and_later_ones_are_made_again() -> None:
+def test_a_call_that_blocks_the_event_loop_is_killed_and_later_calls_are_retried() -> None:
     seconds = [1000.0, 0.0, 0.0]
-    groups = score(["blocks_if_told"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=1)
+    groups = score(["blocks_on_request"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=1)
     assert outcomes(groups) == ["timed_out", "ok", "ok"]
     assert "did not return within 3 s and was killed" in str(groups[0].functions[0].message)
 
 
-def test_calls_in_flight_are_made_again_when_their_process_is_killed_from_outside(tmp_path: Path) -> None:
+def test_calls_in_flight_are_retried_when_their_process_is_killed(tmp_path: Path) -> None:
     groups = score(["is_killed_at_its_third_call"], [prompt(flag=str(tmp_path / "flag"))] * 8)
     assert (tmp_path / "flag").exists()
     assert [group.rewards for group in groups] == [[1.0, 1.0]] * 8
 
 
 def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
-    with RewardWorkers(RewardConfig(functions=(f"{FILE}:sleeps_if_told",))) as workers:
+    with RewardWorkers(RewardConfig(functions=(f"{FILE}:sleeps_on_request",))) as workers:
 
         def process() -> int:
             group = workers.submit(prompt(seconds=0.0), ["a"], [[1]]).result(DEADLINE_S)
@@ -100,8 +100,8 @@ def test_a_function_that_ends_its_process_has_failed() -> None:
     assert "ended its process with exit code 7" in str(group.functions[0].message)
 
 
-def test_processes_are_replaced_after_so_many_calls() -> None:
-    groups = score(["sleeps_if_told"], [prompt(seconds=0.01)] * 9, calls_per_worker=3, max_concurrent_calls=2)
+def test_processes_are_replaced_after_a_number_of_calls() -> None:
+    groups = score(["sleeps_on_request"], [prompt(seconds=0.01)] * 9, calls_per_worker=3, max_concurrent_calls=2)
     assert len({group.rewards[0] for group in groups}) == 3
 
 
@@ -115,14 +115,14 @@ def test_a_function_knows_the_step_and_logs_metrics_and_columns() -> None:
     assert '"words"' in group.to_json() and '"first"' not in group.to_json()
 
 
-def test_what_several_functions_log_under_one_name_is_one_metric() -> None:
+def test_values_that_several_functions_log_under_one_name_are_one_metric() -> None:
     functions = [
         FunctionRewards(name=name, rewards=[], metrics={"words": [number]}) for name, number in [("f", 1.0), ("g", 2.0)]
     ]
     assert GroupRewards(rewards=[], functions=functions).logged_metrics == {"words": [1.0, 2.0]}
 
 
-def test_what_a_function_logs_and_the_overlong_penalty_reach_metrics_ledger_and_samples_of_a_run(
+def test_logged_values_and_the_overlong_penalty_reach_metrics_ledger_and_samples(
     tmp_path: Path,
 ) -> None:
     reward = {"functions": [f"{FILE}:logs"], "overlong_buffer_tokens": 3, "overlong_penalty": 0.5}
@@ -143,9 +143,9 @@ def test_what_a_function_logs_and_the_overlong_penalty_reach_metrics_ledger_and_
 
 @pytest.mark.parametrize(
     "function",
-    ["tests.learner.rewards.user_rewards:slow_if_told", "tests.learner.rewards.async_rewards:sleeps_if_told"],
+    ["tests.learner.rewards.user_rewards:slow_on_request", "tests.learner.rewards.async_rewards:sleeps_on_request"],
 )
-def test_the_seconds_of_a_call_are_its_own_and_not_those_of_the_calls_it_waited_for(function: str) -> None:
+def test_the_duration_of_a_call_excludes_calls_it_waited_for(function: str) -> None:
     name = function.partition(":")[2]
     with RewardWorkers(RewardConfig(functions=(function,), max_concurrent_calls=1)) as workers:
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Reward functions whose service is not there: what counts as that, how long the run waits, and what is said."""
+"""Reward functions with an unreachable service: which errors count, how long the run waits, and what it logs."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ async def judge_too(completions, **kwargs):
 
 
 class Judge(ThreadingHTTPServer):
-    """Gives each completion its length, or a status."""
+    """Returns the length of each completion, or a status."""
 
     status = 200
     num_asked = 0
@@ -80,7 +80,7 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("name", ["judge", "judge_too"])
-def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
+def test_the_run_waits_for_an_unreachable_service_and_every_group_gets_its_reward(
     tmp_path: Path, port: int, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -99,11 +99,11 @@ def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
             assert late.result(DEADLINE_S).rewards == [3.0]
     assert [result.rewards for result in results] == [[3.0, 4.0]] * 3
     assert all(function.outcome == "ok" for result in results for function in result.functions)
-    assert caplog.text.count(f"reward function {name} cannot reach its service: it raised") == 2, "once each time"
+    assert caplog.text.count(f"reward function {name} cannot reach its service: it raised") == 2, "once per outage"
     assert caplog.text.count(f"reward function {name} reaches its service again") == 2
 
 
-def test_one_that_stays_away_is_a_failure_in_the_end(tmp_path: Path, port: int) -> None:
+def test_a_service_that_stays_unreachable_fails_at_the_deadline(tmp_path: Path, port: int) -> None:
     with RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:judge",), unreachable_s=0.5)) as workers:
         began_at = time.monotonic()
         (function,) = workers.submit(prompt(), ["12"], [[1]]).result(DEADLINE_S).functions
@@ -111,7 +111,7 @@ def test_one_that_stays_away_is_a_failure_in_the_end(tmp_path: Path, port: int) 
     assert "start the service that it calls, or raise learner.reward.unreachable_s" in (function.message or "")
 
 
-def test_workers_that_are_closed_call_nobody_again(tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_closed_workers_retry_no_call(tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture) -> None:
     workers = RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:judge",)))
     group = workers.submit(prompt(), ["12"], [[1]])
     until(lambda: "cannot reach its service" in caplog.text)
@@ -140,24 +140,28 @@ def caused_by(cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     "error",
     [
-        ConnectionRefusedError("refused"), ConnectionResetError("reset"), BrokenPipeError("pipe"), socket.gaierror("no such name"),
-        urllib.error.URLError(ConnectionRefusedError("refused")), *(of_library(name) for name in sorted(call.UNREACHABLE_ERRORS)),
+        ConnectionRefusedError("refused"), ConnectionResetError("reset"), BrokenPipeError("pipe"),
+        socket.gaierror("no such name"),
+        urllib.error.URLError(ConnectionRefusedError("refused")),
+        *(of_library(name) for name in sorted(call.UNREACHABLE_ERRORS)),
         with_status(429), with_status(503, "status"), with_status(502, "code"), with_status(504, "response"),
         caused_by(ConnectionRefusedError("refused")), caused_by(with_status(503)),
     ],
     ids=repr,
 )  # fmt: skip
-def test_somebody_who_is_not_there_is_reported(error: Exception) -> None:
+def test_connection_errors_count_as_an_unreachable_service(error: Exception) -> None:
     assert is_unreachable(error)
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        KeyError("answer"), ValueError("no number"), with_status(400), with_status(401, "status"), with_status(500), FileNotFoundError("x"),
-        urllib.error.URLError("unknown url type"), caused_by(KeyError("x")), EvaluationError("no"), TimeoutError("late"),
+        KeyError("answer"), ValueError("no number"), with_status(400), with_status(401, "status"), with_status(500),
+        FileNotFoundError("x"),
+        urllib.error.URLError("unknown url type"), caused_by(KeyError("x")), EvaluationError("no"),
+        TimeoutError("late"),
     ],
     ids=repr,
 )  # fmt: skip
-def test_a_function_that_is_wrong(error: Exception) -> None:
+def test_other_errors_do_not_count_as_an_unreachable_service(error: Exception) -> None:
     assert not is_unreachable(error)

@@ -1,4 +1,4 @@
-"""`json_schema`: what is JSON of the right form, whatever else a policy writes."""
+"""`json_schema`: rewards for JSON that matches a schema."""
 
 import json
 
@@ -16,7 +16,7 @@ PERSON = {
 
 
 @pytest.mark.parametrize(
-    ("said", "reward"),
+    ("completion", "reward"),
     [
         ('{"name": "Ada", "age": 36}', 1.0), (' {"name": "Ada"}\n', 1.0), ('```json\n{"name": "Ada"}\n```', 1.0),
         ('<think>{"name": 1}</think>{"name": "Ada"}', 1.0), ('Here it is: {"name": "Ada"}', 0.0),
@@ -25,11 +25,11 @@ PERSON = {
     ],
     ids=lambda value: repr(value)[:40],
 )  # fmt: skip
-def test_json_that_the_schema_allows_is_paid_and_nothing_else(said, reward):
-    assert json_schema([said, said], [PERSON, json.dumps(PERSON)]) == [reward, reward]
+def test_only_json_that_matches_the_schema_is_rewarded(completion, reward):
+    assert json_schema([completion, completion], [PERSON, json.dumps(PERSON)]) == [reward, reward]
 
 
-def test_a_number_that_no_float_holds_is_an_answer_like_any_other():
+def test_a_number_beyond_the_range_of_floats_is_accepted():
     assert json_schema(["9" * 400], [{"multipleOf": 0.01}]) == [0.0]
 
 
@@ -37,12 +37,12 @@ def test_a_row_without_a_schema_cannot_be_scored():
     assert json_schema(["{}"] * 4, [None, "", {}, True]) == [None, None, 1.0, 1.0]
 
 
-def test_a_schema_that_is_none_is_an_error():
+def test_an_invalid_schema_is_an_error():
     with pytest.raises(jsonschema.SchemaError):
         json_schema(["{}"], [{"type": "person"}])
 
 
-def test_references_lead_into_the_schema_and_ask_nobody():
+def test_references_resolve_within_the_schema_without_network_access():
     inner = {"$defs": {"word": {"type": "string"}}, "$ref": "#/$defs/word"}
     assert json_schema(['"a"', "1"], [inner, inner]) == [1.0, 0.0]
     with pytest.raises(Exception, match=r"127\.0\.0\.1:9"):

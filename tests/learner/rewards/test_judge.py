@@ -1,4 +1,4 @@
-"""`judge`: what a model behind an OpenAI endpoint is asked, and how its word becomes a reward. A scripted endpoint on a real socket."""
+"""`judge`: the request to a model behind an OpenAI endpoint, which is scripted, and the reward from its verdict."""
 
 import json
 import re
@@ -18,14 +18,14 @@ from tests.learner.rewards.scored_groups import prompt, score
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Says of each answer what it is told to say."""
+    """Returns a scripted verdict for each answer."""
 
     status = 200
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.says: dict[str, str] = {}
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.slow: set[str] = set()
         self.cut_off: set[str] = set()
@@ -44,14 +44,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(question)
+        self.server.requests.append(question)
         self.server.keys.append(self.headers["Authorization"])
         rated = re.search("Answer to rate:\n(.*)\n", question["messages"][0]["content"])
         answer = rated[1] if rated else ""
         if answer in self.server.slow:
             time.sleep(5)
-        said, reason = self.server.says.get(answer, "no number"), "length" if answer in self.server.cut_off else "stop"
-        choice = {"message": {"role": "assistant", "content": said}, "finish_reason": reason}
+        reply, reason = self.server.says.get(answer, "no number"), "length" if answer in self.server.cut_off else "stop"
+        choice = {"message": {"role": "assistant", "content": reply}, "finish_reason": reason}
         self.answer({"choices": [choice]}, 400 if answer in self.server.refused else self.server.status)
 
     def answer(self, body: Any, status: int = 200) -> None:
@@ -77,30 +77,32 @@ def rated(url: str, completions: list[str], the_prompt=None, **config):
     return score(["judge"], completions, the_prompt, judge=JudgeConfig(**judge), **config)
 
 
-def test_the_last_number_that_the_judge_says_is_a_share_of_the_best():
+def test_the_reward_is_the_last_number_of_the_verdict_over_the_best_score():
     with endpoint() as server:
         server.says = {
             "a": "Right, but 2 words too long.\n7", "b": "<think>9</think>3 out of 10.", "c": "<think>it is a 5",
         }  # fmt: skip
         result = rated(server.url, list("abc"), prompt("2+2=", answer="4"))
         assert result.rewards == [0.7, 0.3, None]
-        assert {question["model"] for question in server.asked} == {"first"}
-        text = next(one for question in server.asked if "\na\n" in (one := question["messages"][0]["content"]))
+        assert {question["model"] for question in server.requests} == {"first"}
+        text = next(one for question in server.requests if "\na\n" in (one := question["messages"][0]["content"]))
         assert "Task:\n2+2=\n" in text and "there is one:\n4\n" in text
 
 
 @pytest.mark.parametrize(
     ("verdict", "score"),
     [
-        ("7", 0.7), ("8/10", 0.8), ("**8/10**", 0.8), ("3 out of 10.", 0.3), ("Score - 8", 0.8), ("- 8", 0.8), ("-4", 0.0), ("11", 1.0),
-        ("It ends with #### 42, which is wrong.\n2", 0.2), ("2 of 3 steps are right.\n\n6.5", 0.65), ("", None), ("good", None),
+        ("7", 0.7), ("8/10", 0.8), ("**8/10**", 0.8), ("3 out of 10.", 0.3), ("Score - 8", 0.8), ("- 8", 0.8),
+        ("-4", 0.0), ("11", 1.0),
+        ("It ends with #### 42, which is wrong.\n2", 0.2), ("2 of 3 steps are right.\n\n6.5", 0.65), ("", None),
+        ("good", None),
     ],
 )  # fmt: skip
 def test_the_last_number_counts(verdict, score):
     assert score_of(verdict, 10.0) == (None if score is None else pytest.approx(score))
 
 
-def test_a_verdict_that_is_cut_off_refused_or_late_costs_its_own_completion():
+def test_a_truncated_rejected_or_late_verdict_affects_only_its_completion():
     with endpoint() as server:
         server.says = {"a": "7", "b": "There are 3 errors: first", "c": "8"}
         server.cut_off, server.refused, server.slow = {"b"}, {"c"}, {"d"}
@@ -112,24 +114,24 @@ def test_a_verdict_that_is_cut_off_refused_or_late_costs_its_own_completion():
     )
 
 
-def test_what_is_asked_is_the_users(monkeypatch):
+def test_the_user_controls_the_request_to_the_judge(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "sk-judge\n")
     question = {"model": "large", "temperature": 0.5, "max_tokens": 3}
     own = question | {"prompt": "Answer to rate:\n{completion}\n", "best_score": 5.0}
     with endpoint() as server:
         server.says = {"a": "4 / 5"}
         assert rated(server.url, ["a"], judge=own).rewards == [0.8]
-        assert server.asked == [question | {"messages": [{"role": "user", "content": "Answer to rate:\na\n"}]}]
+        assert server.requests == [question | {"messages": [{"role": "user", "content": "Answer to rate:\na\n"}]}]
         assert server.keys == ["Bearer sk-judge"]
 
 
-def test_names_within_what_is_filled_in_stay_as_they_are():
+def test_placeholders_in_inserted_text_stay_unchanged():
     talk = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
     text = filled("{prompt}|{answer}|{completion}|{other}", talk, "say {answer}", ["4", "four {prompt}"])
     assert text == "system: Be short.\n\nuser: 2+2?|4\nfour {prompt}|say {answer}|{other}"
 
 
-def test_a_judge_that_refuses_is_named_with_what_it_says():
+def test_a_rejection_by_the_judge_is_reported_with_its_message():
     with endpoint() as server:
         server.status = 401
         result = rated(server.url, ["a"])

@@ -1,4 +1,4 @@
-"""The reward for mathematics: golds as competition data sets write them, and pairs that were judged by hand."""
+"""The reward for mathematics: golds as competition datasets write them, and hand-judged pairs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +13,11 @@ GOLDS = r"""
 \begin{pmatrix} 1 \\ 2 \end{pmatrix}  10\%  \$18.50  5\text{ cm}  45^\circ  1{,}000  0.5  -7  2^{10}  10^{-3}
 1.5\times10^{3}  \sqrt[3]{7}  \log_2 3  e^{2}  1+2i  12!  \binom{5}{2}  100_8  \text{even}  \text{(B)}
 """
-"""As in MATH: LaTeX without delimiters. Two spaces between two."""
+"""LaTeX without delimiters, as in MATH. Separated by two spaces."""
 
 
 def pairs() -> Iterator[list[str]]:
-    """Gold, completion, "right" or "wrong", and perhaps why math-verify judges otherwise."""
+    """Yield gold, completion, "right" or "wrong", and optionally why math-verify disagrees."""
     for line in (Path(__file__).parent / "math_pairs.tsv").read_text().splitlines():
         if not line.startswith("#"):
             gold, completion, *more = line.split("\t")
@@ -29,7 +29,7 @@ def reward(gold: str, completion: str) -> float | None:
 
 
 @pytest.mark.parametrize("gold", GOLDS.replace("\n", "  ").split("  ")[1:-1])
-def test_the_gold_itself_is_right_in_a_box_between_dollars_and_bare(gold: str) -> None:
+def test_the_gold_is_correct_in_a_box_between_dollars_and_bare(gold: str) -> None:
     completions = [f"So it is \\boxed{{{gold}}}.", f"The final answer is ${gold}$.", gold]
     assert [reward(gold, completion) for completion in completions] == [1.0, 1.0, 1.0]
 
@@ -41,7 +41,7 @@ def test_pairs_are_judged_as_by_hand() -> None:
     assert {pair: verdict for pair, verdict in given.items() if judged[pair] != verdict} == {}
 
 
-def test_a_gold_may_have_delimiters_of_its_own() -> None:
+def test_a_gold_can_have_delimiters() -> None:
     golds = {r"$2\sqrt{3}$": r"\sqrt{12}", r"\boxed{3\pi}": r"3\pi", r"It is \(7\).": "7", "$18.50": "18.5"}
     assert [reward(gold, f"\\boxed{{{answer}}}") for gold, answer in golds.items()] == [1.0] * 4
     assert [reward(gold, r"\boxed{2}") for gold in golds] == [0.0] * 4

@@ -1,4 +1,4 @@
-"""`passes_tests`: what programs are paid for, what they cannot do, and what becomes of what they start. Real processes on this kernel."""
+"""`passes_tests`: rewards of programs, their confinement, and the end of their child processes. Uses real processes."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 RIGHT = "def add(a, b):\n    return a + b"
 TIMEOUT_S = 10.0
 CONFIG = RewardConfig(functions=("passes_tests",))
-# Asked of the system, not of ours: tests that skip where ours is broken would hide it.
+# Checks the system, not the product: a check of the product would skip the tests when the product is broken.
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount", "--net", "--ipc", "--pid", "--fork", "true"]
 pytestmark = pytest.mark.skipif(
     shutil.which("unshare") is None or subprocess.run(UNSHARE, capture_output=True).returncode != 0,
@@ -38,9 +38,11 @@ def paid(code: str, tests=TESTS) -> float | None:
 @pytest.mark.parametrize(
     ("code", "reward"),
     [
-        (RIGHT, 1.0), ("def add(a, b): return a - b", 0.0), ("def subtract(a, b): return a - b", 0.0), ("def add(a, b) return", 0.0),
+        (RIGHT, 1.0), ("def add(a, b): return a - b", 0.0), ("def subtract(a, b): return a - b", 0.0),
+        ("def add(a, b) return", 0.0),
         (f"{RIGHT}\nif __name__ == '__main__': add(input())", 1.0),
-        ("import sys; sys.exit(0)", 0.0), ("import os; os._exit(0)", 0.0), ("import os; os._exit = lambda code: None", 0.0),
+        ("import sys; sys.exit(0)", 0.0), ("import os; os._exit(0)", 0.0),
+        ("import os; os._exit = lambda code: None", 0.0),
         ("import builtins; builtins.exec = lambda *a: None", 0.0),
         ("import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'passed')\n    except OSError: pass", 0.0),
         (f"from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n{RIGHT}", 1.0),
@@ -51,11 +53,11 @@ def paid(code: str, tests=TESTS) -> float | None:
     ],
     ids=lambda value: repr(value)[:60],
 )  # fmt: skip
-def test_a_program_is_paid_for_passing_its_tests_and_nothing_else(code, reward):
+def test_a_program_is_rewarded_only_for_passing_its_tests(code, reward):
     assert paid(code) == reward
 
 
-def test_a_column_holds_python_or_statements_or_inputs_with_outputs_and_may_be_a_text_of_them():
+def test_tests_can_be_python_statements_or_inputs_with_outputs_also_as_text():
     reads = "a, b = map(int, input().split())\nprint(a + b)"
     pairs = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "4"}]
     apps = {"inputs": ["1 2", "0 0"], "outputs": ["3\n", ["0"]]}
@@ -72,7 +74,7 @@ def test_a_column_holds_python_or_statements_or_inputs_with_outputs_and_may_be_a
 
 
 @pytest.mark.parametrize("column", [7, [1, 2], [{"input": "1"}], {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"}])
-def test_a_column_of_another_kind_is_refused_with_what_is_expected(column):
+def test_an_invalid_test_column_is_rejected_with_the_expected_formats(column):
     with pytest.raises(ValueError, match=r"column tests contains .*; expected Python code that raises"):
         checks_of(column)
 
@@ -85,19 +87,19 @@ def test_a_column_of_another_kind_is_refused_with_what_is_expected(column):
         ("[add(1, 2)]", "cannot fail"),
     ],
 )
-def test_python_that_cannot_fail_is_no_test(tests, problem):
+def test_python_that_cannot_fail_is_rejected_as_a_test(tests, problem):
     with pytest.raises(ValueError, match=problem):
         checks_of(tests)
 
 
-def test_the_last_block_of_python_counts_or_the_whole_answer_without_any():
+def test_the_last_python_block_counts_or_the_whole_answer_without_blocks():
     two = "First:\n```python\nx = 1\n```\nBetter:\n```py\nx = 2\n```\nRun it:\n```bash\npython x.py\n```\n"
     assert code_of(two) == "x = 2\n"
     assert code_of("x = 3") == "x = 3"
     assert code_of("```\nx = 4\n```") == "x = 4\n"
 
 
-def test_what_does_not_end_costs_its_own_share_of_the_time_and_no_worker(tmp_path):
+def test_a_program_that_does_not_end_uses_only_its_share_of_the_time(tmp_path):
     programs = ["while True: pass", RIGHT, "import time; time.sleep(1e6)", RIGHT]
     completions = [f"```python\n{code}\n```" for code in programs]
     with RewardWorkers(RewardConfig(functions=("passes_tests",), timeout_s=8.0)) as workers:
@@ -119,11 +121,11 @@ def test_what_does_not_end_costs_its_own_share_of_the_time_and_no_worker(tmp_pat
         "files = [open(__import__('os').devnull) for _ in range(10_000)]",
     ],
 )
-def test_what_takes_too_much_fails(code):
+def test_a_program_over_its_limits_fails(code):
     assert passes_tests([f"{code}\n{RIGHT}"], [TESTS], 4.0, CONFIG) == [0.0]
 
 
-def test_a_program_has_no_network_no_variables_and_no_files_but_its_own(tmp_path, monkeypatch):
+def test_a_program_has_no_network_no_environment_variables_and_only_its_own_files(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     (tmp_path / "key").write_text("secret")
     listener = socket.create_server(("127.0.0.1", 0))
@@ -163,7 +165,7 @@ def test_a_program_has_no_network_no_variables_and_no_files_but_its_own(tmp_path
 
 
 @pytest.mark.parametrize("timeout_s", [TIMEOUT_S, 2.0])
-def test_what_a_program_starts_ends_with_it_in_whatever_session(timeout_s):
+def test_child_processes_end_with_the_program_in_any_session(timeout_s):
     mark = f"4{os.getpid()}{int(timeout_s)}"
     leaves = f"import subprocess; subprocess.Popen(['sleep', '{mark}'], start_new_session=True)\n"
     stays = "" if timeout_s == TIMEOUT_S else "while True: pass"
@@ -173,7 +175,7 @@ def test_what_a_program_starts_ends_with_it_in_whatever_session(timeout_s):
 
 
 def runs(mark: str) -> bool:
-    """Whether there is a process `sleep MARK`."""
+    """Return whether a process `sleep MARK` exists."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if path.read_bytes() == f"sleep\0{mark}\0".encode():
@@ -190,7 +192,7 @@ def test_a_program_ends_with_the_worker_that_runs_it():
     until(lambda: not runs(mark))
 
 
-def test_programs_run_from_threads_too():
+def test_programs_run_from_any_thread():
     outcomes: list[float | None] = []
     threads = [threading.Thread(target=lambda: outcomes.append(paid(RIGHT))) for _ in range(4)]
     for thread in threads:
@@ -200,7 +202,7 @@ def test_programs_run_from_threads_too():
     assert outcomes == [1.0] * 4
 
 
-def test_where_programs_cannot_be_confined_the_run_is_refused_unless_it_accepts_that(monkeypatch):
+def test_a_run_without_confinement_must_accept_unconfined_programs(monkeypatch):
     monkeypatch.setattr(function, "why_not_confined", lambda: "unshare: Operation not permitted")
     problem = load_all(CONFIG).problem or ""
     assert "(unshare: Operation not permitted)" in problem and "learner.reward.unconfined_programs = true" in problem
@@ -210,7 +212,7 @@ def test_where_programs_cannot_be_confined_the_run_is_refused_unless_it_accepts_
     assert load_all(RewardConfig(functions=("exact_match",))).problem is None
 
 
-def test_how_many_ran_out_of_time_is_a_metric():
+def test_the_number_of_timeouts_is_a_metric():
     logged = {}
     passes_tests(["while True: pass", RIGHT], [TESTS] * 2, 4.0, CONFIG, log_metric=logged.__setitem__)
     assert logged == {"programs_out_of_time": 0.5}

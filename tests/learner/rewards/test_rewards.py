@@ -1,6 +1,6 @@
-"""Reward functions in their workers: called as TRL calls them, checked, killed when late, never silently zero.
+"""Reward functions in their workers: called as in TRL, checked, killed when late, and never silently zero.
 
-How any process of a user's code lives and ends: tests/learner/sandbox.
+The lifetime of processes with user code is tested in tests/learner/sandbox.
 """
 
 import asyncio
@@ -37,21 +37,21 @@ def test_functions_of_the_course_page_run_unchanged():
     assert result.rewards == [-14.0, -2.0, 0.0]
 
 
-def test_a_conversation_comes_as_trl_passes_it():
+def test_a_conversation_is_passed_as_in_trl():
     conversation = prompt([{"role": "user", "content": "2+2"}], answer="4", level=1)
     result = score([f"{USER}:sees_what_trl_passes", f"{USER}:asynchronous"], ["4", "5"], conversation)
     assert result.rewards == [2.0, 1.0]
 
 
-def test_an_answer_that_the_prompt_has_started_is_rated_whole():
-    begun = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
-    seen = _arguments(RewardCall("exact_match", begun, {}, ["2"], [[1]], prefill="4"), Log(1, frozenset()))
-    assert seen["prompts"] == [begun[:1]] and seen["completions"] == [[{"role": "assistant", "content": "42"}]]
-    started = msgspec.structs.replace(prompt(begun, answer="42"), prefill="4")
+def test_an_answer_started_in_the_prompt_is_scored_as_a_whole():
+    prefilled = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    seen = _arguments(RewardCall("exact_match", prefilled, {}, ["2"], [[1]], prefill="4"), Log(1, frozenset()))
+    assert seen["prompts"] == [prefilled[:1]] and seen["completions"] == [[{"role": "assistant", "content": "42"}]]
+    started = msgspec.structs.replace(prompt(prefilled, answer="42"), prefill="4")
     assert score(["exact_match"], ["2", "42"], started).rewards == [1.0, 0.0]
 
 
-def test_functions_that_ask_know_whether_the_prompt_has_opened_the_reasoning():
+def test_functions_can_get_whether_the_prompt_starts_the_reasoning():
     opened = msgspec.structs.replace(prompt("21>", answer="12"), opens_reasoning=True)
     assert score(["exact_match"], ["12", "21</think>12"], opened).rewards == [0.0, 1.0]
 
@@ -68,7 +68,7 @@ def test_functions_that_ask_know_whether_the_prompt_has_opened_the_reasoning():
     ],
     ids=str,
 )
-def test_rewards_are_weighted_and_a_group_whose_correctness_failed_does_not_train_on_its_format(
+def test_rewards_are_weighted_and_a_failed_function_drops_the_group(
     config: dict[str, Any], functions: list[Any], rewards: list[float | None]
 ) -> None:
     of_functions = [
@@ -99,7 +99,7 @@ def test_rewards_are_weighted_and_a_group_whose_correctness_failed_does_not_trai
         (f"{ASYNCHRONOUS}:logs_too_few", "log_extra('first', …) has 0 values, expected 3"),
     ],
 )  # fmt: skip
-def test_a_function_that_breaks_its_contract_is_told_how(function, problem):
+def test_a_function_that_breaks_its_contract_gets_an_error_with_the_reason(function, problem):
     call = RewardCall(function, "21>", {"answer": "12"}, ["12", "1", "2"], [[1], [2], [3]])
     answer = call_function(call, frozenset({"mean"}), asyncio.run)
     assert isinstance(answer, str) and problem in answer
@@ -113,20 +113,20 @@ FATES = {
 }
 
 
-def test_a_call_that_ends_its_process_or_never_returns_has_failed_and_costs_no_other():
-    config = RewardConfig(functions=(f"{USER}:does_as_told", "exact_match"), timeout_s=3.0, max_memory_mib=150)
+def test_a_call_that_ends_its_process_or_never_returns_fails_without_affecting_others():
+    config = RewardConfig(functions=(f"{USER}:misbehaves_on_request", "exact_match"), timeout_s=3.0, max_memory_mib=150)
     hows = [how for fate in FATES for how in ("answer", fate)] + ["answer"]
     with RewardWorkers(config) as workers:
         groups = [workers.submit(prompt(answer="12", how=how), ["12", "1"], [[1], [2]]) for how in hows]
         results = [group.result(DEADLINE_S) for group in groups]
     for how, result in zip(hows, results, strict=True):
-        told, fine = result.functions
+        broken, fine = result.functions
         outcome, problem = FATES.get(how, ("ok", ""))
-        assert (told.outcome, fine.rewards) == (outcome, [1.0, 0.0])
+        assert (broken.outcome, fine.rewards) == (outcome, [1.0, 0.0])
         assert result.rewards == ([1.0, 0.0] if outcome == "ok" else [None, None])
         if outcome != "ok":
-            assert told.message.startswith(f"reward function does_as_told {problem}")
-            assert "for 2 completions of prompt '21>', the first of them '12'; " in told.message
+            assert broken.message.startswith(f"reward function misbehaves_on_request {problem}")
+            assert "for 2 completions of prompt '21>', the first of them '12'; " in broken.message
     assert "learner.reward.timeout_s" in results[1].functions[0].message
 
 
@@ -134,8 +134,8 @@ def processes():
     return [child.pid for child in multiprocessing.active_children() if child.name == "reward process" and child.pid]
 
 
-def test_a_process_that_is_killed_from_outside_costs_nothing():
-    with RewardWorkers(RewardConfig(functions=(f"{USER}:slow_if_told",), num_workers=2)) as workers:
+def test_no_reward_is_lost_when_a_process_is_killed():
+    with RewardWorkers(RewardConfig(functions=(f"{USER}:slow_on_request",), num_workers=2)) as workers:
         futures = [workers.submit(prompt(seconds=0.05), ["a"], [[1]]) for _ in range(40)]
         for pid in processes():  # busy
             os.kill(pid, signal.SIGKILL)
@@ -146,15 +146,15 @@ def test_a_process_that_is_killed_from_outside_costs_nothing():
 
 
 @pytest.mark.parametrize(("limit", "num_processes"), [(None, 1), (2, 3)])
-def test_processes_are_replaced_after_so_many_calls(limit, num_processes):
+def test_processes_are_replaced_after_a_number_of_calls(limit, num_processes):
     with RewardWorkers(RewardConfig(functions=(f"{USER}:its_process",), calls_per_worker=limit)) as workers:
         pids = [workers.submit(prompt(), ["a"], [[1]]).result(DEADLINE_S).rewards[0] for _ in range(5)]
     assert len(set(pids)) == num_processes
     assert not processes()
 
 
-def test_close_ends_what_is_waiting():
-    functions = (f"{USER}:slow_if_told", f"{ASYNCHRONOUS}:sleeps_if_told")
+def test_close_fails_waiting_groups():
+    functions = (f"{USER}:slow_on_request", f"{ASYNCHRONOUS}:sleeps_on_request")
     workers = RewardWorkers(RewardConfig(functions=functions, timeout_s=1000))
     futures = [workers.submit(prompt(seconds=1000), ["a"], [[1]]) for _ in range(2)]
     workers.close()
@@ -178,7 +178,7 @@ def test_a_function_that_cannot_be_loaded_is_an_error_with_its_remedy(spec, prob
         load_function(spec)
 
 
-def test_what_cannot_be_loaded_ends_the_process_or_takes_too_much_memory_is_an_error_at_the_start(tmp_path):
+def test_functions_that_fail_to_load_are_errors_at_the_start(tmp_path):
     with pytest.raises(RewardError, match="'exact_mach' is not built in"):
         RewardWorkers(RewardConfig(functions=("exact_match", "exact_mach")))
     (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
@@ -192,7 +192,8 @@ def test_what_cannot_be_loaded_ends_the_process_or_takes_too_much_memory_is_an_e
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"functions": ()}, {"functions": ("a:f", "a:f")}, {"weights": (1.0, 2.0)}, {"weights": (0.0,)}, {"num_workers": 0},
+        {"functions": ()}, {"functions": ("a:f", "a:f")}, {"weights": (1.0, 2.0)}, {"weights": (0.0,)},
+        {"num_workers": 0},
         {"overlong_buffer_tokens": 2, "overlong_penalty": 0.0},
     ],
 )  # fmt: skip
@@ -201,7 +202,7 @@ def test_an_impossible_config_names_its_key(wrong):
         RewardConfig(**{"functions": ("a:f",)} | wrong)
 
 
-def test_names_carry_the_module_only_where_two_are_the_same():
+def test_names_include_the_module_only_for_duplicates():
     config = RewardConfig(functions=("a:f", "b:f", "a:g", "exact_match"))
     assert config.names == ("a:f", "b:f", "g", "exact_match")
 
@@ -222,17 +223,22 @@ TOOL_SAYS = [
 ]
 
 
-def test_only_what_the_assistant_said_is_rated():
-    said = [*TOOL_SAYS, {"role": "assistant", "content": "7", "reasoning_content": "it says 7"}]
+def test_only_messages_of_the_assistant_are_scored():
+    final = [*TOOL_SAYS, {"role": "assistant", "content": "7", "reasoning_content": "it says 7"}]
     for function in (exact_match, last_number, math_equivalence, share_right):
-        assert function(completions=[TOOL_SAYS, said, said[:1], []], answer=[7] * 4) == [0.0, 1.0, 0.0, 0.0]
+        assert function(completions=[TOOL_SAYS, final, final[:1], []], answer=[7] * 4) == [
+            0.0,
+            1.0,
+            0.0,
+            0.0,
+        ]
     parts = [{"role": "assistant", "content": [{"type": "text", "text": "so "}, {"type": "text", "text": "7"}]}]
     assert last_number(completions=[parts], answer=[7]) == [1.0]
     thinks = [{"role": "assistant", "content": "<answer>7</answer>", "reasoning_content": "well"}]
     assert think_format(completions=[thinks]) == [1.0]
 
 
-def test_an_answer_within_reasoning_that_does_not_end_is_none():
+def test_an_answer_in_unfinished_reasoning_does_not_count():
     for function in (exact_match, last_number, math_equivalence, share_right):
         unfinished, ended = ["<think>7", "<think>8</think>7"]
         assert function(completions=[unfinished, ended], answer=["7", "7"]) == [0.0, 1.0]
@@ -251,13 +257,13 @@ def test_an_answer_within_reasoning_that_does_not_end_is_none():
         (True, "true", "false"),
     ],
 )
-def test_a_gold_may_be_of_any_json_type(gold, right, wrong):
+def test_a_gold_can_have_any_json_type(gold, right, wrong):
     for function in (exact_match, math_equivalence):
         assert function(completions=[right, wrong], answer=[gold, gold]) == [1.0, 0.0], function
     assert share_right(completions=[right], answer=[gold]) == [1.0]
 
 
-def test_an_answer_that_takes_for_ever_to_judge_costs_its_own_completion_alone(caplog):
+def test_an_answer_that_is_too_slow_to_score_affects_only_its_completion(caplog):
     completions = ["\\boxed{5}", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{6}", "\\boxed{10/2}"]
     rewards = score(["math_equivalence"], completions, prompt(answer="5"), timeout_s=4.0)
     assert rewards.rewards == [1.0, 0.0, 0.0, 1.0] and rewards.functions[0].outcome == "ok"
@@ -275,14 +281,18 @@ def test_without_a_gold_nothing_can_be_scored(gold):
     [
         ("19", 19, 1.0), ("7 + 12 = 19.", "19", 1.0), ("19 is not 18", 19, 0.0), ("It is -3, not 5-3: -3", -3, 1.0),
         ("5-3", 3, 1.0), ("1,018", "She sells 9 eggs.\n#### 1018", 1.0), ("the 1,2,3", 3, 1.0), ("0.50", 0.5, 1.0),
-        ("9" * 5000, 9, 0.0), ("none", 1, 0.0), ([{"role": "assistant", "content": "it is 4"}], 4, 1.0), ("4", "four", None),
-        ("\N{MINUS SIGN}5", 5, 0.0), ("\N{MINUS SIGN}5", -5, 1.0), ("-5", "\N{MINUS SIGN}5", 1.0), ("-$5", 5, 0.0), ("$-5", -5, 1.0),
+        ("9" * 5000, 9, 0.0), ("none", 1, 0.0), ([{"role": "assistant", "content": "it is 4"}], 4, 1.0),
+        ("4", "four", None),
+        ("\N{MINUS SIGN}5", 5, 0.0), ("\N{MINUS SIGN}5", -5, 1.0), ("-5", "\N{MINUS SIGN}5", 1.0), ("-$5", 5, 0.0),
+        ("$-5", -5, 1.0),
         ("- 5", 5, 0.0), ("It is - 5", -5, 1.0), ("7 - 5", 5, 1.0), (".5", 5, 0.0), (".5", 0.5, 1.0), ("5", 1e-05, 0.0),
-        ("1e-5", 1e-05, 1.0), ("16", 1e16, 0.0), ("1e3", 1000, 1.0), ("2", "1/2", None), ("12", "3e12", 0.0), ("3e12", "3e12", 1.0),
-        ("100,200", 200, 0.0), ("100,200", "100,200", 1.0), ("12", "1,2", None), ("1e99999", 1, 0.0), ("nan", float("nan"), None),
+        ("1e-5", 1e-05, 1.0), ("16", 1e16, 0.0), ("1e3", 1000, 1.0), ("2", "1/2", None), ("12", "3e12", 0.0),
+        ("3e12", "3e12", 1.0),
+        ("100,200", 200, 0.0), ("100,200", "100,200", 1.0), ("12", "1,2", None), ("1e99999", 1, 0.0),
+        ("nan", float("nan"), None),
     ],
 )  # fmt: skip
-def test_last_number_rates_the_last_number_of_the_completion(completion, answer, reward):
+def test_last_number_scores_the_last_number_of_the_completion(completion, answer, reward):
     assert last_number(completions=[completion], answer=[answer]) == [reward]
 
 
@@ -294,9 +304,10 @@ def test_math_equivalence_compares_values_and_knows_gsm8ks_answers():
 
 
 @pytest.mark.parametrize(
-    ("said", "text", "number"),
+    ("final", "text", "number"),
     [
-        ("<|channel|>analysis<|message|>6 or 7<|end|><|start|>assistant<|channel|>final<|message|>It is 7<|return|>", "<think>6 or 7</think>It is 7", 1.0),
+        ("<|channel|>analysis<|message|>6 or 7<|end|><|start|>assistant<|channel|>final<|message|>It is 7<|return|>",
+            "<think>6 or 7</think>It is 7", 1.0),
         ("<|channel|>final<|message|>7<|return|>", "7", 1.0),
         ("<|channel|>analysis<|message|>It is 7", "<think>It is 7", 0.0),
         ("<|channel|>analysis<|message|>It is 7<|return|>", "<think>It is 7</think>", 0.0),
@@ -305,11 +316,9 @@ def test_math_equivalence_compares_values_and_knows_gsm8ks_answers():
         ("It is 7", "It is 7", 1.0),
     ],
 )  # fmt: skip
-def test_of_channels_the_final_one_is_the_answer_and_the_others_are_reasoning(
-    said: str, text: str, number: float
-) -> None:
+def test_the_final_channel_is_the_answer_and_other_channels_are_reasoning(final: str, text: str, number: float) -> None:
     template = chat_of("gpt-oss", [])
-    token_ids = template.tokenizer.encode(said, add_special_tokens=False)
+    token_ids = template.tokenizer.encode(final, add_special_tokens=False)
     assert texts_of(template.tokenizer, [token_ids]) == [text]
     assert last_number([text, template.spoken(token_ids)], answer=["7", "7"]) == [number, number]
-    assert texts_of(template.tokenizer, [token_ids], skip_special_tokens=False) == [said]
+    assert texts_of(template.tokenizer, [token_ids], skip_special_tokens=False) == [final]

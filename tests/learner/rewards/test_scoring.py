@@ -1,4 +1,4 @@
-"""Scoring: what reward functions are shown, the overlong penalty, and how often a function may fail."""
+"""Scoring: the arguments of reward functions, the overlong penalty, and the limit of failures."""
 
 import asyncio
 from concurrent.futures import Future
@@ -27,13 +27,14 @@ OUTCOMES = {".": "ok", "f": "failed", "t": "timed_out"}
 
 
 class RecordingWorkers:
-    """In place of the reward workers."""
+    """Replaces the reward workers."""
 
     texts: list[str]
     state: TrainerState
 
     def submit(
-        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], state: TrainerState, *of_environments: Any
+        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], state: TrainerState,
+        *of_environments: Any
     ) -> "Future[GroupRewards]":  # fmt: skip
         self.texts, self.state = texts_G, state
         future: Future[GroupRewards] = Future()
@@ -42,13 +43,14 @@ class RecordingWorkers:
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_special_tokens_are_shown_on_demand(tmp_path: Path, skips: bool) -> None:
+def test_special_tokens_are_kept_on_request(tmp_path: Path, skips: bool) -> None:
     tokenizer = load_tokenizer(resolve_model("tiny:digits"))
     config = make_run(tmp_path, "tcp://127.0.0.1:1").learner
     config = msgspec.structs.replace(config, reward=RewardConfig(functions=("exact_match",), skip_special_tokens=skips))
     ids = [*tokenizer("12")["input_ids"], tokenizer.eos_token_id]
     completion = Completion(
-        token_ids=np.array(ids, np.int32), behaviour_logprobs=np.zeros(3, np.float32), versions=[(0, 3)], finish_reason="stop"
+        token_ids=np.array(ids, np.int32), behaviour_logprobs=np.zeros(3, np.float32), versions=[(0, 3)],
+        finish_reason="stop"
     )  # fmt: skip
     workers = RecordingWorkers()
     scorer = Scorer(config, tokenizer, workers)  # type: ignore[arg-type]
@@ -65,16 +67,16 @@ def branch(num_tokens: int, finish_reason: str = "stop") -> TokenSequence:
     )  # fmt: skip
 
 
-def test_the_penalty_is_that_of_the_paper_length_by_length_and_the_whole_one_if_truncated() -> None:
-    """Worked out by hand from arXiv 2503.14476 eq. 13 with L_max = 20 and L_cache = 4."""
+def test_the_overlong_penalty_follows_the_paper_and_is_full_if_truncated() -> None:
+    """Computed by hand from arXiv 2503.14476 eq. 13 with L_max = 20 and L_cache = 4."""
     expected = {1: 0.0, 15: 0.0, 16: 0.0, 17: -0.25, 18: -0.5, 19: -0.75, 20: -1.0}
     assert overlong_rewards([branch(n) for n in expected], 20, 4, 1.0) == list(expected.values())
     assert overlong_rewards([branch(n) for n in expected], 20, 4, 0.5) == [value / 2 for value in expected.values()]
-    cut_off = [branch(20, "length"), branch(3, "length")]  # by its own limit, or by a shorter context
+    cut_off = [branch(20, "length"), branch(3, "length")]  # truncated by the limit, or by a shorter context
     assert overlong_rewards(cut_off, 20, 4, 1.0) == [-1.0, -1.0]
 
 
-def test_the_penalty_is_added_to_what_is_scorable_and_named_beside_the_functions() -> None:
+def test_the_penalty_is_added_to_existing_rewards_and_listed_with_the_functions() -> None:
     rewards = GroupRewards(rewards=[1.0, None, 0.0], functions=[FunctionRewards(name="f", rewards=[1.0, None, 0.0])])
     penalised = with_overlong(rewards, [-0.5, -1.0, 0.0])
     assert penalised.rewards == [0.5, None, 0.0]
@@ -82,7 +84,7 @@ def test_the_penalty_is_added_to_what_is_scorable_and_named_beside_the_functions
     assert penalised.mean == 0.25
 
 
-def test_the_penalty_has_weight_one_where_rewards_are_normalised_one_by_one() -> None:
+def test_the_penalty_has_weight_one_if_rewards_are_normalized_separately() -> None:
     config = RewardConfig(functions=("m:f", "m:g"), weights=(2.0, 0.0), overlong_buffer_tokens=4)
     assert config.weight_by_name == {"f": 2.0, "g": 0.0, "overlong": 1.0}
     rewards = {"f": [1.0, 1.0], "g": [0.0, 3.0], "overlong": [0.0, -1.0]}
@@ -92,13 +94,13 @@ def test_the_penalty_has_weight_one_where_rewards_are_normalised_one_by_one() ->
     assert longer_is_worse > 0 > worse
 
 
-def test_a_function_of_the_penaltys_name_is_refused() -> None:
+def test_a_function_with_the_name_of_the_penalty_is_rejected() -> None:
     with pytest.raises(ValueError, match="rename the function"):
         RewardConfig(functions=("m:overlong",), overlong_buffer_tokens=2)
 
 
 def num_groups_until_the_end(outcomes: str, **config: float) -> int | None:
-    """Note one call for each character; return how many were noted when the run ended, None if it did not."""
+    """Record one call per character. Return the number of calls when the run ended, or None."""
     failures = RewardFailures(RewardConfig(functions=("f",), **config))
     for number, outcome in enumerate(outcomes, start=1):
         function = FunctionRewards(name="f", rewards=[], outcome=OUTCOMES[outcome], message=f"call {number}")
@@ -112,7 +114,7 @@ def num_groups_until_the_end(outcomes: str, **config: float) -> int | None:
 @pytest.mark.parametrize(
     ("outcomes", "config", "end"),
     [
-        ("fff", {}, 3),  # all of the first ones
+        ("fff", {}, 3),  # all of the first calls
         ("ttt", {}, 3),
         (".f.t.f", {}, 6),
         ("ff" + 98 * "." + 500 * ("f" + 9 * "."), {}, None),  # a tenth is below the share
@@ -126,13 +128,13 @@ def num_groups_until_the_end(outcomes: str, **config: float) -> int | None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_run_ends_when_more_than_a_share_of_the_last_calls_is_broken(
+def test_a_run_ends_when_too_many_of_the_last_calls_failed(
     outcomes: str, config: dict[str, float], end: int | None
 ) -> None:
     assert num_groups_until_the_end(outcomes, **config) == end
 
 
-def test_each_function_is_judged_by_itself_and_the_error_shows_what_it_was_called_with() -> None:
+def test_each_function_has_its_own_limit_and_the_error_shows_the_failed_calls() -> None:
     failures = RewardFailures(RewardConfig(functions=("f", "g")))
 
     def group(number: int) -> GroupRewards:
@@ -152,7 +154,7 @@ def test_each_function_is_judged_by_itself_and_the_error_shows_what_it_was_calle
     )
 
 
-def test_a_none_that_takes_the_reward_from_a_completion_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_none_that_removes_a_reward_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     rewards = GroupRewards(
         rewards=[2.0, None, None],
         functions=[
@@ -169,7 +171,7 @@ def test_a_none_that_takes_the_reward_from_a_completion_is_logged_once(caplog: p
     assert 'Set learner.reward.on_none = "skip"' in line
 
 
-def test_a_none_that_takes_no_reward_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_none_that_removes_no_reward_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     only_watches = FunctionRewards(name="f", rewards=[None])
     timed_out = FunctionRewards(name="g", rewards=[None], outcome="timed_out", message="call 1")
     fine = FunctionRewards(name="h", rewards=[1.0])

@@ -1,4 +1,4 @@
-"""A user's file of reward functions: two as the Hugging Face course's page on GRPO has them, and some that misbehave."""
+"""A user's file of reward functions: two from the Hugging Face course on GRPO, and several that misbehave."""
 
 import os
 import re
@@ -60,7 +60,7 @@ def exits(completions, **kwargs):
     sys.exit(3)
 
 
-def does_as_told(completions, how, **kwargs):
+def misbehaves_on_request(completions, how, **kwargs):
     match how[0]:
         case "exit":
             os._exit(7)
@@ -75,7 +75,7 @@ def does_as_told(completions, how, **kwargs):
     return [0.0 for _ in completions]
 
 
-def slow_if_told(completions, seconds, **kwargs):
+def slow_on_request(completions, seconds, **kwargs):
     time.sleep(seconds[0])
     return [0.0 for _ in completions]
 

@@ -1,4 +1,4 @@
-"""A server that is driven by hand, on a real socket, and the rollouts of a run on it."""
+"""A scripted server on a real socket, and the rollouts of a run with it."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ from tests.waiting import TIMEOUT_S, until
 
 
 def group_of(request: Generate, version: int) -> Group:
-    """Four completions of different length, so that the group has signal."""
+    """Return a group of four completions of different lengths, so that it has signal."""
     completions = [
         Completion(
             token_ids=np.arange(1, 3 + i, dtype=np.int32),
@@ -68,7 +68,7 @@ def fails(request: Generate) -> list[Message]:
 
 
 class HandServer:
-    """Welcomes every learner and answers each Generate by `answer`; records what came."""
+    """Welcomes every learner, answers each Generate with `answer`, and records all messages."""
 
     def __init__(
         self, answer: Callable[["HandServer", Generate], list[Message]] = answers, max_concurrent_sequences: int = 8
@@ -81,7 +81,7 @@ class HandServer:
         self.cancelled: list[str] = []
         self.answer = answer
         self.late_answer = is_silent
-        """To what it was asked before, when it is greeted again."""
+        """Answers earlier requests when the learner greets again."""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
@@ -150,7 +150,7 @@ class HandServer:
         self.close()
 
     def close(self) -> None:
-        """End, if it has not ended."""
+        """Stop the server if it is running."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(TIMEOUT_S)
@@ -158,7 +158,7 @@ class HandServer:
 
 @contextmanager
 def rollouts_of(run: LearnerRun) -> Iterator[tuple[Fleet, Rollouts]]:
-    """The rollouts of a run, not started."""
+    """Yield the rollouts of a run, not started."""
     run_inputs, directory = RunInputs(run), Path(run.run_dir).parent
     ledger = Ledger(directory / "ledger.db")
     fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l"), LoopThread("test"))
@@ -179,18 +179,18 @@ def rollouts_of(run: LearnerRun) -> Iterator[tuple[Fleet, Rollouts]]:
 def rollouts_on(
     tmp_path: Path, *servers: HandServer, version: int = 0, **learner: object
 ) -> Iterator[tuple[Fleet, Rollouts]]:
-    """Started, and connected to all servers, which have no weights yet."""
+    """Yield started rollouts that are connected to all servers, which have no weights yet."""
     settings: dict[str, object] = {"steps": 10, "max_staleness": 1}
     run = make_run(tmp_path, *(server.endpoint for server in servers), **settings | learner)
     with rollouts_of(run) as (fleet, rollouts):
         rollouts.start(version)
-        until(lambda: len(fleet.connected()) == len(servers), "all are connected")
+        until(lambda: len(fleet.connected()) == len(servers), "all servers are connected")
         yield fleet, rollouts
 
 
 @contextmanager
 def published_on(tmp_path: Path, *servers: HandServer, version: int = 0, **learner: object) -> Iterator[Rollouts]:
-    """The same, and all servers have the weights."""
+    """Yield started rollouts whose servers all have the weights."""
     with rollouts_on(tmp_path, *servers, version=version, **learner) as (_, rollouts):
         rollouts.publish(version, *(server.server_id for server in servers))
         yield rollouts
@@ -206,9 +206,9 @@ def hand_servers(*servers: HandServer) -> Iterator[None]:
 
 
 def next_slots(rollouts: Rollouts, version: int = 0) -> list[int]:
-    """Of the next step."""
+    """Return the slots of the next step."""
     groups = rollouts.next_batch(version, TIMEOUT_S)
-    assert groups is not None, "the groups did not come in time"
+    assert groups is not None, "the groups did not arrive in time"
     return [group.slot for group in groups]
 
 
@@ -218,6 +218,6 @@ def counts(tmp_path: Path) -> LedgerCounts:
 
 
 def dropped(tmp_path: Path) -> list[tuple[str, str]]:
-    """Groups and the reasons."""
+    """Return the dropped groups with their reasons."""
     with closing(Ledger(tmp_path / "ledger.db", read_only=True)) as ledger:
         return [(row.group_id, row.reason or "") for row in ledger._rows("state = 'dropped'", ())]

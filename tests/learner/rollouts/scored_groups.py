@@ -1,4 +1,4 @@
-"""Groups of two completions as a server sends them, with rewards as a test wants them."""
+"""Groups of two completions, as a server sends them, with given rewards."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ NO_SIGNAL: RewardsByFunction = {"exact_match": [1.0, 1.0]}
 def receive_and_score(
     ledger: Ledger, request: GroupRequest, version: int, rewards: RewardsByFunction = SIGNAL
 ) -> ScoredGroup:
-    """The group of a request that was sampled by this version and is in the ledger, which has no rewards yet."""
+    """Return a group sampled by this version. The ledger has the group, but no rewards."""
     one = np.ones(1, np.int32)
     completion = Completion(
         token_ids=one, behaviour_logprobs=np.zeros(1, np.float32), versions=[(version, 1)], finish_reason="stop"

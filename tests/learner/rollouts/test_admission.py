@@ -1,4 +1,4 @@
-"""The admission rule bounds staleness whatever the timing: whole runs played out with random orders, drops and resumes."""
+"""The admission rule bounds staleness for any timing: simulated runs with random orders, drops and resumes."""
 
 import tempfile
 from functools import cache
@@ -21,7 +21,7 @@ from tests.learner.runs import make_run
 
 
 class Play:
-    """Rollouts without a server: the real buffer and ledger; what comes when is up to the test."""
+    """Rollouts without a server: the real buffer and ledger. The test decides which group arrives when."""
 
     def __init__(self, directory: Path, **learner: Any) -> None:
         self.run = make_run(
@@ -33,12 +33,12 @@ class Play:
         self.ledger._db.execute("PRAGMA synchronous = OFF")
         self.version = self.checkpoint = 0
         self.running: dict[str, tuple[GroupRequest, int]] = {}
-        """What was sent, and under which version."""
+        """Requests in flight, with the version at sending."""
         self.consumed: list[list[RolloutGroup]] = []
         self.resume()
 
     def resume(self) -> None:
-        """From the checkpoint: later batches are ready again, what was running has to be sent again."""
+        """Resume from the checkpoint: later batches are ready again, and requests in flight are sent again."""
         self.ledger.rewind(self.checkpoint)
         self.version, self.running = self.checkpoint, {}
         del self.consumed[self.checkpoint :]
@@ -76,7 +76,7 @@ class Play:
 
 @cache
 def prompts_of_all() -> Prompts:
-    """Those of every run here are the same."""
+    """Return the prompts, which are the same for all runs here."""
     return RunInputs(make_run(Path("unused"), "tcp://127.0.0.1:1")).prompts
 
 
@@ -97,7 +97,7 @@ def quick_disk() -> Any:
     max_file_bytes=st.sampled_from([1, 1000, 1 << 20]),
     choices=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 10**6)), max_size=150),
 )
-def test_the_bound_holds_and_nothing_stands_still_whatever_comes_when_and_whatever_is_dropped(
+def test_the_bound_holds_and_every_run_finishes_for_any_order_of_arrivals_and_drops(
     max_staleness, groups_per_step, num_steps, max_resamples, with_resumes, max_file_bytes, choices
 ) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
@@ -110,7 +110,7 @@ def test_the_bound_holds_and_nothing_stands_still_whatever_comes_when_and_whatev
             play.admit()
             num_places = len(play.running) + play.buffer.num("scored") + sum(map(len, play.consumed))
             num_allowed = min((max_staleness + play.version + 1), num_steps) * groups_per_step
-            assert with_resumes or num_places <= num_allowed, "running + accepted stays within the rule"
+            assert with_resumes or num_places <= num_allowed, "running + accepted exceeds the rule"
             if event < 4:
                 play.step()
             elif event == 4 and with_resumes:
@@ -123,7 +123,7 @@ def test_the_bound_holds_and_nothing_stands_still_whatever_comes_when_and_whatev
                 play.finish(sorted(play.running)[choice % len(play.running)], outcome)
             counts = play.ledger.counts()
             assert (counts.lost, counts.duplicated, counts.consumed) == (0, 0, sum(map(len, play.consumed)))
-        while play.version < num_steps:  # a run that goes on always ends
+        while play.version < num_steps:  # a run that continues always ends
             play.admit()
             if not play.step():
                 play.finish(next(iter(play.running)), "none")

@@ -1,4 +1,4 @@
-"""Which server is asked for which group: hand-driven servers on real sockets, lost, late, behind and draining."""
+"""Distribution of groups over scripted servers on real sockets: lost, late, outdated and draining servers."""
 
 import asyncio
 import threading
@@ -39,26 +39,26 @@ ALL_SIX = [f"{slot}.0" for slot in range(6)]
 def rollouts_on_listed(
     tmp_path: Path, *servers: HandServer, **learner: object
 ) -> Iterator[tuple[Path, Fleet, Rollouts]]:
-    """On the endpoints of a file, which is read again all the time."""
+    """Yield rollouts on the endpoints of a file, which is reread frequently."""
     listed = tmp_path / "servers.txt"
     listed.write_text("\n".join(server.endpoint for server in servers))
     run = make_run(tmp_path, DEFAULT_ENDPOINT, steps=10, max_staleness=1, **learner)
     with rollouts_of(msgspec.structs.replace(run, endpoints_from=f"file:{listed}")) as (fleet, rollouts):
         rollouts.start(0)
-        until(lambda: len(fleet.connected()) == len(servers), "all are connected")
+        until(lambda: len(fleet.connected()) == len(servers), "all servers are connected")
         yield listed, fleet, rollouts
 
 
 def greet_again(rollouts: Rollouts) -> None:
-    """The first server, which answers late then."""
+    """Greet the first server again, which then sends its late answers."""
     sending = rollouts._fleet.members[0].link._channel.send(rollouts._fleet.hello, TIMEOUT_S)
     rollouts._loop.call(sending, TIMEOUT_S)
 
 
-def test_groups_are_shared_out_evenly(tmp_path: Path) -> None:
+def test_groups_are_distributed_evenly(tmp_path: Path) -> None:
     one, other = HandServer(is_silent), HandServer(is_silent)
     with hand_servers(one, other), published_on(tmp_path, one, other):
-        until(lambda: len(one.generated) == len(other.generated) == 3, "each is asked for three of six")
+        until(lambda: len(one.generated) == len(other.generated) == 3, "each server has three of six groups")
     assert sorted(one.generated + other.generated) == ALL_SIX
     assert sorted(one.cancelled) == sorted(other.cancelled) == ALL_SIX
 
@@ -66,14 +66,14 @@ def test_groups_are_shared_out_evenly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer_of_other", "late_answer", "num_pending"),
     [
-        pytest.param(answers, answers, 0, id="an answer to what another has answered is only acknowledged"),
-        pytest.param(is_silent, answers, 3, id="whoever answers first is taken"),
+        pytest.param(answers, answers, 0, id="a late answer to a finished group is only acknowledged"),
+        pytest.param(is_silent, answers, 3, id="the first answer wins"),
         pytest.param(
-            is_silent, lambda _, request: fails(request), 6, id="a failure of what another owes changes nothing"
+            is_silent, lambda _, request: fails(request), 6, id="a late failure of a pending group changes nothing"
         ),
     ],
 )
-def test_a_server_that_was_given_up_answers_late(
+def test_late_answers_of_an_abandoned_server(
     tmp_path: Path, answer_of_other: Any, late_answer: Any, num_pending: int
 ) -> None:
     late, other = HandServer(is_silent), HandServer(answer_of_other)
@@ -81,14 +81,14 @@ def test_a_server_that_was_given_up_answers_late(
     with hand_servers(late, other), closing(Link(int(late.endpoint.rpartition(":")[2]))) as wire:
         late.endpoint = f"tcp://127.0.0.1:{wire.port}"
         with published_on(tmp_path, late, other) as rollouts:
-            until(lambda: len(late.generated) == 3, "it owes three")
+            until(lambda: len(late.generated) == 3, "three groups are pending")
             wire.cut()
-            until(lambda: len(other.generated) == 6, "all are asked for elsewhere")
-            assert sorted(other.generated) == ALL_SIX, "under the same ids"
+            until(lambda: len(other.generated) == 6, "all groups are requested from the other server")
+            assert sorted(other.generated) == ALL_SIX, "the ids stay the same"
             wire.restore()
-            until(lambda: rollouts._fleet.members[0].state(0) == "ready", "it is back")
+            until(lambda: rollouts._fleet.members[0].state(0) == "ready", "the server is ready again")
             if num_pending < 6:
-                until(lambda: set(late.acked) == set(late.generated[:3]), "its answers are acknowledged")
+                until(lambda: set(late.acked) == set(late.generated[:3]), "the late answers are acknowledged")
             if num_pending == 0:
                 assert [next_slots(rollouts), next_slots(rollouts)] == [[0, 1, 2], [3, 4, 5]]
             assert rollouts.next_batch(0, 0.5) is None
@@ -96,7 +96,7 @@ def test_a_server_that_was_given_up_answers_late(
             assert counts(tmp_path).admitted == 6
 
 
-def test_a_server_that_lacks_the_version_is_asked_for_nothing_until_it_has_it(tmp_path: Path) -> None:
+def test_a_server_without_the_version_gets_no_requests_until_it_has_it(tmp_path: Path) -> None:
     one, other = HandServer(), HandServer()
     with hand_servers(one, other), rollouts_on(tmp_path, one, other) as (fleet, rollouts):
         rollouts.publish(0, "server-1")
@@ -105,7 +105,7 @@ def test_a_server_that_lacks_the_version_is_asked_for_nothing_until_it_has_it(tm
         one.version = 1
 
         def wake_and_wait() -> None:
-            """So that admission runs after the call of `publish`, and before the loop gets to it."""
+            """Make admission run after the call of `publish` and before the loop handles it."""
             rollouts._wake.set()
             is_there.set()
             assert may_go_on.wait(TIMEOUT_S)
@@ -123,24 +123,24 @@ def test_a_server_that_lacks_the_version_is_asked_for_nothing_until_it_has_it(tm
         assert len(one.generated) in (4, 5) and len(one.generated) + len(other.generated) == 12
 
 
-def test_a_server_that_was_dropped_is_not_asked_though_it_is_connected(tmp_path: Path) -> None:
+def test_a_dropped_server_gets_no_requests_although_it_is_connected(tmp_path: Path) -> None:
     one, other = HandServer(is_silent), HandServer()
     with hand_servers(one, other), published_on(tmp_path, one, other) as rollouts:
-        until(lambda: len(one.generated) == 3, "it owes three")
+        until(lambda: len(one.generated) == 3, "three groups are pending")
         rollouts._fleet.drop(rollouts._fleet.members[0])
         assert [next_slots(rollouts), next_slots(rollouts)] == [[0, 1, 2], [3, 4, 5]]
         assert rollouts._fleet.members[0].state(0) == "syncing" and len(one.generated) == 3
 
 
-def test_capacity_is_that_of_all_ready_servers(tmp_path: Path) -> None:
+def test_capacity_is_the_sum_over_ready_servers(tmp_path: Path) -> None:
     one, other = HandServer(is_silent, max_concurrent_sequences=8), HandServer(is_silent, max_concurrent_sequences=24)
     with hand_servers(one, other), rollouts_on(tmp_path, one, other) as (_, rollouts):
         rollouts.publish(0, "server-1")
-        until(lambda: rollouts._buffer._max_running == 24 / 4, "one is ready")
+        until(lambda: rollouts._buffer._max_running == 24 / 4, "one server is ready")
         rollouts.publish(0, "server-0")
         until(lambda: rollouts._buffer._max_running == 32 / 4, "both are")
         one.close()
-        until(lambda: rollouts._buffer._max_running == 24 / 4, "one is gone")
+        until(lambda: rollouts._buffer._max_running == 24 / 4, "one server is gone")
 
 
 # --- draining --------------------------------------------------------------------------------------------------------
@@ -166,43 +166,44 @@ Leave = Callable[..., None]
 
 @pytest.mark.usefixtures("rereads_often")
 @begin_to_drain
-def test_a_draining_server_finishes_what_it_owes_and_is_asked_for_nothing_more(
+def test_a_draining_server_finishes_its_pending_groups_and_gets_no_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, begin_to_drain: Leave
 ) -> None:
     caplog.set_level("INFO", "learner")
     late, other = HandServer(is_silent), HandServer()
     late.late_answer = answers
     with hand_servers(late, other), rollouts_on_listed(tmp_path, late, other) as (listed, fleet, rollouts):
-        told = list[str]()
-        fleet.on_change = told.append
+        changed = list[str]()
+        fleet.on_change = changed.append
         rollouts.publish(0, "server-0", "server-1")
-        until(lambda: len(late.generated) == 3 and len(other.acked) == 3, "each is asked for three")
+        until(lambda: len(late.generated) == 3 and len(other.acked) == 3, "each server has three groups")
         leaving = fleet.members[0]
         begin_to_drain(listed, late, other)
         until(lambda: leaving.state(0) == "draining")
         assert rollouts.next_batch(0, 0.3) is None and leaving.state(0) == "draining" and len(other.generated) == 3
         greet_again(rollouts)
         assert [next_slots(rollouts), next_slots(rollouts)] == [[0, 1, 2], [3, 4, 5]]
-        until(lambda: len(late.acked) == 3, "all that it gave is acknowledged")
-        if late.is_draining:  # it is waited for until it has ended
+        until(lambda: len(late.acked) == 3, "all of its answers are acknowledged")
+        if late.is_draining:  # the learner waits until it has ended
             assert leaving.state(0) == "draining"
             late.close()
             until(
-                lambda: [member.state(0) for member in fleet.members] == ["ready", "joining"], "another is waited for"
+                lambda: [member.state(0) for member in fleet.members] == ["ready", "joining"],
+                "the learner waits for another server",
             )
             assert fleet.members[1].endpoint == late.endpoint
         else:
             until(lambda: leaving.state(0) == "gone" and len(fleet.members) == 1)
-            until(lambda: leaving.link._channel._socket.closed, "it may serve another run")
+            until(lambda: leaving.link._channel._socket.closed, "the server is free for another run")
     assert len(late.generated) == 3
-    told = [what for what in told if late.endpoint in what][-2:]
-    assert told == [f"the server at {late.endpoint}: {change}" for change in ("ready → draining", "draining → gone")]
+    changed = [what for what in changed if late.endpoint in what][-2:]
+    assert changed == [f"the server at {late.endpoint}: {change}" for change in ("ready → draining", "draining → gone")]
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 @pytest.mark.usefixtures("rereads_often")
 @begin_to_drain
-def test_a_draining_server_that_does_not_finish_is_left(
+def test_a_draining_server_that_does_not_finish_is_abandoned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, begin_to_drain: Leave
 ) -> None:
     one, other = HandServer(is_silent), HandServer()
@@ -211,39 +212,41 @@ def test_a_draining_server_that_does_not_finish_is_left(
         rollouts_on_listed(tmp_path, one, other, drain_timeout_s=0.2) as (listed, _, rollouts),
     ):
         rollouts.publish(0, "server-0", "server-1")
-        until(lambda: len(one.generated) == 3, "it owes three")
+        until(lambda: len(one.generated) == 3, "three groups are pending")
         begin_to_drain(listed, one, other)
         assert [next_slots(rollouts), next_slots(rollouts)] == [[0, 1, 2], [3, 4, 5]]
     assert sorted(other.generated) == ALL_SIX
     assert "still has 3 pending groups after 0.2 s (learner.drain_timeout_s)" in caplog.text
 
 
-def test_what_a_server_that_ends_has_not_started_is_asked_for_elsewhere_and_costs_no_attempt(tmp_path: Path) -> None:
+def test_groups_that_a_draining_server_has_not_started_move_without_a_retry(tmp_path: Path) -> None:
     def drains(server: HandServer, request: Generate) -> list[Message]:
         return [GroupFailed(group_id=request.group_id, code="draining", message="scripted", retryable=True)]
 
     ending, other = HandServer(drains), HandServer()
     with hand_servers(ending, other), published_on(tmp_path, ending, other) as rollouts:
         assert [next_slots(rollouts), next_slots(rollouts)] == [[0, 1, 2], [3, 4, 5]]
-        assert rollouts._fleet.members[0].state(0) == "draining", "its refusal says so too"
-    assert len(ending.generated) <= 3, "it is asked for nothing more once it has refused"
+        assert rollouts._fleet.members[0].state(0) == "draining", "a refusal reports draining too"
+    assert len(ending.generated) <= 3, "no request follows a refusal"
     assert sorted(other.generated) == ALL_SIX and counts(tmp_path).lost == 0
 
 
-def test_when_the_only_server_ends_one_line_says_that_another_is_waited_for(
+def test_one_line_reports_the_wait_for_a_server_when_the_only_server_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "learner")
     one = HandServer(is_silent)
     with hand_servers(one), published_on(tmp_path, one) as rollouts:
         fleet = rollouts._fleet
-        until(lambda: len(one.generated) == 6, "it owes all")
+        until(lambda: len(one.generated) == 6, "all groups are pending")
         caplog.clear()
         one.is_draining = True
-        until(lambda: not fleet.is_connected, "it has said so")
+        until(lambda: not fleet.is_connected, "the server has reported its end")
         assert rollouts.waits_for == "6 groups from the server"
         one.close()
-        until(lambda: [member.state(0) for member in fleet.members] == ["joining"], "another is waited for")
+        until(
+            lambda: [member.state(0) for member in fleet.members] == ["joining"], "the learner waits for another server"
+        )
         assert rollouts.waits_for == f"the inference server at {one.endpoint}"
         assert rollouts.next_batch(0, 0.1) is None and len(rollouts._dispatcher.group_ids) == 6
     (line,) = [record.getMessage() for record in caplog.records]
@@ -254,7 +257,7 @@ def test_when_the_only_server_ends_one_line_says_that_another_is_waited_for(
 # --- requests that a live server has lost ----------------------------------------------------------------------------
 
 
-def test_what_a_live_server_has_lost_is_asked_of_it_again_after_the_deadline_and_costs_no_attempt(
+def test_requests_lost_by_a_live_server_are_resent_after_the_deadline_without_a_retry(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def loses_two(server: HandServer, request: Generate) -> list[Message]:
@@ -277,7 +280,7 @@ IDLE_S = 10.0
 
 
 class CountingLink:
-    """In place of a connected server: what it was sent, and how many groups it says that it has."""
+    """Replaces a connected server: records requests, and reports a number of groups."""
 
     endpoint, state = "tcp://a:1", "ready"
 
@@ -293,15 +296,15 @@ class CountingLink:
 @pytest.mark.parametrize(
     ("ages_s", "num_held", "counted_s_ago", "resent"),
     [
-        pytest.param([9.0, 9.0], 0, 0.0, [], id="none is overdue"),
-        pytest.param([11.0, 12.0], 0, 0.0, [0, 1], id="it has lost all"),
-        pytest.param([11.0, 12.0], 2, 0.0, [], id="it has all and pauses"),
-        pytest.param([11.0, 12.0, 1.0], 2, 0.0, [], id="its count lacks one that is under way"),
-        pytest.param([11.0, 12.0, 1.0], 1, 0.0, [0, 1], id="it has lost one and nobody knows which"),
-        pytest.param([11.0, 11.2], 0, 9.0, [], id="it counted before they can have come"),
+        pytest.param([9.0, 9.0], 0, 0.0, [], id="no request is overdue"),
+        pytest.param([11.0, 12.0], 0, 0.0, [0, 1], id="the server has lost all"),
+        pytest.param([11.0, 12.0], 2, 0.0, [], id="the server has all and is paused"),
+        pytest.param([11.0, 12.0, 1.0], 2, 0.0, [], id="the count misses a request in flight"),
+        pytest.param([11.0, 12.0, 1.0], 1, 0.0, [0, 1], id="the server has lost one of several"),
+        pytest.param([11.0, 11.2], 0, 9.0, [], id="the count is older than the requests"),
     ],
 )
-def test_requests_are_sent_again_where_they_are_overdue_and_the_server_has_fewer_than_it_should(
+def test_requests_are_resent_if_overdue_and_the_server_has_too_few_groups(
     monkeypatch: pytest.MonkeyPatch, ages_s: list[float], num_held: int, counted_s_ago: float, resent: list[int]
 ) -> None:
     clock = SimpleNamespace(now_s=1000.0)
@@ -319,7 +322,7 @@ def test_requests_are_sent_again_where_they_are_overdue_and_the_server_has_fewer
         await dispatcher.begin(requests)
         for request, age_s in zip(requests, ages_s, strict=True):
             request.sent_at = clock.now_s - age_s
-        for _ in range(2):  # the second time nothing is overdue
+        for _ in range(2):  # no request is overdue the second time
             await dispatcher._resend_lost(server, IDLE_S)
 
     asyncio.run(begin_and_resend())

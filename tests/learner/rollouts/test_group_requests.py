@@ -1,4 +1,4 @@
-"""Requests for groups and turns: how and with which seeds they are sampled, and which answers are not what was asked for."""
+"""Requests for groups and turns: sampling options, seeds, and the check of answers."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def seed_of_turn(run: LearnerRun, slot: int, attempt: int, episode: int, number:
     return seed_of(run, slot, attempt, turn)
 
 
-def test_how_to_sample_is_in_the_message(tmp_path: Path) -> None:
+def test_sampling_options_are_in_the_message(tmp_path: Path) -> None:
     set_by_the_user = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop": ["</a>", "\n\n"], "allow_partial_support": True,
     }  # fmt: skip
@@ -53,7 +53,7 @@ def test_first_attempts_have_the_seeds_of_earlier_versions(tmp_path: Path) -> No
     assert message_of(a_run(tmp_path), 0, 1).sampling.seed is None
 
 
-def test_no_two_completions_of_any_slots_and_attempts_share_what_a_generator_takes_of_their_seeds(
+def test_the_seeds_of_all_completions_differ_in_the_bits_that_a_generator_uses(
     tmp_path: Path,
 ) -> None:
     run = a_run(tmp_path, seeded=True)
@@ -77,14 +77,14 @@ def test_no_two_completions_of_any_slots_and_attempts_share_what_a_generator_tak
         ({"first_id": -1}, "has token ids from -1 to"),
     ],
 )
-def test_a_group_that_is_not_what_was_asked_for_is_refused(
+def test_a_group_that_does_not_match_its_request_is_rejected(
     tmp_path: Path, changes: dict[str, int], expected: str | None
 ) -> None:
-    asked = {"num_completions": 4, "max_tokens": 5, "vocab_size": 6} | changes
+    requested = {"num_completions": 4, "max_tokens": 5, "vocab_size": 6} | changes
     group = group_of(message_of(a_run(tmp_path)), 0)
-    group.completions[0].token_ids[0] = asked.pop("first_id", 1)
+    group.completions[0].token_ids[0] = requested.pop("first_id", 1)
     if expected is None:
-        check_completions(group, **asked)
+        check_completions(group, **requested)
     else:
         with pytest.raises(ProtocolError, match=expected):
-            check_completions(group, **asked)
+            check_completions(group, **requested)

@@ -1,4 +1,4 @@
-"""The ledger against real SQLite files: legal and illegal moves, the audit, and what the disk may do to it."""
+"""The ledger on real SQLite files: legal and illegal transitions, the audit, and disk errors."""
 
 import os
 import sqlite3
@@ -38,7 +38,7 @@ def scored(ledger: Ledger, slot: int, attempt: int = 0) -> str:
     return group_id
 
 
-def test_a_group_goes_its_whole_way_and_every_fact_is_kept(ledger):
+def test_a_group_passes_all_states_and_every_value_is_stored(ledger):
     assert ledger.next_slot() == ledger.counts().lost == 0
     group_id = admit(ledger, 0)
     assert ledger.next_slot() == 1
@@ -67,7 +67,7 @@ def test_a_duplicate_an_unknown_and_a_dropped_group_change_nothing(ledger):
     assert ledger.counts().admitted == 1
 
 
-def test_a_group_is_consumed_once_and_a_refused_batch_leaves_no_trace(ledger):
+def test_a_group_is_consumed_once_and_a_rejected_batch_changes_nothing(ledger):
     first, second = scored(ledger, 0), scored(ledger, 1)
     ledger.consume([(first, 1)], step=1)
     with pytest.raises(LedgerError, match=r"group 0\.0 is consumed; expected scored"):
@@ -88,7 +88,7 @@ def test_a_group_is_consumed_once_and_a_refused_batch_leaves_no_trace(ledger):
         (lambda ledger, group_id: ledger.payload(group_id), "admitted and has no payload"),
     ],
 )
-def test_an_illegal_move_names_group_state_and_what_was_wanted(ledger, move, state):
+def test_an_illegal_transition_names_group_state_and_expected_state(ledger, move, state):
     group_id = admit(ledger, 0)
     with pytest.raises(SlipstreamError, match=f"is {state}.*expected"):
         move(ledger, group_id)
@@ -110,7 +110,7 @@ def test_a_slot_has_one_live_group_and_none_after_it_failed(ledger):
         admit(ledger, 0, attempt=2)
 
 
-def test_a_retry_is_due_until_it_is_admitted_and_failures_are_counted_but_not_what_was_merely_too_old(ledger):
+def test_a_retry_is_pending_until_admitted_and_only_failures_count_as_attempts(ledger):
     for attempt, reason in enumerate(["engine_error", "stale", "too_few_survivors"]):
         admit(ledger, 0, attempt)
         ledger.drop(f"0.{attempt}", reason)
@@ -127,9 +127,7 @@ def num_files(directory) -> int:
     return len(list((directory / "ledger.db-payloads").iterdir()))
 
 
-def test_payloads_that_no_resume_needs_are_removed_and_a_rewind_that_needs_them_is_refused(
-    ledger, tmp_path, monkeypatch
-):
+def test_payloads_that_no_resume_needs_are_removed_and_a_rewind_beyond_them_is_rejected(ledger, tmp_path, monkeypatch):
     monkeypatch.setattr("learner.rollouts.ledger_storage.MAX_FILE_BYTES", 1)
     for slot in range(2):
         ledger.consume([(scored(ledger, slot), 1)], step=slot + 1)
@@ -138,7 +136,7 @@ def test_payloads_that_no_resume_needs_are_removed_and_a_rewind_that_needs_them_
     ledger.drop(scored(ledger, 4), "no_signal")
     ledger.forget_payloads(1)
     assert [ledger.payload(f"{slot}.0") for slot in (1, 2, 3)] == [b"bytes of 1.0", b"bytes of 2.0", b"bytes of 3.0"]
-    assert num_files(tmp_path) == 3, "one each: those of the first step and of the dropped group are gone"
+    assert num_files(tmp_path) == 3, "one file each: those of the first step and of the dropped group are removed"
     with pytest.raises(LedgerError, match=r"group 0\.0 is consumed and has no payload"):
         ledger.payload("0.0")
     ledger.rewind(1)
@@ -147,7 +145,7 @@ def test_payloads_that_no_resume_needs_are_removed_and_a_rewind_that_needs_them_
     assert ledger.payload("1.0") == b"bytes of 1.0"
 
 
-def test_a_file_stays_while_one_of_its_payloads_is_needed_and_gets_no_more_after_a_checkpoint(ledger, tmp_path):
+def test_a_file_is_kept_while_a_payload_is_needed_and_is_closed_by_a_checkpoint(ledger, tmp_path):
     ledger.consume([(scored(ledger, 0), 1)], step=1)
     scored(ledger, 1)
     ledger.forget_payloads(1)
@@ -159,9 +157,7 @@ def test_a_file_stays_while_one_of_its_payloads_is_needed_and_gets_no_more_after
     assert ledger.payload("2.0") == b"bytes of 2.0" and num_files(tmp_path) == 1
 
 
-def test_while_payloads_are_written_others_commit_and_what_has_no_row_yet_is_not_taken_for_forgotten(
-    ledger, monkeypatch
-):
+def test_other_commits_proceed_during_payload_writes_and_keep_payloads_without_rows(ledger, monkeypatch):
     scored(ledger, 0)
     admit(ledger, 1)
     sync, is_there, may_go_on = PayloadFiles.sync, threading.Event(), threading.Event()
@@ -183,7 +179,7 @@ def test_while_payloads_are_written_others_commit_and_what_has_no_row_yet_is_not
     assert ledger.payload("1.0") == b"bytes of 1.0" and ledger.counts().consumed == 1
 
 
-def test_a_payload_is_durable_before_its_row_is(ledger, monkeypatch):
+def test_a_payload_is_durable_before_its_row(ledger, monkeypatch):
     events = []
     sync = os.fsync
     monkeypatch.setattr(
@@ -196,7 +192,7 @@ def test_a_payload_is_durable_before_its_row_is(ledger, monkeypatch):
     assert events == ["COMMIT", str(ledger.path.parent), files, f"{files}/1", "COMMIT"]
 
 
-def test_what_a_kill_left_behind_a_payload_harms_none_and_goes_with_the_next_checkpoint(ledger, tmp_path):
+def test_leftovers_of_a_kill_after_a_payload_are_harmless_and_removed_by_the_next_checkpoint(ledger, tmp_path):
     scored(ledger, 0)
     ledger.close()
     files = tmp_path / "ledger.db-payloads"
@@ -210,7 +206,7 @@ def test_what_a_kill_left_behind_a_payload_harms_none_and_goes_with_the_next_che
         assert {path.name for path in files.iterdir()} == {"1", "3"}
 
 
-def test_no_row_of_a_forgotten_group_takes_what_another_holds_for_its_own(ledger, tmp_path):
+def test_rows_of_forgotten_groups_never_share_a_payload_with_others(ledger, tmp_path):
     for slot in (0, 1):
         ledger.consume([(scored(ledger, slot), 0)], step=slot + 1)
     ledger.forget_payloads(2)
@@ -223,7 +219,7 @@ def test_no_row_of_a_forgotten_group_takes_what_another_holds_for_its_own(ledger
             again.rewind(0)
 
 
-def test_a_payload_that_somebody_cut_short_is_an_error_that_names_the_file(ledger, tmp_path):
+def test_a_truncated_payload_is_an_error_with_the_file(ledger, tmp_path):
     scored(ledger, 0)
     os.truncate(tmp_path / "ledger.db-payloads" / "1", 3)
     with pytest.raises(
@@ -232,11 +228,11 @@ def test_a_payload_that_somebody_cut_short_is_an_error_that_names_the_file(ledge
         ledger.payload("0.0")
 
 
-# ---- files of before
+# ---- files of earlier versions
 
 
 def make_schema_2(path, num_kept: int = 3) -> None:
-    """A run up to step 4 with the payloads from step 2 on; then a scored group, a received one and one that was sent."""
+    """Write a run up to step 4 with payloads from step 2 on, and one scored, one received and one sent group."""
     with closing(sqlite3.connect(path)) as db:
         db.executescript(SCHEMA_2.read_text())
         for slot in range(7):
@@ -252,7 +248,7 @@ def make_schema_2(path, num_kept: int = 3) -> None:
 
 
 def assert_goes_on(path) -> None:
-    """The books are those of `make_schema_2`, and a resume from step 2 finds all that it needs."""
+    """Check that the ledger equals that of `make_schema_2`, and that a resume from step 2 finds all it needs."""
     with closing(Ledger(path)) as ledger:
         assert ledger.counts().consumed == 4 and ledger.counts().lost == 0
         with pytest.raises(LedgerError, match="cannot go back to step 0"):
@@ -271,7 +267,7 @@ def assert_goes_on(path) -> None:
 
 
 class Killed(BaseException):
-    """In place of a kill: nothing behind it runs, and SQLite rolls back."""
+    """Replaces a kill: no later code runs, and SQLite rolls back."""
 
 
 def die(*_):
@@ -297,7 +293,7 @@ def die_after_the_commit(monkeypatch):
 
 
 @pytest.mark.parametrize("strike", [None, copy_one_and_die, die_before_the_commit, die_after_the_commit])
-def test_a_run_of_before_goes_on_and_its_file_gives_the_space_back_also_after_a_kill_in_the_middle(tmp_path, strike):
+def test_a_run_of_an_earlier_schema_continues_and_releases_its_space_even_after_a_kill(tmp_path, strike):
     path = tmp_path / "ledger.db"
     make_schema_2(path)
     with closing(sqlite3.connect(path)) as db:
@@ -308,12 +304,12 @@ def test_a_run_of_before_goes_on_and_its_file_gives_the_space_back_also_after_a_
             strike(patch)
             Ledger(path)
     Ledger(path).close()
-    assert num_files(tmp_path) == 1, "what the killed one had copied takes no space"
-    assert path.stat().st_size < 100_000, "nor what the table had held"
+    assert num_files(tmp_path) == 1, "the copies of the killed process are removed"
+    assert path.stat().st_size < 100_000, "the table has released its space"
     assert_goes_on(path)
 
 
-def test_a_file_of_before_is_read_as_it_is(tmp_path):
+def test_a_file_of_an_earlier_schema_is_readable_without_changes(tmp_path):
     path = tmp_path / "ledger.db"
     make_schema_2(path)
     before = path.read_bytes()
@@ -337,7 +333,7 @@ def test_the_audit_counts_gaps_overtaken_and_duplicated_slots(ledger, tmp_path):
     other.close()
     counts = ledger.counts()
     assert (counts.lost, counts.duplicated) == (3, 1), (
-        "slots 1 and 2 have no group, slot 3 is overtaken, slot 0 came twice"
+        "slots 1 and 2 have no group, slot 3 is overtaken, slot 0 is duplicated"
     )
 
 
@@ -349,7 +345,7 @@ def test_threads_share_one_ledger(ledger):
     assert sum(accepted) == 40 and len(ledger.outstanding()) == 40
 
 
-def test_another_schema_and_foreign_files_are_refused_with_a_remedy(tmp_path):
+def test_unknown_schemas_and_foreign_files_are_rejected_with_a_remedy(tmp_path):
     path = tmp_path / "ledger.db"
     Ledger(path).close()
     for version in (SCHEMA_VERSION + 1, 1):
@@ -393,7 +389,7 @@ def test_a_full_database_stops_the_run(ledger):
     assert ledger.next_slot() == 0
 
 
-def test_a_lock_held_by_another_process_is_an_error_not_a_silence(tmp_path):
+def test_a_lock_of_another_process_is_an_error(tmp_path):
     ledger = Ledger(tmp_path / "ledger.db", timeout_s=0.1)
     other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -421,7 +417,7 @@ def test_the_file_is_durable_before_a_call_returns(ledger):
     assert ledger._number("PRAGMA synchronous") == 2, "FULL"
 
 
-def test_a_batch_is_one_commit_of_all_its_moves_or_of_none(ledger, tmp_path):
+def test_a_batch_commits_all_of_its_transitions_or_none(ledger, tmp_path):
     reader = Ledger(tmp_path / "ledger.db", read_only=True)
     with ledger.batch():
         admit(ledger, 0)
@@ -436,7 +432,7 @@ def test_a_batch_is_one_commit_of_all_its_moves_or_of_none(ledger, tmp_path):
     reader.close()
 
 
-def test_consumption_goes_on_where_it_stood_and_knows_what_it_may_pass_over(ledger):
+def test_consumption_continues_after_a_restart_and_knows_the_skipped_slots(ledger):
     assert (ledger.next_slot_to_consume(), ledger.passed_over()) == (0, {})
     for slot in range(4):
         scored(ledger, slot)
@@ -447,10 +443,10 @@ def test_consumption_goes_on_where_it_stood_and_knows_what_it_may_pass_over(ledg
     assert (ledger.next_slot_to_consume(), ledger.passed_over()) == (3, {1: "failed"})
     ledger.rewind(1)
     assert (ledger.next_slot_to_consume(), ledger.passed_over()) == (1, {1: "failed"})
-    assert ledger.counts().lost == 1, "only the retry of slot 3, which is due"
+    assert ledger.counts().lost == 1, "only the pending retry of slot 3"
 
 
-def test_a_slot_keeps_its_position_and_the_next_slot_asks_a_later_one(ledger):
+def test_a_slot_keeps_its_position_and_the_next_slot_has_a_later_one(ledger):
     assert ledger.next_position() == 0
     admit(ledger, 0)
     admit(ledger, 1, position=4)

@@ -1,4 +1,4 @@
-"""Malformed messages by the thousand in between a server's answers: they are refused and counted, and the rollouts go on."""
+"""Thousands of malformed messages between a server's answers: they are rejected and counted, and rollouts continue."""
 
 import asyncio
 import ctypes
@@ -13,19 +13,19 @@ from protocol.codec import decode
 from protocol.errors import ProtocolError
 from protocol.messages import GroupFailed, Message, Pulse, ServerMessage, Welcome
 from tests.learner.rollouts.hand_server import HandServer, counts, next_slots, rollouts_on
-from tests.malformed import TO_LEARNER, Frames, without_end
+from tests.malformed import TO_LEARNER, Frames, malformed_messages
 from tests.waiting import until
 
 BATCH, NUM_STEPS = 100, 10
 MAX_GROWTH_MIB = 100.0
 
 
-class Meddled(HandServer):
-    """Whoever sits on its line says more, before each of its answers."""
+class TamperedServer(HandServer):
+    """A server whose connection injects other messages before each answer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._messages = harmless(without_end([*TO_LEARNER], seed=0))
+        self._messages = harmless(malformed_messages([*TO_LEARNER], seed=0))
         self.num_sent = self.num_malformed = 0
 
     async def _send(self, channel: ServerChannel, peer: bytes, answer: Message) -> None:
@@ -48,7 +48,7 @@ async def send_all(channel: ServerChannel, frames: Frames) -> None:
 
 
 def harmless(messages: Iterator[Frames]) -> Iterator[tuple[Frames, bool]]:
-    """Leave out what still decodes and says something about the server: that it is another, has another engine, or ends."""
+    """Omit messages that still decode and change the server's state: another server, another engine, or an end."""
     for frames in messages:
         try:
             message: Message = decode(frames, ServerMessage)  # type: ignore[arg-type]
@@ -61,13 +61,13 @@ def harmless(messages: Iterator[Frames]) -> Iterator[tuple[Frames, bool]]:
 
 
 def memory_mib() -> float:
-    """Of this process, without what malloc keeps of freed memory."""
+    """Return the memory of this process, without freed memory that malloc keeps."""
     ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss / 2**20
 
 
-def test_malformed_messages_are_refused_and_counted_and_rollouts_go_on(tmp_path: Path) -> None:
-    with Meddled() as server, rollouts_on(tmp_path, server, max_staleness=0) as (fleet, rollouts):
+def test_malformed_messages_are_rejected_and_counted_and_rollouts_continue(tmp_path: Path) -> None:
+    with TamperedServer() as server, rollouts_on(tmp_path, server, max_staleness=0) as (fleet, rollouts):
         for version in range(NUM_STEPS):
             if version == NUM_STEPS // 2:
                 before_mib = memory_mib()

@@ -1,4 +1,4 @@
-"""The states of a slot, and what the buffer restores where a run stopped: pass rates from the checkpoint and the rows behind it, not from all rows."""
+"""The rollout buffer: the states of a slot, and pass rates after a resume."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -49,7 +49,7 @@ def moving_averages(slots: range) -> dict[int, float]:
         (PassRates(reward="share_right", next_slot=NUM_KEPT, by_prompt=moving_averages(range(NUM_KEPT))), NUM_KEPT),
     ],
 )
-def test_a_resume_counts_each_row_once_and_reads_only_those_behind_the_checkpoint(
+def test_a_resume_counts_each_row_once_and_reads_only_rows_after_the_checkpoint(
     tmp_path: Path, kept: PassRates | None, first_slot: int
 ) -> None:
     run = make_run(tmp_path, "tcp://127.0.0.1:1", curriculum={"kind": "pass_rate", "decay": DECAY})
@@ -69,7 +69,7 @@ def test_a_resume_counts_each_row_once_and_reads_only_those_behind_the_checkpoin
 
 @contextmanager
 def a_buffer(tmp_path: Path, **learner: Any) -> Iterator[tuple[RolloutBuffer, Ledger]]:
-    """Of a run with one group a step, which has been admitted."""
+    """Yield the buffer of a run with one group per step, which is admitted."""
     run = make_run(tmp_path, "tcp://127.0.0.1:1", groups_per_step=1, max_staleness=0, **learner)
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
         buffer = RolloutBuffer(run, RunInputs(run).prompts, ledger)
@@ -86,7 +86,7 @@ def states(ledger: Ledger) -> dict[str, str]:
     return dict(ledger._all("SELECT group_id, state FROM groups"))
 
 
-def test_a_slot_goes_from_admitted_to_consumed_and_the_ledger_and_what_is_waited_for_mirror_it(tmp_path: Path) -> None:
+def test_the_ledger_and_the_bottleneck_follow_a_slot_from_admitted_to_consumed(tmp_path: Path) -> None:
     with a_buffer(tmp_path) as (buffer, ledger):
         assert buffer.num("requested") == 1 and states(ledger) == {"0.0": "admitted"}
         assert buffer.waits_for(is_connected=False) == "link" and buffer.waits_for(is_connected=True) == "server"
@@ -111,7 +111,7 @@ def test_a_group_arrives_once_and_only_for_the_attempt_that_is_pending(tmp_path:
         assert buffer.receive("0.1") is None
 
 
-def test_a_slot_that_failed_too_often_is_passed_over_and_makes_room_for_another_prompt(tmp_path: Path) -> None:
+def test_a_slot_that_failed_too_often_is_skipped_and_replaced(tmp_path: Path) -> None:
     with a_buffer(tmp_path, max_group_attempts=2) as (buffer, ledger):
         assert buffer.retry("0.0", "engine_error", 0) is not None
         assert buffer.retry("0.1", "engine_error", 0) is None
@@ -130,9 +130,11 @@ def test_a_stale_group_is_requested_again_and_does_not_count_as_a_failure(tmp_pa
         assert buffer.num("requested") == 1 and states(ledger) == {"0.0": "dropped", "0.1": "admitted"}
 
 
-def test_a_long_resume_looks_at_each_pending_group_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_held, place_of, asked = 400, SlotOrder.consumption_index, list[int]()
-    monkeypatch.setattr(SlotOrder, "consumption_index", lambda order, slot: asked.append(slot) or place_of(order, slot))
+def test_a_long_resume_checks_each_pending_group_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_held, place_of, checked = 400, SlotOrder.consumption_index, list[int]()
+    monkeypatch.setattr(
+        SlotOrder, "consumption_index", lambda order, slot: checked.append(slot) or place_of(order, slot)
+    )
     run = make_run(tmp_path, "tcp://127.0.0.1:1", steps=num_held, groups_per_step=8, max_staleness=0)
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
         with ledger.batch():
@@ -144,4 +146,4 @@ def test_a_long_resume_looks_at_each_pending_group_about_once(tmp_path: Path, mo
             assert buffer.receive(f"{slot}.0") is not None
         requests = [request for version in range(num_held // 8) for request in buffer.admit(version)]
     assert [request.slot for request in requests] == list(range(1, num_held, 2))
-    assert len(asked) < 2 * num_held
+    assert len(checked) < 2 * num_held

@@ -1,4 +1,4 @@
-"""Rollouts against a hand-driven server on a real socket: duplicates, reconnects, failures, staleness, resume."""
+"""Rollouts with a scripted server on a real socket: duplicates, reconnects, failures, staleness, resume."""
 
 import threading
 from contextlib import closing
@@ -36,7 +36,7 @@ EMPTY = Completion(
 
 
 def alike(server: HandServer, request: Generate) -> list[Message]:
-    """The same completion every time, so that the group has no signal."""
+    """Answer with equal completions, so that the group has no signal."""
     group = group_of(request, server.version)
     return [msgspec.structs.replace(group, completions=[group.completions[0]] * len(group.completions))]
 
@@ -49,7 +49,7 @@ def without_the_shortest(group: Group) -> Group:
     return msgspec.structs.replace(group, completions=group.completions[1:])
 
 
-def test_groups_come_in_any_order_and_twice_and_are_taken_once_in_slot_order(tmp_path: Path) -> None:
+def test_duplicate_groups_in_any_order_are_consumed_once_in_slot_order(tmp_path: Path) -> None:
     held: list[Generate] = []
 
     def backwards_and_twice(server: HandServer, request: Generate) -> list[Message]:
@@ -58,11 +58,11 @@ def test_groups_come_in_any_order_and_twice_and_are_taken_once_in_slot_order(tmp
 
     with HandServer(backwards_and_twice) as server, published_on(tmp_path, server) as rollouts:
         assert [next_slots(rollouts), next_slots(rollouts)] == [[0, 1, 2], [3, 4, 5]]
-        until(lambda: len(server.acked) == 12, "each is acknowledged as often as it came")
+        until(lambda: len(server.acked) == 12, "each arrival is acknowledged")
     assert counts(tmp_path).admitted == 6
 
 
-def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_rule_allows(tmp_path: Path) -> None:
+def test_requests_wait_for_weights_and_follow_the_admission_rule(tmp_path: Path) -> None:
     with HandServer() as server, rollouts_on(tmp_path, server) as (_, rollouts):
         assert rollouts.next_batch(0, 0.3) is None and server.generated == []
         rollouts.publish(0, server.server_id)
@@ -74,7 +74,7 @@ def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_ru
         assert next_slots(rollouts, 1) == [6, 7, 8]
 
 
-def test_whatever_is_wrong_with_a_group_is_recorded_and_its_prompt_is_asked_for_again(tmp_path: Path) -> None:
+def test_every_defect_of_a_group_is_recorded_and_its_prompt_is_retried(tmp_path: Path) -> None:
     def spoils_first_attempts(server: HandServer, request: Generate) -> list[Message]:
         # The reward function fails on completions of two tokens.
         group = without_the_shortest(group_of(request, 5))
@@ -105,13 +105,14 @@ def test_whatever_is_wrong_with_a_group_is_recorded_and_its_prompt_is_asked_for_
     assert [group.group_id for group in groups] == ["0.1", "1.1", "2.1", "3.1", "4.1", "5.0"]
     assert [len(group.rewards_G) for group in groups] == [len(group.completions) for group in groups] == [3] * 5 + [2]
     assert dropped(tmp_path) == [
-        ("0.0", "engine_error"), ("1.0", "too_few_survivors"), ("2.0", "malformed"), ("3.0", "stale"), ("4.0", "unscorable"),
+        ("0.0", "engine_error"), ("1.0", "too_few_survivors"), ("2.0", "malformed"), ("3.0", "stale"),
+        ("4.0", "unscorable"),
     ]  # fmt: skip
     assert (metrics["rollout/lost_completions"], metrics["rollout/rewards_failed"], num_refused) == (5 + 2, 1, 1)
     assert {"1.0", "2.0", "3.0", "4.0"} <= set(server.acked) and counts(tmp_path).lost == 0
 
 
-def test_a_prompt_that_fails_too_often_is_given_up_also_over_a_resume(tmp_path: Path) -> None:
+def test_a_prompt_that_fails_too_often_is_skipped_also_across_a_resume(tmp_path: Path) -> None:
     asked_again = threading.Event()
 
     def lossy(server: HandServer, request: Generate) -> list[Message]:
@@ -138,7 +139,7 @@ def test_a_reward_function_that_keeps_failing_ends_the_wait_for_a_batch(tmp_path
         rollouts.next_batch(0, TIMEOUT_S)
 
 
-def test_a_new_server_is_asked_again_for_everything_that_has_not_come(tmp_path: Path) -> None:
+def test_a_new_server_gets_requests_for_all_pending_groups(tmp_path: Path) -> None:
     with HandServer(is_silent) as server, rollouts_on(tmp_path, server) as (fleet, rollouts):
         rollouts.publish(0, server.server_id)
         until(lambda: len(server.generated) == 6)
@@ -151,19 +152,19 @@ def test_a_new_server_is_asked_again_for_everything_that_has_not_come(tmp_path: 
     assert sorted(server.generated) == sorted(2 * [f"{slot}.0" for slot in range(6)])
 
 
-def test_groups_that_come_together_are_committed_together_beside_the_loop_and_only_then_acknowledged(
+def test_groups_are_committed_in_batches_outside_the_event_loop_before_the_acknowledgement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receive, score, disk_writes = Ledger.receive, Ledger.score, threading.Event()
     statements: list[str] = []
 
     def slow(ledger: Ledger, *args: Any) -> list[str]:
-        assert threading.current_thread().name != "test", "in the loop's thread"
+        assert threading.current_thread().name != "test", "the event loop's thread must not block"
         assert disk_writes.wait(TIMEOUT_S)
         return receive(ledger, *args)
 
     def beside(ledger: Ledger, *args: Any) -> None:
-        assert threading.current_thread().name != "test", "in the loop's thread"
+        assert threading.current_thread().name != "test", "the event loop's thread must not block"
         score(ledger, *args)
 
     monkeypatch.setattr(Ledger, "receive", slow)
@@ -171,9 +172,11 @@ def test_groups_that_come_together_are_committed_together_beside_the_loop_and_on
     with HandServer() as server, rollouts_on(tmp_path, server) as (fleet, rollouts):
         rollouts._ledger._db.set_trace_callback(lambda statement: statements.append(statement[:40]))
         rollouts.publish(0, server.server_id)
-        until(lambda: 6 > rollouts._buffer.num("admitted", "requested") <= len(rollouts._arrived), "groups have come")
+        until(
+            lambda: 6 > rollouts._buffer.num("admitted", "requested") <= len(rollouts._arrived), "groups have arrived"
+        )
         rollouts._loop.call(fleet.members[0].link.cancel(["a later message"]), TIMEOUT_S)
-        until(lambda: server.cancelled, "the server hears the learner")
+        until(lambda: server.cancelled, "the server still receives messages")
         assert server.acked == []
         disk_writes.set()
         assert [next_slots(rollouts), next_slots(rollouts)] == [[0, 1, 2], [3, 4, 5]]
@@ -183,7 +186,7 @@ def test_groups_that_come_together_are_committed_together_beside_the_loop_and_on
     assert sorted(server.acked) == [f"{slot}.0" for slot in range(6)]
 
 
-def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -> None:
+def test_a_resume_continues_every_group_from_its_state_in_the_ledger(tmp_path: Path) -> None:
     def some(server: HandServer, request: Generate) -> list[Message]:
         return answers(server, request) if request.group_id in ("0.0", "1.0", "2.0", "4.0") else []
 
@@ -199,7 +202,7 @@ def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -
         ledger.rewind(0)
     with HandServer() as server, published_on(tmp_path, server) as rollouts:
         assert [next_slots(rollouts), next_slots(rollouts)] == [[0, 1, 2], [3, 4, 5]]
-        # Slots 6 to 8 were sent before the restart; at version 0 they would be too old when their turn comes.
+        # Slots 6 to 8 were sent before the restart; with version 0 they would be too old for their step.
         assert sorted(server.generated) == ["3.0", "5.0"]
         rollouts.publish(1, server.server_id)
         assert next_slots(rollouts, 1) == [6, 7, 8]
@@ -210,7 +213,7 @@ def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -
 ACTIVE: dict[str, Any] = {"dynamic_sampling": True, "max_staleness": 0}
 
 
-def test_groups_without_signal_are_replaced_also_over_a_resume(tmp_path: Path) -> None:
+def test_groups_without_signal_are_replaced_also_across_a_resume(tmp_path: Path) -> None:
     def some_alike(server: HandServer, request: Generate) -> list[Message]:
         return alike(server, request) if slot_of(request) in (1, 3, 4) else answers(server, request)
 
@@ -219,23 +222,23 @@ def test_groups_without_signal_are_replaced_also_over_a_resume(tmp_path: Path) -
 
     with HandServer(but_for_the_last) as server, published_on(tmp_path, server, **ACTIVE):
         until(lambda: len(server.generated) == 5 and len(dropped(tmp_path)) == 2)
-    # Slot 1 made room for slot 3, and that for slot 4; no more than three places were ever taken.
+    # Slot 3 replaced slot 1, and slot 4 replaced slot 3; never more than three slots were open.
     assert sorted(server.generated) == ["0.0", "1.0", "2.0", "3.0", "4.0"] and server.cancelled == ["4.0"]
     assert dropped(tmp_path) == [("1.0", "no_signal"), ("3.0", "no_signal")]
 
     with HandServer(some_alike) as server, published_on(tmp_path, server, **ACTIVE) as rollouts:
         assert next_slots(rollouts) == [0, 2, 5]
         assert rollouts.batch_metrics["batch/replaced_groups"] == 3
-        assert rollouts.next_batch(0, 0.3) is None, "nothing of the next step before its version"
+        assert rollouts.next_batch(0, 0.3) is None, "the next step must wait for its version"
         server.version = 1
         rollouts.publish(1, server.server_id)
         assert next_slots(rollouts, 1) == [6, 7, 8]
         assert rollouts.batch_metrics["batch/replaced_groups"] == 0
-    assert sorted(server.generated) == ["4.0", "5.0", "6.0", "7.0", "8.0"], "what was dropped is not asked again"
+    assert sorted(server.generated) == ["4.0", "5.0", "6.0", "7.0", "8.0"], "dropped groups must not be requested again"
     assert counts(tmp_path).lost == 0
 
 
-def test_a_step_that_has_replaced_too_many_takes_what_comes_and_says_why(
+def test_a_step_that_replaced_too_many_groups_trains_without_signal_and_logs_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with HandServer(alike) as server, rollouts_on(tmp_path, server, max_resamples=2, **ACTIVE) as (_, rollouts):
@@ -247,7 +250,7 @@ def test_a_step_that_has_replaced_too_many_takes_what_comes_and_says_why(
     assert "training on 3 of 3 groups without signal: this step has already replaced 6 groups" in caplog.text
 
 
-def test_what_was_received_and_not_scored_before_a_resume_waits_for_the_server_before_it_is_replaced(
+def test_groups_received_before_a_resume_are_replaced_only_after_the_server_connects(
     tmp_path: Path,
 ) -> None:
     with HandServer(is_silent) as server, published_on(tmp_path, server, **ACTIVE):

@@ -1,4 +1,4 @@
-"""Which groups have signal: told by the rewards for answers, not by the penalty for lengths."""
+"""Which groups have signal: decided by the rewards of answers, not by the overlong penalty."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.learner.runs import make_run
 
 
 def accepted(tmp_path: Path, rewards: RewardsByFunction, signal_reward: str | None = None) -> bool:
-    """Whether a group with these rewards is ready, and not replaced, in a run with active sampling and an overlong penalty."""
+    """Return whether a group with these rewards is kept in a run with dynamic sampling and an overlong penalty."""
     reward = {"functions": ["exact_match", "share_right"], "overlong_buffer_tokens": 2}
     run = make_run(tmp_path, "tcp://127.0.0.1:1", dynamic_sampling=True, reward=reward, signal_reward=signal_reward)
     prompt = Prompt(prompt_id=0, prompt="1", token_ids=[1], columns={})
@@ -25,10 +25,10 @@ def accepted(tmp_path: Path, rewards: RewardsByFunction, signal_reward: str | No
 @pytest.mark.parametrize(
     ("exact", "share", "overlong", "expected"),
     [
-        ([1.0, 1.0], [0.7, 0.7], [0.0, -0.3], False),  # all alike but for their lengths
+        ([1.0, 1.0], [0.7, 0.7], [0.0, -0.3], False),  # equal except for the lengths
         ([1.0, 0.0], [0.7, 0.7], [0.0, 0.0], True),
         ([0.0, 0.0], [0.7, 0.1], [0.0, 0.0], True),
-        ([1.0, 0.0], [0.0, 1.0], [0.0, 0.0], False),  # the sums are alike
+        ([1.0, 0.0], [0.0, 1.0], [0.0, 0.0], False),  # the sums are equal
     ],
 )
 def test_a_group_has_signal_by_the_sum_of_its_rewards_without_the_overlong_penalty(
@@ -39,6 +39,6 @@ def test_a_group_has_signal_by_the_sum_of_its_rewards_without_the_overlong_penal
 
 
 @pytest.mark.parametrize(("signal_reward", "expected"), [(None, True), ("exact_match", False), ("share_right", True)])
-def test_one_function_may_decide_alone(tmp_path: Path, signal_reward: str | None, expected: bool) -> None:
+def test_a_single_function_can_decide_the_signal(tmp_path: Path, signal_reward: str | None, expected: bool) -> None:
     rewards = {"exact_match": [1.0, 1.0], "share_right": [0.7, 0.1], "overlong": [0.0, 0.0]}
     assert accepted(tmp_path, rewards, signal_reward) == expected

@@ -1,6 +1,4 @@
-"""Slots against the plain rules they stand for, and what they cost a long run. max_staleness = "auto": in a simulated
-pipeline it ends at the least lookahead that loses nothing, and it moves a real queue.
-"""
+"""Slots compared with a plain implementation of their rules, and max_staleness = "auto" in a simulated pipeline."""
 
 import time
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ NUM_STEPS = 200
 
 
 class PlainSlots:
-    """The rules, slot by slot."""
+    """A plain implementation of the rules, slot by slot."""
 
     def __init__(self, next_to_admit: int, next_to_take: int, passed_over: dict[int, PassedOver]) -> None:
         self.next_to_admit, self.next_to_take, self.passed_over = next_to_admit, next_to_take, passed_over
@@ -37,7 +35,7 @@ class PlainSlots:
         return (slot for slot in count(self.next_to_take) if slot not in self.passed_over)
 
     def num_replaced_with(self, slot: int) -> int:
-        """Of the step of this slot: steps are so many open slots each, with those passed over before the last of them."""
+        """Return the number of replaced slots in the step of `slot`. A step has a fixed number of open slots."""
         steps: list[list[int]] = [[]]
         for other in range(self.next_to_take, self.next_to_admit):
             if sum(one not in self.passed_over for one in steps[-1]) == GROUPS_PER_STEP:
@@ -48,7 +46,7 @@ class PlainSlots:
 
 
 @given(data=st.data())
-def test_slots_keep_the_rules_whatever_is_passed_over_taken_and_resumed(data: st.DataObject) -> None:
+def test_slots_follow_the_rules_for_any_skips_and_resumes(data: st.DataObject) -> None:
     plain, slots = PlainSlots(0, 0, {}), SlotOrder(0, 0, {})
     for _ in range(data.draw(st.integers(1, 40))):
         move = data.draw(st.sampled_from(["admit", "ready", "pass over", "take", "resume"]))
@@ -80,7 +78,7 @@ def test_slots_keep_the_rules_whatever_is_passed_over_taken_and_resumed(data: st
 
 
 def seconds_of_questions(num_passed_over: int, *, is_ahead: bool) -> float:
-    """The least of several tries, with so many slots passed over before the next to take, or behind it."""
+    """Return the shortest of several tries, with skipped slots before or after the next slot to take."""
     next_to_take = 0 if is_ahead else num_passed_over
     passed_over: dict[int, PassedOver] = dict.fromkeys(range(num_passed_over), "no_signal")
     slots = SlotOrder(num_passed_over + 100, next_to_take, passed_over)
@@ -97,7 +95,7 @@ def seconds_of_questions(num_passed_over: int, *, is_ahead: bool) -> float:
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_ten_times_as_many_slots_passed_over_cost_about_the_same(is_ahead: bool) -> None:
+def test_ten_times_as_many_skipped_slots_take_about_the_same_time(is_ahead: bool) -> None:
     few, many = (seconds_of_questions(num, is_ahead=is_ahead) for num in (2_000, 20_000))
     assert many < 5 * few
 
@@ -109,8 +107,9 @@ def lookahead_of(tmp_path: Path, max_staleness: int | str = "auto", **learner: o
 def simulate(
     lookahead: AutoStaleness, latency: float, num_at_once: int, jitter: float = 0.0
 ) -> tuple[list[int], float]:
-    """A learner that takes a second for each batch, and a server that generates `num_at_once` batches at once, each in `latency`
-    seconds. Returns the lookahead at every step, and the seconds per step of the last half.
+    """Simulate a learner with 1 s per batch and a server with `num_at_once` concurrent batches of `latency` seconds.
+
+    Return the lookahead at every step, and the seconds per step of the last half.
     """
     free_at = [0.0] * num_at_once
     ready_at: list[float] = []
@@ -139,19 +138,19 @@ def simulate(
 
 
 @pytest.mark.parametrize(("latency", "least", "jitter"), [(0.3, 1, 0.0), (1.5, 2, 0.04), (3.5, 4, 0.0), (6.9, 7, 0.04)])
-def test_it_ends_at_the_least_lookahead_that_keeps_the_learner_fed(
+def test_auto_staleness_settles_at_the_smallest_lookahead_without_waits(
     tmp_path: Path, latency: float, least: int, jitter: float
 ) -> None:
     seen, step_s = simulate(lookahead_of(tmp_path), latency, num_at_once=20, jitter=jitter)
     assert set(seen[NUM_STEPS // 2 :]) == {least}
     assert step_s == pytest.approx(1.0, rel=0.02)
-    if least > 1:  # and none below it would have
+    if least > 1:  # and no smaller one would
         _, slower_s = simulate(lookahead_of(tmp_path, least - 1), latency, num_at_once=20)
         assert slower_s > 1.05
 
 
 @pytest.mark.parametrize("num_at_once", [1, 3])
-def test_a_full_server_is_not_asked_for_more(tmp_path: Path, num_at_once: int) -> None:
+def test_a_full_server_gets_no_more_requests(tmp_path: Path, num_at_once: int) -> None:
     seen, step_s = simulate(lookahead_of(tmp_path), 4.0 * num_at_once, num_at_once)
     assert max(seen) <= num_at_once + 1
     assert step_s == pytest.approx(4.0, rel=0.02)
@@ -161,14 +160,14 @@ def test_a_full_server_is_not_asked_for_more(tmp_path: Path, num_at_once: int) -
     ("max_staleness", "most", "latency", "expected"),
     [("auto", 3, 50.0, 3), ("auto", 1, 0.01, 1), (0, 8, 3.0, 0), (5, 8, 3.0, 5)],
 )
-def test_it_never_goes_beyond_its_bounds_and_a_number_stays_what_it_is(
+def test_auto_staleness_stays_within_its_bounds_and_a_number_is_fixed(
     tmp_path: Path, max_staleness: int | str, most: int, latency: float, expected: int
 ) -> None:
     seen, _ = simulate(lookahead_of(tmp_path, max_staleness, max_auto_staleness=most), latency, num_at_once=99)
     assert max(seen) == expected and (max_staleness == "auto" or set(seen) == {expected})
 
 
-def test_a_single_hiccup_of_the_server_is_given_back(tmp_path: Path) -> None:
+def test_a_single_delay_of_the_server_has_no_lasting_effect(tmp_path: Path) -> None:
     lookahead = lookahead_of(tmp_path)
     for _ in range(9):
         lookahead.update(waited_share=0.0, has_room=True, has_spare=False)
@@ -179,7 +178,7 @@ def test_a_single_hiccup_of_the_server_is_given_back(tmp_path: Path) -> None:
     assert lookahead.versions == 2
 
 
-def test_a_queue_that_waits_asks_for_more_of_a_server_that_has_room(tmp_path: Path) -> None:
+def test_a_waiting_buffer_requests_more_from_a_server_with_capacity(tmp_path: Path) -> None:
     def slowly(server: HandServer, request: Generate) -> list[Message]:
         time.sleep(0.05)
         return answers(server, request)

@@ -1,4 +1,4 @@
-"""The turns of episodes, asked of a hand-driven server: who no longer waits for one tells the server."""
+"""Turns of episodes with a scripted server: abandoned turns are cancelled at the server."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from tests.learner.runs import make_run
 from tests.waiting import until
 
 
-class Impatient:
-    """Asks for two turns of each prompt, and gives the first up as soon as the server has it."""
+class ImpatientPlayer:
+    """Requests two turns of each prompt, and abandons the first as soon as the server has it."""
 
     def __init__(self, server: HandServer) -> None:
         self._server = server
@@ -42,10 +42,10 @@ def turn(number: int) -> TurnPrompt:
 
 
 @contextmanager
-def played(tmp_path: Path, server: HandServer, **learner: object) -> Iterator[tuple[Rollouts, Impatient]]:
+def played(tmp_path: Path, server: HandServer, **learner: object) -> Iterator[tuple[Rollouts, ImpatientPlayer]]:
     run = make_run(tmp_path, server.endpoint, **{"steps": 10, "max_staleness": 1} | learner)
     with rollouts_of(run) as (fleet, rollouts):
-        player = Impatient(server)
+        player = ImpatientPlayer(server)
         rollouts.start(0, player)
         fleet.wait()
         rollouts.publish(0, server.server_id)
@@ -53,18 +53,21 @@ def played(tmp_path: Path, server: HandServer, **learner: object) -> Iterator[tu
 
 
 def turns(names: list[str]) -> list[str]:
-    """Which turn of its episode each is, and the attempt."""
+    """Return the turn number and the attempt of each name."""
     return [name.rpartition("/")[2] for name in names]
 
 
-def test_a_turn_that_nobody_waits_for_is_cancelled_at_its_server_and_owed_no_more(tmp_path: Path) -> None:
+def test_an_abandoned_turn_is_cancelled_at_its_server_and_no_longer_pending(tmp_path: Path) -> None:
     with HandServer(is_silent) as server:
         with played(tmp_path, server) as (rollouts, player):
-            until(lambda: len(server.cancelled) == player.num_played == 6, "each first turn is cancelled")
+            until(lambda: len(server.cancelled) == player.num_played == 6, "every first turn is cancelled")
             assert turns(server.cancelled) == ["0.0.0"] * 6
-            until(lambda: rollouts._dispatcher.num_pending.total() == 6, "the second turns are owed")
+            until(lambda: rollouts._dispatcher.num_pending.total() == 6, "the second turns are pending")
             assert turns(rollouts._dispatcher.group_ids) == ["0.1.0"] * 6
-        until(lambda: sorted(turns(server.cancelled)) == ["0.0.0"] * 6 + ["0.1.0"] * 6, "as the run ends")
+        until(
+            lambda: sorted(turns(server.cancelled)) == ["0.0.0"] * 6 + ["0.1.0"] * 6,
+            "all turns are cancelled at the end of the run",
+        )
 
 
 def test_an_answer_that_crosses_its_cancellation_is_only_acknowledged(tmp_path: Path) -> None:
@@ -80,7 +83,7 @@ def test_an_answer_that_crosses_its_cancellation_is_only_acknowledged(tmp_path: 
         assert set(turns(server.acked)) == {"0.0.0"}
 
 
-def test_a_turn_that_failed_is_asked_for_again_with_another_seed(tmp_path: Path) -> None:
+def test_a_failed_turn_is_retried_with_another_seed(tmp_path: Path) -> None:
     def fails_once(server: HandServer, request: Generate) -> list[Message]:
         return fails(request) if turns([request.group_id]) == ["0.1.0"] else []
 

@@ -1,4 +1,4 @@
-"""Processes that tests wait for."""
+"""Wait for processes to end."""
 
 import psutil
 
@@ -13,4 +13,4 @@ def is_gone(pid: int) -> bool:
 
 
 def wait_until_gone(*pids: int) -> None:
-    until(lambda: all(map(is_gone, pids)), f"of {pids}, some outlive what has started them")
+    until(lambda: all(map(is_gone, pids)), f"some of {pids} outlive their parent")

@@ -1,4 +1,4 @@
-"""A service that answers commands, well or badly, in a process of the sandbox that is started in any way."""
+"""A service in a sandbox process that answers commands, or misbehaves. It can be started in each of the three ways."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ from learner.sandbox.process import PipeProcess, SandboxLimits
 from learner.sandbox.start import Child, fork, run_script, spawn
 
 LARGE = 5_000_000
-"""Bytes that fit into no pipe."""
+"""More bytes than a pipe can hold."""
 DEADLINE_S, SHORT_S = 60.0, 0.5
 TEXT = msgspec.msgpack.Decoder(str)
 LIMITS = SandboxLimits(section="learner.test", processes_key="num_tests", timeout_s=SHORT_S, max_memory_mib=200)
@@ -24,7 +24,7 @@ IMPORTED_IN = os.getpid()
 
 
 def serve(pipe: Connection) -> None:
-    """Answer commands, each with a text, until the learner is gone."""
+    """Answer each command with a text until the learner ends."""
     while True:
         pipe.send_bytes(answer(pipe, pipe.recv().split()[0]))
 

@@ -1,4 +1,4 @@
-"""Whatever a process has started ends with it: in its group, in a session of its own, and when who started it is gone."""
+"""All descendants of a process end with it: in its group, in other sessions, and orphans."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ if "ends" in sys.argv:
 while True:
     time.sleep(1)
 """
-"""One that is nobody's child, one in the group, one in a session of its own."""
+"""Starts an orphan, a child in the group, and a child in another session."""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
                     os.kill(pid, signal.SIGKILL)
 
 
-def test_all_that_a_process_has_started_counts_as_its_memory_and_is_killed_with_it() -> None:
+def test_all_descendants_count_towards_the_memory_of_a_process_and_are_killed_with_it() -> None:
     with started() as (process, pids):
         alone = [psutil.Process(pid).memory_info().rss for pid in (process.pid, *pids)]
         assert resident_bytes(process.pid, all_processes()) == pytest.approx(sum(alone), rel=0.2)
@@ -59,14 +59,14 @@ def test_all_that_a_process_has_started_counts_as_its_memory_and_is_killed_with_
         wait_until_gone(process.pid, *pids)
 
 
-def test_a_process_may_end_with_all_that_it_has_started() -> None:
+def test_a_process_can_end_together_with_its_descendants() -> None:
     with started("ends") as (process, pids):
         assert process.stdin is not None
         process.stdin.close()
         wait_until_gone(process.pid, *pids)
 
 
-def test_of_a_process_that_is_gone_there_is_nothing() -> None:
+def test_a_dead_process_has_no_descendants() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     assert descendants_of(process.pid, all_processes()) == set() and resident_bytes(process.pid, all_processes()) == 0

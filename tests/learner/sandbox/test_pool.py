@@ -22,7 +22,7 @@ def pool() -> Iterator[ProcessPool[PipeProcess]]:
     pool.close()
 
 
-def test_a_process_that_is_released_is_taken_again_by_the_next(pool: ProcessPool[PipeProcess]) -> None:
+def test_a_released_process_is_reused(pool: ProcessPool[PipeProcess]) -> None:
     first = pool.acquire()
     second = pool.acquire()
     assert first is not second
@@ -39,11 +39,11 @@ def test_a_process_that_ended_or_has_a_pending_answer_is_replaced(pool: ProcessP
     assert idle is not unanswered and idle.ask("hello", TEXT, DEADLINE_S, "") == "hello"
     pool.release(idle)
     os.kill(idle.pid, signal.SIGKILL)
-    until(lambda: not idle.is_usable)  # the fork server reports the end of a process after it is gone
+    until(lambda: not idle.is_usable)  # the fork server reports the end of a process with a delay
     assert pool.acquire() is not idle
 
 
-def test_as_many_are_leased_at_once_as_may_be(pool: ProcessPool[PipeProcess]) -> None:
+def test_concurrent_leases_reach_the_limit(pool: ProcessPool[PipeProcess]) -> None:
     pids: list[int] = []
     most = now = 0
 
@@ -73,7 +73,7 @@ def test_close_kills_all_processes_and_ends_pending_calls(pool: ProcessPool[Pipe
 
     async def lease() -> None:
         async with pool.lease():
-            raise AssertionError("there is no process")
+            raise AssertionError("leased a process from a closed pool")
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(lease())

@@ -1,6 +1,6 @@
-"""The life of a process that runs user code, however it is started: it answers, fails, is killed, and ends with the learner.
+"""The lifetime of a process with user code: it answers, fails, is killed, and ends with the learner.
 
-Reward functions, environments and agents live in such processes. Their own tests show only what they make of its failures.
+Reward functions, environments and agents run in such processes. Their own tests cover only how they handle failures.
 """
 
 import os
@@ -23,7 +23,7 @@ from tests.learner.sandbox.service import DEADLINE_S, LARGE, LIMITS, SHORT_S, TE
 
 ROOT = Path(__file__).parents[3]
 forked_alone = pytest.mark.parametrize("process", ["forked"], indirect=True)
-"""Where it makes no difference how the process was started."""
+"""For tests in which the way to start the process makes no difference."""
 
 
 @pytest.fixture(params=WAYS)
@@ -56,7 +56,7 @@ def test_a_process_that_ends_or_writes_nonsense_is_a_failure_with_the_reason(
     assert failure.outcome == outcome and failure.message.startswith(message)
 
 
-def test_a_process_that_does_not_answer_is_killed_at_the_deadline_with_what_it_has_started(
+def test_a_process_without_an_answer_is_killed_at_the_deadline_with_its_descendants(
     process: PipeProcess,
 ) -> None:
     started = process.ask("start", TEXT, DEADLINE_S, "")
@@ -75,7 +75,7 @@ def test_a_stopped_process_is_killed_when_its_pipe_is_full(process: PipeProcess)
 
 
 @forked_alone
-def test_a_process_that_is_stopped_while_it_writes_is_killed_at_the_deadline(process: PipeProcess) -> None:
+def test_a_process_stopped_in_a_write_is_killed_at_the_deadline(process: PipeProcess) -> None:
     process.send("write")
     assert process._pipe.poll(DEADLINE_S)
     os.kill(process.pid, signal.SIGSTOP)
@@ -85,9 +85,7 @@ def test_a_process_that_is_stopped_while_it_writes_is_killed_at_the_deadline(pro
 
 @pytest.mark.parametrize("process", ["spawned"], indirect=True)
 @pytest.mark.parametrize("command", ["hoard", "share"])
-def test_a_process_that_uses_too_much_memory_with_what_it_has_started_is_killed(
-    process: PipeProcess, command: str
-) -> None:
+def test_a_process_that_uses_too_much_memory_with_its_descendants_is_killed(process: PipeProcess, command: str) -> None:
     watch = MemoryWatch(LIMITS.max_memory_mib, lambda: [process])
     try:
         failure = failure_of(process, command)
@@ -99,9 +97,7 @@ def test_a_process_that_uses_too_much_memory_with_what_it_has_started_is_killed(
 
 
 @forked_alone
-def test_a_process_with_many_left_behind_is_not_used_again(
-    process: PipeProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_with_many_orphans_is_not_reused(process: PipeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("learner.sandbox.process.MAX_CHILDREN", 2)
     started = list[int]()
     for _ in range(3):
@@ -120,20 +116,20 @@ def test_a_process_that_was_killed_before_the_call_is_a_failure_too(process: Pip
     assert failure_of(process, "hello").outcome == "killed"
 
 
-def test_a_process_may_be_killed_by_another_thread_and_the_call_returns(process: PipeProcess) -> None:
+def test_a_call_returns_when_another_thread_kills_its_process(process: PipeProcess) -> None:
     threading.Timer(SHORT_S, process.kill).start()
     assert failure_of(process, "spin").outcome == "killed"
     process.kill()
 
 
 @pytest.mark.parametrize("process", ["spawned", "forked"], indirect=True)
-def test_signals_to_end_are_left_to_the_learner(process: PipeProcess) -> None:
+def test_shutdown_signals_are_left_to_the_learner(process: PipeProcess) -> None:
     for number in SHUTDOWN_SIGNALS:
         os.kill(process.pid, number)
     assert process.ask("hello", TEXT, DEADLINE_S, "") == "hello" and process.is_usable
 
 
-def test_what_a_process_prints_is_no_part_of_a_commands_answer(
+def test_output_of_a_process_is_not_part_of_its_answers(
     process: PipeProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert process.ask("print", TEXT, DEADLINE_S, "") == "print"
@@ -153,14 +149,14 @@ if __name__ == "__main__":
     print(*(process.ask(command, TEXT, DEADLINE_S, "") for command in {commands}), process.pid, flush=True)
     process.ask("spin", TEXT, 600.0, "")
 """
-"""Signals to end leave the fork server alone: without it, a learner would take each of its processes for ended."""
+"""The fork server must ignore shutdown signals: without it, the learner would consider all of its processes dead."""
 
 
 @contextmanager
 def learner(directory: Path, way: str, *commands: str) -> Iterator[list[str]]:
-    """A script elsewhere, as `learner` is, whose working directory is not on its path; it is killed in the end.
+    """Run a script outside its working directory, as `learner` is, and kill it in the end.
 
-    Yields what its process has answered to the commands, and the number of that process.
+    Yields the answers of its process to the commands, and the id of that process.
     """
     (directory / "learner_of_test.py").write_text(LEARNER.format(way=way, commands=commands))
     (directory / "run").mkdir()
@@ -177,15 +173,13 @@ def learner(directory: Path, way: str, *commands: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("way", ["spawned", "forked"])
-def test_a_process_and_what_it_has_started_end_with_the_learner_in_the_middle_of_a_call(
-    tmp_path: Path, way: str
-) -> None:
+def test_a_process_and_its_descendants_end_with_the_learner_in_the_middle_of_a_call(tmp_path: Path, way: str) -> None:
     with learner(tmp_path, way, "start") as pids:
         assert len(pids) == 2 and all(psutil.pid_exists(int(pid)) for pid in pids)
     wait_until_gone(*map(int, pids))
 
 
-def test_a_forked_process_finds_its_modules_imported_and_not_those_of_the_working_directory(tmp_path: Path) -> None:
+def test_a_forked_process_has_preloaded_modules_and_ignores_the_working_directory(tmp_path: Path) -> None:
     with learner(tmp_path, "forked", "preloaded", "environ") as (was_preloaded, safe_path, pid):
-        assert (was_preloaded, safe_path) == ("True", "None"), "the user's own setting, which is none"
+        assert (was_preloaded, safe_path) == ("True", "None"), "the environment of the user must be unchanged"
     wait_until_gone(int(pid))

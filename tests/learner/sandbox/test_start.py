@@ -1,4 +1,4 @@
-"""Processes that several threads start and look at."""
+"""Processes that several threads start and poll."""
 
 import multiprocessing
 import os
@@ -18,13 +18,13 @@ def ending_with(code: int) -> ForkedChild:
     return ForkedChild(CONTEXT.Process(target=os._exit, args=(code,)))
 
 
-def test_threads_that_look_at_once_at_a_process_that_has_ended_see_its_own_exit_code(
+def test_threads_that_poll_a_dead_process_concurrently_get_its_exit_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read = forkserver.read_signed
 
     def read_slowly(fd: int) -> int:
-        time.sleep(LOOK_S)  # so that others look meanwhile
+        time.sleep(LOOK_S)  # so that other threads poll meanwhile
         return read(fd)
 
     monkeypatch.setattr(forkserver, "read_signed", read_slowly)
@@ -35,7 +35,7 @@ def test_threads_that_look_at_once_at_a_process_that_has_ended_see_its_own_exit_
     connection.wait([seen.sentinel], TIMEOUT_S)
     with ThreadPoolExecutor(4) as threads:
         looks = [threads.submit(lambda: seen.exitcode) for _ in range(3)]
-        begun = threads.submit(ending_with, 0)
+        started = threads.submit(ending_with, 0)
         assert [look.result() for look in looks] == [4, 4, 4]
     assert seen.exitcode == 4
-    begun.result().join(TIMEOUT_S)
+    started.result().join(TIMEOUT_S)

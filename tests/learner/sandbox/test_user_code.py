@@ -1,4 +1,4 @@
-"""What the config names is imported from a module or a file, or the error says what is wrong with it."""
+"""Loading of user code from a module or a file, and its errors."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_file_or_a_module_of_the_working_directory_may_import_what_stands_beside_it(directory: Path) -> None:
+def test_user_code_can_import_neighboring_files(directory: Path) -> None:
     for spec in (f"{directory}/mine.py:say", "mine.py:say", "mine:say"):
         assert load_named(spec)() == "hello"
 
@@ -38,9 +38,7 @@ def test_a_file_or_a_module_of_the_working_directory_may_import_what_stands_besi
         ("ends.py:f", "importing ends.py failed with SystemExit"),
     ],
 )
-def test_what_cannot_be_loaded_is_named_and_fails_alike_when_it_is_tried_again(
-    directory: Path, spec: str, problem: str
-) -> None:
+def test_code_that_cannot_be_loaded_is_an_error_also_at_a_second_try(directory: Path, spec: str, problem: str) -> None:
     for _ in range(2):
         with pytest.raises(NotLoaded, match=problem):
             load_named(spec)

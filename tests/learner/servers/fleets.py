@@ -1,4 +1,4 @@
-"""A fleet on scripted servers, as the controller starts and closes it."""
+"""A fleet of scripted servers, started and closed as by the controller."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from tests.learner.runs import make_run
 def a_fleet(
     tmp_path: Path, *endpoints: str, listed: Path | None = None, name: str = "r", **learner: Any
 ) -> Iterator[Fleet]:
-    """`listed`: the file of its endpoints; `name`: the run's."""
+    """`listed`: file of the endpoints; `name`: name of the run."""
     run = make_run(tmp_path, *endpoints, **{"connect_timeout_s": 1.0} | learner)
     if listed is not None:
         run = msgspec.structs.replace(run, endpoint=DEFAULT_ENDPOINT, endpoints_from=f"file:{listed}")

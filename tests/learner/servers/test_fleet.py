@@ -1,4 +1,4 @@
-"""The servers of a run and the loop they live in: what is waited for, and what becomes of what fails in the background."""
+"""The fleet of a run and its event loop: waits, and errors in the background."""
 
 import asyncio
 import inspect
@@ -22,7 +22,7 @@ from tests.waiting import TIMEOUT_S, until
 
 NOWHERE = "tcp://127.0.0.1:1"
 LOST_FOR_S = DEAD_AFTER_S + HELLO_INTERVAL_S
-"""When a link that gets nothing more is lost."""
+"""Time until a silent link is lost."""
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def loop() -> Iterator[LoopThread]:
 
 
 def ended(loop: LoopThread) -> None:
-    """Return when all that was spawned has begun, and what does not wait has ended."""
+    """Wait until all spawned tasks have started, and those that do not wait have ended."""
     for _ in range(3):
         loop.call(asyncio.sleep(0), TIMEOUT_S)
 
 
-def test_the_first_failure_in_the_background_is_raised_by_whoever_asks_next(loop: LoopThread) -> None:
+def test_the_first_failure_in_the_background_is_raised_at_the_next_call(loop: LoopThread) -> None:
     async def fail(reason: str) -> None:
-        async with asyncio.TaskGroup() as tasks:  # which packs what its tasks fail with
+        async with asyncio.TaskGroup() as tasks:  # it groups the errors of its tasks
             tasks.create_task(fail_alone(reason))
 
     async def fail_alone(reason: str) -> None:
@@ -57,7 +57,7 @@ def test_the_first_failure_in_the_background_is_raised_by_whoever_asks_next(loop
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_what_is_spawned_as_the_loop_stops_is_cancelled_too(is_busy: bool) -> None:
+def test_a_task_spawned_while_the_loop_stops_is_cancelled(is_busy: bool) -> None:
     loop, cancelled = LoopThread("test"), []
 
     async def work(name: str) -> None:
@@ -71,14 +71,14 @@ def test_what_is_spawned_as_the_loop_stops_is_cancelled_too(is_busy: bool) -> No
         loop.spawn(work("in the middle"))
         ended(loop)
     late = work("late")
-    loop.loop.call_soon_threadsafe(loop.spawn, late)  # is still to begin when the loop stops
+    loop.loop.call_soon_threadsafe(loop.spawn, late)  # not started when the loop stops
     loop.stop()
     loop.raise_failure()
     assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
     assert "in the middle" in cancelled or not is_busy
 
 
-def test_a_wait_for_no_server_ends_with_the_remedy_and_one_that_is_called_off_at_once(tmp_path: Path) -> None:
+def test_a_wait_for_a_missing_server_ends_with_a_remedy_and_a_cancelled_wait_immediately(tmp_path: Path) -> None:
     closing, other = threading.Event(), free_endpoint()
     with a_fleet(tmp_path, NOWHERE, other) as fleet:
         assert not fleet.is_connected
@@ -99,7 +99,7 @@ def test_a_wait_ends_when_anything_in_the_background_fails(tmp_path: Path) -> No
         fleet.wait()
 
 
-def test_a_server_that_is_listed_again_before_the_next_look_at_the_list_joins_again(
+def test_a_server_listed_again_before_the_next_reread_joins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("learner.servers.fleet.REREAD_EVERY_S", 0.5)
@@ -115,7 +115,7 @@ def test_a_server_that_is_listed_again_before_the_next_look_at_the_list_joins_ag
             until(lambda: fleet.is_connected)
 
 
-def test_a_run_waits_for_a_server_that_another_has_and_ends_with_who_has_it_and_the_remedy(
+def test_a_run_waits_for_a_busy_server_and_ends_with_its_holder_and_a_remedy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ServerThread(ScriptedEngine()) as server, a_fleet(tmp_path, server.endpoint, name="one") as fleet:
@@ -134,7 +134,7 @@ def test_a_run_waits_for_a_server_that_another_has_and_ends_with_who_has_it_and_
     assert len(lines) == 1 and "stops after 1 s without any server (learner.connect_timeout_s)" in lines[0]
 
 
-def test_one_of_several_servers_that_another_run_has_is_waited_for_while_the_others_work(tmp_path: Path) -> None:
+def test_a_run_works_with_free_servers_while_it_waits_for_a_busy_one(tmp_path: Path) -> None:
     with (
         ServerThread(ScriptedEngine(), config=ServerConfig(orphan_timeout_s=1000.0)) as busy,
         ServerThread(ScriptedEngine()) as free,
@@ -151,14 +151,14 @@ def test_one_of_several_servers_that_another_run_has_is_waited_for_while_the_oth
             fleet.is_over = True
             fleet.leave()
             until(lambda: len(waiting.connected()) == 2)
-        assert tenancy_of(busy)["run"] == "other", "its run may come back"
+        assert tenancy_of(busy)["run"] == "other", "its run may reconnect"
         with a_fleet(tmp_path, busy.endpoint, name="other") as resumed:
             until(lambda: resumed.is_connected)
             resumed.is_over = True
         until(lambda: tenancy_of(busy)["state"] == "free")
 
 
-def test_a_server_under_two_addresses_is_not_freed_when_one_of_them_is_left(
+def test_a_server_with_two_addresses_is_kept_when_one_address_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -169,7 +169,7 @@ def test_a_server_under_two_addresses_is_not_freed_when_one_of_them_is_left(
             until(lambda: any(member.is_gone and member.link._channel._socket.closed for member in fleet.members))
             server_id = server.running.server.status()["server_id"]
             (stays,) = [member for member in fleet.members if not member.is_gone]
-            # The server answers the link that greeted it last. If that was the other one, this one is lost for a while.
+            # The server answers the link that greeted it last, so the other link is lost for a while.
             time.sleep(LOST_FOR_S)
             until(lambda: stays.link.connected)
             assert stays.welcome is not None and stays.welcome.server_id == server_id

@@ -1,4 +1,4 @@
-"""The list of servers in a file or behind a name, of which what cannot be read changes nothing; and which is asked next."""
+"""The server list in a file or a DNS name, which stays unchanged when unreadable; and the choice of the next server."""
 
 from pathlib import Path
 
@@ -16,14 +16,14 @@ def of(source: str) -> Membership:
     return Membership(source, has_keys=False, insecure=False)
 
 
-def test_a_file_has_one_endpoint_a_line_and_remarks(tmp_path: Path) -> None:
+def test_a_file_has_one_endpoint_per_line_and_comments(tmp_path: Path) -> None:
     file = tmp_path / "servers.txt"
     file.write_text(f"# two\n\n{ONE}\n  {OTHER} # the second\n{ONE}\n")
     assert of(f"file:{file}").endpoints == (ONE, OTHER)
 
 
 @pytest.mark.parametrize("content", ["", "# all gone\n", "not an endpoint\n", "tcp://10.0.0.5:6001\n", None])
-def test_a_list_that_is_empty_wrong_or_gone_leaves_the_servers_of_before_and_is_reported_once(
+def test_an_empty_invalid_or_missing_list_keeps_the_servers_and_is_reported_once(
     tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "servers.txt"
@@ -36,7 +36,7 @@ def test_a_list_that_is_empty_wrong_or_gone_leaves_the_servers_of_before_and_is_
     assert membership.reread() == (OTHER,)
 
 
-def test_a_name_stands_for_each_of_its_addresses() -> None:
+def test_a_dns_name_means_each_of_its_addresses() -> None:
     assert of("dns:localhost:6001").endpoints == (ONE,)
 
 
@@ -49,7 +49,7 @@ def test_a_name_stands_for_each_of_its_addresses() -> None:
         ("dns:no-such-host.invalid:6001", "has no address"),
     ],
 )
-def test_at_the_start_a_source_that_names_no_server_is_refused(source: str, expected: str) -> None:
+def test_a_source_without_servers_is_rejected_at_the_start(source: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         of(source)
 
@@ -58,7 +58,7 @@ LOADS = st.lists(st.builds(Load, st.integers(0, 50), st.integers(0, 50)), min_si
 
 
 @given(LOADS)
-def test_it_is_one_that_owes_the_fewest_and_of_those_one_chosen_longest_ago(loads: list[Load]) -> None:
+def test_the_server_with_the_fewest_pending_groups_is_chosen_and_ties_rotate(loads: list[Load]) -> None:
     index = least_loaded(loads)
     assert index is not None
     fewest = [load for load in loads if load.num_groups == min(load.num_groups for load in loads)]
@@ -66,14 +66,12 @@ def test_it_is_one_that_owes_the_fewest_and_of_those_one_chosen_longest_ago(load
 
 
 @given(LOADS, st.data())
-def test_a_later_turn_stays_while_its_server_has_two_more_to_do_than_the_freest(
-    loads: list[Load], data: st.DataObject
-) -> None:
+def test_a_later_turn_stays_on_its_server_up_to_two_more_pending_groups(loads: list[Load], data: st.DataObject) -> None:
     stays_at = data.draw(st.integers(0, len(loads) - 1))
     fewest = min(load.num_groups for load in loads)
     may_stay = loads[stays_at].num_groups - fewest <= 2
     assert least_loaded(loads, stays_at) == (stays_at if may_stay else least_loaded(loads))
 
 
-def test_nobody_is_chosen_of_nobody() -> None:
+def test_without_servers_none_is_chosen() -> None:
     assert least_loaded([]) is None

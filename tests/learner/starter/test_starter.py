@@ -1,4 +1,4 @@
-"""`learner new`: what it writes is accepted by both programs, its reward by its own test, and nothing of anybody's is overwritten."""
+"""`learner new`: both programs accept its files, its reward passes its test, and nothing is overwritten."""
 
 import subprocess
 import sys
@@ -17,15 +17,15 @@ from protocol.errors import ConfigError
 from tests.learner.in_process import run_here
 
 
-def test_what_it_writes_is_a_recipe_for_both_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_is_valid_for_both_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = write_starter(Path("tasks/mine"))
+    printed = write_starter(Path("tasks/mine"))
     assert {path.name for path in Path("tasks/mine").iterdir()} == {
         "prompts.jsonl", "reward.py", "run.toml", "test_reward.py",
     }  # fmt: skip
     learner = load_config(LearnerRun, ["tasks/mine/run.toml"], "learner train")
     server = load_config(ServerRun, ["tasks/mine/run.toml"], "inference-server")
-    assert learner.model == server.model and learner.run_dir == "runs/mine" and "runs/mine/report.html" in said
+    assert learner.model == server.model and learner.run_dir == "runs/mine" and "runs/mine/report.html" in printed
     assert learner.idle_keys_note() is None
     assert len(open_source(learner.learner.data, 0)) == 3
     (spec,) = learner.learner.reward.functions
@@ -34,18 +34,18 @@ def test_what_it_writes_is_a_recipe_for_both_programs(tmp_path: Path, monkeypatc
 
 def outcome_of(directory: Path) -> str:
     command = [sys.executable, "-m", "pytest", "-q", directory.name]
-    environment = {"PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # half of its start
+    environment = {"PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # saves half of pytest's start
     return subprocess.run(
         command, cwd=directory.parent, env=environment, capture_output=True, text=True, timeout=240
     ).stdout
 
 
-def test_its_test_passes_and_finds_a_reward_with_a_hole(tmp_path: Path) -> None:
+def test_the_generated_test_passes_and_finds_a_broken_reward(tmp_path: Path) -> None:
     assert run_here("new", str(tmp_path / "mine")).stdout.startswith(f"wrote {tmp_path}/mine/: prompts.jsonl")
     assert "3 passed" in outcome_of(tmp_path / "mine")
     reward = tmp_path / "mine" / "reward.py"
     reward.write_text(reward.read_text().replace("text.ljust(len(right) + 1)", "f'{text[:len(right)]} '"))
-    assert "3 failed" in outcome_of(tmp_path / "mine"), "the end counts no more"
+    assert "3 failed" in outcome_of(tmp_path / "mine"), "the end of the text no longer counts"
 
 
 def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
         write_starter(tmp_path / 'a"b')
 
 
-def test_a_name_with_other_characters_stands_in_the_recipe(tmp_path: Path) -> None:
+def test_the_recipe_supports_names_with_special_characters(tmp_path: Path) -> None:
     write_starter(tmp_path / "Größe + 1")
     recipe = tomllib.loads((tmp_path / "Größe + 1" / "run.toml").read_text())
     assert recipe["learner"]["data"]["path"] == str(tmp_path / "Größe + 1" / "prompts.jsonl")

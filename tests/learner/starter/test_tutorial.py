@@ -1,4 +1,4 @@
-"""The tutorial's recipes, taken out of the page, do what it says."""
+"""The recipes of the tutorial page work as the page describes."""
 
 import re
 import tomllib
@@ -24,7 +24,7 @@ LENGTH, JUDGE, EVALUATION = SHOWN["toml"]
 
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As the page has it after `learner new my-task` and all that it shows."""
+    """Return the task after `learner new my-task` and all changes of the page."""
     monkeypatch.chdir(tmp_path)
     write_starter(Path("my-task"))
     for code in SHOWN["python"]:
@@ -52,27 +52,27 @@ def rewards_of(run: LearnerRun, *texts: str) -> list[list[float | None]]:
     return [function.rewards for function in group.functions]
 
 
-def test_length_is_penalised_beyond_what_the_row_allows(task: Path) -> None:
+def test_length_is_penalized_beyond_the_limit_of_the_row(task: Path) -> None:
     places, length = rewards_of(run_with(LENGTH), "371", "3710000000")
     assert length == [0.0, pytest.approx(-1.0)] and places[0] == 1.0
 
 
-def test_the_judge_is_asked_over_http(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = Counter[str]()
+def test_the_judge_is_called_over_http(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_requests = Counter[str]()
     with openai_server() as judge:
         judge.tells_tokens = False
 
         def answer(prompt: str, count: int) -> list[str]:
-            said[prompt] += 1
+            num_requests[prompt] += 1
             return [" Yes" if "'371'" in prompt.split(" a good answer")[0] else " no"] * count
 
         judge.answer = answer
         monkeypatch.setenv("JUDGE_URL", judge.url)
         places, judged = rewards_of(run_with(JUDGE), "371", "9")
-    assert judged == [1.0, 0.0] and places[0] == 1.0 and len(said) == 2
+    assert judged == [1.0, 0.0] and places[0] == 1.0 and len(num_requests) == 2
 
 
-def test_the_second_set_chooses_the_best(task: Path) -> None:
+def test_the_second_set_selects_the_best_model(task: Path) -> None:
     config = run_with(EVALUATION).learner
     assert (config.evaluation.set_names(), config.checkpoint.judging_set) == (["known", "new"], "new")
     known, new = (len(eval_set.prompts) for eval_set in sets_of(RunInputs(run_with(EVALUATION))))

@@ -1,6 +1,6 @@
-"""Runs whose ends can be compared bit for bit: policy, optimizer, reference, generators, books, losses.
+"""Runs whose ends can be compared bit for bit: policy, optimizer, reference, generators, ledger, losses.
 
-At staleness 0 in float32 on one thread.
+They run at staleness 0 in float32 on one thread.
 """
 
 import json
@@ -31,7 +31,7 @@ def newest_checkpoint(run: LearnerRun) -> Path:
 
 
 def everything_in(run: LearnerRun) -> dict[str, torch.Tensor]:
-    """In the newest checkpoint that is a tensor: policy, export, references, moments, generators."""
+    """Return all tensors of the newest checkpoint: policy, export, references, moments, generators."""
     checkpoint = newest_checkpoint(run)
     return tensors_of(checkpoint) | {
         f"{file.relative_to(checkpoint)}:{name}": tensor
@@ -41,7 +41,7 @@ def everything_in(run: LearnerRun) -> dict[str, torch.Tensor]:
 
 
 def losses_of(run: LearnerRun) -> list[dict[str, float]]:
-    """The last line of every step: what a resume did again stands behind what was done before it."""
+    """Return the last line of every step: the line of a repeated step follows the first one."""
     last = {line["step"]: {key: line[key] for key in LOSSES if key in line} for line in metrics_of(run)}
     return [last[step] for step in sorted(last)]
 

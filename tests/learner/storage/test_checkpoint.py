@@ -1,4 +1,4 @@
-"""A resume goes on from one checkpoint on all ranks, and only with the model that its frozen weights are of."""
+"""A resume uses one checkpoint on all ranks, and only with the model of its frozen weights."""
 
 import json
 import logging
@@ -30,11 +30,11 @@ WORDS = {
     "late": [],
     "newer": [],
 }  # fmt: skip
-"""What rank 1 sees, and how it is refused."""
+"""What rank 1 sees, and the parts of its error."""
 
 
 def write(directory: Path, step: int) -> Path:
-    """What tells one checkpoint from another."""
+    """Write the files that identify a checkpoint."""
     path = checkpoint_of(directory, step)
     for file in FILES:
         (path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def write(directory: Path, step: int) -> Path:
 
 
 def choose(accelerator: Accelerator, directory: Path) -> None:
-    """Rank 0 sees steps 6 and 7, rank 1 something else in each case."""
+    """Choose a checkpoint when rank 0 sees steps 6 and 7, and rank 1 differs in each case."""
     rank, timeout_s = accelerator.process_index, 4 * LATE_S
     assert shared_checkpoint(accelerator, directory / f"none-{rank}", timeout_s, resume=True) is None
     for case, words in WORDS.items():
@@ -63,13 +63,13 @@ def choose(accelerator: Accelerator, directory: Path) -> None:
                 shared_checkpoint(accelerator, mine, timeout_s, resume=True)
             assert all(word in str(caught.value) for word in words), caught.value
         else:
-            # Rank 0 alone says whether this is a resume.
+            # Only rank 0 decides whether this is a resume.
             found = shared_checkpoint(accelerator, mine, 100 * timeout_s, resume=rank == 0)
             assert found == mine / "step-000007"
             assert shared_checkpoint(accelerator, mine, timeout_s, resume=rank == 1) is None
 
 
-def test_ranks_go_on_from_the_checkpoint_of_rank_0_once_they_see_it_or_say_what_they_lack(tmp_path: Path) -> None:
+def test_ranks_resume_from_the_checkpoint_of_rank_0_or_report_what_is_missing(tmp_path: Path) -> None:
     on_two_ranks(choose, tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_an_adapter_is_not_resumed_on_another_base(
     trainer = a_trainer(accelerator, model, **LORA)
     with pytest.raises(ConfigError, match=r"model: .* has changed since the run started.*frozen tensors.*Restore"):
         load_checkpoint(trainer, checkpoint)
-    # One of an earlier version does not say what it was made of.
+    # A checkpoint of an earlier version does not record its base model.
     state = json.loads((checkpoint / "state.json").read_text())
     del state["model_digest"]
     (checkpoint / "state.json").write_text(json.dumps(state))
@@ -114,7 +114,7 @@ def test_an_adapter_is_not_resumed_on_another_base(
     assert sum("does not record the model" in line for line in caplog.messages) == 1
 
 
-def test_a_whole_policy_and_the_generators_are_resumed_wherever_the_run_started(
+def test_a_full_policy_and_the_generators_are_resumed_from_any_directory(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     model = a_model(tmp_path / "model")
@@ -129,7 +129,7 @@ def test_a_whole_policy_and_the_generators_are_resumed_wherever_the_run_started(
     assert all(torch.equal(parameter, again) for parameter, again in pairs)
 
 
-def test_a_digest_is_of_every_tensor_and_of_the_config_but_not_of_how_they_are_written(tmp_path: Path) -> None:
+def test_a_digest_covers_every_tensor_and_the_config_but_not_the_file_format(tmp_path: Path) -> None:
     model = a_model(tmp_path / "model")
     digest, tensors = digest_model(model), load_file(model / "model.safetensors")
     for changed in tensors:
@@ -148,7 +148,7 @@ def test_a_digest_is_of_every_tensor_and_of_the_config_but_not_of_how_they_are_w
     assert digest_model(model) == digest
 
 
-def test_a_checkpoint_that_was_cloned_without_git_lfs_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_checkpoint_cloned_without_git_lfs_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n"
     (tmp_path / "model.safetensors").write_text(pointer)

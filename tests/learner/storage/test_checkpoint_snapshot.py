@@ -1,4 +1,4 @@
-"""A checkpoint holds what there was when it began, whatever training changes before the background has written it."""
+"""A checkpoint has the state at its start, although training continues while it is written in the background."""
 
 import threading
 from pathlib import Path
@@ -29,11 +29,11 @@ EVERYTHING_CHANGES: dict[str, Any] = {
     "max_staleness": 5,
 }
 STAYS = ("index.json", "adapter_config.json", "README.md")
-"""Names and places of tensors, and what describes an adapter."""
+"""Files that stay the same: the tensor index and the description of an adapter."""
 
 
 class Training:
-    """What a rank trains, and the pass rates: every step changes all of it."""
+    """The training state of a rank and the pass rates, all of which change at every step."""
 
     def __init__(self, accelerator: Accelerator, run: LearnerRun) -> None:
         set_seed(0)
@@ -44,7 +44,7 @@ class Training:
         self.version = VERSION
 
     def step(self) -> None:
-        """Weights, moments and their counts, reference, KL coefficient, pass rates."""
+        """Change weights, moments and their counts, reference, KL coefficient and pass rates."""
         self.curriculum.record(self.version, self.version % 3, {"share_right": [self.version % 5 / 4]})
         metrics = train_on(self.trainer, self.groups, self.version, StepTimer())
         self.version += 1
@@ -57,7 +57,7 @@ class Training:
         return writer
 
     def saved(self, directory: Path) -> dict[str, bytes]:
-        """Write a checkpoint that nothing happens beside."""
+        """Write a checkpoint while training waits."""
         with self.begin(directory) as writer:
             writer.wait()
         return contents(directory)
@@ -105,12 +105,12 @@ def compare_held_with_unhurried(accelerator: Accelerator, directory: Path, learn
     [{}, {"lora": {"rank": 4}, "reference": {"kind": "every", "every_steps": 1}}],
     ids=["whole model", "adapter"],
 )
-def test_a_checkpoint_holds_nothing_that_training_changed_after_it_began(
+def test_a_checkpoint_excludes_later_changes_of_training(
     accelerator: Accelerator, tmp_path: Path, learner: dict[str, Any]
 ) -> None:
     compare_held_with_unhurried(accelerator, tmp_path, learner)
 
 
 @pytest.mark.system
-def test_nor_does_one_of_ranks_that_share_the_policy(tmp_path: Path) -> None:
+def test_a_checkpoint_of_sharded_ranks_excludes_later_changes(tmp_path: Path) -> None:
     on_two_ranks(compare_held_with_unhurried, tmp_path, {}, is_sharded=True)

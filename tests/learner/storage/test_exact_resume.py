@@ -1,4 +1,4 @@
-"""A run that is killed and resumed ends bit for bit as one that was not. Every death is a SIGKILL of a real process."""
+"""A killed and resumed run ends bit for bit like an uninterrupted one. Every death is a SIGKILL of a real process."""
 
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,25 @@ from tests.learner.storage.same_end import (
 SHORT = "after a step is taken and while a checkpoint is written"
 CASES: dict[str, tuple[dict[str, Any], list[Death | LateDeath]]] = {
     SHORT: (
-        {"reference": {"kind": "adaptive", "kl_threshold": 1e-9, "patience": 2, "reward_guard": False}, "kl": {"coef": 0.1},
+        {"reference": {"kind": "adaptive", "kl_threshold": 1e-9, "patience": 2, "reward_guard": False},
+            "kl": {"coef": 0.1},
          "data": {"task": "reverse", "num_digits": 2, "num_prompts": 8},
          "sampling": {"group_size": 4, "max_tokens": 3, "seeded": True}, "dynamic_sampling": True,
          "curriculum": {"kind": "pass_rate", "easy_above": 0.3, "hard_below": 0.15, "easy_weight": 0.1}},
         [Death("consumed", 3), LateDeath("shards written", 2)],
     ),
     "in a checkpoint that shares the reference of the one before": (
-        {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}, "checkpoint": {"every_steps": 1, "keep_last": 1}, "steps": 6},
+        {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}, "checkpoint": {"every_steps": 1, "keep_last": 1},
+            "steps": 6},
         [Death("generators saved", 2), Death("reference linked"), Death("copied"), Death("shards indexed"),
          Death("checkpoint named"), Death("best one named", 2), Death("old one unnamed", 2), Death("old one removed")],
     ),
     "an adapter": (
-        {"reference": {"kind": "mixture", "every_steps": 2, "num_snapshots": 2}, "kl": {"coef": 0.1}, "lora": {"rank": 4},
+        {"reference": {"kind": "mixture", "every_steps": 2, "num_snapshots": 2}, "kl": {"coef": 0.1},
+            "lora": {"rank": 4},
          "updates_per_batch": 2, "optimizer": {"learning_rate": 2e-3, "schedule": "linear", "warmup_steps": 2}},
-        [Death("received", 4), Death("scored", 5), Death("logged", 3), Death("shards written"), Death("model exported")],
+        [Death("received", 4), Death("scored", 5), Death("logged", 3), Death("shards written"),
+            Death("model exported")],
     ),
     "in checkpoints, each while the next step trains": (
         {"reference": {"kind": "ema", "every_steps": 1, "alpha": 0.3},
@@ -46,14 +50,14 @@ CASES: dict[str, tuple[dict[str, Any], list[Death | LateDeath]]] = {
         [LateDeath("shards written", 3), LateDeath("shards indexed", 2), LateDeath("model exported")],
     ),
 }  # fmt: skip
-"""Settings, and the deaths of each life but the last. A life after a checkpoint begins to count at the step behind it."""
+"""Settings, and the death of each process but the last. After a checkpoint, a process counts from the next step."""
 
 
 @pytest.mark.parametrize(
     ("learner", "deaths"),
     [pytest.param(*case, id=name, marks=[] if name == SHORT else pytest.mark.system) for name, case in CASES.items()],
 )
-def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
+def test_a_run_killed_repeatedly_ends_like_an_uninterrupted_run(
     tmp_path: Path, learner: dict[str, Any], deaths: list[Death | LateDeath]
 ) -> None:
     with tiny_server() as server:
@@ -67,7 +71,7 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
 
 
 class OldView(Place, frozen=True):
-    """Of a rank whose file system does not list the newest checkpoint yet."""
+    """A rank whose file system does not list the newest checkpoint yet."""
 
     def enter(self) -> None:
         super().enter()
@@ -76,19 +80,19 @@ class OldView(Place, frozen=True):
 
 
 def live_as_two(run: LearnerRun, death: Death | None, *, resume: bool) -> None:
-    """Two ranks that share the policy; torchrun would end the one that is left when the other dies."""
+    """Run two ranks that share the policy. torchrun would end the remaining rank when the other dies."""
     first, second = places_of(2, is_sharded=True)
     places = [first, OldView(**msgspec.structs.asdict(second))]
     lives = [Life(run, death if place.rank == 0 else None, resume=resume, place=place) for place in places]
     code = lives[0].end()
     if death is not None:
         lives[1].process.kill()
-    # The other may have noticed that the first is gone before it was killed.
+    # The second rank may notice the death of the first before it is killed.
     assert code == (0 if death is None else -9) and (lives[1].end() == 0) == (death is None), lives[0].log
 
 
 @pytest.mark.system
-def test_two_ranks_killed_after_a_step_and_in_a_checkpoint_end_as_two_that_were_not(tmp_path: Path) -> None:
+def test_two_ranks_killed_after_a_step_and_in_a_checkpoint_end_like_uninterrupted_ranks(tmp_path: Path) -> None:
     learner = {
         "reference": {"kind": "every", "every_steps": 2, "reset_optimizer": True},
         "kl": {"coef": 0.1},

@@ -1,4 +1,4 @@
-"""Disks that are really full: a run ends with a sentence, keeps what it committed, and goes on when there is space again."""
+"""Full disks: a run ends with a clear error, keeps its committed state, and resumes when space is available."""
 
 import os
 import re
@@ -23,7 +23,7 @@ Disk = Callable[[Path, int], None]
 
 @pytest.fixture
 def mount() -> Iterator[Disk]:
-    """Mount a file system of so many KiB at a path; a second time: change its size."""
+    """Return a function that mounts a file system of some KiB at a path; a second call changes its size."""
     mounted: list[Path] = []
 
     def mount(path: Path, num_kib: int) -> None:
@@ -39,7 +39,7 @@ def mount() -> Iterator[Disk]:
 
     yield mount
     for path in dict.fromkeys(mounted):
-        subprocess.run(["umount", "--lazy", str(path)], check=True)  # also while a failed test keeps a file open
+        subprocess.run(["umount", "--lazy", str(path)], check=True)  # a failed test may keep a file open
 
 
 def fill(directory: Path) -> None:
@@ -47,7 +47,7 @@ def fill(directory: Path) -> None:
     assert os.statvfs(directory).f_bfree == 0
 
 
-def test_lines_that_find_no_room_are_an_error_and_leave_whole_lines_behind(tmp_path: Path, mount: Disk) -> None:
+def test_lines_on_a_full_disk_are_an_error_and_leave_only_complete_lines(tmp_path: Path, mount: Disk) -> None:
     disk = tmp_path / "disk"
     mount(disk, 64)
     lines = JsonLinesFile(disk / "metrics.jsonl")
@@ -64,7 +64,7 @@ def test_lines_that_find_no_room_are_an_error_and_leave_whole_lines_behind(tmp_p
     assert (disk / "metrics.jsonl").read_text().splitlines() == [f'{{"step": {i}}}' for i in range(1, step + 1)]
 
 
-def test_whoever_writes_the_error_names_the_path_and_the_space(tmp_path: Path, mount: Disk) -> None:
+def test_every_writer_reports_the_path_and_the_free_space(tmp_path: Path, mount: Disk) -> None:
     disk = tmp_path / "disk"
     mount(disk, 64)
     for name, write in {
@@ -79,12 +79,12 @@ def test_whoever_writes_the_error_names_the_path_and_the_space(tmp_path: Path, m
             write(disk / name)
 
 
-def test_a_directory_that_somebody_removed_is_an_error_too(tmp_path: Path) -> None:
+def test_a_removed_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"gone/run/metrics\.jsonl could not be written \(.*No such file"):
         JsonLinesFile(tmp_path / "gone/run/metrics.jsonl")
 
 
-def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, mount: Disk) -> None:
+def test_a_file_is_replaced_completely_or_unchanged(tmp_path: Path, mount: Disk) -> None:
     disk = tmp_path / "disk"
     mount(disk, 64)
     replace_file(disk / "config.toml", b"old")
@@ -96,10 +96,8 @@ def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, mount: Disk
 
 
 @pytest.mark.system
-def test_a_run_whose_disk_fills_up_in_a_checkpoint_or_a_step_ends_and_goes_on_as_if_nothing_had_been(
-    tmp_path: Path, mount: Disk
-) -> None:
-    """A checkpoint takes 2.4 MiB. While it is written in the background, the ledger or the log may be the first to find no room."""
+def test_a_run_ends_when_its_disk_fills_up_and_resumes_exactly(tmp_path: Path, mount: Disk) -> None:
+    """A checkpoint takes 2.4 MiB. During its background write, the ledger or the log may fail first."""
     settings: dict[str, Any] = {
         "reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1},
         "checkpoint": {"every_steps": 2, "keep_best": 0},
@@ -121,7 +119,7 @@ def test_a_run_whose_disk_fills_up_in_a_checkpoint_or_a_step_ends_and_goes_on_as
             assert life.end() == 2, life.log
             (run_dir / BALLAST).unlink()
         errors = re.findall(r"^error: .*", life.log, flags=re.MULTILINE)
-        told = re.compile(r"error: .*/run/.*(?:could not be (?:read or )?written|full).*free.*space.*--resume")
-        assert len(errors) == 3 and all(map(told.match, errors)), life.log
+        expected = re.compile(r"error: .*/run/.*(?:could not be (?:read or )?written|full).*free.*space.*--resume")
+        assert len(errors) == 3 and all(map(expected.match, errors)), life.log
         assert Life(run, resume=True).end() == 0
     assert_ends_alike(run, whole)

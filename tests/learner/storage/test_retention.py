@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and from which of them a run can go on."""
+"""Which checkpoints are kept, and which of them can be resumed."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from tests.learner.storage.same_end import assert_ends_alike, make_comparable_ru
 
 
 def checkpoints(directory: Path, rewards: dict[int, float | None]) -> None:
-    """Checkpoints of these steps, as far as retention looks at them."""
+    """Write the parts of checkpoints that retention reads."""
     for step, reward in rewards.items():
         path = directory / f"step-{step:06d}"
         path.mkdir()
@@ -35,11 +35,11 @@ def steps_in(directory: Path) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in complete_checkpoints(directory)]
 
 
-def test_the_best_may_be_those_of_the_evaluations(tmp_path: Path) -> None:
+def test_the_best_checkpoints_can_be_chosen_by_evaluations(tmp_path: Path) -> None:
     checkpoints(tmp_path, {10: 0.9, 20: 0.1, 30: 0.2, 40: 0.2, 50: 0.1})
     scores: dict[int, float | None] = {10: 0.1, 20: 0.8, 40: None, 50: None}
     assert prune(tmp_path, 1, 1, scores) == 50
-    assert steps_in(tmp_path) == [40, 50], "that of 40 is not known yet"
+    assert steps_in(tmp_path) == [40, 50], "the evaluation of step 40 is pending"
     (kept,) = best_models(tmp_path).values()
     assert (kept.step, kept.score, kept.judged_by) == (20, 0.8, "evaluation")
     prune(tmp_path, 1, 1, scores | {40: 0.9})
@@ -50,14 +50,14 @@ def test_the_best_may_be_those_of_the_evaluations(tmp_path: Path) -> None:
     ("keep_last", "keep_best", "whole", "models"),
     [
         (2, 0, [40, 50], []),
-        (1, 1, [50], [30]),  # of 20 and 30, which are equally good, the newer
+        (1, 1, [50], [30]),  # the newer of 20 and 30, which are equally good
         (2, 2, [40, 50], [20, 30]),
-        (1, 9, [50], [20, 30, 40]),  # nothing says that 10 was good
+        (1, 9, [50], [20, 30, 40]),  # step 10 has no reward
         (9, 0, [10, 20, 30, 40, 50], []),
         (0, 0, [10, 20, 30, 40, 50], []),
     ],
 )
-def test_the_newest_stay_whole_and_of_the_best_the_model(
+def test_the_newest_checkpoints_are_kept_whole_and_of_the_best_only_the_model(
     tmp_path: Path, keep_last: int, keep_best: int, whole: list[int], models: list[int]
 ) -> None:
     checkpoints(tmp_path, {10: None, 20: 0.9, 30: 0.9, 40: 0.2, 50: 0.1})
@@ -71,7 +71,7 @@ def test_the_newest_stay_whole_and_of_the_best_the_model(
             assert best.judged_by == "training reward"
 
 
-def test_a_better_one_takes_the_place_of_the_best_and_a_kill_in_between_is_made_good(tmp_path: Path) -> None:
+def test_a_better_model_replaces_the_best_and_a_kill_in_between_is_repaired(tmp_path: Path) -> None:
     checkpoints(tmp_path, {10: 0.5, 20: 0.1})
     prune(tmp_path, 1, 1)
     (tmp_path / "step-000010/trained").mkdir()
@@ -83,7 +83,7 @@ def test_a_better_one_takes_the_place_of_the_best_and_a_kill_in_between_is_made_
     assert [best.score for best in best_models(tmp_path).values()] == [0.7] and steps_in(tmp_path) == [50]
 
 
-def test_without_a_model_there_is_nothing_to_keep_of_the_best(tmp_path: Path) -> None:
+def test_without_exported_models_no_best_is_kept(tmp_path: Path) -> None:
     checkpoints(tmp_path, {10: 0.9, 20: 0.1})
     shutil.rmtree(tmp_path / "step-000010/model")
     prune(tmp_path, 1, 1)
@@ -96,8 +96,8 @@ def test_a_checkpoint_after_a_million_steps_is_newer_than_those_before(tmp_path:
     assert steps_in(tmp_path) == [1_000_000, 1_000_001]
 
 
-def test_a_run_goes_on_from_any_of_the_newest_but_not_from_an_older_one(tmp_path: Path) -> None:
-    """Each is as good as the steps that led to it."""
+def test_a_run_resumes_from_any_of_the_newest_checkpoints_but_not_from_older_ones(tmp_path: Path) -> None:
+    """An older checkpoint has no payloads of the steps after it."""
     with tiny_server() as server:
         whole = make_comparable_run(tmp_path / "whole", server.endpoint, checkpoint={"every_steps": 2, "keep_last": 2})
         train(whole, resume=False)

@@ -1,4 +1,4 @@
-"""Whose directory it is: a resume goes on with the same config and the same prompts, whatever version of this code began the run."""
+"""The run directory: a resume needs the same config and the same prompts, also for runs of earlier versions."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ from tests.learner.model_engine import tiny_server
 from tests.learner.runs import make_run, metrics_of
 
 BEFORE_SECTIONS = Path(__file__).parent / "config_before_sections.toml"
-"""Written by the code that had no [learner.checkpoint] and no [learner.report]."""
+"""Config of a version without [learner.checkpoint] and [learner.report]."""
 
 
 def old_config() -> dict[str, Any]:
@@ -37,13 +37,13 @@ def old_config() -> dict[str, Any]:
 
 
 def now(run_dir: Path, changes: dict[str, Any] | None = None) -> LearnerRun:
-    """The same config with today's keys."""
+    """Return the old config with the current keys."""
     table, _ = renamed(old_config())
     learner = merged(table["learner"], changes or {})
     return msgspec.convert(table | {"learner": learner, "run_dir": str(run_dir)}, LearnerRun)
 
 
-def test_a_run_that_was_started_before_keys_moved_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_started_before_keys_moved_can_be_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.toml").write_bytes(BEFORE_SECTIONS.read_bytes())
     with caplog.at_level(logging.INFO):
         run_dir = open_run_dir(now(tmp_path), resume=True)
@@ -63,10 +63,10 @@ def test_a_run_that_was_started_before_keys_moved_is_resumed(tmp_path: Path, cap
         ({}, {"data.chat_template_kwargs": {"enable_thinking": False}},
          r"learner\.data\.chat_template_kwargs\.enable_thinking was None, is False\. Rest"),
         ({"loss.z_loss_coef": 0.1}, {}, r"another config: learner\.loss\.z_loss_coef was 0\.1, is no longer a key"),
-        # A file without a key that is newer than it means its default.
+        # A missing key that is newer than the file has its default.
         ({"loss.normalization": None}, {}, None),
         ({"loss.normalization": None}, {"loss.normalization": "sequence"}, r"normalization was 'token', is 'sequence'"),
-        # Defaults that depend on other keys were spelled out.
+        # Defaults that depend on other keys are written out.
         ({"kl.estimator": "k3"}, {"kl.estimator": None}, None),
         ({"kl.estimator": "k3"}, {"kl.estimator": "k2"}, r"learner\.kl\.estimator was 'k3', is 'k2'"),
         ({}, {"loss.dual_clip": math.inf}, None),
@@ -76,7 +76,7 @@ def test_a_run_that_was_started_before_keys_moved_is_resumed(tmp_path: Path, cap
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
-def test_it_is_refused_with_another_value_of_a_key_that_changes_what_is_learned(
+def test_a_resume_with_another_value_of_a_fixed_key_is_rejected(
     tmp_path: Path, then: dict[str, Any], changed: dict[str, Any], message: str | None
 ) -> None:
     old = old_config()
@@ -85,16 +85,17 @@ def test_it_is_refused_with_another_value_of_a_key_that_changes_what_is_learned(
         open_run_dir(now(tmp_path, changed), resume=True).close()
 
 
-def test_what_an_error_advises_may_be_done_at_a_resume_and_every_difference_is_said(
+def test_keys_that_errors_advise_to_change_can_change_at_a_resume_and_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun = open_run_dir(now(tmp_path), resume=False)
-    begun.begin()
-    begun.close()
+    first = open_run_dir(now(tmp_path), resume=False)
+    first.begin()
+    first.close()
     with pytest.raises(ConfigError, match="already contains a run; continue it with --resume"):
         open_run_dir(now(tmp_path), resume=False)
     changes = {"cpu_cores": None, "gradient_checkpointing": True, "max_group_attempts": 9, "max_staleness": 1,
-               "optimizer.learning_rate": 1e-3, "reward.max_failed_share": 0.5, "reward.max_memory_mib": 4096}  # fmt: skip
+               "optimizer.learning_rate": 1e-3, "reward.max_failed_share": 0.5,
+               "reward.max_memory_mib": 4096}  # fmt: skip
     with caplog.at_level(logging.INFO):
         open_run_dir(now(tmp_path, changes), resume=True).close()
     assert caplog.messages == [
@@ -130,7 +131,7 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     return mount
 
 
-def test_a_network_file_system_is_known_by_the_mount_that_holds_the_path(mount: Callable[[str], None]) -> None:
+def test_a_network_file_system_is_detected_by_the_mount_of_the_path(mount: Callable[[str], None]) -> None:
     mount(MOUNTS)
     kinds = {
         "/runs/mine": None, "/mnt/lab share/runs": "nfs4", "/mnt/lab share/local/runs": None, "/scratch/me": "lustre",
@@ -139,7 +140,7 @@ def test_a_network_file_system_is_known_by_the_mount_that_holds_the_path(mount: 
     assert {path: network_file_system(Path(path)) for path in kinds} == kinds
 
 
-def test_a_run_on_a_network_file_system_is_warned_with_the_remedy(
+def test_a_run_on_a_network_file_system_logs_a_warning_with_a_remedy(
     tmp_path: Path, mount: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     mount("host:/export / nfs4 rw 0 0\n")
@@ -164,7 +165,8 @@ def read(path: str, **keys: object) -> Prompts:
     [
         (PROMPTS, "9", {}, None),
         ([*PROMPTS, "7777>"], "9", {"num_prompts": 6}, None),
-        ([*PROMPTS[:2], *PROMPTS[3:]], "9", {}, r"row 2 is the first changed row .*Restore the data.*learner\.data\.revision"),
+        ([*PROMPTS[:2], *PROMPTS[3:]], "9", {},
+            r"row 2 is the first changed row .*Restore the data.*learner\.data\.revision"),
         (PROMPTS, "8", {}, "row 0 is the first changed row"),
         (PROMPTS, "9", {"max_prompt_tokens": 4, "overlong_prompts": "truncate"}, "row 0 is the first changed row"),
         (PROMPTS[:-1], "9", {}, "1 of its 6 prompts are missing at the end"),
@@ -173,7 +175,7 @@ def read(path: str, **keys: object) -> Prompts:
     ],
     ids=["the same", "one left out", "one removed", "a column", "token ids", "the last removed", "one added"],
 )  # fmt: skip
-def test_other_data_is_refused_with_what_changed_first(
+def test_changed_data_is_rejected_with_the_first_change(
     tmp_path: Path, now: list[str], answer: str, keys: dict[str, object], problem: str | None
 ) -> None:
     record = tmp_path / "data.digests"
@@ -187,14 +189,14 @@ def test_other_data_is_refused_with_what_changed_first(
         check_data(record, prompts)
 
 
-def test_a_run_is_resumed_on_its_data_alone_and_with_what_the_warning_of_a_run_off_policy_advises(
+def test_a_run_resumes_only_on_its_data_and_with_keys_that_warnings_advise_to_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = {"path": write(tmp_path / "a.jsonl", PROMPTS)}
     with tiny_server() as server:
-        begun = make_run(tmp_path, server.endpoint, max_staleness=2, steps=5, data=data, checkpoint={"every_steps": 2})
-        train(begun, resume=False)
-        shutil.rmtree(tmp_path / "run/checkpoints/step-000005")  # what it had sampled for step 5 is too old now
+        first = make_run(tmp_path, server.endpoint, max_staleness=2, steps=5, data=data, checkpoint={"every_steps": 2})
+        train(first, resume=False)
+        shutil.rmtree(tmp_path / "run/checkpoints/step-000005")  # the groups sampled for step 5 are too old now
         mask, slower = {"weight": "mask"}, {"learning_rate": 1e-4}
         run = make_run(
             tmp_path, server.endpoint, max_staleness=0, steps=6, data=data, off_policy_correction=mask, optimizer=slower
@@ -202,7 +204,7 @@ def test_a_run_is_resumed_on_its_data_alone_and_with_what_the_warning_of_a_run_o
         write(tmp_path / "a.jsonl", [*PROMPTS[:2], *PROMPTS[3:]])
         with pytest.raises(DataError, match=r"a\.jsonl has changed since the run in .*run started: row 2 is the first"):
             train(run, resume=True)
-        (tmp_path / "run/data.digests").unlink()  # as in a run that an earlier version began
+        (tmp_path / "run/data.digests").unlink()  # as in a run of an earlier version
         with caplog.at_level(logging.WARNING):
             train(run, resume=True)
     assert "data.digests is missing" in caplog.text and (tmp_path / "run/data.digests").exists()

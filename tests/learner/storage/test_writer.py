@@ -1,4 +1,4 @@
-"""A checkpoint is written while training goes on; the next, the end of the run and nothing else wait for it."""
+"""A checkpoint is written while training continues. Only the next checkpoint and the end of the run wait for it."""
 
 import logging
 import os
@@ -38,7 +38,7 @@ from tests.waiting import until
 
 
 def before_writing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """Call `act` in the background whenever the shards of a checkpoint are about to be written."""
+    """Call `act` in the background before the shards of each checkpoint are written."""
     write = ShardWriter.write_data
 
     def act_and_write(writer: ShardWriter, *args: Any) -> Any:
@@ -48,11 +48,11 @@ def before_writing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> 
     monkeypatch.setattr(ShardWriter, "write_data", act_and_write)
 
 
-def test_training_goes_on_beside_a_slow_write_and_nothing_is_removed_before_the_new_one_is_complete(
+def test_training_continues_during_a_slow_write_and_old_checkpoints_stay_until_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of step 3 is held up until step 5 is done; that of step 6 has to wait for it."""
-    begun: list[int] = []
+    """The checkpoint of step 3 is delayed until step 5 is done; that of step 6 must wait for it."""
+    written_at: list[int] = []
     found: list[tuple[list[str], set[int]]] = []
     with tiny_server() as server:
         checkpoint = {"every_steps": 3, "keep_last": 1, "keep_best": 0}
@@ -60,14 +60,14 @@ def test_training_goes_on_beside_a_slow_write_and_nothing_is_removed_before_the_
         directory = Path(run.run_dir) / "checkpoints"
 
         def hold_the_first() -> None:
-            begun.append(len(metrics_of(run)))
-            if len(begun) == 1:
+            written_at.append(len(metrics_of(run)))
+            if len(written_at) == 1:
                 until(lambda: len(metrics_of(run)) == 5)
             found.append(([path.name for path in complete_checkpoints(directory)], steps_kept(run)))
 
         before_writing(monkeypatch, hold_the_first)
         train(run, resume=False)
-    assert begun == [3, 6, 7]
+    assert written_at == [3, 6, 7]
     assert [names for names, _ in found] == [[], ["step-000003"], ["step-000006"]]
     for needed, (_, kept) in zip([{1, 2, 3, 4, 5}, {4, 5, 6}, {7}], found, strict=True):
         assert needed <= kept
@@ -80,7 +80,7 @@ def a_trainer(accelerator: Accelerator, **learner: Any) -> PolicyTrainer:
     return make_trainer(RunInputs(make_plain_run(**learner)), accelerator, is_new=True)
 
 
-def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
+def test_a_write_that_takes_too_long_ends_the_run_with_the_key_to_raise(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write, notices = threading.Event(), list[None]()
@@ -94,7 +94,7 @@ def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
             DeadlineExceeded, match=r"step-000001 was not written within 0\.1 s.*learner\.checkpoint\.timeout_s"
         ):
             writer.begin(2, RunProgress(), 1, lambda: None)
-        assert notices, "the other ranks hear that this one waits"
+        assert notices, "the other ranks must be notified of the wait"
         may_write.set()
         writer.wait()
         num_bytes = writer.pop_metrics()["checkpoint/bytes"]
@@ -103,7 +103,7 @@ def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
     assert num_bytes == sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
 
 
-def test_files_are_durable_before_they_have_their_name_and_then_the_name_is(
+def test_files_are_durable_before_the_rename_and_the_rename_is_durable(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, named, sync = a_trainer(accelerator), tmp_path / "step-000001", os.fsync
@@ -123,14 +123,14 @@ def test_files_are_durable_before_they_have_their_name_and_then_the_name_is(
     assert has_name_at == {f"{named}.tmp": False, str(tmp_path): True}
 
 
-def test_one_under_way_survives_the_error_that_ends_the_run(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_write_in_progress_survives_the_error_that_ends_the_run(accelerator: Accelerator, tmp_path: Path) -> None:
     with pytest.raises(ParityError), CheckpointWriter(a_trainer(accelerator), tmp_path) as writer:
         writer.begin(1, RunProgress(), None, lambda: None)
         raise ParityError("apart")
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000001"]
 
 
-def test_who_wants_to_stop_now_waits_for_none(
+def test_an_immediate_stop_waits_for_no_write(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = threading.Event()
@@ -142,7 +142,7 @@ def test_who_wants_to_stop_now_waits_for_none(
     may_write.set()
 
 
-def test_a_disk_that_fails_in_the_background_is_reported_at_the_next_step_and_leaves_nothing(
+def test_a_disk_error_in_the_background_is_reported_at_the_next_step_and_leaves_no_files(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before_writing(monkeypatch, no_space)
@@ -166,7 +166,7 @@ def save_a_part_each_until_one_fails(accelerator: Accelerator, directory: Path) 
     trainer = a_trainer(accelerator, checkpoint={"export_model": False})
     checkpoint = checkpoints.save(trainer, directory, 1)
     sizes = [(checkpoint / "trained" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
-    assert max(sizes) < 0.6 * sum(sizes), "one of them has written more than its own"
+    assert max(sizes) < 0.6 * sum(sizes), "a rank has written more than its part"
     if not accelerator.is_main_process:
         ShardWriter.write_data = lambda *_: no_space()  # type: ignore[method-assign]
     kind = DiskError if accelerator.is_main_process else RankFailed
@@ -179,11 +179,11 @@ def save_a_part_each_until_one_fails(accelerator: Accelerator, directory: Path) 
 
 
 @pytest.mark.system
-def test_each_of_two_ranks_writes_its_part_of_a_shared_policy_and_the_disk_of_any_stops_all(tmp_path: Path) -> None:
+def test_each_of_two_ranks_writes_its_part_and_a_disk_error_of_one_stops_both(tmp_path: Path) -> None:
     on_two_ranks(save_a_part_each_until_one_fails, tmp_path, is_sharded=True)
 
 
-def test_a_fixed_reference_is_one_file_in_all_checkpoints_and_outlives_the_first(
+def test_a_fixed_reference_is_one_shared_file_that_outlives_the_first_checkpoint(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = a_trainer(accelerator, reference={"kind": "fixed"}, kl={"coef": 0.1})
@@ -218,7 +218,7 @@ def test_a_fixed_reference_is_one_file_in_all_checkpoints_and_outlives_the_first
         ("trained", r"earlier version of Slipstream.*--model \S*/step-000001/model"),
     ],
 )
-def test_a_checkpoint_that_is_damaged_or_of_whole_files_is_refused_with_what_to_do(
+def test_a_damaged_or_outdated_checkpoint_is_rejected_with_a_remedy(
     accelerator: Accelerator, tmp_path: Path, name: str, message: str
 ) -> None:
     trainer = a_trainer(accelerator, reference={"kind": "fixed"}, kl={"coef": 0.1})
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_is_damaged_or_of_whole_files_is_refused_with_what_to_
         load_checkpoint(trainer, tmp_path / "step-000001")
 
 
-def test_another_policy_is_refused_by_the_name_of_a_parameter(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_another_policy_is_rejected_with_the_name_of_a_parameter(accelerator: Accelerator, tmp_path: Path) -> None:
     checkpoint = checkpoints.save(a_trainer(accelerator), tmp_path, 1)
     accelerator.free_memory()
     adapted = a_trainer(accelerator, lora={"rank": 4})

@@ -1,4 +1,4 @@
-"""Completions, rows and groups by hand, with no policy."""
+"""Artificial completions, rows and groups, without a policy."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from learner.rollouts.rollout_group import RolloutGroup
 from learner.training.batch import BatchRow
 
 Shapes = list[tuple[int, list[int]]]
-"""Of groups: the length of the prompt, those of the completions."""
+"""Shapes of groups: the length of the prompt, and those of the completions."""
 
 
 def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None = None) -> TokenSequence:
@@ -32,7 +32,7 @@ def make_row(prompt: list[int], completion: TokenSequence, advantage: float, gro
 
 
 def rows_of(shapes: Shapes) -> list[BatchRow]:
-    """Each with an advantage of its own, by which it is known."""
+    """Return rows that are identified by their unique advantages."""
     lengths = [(group, prompt, length) for group, (prompt, lengths) in enumerate(shapes) for length in lengths]
     return [
         make_row([group] * prompt, make_completion([1] * length), float(i), group)

@@ -1,4 +1,5 @@
-"""A step once more, the oracle of `train_on`: branch by branch, unpadded, in float64, by plain gradient descent; and the cases of both."""
+"""The oracle of `train_on`: a step per branch, unpadded, in float64, with plain gradient descent; and the cases of
+both."""
 
 import math
 import statistics
@@ -19,14 +20,14 @@ LEARNING_RATE = 0.1
 
 
 class Branch(msgspec.Struct, eq=False):
-    """What is known of the tokens of a branch that a policy sampled."""
+    """Values of the sampled tokens of a branch."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    """Both of the policy as it is now, with a gradient."""
+    """Logprobs and entropies of the current policy, with a gradient."""
     started: torch.Tensor
     started_entropy: torch.Tensor
-    """Of the policy at the start of the step."""
+    """Logprobs of the policy at the start of the step."""
     behaviour: torch.Tensor
     reference: torch.Tensor
     ages: torch.Tensor
@@ -44,15 +45,15 @@ def clipped(branch: Branch, ratio_T: torch.Tensor) -> torch.Tensor:
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """How a step is made; `loss` gives that of each sampled token of a branch."""
+    """The configuration of a step. `loss` returns the loss of each sampled token of a branch."""
 
     loss: Callable[[Branch], torch.Tensor] = ppo
     num_updates: int = 1
     is_per_episode: bool = False
-    """The mean is over episodes of the means of their tokens, not over all tokens."""
+    """Whether the mean is over episodes of the means of their tokens, instead of over all tokens."""
     leaves_out_truncated: bool = False
     kl_in_reward: float | None = None
-    """Instead of the deviation, by which rewards are divided otherwise."""
+    """Divisor of rewards, instead of the deviation."""
     top_entropy: float = 1.0
 
 
@@ -84,7 +85,7 @@ def with_weighted_kl(branch: Branch) -> torch.Tensor:
 
 FIXED = {"reference": {"kind": "fixed"}}
 FALLING = {"learning_rate": 2 * LEARNING_RATE, "schedule": "linear", "max_grad_norm": 1e9}
-"""At version 5 of 10 steps half of the peak: all updates of a step have the learning rate of its version."""
+"""Half of the peak at version 5 of 10: all updates of a step have the learning rate of its version."""
 CASES: dict[str, tuple[dict[str, Any], Rule]] = {
     "several updates clip against the stored logprobs": (
         {"updates_per_batch": 3, "optimizer": FALLING}, Rule(num_updates=3),
@@ -92,11 +93,13 @@ CASES: dict[str, tuple[dict[str, Any], Rule]] = {
     "the mean over episodes": ({"loss": {"normalization": "sequence"}}, Rule(is_per_episode=True)),
     "padded": ({"loss": {"normalization": "sequence"}, "attn_implementation": "sdpa"}, Rule(is_per_episode=True)),
     "decoupled PPO holds the proximal policy over the updates": (
-        {"updates_per_batch": 2, "off_policy_correction": {"anchor": "proximal", "weight": "truncate", "max_weight": 1.3}},
+        {"updates_per_batch": 2, "off_policy_correction": {"anchor": "proximal", "weight": "truncate",
+            "max_weight": 1.3}},
         Rule(decoupled, num_updates=2),
     ),
     "the log-linear proximal policy goes by each token's version": (
-        {"off_policy_correction": {"anchor": "proximal", "proximal": "log_linear", "weight": "truncate"}}, Rule(log_linear),
+        {"off_policy_correction": {"anchor": "proximal", "proximal": "log_linear", "weight": "truncate"}},
+        Rule(log_linear),
     ),
     "tokens beyond a staleness are left out and stay in the denominator": (
         {"off_policy_correction": {"max_token_staleness": 2}}, Rule(lambda branch: (branch.ages <= 2) * ppo(branch)),
@@ -134,7 +137,7 @@ def owners_of(branch: TokenSequence) -> list[int | None]:
 
 
 def tell(model: torch.nn.Module, group: RolloutGroup, branch: TokenSequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob and entropy of each token of a branch that a policy sampled."""
+    """Return logprob and entropy of each sampled token of a branch."""
     prompt = (group.prompt_token_ids if branch.prompt_token_ids is None else branch.prompt_token_ids).tolist()
     tokens = torch.tensor(prompt + branch.token_ids.tolist())
     logprobs_TV = plain_logits(model, tokens[None])[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -144,7 +147,7 @@ def tell(model: torch.nn.Module, group: RolloutGroup, branch: TokenSequence) -> 
 
 
 class Extremes(msgspec.Struct):
-    """Of single tokens: the ratios to the behavior policy, and how much of the gradient of its update one has at most."""
+    """Return the ratios to the behavior policy, and the largest share of a token in an update's gradient."""
 
     ratio_min: float = math.inf
     ratio_max: float = 0.0
@@ -152,7 +155,7 @@ class Extremes(msgspec.Struct):
 
 
 def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[RolloutGroup], rule: Rule) -> Extremes:
-    """Change the weights of the model, which is in float64, as the reference is."""
+    """Train the model, which is in float64 like the reference."""
     extremes = Extremes()
     episodes_P_G = [episodes_of(group) for group in groups]
     pairs = [(group, one) for group, episodes in zip(groups, episodes_P_G, strict=True) for e in episodes for one in e]

@@ -1,4 +1,4 @@
-"""Rows to tensors: nothing is moved, dropped or trained twice."""
+"""Conversion of rows to tensors: no token is moved, dropped or trained twice."""
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ def test_index_t_belongs_to_token_t_of_the_completion() -> None:
     assert batch.advantages_B.tolist() == [0.5, -0.5] and batch.weights_B.tolist() == [1.0, -1.0]
 
 
-def test_a_group_has_its_prompt_once_and_the_last_token_of_no_completion() -> None:
+def test_a_group_has_its_prompt_once_and_no_last_token_of_a_completion() -> None:
     rows = [make_row([5, 6], make_completion(ids), 1.0) for ids in ([8, 9, 10], [11])]
     rows.append(make_row([5, 6], make_completion([12, 13]), 1.0, group=1))
     batch = micro_batch(rows, CPU)
@@ -39,13 +39,13 @@ def test_a_group_has_its_prompt_once_and_the_last_token_of_no_completion() -> No
     assert batch.pack.predicting_M.tolist() == [1, 2, 3, 1, 5, 6], "token 1 predicts the first of both completions"
 
 
-def test_a_logprob_that_is_no_number_takes_its_token_out() -> None:
+def test_a_token_with_a_nan_logprob_is_masked() -> None:
     completion = make_completion([8, 9, 10])
     completion.behaviour_logprobs[1] = np.nan
     assert micro_batch([make_row([5], completion, 1.0)], CPU).mask_BT.tolist() == [[True, False, True]]
 
 
-def test_groups_without_signal_are_not_trained_on_but_counted_in_the_weights() -> None:
+def test_groups_without_signal_are_not_trained_but_count_in_the_weights() -> None:
     groups = [make_group(), make_group(slot=1)]  # 4 completions of 2 tokens
     for normalization, weight in (("token", 1 / 8), ("sequence", 1 / (4 * 2)), ("dr_grpo", 1 / (4 * 10))):
         config = learner_config(loss={"normalization": normalization}, sampling={"max_tokens": 10})
@@ -63,7 +63,7 @@ def test_groups_without_signal_are_not_trained_on_but_counted_in_the_weights() -
         ({"objective": "cispo", "normalization": "sequence"}, [1 / (2 * 1), 1 / (2 * 3)]),
     ],
 )
-def test_gspo_weighs_completions_alike_and_the_others_tokens_unless_set_otherwise(
+def test_gspo_weighs_completions_equally_and_other_objectives_tokens_by_default(
     loss: dict[str, str], weights: list[float]
 ) -> None:
     group = msgspec.structs.replace(make_group(), completions=[make_completion([5]), make_completion([5, 6, 7])])
@@ -72,8 +72,8 @@ def test_gspo_weighs_completions_alike_and_the_others_tokens_unless_set_otherwis
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "dr_grpo"])
-def test_truncated_completions_that_are_left_out_do_not_make_the_others_weigh_less(normalization: str) -> None:
-    """The weights of all tokens that are trained on add up to 1, whatever is masked; dr_grpo's are a constant."""
+def test_masked_truncated_completions_do_not_reduce_other_weights(normalization: str) -> None:
+    """The weights of all trained tokens sum to 1, independent of masks; those of dr_grpo are constant."""
     completions = [make_completion([5, 6, 7]), make_completion([5]), make_completion([5, 6])]
     truncated = msgspec.structs.replace(completions[0], finish_reason="length")
     group = msgspec.structs.replace(make_group(), completions=[truncated, *completions[1:]], rewards_G=[0.0, 1.0, 2.0])
@@ -93,6 +93,6 @@ def test_a_step_whose_completions_are_all_truncated_has_no_rows() -> None:
     assert trained_rows([group], [[-1.0, 1.0]], learner_config(loss={"mask_truncated": True})) == []
 
 
-def test_without_rows_there_is_one_that_is_masked_out() -> None:
+def test_a_batch_without_rows_has_one_masked_row() -> None:
     batch = micro_batch([], CPU)
     assert batch.mask_BT.shape == (1, 1) and not batch.mask_BT.any()

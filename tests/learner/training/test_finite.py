@@ -1,4 +1,4 @@
-"""A gradient that is no number costs one update, never the weights; weights that are none never leave the learner."""
+"""A NaN gradient skips one update and never reaches the weights; NaN weights never leave the learner."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ def weights_of(trainer: PolicyTrainer) -> list[torch.Tensor]:
 
 
 def poison(trainer: PolicyTrainer) -> Any:
-    """From now on what its layers compute are no numbers; the handle's `remove` ends it."""
+    """Make the layers return NaN until the handle's `remove`."""
     norm: Any = trainer.policy.transformer.ln_f
     return norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
 
@@ -36,7 +36,7 @@ def is_unchanged(trainer: PolicyTrainer, before: list[torch.Tensor]) -> bool:
 KL = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.3, "schedule": "target", "target": 0.01}}
 
 
-def test_an_update_with_a_gradient_that_is_no_number_is_skipped_counted_and_said(
+def test_an_update_with_a_nan_gradient_is_skipped_counted_and_logged(
     accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_moved_trainer(make_run(**KL), accelerator)
@@ -50,18 +50,18 @@ def test_an_update_with_a_gradient_that_is_no_number_is_skipped_counted_and_said
     assert "skipping the update of step 6: the gradient norm is nan" in caplog.text
     coef = trainer.kl_coef
     trainer.after_step(VERSION + 1, metrics)
-    assert trainer.kl_coef == coef, "what was not measured moves nothing"
+    assert trainer.kl_coef == coef, "a missing measurement must not change the coefficient"
     poisoned.remove()
     metrics = train_on(trainer, groups, VERSION + 1, StepTimer())
     assert metrics["optim/skipped_updates"] == 0 and metrics["optim/grad_norm"] > 0
     assert not is_unchanged(trainer, before) and all(w.isfinite().all() for w in weights_of(trainer))
 
 
-def test_only_so_many_in_a_row_are_skipped(accelerator: Accelerator) -> None:
+def test_only_a_limited_number_of_consecutive_updates_is_skipped(accelerator: Accelerator) -> None:
     run = make_run(optimizer={"learning_rate": 0.1, "max_skipped_updates": 3}, updates_per_batch=2)
     trainer = make_moved_trainer(run, accelerator)
     groups, before = make_groups(trainer.policy), weights_of(trainer)
-    for _ in range(2):  # one that is sound lies between
+    for _ in range(2):  # with a valid update in between
         poisoned = poison(trainer)
         assert train_on(trainer, groups, VERSION, StepTimer())["optim/skipped_updates"] == 2
         poisoned.remove()
@@ -77,14 +77,14 @@ def test_only_so_many_in_a_row_are_skipped(accelerator: Accelerator) -> None:
 
 
 class Overflowing(torch.optim.SGD):
-    """Takes one step far too large."""
+    """Take one step that is far too large."""
 
     def step(self, closure: Any = None) -> None:
         with torch.no_grad():
             self.param_groups[0]["params"][0].mul_(1e38).mul_(1e38)
 
 
-def test_weights_that_overflow_are_an_error_that_says_by_which_step(accelerator: Accelerator) -> None:
+def test_overflowing_weights_are_an_error_with_the_step(accelerator: Accelerator) -> None:
     trainer = make_moved_trainer(make_run(), accelerator)
     groups = make_groups(trainer.policy)
     trainer.optimizer = Overflowing(trainer.policy.parameters(), lr=0.1)
@@ -93,7 +93,7 @@ def test_weights_that_overflow_are_an_error_that_says_by_which_step(accelerator:
         train_on(trainer, groups, VERSION, StepTimer())
 
 
-def test_a_model_with_weights_that_are_no_numbers_is_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_model_with_nan_weights_is_rejected(accelerator: Accelerator, tmp_path: Path) -> None:
     for file in resolve_model("tiny:digits").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,5 @@
-"""Rows to ranks and micro-batches: every row once, within the budget, evened out, the prompt as seldom as possible."""
+"""Distribution of rows to ranks and micro-batches: every row once, within the budget, balanced, with few repeated
+prompts."""
 
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def test_every_row_is_in_exactly_one_micro_batch_of_one_rank(
         assert (computed if is_packed else padded) <= budget or len(batch) == 1
 
 
-def test_a_group_that_fits_stays_together_and_a_larger_one_is_cut_as_seldom_as_possible() -> None:
+def test_a_group_that_fits_is_not_split_and_a_larger_one_has_the_fewest_splits() -> None:
     rows = rows_of([(10, [5, 5, 5, 5]), (3, [2])])
     assert [advantages_of(piece) for piece in pieces_of(rows, layout(30))] == [[0, 1, 2, 3], [4]]
     assert [advantages_of(piece) for piece in pieces_of(rows, layout(20))] == [[0, 1], [2, 3], [4]]
@@ -54,13 +55,13 @@ def test_passes_are_smaller_on_a_cpu_unless_a_number_is_set(tmp_path: Path) -> N
     assert [chosen.tokens_per_pass(device) for device in ("cpu", "cuda")] == [9000, 9000]
 
 
-def test_without_packing_a_row_costs_the_longest_of_its_micro_batch() -> None:
+def test_without_packing_a_row_costs_the_longest_row_of_its_micro_batch() -> None:
     how = layout(20, is_packed=False)
     batches = split_into_micro_batches(pieces_of(rows_of([(4, [6, 1]), (2, [8])]), how), how)
     assert [advantages_of(batch) for batch in batches] == [[0, 2], [1]]
 
 
-def test_branches_of_a_group_count_only_what_their_prompts_have_alone() -> None:
+def test_branches_of_a_group_count_only_their_unshared_tokens() -> None:
     prompts = [[1] * 40, [1] * 40 + [2] * 10, [1] * 40 + [2] * 10 + [3] * 40, [1] * 40]
     rows = [make_row(prompt, make_completion([4] * 5), float(i), 0) for i, prompt in enumerate(prompts)]
     assert num_tokens(rows) == 40 + 10 + 40 + 4 * 5
@@ -70,8 +71,8 @@ def test_branches_of_a_group_count_only_what_their_prompts_have_alone() -> None:
     assert layout(110, pair_cost=0.5).cost(rows) == num_tokens(rows) + 0.5 * pairs
 
 
-def test_ranks_are_evened_out_by_arithmetic_not_by_tokens_or_rows() -> None:
-    """One sequence of 64 tokens has the pairs of sixteen of 16."""
+def test_ranks_are_balanced_by_arithmetic_not_by_tokens_or_rows() -> None:
+    """One sequence of 64 tokens has as many pairs as sixteen sequences of 16 tokens."""
     rows = rows_of([(1, [63]), *[(1, [15])] * 16])
     how = layout(1000, pair_cost=1.0)
     loads = sorted(sum(map(how.cost, pieces)) for pieces in share_out(rows, 2, how))
@@ -80,6 +81,6 @@ def test_ranks_are_evened_out_by_arithmetic_not_by_tokens_or_rows() -> None:
     assert len(by_rank[0]) <= 4 and sum(row.num_tokens for row in by_rank[0][0]) == 64
 
 
-def test_one_group_is_halved_so_that_every_rank_has_work() -> None:
+def test_a_single_group_is_split_so_that_every_rank_has_work() -> None:
     shares = share_out(rows_of([(4, [8] * 16)]), 4, layout(1000))
     assert [sum(map(len, pieces)) for pieces in shares] == [4, 4, 4, 4]

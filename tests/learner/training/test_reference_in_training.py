@@ -1,4 +1,4 @@
-"""The reference of a trainer: what it logs, what a resume wants of it, and what a refresh does to the optimizer."""
+"""The reference of a trainer: logs, resumes, and the effect of a refresh on the optimizer."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def trainer_with(accelerator: Accelerator, tmp_path: Path, reference: dict | Non
     return make_trainer(RunInputs(run_with(tmp_path, reference)), accelerator, is_new=True)
 
 
-def test_metrics_tell_the_reference_of_a_step_and_a_refresh_may_reset_the_optimizer(
+def test_metrics_name_the_reference_of_a_step_and_a_refresh_can_reset_the_optimizer(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     trainer = trainer_with(accelerator, tmp_path, RESETTING)
@@ -46,7 +46,7 @@ def test_metrics_tell_the_reference_of_a_step_and_a_refresh_may_reset_the_optimi
 
 
 @pytest.mark.parametrize(("before", "now"), [(MIXTURE, ADAPTIVE), (MIXTURE, None), (None, ADAPTIVE)])
-def test_a_checkpoint_of_another_kind_of_reference_is_refused(
+def test_a_checkpoint_with_another_kind_of_reference_is_rejected(
     accelerator: Accelerator, tmp_path: Path, before: dict | None, now: dict | None
 ) -> None:
     save(trainer_with(accelerator, tmp_path, before), tmp_path, 3)
@@ -55,7 +55,7 @@ def test_a_checkpoint_of_another_kind_of_reference_is_refused(
         load_checkpoint(trainer_with(accelerator, tmp_path, now), tmp_path / "step-000003")
 
 
-def test_with_a_coefficient_of_0_a_run_is_one_without_reference_and_says_so_in_one_line(
+def test_a_run_with_coefficient_0_has_no_reference_and_logs_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     swept = {"reference": ADAPTIVE, "kl": {"coef": 0.0, "estimator": "k1", "place": "reward"}}
@@ -69,7 +69,7 @@ def test_with_a_coefficient_of_0_a_run_is_one_without_reference_and_says_so_in_o
     assert 'kind = "adaptive"' in (tmp_path / "run/config.toml").read_text()
 
 
-def test_a_checkpoint_whose_state_cannot_be_read_is_named(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_checkpoint_with_an_unreadable_state_is_an_error(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "step-000003").mkdir()
     (tmp_path / "step-000003" / "state.json").write_text('{"step": 3, "version": 3}')
     with pytest.raises(ConfigError, match=r"step-000003/state\.json is damaged or from another version .*`reference`"):

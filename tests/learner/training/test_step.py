@@ -1,4 +1,4 @@
-"""A whole step against a plain one, each case written out from its paper, of completions and of episodes."""
+"""A whole step compared with a plain implementation, for cases from papers, with completions and episodes."""
 
 import copy
 import math
@@ -26,11 +26,11 @@ from tests.learner.training.gradients import gradients
 from tests.learner.training.plain_step import CASES, FIXED, Rule, episodes_of, k3, plain_step
 
 ANSWER = [3, 9]
-"""What an environment says."""
+"""Tokens of the environment."""
 
 
 def answered(branch: TokenSequence) -> TokenSequence:
-    """Two turns: the environment speaks after the first token."""
+    """Return two turns, with tokens of the environment after the first token."""
     versions = [(version, 1) for version, count in branch.versions for _ in range(count)]
     return TokenSequence(
         token_ids=np.insert(branch.token_ids, 1, ANSWER).astype(np.int32),
@@ -41,8 +41,9 @@ def answered(branch: TokenSequence) -> TokenSequence:
 
 
 def with_episodes(groups: list[RolloutGroup], first_token: int | None = 7) -> list[RolloutGroup]:
-    """As they reach every rank. Every episode has two turns; every other one has a second branch, behind a prompt of its own, which begins otherwise than the
-    group's unless `first_token` is None.
+    """Return groups of episodes with two turns, of which every other episode has a second branch with its own prompt.
+
+    That prompt starts differently from the group's unless `first_token` is None.
     """
     changed = []
     for group in groups:
@@ -62,7 +63,7 @@ def with_episodes(groups: list[RolloutGroup], first_token: int | None = 7) -> li
 def compare(
     accelerator: Accelerator, rule: Rule, settings: dict[str, Any], change: Callable[[list], list]
 ) -> dict[str, float]:
-    """Train on the same groups in both ways; the weights and the extremes of tokens must be equal."""
+    """Train on the same groups in both ways. Weights and extremes of tokens must be equal."""
     trainer = make_moved_trainer(make_run(**settings), accelerator)
     groups = change(make_groups(trainer.policy))
     model = copy.deepcopy(trainer.policy).double()
@@ -73,7 +74,7 @@ def compare(
     assert metrics["policy/ratio_min"] == pytest.approx(extremes.ratio_min, rel=1e-4)
     assert metrics["policy/ratio_max"] == pytest.approx(extremes.ratio_max, rel=1e-4)
     assert metrics["loss/max_token_share"] == pytest.approx(extremes.max_token_share, rel=1e-3)
-    # Groups that entered under an older version may have its KV cache: their logprobs are not compared.
+    # Logprobs of groups that entered under an older version are not compared: they may use its KV cache.
     assert not any("mismatch" in name for name in metrics)
     for (name, trained), expected in zip(trainer.policy.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(trained.double(), expected, atol=2e-6, rtol=0, msg=name)
@@ -84,7 +85,7 @@ def compare(
 
 @pytest.mark.parametrize("change", [lambda groups: groups, with_episodes], ids=["completions", "episodes"])
 @pytest.mark.parametrize(("settings", "rule"), CASES.values(), ids=CASES)
-def test_a_step_is_that_of_the_paper(
+def test_a_step_equals_the_step_of_its_paper(
     accelerator: Accelerator, settings: dict[str, Any], rule: Rule, change: Callable[[list], list]
 ) -> None:
     metrics = compare(accelerator, rule, settings, change)
@@ -97,11 +98,13 @@ def test_a_step_is_that_of_the_paper(
     if "kl" in settings:
         assert abs(metrics["reference/kl"]) > 1e-3
     if rule.top_entropy < 1:
-        assert 0.18 < metrics["loss/kept_frac"] < 0.3  # first tokens of a group have the same entropy and stay together
+        assert (
+            0.18 < metrics["loss/kept_frac"] < 0.3
+        )  # first tokens of a group have equal entropies and are kept together
 
 
 def test_groups_without_signal_still_have_a_kl_and_an_entropy(accelerator: Accelerator) -> None:
-    """Else both would weigh less and less while more and more prompts are solved."""
+    """Otherwise the weight of both would fall while more prompts are solved."""
 
     def without_signal(groups: list[RolloutGroup]) -> list[RolloutGroup]:
         return [msgspec.structs.replace(group, rewards_G=[1.0] * len(group.completions)) for group in groups]
@@ -112,7 +115,7 @@ def test_groups_without_signal_still_have_a_kl_and_an_entropy(accelerator: Accel
     assert metrics["batch/no_signal_groups"] == 3 and metrics["reference/kl"] > 1e-3
 
 
-def test_what_the_prompts_of_an_episode_begin_with_together_is_computed_once_with_the_same_gradient(
+def test_shared_prefixes_of_an_episode_are_computed_once_with_the_same_gradient(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (forward_pack, packing):
@@ -120,7 +123,7 @@ def test_what_the_prompts_of_an_episode_begin_with_together_is_computed_once_wit
     compare(accelerator, Rule(), {}, lambda groups: with_episodes(groups, first_token=None))
 
 
-def test_a_logprob_that_is_no_number_takes_its_token_out_of_loss_and_metrics(accelerator: Accelerator) -> None:
+def test_a_token_with_a_nan_logprob_is_excluded_from_loss_and_metrics(accelerator: Accelerator) -> None:
     run = make_run(kl={"coef": 0.5}, **FIXED)
     trainer = make_moved_trainer(run, accelerator)
     groups = [msgspec.structs.replace(group, entered_version=VERSION) for group in make_groups(trainer.policy)]
@@ -154,8 +157,8 @@ def test_metrics_count_episodes_and_what_the_policy_sampled(accelerator: Acceler
     assert metrics["staleness/max"] == VERSION - oldest
 
 
-def test_an_episode_may_sample_more_than_a_turn_may(accelerator: Accelerator) -> None:
-    """Its metrics by length too, which are by quarters of what a turn may have."""
+def test_an_episode_can_sample_more_tokens_than_one_turn(accelerator: Accelerator) -> None:
+    """Covers metrics by length, which are by quarters of the maximum length of a turn."""
     run = make_run(off_policy_correction={"weight": "mask", "max_weight": 1.5})
     trainer = make_moved_trainer(run, accelerator)
     groups = make_groups(trainer.policy, num_groups=1)
@@ -168,8 +171,9 @@ def test_an_episode_may_sample_more_than_a_turn_may(accelerator: Accelerator) ->
     assert train_on(trainer, groups, VERSION, StepTimer())["loss/kept_frac_length_q4"] > 0
 
 
-def test_a_branch_whose_parts_differ_in_length_is_refused() -> None:
+def test_a_branch_with_parts_of_different_lengths_is_rejected() -> None:
     with pytest.raises(ValueError, match="2 token ids, 2 behavior logprobs and versions of 3 tokens"):
         TokenSequence(
-            token_ids=np.zeros(2, np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(None, 3)], finish_reason="stop"
+            token_ids=np.zeros(2, np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(None, 3)],
+            finish_reason="stop"
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the step's numbers about speed, lengths, ratios and memory say, against counting by hand."""
+"""Metrics of a step about speed, lengths, ratios and memory, compared with values computed by hand."""
 
 import math
 import mmap
@@ -36,7 +36,8 @@ from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved
 PAGE = Path(__file__).parents[3] / "docs/metrics.md"
 CPU = Devices(torch.device("cpu"), 2)
 DENSE: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "vocab_size": 1000, "attn_implementation": "eager",
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
@@ -50,17 +51,17 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("make_config", SHAPES.values(), ids=SHAPES)
-def test_the_arithmetic_of_a_step_is_what_torch_counts(make_config: Callable[[], PreTrainedConfig]) -> None:
-    """Two rows of 64 tokens; of experts those count that a token goes through."""
+def test_the_arithmetic_of_a_step_equals_torchs_count(make_config: Callable[[], PreTrainedConfig]) -> None:
+    """Two rows of 64 tokens. Only the experts that a token uses count."""
     model, ids = AutoModelForCausalLM.from_config(make_config()), torch.randint(0, 1000, (2, 64))
     with FlopCounterMode(display=False) as counter:
         model(ids).logits.sum().backward()
-    # Eager attention computes the half above the diagonal too, which a causal kernel, as the formula has it, leaves out.
+    # Eager attention also computes the half above the diagonal, which a causal kernel and the formula skip.
     found = train_flops(shape_of(make_config()), [[row] for row in rows_of([(40, [24]), (63, [1])])])
     assert found == pytest.approx(counter.get_total_flops(), rel=0.05)
 
 
-def test_a_shared_prompt_counts_once_where_it_is_computed_once() -> None:
+def test_a_shared_prompt_counts_once_if_computed_once() -> None:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
     )
@@ -75,7 +76,7 @@ class TwoH100(Devices):
     name = "NVIDIA H100 80GB HBM3"
 
 
-def test_tokens_count_with_their_prompts_for_each_device_and_the_peak_where_it_is_known(
+def test_throughput_counts_prompts_per_device_and_uses_a_known_peak(
     accelerator: Accelerator,
 ) -> None:
     groups = make_groups(make_moved_trainer(make_run(), accelerator).policy)
@@ -95,13 +96,13 @@ def test_lengths_and_the_deviation_within_groups_are_those_of_the_completions(ac
     first = msgspec.structs.replace(first, rewards_G=[0.0, 1.0, None, None])
     second = msgspec.structs.replace(second, rewards_G=[1.0, None, None, None])
     metrics = group_metrics([first, second], VERSION)
-    assert metrics["batch/group_reward_std"] == 0.5, "of a single reward there is no deviation"
+    assert metrics["batch/group_reward_std"] == 0.5, "a single reward has no deviation"
     lengths = sorted(len(c.token_ids) for g in (first, second) for c in g.completions)
     p10, p50, p90, longest = (metrics[f"rollout/completion_length_{name}"] for name in ("p10", "p50", "p90", "max"))
     assert (p50, longest) == ((lengths[3] + lengths[4]) / 2, lengths[-1]) and lengths[0] <= p10 <= p90 <= longest
 
 
-def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:
+def test_extremes_are_reported_once_and_bounded(accelerator: Accelerator) -> None:
     extremes = RatioRange()
     ratios = torch.tensor([[0.0, 50.0], [-1.0, math.nan]])
     extremes.update(ratios, torch.tensor([[0.0, 1.0], [2.0, math.nan]]), torch.tensor([1.0, 0.5]))
@@ -119,10 +120,10 @@ def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:
     assert (metrics["loss/max_token_share"], metrics["loss/max_token_multiplier"]) == pytest.approx((0.9, 9.0))
 
 
-def test_a_token_is_said_to_rule_an_update_only_if_it_pulls_more_than_its_advantage_makes_it(
+def test_a_dominant_token_is_reported_only_beyond_its_share_by_advantage(
     accelerator: Accelerator,
 ) -> None:
-    """One wrong completion of 3 tokens among 15 right ones, in a step whose other groups have no signal."""
+    """One wrong completion of 3 tokens among 15 correct ones, in a step whose other groups have no signal."""
     advantages_B = torch.tensor([-3.75] + [0.25] * 15)
     for ratio, expected in ((1.0, set()), (1000.0, {"loss/max_token_share"})):
         ratio_BT = torch.ones(16, 3)
@@ -132,7 +133,7 @@ def test_a_token_is_said_to_rule_an_update_only_if_it_pulls_more_than_its_advant
         assert unhealthy(extremes.pop_metrics(accelerator, 1)).keys() == expected
 
 
-def test_calls_of_reward_functions_are_timed_until_they_are_asked_for() -> None:
+def test_times_of_reward_functions_accumulate_until_read() -> None:
     latencies = Latencies()
     for seconds in (1.0, 3.0):
         latencies.record("exact_match", seconds)
@@ -142,7 +143,7 @@ def test_calls_of_reward_functions_are_timed_until_they_are_asked_for() -> None:
 
 def test_memory_is_that_of_the_process() -> None:
     before = memory_metrics(torch.device("cpu"))["memory/host_gib"]
-    kept = mmap.mmap(-1, 1 << 28)  # 256 MiB that no earlier test can have left to the allocator
+    kept = mmap.mmap(-1, 1 << 28)  # 256 MiB that the allocator cannot have from an earlier test
     for _ in range(256):
         kept.write(bytes(1 << 20))
     assert memory_metrics(torch.device("cpu"))["memory/host_gib"] - before == pytest.approx(0.25, abs=0.1)
@@ -150,7 +151,7 @@ def test_memory_is_that_of_the_process() -> None:
 
 
 def names_in_the_page() -> list[re.Pattern[str]]:
-    """The first cells of the table; `_p10` goes on from the name before it."""
+    """Return the first cells of the table. `_p10` continues the previous name."""
     patterns = []
     for line in PAGE.read_text().splitlines():
         if line.startswith("| `"):
@@ -163,7 +164,8 @@ def names_in_the_page() -> list[re.Pattern[str]]:
 def test_every_metric_of_a_run_is_in_the_table(tmp_path: Path) -> None:
     with tiny_server() as server:
         run = make_whole_run(
-            tmp_path, server.endpoint, steps=3, checkpoint={"every_steps": 1}, reference={"kind": "every", "every_steps": 2},
+            tmp_path, server.endpoint, steps=3, checkpoint={"every_steps": 1},
+            reference={"kind": "every", "every_steps": 2},
             kl={"coef": 0.1}, dynamic_sampling=True, curriculum={"kind": "pass_rate"}, max_staleness=1,
             off_policy_correction={"weight": "mask"},
         )  # fmt: skip

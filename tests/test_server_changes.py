@@ -1,8 +1,8 @@
-"""A run of two ranks whose servers change under it: a third one comes, the first dies, the second is told to end.
+"""A run of two ranks while its servers change: a third joins, the first dies, the second drains.
 
     servers.txt ─▶ learner, two ranks over gloo ─▶ timeline.jsonl, ledger.db, report.html
 
-Each turn waits for the timeline to tell the one before, never for a clock.
+Invariant: each change waits for the previous one to appear in the timeline, never for a clock.
 """
 
 import time
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.system
 
 NUM_STEPS, NUM_PROMPTS = 48, 8
 REREAD_EVERY_S = 0.2
-"""In place of the fleet's 5 s."""
+"""Replaces the fleet's 5 s."""
 TIMEOUT_S = 120.0
 
 
@@ -33,20 +33,20 @@ def enter_and_reread_often(place: Place) -> None:
     learner.servers.fleet.REREAD_EVERY_S = REREAD_EVERY_S
 
 
-def wait_until_told(timeline: Path, what: str, log: Path) -> None:
+def wait_for_event(timeline: Path, what: str, log: Path) -> None:
     give_up_at = time.monotonic() + TIMEOUT_S
     while what not in [event.what for event in read_events(timeline)]:
-        assert time.monotonic() < give_up_at, f"not told: {what}\n{log.read_text()}"
+        assert time.monotonic() < give_up_at, f"the timeline has no event {what!r}\n{log.read_text()}"
         time.sleep(0.05)
 
 
-def test_two_ranks_end_complete_while_one_server_joins_one_dies_and_one_is_told_to_end(tmp_path: Path) -> None:
+def test_two_ranks_lose_no_group_while_servers_join_die_and_drain(tmp_path: Path) -> None:
     listed, config, log = tmp_path / "servers.txt", tmp_path / "run.toml", tmp_path / "run.log"
     log.touch()
     run = make_run(tmp_path, steps=NUM_STEPS, checkpoint={"every_steps": NUM_STEPS})
     run = msgspec.structs.replace(run, endpoint=DEFAULT_ENDPOINT, endpoints=(), endpoints_from=f"file:{listed}")
     config.write_text(to_toml(run))
-    told = partial(wait_until_told, Path(run.run_dir) / "timeline.jsonl", log=log)
+    wait_for = partial(wait_for_event, Path(run.run_dir) / "timeline.jsonl", log=log)
     with tiny_server() as first, tiny_server() as second, tiny_server() as third:
         one, two, three = (f"the server at {server.endpoint}" for server in (first, second, third))
         listed.write_text(f"{first.endpoint}\n{second.endpoint}\n")
@@ -55,13 +55,13 @@ def test_two_ranks_end_complete_while_one_server_joins_one_dies_and_one_is_told_
             for place in places_of(2)
         ]
         try:
-            told(f"{one}: syncing → ready")
-            told(f"{two}: syncing → ready")
+            wait_for(f"{one}: syncing → ready")
+            wait_for(f"{two}: syncing → ready")
             listed.write_text(f"{first.endpoint}\n{second.endpoint}\n{third.endpoint}\n")
-            told(f"{three}: syncing → ready")
+            wait_for(f"{three}: syncing → ready")
             first.die()
-            told(f"{one}: ready → joining")
-            second.told_to_end().result(TIMEOUT_S)
+            wait_for(f"{one}: ready → joining")
+            second.drain().result(TIMEOUT_S)
             assert [end_of(rank, log, TIMEOUT_S) for rank in ranks] == [0, 0], log.read_text()
         finally:
             for rank in ranks:
@@ -83,4 +83,4 @@ def test_two_ranks_end_complete_while_one_server_joins_one_dies_and_one_is_told_
     page, place = (Path(run.run_dir) / "report.html").read_text().partition("<h2>Events</h2>")[2], 0
     for what in story:
         place = page.find(f"<td>{what}</td>", place)
-        assert place >= 0, f"{what}: not in its place in {page}"
+        assert place >= 0, f"{what}: missing or out of order in {page}"

@@ -1,4 +1,4 @@
-"""The player with a scripted policy and a real environment, for tests: a group is played, and what was asked of the policy noted."""
+"""The player with a scripted policy and a real environment: plays a group and records the prompts of its turns."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,8 +18,8 @@ from protocol.messages import Completion, Group
 USER = "tests.learner.environments.user_environments"
 
 
-class Letters:
-    """A tokenizer of one token per character. Texts alone."""
+class LetterTokenizer:
+    """A tokenizer with one token per character, for texts only."""
 
     eos_token_id, all_special_ids = -1, ()
 
@@ -33,7 +33,7 @@ class Letters:
 
 
 def completion(text: str | list[int], version: int, reason: str = "stop") -> Completion:
-    """Of a text, a token for each letter, or of tokens."""
+    """Return a completion of tokens, or of a text with one token per letter."""
     ids = np.array([ord(letter) for letter in text] if isinstance(text, str) else text, np.int32)
     logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
     return Completion(token_ids=ids, behaviour_logprobs=logprobs, versions=[(version, len(ids))], finish_reason=reason)
@@ -42,15 +42,15 @@ def completion(text: str | list[int], version: int, reason: str = "stop") -> Com
 Script = Callable[[TurnPrompt], Completion | Awaitable[Completion | None] | None]
 
 
-class Scripted:
-    """Answers what a script says, as a server would; notes what it was asked."""
+class ScriptedPolicy:
+    """Answers from a script, as a server would, and records its prompts."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self.asked: list[TurnPrompt] = []
+        self.prompts: list[TurnPrompt] = []
 
     async def __call__(self, turn: TurnPrompt) -> TurnResult | None:
-        self.asked.append(turn)
+        self.prompts.append(turn)
         answer = self._script(turn)
         if isinstance(answer, Awaitable):
             answer = await answer
@@ -63,12 +63,12 @@ class Scripted:
         return TurnResult(group, f"server {turn.number}")
 
 
-def played(
+def play_group(
     script: Script, factory: str | None = "Echo", columns: dict[str, Any] | None = None,
     prompt: Any = "p", max_tokens: int = 1000, template: ChatTemplate | None = None, asks_attributes: bool = False,
     **environment: Any,
 ) -> tuple[EpisodeGroup, list[TurnPrompt]]:  # fmt: skip
-    """Play a group of two; return it with what was asked, in order of episode and turn. With a template prompts are conversations."""
+    """Play a group of two, with conversations if there is a template. Return it with the turn prompts in order."""
     settings = {
         "factory": factory and (factory if ":" in factory else f"{USER}:{factory}"),
         "timeout_s": 20.0,
@@ -82,18 +82,18 @@ def played(
         LearnerConfig,
     )  # fmt: skip
     environments = Environments(config.environment, takes_text=template is None)
-    player = Player(config, template or ChatTemplate(Letters(), {}, []), environments, asks_attributes)  # type: ignore[arg-type]
-    ask = Scripted(script)
+    player = Player(config, template or ChatTemplate(LetterTokenizer(), {}, []), environments, asks_attributes)  # type: ignore[arg-type]
+    ask = ScriptedPolicy(script)
     try:
         token_ids = template.prompt_ids(prompt) if template else [1, 2]
         row = Prompt(prompt_id=0, prompt=prompt, token_ids=token_ids, columns=columns or {})
         group = asyncio.run(player.play("3.0", row, ask, num_episodes=2, max_tokens=max_tokens))
     finally:
         environments.close()
-    return group, sorted(ask.asked, key=lambda turn: (turn.episode, turn.number))
+    return group, sorted(ask.prompts, key=lambda turn: (turn.episode, turn.number))
 
 
-def says(*texts: str | list[int]) -> Callable[[TurnPrompt], Completion]:
+def script_of(*texts: str | list[int]) -> Callable[[TurnPrompt], Completion]:
     return lambda asked: completion(texts[asked.number], version=4 + asked.number)
 
 

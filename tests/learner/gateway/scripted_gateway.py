@@ -1,4 +1,4 @@
-"""A gateway on a real socket with a scripted policy behind it, and the plain openai client or an agent's process before it, for tests."""
+"""A gateway on a real socket with a scripted policy, for the plain openai client or an agent's process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -19,8 +19,8 @@ from learner.prompts.prompts import Prompt
 from learner.servers.loop_thread import LoopThread
 from protocol.messages import Completion
 from tests.learner.environments.chat_tokenizer import KEEPING, chat_tokenizer
-from tests.learner.environments.conversing import QUESTION, says
-from tests.learner.environments.play import Script, Scripted
+from tests.learner.environments.scripted_conversation import QUESTION, script_of
+from tests.learner.environments.scripted_player import Script, ScriptedPolicy
 
 PLAY_DEADLINE_S = 240.0
 ADD = {
@@ -29,13 +29,13 @@ ADD = {
 }
 
 
-class Opened(msgspec.Struct, eq=False):
-    """An episode that goes on."""
+class OpenEpisode(msgspec.Struct, eq=False):
+    """A running episode and its client."""
 
     gateway: Gateway
     session: Session
     client: AsyncOpenAI
-    asked: list[TurnPrompt]
+    turn: list[TurnPrompt]
     template: ChatTemplate
 
     async def chat(self, messages: list[Any], **more: Any) -> Any:
@@ -45,8 +45,8 @@ class Opened(msgspec.Struct, eq=False):
         return await self.client.completions.create(model="any", prompt=prompt, **more)
 
     def shown(self, number: int) -> str:
-        """The prompt of a turn, as text."""
-        return self.template.tokenizer.decode(self.asked[number].token_ids.tolist())
+        """Return the prompt of a turn as text."""
+        return self.template.tokenizer.decode(self.prompts[number].token_ids.tolist())
 
     def end(self) -> Episode:
         self.session.end(1.0)
@@ -65,50 +65,50 @@ def config_of(sampling: dict[str, Any] | None = None, **environment: Any) -> Lea
 
 
 @asynccontextmanager
-async def opened(
+async def open_episode(
     script: Script, *, prompt: Any = QUESTION, template: ChatTemplate | None = None, max_tokens: int = 2000,
     sampling: dict[str, Any] | None = None, **environment: Any,
-) -> AsyncIterator[Opened]:  # fmt: skip
-    """An episode whose key the client has."""
+) -> AsyncIterator[OpenEpisode]:  # fmt: skip
+    """Open an episode whose key the client has."""
     config, template = config_of(sampling, **environment), template or ChatTemplate(chat_tokenizer(KEEPING), {}, [])
     gateway = Gateway(config, template, "tiny")
     await gateway.start()
-    ask = Scripted(script)
+    ask = ScriptedPolicy(script)
     token_ids = template.tokenizer.encode(prompt) if isinstance(prompt, str) else template.token_ids(prompt)
     session = Session(config, Prompt(prompt_id=0, prompt=prompt, token_ids=token_ids, columns={}), 0, ask, max_tokens)
     try:
         with gateway.opened(session) as key:
             async with AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0, timeout=60) as client:
-                yield Opened(gateway, session, client, ask.asked, template)
+                yield OpenEpisode(gateway, session, client, ask.prompts, template)
     finally:
         await gateway.close()
 
 
-says_five = says(*["Five"] * 9)
+says_five = script_of(*["Five"] * 9)
 
 
-class OnceOnly:
-    """A policy that answers the first turn of each episode and never another."""
+class FirstTurnPolicy:
+    """A policy that answers only the first turn of each episode."""
 
     num_held = num_given_up = 0
 
-    async def __call__(self, asked: TurnPrompt) -> Completion:
-        if asked.number:
+    async def __call__(self, turn: TurnPrompt) -> Completion:
+        if turn.number:
             self.num_held += 1
             try:
                 await asyncio.Event().wait()
             finally:
                 self.num_given_up += 1
-        return says_five(asked)
+        return says_five(turn)
 
 
-def played_by_agent(
+def play_with_agent(
     columns: dict[str, Any] | None, prompt: Any = QUESTION, script: Script = says_five, times: int = 1,
     then: Callable[[], None] = lambda: None, **environment: Any,
 ) -> EpisodeGroup:  # fmt: skip
-    """The last group of two episodes that an agent in a process has played; `then`: what is looked at before all are ended."""
+    """Play groups of two episodes with an agent's process. Return the last group. `then` runs before the end."""
     config, template = config_of(**environment), ChatTemplate(chat_tokenizer(KEEPING), {}, [])
-    loop, ask = LoopThread("test"), Scripted(script)
+    loop, ask = LoopThread("test"), ScriptedPolicy(script)
     row = Prompt(prompt_id=0, prompt=prompt, token_ids=template.token_ids(prompt), columns=columns or {})
     with ExitStack() as cleanup:
         cleanup.callback(loop.stop)

@@ -1,4 +1,4 @@
-"""Conversations of a scripted policy with the tools of the environment `Calculator`, by a tiny chat template."""
+"""Conversations of a scripted policy with the tools of the environment `Calculator`, in a tiny chat template."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from learner.environments.player import TurnPrompt
 from learner.prompts.chat_template import ChatTemplate
 from protocol.messages import Completion
 from tests.learner.environments.chat_tokenizer import END, KEEPING, call, chat_tokenizer
-from tests.learner.environments.play import USER, completion, played
+from tests.learner.environments.scripted_player import USER, completion, play_group
 
 TOKENIZER = chat_tokenizer()
 QUESTION = [{"role": "user", "content": "How much?"}]
@@ -18,7 +18,7 @@ TURNS = ("<think>two</think>first" + call("add", number=2), "<think>three</think
 
 
 def described(factory: str | None, *functions: str) -> list[dict[str, Any]]:
-    """The schemas of tools, described in this process, which has imported transformers."""
+    """Return the schemas of tools. Built in this process, which has imported transformers."""
     host = Host(None if factory is None else load_environment(factory, takes_text=False), load_functions(functions))
     answer = host.answer(Describe())
     assert isinstance(answer, ToolSchemas), answer
@@ -33,22 +33,22 @@ def template(text: str = KEEPING, **arguments: Any) -> ChatTemplate:
     return ChatTemplate(chat_tokenizer(text), arguments, calculator_tools())
 
 
-def says(*turns: str, reason: str = "stop", end: str = END) -> Callable[[TurnPrompt], Completion]:
-    """The policy's turns, each with the token that ends it."""
-    return lambda asked: completion(
-        TOKENIZER.encode(turns[asked.number] + end, add_special_tokens=False), 4 + asked.number, reason
+def script_of(*turns: str, reason: str = "stop", end: str = END) -> Callable[[TurnPrompt], Completion]:
+    """Return a script of the policy's turns, each with its end token."""
+    return lambda turn: completion(
+        TOKENIZER.encode(turns[turn.number] + end, add_special_tokens=False), 4 + turn.number, reason
     )
 
 
-def conversed(
+def converse(
     with_template: ChatTemplate, *turns: str, factory: str | None = "Calculator", **more: Any
 ) -> tuple[Episode, list[TurnPrompt]]:
-    """The first episode of a group that is played, and its turns as they were asked."""
+    """Play a group. Return its first episode and the prompts of the turns."""
     prompt = more.pop("prompt", QUESTION)
-    group, asked = played(says(*turns), factory, prompt=prompt, template=with_template, **more)  # type: ignore[arg-type]
+    group, prompts = play_group(script_of(*turns), factory, prompt=prompt, template=with_template, **more)  # type: ignore[arg-type]
     assert isinstance(group, EpisodeGroup)
-    return group.episodes[0], [one for one in asked if one.episode == 0]
+    return group.episodes[0], [one for one in prompts if one.episode == 0]
 
 
-def shown(with_template: ChatTemplate, asked: TurnPrompt) -> str:
-    return with_template.tokenizer.decode(asked.token_ids.tolist())
+def shown(with_template: ChatTemplate, turn: TurnPrompt) -> str:
+    return with_template.tokenizer.decode(turn.token_ids.tolist())
