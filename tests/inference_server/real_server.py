@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from protocol.channel.keys import LearnerKeys
 from protocol.errors import SlipstreamError
+from protocol.hardware import has_gpu
 from protocol.messages import Farewell, PushDone, Scores
 from protocol.model_files import fingerprint
 from tests.inference_server import tiny_gpt2
@@ -34,7 +35,8 @@ TOLERANCE = 1e-4
 class RealServer:
     """`python -m inference_server` in a process group of its own, with a tiny GPT-2 unless the test has a model, or where it is.
 
-    Forked, it starts in a fifth of the time, its environment cannot be read from outside, and vLLM's processes are forked too.
+    Forked, it starts in a fifth of the time, its environment cannot be read from outside, and vLLM's processes are forked too. On a
+    GPU it never is, so that each process finds CUDA as a user's does.
     """
 
     keys: LearnerKeys | None = None
@@ -59,7 +61,8 @@ class RealServer:
             "[server]\nenforce_eager = true\nkv_cache_memory_mib = 64\nblock_size = 32\n"
             f"http_port = {self.http_port}\n[learner]\nsteps = 1\n"
         )
-        self._program, self._arguments, self._is_forked = program, [str(config), *flags], is_forked
+        self._program, self._arguments = program, [str(config), *flags]
+        self._is_forked = is_forked and not has_gpu()
         self.log_file = directory / "server.log"
         self.start()
 
