@@ -27,6 +27,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float
     wait_s: float = 0.0
     """Of the trainer, for the batch."""
+    lengths: list[int] = []
+    """Tokens of each completion, where they were noted."""
+    mismatch: float | None = None
+    """Mean |Δ logprob| of what generated and what trains, where it was measured."""
 
 
 def own_step(line: dict[str, Any]) -> Step:

@@ -35,10 +35,14 @@ class TrlRun(msgspec.Struct, frozen=True):
     """Of each process."""
     steps: list[Step]
     evaluations: list[HeldOut] = []
+    peak_gib: float | None = None
+    """The most GPU memory that its torch has held."""
 
 
-def trl_job(config: LearnerRun, rows: int, cache: str | None = None, *, is_compiled: bool = False) -> dict[str, Any]:
-    """The same settings in TRL's terms. `cache`: of generation; None: the default."""
+def trl_job(
+    config: LearnerRun, rows: int, cache: str | None = None, *, is_compiled: bool = False, device: str = "cpu"
+) -> dict[str, Any]:
+    """The same settings in TRL's terms. `cache`: of generation; None: the default. On "cuda" a vLLM in its process generates."""
     learner = config.learner
     optimizer = learner.optimizer
     return {
@@ -48,7 +52,8 @@ def trl_job(config: LearnerRun, rows: int, cache: str | None = None, *, is_compi
         "clip_high": learner.loss.value("clip_high"), "learning_rate": optimizer.learning_rate,
         "max_grad_norm": optimizer.max_grad_norm, "beta1": optimizer.beta1, "beta2": optimizer.beta2,
         "weight_decay": optimizer.weight_decay, "cache": cache, "compile": is_compiled, "bf16": config.dtype == "bfloat16",
-        "reward": learner.reward.functions[0].rpartition(":")[2],
+        "reward": learner.reward.functions[0].rpartition(":")[2], "device": device,
+        "vllm_share": config.server.get("gpu_memory_utilization"), "max_model_len": config.server.get("max_model_len"),
     }  # fmt: skip
 
 
