@@ -15,7 +15,7 @@ ifneq ($(shell $(PY) -c 'print("starts")' 2>/dev/null),starts)
 $(STAMP): FORCE
 endif
 
-.PHONY: help install demo real test test-system chaos lint docs lock keys clean FORCE
+.PHONY: help install demo real test test-system chaos gpu-bench lint docs lock keys clean FORCE
 FORCE:
 
 help:  ## show this list
@@ -45,6 +45,9 @@ chaos: $(STAMP)  ## kill, stop and cut off every part of a run: 3 faults with vL
 	@$(PY) -m tests.chaos --engine fake --faults 3 --agent $(ARGS)
 	@$(PY) -m tests.chaos --engine fake --faults 3 --evaluation $(ARGS)
 	@$(PY) -m tests.chaos --engine fake --faults 3 --servers 3 $(ARGS)
+
+gpu-bench:  ## on a GPU: server, learner and weight sync beside TRL, in the active environment (docs/performance.md)
+	@$(PYTHON) -m tests.bench.gpu $(ARGS)
 
 lint: $(STAMP)  ## ruff, formatting and mypy
 	@$(PY) -m ruff check

@@ -74,6 +74,8 @@ def colocate(arguments: list[str]) -> int:
         if note := learner_run.idle_keys_note():
             log.warning(note)
         return 0
+    if note := shared_gpu_note(config, server_run):
+        log.warning(note)
     config = with_cores(config, server_run, learner_run)
     node = Node(
         config=config, learner_run=learner_run, logs=make_logs(Path(learner_run.run_dir)),
@@ -149,6 +151,19 @@ def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: Learner
         return config
     of = halves(num_cores)
     return msgspec.structs.replace(config, server_cores=(of["server"],), learner_cores=(of["learner"],))
+
+
+def shared_gpu_note(config: DeployConfig, server_run: ServerRun) -> str | None:
+    """Return a warning if both sides use one GPU and vLLM would measure how much of it is free."""
+    is_sized = server_run.server.kv_cache_memory_mib is not None
+    if is_sized or not has_gpu() or config.server_gpus or config.learner_gpus:
+        return None
+    return (
+        f"server and learner share one GPU, of which the server takes {server_run.server.gpu_memory_utilization:.0%} "
+        "(server.gpu_memory_utilization) if that much is free when it starts, and counts what the learner takes "
+        "meanwhile as its own; set server.kv_cache_memory_mib, or give each side GPUs with deploy.server_gpus and "
+        "deploy.learner_gpus"
+    )
 
 
 def make_logs(run_dir: Path) -> Path:

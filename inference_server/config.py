@@ -57,8 +57,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sends a request to the least loaded replica, and a weight sync updates all of them. Mixture-of-experts
     models are not supported."""
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
-    """Fraction of the device memory that the engine may use. On a CPU: fraction of the machine's memory, for
-    all replicas together."""
+    """Fraction of the device memory that the engine may use. It must be free at the start. With
+    kv_cache_memory_mib, a GPU server takes what weights, KV cache and CUDA graphs need instead. On a CPU:
+    fraction of the machine's memory, for all replicas together."""
     kv_cache_on_weight_sync: Literal["keep", "recompute"] = "keep"
     """Treatment of the KV cache of sequences in flight on a weight sync. `"keep"`: continue with it;
     `"recompute"`: compute it again with the new weights."""

@@ -177,14 +177,20 @@ def resources(run: ServerRun) -> Iterator[Finding]:
         remedy = f"{fewer}lower server.kv_cache_memory_mib, or choose a smaller model"
         yield memory_finding("the server", needed_bytes(run, path), free_memory_bytes(), remedy)
         return
-    weights = weight_bytes(path, run.computes_in)
-    of_kv = (config.kv_cache_memory_mib or 0) * MIB
+    weights = weight_bytes(path, run.computes_in) // config.tensor_parallel_size
     free, total = gpu
+    if config.kv_cache_memory_mib is not None:
+        remedy = (
+            "lower server.kv_cache_memory_mib, raise server.tensor_parallel_size, or stop other processes on the GPU"
+        )
+        needed = weights + config.kv_cache_memory_mib * MIB
+        yield memory_finding("a worker's weights and KV cache", needed, free, remedy)
+        return
     share = int(total * config.gpu_memory_utilization)
     remedy = "lower server.gpu_memory_utilization, or stop the other processes on the GPU"
     yield memory_finding(f"{config.gpu_memory_utilization:.0%} of the GPU for the server", share, free, remedy)
     remedy = "raise server.tensor_parallel_size or server.gpu_memory_utilization"
-    yield memory_finding("a worker's weights", weights // config.tensor_parallel_size + of_kv, share, remedy)
+    yield memory_finding("a worker's weights", weights, share, remedy)
 
 
 def transports(run: ServerRun) -> Iterator[Finding]:

@@ -177,7 +177,7 @@ def _from_file(config_type: type[C], path: Path) -> tuple[C, dict[str, str]]:
     try:
         return msgspec.convert(raw, config_type), former
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {explain(str(error), raw)}") from error
+        raise ConfigError(f"{path}: {explain(str(error), raw, config_type)}") from error
 
 
 def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path: str, prefix: str) -> None:

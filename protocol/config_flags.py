@@ -12,14 +12,13 @@ import textwrap
 import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 import tyro
 from tyro._docstrings import get_field_docstring
 
-from protocol.config_keys import explain, is_passed_on, keys_of
+from protocol.config_keys import expected_values, explain, is_passed_on, keys_of
 from protocol.errors import ConfigError
 
 C = TypeVar("C", bound=msgspec.Struct)
@@ -69,7 +68,7 @@ def with_flags(
     try:
         return msgspec.convert(raw, config_type)
     except msgspec.ValidationError as error:
-        raise ConfigError(explain(str(error), raw)) from error
+        raise ConfigError(explain(str(error), raw, config_type)) from error
 
 
 def description(
@@ -193,7 +192,7 @@ def _refuse_wrong_number_of_values(config_type: type[msgspec.Struct], flags: lis
             raise ConfigError(f"{values[0]!r} belongs to no flag; expected: --key VALUE after the config file")
         if name not in types or _takes_several(types[name]):
             continue
-        expected = _expected(types[name])
+        expected = expected_values(types[name])
         if not values:
             raise ConfigError(
                 f"{name} has no value; use {name} VALUE with {expected} ({name}=VALUE if it begins with -)"
@@ -235,20 +234,6 @@ def _takes_several(annotated: Any) -> bool:
     return get_origin(annotated) is tuple or any(_takes_several(inner) for inner in get_args(annotated))
 
 
-def _expected(annotated: Any) -> str:
-    """Describe the values of a type, such as `an integer or auto`."""
-    origin, inner = get_origin(annotated), get_args(annotated)
-    if origin is Annotated:
-        return _expected(inner[0])
-    if origin is Literal:
-        return " or ".join(map(str, inner))
-    if origin is tuple:
-        return f"any number of values, each {_expected(inner[0])}"
-    if origin in (Union, UnionType):
-        return " or ".join(_expected(one) for one in inner)
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}.get(annotated, "None")
-
-
 def _plain(config_type: type[msgspec.Struct], flags: list[str], box: str) -> str:
     """Return the error in tyro's box without tyro's own phrases."""
     lines = (line.strip("│╭╮╰╯─ \n") for line in box.splitlines())
@@ -256,7 +241,7 @@ def _plain(config_type: type[msgspec.Struct], flags: list[str], box: str) -> str
     types = {_flag_of(key): field.type for key, field in keys_of(config_type).items()}
     for name, values in _with_values(flags):
         if re.search(rf"(Error parsing |argument '){name}[:']", text):
-            return f"{name} {' '.join(values) or repr('')} is not valid; use {_expected(types[name])}"
+            return f"{name} {' '.join(values) or repr('')} is not valid; use {expected_values(types[name])}"
     return re.sub(r"^Error parsing ([\w.]+): ", r"\1.", text)
 
 

@@ -1,7 +1,8 @@
 """Keys of a config: their names, and what their types state about them."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import tyro
@@ -60,8 +61,22 @@ def section_of_each(annotated: Any) -> type[msgspec.Struct] | None:
     return values[0] if is_section else None
 
 
-def explain(message: str, raw: dict[str, Any]) -> str:
-    """Add the received value to an error of msgspec.
+def expected_values(annotated: Any) -> str:
+    """Describe the values of a type, such as `an integer or auto`."""
+    origin, inner = get_origin(annotated), get_args(annotated)
+    if origin is Annotated:
+        return expected_values(inner[0])
+    if origin is Literal:
+        return " or ".join(map(str, inner))
+    if origin is tuple:
+        return f"any number of values, each {expected_values(inner[0])}"
+    if origin in (Union, UnionType):
+        return " or ".join(expected_values(one) for one in inner)
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}.get(annotated, "None")
+
+
+def explain(message: str, raw: dict[str, Any], config_type: type[msgspec.Struct]) -> str:
+    """Add the received value to an error of msgspec, and the choices if it is none of them.
 
     Example: `Expected int, got str - at $.learner.steps`.
     """
@@ -73,6 +88,8 @@ def explain(message: str, raw: dict[str, Any]) -> str:
         found = [(f"{at}.{name}", value.get(name)) if isinstance(value, dict) else (at, value) for at, value in found]
         if index and isinstance(found[0][1], dict):  # in a table of sections, msgspec does not name which one
             found = [(f"{at}.{one}", section) for at, table in found for one, section in table.items()]
+    if problem.startswith("Invalid enum value") and (field := keys_of(config_type).get(found[0][0][1:])) is not None:
+        return f"{found[0][0][1:]} = {found[0][1]!r} is not valid; use {expected_values(field.type)}"
     if problem.startswith("Expected") or not any(isinstance(value, dict) for _, value in found):
         assignments = [f"{at[1:]} = {value!r}" for at, value in found if value is not None or len(found) == 1]
         return f"{', '.join(assignments)}: {problem}"

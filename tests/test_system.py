@@ -1,8 +1,6 @@
-"""The user's commands on one real vLLM: evaluation, self-test, and learners that are killed and interrupted."""
+"""The user's commands on one real vLLM: evaluation, and the self-test."""
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,22 +87,3 @@ def test_the_self_test_finds_only_rounding_noise_between_vllm_and_the_learner(se
     measured = json.loads(done.stdout)["measured"]
     for tokens in (measured["fresh"], measured["through_push"]):
         assert tokens["num_tokens"] > 100 and tokens["abs_logprob_mean"] <= 1e-5 and tokens["clipped_frac"] == 0
-
-
-def test_a_killed_and_then_interrupted_learner_resumes_and_loses_nothing(server: RealServer, tmp_path: Path) -> None:
-    run_dir, num_steps = tmp_path / "run", 60
-    killed = Learner(server, run_dir, num_steps)
-    killed.wait_for_step(5)
-    killed.process.kill()
-    killed.process.join()
-    interrupted = Learner(server, run_dir, num_steps, "--resume")
-    interrupted.wait_for_step(len(killed.metrics()) + 2)
-    assert interrupted.process.pid is not None
-    os.kill(interrupted.process.pid, signal.SIGINT)
-    interrupted.finish()
-    assert "resumed from" in interrupted.log and "stopping after this step" in interrupted.log
-    last = int(interrupted.metrics()[-1]["step"])
-    assert last < num_steps and (run_dir / "checkpoints" / f"step-{last:06d}" / "state.json").exists()
-    learner = Learner(server, run_dir, num_steps, "--resume")
-    learner.finish()
-    learner.assert_every_group_is_accounted_for(num_steps)

@@ -26,6 +26,9 @@ from protocol.errors import ConfigError
 
 TOKENS_PER_STEP = 2048
 """Default of vLLM's max_num_batched_tokens. vLLM refuses to start with more sequences than that."""
+SHARE_TO_START = 0.05
+"""Share of a GPU that must be free for a server whose KV cache has a given size. Weights and KV cache fail with
+their own errors if they do not fit."""
 MAX_EXPLANATION = 400
 """Maximum length of an explanation, in characters. vLLM lists all valid names: 40 paths for an attention
 backend."""
@@ -202,10 +205,14 @@ def is_in_engine_process(server: ServerConfig) -> bool:
 def _memory_share(server: ServerConfig) -> float:
     """Return each replica's share of memory.
 
-    On a CPU, vLLM applies it to the whole machine, regardless of other replicas.
+    On a CPU, vLLM applies it to the whole machine, regardless of other replicas. On a GPU, a KV cache of a
+    given size leaves only one use of it: vLLM refuses to start unless this share is free. A learner that was
+    first on the same GPU may leave less, and still enough.
     """
-    num_sharing = server.data_parallel_size if current_platform.is_cpu() else 1
-    return server.gpu_memory_utilization / num_sharing
+    if current_platform.is_cpu():
+        return server.gpu_memory_utilization / server.data_parallel_size
+    is_sized = server.kv_cache_memory_mib is not None
+    return min(server.gpu_memory_utilization, SHARE_TO_START) if is_sized else server.gpu_memory_utilization
 
 
 def added_arguments(given: Mapping[str, Any], own: Mapping[str, ServerArgument]) -> dict[str, Any]:

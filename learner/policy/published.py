@@ -57,7 +57,9 @@ class PublishedPolicy:
     def __init__(self, accelerator: Accelerator, policy: nn.Module, wire_dtype: torch.dtype) -> None:
         """Wrap a policy that accelerate has prepared."""
         self.model = accelerator.unwrap_model(policy)
-        self.wire_dtype, self.device, self.num_ranks = wire_dtype, accelerator.device, accelerator.num_processes
+        self.wire_dtype, self.num_ranks = wire_dtype, accelerator.num_processes
+        # With its index: one rank's accelerator says "cuda", which no tensor's "cuda:0" equals (weights/dense.py).
+        self.device = torch.empty(0, device=accelerator.device).device
         # One rank's device may be too small for all the weights of a sharded policy.
         self.copy_device = torch.device("cpu") if accelerator.is_fsdp2 else None
         self._accelerator, self._is_sharded = accelerator, accelerator.is_fsdp2

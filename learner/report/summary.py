@@ -7,10 +7,10 @@ Invariant: steps undone by a resume are not counted, neither here nor in the led
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -191,7 +191,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
             f"{run_dir} is not a run directory: metrics.jsonl is missing; start a run with `slipstream train`, or use "
             "the directory that it printed at the start"
         )
-    metrics = [current_metrics(step) for step in read_steps(path)]
+    metrics = read_steps(path, lambda raw: current_metrics(json.loads(raw)))
     if not metrics:
         raise RunDirectoryError(f"{path} has no optimizer step yet; wait for the first step")
     return metrics
@@ -221,12 +221,27 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     return sorted(made, key=lambda one: one.step or 0)
 
 
-def read_steps(path: Path) -> list[dict[str, Any]]:
+def read_steps(path: Path, decode: Callable[[bytes], dict[str, Any]] = json.loads) -> list[dict[str, Any]]:
     """Return the lines of a JSONL file that has a "step" in each."""
-    return steps_in(path.read_bytes().split(b"\n"), path)
+    with path.open("rb") as file:
+        return steps_in(_lines_of(file), path, decode)
 
 
-def steps_in(raw_lines: list[bytes], path: Path) -> list[dict[str, Any]]:
+def _lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file one by one, as `split` returns them: an empty one after the last line end.
+
+    The lines of a long run take more memory than its numbers.
+    """
+    line = b"\n"
+    for line in file:
+        yield line.removesuffix(b"\n")
+    if line.endswith(b"\n"):
+        yield b""
+
+
+def steps_in(
+    raw_lines: Iterable[bytes], path: Path, decode: Callable[[bytes], dict[str, Any]] = json.loads
+) -> list[dict[str, Any]]:
     """Parse lines into steps.
 
     A step that a resume wrote again replaces the old one and all steps after it.
@@ -236,22 +251,23 @@ def steps_in(raw_lines: list[bytes], path: Path) -> list[dict[str, Any]]:
         RunDirectoryError: If any other line is broken.
     """
     of_step: dict[int, dict[str, Any]] = {}
-    newest = -1
-    for i, raw in enumerate(raw_lines):
+    newest, broken = -1, None
+    for i, raw in enumerate(raw_lines, start=1):
+        if broken is not None:
+            raise broken
         if not raw.strip():
             continue
         try:
-            line = json.loads(raw)
+            line = decode(raw)
             step = line["step"]
             if not isinstance(step, int):
                 raise TypeError(f"the step is {step!r}")
         except (ValueError, TypeError, KeyError) as error:
-            if i == len(raw_lines) - 1:
-                break
-            raise RunDirectoryError(
-                f'{path}, line {i + 1}: expected a JSON object with an integer "step", found {raw[:60]!r} ({error}); '
+            broken = RunDirectoryError(
+                f'{path}, line {i}: expected a JSON object with an integer "step", found {raw[:60]!r} ({error}); '
                 "remove or repair that line"
-            ) from error
+            )
+            continue
         if step <= newest:
             of_step = {kept: of_step[kept] for kept in of_step if kept < step}
         of_step[step] = line

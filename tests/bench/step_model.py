@@ -5,6 +5,7 @@ loss is a weighted sum of -log p, which the oracle computes in one line.
 """
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from learner.config import LearnerRun
 from learner.environments.episode import TokenSequence
@@ -43,7 +45,18 @@ def make_model(shape: dict[str, Any], path: Path, dtype: torch.dtype = torch.flo
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # the fastest device for random numbers
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(path)
-    AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(path)
+    _tokenizer(shape).save_pretrained(path)
+
+
+def _tokenizer(shape: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """That of the digits, with a token for every other id, so that whatever is sampled can be decoded."""
+    digits = AutoTokenizer.from_pretrained(resolve_model("tiny:digits"))
+    spec = json.loads(digits.backend_tokenizer.to_str())
+    spec["model"]["vocab"] |= {f"<{i}>": i for i in range(len(digits), shape["vocab_size"])}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(spec)), pad_token=digits.pad_token, eos_token=digits.eos_token,
+        model_max_length=shape["max_position_embeddings"], clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def load_trainer(path: Path, *, dtype: str = "float32", on_cpu: bool = True, **learner: Any) -> PolicyTrainer:

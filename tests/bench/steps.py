@@ -27,6 +27,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float
     wait_s: float = 0.0
     """The trainer's wait for the batch."""
+    lengths: list[int] = []
+    """Tokens of each completion, where they were recorded."""
+    mismatch: float | None = None
+    """Mean |Δ logprob| between sampler and trainer, where it was measured."""
 
 
 def own_step(line: dict[str, Any]) -> Step:

@@ -2,8 +2,8 @@
 
     the job (model, prompts, settings) ─▶ GRPOTrainer ─▶ job["steps_file"]: time and results of each step
 
-The trainer generates with transformers; `NOTES` in against_trl.py says why not with vLLM. Imports only the rewards of
-Slipstream.
+On a CPU the trainer generates with transformers; `NOTES` in against_trl.py says why not with vLLM. On a GPU it
+generates with vLLM in its own process. Imports only the rewards of Slipstream.
 """
 
 import json
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from learner.rewards.builtin.text import last_number
-from tests.bench.good_share import good_share
+from tests.bench.good_share import even_share, good_share
 
-REWARDS = {"good_share": good_share, "last_number": last_number}
+REWARDS = {"even_share": even_share, "good_share": good_share, "last_number": last_number}
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
         """Records every step when its metrics are logged, at its end. Evaluations do not count as time."""
 
         def __init__(self) -> None:
-            self.steps: list[dict[str, float]] = []
+            self.steps: list[dict[str, Any]] = []
             self.evaluations: list[dict[str, float]] = []
             self.started = 0.0
 
@@ -52,6 +52,8 @@ def main() -> None:
                         "version": state.global_step - 1,
                         "completion_length_mean": logs["completions/mean_length"],
                         "reward_mean": logs["reward"],
+                        "lengths": lengths.pop() if lengths else [],
+                        "mismatch": logs.get("sampling/sampling_logp_difference/mean"),
                     }
                 )
 
@@ -63,16 +65,26 @@ def main() -> None:
                 self.started += self.elapsed_s - began_s
                 control.should_training_stop = reward >= job["target"]
 
+    lengths: list[list[int]] = []
+    """Of the completions of the step, which are rated in one call."""
+    reward_of = REWARDS[job["reward"]]
+
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        lengths[:] = [[len(ids) for ids in completion_ids]]
+        return reward_of(completion_ids=completion_ids, **columns)
+
     rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     clock = Clock()
     trainer = GRPOTrainer(
-        model=job["model"], reward_funcs=REWARDS[job["reward"]], args=settings(job, num_ranks),
+        model=job["model"], reward_funcs=reward, args=settings(job, num_ranks),
         train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[clock],
     )  # fmt: skip
     trainer.train()
     if rank == 0:
         found = {"processes": num_ranks, "threads": torch.get_num_threads(), "steps": clock.steps}
+        if job["device"] == "cuda":
+            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         Path(job["steps_file"]).write_text(json.dumps(found | {"evaluations": clock.evaluations}))
 
 
@@ -81,9 +93,13 @@ def settings(job: dict[str, Any], num_ranks: int) -> Any:
     from trl import GRPOConfig
 
     num_rows = job["groups_per_step"] * job["num_completions"] // num_ranks
+    in_vllm = {
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": job["vllm_share"],
+        "vllm_max_model_length": job["max_model_len"],
+    }  # fmt: skip
     return GRPOConfig(
         output_dir=str(Path(job["steps_file"]).parent / "trl"), save_strategy="no", report_to="none", disable_tqdm=True,
-        logging_steps=1, seed=job["seed"], use_cpu=True, bf16=job["bf16"], gradient_checkpointing=False,
+        logging_steps=1, seed=job["seed"], use_cpu=job["device"] == "cpu", bf16=job["bf16"], gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"}, max_steps=job["steps"],
         per_device_train_batch_size=job["micro_batch_rows"],
         gradient_accumulation_steps=num_rows // job["micro_batch_rows"],
@@ -94,6 +110,7 @@ def settings(job: dict[str, Any], num_ranks: int) -> Any:
         learning_rate=job["learning_rate"], lr_scheduler_type="constant", warmup_steps=0,
         max_grad_norm=job["max_grad_norm"],
         adam_beta1=job["beta1"], adam_beta2=job["beta2"], weight_decay=job["weight_decay"],
+        **(in_vllm if job["device"] == "cuda" else {}),
     )  # fmt: skip
 
 

@@ -35,10 +35,17 @@ class TrlRun(msgspec.Struct, frozen=True):
     """Threads of each process."""
     steps: list[Step]
     evaluations: list[HeldOut] = []
+    peak_gib: float | None = None
+    """The most GPU memory that its torch has held."""
 
 
-def trl_job(config: LearnerRun, rows: int, cache: str | None = None, *, is_compiled: bool = False) -> dict[str, Any]:
-    """Return the settings in TRL's terms. `cache`: for generation; None: the default."""
+def trl_job(
+    config: LearnerRun, rows: int, cache: str | None = None, *, is_compiled: bool = False, device: str = "cpu"
+) -> dict[str, Any]:
+    """Return the settings in TRL's terms.
+
+    `cache`: for generation; None: the default. With device "cuda", vLLM generates in the trainer's process.
+    """
     learner = config.learner
     optimizer = learner.optimizer
     return {
@@ -49,7 +56,8 @@ def trl_job(config: LearnerRun, rows: int, cache: str | None = None, *, is_compi
         "max_grad_norm": optimizer.max_grad_norm, "beta1": optimizer.beta1, "beta2": optimizer.beta2,
         "weight_decay": optimizer.weight_decay, "cache": cache, "compile": is_compiled,
         "bf16": config.dtype == "bfloat16",
-        "reward": learner.reward.functions[0].rpartition(":")[2],
+        "reward": learner.reward.functions[0].rpartition(":")[2], "device": device,
+        "vllm_share": config.server.get("gpu_memory_utilization"), "max_model_len": config.server.get("max_model_len"),
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from deploy import colocate
-from deploy.colocate import evaluation_flags, flags_by_section, with_cores
+from deploy.colocate import evaluation_flags, flags_by_section, shared_gpu_note, with_cores
 from deploy.placement import DeployConfig
 from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
@@ -39,6 +39,19 @@ def test_cores_are_halved_unless_the_config_names_any() -> None:
     assert with_cores(DeployConfig(), a_server(cpu_cores=[0]), a_learner()) == DeployConfig()
     named = DeployConfig(learner_cores=((0,),))
     assert with_cores(named, a_server(), a_learner()) == named
+
+
+def test_a_server_that_would_measure_the_gpu_it_shares_with_the_learner_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(colocate, "has_gpu", lambda: True)
+    measuring = a_server(kv_cache_memory_mib=None)
+    note = shared_gpu_note(DeployConfig(), measuring)
+    assert note and "takes 90%" in note and "server.kv_cache_memory_mib" in note and "deploy.server_gpus" in note
+    assert shared_gpu_note(DeployConfig(), a_server(kv_cache_memory_mib=1024)) is None
+    assert shared_gpu_note(DeployConfig(server_gpus=((0,),), learner_gpus=(1,)), measuring) is None
+    monkeypatch.setattr(colocate, "has_gpu", lambda: False)
+    assert shared_gpu_note(DeployConfig(), measuring) is None
 
 
 def test_a_learner_that_evaluates_gets_the_port_that_a_flag_gave_the_server() -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from protocol.channel.keys import LearnerKeys
 from protocol.errors import SlipstreamError
+from protocol.hardware import has_gpu
 from protocol.messages import Farewell, PushDone, Scores
 from protocol.model_files import fingerprint
 from tests.inference_server import tiny_gpt2
@@ -35,7 +36,7 @@ class RealServer:
     """`python -m inference_server` in a separate process group, with a tiny GPT-2 by default.
 
     A forked server starts in a fifth of the time. Its environment cannot be read from outside, and vLLM's processes are
-    forked too.
+    forked too. On a GPU it is never forked, so that each process finds CUDA as a user's does.
     """
 
     keys: LearnerKeys | None = None
@@ -60,7 +61,8 @@ class RealServer:
             "[server]\nenforce_eager = true\nkv_cache_memory_mib = 64\nblock_size = 32\n"
             f"http_port = {self.http_port}\n[learner]\nsteps = 1\n"
         )
-        self._program, self._arguments, self._is_forked = program, [str(config), *flags], is_forked
+        self._program, self._arguments = program, [str(config), *flags]
+        self._is_forked = is_forked and not has_gpu()
         self.log_file = directory / "server.log"
         self.start()
 

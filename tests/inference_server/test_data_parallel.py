@@ -147,12 +147,16 @@ def test_vllms_processes_are_replaced_only_while_several_replicas_start(
     assert "gives 1 core(s) to 2 replicas" in caplog.text
 
 
-@pytest.mark.parametrize(("on_cpu", "share"), [(True, 0.3), (False, 0.6)])
-def test_replicas_share_the_memory_of_a_machine_but_not_of_gpus(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, share: float
+@pytest.mark.parametrize(
+    ("on_cpu", "kv_cache_mib", "share"), [(True, None, 0.3), (True, 64, 0.3), (False, None, 0.6), (False, 64, 0.05)]
+)
+def test_replicas_divide_the_memory_of_a_machine_but_each_has_that_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, kv_cache_mib: int | None, share: float
 ) -> None:
+    """Where the size of the KV cache is given, vLLM asks on a GPU only that the share is free: a learner may be there already."""
     monkeypatch.setattr("inference_server.engine.vllm_args.current_platform.is_cpu", lambda: on_cpu)
-    made = engine_arguments(run_of(data_parallel_size=2, gpu_memory_utilization=0.6), Path("/model"))
+    run = run_of(data_parallel_size=2, gpu_memory_utilization=0.6, kv_cache_memory_mib=kv_cache_mib)
+    made = engine_arguments(run, Path("/model"))
     assert (made.data_parallel_size, made.gpu_memory_utilization) == (2, pytest.approx(share))
 
 

@@ -134,6 +134,16 @@ def test_workers_without_a_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert "requires 4 GPUs, one for each worker, but 2 are available (of the test)" in found["resources"]
 
 
+def test_a_kv_cache_of_a_given_size_needs_no_share_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (10 << 30, 80 << 30))
+    see_gpus(monkeypatch, 1)
+    monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: None)
+    flags = ["--endpoint", free_endpoint(), *HTTP_OFF, "--server.gpu-memory-utilization", "0.5"]
+    assert problems(*flags, "--server.kv-cache-memory-mib", "9000") == {}
+    found = problems(*flags, "--server.kv-cache-memory-mib", "11000")
+    assert set(found) == {"memory"} and "lower server.kv_cache_memory_mib" in found["memory"]
+
+
 def of_nccl(monkeypatch: pytest.MonkeyPatch, *flags: str, num_gpus: int = 2, reason: str | None) -> Finding | None:
     """Return the finding about NCCL on a machine with GPUs; `reason`: why NCCL is unusable."""
     monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30) if num_gpus else None)

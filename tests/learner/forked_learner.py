@@ -4,6 +4,7 @@ Exit code, output and signals are those of a real process. The start of a new in
 `python -m learner`.
 """
 
+import multiprocessing
 import multiprocessing.process
 import os
 import signal
@@ -17,6 +18,7 @@ import learner.doctor.self_test
 import learner.report.page
 import learner.train  # noqa: F401  (these are for the fork server)
 from learner.__main__ import main
+from protocol.hardware import has_gpu
 from protocol.signals import SHUTDOWN_SIGNALS
 from tests.peer import PROCESSES
 
@@ -38,8 +40,12 @@ def run_learner(*arguments: str) -> subprocess.CompletedProcess[str]:
 def start_learner(
     arguments: tuple[str, ...], out: Path, err: Path, prepare: Callable[[], None] | None = None
 ) -> Process:
-    """Start a command that appends to these files, which may be the same. `prepare` runs in the process first."""
-    process = PROCESSES.Process(target=_live, args=(arguments, out, err, prepare))
+    """Start a command that appends to these files, which may be the same. `prepare` runs in the process first.
+
+    On a GPU it is a new interpreter: CUDA does not work in a fork of a process that has asked torch for it.
+    """
+    processes = multiprocessing.get_context("spawn") if has_gpu() else PROCESSES
+    process = processes.Process(target=_live, args=(arguments, out, err, prepare))
     process.start()
     return process
 

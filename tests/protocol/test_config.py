@@ -34,6 +34,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Names."""
     cores: tuple[int, ...] | None = None
     """Cores."""
+    sides: tuple[Literal["left", "right"], ...] = ()
+    """Sides."""
     loss: Loss = Loss()
     library: PassedOn = msgspec.field(default_factory=dict)
     """A library's own."""
@@ -88,7 +90,11 @@ def test_the_resolved_config_reads_back_as_the_same(tmp_path: Path) -> None:
         (TOML + "clip_low = 0.1\n", r"unknown key learner\.clip_low = 0\.1; did you mean learner\.loss\.clip_low\?"),
         (TOML + "[learner.data]\nsteps = 4\n", r"\.data = {'steps': 4}; set steps directly in learner, without"),
         (TOML.replace("3", '"three"'), r"learner\.steps = 'three': Expected `int`"),
-        (TOML + '[learner.loss]\nkind = "c"\n', r"learner\.loss\.kind = 'c'"),
+        (TOML + '[learner.loss]\nkind = "c"', r"run\.toml: learner\.loss\.kind = 'c' is not valid; use a or b$"),
+        (
+            TOML + 'sides = ["left", "up"]',
+            r"learner\.sides = \['left', 'up'\] is not valid; use any number of values, each left or right$",
+        ),
         (TOML + "[learner.loss]\nclip_low = -1.0\n", r"run\.toml: learner\.loss\.clip_low = -1\.0 must not be"),
         ('model = "m"\n[learner]\nsteps = 1\n', "missing required field `run_dir`"),
         ('model = "m"\nrun_dir = "r"\n[learner]\nnames = []\n', "missing required field `steps` - at `.*learner`"),

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from protocol.errors import PushError
-from protocol.installation import install_command
 from protocol.messages import Manifest, Rendezvous
 from protocol.transports.collective import Collective
 from protocol.transports.cuda_ipc import GpuMemory, TensorHandle
 from protocol.transports.group import RendezvousHost, join_collective, watched
-from protocol.transports.nccl import SHARED_GPU_SWITCH, ranks_may_share_a_gpu, why_not_installed
+from protocol.transports.nccl import why_not_installed
 from protocol.transports.transport import offered_transports, own_device_name
 from protocol.weights.buckets import checksum_of, make_manifest, split_into_buckets
 from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
+from tests.protocol.gpu_transports import require_gpu_transport
 from tests.protocol.local_ranks import HOST, Waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
@@ -129,13 +129,7 @@ def answer(pipe: Any, timeout_s: float = 2 * TIMEOUT_S) -> Any:
 @pytest.fixture(params=["ipc", "nccl"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each transport that this machine can test."""
-    if request.param == "nccl":
-        if why_not_installed() is not None:
-            pytest.skip(f"no cupy with a libnccl: {install_command('nccl')}")
-        if torch.cuda.device_count() < 2:
-            monkeypatch.setenv(SHARED_GPU_SWITCH, "1")
-            if not ranks_may_share_a_gpu():
-                pytest.skip("NCCL before 2.30.3 needs two GPUs")
+    require_gpu_transport(request.param, monkeypatch)
     return request.param
 
 

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from learner.forward.logprobs import token_logprobs
 from learner.policy.model import load_policy
+from learner.policy.published import PublishedPolicy
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.learner.policy.tiny_policy import a_batch
@@ -61,3 +63,14 @@ def test_a_multimodal_checkpoint_without_a_text_tower_of_its_own_is_refused(tmp_
     getattr(transformers, kind)().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"no separate language model to train; set model to"):
         load_policy(tmp_path, gradient_checkpointing=False)
+
+
+def test_weights_are_published_on_the_very_device_that_holds_them(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate calls the device of one rank "cuda", which is not equal to "cuda:0": then a sync would copy what it can send."""
+    assert torch.device("cpu", 0) != torch.device("cpu")
+    monkeypatch.setattr(Accelerator, "device", property(lambda _: torch.device("cpu", 0)))
+    policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)
+    published = PublishedPolicy(accelerator, policy, torch.float32)
+    assert {tensor.device for _, tensor in published.tensors()} == {published.device}

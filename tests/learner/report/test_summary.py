@@ -3,6 +3,7 @@
 import json
 import random
 import sqlite3
+import tracemalloc
 from contextlib import closing
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from learner.report.page import write_report
-from learner.report.summary import RunDirectoryError, as_text, read_steps, summarize
+from learner.report.summary import RunDirectoryError, as_text, read_metrics, read_steps, summarize
 from protocol.errors import SlipstreamError
 from tests.learner.report.synthetic_run import GROUPS_PER_STEP, write_ledger, write_lines, write_run
 
@@ -118,6 +119,29 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path, broken: str) ->
     path.write_text('{"step": 1}\n' + broken + '\n{"step": 3}\n')
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2: expected a JSON object"):
         read_steps(path)
+
+
+def test_a_broken_last_line_is_torn_only_without_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    assert read_steps(path) == [{"step": 1}]
+    path.write_text('{"step": 1}\n{"st\n')
+    with pytest.raises(RunDirectoryError, match=r"line 2"):
+        read_steps(path)
+
+
+def test_reading_a_long_run_takes_hardly_more_memory_than_its_numbers(tmp_path: Path) -> None:
+    """Neither the text of the file nor the names of each line are there with all numbers at once."""
+    line = {f"area/a name of some length {i}": i + 0.5 for i in range(60)}
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step} | line for step in range(1, 501)])
+    read_metrics(tmp_path)  # names are kept once for all runs
+    tracemalloc.start()
+    try:
+        metrics = read_metrics(tmp_path)
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(metrics) == 500 and most <= 1.2 * kept
 
 
 def test_a_directory_that_is_not_a_run_is_rejected_with_a_remedy(tmp_path: Path) -> None:
