@@ -16,6 +16,7 @@ from protocol.installation import version_line
 GROUPS = {
     "run": {
         "colocate": "run servers and learner on this machine",
+        "ray": "run servers and learner on a Ray cluster",
         "serve": "run an inference server",
         "train": "run the learner",
         "evaluate": "measure how good the policy of a server is",
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = console.pop_switches(arguments)
     switches = [word for word in arguments if word in console.SWITCHES]
     name, rest = (words[0], words[1:]) if words else (HELP[0], [])
-    with console.exit_on_user_error(lambda: "plan" if name == "plan" else "learner"):
+    with console.exit_on_user_error(lambda: name if name in ("plan", "ray") else "learner"):
         if name in HELP:
             print(usage())
         elif name not in (*COMMANDS, VERSION):
@@ -75,6 +76,8 @@ def start(name: str, words: list[str]) -> None:
             words = [name, *(word for word in words if word != SERVER)]
         case "colocate":
             from deploy.colocate import main as run
+        case "ray":
+            from deploy.ray import main as run
         case "plan":
             from deploy.plan import main as run
         case "keys":

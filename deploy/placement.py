@@ -2,7 +2,8 @@
 
     [deploy] ─▶ flags and environment of each process: its GPUs, its cores, its ports
 
-This sits between the config file and the supervisor, which starts the processes.
+This sits between the config file and the supervisor, which starts the processes. On a Ray cluster,
+ray.py places them by `[deploy.ray]`.
 """
 
 from typing import Annotated, Any, Literal
@@ -12,7 +13,7 @@ import tyro
 
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
-from protocol.config import SharedConfig
+from protocol.config import Seconds, SharedConfig
 from protocol.errors import ConfigError
 
 Places = tuple[int, ...]
@@ -41,6 +42,28 @@ def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
             taken.add(place)
 
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys that only `slipstream ray` reads."""
+
+    servers: Count = 1
+    """Number of servers. Each reserves one GPU per worker, all on one node."""
+    ranks: Count = 1
+    """Number of learner ranks. Each reserves one GPU."""
+    rank_0_with_driver: bool = False
+    """Whether rank 0 runs on the node where `slipstream ray` was started, whose local disk may then hold
+    run_dir. false: on any node, and all nodes see run_dir."""
+    use_gpus: bool = True
+    """Whether servers and ranks compute on GPUs. false: they reserve CPUs only."""
+    cpus_per_process: Count = 1
+    """Number of CPUs that each server and each rank reserves. Ray also sets it as their OMP_NUM_THREADS."""
+    start_timeout_s: Seconds = 600.0
+    """Maximum time until the cluster has room for the servers and ranks, at the start and after a node is
+    lost, in seconds."""
+
+
 class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys that only deploy reads. The default is one server and one rank."""
 
@@ -60,6 +83,7 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_restarts: int = 3
     """Maximum number of restarts within an hour, for each server and for the learner. on-failure only; the
     next failure ends the run."""
+    ray: RayConfig = RayConfig()
 
     @property
     def num_servers(self) -> int:
@@ -82,8 +106,10 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _refuse_shared("server_gpus", self.server_gpus)  # the learner may share one (transport ipc)
         _refuse_shared("learner_gpus", tuple((gpu,) for gpu in self.learner_gpus))
         _refuse_shared("server_cores and learner_cores", (*self.server_cores, *self.learner_cores))
-        if self.sharded and len(self.learner_gpus) < 2:
-            raise ValueError("sharded = true needs two or more learner_gpus, because accelerate shards only on GPUs")
+        if self.sharded and len(self.learner_gpus) < 2 and not (self.ray.ranks > 1 and self.ray.use_gpus):
+            raise ValueError(
+                "sharded = true needs two or more learner_gpus or ray.ranks, because accelerate shards only on GPUs"
+            )
         if self.max_restarts < 1:
             raise ValueError(
                 f'max_restarts = {self.max_restarts} must be at least 1; to disable restarts, set restart = "never"'
@@ -194,12 +220,27 @@ def _visible(config: DeployConfig, gpus: tuple[int, ...]) -> dict[str, str]:
 
 
 def _rank(config: DeployConfig, rank: int, port: int) -> dict[str, str]:
-    """Return the environment that torchrun would set for a rank."""
     if config.num_ranks == 1:
         return {}
-    num_ranks = str(config.num_ranks)
-    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if not config.learner_gpus:
-        variables["ACCELERATE_USE_CPU"] = "true"
-    return variables | (FSDP2 if config.sharded else {})
+    place = RankPlace(rank=rank, num_ranks=config.num_ranks, local_rank=rank, local_num_ranks=config.num_ranks)
+    return place.environment("127.0.0.1", port, on_gpu=bool(config.learner_gpus), sharded=config.sharded)
+
+
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Position of a rank among all ranks, and among those of its node."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    local_num_ranks: int
+
+    def environment(self, address: str, port: int, *, on_gpu: bool, sharded: bool) -> dict[str, str]:
+        """Return the environment that torchrun would set. The ranks rendezvous at the address of rank 0."""
+        variables = {
+            "RANK": str(self.rank), "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.num_ranks), "LOCAL_WORLD_SIZE": str(self.local_num_ranks),
+            "MASTER_ADDR": address, "MASTER_PORT": str(port),
+        }  # fmt: skip
+        if not on_gpu:
+            variables["ACCELERATE_USE_CPU"] = "true"
+        return variables | (FSDP2 if sharded else {})

@@ -1,10 +1,11 @@
-"""The supervisor of the servers and ranks of one node, from start to end.
+"""The supervisor of the servers and ranks of a run, from start to end.
 
     start servers and learner ─▶ wait for one to exit ─┬▶ restart it, if the config and its limit allow it
                                                        └▶ stop the learner, then the servers
     a signal ─▶ every rank, which finishes its step and writes a checkpoint ─▶ the learner exits ─▶ stop the servers
 
-All ranks of a learner start and exit together. A `SupervisedProcess` gets a SIGTERM before it is killed.
+All ranks of a learner start and exit together. A process gets a SIGTERM before it is killed. colocate's are
+child processes (`SupervisedProcess`), those of Ray may be on other nodes (ray_cluster.py).
 Invariants: `run` leaves no process behind. If colocate dies, the kernel sends each process a SIGTERM.
 """
 
@@ -16,9 +17,9 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from deploy.placement import DeployConfig
 from protocol.signals import shutdown_signals
@@ -38,25 +39,31 @@ WINDOW_S = 3600.0
 """Length of the window in which restarts are counted."""
 
 
+class Process(Protocol):
+    """A process of the run, on this node or another."""
+
+    name: str
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, or None while the process runs."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has exited."""
+
+    def wait(self, give_up_at: float) -> None:
+        """Wait for the process and its output; at `give_up_at` (`time.monotonic`), kill it."""
+
+
 class SupervisedProcess:
     """A child process whose output is copied to the console, prefixed, and to a file."""
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], log_file: Path) -> None:
         self.name = name
-        self._popen = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, start_new_session=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment, preexec_fn=_stop_with_parent,
-        )  # fmt: skip
+        self._popen = start_process(command, environment, signal.SIGTERM)
         assert self._popen.stdout is not None
-        self._copier = threading.Thread(target=self._copy, args=(self._popen.stdout, log_file), daemon=True)
+        self._copier = threading.Thread(target=copy_output, args=(self.name, self._popen.stdout, log_file), daemon=True)
         self._copier.start()
-
-    def _copy(self, lines: IO[str], log_file: Path) -> None:
-        with log_file.open("a") as file:
-            for line in lines:
-                file.write(line)
-                sys.stdout.write(f"{self.name:>{NAME_WIDTH}} | {line}")
-                sys.stdout.flush()
 
     @property
     def returncode(self) -> int | None:
@@ -76,43 +83,60 @@ class SupervisedProcess:
         self._copier.join(GRACE_S)
 
 
-def stop(processes: Sequence[SupervisedProcess], grace_s: float = GRACE_S) -> None:
+def start_process(command: Sequence[str], environment: dict[str, str], signal_of_orphan: int) -> subprocess.Popen[str]:
+    """Start a process with its output in a pipe. If this thread ends first, the kernel sends `signal_of_orphan`."""
+
+    def prepare_child() -> None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal_of_orphan)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT in the threads of actors
+
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, start_new_session=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment, preexec_fn=prepare_child,
+    )  # fmt: skip
+
+
+def copy_output(name: str, lines: Iterable[str], log_file: Path) -> None:
+    """Copy the lines of a process to the console, prefixed with its name, and to its file."""
+    with log_file.open("a") as file:
+        for line in lines:
+            file.write(line)
+            sys.stdout.write(f"{name:>{NAME_WIDTH}} | {line}")
+            sys.stdout.flush()
+
+
+def stop(processes: Sequence[Process], grace_s: float = GRACE_S) -> None:
     """Send SIGTERM to all processes, wait, then kill the remaining ones."""
     for process in processes:
         process.signal(signal.SIGTERM)
     wait_for(processes, grace_s)
 
 
-def wait_for(processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
+def wait_for(processes: Sequence[Process], timeout_s: float) -> None:
     """Wait for all processes to exit, and kill those still running after `timeout_s`."""
     give_up_at = time.monotonic() + timeout_s
     for process in processes:
         process.wait(give_up_at)
 
 
-def _stop_with_parent() -> None:
-    """Ask the kernel, in the child process, for a SIGTERM when colocate dies."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 class StartLearner(Protocol):
     """A function that starts all ranks. `again`: earlier ranks of this run failed."""
 
-    def __call__(self, *, again: bool) -> list[SupervisedProcess]: ...
+    def __call__(self, *, again: bool) -> Sequence[Process]: ...
 
 
 class Supervisor:
-    """The supervisor of one run of colocate."""
+    """The supervisor of one run of colocate or Ray."""
 
     def __init__(
         self,
-        start_server: Mapping[str, Callable[[], SupervisedProcess]],
+        start_server: Mapping[str, Callable[[], Process]],
         start_learner: StartLearner,
         config: DeployConfig,
     ) -> None:
         self._start_server, self._start_learner, self._config = start_server, start_learner, config
-        self._servers: dict[str, SupervisedProcess] = {}
-        self._ranks: list[SupervisedProcess] = []
+        self._servers: dict[str, Process] = {}
+        self._ranks: Sequence[Process] = []
         self._restarts: dict[str, deque[float]] = defaultdict(deque)
         self._is_stopping = False
         self._missed: int | None = None

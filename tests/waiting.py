@@ -7,8 +7,8 @@ from collections.abc import Callable
 TIMEOUT_S = 60.0
 
 
-def until(is_so: Callable[[], object], what: str = "") -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+def until(is_so: Callable[[], object], what: str = "", timeout_s: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)

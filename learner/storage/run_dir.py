@@ -33,7 +33,7 @@ DUAL_CLIP = "learner.loss.dual_clip"
 LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
                           "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests",
                           "evaluations.jsonl",
-                          "evaluation.partial.jsonl", "tensorboard", "wandb"}  # fmt: skip
+                          "evaluation.partial.jsonl", "tensorboard", "wandb", "servers.txt", "keys"}  # fmt: skip
 """Files of a start that ended before its first group; they do not block the next start."""
 
 

@@ -47,7 +47,7 @@ protocol.config.load_config = warn_and_fail
 """
 """A config that has a key to warn about, and then an error."""
 HEADS = ("\nflags:\n  --", "\ncommon keys:\n  --model ", "\nall keys, by section:\n", " options ", "--model STR")
-WITH_KEYS = ("serve", "train", "colocate", "evaluate", "check", "doctor", "self-test")
+WITH_KEYS = ("serve", "train", "colocate", "ray", "evaluate", "check", "doctor", "self-test")
 
 
 class Done(NamedTuple):
@@ -79,7 +79,7 @@ def test_the_help_has_a_line_for_each_command_and_that_of_a_command_its_usage_fl
     whole, alone, *each = slipstream(["--help"], [], *([command, "--help"] for command in COMMANDS))
     assert whole.stdout == usage() + "\n" == alone.stdout
     assert re.findall(r"^  ([\w-]+) +\w", whole.stdout, re.MULTILINE) == COMMANDS
-    assert set(COMMANDS) == {*OF_THE_LEARNER, "serve", "colocate", "plan", "keys"}
+    assert set(COMMANDS) == {*OF_THE_LEARNER, "serve", "colocate", "ray", "plan", "keys"}
     for command, done in zip(COMMANDS, each, strict=True):
         assert done.code == 0 and done.stdout.startswith(f"usage: slipstream {command} "), done.stderr
         places = [done.stdout.find(head) for head in HEADS] if command in WITH_KEYS else [1]
@@ -95,7 +95,7 @@ def test_the_version_is_that_of_the_program() -> None:
 
 def test_a_mistake_is_one_line_and_exit_code_2() -> None:
     mistakes = {
-        ("trian", RECIPE): r"unknown command 'trian'; expected one of colocate, serve, .*; did you mean train\?",
+        ("trian", RECIPE): r"unknown command 'trian'; expected one of colocate, ray, serve, .*; did you mean train\?",
         ("xyz",): r"unknown command 'xyz'; expected one of .*; see `slipstream --help`",
         ("serve",): r"expected: slipstream serve run\.toml",
         ("doctor", "--server"): r"expected: slipstream doctor --server run\.toml",

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from deploy import colocate
-from deploy.colocate import evaluation_flags, flags_by_section, shared_gpu_note, with_cores
+from deploy.arguments import Launch, evaluation_flags, flags_by_section
+from deploy.colocate import shared_gpu_note, with_cores
 from deploy.placement import DeployConfig
 from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
@@ -72,9 +73,8 @@ def test_several_ranks_know_each_other_and_only_a_learner_that_was_started_is_re
     monkeypatch.setattr(colocate, "SupervisedProcess", lambda *arguments: started.append(arguments))
     config = DeployConfig(learner_cores=((0,), (1,)))
     run = msgspec.structs.replace(a_learner(), run_dir=str(tmp_path))
-    node = colocate.Node(
-        config=config, learner_run=run, logs=tmp_path, server=("server",), learner=("learner",), resume=False
-    )
+    launch = Launch(config=config, server_run=a_server(), learner_run=run, server=(), learner=(), resume=False)
+    node = colocate.Node(config=config, launch=launch, logs=tmp_path, server=("server",), learner=("learner",))
     node.start_learner(again=False)
     node.start_learner(again=True)
     (tmp_path / "config.toml").touch()
