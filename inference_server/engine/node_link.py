@@ -71,7 +71,8 @@ def settings_of(run: ServerRun, model: ModelFingerprint) -> dict[str, Any]:
     keys = flatten({"server": msgspec.to_builtins(run.server), "model": msgspec.to_builtins(model)})
     keys |= {"dtype": run.dtype, "head_dtype": run.head_dtype, "seed": run.seed}
     keys |= {"slipstream-rl": package_version(), "vllm": installed_version().number}
-    return {key: value for key, value in keys.items() if key not in PER_NODE}
+    kept = {key: value for key, value in keys.items() if key not in PER_NODE}
+    return msgspec.json.decode(msgspec.json.encode(kept))  # as they arrive from another node
 
 
 class ServerNodes:
@@ -106,13 +107,14 @@ class ServerNodes:
             EngineDead: The server ends meanwhile.
         """
         give_up_at = time.monotonic() + self._server.start_timeout_s
+        where = join_address(self._server.master_addr, self._server.master_port)
+        log.info("waiting for %d other node(s) of this server at %s", self._server.nnodes - 1, where)
         while missing := self._missing():
             if self._is_closed:
                 raise EngineDead("the server ended before all of its nodes had connected")
             if time.monotonic() > give_up_at:
                 raise ConfigError(
-                    f"server.nnodes = {self._server.nnodes}: node {missing[0]} did not connect to "
-                    f"{join_address(self._server.master_addr, self._server.master_port)} within "
+                    f"server.nnodes = {self._server.nnodes}: node {missing[0]} did not connect to {where} within "
                     f"{self._server.start_timeout_s} s (server.start_timeout_s); start the same command there with "
                     f"--server.node-rank {missing[0]}"
                 )
@@ -174,23 +176,7 @@ class ServerNodes:
         if not isinstance(hello, NodeHello):
             connection.close()  # not a node of a server
             return
-        different = sorted(
-            key
-            for key in self._settings.keys() | hello.settings.keys()
-            if self._settings.get(key) != hello.settings.get(key)
-        )
-        reason = None
-        if different:
-            key = different[0]
-            reason = (
-                f"{key} is {hello.settings.get(key)!r} on node {hello.node_rank} and {self._settings.get(key)!r} on "
-                "node 0; start all nodes with the same config and versions"
-            )
-        elif hello.node_rank not in missing:
-            reason = (
-                f"server.node_rank = {hello.node_rank} is taken, or not below server.nnodes; give each node its own"
-            )
-        if reason is not None:
+        if (reason := self._why_not(hello, missing)) is not None:
             log.warning("refused node %d at %s: %s", hello.node_rank, host, reason)
             _send(connection, NodeRefused(reason))
             connection.close()
@@ -199,6 +185,18 @@ class ServerNodes:
         connection.setblocking(False)
         self._connections[hello.node_rank] = connection
         log.info("node %d connected from %s", hello.node_rank, host)
+
+    def _why_not(self, hello: NodeHello, missing: list[int]) -> str | None:
+        mine, theirs = self._settings, hello.settings
+        for key in sorted(mine.keys() | theirs.keys()):
+            if mine.get(key) != theirs.get(key):
+                return (
+                    f"{key} is {theirs.get(key)!r} on node {hello.node_rank} and {mine.get(key)!r} on node 0; start all "
+                    "nodes with the same config and versions"
+                )
+        if hello.node_rank not in missing:
+            return f"server.node_rank = {hello.node_rank} is taken, or not below server.nnodes; give each node its own"
+        return None
 
 
 class NodeLink:

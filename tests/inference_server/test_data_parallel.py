@@ -36,7 +36,7 @@ from inference_server.engine.vllm_args import engine_arguments
 from inference_server.engine.worker import PushWorker
 from protocol.errors import ConfigError
 from protocol.hardware import bound_to_cores
-from protocol.messages import Manifest
+from protocol.messages import Manifest, TensorSpec
 from protocol.model_files import resolve_model
 from protocol.weights.shared_baseline import SharedBaseline
 
@@ -62,6 +62,7 @@ def test_a_worker_gives_its_process_id_on_the_servers_node_alone_and_shares_its_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A process id of another node would be killed here, and a baseline for all nodes would be waited for in vain."""
+    manifest = Manifest(bucket_bytes=8, tensors=(TensorSpec(name="w", dtype="float32", shape=(2,)),))
     monkeypatch.setenv(SERVER_PID, "7")
     for num_on_node, node_rank in ((1, 0), (1, 1), (2, 0)):
         worker: Any = PushWorker()
@@ -71,7 +72,7 @@ def test_a_worker_gives_its_process_id_on_the_servers_node_alone_and_shares_its_
         place = msgspec.msgpack.decode(worker.place(), type=WorkerPlace)
         assert place.pid == (None if node_rank else os.getpid())
         monkeypatch.setenv(NODE_WORKERS, str(num_on_node))
-        baseline = worker.receiver._new_baseline("a session", Manifest(bucket_bytes=8, tensors=[]))
+        baseline = worker.receiver._new_baseline("a session", manifest)
         assert isinstance(baseline, SharedBaseline) == (num_on_node > 1)
         baseline.close()
 

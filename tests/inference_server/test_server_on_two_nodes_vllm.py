@@ -26,7 +26,7 @@ SMALL = [
     "--learner.data.num-prompts", "16", "--learner.report.dashboard-port", "0",
     "--learner.weight-sync.compression", "delta", "--learner.parity.max-time-share", "1.0",
 ]  # fmt: skip
-TIMEOUT_S = 1200.0
+TIMEOUT_S = 400.0
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def wait_for(is_so: Callable[[], bool], *logs: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(900)
 def test_a_server_over_two_nodes_is_synced_on_both_and_goes_on_after_one_of_them_was_lost(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
@@ -74,10 +74,11 @@ def test_a_server_over_two_nodes_is_synced_on_both_and_goes_on_after_one_of_them
     assert learner.wait(TIMEOUT_S) == 0, logs[2].read_text()
 
     counts = Ledger(run_dir / "ledger.db", read_only=True).counts()
-    assert (counts.lost, counts.duplicated, counts.outstanding) == (0, 0, 0)
+    assert (counts.lost, counts.duplicated) == (0, 0)
     assert counts.consumed == GROUPS_PER_STEP * steps()
-    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
-        assert line["policy/mismatch_abs_logprob"] <= 1e-5, "a node without the newest weights would show here"
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    mismatches = [line["policy/mismatch_abs_logprob"] for line in lines if "policy/mismatch_abs_logprob" in line]
+    assert mismatches and max(mismatches) <= 1e-5, "a node without the newest weights would show here"
     nodes[0].terminate()  # both, as a scheduler does; node 0 drains and ends the other
     nodes[1].terminate()
     assert [node.wait(TIMEOUT_S) for node in nodes] == [0, 0], [log.read_text() for log in logs[:2]]
