@@ -32,7 +32,7 @@ if [ "$ranks" -gt 1 ]; then
     fi
     learner=(accelerate launch "${kind[@]}" --num-processes "$ranks")
     if [ "$nodes" -gt 1 ]; then
-        learner+=(--num-machines "$nodes" --machine-rank "$NODE_RANK" --main-process-ip "$MASTER_ADDR"
+        learner+=(--num-machines "$nodes" --machine-rank "${NODE_RANK:?}" --main-process-ip "${MASTER_ADDR:?}"
             --main-process-port "${MASTER_PORT:-29400}")
     fi
     learner+=(--no_python slipstream)
@@ -49,10 +49,10 @@ stop() {
     [ -n "$pid" ] || return
     if [ "$has_launcher" = yes ]; then
         # Its ranks, because a launcher that gets the signal kills them after 30 s.
-        local ranks
-        read -r -a ranks < "/proc/$pid/task/$pid/children"
-        if [ "${#ranks[@]}" -gt 0 ]; then
-            kill -TERM "${ranks[@]}" 2>/dev/null
+        local children
+        read -r -a children < "/proc/$pid/task/$pid/children"
+        if [ "${#children[@]}" -gt 0 ]; then
+            kill -TERM "${children[@]}" 2>/dev/null
             return
         fi
     fi
