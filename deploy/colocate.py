@@ -7,6 +7,7 @@ If there is no GPU and the config names no cores, each side gets half of the cor
 All output is also written to RUN_DIR/logs/.
 """
 
+import logging
 import os
 import socket
 import sys
@@ -25,6 +26,7 @@ from protocol import console
 from protocol.hardware import halves, has_gpu
 from protocol.installation import module_command
 
+log = logging.getLogger(__name__)
 PROGRAM = "slipstream colocate"
 PURPOSE = """Run servers and learner on this node until the learner is done, placed by [deploy].
 

@@ -80,7 +80,10 @@ def _serve_command(words: list[str]) -> None:
         print(to_toml(run))
         return
     _set_environment(run)
-    asyncio.run(_serve(run))
+    if run.server.node_rank > 0:
+        _serve_node(run)
+    else:
+        asyncio.run(_serve(run))
 
 
 def _quit_while_starting(*_: object) -> NoReturn:
@@ -108,7 +111,7 @@ def _on_own_cores(run: ServerRun) -> ServerRun:
     """Return the config with the server's share of the cores, if it names none."""
     if run.server.cpu_cores is not None:
         return run
-    cores = share_of_cores("server", run.learner, (run.endpoint,), num_processes=run.server.num_workers)
+    cores = share_of_cores("server", run.learner, (run.endpoint,), num_processes=run.server.workers_per_node)
     return msgspec.structs.replace(run, server=msgspec.structs.replace(run.server, cpu_cores=cores))
 
 
@@ -126,12 +129,25 @@ def _set_environment(run: ServerRun) -> None:
     """Set the environment that vLLM and torch read, in this process and its children."""
     os.environ.update(
         SLIPSTREAM_SERVER_PID=str(os.getpid()),
+        SLIPSTREAM_NODE_WORKERS=str(run.server.workers_per_node),
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         VLLM_ENGINE_READY_TIMEOUT_S=str(run.server.start_timeout_s),
         VLLM_KEEP_ALIVE_ON_ENGINE_DEATH="1",
     )
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+def _serve_node(run: ServerRun) -> None:
+    """Run the workers of a node other than the first."""
+    from inference_server.engine.worker_node import run_node
+    from inference_server.preparation import prepare_model
+
+    with socket_directory():
+        model_path, model = prepare_model(run)
+        log.info(_device_summary(run))
+        os.environ["HF_HUB_OFFLINE"] = "1"  # The model files are on this machine by now.
+        run_node(_on_own_cores(run), model_path, model)
 
 
 async def _serve(run: ServerRun) -> None:

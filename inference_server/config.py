@@ -7,6 +7,7 @@ import tyro
 
 from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MAX_SECONDS, Seconds, SharedConfig, Text
 from protocol.config_keys import PassedOn
+from protocol.endpoint import is_loopback
 from protocol.errors import ConfigError
 from protocol.hardware import Cores, Dtype, has_gpu
 
@@ -51,11 +52,23 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Skip compilation and CUDA graphs, for a faster start and slower generation. Unset: true only on a
     machine without a GPU."""
     tensor_parallel_size: Copies = 1
-    """Number of workers that share one copy of the model."""
+    """Number of workers that share one copy of the model, on all nodes of the server together."""
     data_parallel_size: Copies = 1
     """Number of replicas: copies of the model in this server, each with tensor_parallel_size workers. vLLM
     sends a request to the least loaded replica, and a weight sync updates all of them. Mixture-of-experts
     models are not supported."""
+    nnodes: Copies = 1
+    """Number of nodes that one server spans, if one node has too few GPUs for the model. Each node runs an equal
+    share of the tensor_parallel_size workers. Start the same command on every node, each with its own
+    node_rank."""
+    node_rank: Annotated[int, msgspec.Meta(ge=0, lt=1024)] = 0
+    """Rank of this node, with nnodes above 1. Node 0 talks to the learner and serves HTTP; the others only run
+    workers."""
+    master_addr: Text = "127.0.0.1"
+    """Address of node 0, a name or an IP address that all nodes reach. Required with nnodes above 1."""
+    master_port: Annotated[int, msgspec.Meta(gt=0, lt=65536)] = 29600
+    """Port of node 0 at which the other nodes report, with nnodes above 1. vLLM opens further ports on all
+    nodes, so all ports between them must be open, in a private network."""
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     """Fraction of the device memory that the engine may use. It must be free at the start. With
     kv_cache_memory_mib, a GPU server takes what weights, KV cache and CUDA graphs need instead. On a CPU:
@@ -117,6 +130,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
+    def workers_per_node(self) -> int:
+        return self.num_workers // self.nnodes
+
+    @property
     def openai_keys(self) -> list[str]:
         """Names of the OpenAI options that are set."""
         keys = ("tool_call_parser", "reasoning_parser", "chat_template")
@@ -161,3 +178,27 @@ class ServerRun(SharedConfig):
                 f"endpoints = {list(self.endpoints)} does not identify this server; "
                 f"select its endpoint, for example with --endpoint {self.endpoints[0]}"
             )
+        _check_nodes(self.server)
+
+
+def _check_nodes(server: ServerConfig) -> None:
+    nodes = f"server.nnodes = {server.nnodes}"
+    if server.node_rank >= server.nnodes:
+        raise ConfigError(f"server.node_rank = {server.node_rank} is not below {nodes}; number the nodes from 0")
+    if server.nnodes == 1:
+        return
+    if is_loopback(server.master_addr):
+        raise ConfigError(
+            f"{nodes} with server.master_addr = {server.master_addr!r}, which every node takes for itself; set it to the "
+            "address of node 0, on all nodes"
+        )
+    if server.data_parallel_size > 1:
+        raise ConfigError(
+            f"{nodes} with server.data_parallel_size = {server.data_parallel_size} is not supported: replicas run on "
+            "one node. Start several servers and list them in `endpoints`"
+        )
+    if server.tensor_parallel_size % server.nnodes:
+        raise ConfigError(
+            f"server.tensor_parallel_size = {server.tensor_parallel_size} is not a multiple of {nodes}; each node runs "
+            "the same number of workers"
+        )

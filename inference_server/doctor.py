@@ -54,12 +54,8 @@ def doctor_command(arguments: Sequence[str]) -> int:
 
 
 def examine(run: ServerRun) -> Iterator[Finding]:
-    found = names(run.endpoint)
-    yield found
-    if found.verdict == "ok":
-        yield port(run.endpoint)
-    yield http(run)
-    yield keys(run.keys)
+    if run.server.node_rank == 0:  # the other nodes of a server only run workers
+        yield from addresses(run)
     yield ok("versions", f"slipstream-rl {package_version()}, protocol {PROTOCOL_VERSION}")
     yield unknown("clock", "`slipstream doctor` compares it, like keys and bandwidth, while this server runs")
     yield dtype_finding(run.computes_in)
@@ -71,6 +67,15 @@ def examine(run: ServerRun) -> Iterator[Finding]:
         yield vllm_arguments(run)
     if run.server.openai_keys:
         yield openai_options(run)
+
+
+def addresses(run: ServerRun) -> Iterator[Finding]:
+    found = names(run.endpoint)
+    yield found
+    if found.verdict == "ok":
+        yield port(run.endpoint)
+    yield http(run)
+    yield keys(run.keys)
 
 
 def names(endpoint: str) -> Finding:

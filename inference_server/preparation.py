@@ -56,12 +56,16 @@ def prepare(run: ServerRun, open_things: contextlib.ExitStack) -> StartupResourc
     listener = listen(run.server)
     if listener is not None:
         open_things.callback(listener.close)
+    return StartupResources(keys, api_key, listener, *prepare_model(run))
+
+
+def prepare_model(run: ServerRun) -> tuple[Path, ModelFingerprint]:
+    """Check what every node of a server needs. Raises ConfigError if a check fails."""
     check_vllm()
     model_path = resolve_model(run.model)
-    model = fingerprint(model_path)
     check_block_size(run, model_path)
     check_room(run, model_path)
-    return StartupResources(keys, api_key, listener, model_path, model)
+    return model_path, fingerprint(model_path)
 
 
 def check_block_size(run: ServerRun, model_path: Path) -> None:
@@ -90,11 +94,11 @@ def check_room(run: ServerRun, model_path: Path) -> None:
     sizes = (
         f"server.tensor_parallel_size = {server.tensor_parallel_size} times server.data_parallel_size = "
         f"{server.data_parallel_size}"
-    )
+    ) + (f" on {server.nnodes} nodes" if server.nnodes > 1 else "")
     if gpu.has_gpu:
-        if server.num_workers > gpu.num_gpus:
+        if server.workers_per_node > gpu.num_gpus:
             raise ConfigError(
-                f"{sizes} requires {server.num_workers} GPUs, one for each worker, but {gpu.num_gpus} are available "
+                f"{sizes} requires {server.workers_per_node} GPUs, one for each worker, but {gpu.num_gpus} are available "
                 f"({gpu.reason}). Lower one of the two keys, or make more GPUs visible with CUDA_VISIBLE_DEVICES"
             )
         return
@@ -110,8 +114,9 @@ def check_room(run: ServerRun, model_path: Path) -> None:
 def needed_bytes(run: ServerRun, model_path: Path) -> int:
     """Return the memory that the server needs on a CPU, in bytes.
 
-    Each replica needs its weights. Each worker needs its KV cache and WORKER_BYTES.
+    Each replica needs its weights, of which each node has its share. Each worker needs its KV cache and
+    WORKER_BYTES.
     """
     server, weights = run.server, weight_bytes(model_path, run.computes_in)
     of_kv = (server.kv_cache_memory_mib or 0) * MIB
-    return server.data_parallel_size * weights + server.num_workers * (of_kv + WORKER_BYTES)
+    return server.data_parallel_size * weights // server.nnodes + server.workers_per_node * (of_kv + WORKER_BYTES)

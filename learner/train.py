@@ -22,8 +22,9 @@ from learner.evaluation.background import is_due
 from learner.rank_agreement import decide_on_rank_0
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint, shared_checkpoint
+from learner.storage.checkpoint_dir import require_shared
 from learner.storage.retention import Checkpoints, LearnerRecords
-from learner.storage.run_dir import RunDir, open_run_dir
+from learner.storage.run_dir import open_run_dir
 from learner.training.distributed import ranks_of, share_groups
 from learner.training.metrics import StepTimer, group_metrics
 from learner.training.policy_trainer import make_trainer
@@ -56,7 +57,8 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
             cleanup.callback(run_dir.close)
         run = run.in_effect()  # the run directory keeps the config as set
         config = run.learner
-        directory = RunDir.checkpoints_of(run.run_dir)
+        directory = run.checkpoint_dir
+        require_shared(accelerator, directory, config.collective_timeout_s)
         checkpoint = shared_checkpoint(accelerator, directory, config.collective_timeout_s, resume=resume)
         run_inputs = RunInputs(run)
         if run_dir is not None:

@@ -39,7 +39,9 @@ def why_not() -> str | None:
 class TwoHosts:
     """Two simulated hosts. Leaves no process, device or namespace behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_plain_link: bool = False) -> None:
+        """With a plain link, the kernel carries the packets, however busy the machine is; there is no `wire`."""
+        self._has_plain_link = has_plain_link
         name = f"slipstream-{os.getpid()}-{next(_numbers)}"
         self._namespaces = [f"{name}-{host}" for host in (0, 1)]
         self.addresses = ["10.77.0.1", "10.77.0.2"]
@@ -49,11 +51,7 @@ class TwoHosts:
         try:
             for namespace in self._namespaces:
                 _ip("netns", "add", namespace)
-            self._wire = subprocess.Popen(
-                [sys.executable, "-m", "tests.wire", *self._namespaces],
-                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            assert self._wire.stdout is not None and self._wire.stdout.readline() == "ready\n"
+            self._connect()
             for namespace, address in zip(self._namespaces, self.addresses, strict=True):
                 _ip("-n", namespace, "link", "set", "lo", "up")
                 _ip("-n", namespace, "address", "add", f"{address}/30", "dev", DEVICE)
@@ -62,6 +60,17 @@ class TwoHosts:
             self.__exit__(None, None, None)
             raise
         return self
+
+    def _connect(self) -> None:
+        if self._has_plain_link:
+            one, other = self._namespaces
+            _ip("link", "add", DEVICE, "netns", one, "type", "veth", "peer", "name", DEVICE, "netns", other)
+            return
+        self._wire = subprocess.Popen(
+            [sys.executable, "-m", "tests.wire", *self._namespaces],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._wire.stdout is not None and self._wire.stdout.readline() == "ready\n"
 
     def wire(self, **changes: Any) -> dict[str, int]:
         """Change attributes of the wire (wire.Wire). Return the numbers of carried and lost packets so far."""

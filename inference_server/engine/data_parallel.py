@@ -1,33 +1,28 @@
-"""Replicas of an engine (server.data_parallel_size), and processes that exit with their server.
+"""Replicas of an engine (server.data_parallel_size).
 
     VersionedLLM ─ starts ─▶ the coordinator, which counts the waiting requests of each replica (`coordinate`)
                          └▶ EngineCore_DP0, EngineCore_DP1, …: each on its own cores (`run_replica`)
-    every process of vLLM watches the server and exits with it (`end_with_server`)
 
 vLLM starts all replicas on the cores of their parent, where their threads would spin against each other. Its
 processes also outlive a killed server. While an engine starts, this module replaces the functions that these
 processes run. Replicas of a dense model are independent of each other.
 """
 
-import contextlib
 import logging
 import os
-import select
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
 
+from inference_server.engine.processes import end_with_server
+
 log = logging.getLogger(__name__)
 
-SERVER_PID = "SLIPSTREAM_SERVER_PID"
-"""Environment variable, set in every process that the server starts."""
 COORDINATOR = "VLLM_DP_Coordinator"
 """Name of the coordinator's process."""
 RUN_COORDINATOR = DPCoordinatorProc.run_coordinator
@@ -38,14 +33,6 @@ STICKY_MARGIN = 2
 """Number of requests by which the replica with a turn's KV cache may exceed the least loaded replica."""
 REPLICA = " replica "
 """Separator in a salt, before the number of the replica that holds the KV cache."""
-
-
-def end_with_server() -> None:
-    """Kill this process and its engine when the server is gone.
-
-    vLLM's own processes would outlive a SIGKILL of the server forever.
-    """
-    threading.Thread(target=_wait_and_kill, args=(int(os.environ[SERVER_PID]),), daemon=True).start()
 
 
 def coordinate(*args: Any, **kwargs: Any) -> None:
@@ -64,16 +51,6 @@ def forget_handlers() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _wait_and_kill(server_pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(server_pid)], [], [])
-    # The engine, if this worker has its own process. Otherwise the server, or a new parent.
-    engine_pid = os.getppid()
-    if engine_pid not in (1, server_pid) and "EngineCore" in Path(f"/proc/{engine_pid}/cmdline").read_text():
-        os.kill(engine_pid, signal.SIGKILL)
-    os._exit(1)
 
 
 def replica_of_turn(salt: str, nums_in_flight: Sequence[int]) -> int:

@@ -27,7 +27,8 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """Device name, as returned by protocol.transports.transport.own_device_name."""
     transports: list[str]
-    pid: int
+    pid: int | None
+    """Process id, or None on another node than the server's."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):

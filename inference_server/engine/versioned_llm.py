@@ -7,9 +7,11 @@ turn.
 
 import asyncio
 import gc
+import multiprocessing
 import os
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.data_parallel import replicas_as_ours
 from inference_server.engine.guests import FIRST_OF_GUESTS
+from inference_server.engine.interface import EngineDead
+from inference_server.engine.node_link import ServerNodes
 from inference_server.engine.vllm_args import engine_arguments, is_in_engine_process
 from protocol.errors import ConfigError
 from protocol.hardware import bound_to_cores
@@ -121,11 +125,12 @@ def _note_versions(output: RequestOutput) -> None:
         versions.update(span.version for piece in output.outputs for span in piece.weight_versions or ())
 
 
-def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
-    """Start vLLM as configured in [server].
+def start_llm(run: ServerRun, model_path: Path, nodes: ServerNodes | None = None) -> VersionedLLM:
+    """Start vLLM as configured in [server], together with the server's other nodes.
 
     Raises:
-        ConfigError: vLLM cannot serve the model with this config.
+        ConfigError: vLLM cannot serve the model with this config, or a node is missing.
+        EngineDead: A node was lost meanwhile.
     """
     server = run.server
     _check_receive_overlap(server)
@@ -134,7 +139,11 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
         # Otherwise vLLM puts the CPU worker into a third process: 4 s more to start, and two more hops per
         # step.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    args = engine_arguments(run, model_path)
+    engine_port = 0
+    if nodes is not None:
+        os.environ.setdefault("VLLM_HOST_IP", nodes.address)  # vLLM would take that of the default route
+        engine_port = nodes.gather()
+    args = engine_arguments(run, model_path, engine_port)
     num_replicas = server.data_parallel_size
     try:
         if num_replicas > 1 and args.create_model_config().is_moe:
@@ -149,9 +158,12 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
             signals_blocked(),
             bound_to_cores(server.cpu_cores),
             replicas_as_ours(num_replicas, divide_cores=server.cpu_cores is not None),
+            nullcontext() if nodes is None else nodes.watched(kill_engine_core),
         ):
             llm = VersionedLLM.from_engine_args(args)
     except (ValueError, RuntimeError, OSError) as error:
+        if nodes is not None and (reason := nodes.lost()) is not None:
+            raise EngineDead(reason) from error
         raise ConfigError(
             f"vLLM cannot serve model {run.model}: {_reason(error)} Check these keys of [server]: max_model_len, "
             "max_concurrent_sequences, reserved_sequences, kv_cache_memory_mib, block_size, tensor_parallel_size, "
@@ -159,6 +171,12 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
         ) from error
     _freeze_startup_state()
     return llm
+
+
+def kill_engine_core() -> None:
+    """Kill the processes of the engine on this node."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _freeze_startup_state() -> None:

@@ -85,8 +85,9 @@ REFUSED = (
     ),
     Refusal(
         ("pipeline_parallel_size", "prefill_context_parallel_size"),
-        "weight syncs and the server's startup support workers of tensor parallelism only",
-        "raise server.tensor_parallel_size",
+        "a weight sync pauses between two steps of all workers, but pipeline stages and context ranks work on "
+        "different steps or parts of a step, which is not tested",
+        "raise server.tensor_parallel_size, over several nodes with server.nnodes",
     ),
     Refusal(
         ("offload_backend", "cpu_offload_gb", "offload_group_size", "enable_eplb", "enable_sleep_mode",
@@ -110,11 +111,10 @@ REFUSED = (
         "set learner.max_staleness or learner.groups_per_step, which limit the number of waiting groups",
     ),
     Refusal(
-        ("nnodes", "node_rank", "master_addr", "master_port", "enable_elastic_ep", "data_parallel_rank",
-         "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
+        ("enable_elastic_ep", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
          "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
          "data_parallel_backend"),
-        "one server is one engine on one node",
+        "one server is one engine, whose replicas run on one node",
         "start several servers and list them in `endpoints`",
     ),
     Refusal(
@@ -125,13 +125,15 @@ REFUSED = (
 )  # fmt: skip
 
 
-def engine_arguments(run: ServerRun, model_path: Path) -> AsyncEngineArgs:
+def engine_arguments(run: ServerRun, model_path: Path, engine_port: int = 0) -> AsyncEngineArgs:
     """Return the arguments for vLLM.
+
+    `engine_port` is the port of node 0 at which the workers of several nodes meet.
 
     Raises:
         ConfigError: [server.vllm] has an invalid argument, or an OpenAI option is unusable.
     """
-    own = own_arguments(run, model_path)
+    own = own_arguments(run, model_path, engine_port)
     check_openai_options(run.server, model_path)
     arguments = {name: value for name, (value, _) in own.items()} | added_arguments(run.server.vllm, own)
     if (num_sequences := arguments["max_num_seqs"]) > TOKENS_PER_STEP:
@@ -139,8 +141,9 @@ def engine_arguments(run: ServerRun, model_path: Path) -> AsyncEngineArgs:
     return AsyncEngineArgs(**arguments)
 
 
-def own_arguments(run: ServerRun, model_path: Path) -> dict[str, ServerArgument]:
+def own_arguments(run: ServerRun, model_path: Path, engine_port: int = 0) -> dict[str, ServerArgument]:
     server = run.server
+    executor = "mp" if server.nnodes > 1 else "uni" if is_in_engine_process(server) else None
     of_head = {"head_dtype": "float32"} if run.has_float32_head and run.computes_in != "float32" else {}
     kv_cache_bytes = None if server.kv_cache_memory_mib is None else server.kv_cache_memory_mib << 20
     return {
@@ -169,8 +172,14 @@ def own_arguments(run: ServerRun, model_path: Path) -> dict[str, ServerArgument]
         "enforce_eager": ServerArgument(server.enforce_eager, "set server.enforce_eager"),
         "tensor_parallel_size": ServerArgument(server.tensor_parallel_size, "set server.tensor_parallel_size"),
         "data_parallel_size": ServerArgument(server.data_parallel_size, "set server.data_parallel_size"),
+        "nnodes": ServerArgument(server.nnodes, "set server.nnodes"),
+        "node_rank": ServerArgument(server.node_rank, "set server.node_rank"),
+        "master_addr": ServerArgument(server.master_addr, "set server.master_addr"),
+        "master_port": ServerArgument(
+            engine_port, "remove it: each engine gets a free port; for the port of node 0, set server.master_port"
+        ),
         "distributed_executor_backend": ServerArgument(
-            "uni" if is_in_engine_process(server) else None, "remove it: it follows from server.tensor_parallel_size"
+            executor, "remove it: it follows from server.tensor_parallel_size and server.nnodes"
         ),
         "disable_log_stats": ServerArgument(
             server.http_port == 0, "remove it: statistics are kept unless server.http_port = 0"

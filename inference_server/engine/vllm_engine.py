@@ -35,12 +35,13 @@ from inference_server.engine.interface import (
     WorkerPlace,
     WorkerReport,
 )
+from inference_server.engine.node_link import ServerNodes
 from inference_server.engine.output import Completions
 from inference_server.engine.processes import EngineProcesses
 from inference_server.engine.supervisor import in_time
-from inference_server.engine.versioned_llm import UNTOUCHED, start_llm
+from inference_server.engine.versioned_llm import UNTOUCHED, kill_engine_core, start_llm
 from protocol.messages import Sampling
-from protocol.model_files import end_token_ids
+from protocol.model_files import end_token_ids, fingerprint
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,10 +61,14 @@ class VllmEngine:
     """
 
     on_restart: Callable[[AsyncLLM], Awaitable[None]] | None = None
+    _nodes: ServerNodes | None = None
+    """Link to the other nodes of the server, if it has several."""
 
     def __init__(self, run: ServerRun, model_path: Path) -> None:
         self._config, self._model_path = run, model_path
-        self.llm = start_llm(run, model_path)
+        if run.server.nnodes > 1:
+            self._nodes = ServerNodes(run, fingerprint(model_path))
+        self.llm = start_llm(run, model_path, self._nodes)
         self._processes = EngineProcesses(())
         self._clear_cache_on_push = run.server.kv_cache_on_weight_sync == "recompute"
         self._num_requests = 0
@@ -84,7 +89,7 @@ class VllmEngine:
     async def places(self) -> list[WorkerPlace]:
         replies = await self._call_workers("place")
         places = [msgspec.msgpack.decode(reply, type=WorkerPlace) for reply in replies]
-        self._processes = EngineProcesses(place.pid for place in places)
+        self._processes = EngineProcesses(place.pid for place in places if place.pid is not None)
         return places
 
     @property
@@ -211,6 +216,8 @@ class VllmEngine:
             raise EngineDead(_DEAD)
         if self._processes.one_has_ended:
             raise EngineDead("a worker process of the vLLM engine has exited")
+        if self._nodes is not None and (reason := self._nodes.lost()) is not None:
+            raise EngineDead(reason)
 
     async def restart(self) -> None:
         starting = asyncio.create_task(asyncio.to_thread(self._start_anew))
@@ -219,7 +226,9 @@ class VllmEngine:
         except asyncio.CancelledError:
             # A start cannot be canceled, but it fails as soon as its process is gone.
             while not starting.done():
-                _kill_engine_core()
+                if self._nodes is not None:
+                    self._nodes.end()
+                kill_engine_core()
                 await asyncio.wait([starting], timeout=0.1)
             raise
         if self.on_restart is not None:
@@ -229,17 +238,24 @@ class VllmEngine:
             )
 
     def _start_anew(self) -> None:
-        _kill_engine_core()
+        if self._nodes is not None:
+            self._nodes.release()
+        kill_engine_core()
         self._processes.kill()
         give_up_at = time.monotonic() + DEATH_NOTICE_S
         while (handler := self.llm.output_handler) and not handler.done() and time.monotonic() < give_up_at:
             # The handler notifies waiting requests. A shutdown before that would leave them waiting forever.
             time.sleep(0.01)
-        self.close()
-        self.llm = start_llm(self._config, self._model_path)
+        self._close_llm()
+        self.llm = start_llm(self._config, self._model_path, self._nodes)
         self._version = -1
 
     def close(self) -> None:
+        if self._nodes is not None:
+            self._nodes.end()
+        self._close_llm()
+
+    def _close_llm(self) -> None:
         # The engine process has nothing to save, and a regular shutdown takes 3 s. SIGTERM is blocked in the
         # coordinator too, so vLLM would wait for it for 5 s.
         for child in multiprocessing.active_children():
@@ -286,11 +302,6 @@ async def call_engine(call: Awaitable[T]) -> T:
         if type(error) is not Exception:  # vLLM has no exception class for a failure on the other side.
             raise
         raise EngineDead(f"a call into the vLLM engine failed: {error}") from error
-
-
-def _kill_engine_core() -> None:
-    for child in multiprocessing.active_children():
-        child.kill()
 
 
 _DEAD = "the vLLM engine has died; its own error is in the log above"

@@ -56,7 +56,7 @@ PUBLIC: Names = {
         "ModelConfig": "",
         "ModelConfig.dtype": "", "ModelConfig.get_vocab_size": "", "ModelConfig.is_moe": "",
         "ModelConfig.max_model_len": "",
-        "ParallelConfig.data_parallel_index": "", "ParallelConfig.world_size": "",
+        "ParallelConfig.data_parallel_index": "", "ParallelConfig.node_rank": "", "ParallelConfig.world_size": "",
         "SchedulerConfig.get_scheduler_cls": "", "SchedulerConfig.max_num_active_seqs": "",
         "SchedulerConfig.max_num_seqs": "",
         "SchedulerConfig.scheduler_cls": "", "VllmConfig": "",
@@ -68,7 +68,8 @@ PUBLIC: Names = {
         "kv_cache_memory_bytes, block_size, gpu_memory_utilization, enforce_eager, tensor_parallel_size, "
         "data_parallel_size, distributed_executor_backend, disable_log_stats, use_tqdm_on_load, enable_prefix_caching, "
         "scheduling_policy, logprobs_mode, generation_config, worker_extension_cls, max_num_active_seqs, "
-        "max_num_batched_tokens, scheduler_cls, reasoning_parser",
+        "max_num_batched_tokens, scheduler_cls, reasoning_parser, nnodes, node_rank, master_addr, master_port",
+        "AsyncEngineArgs.create_engine_config": "/ headless",
         "AsyncEngineArgs.create_model_config": "",
     },
     "vllm.entrypoints.cli.serve": {"make_arg_parser": "parser /"},  # the defining module was renamed in 0.33
@@ -128,7 +129,7 @@ PUBLIC: Names = {
     "vllm.envs": {
         "VLLM_API_KEY": "", "VLLM_CONFIGURE_LOGGING": "", "VLLM_CPU_OMP_THREADS_BIND": "",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "",
-        "VLLM_ENGINE_READY_TIMEOUT_S": "", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "", "VLLM_LOGGING_LEVEL": "",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "", "VLLM_HOST_IP": "", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "", "VLLM_LOGGING_LEVEL": "",
         "VLLM_NO_USAGE_STATS": "",
         "VLLM_RPC_BASE_PATH": "",
     },
@@ -201,6 +202,14 @@ PRIVATE: tuple[Private, ...] = (
                 "AsyncLLM.output_processor": "",
             },
             "vllm.v1.engine.output_processor": {"OutputProcessor.log_stats": ""},
+        },
+    ),
+    Private(
+        "vLLM's command for the other nodes of an engine parses its own flags and ends only with its workers",
+        {
+            "vllm.v1.executor.multiproc_executor": {
+                "MultiprocExecutor": "vllm_config / monitor_workers", "MultiprocExecutor.start_worker_monitor": "/ inline",
+            },
         },
     ),
     Private(

@@ -25,9 +25,8 @@ from protocol.weights.dense import ReceivedBucket, receive_weights
 
 LEAVE_TIMEOUT_S = 10.0
 """Maximum seconds for a thread to end after its collective was aborted."""
-NewBaseline = Callable[[int, str, Manifest], Baseline]
-"""Creates the baseline onto which the deltas of a session are decoded, from the session's number of workers,
-its id and its manifest."""
+NewBaseline = Callable[[str, Manifest], Baseline]
+"""Creates the baseline onto which the deltas of a session are decoded, from its id and its manifest."""
 
 
 class Successor(Protocol):
@@ -137,7 +136,7 @@ class Receiver:
                     raise PushError(f"session {order.session} was abandoned while it was joined")
                 baseline = None
                 if order.manifest.wire == "delta":
-                    baseline = self._new_baseline(order.rendezvous.world_size - 1, order.session, order.manifest)
+                    baseline = self._new_baseline(order.session, order.manifest)
                 memory = BucketMemory(order.manifest, collective.device)
                 self._member = SessionMembership(
                     order.session, order.rendezvous, collective, order.manifest, baseline, memory

@@ -18,10 +18,10 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from inference_server.engine.data_parallel import SERVER_PID, end_with_server
 from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
 from inference_server.engine.memory import keep_trimmed
 from inference_server.engine.output import send_in_pieces
+from inference_server.engine.processes import NODE_WORKERS, SERVER_PID, end_with_server
 from inference_server.engine.weight_loader import NextWeights, Reload, put_back
 from inference_server.engine.weight_receiver import Receiver
 from protocol.errors import PushIncomplete
@@ -52,7 +52,8 @@ class PushWorker:
 
     @cached_property
     def receiver(self) -> Receiver:
-        return Receiver(1 + self.worker_number, self.device, partial(worker_baseline, int(os.environ[SERVER_PID])))
+        owner_pid, num_on_node = int(os.environ[SERVER_PID]), int(os.environ[NODE_WORKERS])
+        return Receiver(1 + self.worker_number, self.device, partial(worker_baseline, owner_pid, num_on_node))
 
     @property
     def worker_number(self) -> int:
@@ -62,8 +63,10 @@ class PushWorker:
 
     def place(self) -> bytes:
         """Return this worker's device, transports and process id, encoded."""
+        is_on_server_node = self.vllm_config.parallel_config.node_rank == 0
         place = WorkerPlace(
-            device=own_device_name(self.device), transports=list(offered_transports()), pid=os.getpid()
+            device=own_device_name(self.device), transports=list(offered_transports()),
+            pid=os.getpid() if is_on_server_node else None,
         )  # fmt: skip
         return msgspec.msgpack.encode(place)
 

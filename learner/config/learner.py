@@ -1,5 +1,6 @@
 """The learner's section as a whole, and the run that it belongs to."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -157,6 +158,11 @@ class LearnerRun(SharedConfig):
     http_port, for evaluations."""
     deploy: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
     """Resources of the node per process. Not read by the learner."""
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Directory of the checkpoints, which all ranks use."""
+        return Path(self.learner.checkpoint.dir or Path(self.run_dir) / "checkpoints")
 
     @property
     def evaluation_url(self) -> str:

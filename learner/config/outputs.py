@@ -11,6 +11,10 @@ TRAINING_REWARD, EVALUATION = "training_reward", "evaluation"
 class CheckpointConfig(Section):
     """Checkpoints of a run."""
 
+    dir: MayChange[str | None] = None
+    """Directory of the checkpoints. Unset: `checkpoints` in `run_dir`. With ranks on several nodes, set a
+    directory on a file system that all of them share; `run_dir` stays on a local disk of rank 0. A run needs
+    a directory of its own."""
     every_steps: MayChange[AtLeastOne[int]] = 50
     """Steps between checkpoints. One is always written at the end."""
     keep_last: MayChange[NotNegative[int]] = 2
@@ -44,6 +48,7 @@ class CheckpointConfig(Section):
         return self.best_by != TRAINING_REWARD
 
     def check(self) -> None:
+        require(self.dir != "", "dir is empty; remove it, or set a directory")
         require(
             self.best_by in (TRAINING_REWARD, EVALUATION) or self.best_by.startswith(f"{EVALUATION}/"),
             f'best_by = "{self.best_by}" is not a known ranking; use "{TRAINING_REWARD}", "{EVALUATION}", or with '

@@ -12,7 +12,6 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 
 import msgspec
 import torch
@@ -308,7 +307,7 @@ def resources(run: LearnerRun) -> Iterator[Finding]:
     yield from _memory(memory)
     checkpoints = run.learner.checkpoint
     num_kept = max(checkpoints.keep_last, 1) + 1  # plus the one that is being written
-    yield disk_finding(Path(run.run_dir), f"run_dir with {num_kept} checkpoints", num_kept * memory.host["checkpoint"])
+    yield disk_finding(run.checkpoint_dir, f"{num_kept} checkpoints", num_kept * memory.host["checkpoint"])
 
 
 def _memory(memory: Memory) -> Iterator[Finding]:

@@ -257,7 +257,7 @@ def shared_checkpoint(
     # At most half the timeout of the collective in which rank 0 waits meanwhile.
     seen = _await_files(checkpoint, chosen, min(VISIBLE_WITHIN_S, collective_timeout_s / 2))
     require_agreement(
-        accelerator, seen, f"Put run_dir on a file system that all ranks share, or copy {checkpoint} to every node"
+        accelerator, seen, f"Put {checkpoint} on a file system that all ranks share (learner.checkpoint.dir)"
     )
     return checkpoint
 

@@ -20,6 +20,8 @@ from msgspec.structs import FieldInfo, replace
 from learner.config import KlConfig, LearnerRun, LossConfig
 from learner.config.algorithm import is_plug_in
 from learner.prompts.prompts import Prompts
+from learner.storage.checkpoint import find_checkpoint
+from learner.storage.checkpoint_dir import claim
 from learner.storage.files import network_file_system, replace_file
 from protocol.config import to_toml
 from protocol.config_keys import flatten, keys_of, may_change
@@ -30,8 +32,8 @@ from protocol.former_keys import renamed
 log = logging.getLogger(__name__)
 DUAL_CLIP = "learner.loss.dual_clip"
 """Key that every config.toml spells out. A file without it is from a version without a bound by default."""
-LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
-                          "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests",
+LEFT_BY_A_FAILED_START = {".lock", "checkpoints", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db",
+                          "ledger.db-shm", "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests",
                           "evaluations.jsonl",
                           "evaluation.partial.jsonl", "tensorboard", "wandb", "servers.txt", "keys"}  # fmt: skip
 """Files of a start that ended before its first group; they do not block the next start."""
@@ -58,7 +60,7 @@ class RunDir:
             log.warning(
                 "run_dir = %s is on a network file system (%s), which slows down every group and may damage the "
                 "ledger, a SQLite file with a write-ahead log, when this machine or its network fails. Put run_dir "
-                "on a local disk (--run-dir) and copy checkpoints/ from there",
+                "on a local disk (--run-dir); checkpoints may be elsewhere (learner.checkpoint.dir)",
                 path, kind,
             )  # fmt: skip
         try:
@@ -90,11 +92,6 @@ class RunDir:
             replace_file(path, f"{self.path.name}-{uuid.uuid4().hex[:8]}".encode())
         return path.read_text()
 
-    @staticmethod
-    def checkpoints_of(path: str | Path) -> Path:
-        """Return the directory of the checkpoints, for ranks without a RunDir too."""
-        return Path(path) / "checkpoints"
-
 
 def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
     """Create the directory, or reopen it for the same config.
@@ -116,14 +113,20 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
         raise ConfigError(f"{path} contains no run to resume; omit --resume, or set --run-dir to the run's directory")
     if exists:
         _compare(path / "config.toml", run)
-    return RunDir(path, run)
+    run_dir = RunDir(path, run)
+    try:
+        claim(run.checkpoint_dir, run_dir.run_id, may_have_checkpoints=exists)
+    except ConfigError:
+        run_dir.close()
+        raise
+    return run_dir
 
 
 def _compare(path: Path, run: LearnerRun) -> None:
     """Log the changes from the run's earlier config.
 
     Raises:
-        ConfigError: A resume may not change one of the keys.
+        ConfigError: A resume may not change one of the keys, or the checkpoints were left behind.
     """
     try:
         before = flatten(renamed(tomllib.loads(path.read_text()))[0])
@@ -148,6 +151,12 @@ def _compare(path: Path, run: LearnerRun) -> None:
         raise ConfigError(
             f"{path.parent} contains a run with another config: {'; '.join(refused)}. Restore these values to resume "
             "it, or choose another run_dir"
+        )
+    former = Path(before.get("learner.checkpoint.dir") or path.parent / "checkpoints")
+    if find_checkpoint(run.checkpoint_dir) is None and find_checkpoint(former) is not None:
+        raise ConfigError(
+            f"learner.checkpoint.dir: {run.checkpoint_dir} has no checkpoint of this run, and {former}, where it wrote "
+            "them before, has; move that directory there, or set learner.checkpoint.dir to it"
         )
 
 

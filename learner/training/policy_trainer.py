@@ -176,7 +176,7 @@ def _view_of(run_inputs: RunInputs, accelerator: Accelerator) -> RunView:
         head_dtype=run.head_dtype,
         max_model_len=run.server.get("max_model_len"),
         seed=run.seed,
-        learner=msgspec.structs.replace(run.learner, cpu_cores=None),  # differs per rank
+        learner=_without_places(run.learner),
         model=run_inputs.model_digest,
         plug_ins=digest_of_plug_ins(run.learner),
         device=accelerator.device.type,
@@ -184,6 +184,12 @@ def _view_of(run_inputs: RunInputs, accelerator: Accelerator) -> RunView:
         torch=str(torch.__version__),
         transformers=transformers.__version__,
     )
+
+
+def _without_places(config: LearnerConfig) -> LearnerConfig:
+    """Return the config without the keys that may differ per rank: its cores, and its node's path of a mount."""
+    checkpoint = msgspec.structs.replace(config.checkpoint, dir=None)
+    return msgspec.structs.replace(config, cpu_cores=None, checkpoint=checkpoint)
 
 
 def _sharding_of(accelerator: Accelerator) -> str:

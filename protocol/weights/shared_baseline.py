@@ -129,7 +129,7 @@ class SharedBaseline(Baseline):
 def worker_baseline(owner_pid: int, num_workers: int, session: str, manifest: Manifest) -> Baseline:
     """Return the baseline that a worker decodes deltas onto.
 
-    It is shared if there are other workers and the host has room for it.
+    It is shared if the server has other workers on this host, `num_workers` in all, and the host has room.
     """
     if num_workers == 1:
         return Baseline()

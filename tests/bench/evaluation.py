@@ -28,7 +28,6 @@ from learner.evaluation.eval_sets import sets_of
 from learner.policy.model import load_policy
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import checkpoint_of
-from learner.storage.run_dir import RunDir
 from protocol.errors import SlipstreamError
 from protocol.messages import Sampling
 from tests.bench.bare_vllm import BareVllm, Order
@@ -159,7 +158,7 @@ def compare(run: LearnerRun, answers: dict[int, list[list[int]]]) -> list[dict[s
     sampling = Sampling(num_completions=1, max_tokens=run.learner.sampling.max_tokens, temperature=0.0)
     compared = []
     for step, answered in answers.items():
-        model = checkpoint_of(RunDir.checkpoints_of(run.run_dir), step) / "model"
+        model = checkpoint_of(run.checkpoint_dir, step) / "model"
         table = {"model": str(model), "run_dir": run.run_dir, "dtype": run.dtype, "server": run.server}
         bare = BareVllm(msgspec.convert(table, ServerRun), questions.tokenizer.eos_token_id)
         try:

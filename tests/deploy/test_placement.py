@@ -91,6 +91,7 @@ TWO_GPUS, THREE_GPUS = DeployConfig(server_gpus=((0, 1),)), DeployConfig(server_
         (TWO_GPUS, {"tensor_parallel_size": 2, "data_parallel_size": 2}, r"2 times server\.data_parallel_size = 2"),
         (THREE_GPUS, {"data_parallel_size": 2}, "data_parallel_size = 2, but.* gives a server 3"),
         (DeployConfig(server_cores=((0,),)), {"cpu_cores": [1]}, "both set the servers' cores"),
+        (DeployConfig(), {"nnodes": 2}, r"server.nnodes = 2, but colocate starts the processes of one node"),
         (DeployConfig(server_cores=((0,), (1,))), {}, r"places 2 server\(s\), but the run has 1 endpoint"),
     ],
 )

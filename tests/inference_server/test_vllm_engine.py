@@ -20,8 +20,8 @@ from vllm.v1.engine.core_client import _process_utility_output
 
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine import worker
-from inference_server.engine.data_parallel import SERVER_PID
 from inference_server.engine.interface import EngineDead
+from inference_server.engine.processes import SERVER_PID
 from inference_server.engine.versioned_llm import VersionedLLM
 from inference_server.engine.vllm_engine import VllmEngine, call_engine
 from protocol.errors import ConfigError
@@ -103,7 +103,7 @@ def test_a_worker_ends_with_its_server_and_a_cpu_worker_is_trimmed_and_keeps_see
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool
 ) -> None:
     changes = [
-        "data_parallel.end_with_server", "output.send_in_pieces", "memory.keep_trimmed",
+        "processes.end_with_server", "output.send_in_pieces", "memory.keep_trimmed",
         "cpu_seeds.keep_seeds_of_chunked_prompts",
     ]  # fmt: skip
     made: list[str] = []

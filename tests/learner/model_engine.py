@@ -1,8 +1,12 @@
 """An engine that samples from a real transformers model with pushed weights: a slow substitute for vLLM.
 
 Every completion has its own seed, so samples depend only on weights, prompt and seed.
+
+    python -m tests.learner.model_engine tcp://10.77.0.1:5757 KEYS     serves the tiny model until it is killed
 """
 
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference_server.engine.interface import EngineLimits
+from protocol.channel.keys import server_keys
 from protocol.messages import Completion, Sampling
 from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ScriptedEngine, ServerThread
@@ -116,3 +121,11 @@ class VersionedEngine(ModelEngine):
 def tiny_servers(*engines: ModelEngine) -> Iterator[list[ServerThread]]:
     with ExitStack() as cleanup:
         yield [cleanup.enter_context(tiny_server(engine)) for engine in engines]
+
+
+if __name__ == "__main__":
+    tiny_model = resolve_model("tiny:digits")
+    of_tiny = {"model": fingerprint(tiny_model), "endpoint": sys.argv[1], "keys": server_keys(sys.argv[2])}
+    with ServerThread(ModelEngine(tiny_model), **of_tiny):
+        print("ready", flush=True)
+        threading.Event().wait()

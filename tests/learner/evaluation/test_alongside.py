@@ -19,7 +19,6 @@ from learner.report.page import compare, render, write_comparison
 from learner.report.summary import as_text, read_metrics, summarize
 from learner.rewards.workers import RewardWorkers
 from learner.storage.checkpoint import best_models, complete_checkpoints, remove_checkpoint
-from learner.storage.run_dir import RunDir
 from learner.train import train
 from tests.fakes import ServerThread
 from tests.learner.mortal_learner import Death, Life
@@ -86,7 +85,7 @@ def test_a_run_is_evaluated_before_the_first_step_periodically_and_after_the_las
     assert len(requested) == NUM_PROMPTS and set(requested.values()) == {3}
     rewards = [one.reward.mean for one in made if one.reward is not None]
     assert rewards == [made[0].rewards_P[0]] * 3
-    (best,) = best_models(RunDir.checkpoints_of(run.run_dir)).values()
+    (best,) = best_models(run.checkpoint_dir).values()
     assert (best.judged_by, best.score) == ("evaluation", rewards[0])
     assert made[2].difference is not None and made[2].difference_to_first is not None
     metrics = read_metrics(Path(run.run_dir))
@@ -207,7 +206,7 @@ def test_a_resume_removes_evaluations_of_discarded_weights_and_repeats_them(
     assert len(openai.requests) == 3 * NUM_PROMPTS + 3
     noted = Path(run.run_dir) / FILE
     by_hand = results.record_evaluation(noted, msgspec.structs.replace(made_by(run)[0], step=None))
-    remove_checkpoint(complete_checkpoints(RunDir.checkpoints_of(run.run_dir))[-1])
+    remove_checkpoint(complete_checkpoints(run.checkpoint_dir)[-1])
     train(run, resume=True)
     again = made_by(run)
     assert [one.step for one in again] == [2, None, 4, 6] and again[1] == by_hand
@@ -238,7 +237,7 @@ def test_each_set_is_recorded_under_its_name_and_one_set_selects_the_best_model(
         assert one.reward is not None and metrics[-1][f"evaluation/{name}/reward"] == one.reward.mean
         assert metrics[-1][f"evaluation/{name}/step"] == STEPS and metrics[-2][f"evaluation/{name}/step"] == 3
     assert not any("evaluation/reward" in line for line in metrics)
-    directory = RunDir.checkpoints_of(run.run_dir)
+    directory = run.checkpoint_dir
     (best,) = best_models(directory).values()
     (score,) = (one.reward.mean for one in made_by(run) if (one.step, one.set_name) == (3, "many"))
     assert (best.step, best.judged_by, best.score) == (3, "evaluation/many", score)
