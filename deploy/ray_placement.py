@@ -79,6 +79,10 @@ def check_launch(launch: Launch) -> None:
                 f"{key} = {value!r}, but Ray chooses the nodes of the servers; remove it, and set deploy.ray.servers "
                 "to the number of servers"
             )
+    if (num_nodes := launch.server_run.server.nnodes) > 1:
+        raise ConfigError(
+            f"server.nnodes = {num_nodes}, but under Ray all workers of a server are on one node; remove it"
+        )
     evaluation_flags(run, launch.server_run)
     if launch.config.sharded and (ray.ranks < 2 or not ray.use_gpus):
         raise ConfigError(

@@ -132,6 +132,10 @@ def test_evaluations_go_to_the_first_server_with_a_key_that_both_sides_have(tmp_
         ({"deploy": {"sharded": True, "ray": {"ranks": 2, "use_gpus": False}}}, "sharded = true needs two or more"),
         ({"deploy": {"ray": {"servers": 0}}}, "deploy.ray.servers = 0"),
         ({"deploy": {"ray": {"nodes": 2}}}, "unknown key deploy.ray.nodes"),
+        (
+            {"server": {"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "node-a"}},
+            r"server\.nnodes = 2, but under Ray all workers of a server are on one node; remove it",
+        ),
     ],
 )
 def test_a_config_that_contradicts_ray_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
