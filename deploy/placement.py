@@ -16,11 +16,6 @@ from protocol.config import SharedConfig
 from protocol.errors import ConfigError
 
 Places = tuple[int, ...]
-FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-"""Environment that enables FSDP2 in accelerate.
-
-Every rank loads the model. With `accelerate launch`, only rank 0 does.
-"""
 
 
 def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
@@ -52,8 +47,6 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Cores of each server, as positions in the list of cores that colocate may use."""
     learner_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
     """Cores of each learner rank, as positions in the same list."""
-    sharded: bool = False
-    """Whether the learner's ranks shard the policy with FSDP2. false: each rank holds the whole policy."""
     restart: Literal["never", "on-failure"] = "never"
     """Reaction to a server that exits or a learner that fails. never: end the run; on-failure: restart it,
     the learner with --resume."""
@@ -82,8 +75,6 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _refuse_shared("server_gpus", self.server_gpus)  # the learner may share one (transport ipc)
         _refuse_shared("learner_gpus", tuple((gpu,) for gpu in self.learner_gpus))
         _refuse_shared("server_cores and learner_cores", (*self.server_cores, *self.learner_cores))
-        if self.sharded and len(self.learner_gpus) < 2:
-            raise ValueError("sharded = true needs two or more learner_gpus, because accelerate shards only on GPUs")
         if self.max_restarts < 1:
             raise ValueError(
                 f'max_restarts = {self.max_restarts} must be at least 1; to disable restarts, set restart = "never"'
@@ -93,7 +84,7 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class DeployRun(SharedConfig):
     """Configuration of `slipstream colocate`, which ignores the other sections."""
 
-    COMMON = ("model", "run_dir", "deploy.sharded", "deploy.restart")
+    COMMON = ("model", "run_dir", "deploy.restart")
     deploy: DeployConfig = DeployConfig()
     """Part of the node that each process gets."""
     server: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
@@ -202,4 +193,4 @@ def _rank(config: DeployConfig, rank: int, port: int) -> dict[str, str]:
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if not config.learner_gpus:
         variables["ACCELERATE_USE_CPU"] = "true"
-    return variables | (FSDP2 if config.sharded else {})
+    return variables

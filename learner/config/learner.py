@@ -20,6 +20,7 @@ from protocol.endpoint import join_address, split_endpoint
 from protocol.errors import ConfigError
 from protocol.hardware import Cores
 
+Sharding = Literal["none", "full", "hybrid"]
 AUTO_TOKENS, AUTO_TOKENS_ON_CPU = 16384, 4096
 
 
@@ -51,13 +52,17 @@ class LearnerConfig(Section):
     or an attention of transformers ("sdpa", "eager", "flash_attention_2"): padded sequences, each with its
     prompt. A model that cannot be packed is padded, and the log gives the reason. An implementation is
     refused if its logprobs differ from those of eager attention."""
+    sharding: MayChange[Sharding] = "none"
+    """Division of the policy, its gradients and its optimizer over the learner's ranks (FSDP2). none: each rank
+    holds all of it; full: each holds a part; hybrid: the ranks of a node hold a part each, and every node holds
+    all of it, so that weights travel within nodes only. A single rank holds all of it, whatever the value."""
     gradient_checkpointing: MayChange[bool] = False
     """Whether to recompute activations in a second forward pass, which saves memory."""
     compile: MayChange[bool | Literal["auto"]] = "auto"
     """Whether to fuse the policy's norms, gated layers and rotary embedding with torch.compile, and on a GPU
     the head's operations on logits. It needs a C++ compiler. The first start takes up to two minutes longer;
     later starts reuse torch's cache. A model that cannot be fused runs without, and the log gives the reason.
-    "auto": on GPUs, except under FSDP."""
+    "auto": on GPUs, if each rank holds the whole policy."""
     lora: LoraConfig = LoraConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     dynamic_sampling: bool = False

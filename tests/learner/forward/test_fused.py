@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
@@ -142,7 +141,7 @@ def test_a_policy_that_fusing_would_change_goes_on_without(
     compiled: Callable[..., Any], dtype: torch.dtype, reason: str,
 ) -> None:  # fmt: skip
     model = settled(tiny("Qwen2Config"))
-    compute_in(dtype, model, Accelerator(cpu=True))
+    compute_in(dtype, model)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
     monkeypatch.setattr(torch, "compile", compiled)
     assert_goes_on_without(model, caplog, reason, dtype)

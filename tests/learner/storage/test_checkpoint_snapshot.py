@@ -113,4 +113,4 @@ def test_a_checkpoint_holds_nothing_that_training_changed_after_it_began(
 
 @pytest.mark.system
 def test_nor_does_one_of_ranks_that_share_the_policy(tmp_path: Path) -> None:
-    on_two_ranks(compare_held_with_unhurried, tmp_path, {}, is_sharded=True)
+    on_two_ranks(compare_held_with_unhurried, tmp_path, {"sharding": "full"})

@@ -43,7 +43,7 @@ def test_a_sharded_policy_is_pushed_beside_the_next_step_as_it_was_saved(tmp_pat
     push = {"overlap_with_training": True, "timeout_s": 20}
     checkpoint = {"every_steps": 4}
     _, pushed = run_ranks(
-        tmp_path / "two", 2, is_sharded=True, max_staleness=2, weight_sync=push, checkpoint=checkpoint
+        tmp_path / "two", 2, sharding="full", max_staleness=2, weight_sync=push, checkpoint=checkpoint
     )
     (checkpoint,) = (tmp_path / "two").rglob("step-000004")
     for name, tensor in weights_of(checkpoint).items():
