@@ -124,11 +124,6 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     config = run.learner
     check_plug_ins(config)
     shape = mesh_shape(config.sharding, accelerator.num_processes)
-    if shape and config.compile is True:
-        raise ConfigError(
-            f'learner.compile = true with learner.sharding = "{config.sharding}" is not supported: compiled code over '
-            "sharded weights has not been tested. Set one of them to its default"
-        )
     if shape and config.optimizer.kind == "adamw_8bit":
         raise ConfigError(
             f'learner.optimizer.kind = "adamw_8bit" with learner.sharding = "{config.sharding}": bitsandbytes cannot '
@@ -160,7 +155,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     optimizer = make_optimizer(policy, config.optimizer, config.optimizer.learning_rate)
     # accelerate would make copies of a sharded policy, too, agree by DDP.
     policy, optimizer = (policy, accelerator.prepare(optimizer)) if shape else accelerator.prepare(policy, optimizer)
-    if config.compiles_on(accelerator.device.type, is_sharded=bool(shape)):
+    if config.compiles_on(accelerator.device.type):
         fuse(policy, getattr(torch, run.dtype), partial(first_problem, accelerator))
     if is_new and config.warm_start.steps > 0:
         warm_start(run_inputs, accelerator, policy)
