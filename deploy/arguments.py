@@ -16,6 +16,7 @@ from learner.config import LearnerRun
 from protocol import console
 from protocol.config import load_config, to_toml
 from protocol.errors import ConfigError
+from protocol.former_keys import renamed_flags
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +105,9 @@ def flags_by_section(flags: list[str]) -> dict[str, list[str]]:
     targets = list(of)
     for flag in flags:
         if flag.startswith("--"):
-            section = flag.removeprefix("--").partition(".")[0]
-            targets = [section] if section in of and "." in flag else list(of)
+            ((name,), _) = renamed_flags([flag])  # a former name may be of another section
+            section = name.removeprefix("--").partition(".")[0]
+            targets = [section] if section in of and "." in name else list(of)
         for target in targets:
             of[target].append(flag)
     return of

@@ -17,11 +17,6 @@ from protocol.config import Seconds, SharedConfig
 from protocol.errors import ConfigError
 
 Places = tuple[int, ...]
-FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-"""Environment that enables FSDP2 in accelerate.
-
-Every rank loads the model. With `accelerate launch`, only rank 0 does.
-"""
 
 
 def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
@@ -75,8 +70,6 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Cores of each server, as positions in the list of cores that colocate may use."""
     learner_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
     """Cores of each learner rank, as positions in the same list."""
-    sharded: bool = False
-    """Whether the learner's ranks shard the policy with FSDP2. false: each rank holds the whole policy."""
     restart: Literal["never", "on-failure"] = "never"
     """Reaction to a server that exits or a learner that fails. never: end the run; on-failure: restart it,
     the learner with --resume."""
@@ -106,10 +99,6 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _refuse_shared("server_gpus", self.server_gpus)  # the learner may share one (transport ipc)
         _refuse_shared("learner_gpus", tuple((gpu,) for gpu in self.learner_gpus))
         _refuse_shared("server_cores and learner_cores", (*self.server_cores, *self.learner_cores))
-        if self.sharded and len(self.learner_gpus) < 2 and not (self.ray.ranks > 1 and self.ray.use_gpus):
-            raise ValueError(
-                "sharded = true needs two or more learner_gpus or ray.ranks, because accelerate shards only on GPUs"
-            )
         if self.max_restarts < 1:
             raise ValueError(
                 f'max_restarts = {self.max_restarts} must be at least 1; to disable restarts, set restart = "never"'
@@ -119,7 +108,7 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class DeployRun(SharedConfig):
     """Configuration of `slipstream colocate`, which ignores the other sections."""
 
-    COMMON = ("model", "run_dir", "deploy.sharded", "deploy.restart")
+    COMMON = ("model", "run_dir", "deploy.restart")
     deploy: DeployConfig = DeployConfig()
     """Part of the node that each process gets."""
     server: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
@@ -228,7 +217,7 @@ def _rank(config: DeployConfig, rank: int, port: int) -> dict[str, str]:
     if config.num_ranks == 1:
         return {}
     place = RankPlace(rank=rank, num_ranks=config.num_ranks, local_rank=rank, local_num_ranks=config.num_ranks)
-    return place.environment("127.0.0.1", port, on_gpu=bool(config.learner_gpus), sharded=config.sharded)
+    return place.environment("127.0.0.1", port, on_gpu=bool(config.learner_gpus))
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,7 +228,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     local_rank: int
     local_num_ranks: int
 
-    def environment(self, address: str, port: int, *, on_gpu: bool, sharded: bool) -> dict[str, str]:
+    def environment(self, address: str, port: int, *, on_gpu: bool) -> dict[str, str]:
         """Return the environment that torchrun would set. The ranks rendezvous at the address of rank 0."""
         variables = {
             "RANK": str(self.rank), "LOCAL_RANK": str(self.local_rank),
@@ -248,4 +237,4 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
         }  # fmt: skip
         if not on_gpu:
             variables["ACCELERATE_USE_CPU"] = "true"
-        return variables | (FSDP2 if sharded else {})
+        return variables

@@ -67,7 +67,7 @@ def names(kind: str, count: int) -> list[str]:
 
 def check_launch(launch: Launch) -> None:
     """Raise ConfigError if the config names addresses of servers, which only Ray knows, or contradicts itself."""
-    run, ray = launch.learner_run, launch.config.ray
+    run = launch.learner_run
     addresses = {
         "endpoint": run.endpoint if run.endpoint != DEFAULT_ENDPOINT else None,
         "endpoints": list(run.endpoints) or None,
@@ -84,11 +84,6 @@ def check_launch(launch: Launch) -> None:
             f"server.nnodes = {num_nodes}, but under Ray all workers of a server are on one node; remove it"
         )
     evaluation_flags(run, launch.server_run)
-    if launch.config.sharded and (ray.ranks < 2 or not ray.use_gpus):
-        raise ConfigError(
-            f"deploy.sharded = true with deploy.ray.ranks = {ray.ranks} and deploy.ray.use_gpus = "
-            f"{str(ray.use_gpus).lower()}: accelerate shards only over two or more GPUs; change one of them"
-        )
 
 
 class ServerList:
@@ -192,7 +187,7 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
         return RemoteCommand(
             module="learner",
             arguments=(*arguments, *self.launch.resume_switch(again=again)),
-            environment=self._api_key("EVALUATION_API_KEY") | rank_environment(rank, hosts, config.sharded),
+            environment=self._api_key("EVALUATION_API_KEY") | rank_environment(rank, hosts),
             directory=self.directory,
             needed_files={str(self.servers.path): f"{self.servers.header}tcp://"} if rank == 0 else {},
         )
@@ -219,7 +214,7 @@ class Rendezvous:
             ) from error
 
 
-def rank_environment(rank: int, hosts: Sequence[Host], sharded: bool) -> dict[str, str]:
+def rank_environment(rank: int, hosts: Sequence[Host]) -> dict[str, str]:
     """Return what torchrun would set for a rank. The ranks of a node see the GPUs of all of them."""
     if len(hosts) == 1:
         return {}
@@ -229,9 +224,7 @@ def rank_environment(rank: int, hosts: Sequence[Host], sharded: bool) -> dict[st
         rank=rank, num_ranks=len(hosts), local_rank=on_node.index(rank), local_num_ranks=len(on_node)
     )  # fmt: skip
     address, port = hosts[0].address, hosts[0].ports[0]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | place.environment(
-        address, port, on_gpu=bool(gpus), sharded=sharded
-    )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | place.environment(address, port, on_gpu=bool(gpus))
 
 
 def keys_of(launch: Launch) -> str | None:

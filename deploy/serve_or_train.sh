@@ -8,7 +8,7 @@
 #   NODES_PER_SERVER   number of nodes that one server spans (1)
 #   PORT               port of each server (5757); HTTP is at the next one
 #   KEYS               directory of the keys that `slipstream keys` made
-#   RANKS, SHARDED     as in train_or_resume.sh, which the remaining nodes run
+#   RANKS              as in train_or_resume.sh, which the remaining nodes run
 #
 # Flags that begin with --server. go to the servers, --learner. to the learner, and all others to both.
 set -u

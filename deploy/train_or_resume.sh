@@ -4,7 +4,6 @@
 #   train_or_resume.sh run.toml RUN_DIR [--key value ...]
 #
 #   RANKS=8       several ranks on this node, with accelerate
-#   SHARDED=yes   FSDP2 shards the policy over them
 #   NODES=2       several nodes, each of which runs this script with its own NODE_RANK (from 0), and all with the
 #                 MASTER_ADDR of node 0 (MASTER_PORT: 29400)
 #
@@ -26,11 +25,7 @@ nodes=${NODES:-1}
 ranks=$((nodes * ${RANKS:-1}))
 if [ "$ranks" -gt 1 ]; then
     has_launcher=yes
-    kind=(--multi_gpu)
-    if [ "${SHARDED:-no}" = yes ]; then
-        kind=(--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP)
-    fi
-    learner=(accelerate launch "${kind[@]}" --num-processes "$ranks")
+    learner=(accelerate launch --multi_gpu --num-processes "$ranks")
     if [ "$nodes" -gt 1 ]; then
         learner+=(--num-machines "$nodes" --machine-rank "${NODE_RANK:?}" --main-process-ip "${MASTER_ADDR:?}"
             --main-process-port "${MASTER_PORT:-29400}")

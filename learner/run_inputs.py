@@ -20,6 +20,7 @@ from learner.environments.answer import check_calls, renderer_of
 from learner.environments.process import tools_of
 from learner.policy.memory import ModelShape, describe, kv_bytes_per_token, learner_memory, server_memory, shape_of
 from learner.policy.model import load_config, load_tokenizer
+from learner.policy.sharding import mesh_shape
 from learner.prompts.chat_template import TurnFormat
 from learner.prompts.prompts import Prompts
 from protocol.doctor import dtype_finding
@@ -101,11 +102,12 @@ class RunInputs:
         shape, run = self.shape, self.run
         if shape is None:
             return
+        mesh = mesh_shape(run.learner.sharding, accelerator.num_processes)
         memory = learner_memory(
             shape,
             run,
-            num_ranks=accelerator.num_processes,
-            is_sharded=accelerator.is_fsdp2,
+            num_ranks=mesh[-1] if mesh else accelerator.num_processes,
+            is_sharded=bool(mesh),
             device_type=accelerator.device.type,
         )
         if memory.device_gib + memory.host_gib < WORTH_A_LINE_GIB:

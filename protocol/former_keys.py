@@ -36,13 +36,15 @@ KEYS = {
     "learner.trackers": "learner.report.trackers",
     "learner.dashboard_port": "learner.report.dashboard_port",
     "learner.parity.max_abs_logprob": "learner.parity.max_mean_abs_logprob",
+    "deploy.sharded": "learner.sharding",
 }
 """Former name → name. The name of a section applies to its keys."""
 VALUES = {
     "learner.weight_sync.compression": {"dense": "none"},
     "learner.data.overlong_prompts": {"refuse": "error"},
+    "learner.sharding": {"true": "full", "false": "none"},
 }
-"""Key → former value → value."""
+"""Key → former value → value. Booleans are spelled as in TOML."""
 METRICS = {
     "push/": "weight_sync/",
     "wait/push": "bottleneck/weight_sync",
@@ -126,7 +128,8 @@ def _current(path: Path) -> Path:
 def _current_value(path: Path, name: Path, value: Any, former: dict[str, str]) -> Any:
     """Return today's spelling of a value, and record a former name of the key or the value."""
     key, key_now = ".".join(path), ".".join(name)
-    now = VALUES.get(key_now, {}).get(value, value) if isinstance(value, str) else value
+    spelled = str(value).lower() if isinstance(value, bool) else value
+    now = VALUES.get(key_now, {}).get(spelled, value) if isinstance(spelled, str) else value
     if path != name:
         former[key] = key_now
     elif now != value:

@@ -21,6 +21,7 @@ from protocol.endpoint import join_address, split_endpoint
 from protocol.errors import ConfigError
 from protocol.hardware import Cores
 
+Sharding = Literal["none", "full", "hybrid"]
 AUTO_TOKENS, AUTO_TOKENS_ON_CPU = 16384, 4096
 
 
@@ -52,13 +53,17 @@ class LearnerConfig(Section):
     or an attention of transformers ("sdpa", "eager", "flash_attention_2"): padded sequences, each with its
     prompt. A model that cannot be packed is padded, and the log gives the reason. An implementation is
     refused if its logprobs differ from those of eager attention."""
+    sharding: MayChange[Sharding] = "none"
+    """Division of the policy, its gradients and its optimizer over the learner's ranks (FSDP2). none: each rank
+    holds all of it; full: each holds a part; hybrid: the ranks of a node hold a part each, and every node holds
+    all of it, so that weights travel within nodes only. A single rank holds all of it, whatever the value."""
     gradient_checkpointing: MayChange[bool] = False
     """Whether to recompute activations in a second forward pass, which saves memory."""
     compile: MayChange[bool | Literal["auto"]] = "auto"
     """Whether to fuse the policy's norms, gated layers and rotary embedding with torch.compile, and on a GPU
     the head's operations on logits. It needs a C++ compiler. The first start takes up to two minutes longer;
     later starts reuse torch's cache. A model that cannot be fused runs without, and the log gives the reason.
-    "auto": on GPUs, except under FSDP."""
+    "auto": on GPUs."""
     lora: LoraConfig = LoraConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     dynamic_sampling: bool = False
@@ -126,9 +131,9 @@ class LearnerConfig(Section):
             return self.micro_batch_tokens
         return AUTO_TOKENS_ON_CPU if device_type == "cpu" else AUTO_TOKENS
 
-    def compiles_on(self, device_type: str, *, is_sharded: bool) -> bool:
+    def compiles_on(self, device_type: str) -> bool:
         """Return whether the policy is fused on a device of this type."""
-        return (device_type != "cpu" and not is_sharded) if self.compile == "auto" else self.compile
+        return device_type != "cpu" if self.compile == "auto" else self.compile
 
     @property
     def rejects_tokens(self) -> bool:

@@ -16,9 +16,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,7 +27,9 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from learner.forward.logprobs import recomputation_contexts
 from learner.policy.rope import check_rope, pin_rope
+from learner.policy.sharding import is_sharded
 from protocol.errors import ConfigError
 
 MARK = "dtype_of_passes"
@@ -73,10 +73,15 @@ def load_policy(
         ) from error
     pin_rope(model, max_model_len)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        for module in model.modules():  # only layers in training mode are checkpointed
-            module.training = isinstance(module, GradientCheckpointingLayer)
+        checkpoint_layers(model)
     return model
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Let the backward pass compute the activations of each layer again, as the pass has computed them."""
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation_contexts})
+    for module in model.modules():  # only layers in training mode are checkpointed
+        module.training = isinstance(module, GradientCheckpointingLayer)
 
 
 def load_config(path: Path) -> PreTrainedConfig:
@@ -117,16 +122,14 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(path)
 
 
-def compute_in(dtype: torch.dtype, policy: nn.Module, accelerator: Accelerator) -> None:
+def compute_in(dtype: torch.dtype, policy: nn.Module) -> None:
     """Let every later pass of `policy` compute in `dtype`.
 
-    Call this before accelerate prepares the policy. Buffers stay as they are.
+    Call this once the policy is sharded, if it is: FSDP2 then casts the weights that it gathers. Buffers stay
+    as they are.
     """
     setattr(policy, MARK, dtype)
-    if accelerator.is_fsdp2:
-        if dtype != torch.float32:
-            mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            accelerator.state.fsdp_plugin.mixed_precision_policy = mixed
+    if is_sharded(policy):
         return
     for module, owners in _parts(policy):
         part = _Part(owners, dtype)

@@ -36,6 +36,7 @@ from learner.config import LearnerRun
 from learner.forward.logprobs import sequences_logprobs
 from learner.policy.hf_weights import CheckpointNames
 from learner.policy.lora import ADAPTER_NAME, Weight, has_adapter, weights
+from learner.policy.sharding import is_sharded
 from learner.policy.shards import Tensors
 from learner.policy.snapshot import reshard, trainable, whole
 from protocol.errors import RankFailed, SlipstreamError
@@ -61,8 +62,8 @@ class PublishedPolicy:
         # With its index: one rank's accelerator says "cuda", which no tensor's "cuda:0" equals (weights/dense.py).
         self.device = torch.empty(0, device=accelerator.device).device
         # One rank's device may be too small for all the weights of a sharded policy.
-        self.copy_device = torch.device("cpu") if accelerator.is_fsdp2 else None
-        self._accelerator, self._is_sharded = accelerator, accelerator.is_fsdp2
+        self.copy_device = torch.device("cpu") if is_sharded(self.model) else None
+        self._accelerator, self._is_sharded = accelerator, is_sharded(self.model)
         self._leading_thread: int | None = None
         """Thread of rank 0 while other ranks follow it."""
         self._notified_at = time.monotonic()

@@ -26,6 +26,7 @@ from accelerate.checkpointing import save_accelerator_state
 from accelerate.utils import broadcast
 
 from learner.policy.published import Export, copy_for_export
+from learner.policy.sharding import is_sharded
 from learner.policy.shards import begin_writing, trained, written
 from learner.storage.checkpoint import (
     ASIDE,
@@ -233,14 +234,14 @@ class CheckpointWriter:
     def _begin_shards(self, aside: Path, *, with_reference: bool) -> list[Future[Any]]:
         """Start writing this rank's shards; rank 0 alone writes an unsharded policy."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
-        if not (accelerator.is_fsdp2 or accelerator.is_main_process):
+        policy = accelerator.unwrap_model(trainer.policy)
+        if not (is_sharded(policy) or accelerator.is_main_process):
             return []
-        policy, is_sharded = accelerator.unwrap_model(trainer.policy), accelerator.is_fsdp2
         parts = {TRAINED: trained(policy, trainer.optimizer)}
         if trainer.reference is not None and with_reference:
             parts[REFERENCE] = trainer.reference.tensors(policy)
         return [
-            begin_writing(tensors, aside / name, group, is_sharded=is_sharded)
+            begin_writing(tensors, aside / name, group, is_sharded=is_sharded(policy))
             for (name, tensors), group in zip(parts.items(), self._groups, strict=False)
         ]
 

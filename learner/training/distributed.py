@@ -21,6 +21,7 @@ from torch import nn
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.attention import is_packed
 from learner.forward.compile import describe_fused
+from learner.policy.sharding import is_sharded
 from learner.rank_agreement import broadcast_bytes, require_agreement
 from learner.rank_watch import RankWatch
 from learner.rollouts.rollout_group import RolloutGroup
@@ -38,15 +39,13 @@ PINNED = {
     "ACCELERATE_DYNAMO_BACKEND": ("no", "learner.compile decides what is compiled"),
 }  # fmt: skip
 """Environment variables of accelerate that `make_accelerator` overrides: the value it sets, and why."""
-NO_NAMES = (
-    "its parameters cannot be gathered one at a time by name, so a policy is sharded with FSDP2 (fsdp_version: 2) only"
-)
+OWN_SHARDING = 'the learner shards the policy itself, with learner.sharding = "full" or "hybrid"'
 REFUSED = {
-    "ACCELERATE_USE_DEEPSPEED": NO_NAMES,
-    "ACCELERATE_USE_MEGATRON_LM": NO_NAMES,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "only data parallelism and FSDP2 are supported; tensor, context and sequence "
+    "ACCELERATE_USE_FSDP": OWN_SHARDING,
+    "ACCELERATE_USE_DEEPSPEED": OWN_SHARDING,
+    "ACCELERATE_USE_MEGATRON_LM": OWN_SHARDING,
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "only data parallelism is supported, sharded or not; tensor, context and sequence "
     "parallel groups would train on other rows and reduce their gradients over other ranks",
-    "FSDP_IGNORED_MODULES": "the gradients of modules that FSDP2 ignores are not reduced over the ranks",
 }
 """Environment variables that would change what is trained, each with the reason it is refused."""
 UNSET = {"", "false", "0"}
@@ -164,7 +163,7 @@ def my_batches(
         require_agreement(accelerator, plan_of(model, rows, shares, layout, step), DISAGREEMENT)
     batches = [micro_batch(cut_rows, accelerator.device) for cut_rows in shares[accelerator.process_index]]
     # Every rank takes part in the backward pass, and in every pass of a sharded policy.
-    least = max(1, *map(len, shares)) if accelerator.is_fsdp2 else 1
+    least = max(1, *map(len, shares)) if is_sharded(policy) else 1
     return batches + [micro_batch([], accelerator.device) for _ in range(least - len(batches))]
 
 
@@ -208,6 +207,10 @@ def gradient_sync(accelerator: Accelerator, policy: nn.Module, *, is_last: bool)
     """Return the context for the forward and backward pass of one micro-batch.
 
     Gradients are reduced over the ranks with the last micro-batch only. A sharded policy reduces them with
-    every micro-batch, because until then each rank holds the gradient of the whole model.
+    every micro-batch, because until then each rank holds the gradient of the whole model; but over the nodes
+    that hold copies of its shards, with the last one only.
     """
-    return nullcontext() if is_last or accelerator.is_fsdp2 else accelerator.no_sync(policy)
+    if is_sharded(policy):
+        policy.set_requires_all_reduce(is_last)
+        return nullcontext()
+    return nullcontext() if is_last else accelerator.no_sync(policy)

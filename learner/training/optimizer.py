@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from learner.config import KlConfig, OptimizerConfig
+from learner.policy.sharding import NO_DECAY
 from learner.policy.snapshot import local, reshard
 from protocol.errors import ConfigError, SlipstreamError
 from protocol.installation import install_command
@@ -110,7 +111,7 @@ def _without_decay(policy: nn.Module) -> Iterator[nn.Parameter]:
     """
     for module in policy.modules():
         for parameter in module.parameters(recurse=False):
-            is_marked = getattr(parameter, "_no_weight_decay", False)
+            is_marked = getattr(parameter, NO_DECAY, False)
             if parameter.dim() < 2 or is_marked or isinstance(module, nn.Embedding):
                 yield parameter
 

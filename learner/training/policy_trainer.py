@@ -8,7 +8,6 @@ import msgspec
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast
 from torch import nn
 
 from learner.algorithm.plug_in import check_plug_ins, digest_of_plug_ins
@@ -22,6 +21,7 @@ from learner.policy.memory import ModelShape
 from learner.policy.model import compute_in, load_policy
 from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference, make_reference
+from learner.policy.sharding import mesh_shape, shard
 from learner.rank_agreement import decide_on_rank_0, first_problem, require_agreement
 from learner.run_inputs import RunInputs
 from learner.training.metrics import Mismatch, RatioRange
@@ -108,8 +108,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the files of the user's objective and advantage."""
     device: str
     """Kind of device: cuda or cpu."""
-    sharding: str
-    """Kind of sharding that accelerate takes from each rank's environment."""
+    mesh: tuple[int, ...]
+    """Mesh over which the policy is sharded. Each rank reads its number of nodes from its environment."""
     torch: str
     transformers: str
 
@@ -123,9 +123,17 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     run = run_inputs.run
     config = run.learner
     check_plug_ins(config)
-    _refuse_other_sharding(accelerator, run)
+    shape = mesh_shape(config.sharding, accelerator.num_processes)
+    if shape and config.optimizer.kind == "adamw_8bit":
+        raise ConfigError(
+            f'learner.optimizer.kind = "adamw_8bit" with learner.sharding = "{config.sharding}": bitsandbytes cannot '
+            'update sharded parameters. Set learner.optimizer.kind to "adamw", whose moments are sharded, or '
+            'learner.sharding to "none"'
+        )
     require_agreement(
-        accelerator, _view_of(run_inputs, accelerator), "Give every rank the same config, model files and software"
+        accelerator,
+        _view_of(run_inputs, accelerator, shape),
+        "Give every rank the same config, model files and software",
     )
     # Frozen weights receive no small updates, so they can have the server's dtype, at half the memory.
     dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
@@ -139,12 +147,15 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     _settle_alike(policy, accelerator, run)
     if config.lora.rank:
         add_adapter(policy, config.lora, run.seed)
-    compute_in(getattr(torch, run.dtype), policy, accelerator)
+    if shape:
+        shard(policy, shape, accelerator.device.type, getattr(torch, run.dtype))
+    compute_in(getattr(torch, run.dtype), policy)
     if run.has_float32_head:
         float32_heads.add(policy)
     optimizer = make_optimizer(policy, config.optimizer, config.optimizer.learning_rate)
-    policy, optimizer = _prepare(policy, optimizer, accelerator)
-    if config.compiles_on(accelerator.device.type, is_sharded=accelerator.is_fsdp2):
+    # accelerate would make copies of a sharded policy, too, agree by DDP.
+    policy, optimizer = (policy, accelerator.prepare(optimizer)) if shape else accelerator.prepare(policy, optimizer)
+    if config.compiles_on(accelerator.device.type):
         fuse(policy, getattr(torch, run.dtype), partial(first_problem, accelerator))
     if is_new and config.warm_start.steps > 0:
         warm_start(run_inputs, accelerator, policy)
@@ -169,7 +180,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     )
 
 
-def _view_of(run_inputs: RunInputs, accelerator: Accelerator) -> RunView:
+def _view_of(run_inputs: RunInputs, accelerator: Accelerator, mesh: tuple[int, ...]) -> RunView:
     run = run_inputs.run
     return RunView(
         dtype=run.dtype,
@@ -180,7 +191,7 @@ def _view_of(run_inputs: RunInputs, accelerator: Accelerator) -> RunView:
         model=run_inputs.model_digest,
         plug_ins=digest_of_plug_ins(run.learner),
         device=accelerator.device.type,
-        sharding=_sharding_of(accelerator),
+        mesh=mesh,
         torch=str(torch.__version__),
         transformers=transformers.__version__,
     )
@@ -192,19 +203,8 @@ def _without_places(config: LearnerConfig) -> LearnerConfig:
     return msgspec.structs.replace(config, cpu_cores=None, checkpoint=checkpoint)
 
 
-def _sharding_of(accelerator: Accelerator) -> str:
-    if not accelerator.is_fsdp2:
-        return accelerator.distributed_type.value
-    is_efficient = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    return f"FSDP2, cpu_ram_efficient_loading {is_efficient}"
-
-
 def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun) -> None:
-    """Apply rank 0's choice of passes on every rank.
-
-    Only rank 0 is certain to have loaded weights. With fsdp_cpu_ram_efficient_loading, the default of
-    `accelerate launch --use_fsdp`, the other ranks hold zeros until `prepare`, and zeros always agree.
-    """
+    """Apply rank 0's choice of passes on every rank, because each rounds in its own way."""
 
     def settle() -> ForwardSetup:
         choose_attention(policy, accelerator.device, getattr(torch, run.dtype), run.learner.attn_implementation)
@@ -215,54 +215,3 @@ def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun) -> Non
     if settled.attention != policy.config._attn_implementation:
         policy.set_attn_implementation(settled.attention)
     logit_maps[policy] = settled.logits
-
-
-def _prepare(policy: Any, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> tuple[Any, Any]:
-    """Let accelerate prepare the policy and the optimizer.
-
-    With fsdp_cpu_ram_efficient_loading, accelerate raises an error for buffers that are part of a checkpoint,
-    such as the router biases of DeepSeek. These buffers are broadcast here and hidden from accelerate.
-    """
-    if not (accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading):
-        return accelerator.prepare(policy, optimizer)
-    kept = [
-        (module, name)
-        for module in policy.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    ]
-    for module, name in kept:
-        module._buffers[name] = broadcast(module._buffers[name].to(accelerator.device))
-        module._non_persistent_buffers_set.add(name)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
-    for module, name in kept:
-        module._non_persistent_buffers_set.discard(name)
-    return policy, optimizer
-
-
-def _refuse_other_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
-    """Refuse sharding that does not keep parameters under their own names."""
-    if not accelerator.is_fsdp2:
-        if accelerator.distributed_type == DistributedType.FSDP:
-            raise ConfigError(
-                "accelerate shards the policy with FSDP1, whose parameters cannot be gathered one at a time by name; "
-                "use FSDP2 (fsdp_version: 2 in accelerate's config, or FSDP_VERSION=2) or no sharding"
-            )
-        return
-    if run.learner.compile is True:
-        raise ConfigError(
-            "learner.compile = true is not supported with FSDP2: compiled code over sharded weights has not been "
-            "tested; set learner.compile to false, or start the learner without FSDP"
-        )
-    plugin = accelerator.state.fsdp_plugin
-    if run.learner.optimizer.kind == "adamw_8bit":
-        raise ConfigError(
-            'learner.optimizer.kind = "adamw_8bit" is not supported with FSDP2: bitsandbytes cannot update sharded '
-            'parameters. Set learner.optimizer.kind to "adamw", whose moments are sharded, or start the learner '
-            "without FSDP"
-        )
-    if plugin.activation_checkpointing:
-        raise ConfigError(
-            "fsdp_activation_checkpointing is not supported, because it renames the parameters; turn it off and set "
-            "learner.gradient_checkpointing = true"
-        )

@@ -24,9 +24,9 @@ TIMEOUT_S = 240
 
 def test_private_flags_go_to_their_side_and_shared_ones_to_all() -> None:
     flags = ["--learner.steps", "3", "--seed", "1", "--server.cpu-cores", "0", "1", "--model", "m"]
-    flags += ["--deploy.restart", "on-failure"]
+    flags += ["--deploy.restart", "on-failure", "--deploy.sharded", "true"]  # the last is a key of the learner today
     assert flags_by_section(flags) == {
-        "learner": ["--learner.steps", "3", "--seed", "1", "--model", "m"],
+        "learner": ["--learner.steps", "3", "--seed", "1", "--model", "m", "--deploy.sharded", "true"],
         "server": ["--seed", "1", "--server.cpu-cores", "0", "1", "--model", "m"],
         "deploy": ["--seed", "1", "--model", "m", "--deploy.restart", "on-failure"],
     }

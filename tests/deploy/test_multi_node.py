@@ -56,7 +56,7 @@ def launched(words: list[str]) -> tuple[dict[str, str], LearnerRun]:
 
 def test_the_first_nodes_serve_and_the_others_train_as_ranks_of_one_learner(tmp_path: Path) -> None:
     flags = ["--server.tensor-parallel-size", "16", "--seed", "5", "--learner.steps", "3"]
-    split = {"SERVERS": "2", "NODES_PER_SERVER": "2", "RANKS": "8", "SHARDED": "yes"}
+    split = {"SERVERS": "2", "NODES_PER_SERVER": "2", "RANKS": "8"}
     *serving, first, second = roles(tmp_path, *flags, **split)
     runs = [check(words) for words in serving]
     assert all(isinstance(run, ServerRun) and run.server.tensor_parallel_size == 16 for run in runs)
@@ -68,7 +68,6 @@ def test_the_first_nodes_serve_and_the_others_train_as_ranks_of_one_learner(tmp_
         assert environment["nnodes"] == "2" and environment["node_rank"] == str(rank)
         assert environment["nproc_per_node"] == "8"
         assert (environment["rdzv_backend"], environment["rdzv_endpoint"]) == ("static", "node4:29400")
-        assert (environment["ACCELERATE_USE_FSDP"], environment["FSDP_VERSION"]) == ("true", "2")
         assert run.servers == ("tcp://node0:5757", "tcp://node2:5757") and (run.seed, run.learner.steps) == (5, 3)
         assert run.evaluation_url == "http://node0:5758/v1" and "tensor_parallel_size" not in run.server
 
@@ -187,7 +186,7 @@ def test_the_skypilot_task_runs_the_script_with_all_that_it_needs(tmp_path: Path
     checked = subprocess.run(["bash", "-n"], input=task["run"] + task["setup"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     assert (ROOT / task["envs"]["CONFIG"]).is_file() and "deploy/serve_or_train.sh" in task["run"]
-    variables = {"SERVERS", "NODES_PER_SERVER", "RANKS", "SHARDED"}
+    variables = {"SERVERS", "NODES_PER_SERVER", "RANKS"}
     assert variables <= task["envs"].keys()
     assert task["num_nodes"] > int(task["envs"]["SERVERS"]) * int(task["envs"]["NODES_PER_SERVER"])
     sky = pytest.importorskip("sky", reason="SkyPilot checks the task where it is installed: pip install skypilot")

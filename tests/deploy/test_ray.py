@@ -72,10 +72,9 @@ def test_a_rank_gets_what_torchrun_sets_and_the_gpus_of_all_ranks_of_its_node() 
     }  # fmt: skip
     assert third == first | {"RANK": "2", "LOCAL_RANK": "1"}
     assert second == first | {"RANK": "1", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0"}
-    assert rank_environment(0, [NODE_B], sharded=False) == {}
+    assert rank_environment(0, [NODE_B]) == {}
     without = [host._replace(gpus=()) for host in hosts]
-    assert rank_environment(0, without, sharded=False)["ACCELERATE_USE_CPU"] == "true"
-    assert rank_environment(0, hosts, sharded=True)["FSDP_VERSION"] == "2"
+    assert rank_environment(0, without)["ACCELERATE_USE_CPU"] == "true"
 
 
 def test_both_sides_accept_their_commands_share_keys_and_meet_through_the_list(tmp_path: Path) -> None:
@@ -128,8 +127,6 @@ def test_evaluations_go_to_the_first_server_with_a_key_that_both_sides_have(tmp_
     [
         ({"endpoints": ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]}, r"endpoints = \[.*Ray chooses the nodes"),
         ({"endpoint": "tcp://127.0.0.1:9"}, "endpoint = 'tcp://127.0.0.1:9', but Ray chooses the nodes"),
-        ({"deploy": {"sharded": True, "learner_gpus": [0, 1]}}, "deploy.sharded = true with deploy.ray.ranks = 1"),
-        ({"deploy": {"sharded": True, "ray": {"ranks": 2, "use_gpus": False}}}, "sharded = true needs two or more"),
         ({"deploy": {"ray": {"servers": 0}}}, "deploy.ray.servers = 0"),
         ({"deploy": {"ray": {"nodes": 2}}}, "unknown key deploy.ray.nodes"),
         (

@@ -2,6 +2,7 @@
 
 run_ranks       a whole `learner train` on each
 on_two_ranks    a function on each of two ranks that are shared by all tests of the session
+on_four_ranks   the same on two nodes of two ranks
 """
 
 import atexit
@@ -26,16 +27,16 @@ from protocol.config import to_toml
 from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.model_engine import tiny_server
 from tests.learner.runs import make_run, metrics_of, seeded
-from tests.learner.training.sharding import FSDP2, launched_environment, shard_on_cpu
 from tests.peer import PROCESSES
 from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
-LAUNCH = ["accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--num_machines", "1",
-          "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
-UNSHARDED = ["--multi_gpu", "--no_python", sys.executable, "-m", "deploy.cli"]
+ACCELERATE = ["accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--num_machines", "1",
+              "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no", "--multi_gpu",
+              "--no_python", sys.executable]  # fmt: skip
 """Like `accelerate launch --no_python slipstream`, which need not be installed here."""
-TIMEOUT_S = 120.0
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TIMEOUT_S = 300.0
 Work = Callable[..., Any]
 
 
@@ -45,38 +46,29 @@ class Place(msgspec.Struct, frozen=True):
     rank: int
     num_ranks: int
     port: int
-    is_sharded: bool = False
-    launched: dict[str, str] = msgspec.field(default_factory=dict)
-    """Further variables that `accelerate launch` sets."""
+    num_on_node: int
 
     def enter(self) -> None:
         if self.num_ranks == 1:
             return
-        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank)}
-        os.environ |= {"WORLD_SIZE": str(self.num_ranks), "LOCAL_WORLD_SIZE": str(self.num_ranks)}
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank % self.num_on_node)}
+        os.environ |= {"WORLD_SIZE": str(self.num_ranks), "LOCAL_WORLD_SIZE": str(self.num_on_node)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "ACCELERATE_USE_CPU": "true"}
-        os.environ |= self.launched
-        if self.is_sharded:
-            shard_on_cpu()
 
 
-ALONE = Place(rank=0, num_ranks=1, port=0)
+ALONE = Place(rank=0, num_ranks=1, port=0, num_on_node=1)
 
 
-def places_of(num_ranks: int, *, is_sharded: bool = False, switches: tuple[str, ...] = FSDP2) -> list[Place]:
-    """Return the places of ranks of one group. Sharded ranks are like those of `accelerate launch` with `switches`."""
+def places_of(num_ranks: int, *, num_nodes: int = 1) -> list[Place]:
+    """Return the places of ranks of one group."""
     if num_ranks == 1:
         return [ALONE]
-    port = free_port()
-    launched = launched_environment(*switches) if is_sharded else {}
-    return [
-        Place(rank=rank, num_ranks=num_ranks, port=port, is_sharded=is_sharded, launched=launched)
-        for rank in range(num_ranks)
-    ]
+    port, num_on_node = free_port(), num_ranks // num_nodes
+    return [Place(rank=rank, num_ranks=num_ranks, port=port, num_on_node=num_on_node) for rank in range(num_ranks)]
 
 
 def run_ranks(
-    tmp_path: Path, num_ranks: int, *, is_sharded: bool = False, start: Callable[..., str] | None = None, **learner: Any
+    tmp_path: Path, num_ranks: int, *, start: Callable[..., str] | None = None, **learner: Any
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Train on `num_ranks` ranks. Return their metrics and the weights that reached the server."""
     with tiny_server() as server:
@@ -85,49 +77,47 @@ def run_ranks(
         tmp_path.mkdir()
         config = tmp_path / "run.toml"
         config.write_text(to_toml(run))
-        logs = start(config) if start else fork(config, num_ranks=num_ranks, is_sharded=is_sharded)
+        logs = start(config) if start else fork(config, num_ranks=num_ranks)
         assert ("rank 1 of 2" in logs) == (num_ranks > 1)
         return metrics_of(run), server.engine.weights
 
 
-def fork(config: Path, *, num_ranks: int, is_sharded: bool) -> str:
+def fork(config: Path, *, num_ranks: int) -> str:
     """Train to the end and return the log."""
     log = config.with_suffix(".log")
-    places = places_of(num_ranks, is_sharded=is_sharded)
+    places = places_of(num_ranks)
     ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in places]
     assert [end_of(rank, log) for rank in ranks] == [0] * num_ranks, log.read_text()
     return log.read_text()
 
 
-def launch(config: Path) -> str:
-    """Train with the command of the README. It pretends to have GPUs, without which it would start a single process."""
-    command = [sys.executable, "-m", *LAUNCH, *UNSHARDED, "train", str(config)]
+def launch(launcher: list[str], config: Path) -> str:
+    """Train by a command. accelerate assumes GPUs, without which it would start a single process."""
+    command = [sys.executable, "-m", *launcher, "-m", "deploy.cli", "train", str(config)]
     on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=on_cpu)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stderr
 
 
-def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False, switches: tuple[str, ...] = FSDP2) -> list[Any]:
+def on_two_ranks(work: Work, *args: Any) -> list[Any]:
     """Call `work(accelerator, *args)` on both ranks. Return both results."""
-    if switches != FSDP2:
-        return be_ranks(places_of(2, is_sharded=is_sharded, switches=switches), work, *args)
-    pair = _pair(is_sharded=is_sharded)
-    try:
-        return pair.do(work, args)
-    except BaseException:
-        _pair.cache_clear()  # a rank may wait for the other in a collective
-        pair.end()
-        raise
+    return _do_on(2, 1, work, args)
 
 
-def be_ranks(places: list[Place], work: Work, *args: Any) -> list[Any]:
-    """Call `work(accelerator, *args)` on new ranks."""
-    ranks = Ranks(places)
+def on_four_ranks(work: Work, *args: Any) -> list[Any]:
+    """The same on four ranks, two on each of two nodes."""
+    return _do_on(4, 2, work, args)
+
+
+def _do_on(num_ranks: int, num_nodes: int, work: Work, args: tuple[Any, ...]) -> list[Any]:
+    ranks = _ranks(num_ranks, num_nodes)
     try:
         return ranks.do(work, args)
-    finally:
+    except BaseException:
+        _ranks.cache_clear()  # one may wait in a collective for the others
         ranks.end()
+        raise
 
 
 class Ranks:
@@ -167,10 +157,10 @@ class Ranks:
 
 
 @cache
-def _pair(*, is_sharded: bool) -> Ranks:
-    pair = Ranks(places_of(2, is_sharded=is_sharded))
-    atexit.register(pair.end)
-    return pair
+def _ranks(num_ranks: int, num_nodes: int) -> Ranks:
+    ranks = Ranks(places_of(num_ranks, num_nodes=num_nodes))
+    atexit.register(ranks.end)
+    return ranks
 
 
 def _serve(place: Place, pipe: Any) -> None:
@@ -192,10 +182,8 @@ def _serve(place: Place, pipe: Any) -> None:
 
 def _do(place: Place, work: Work, args: tuple[Any, ...]) -> Any:
     AcceleratorState._reset_state()  # not the process group
-    if place.is_sharded:
-        shard_on_cpu()
     accelerator = make_accelerator()
-    assert accelerator.is_fsdp2 == place.is_sharded and accelerator.num_processes == place.num_ranks
+    assert accelerator.num_processes == place.num_ranks
     try:
         return work(accelerator, *args)
     finally:

@@ -72,6 +72,13 @@ def test_every_former_value_leads_to_a_value_of_its_key() -> None:
             assert former_keys.renamed_flags([f"--{key}={former}"]) == ([f"--{key}={value}"], warning)
 
 
+def test_a_switch_is_now_a_choice(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    assert load(path, in_section("deploy", "sharded = true")).learner.sharding == "full"
+    assert load(path, in_section("deploy", "sharded = false")).learner.sharding == "none"
+    assert load(path, START + REST, "--deploy.sharded", "true").learner.sharding == "full"
+
+
 def test_former_names_and_values_cost_one_warning_that_names_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

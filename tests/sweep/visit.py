@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import torch
 import transformers
-from accelerate import Accelerator
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from learner.forward.attention import is_packed
@@ -123,7 +122,7 @@ def refusal_of(family: str, directory: Path) -> str | None:
 def load(directory: Path, loaded: torch.dtype, computed: torch.dtype) -> Any:
     policy = load_policy(directory, gradient_checkpointing=False, dtype=loaded)
     choose_attention(policy, CPU, computed)
-    compute_in(computed, policy, Accelerator(cpu=True))
+    compute_in(computed, policy)
     return policy
 
 

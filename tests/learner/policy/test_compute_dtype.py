@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -38,7 +37,7 @@ def computing_in_bfloat16(model: PreTrainedModel, *, gradient_checkpointing: boo
     policy = copy.deepcopy(model)
     if gradient_checkpointing:
         policy.gradient_checkpointing_enable()
-    compute_in(torch.bfloat16, policy, Accelerator(cpu=True))
+    compute_in(torch.bfloat16, policy)
     return policy
 
 
@@ -99,7 +98,7 @@ def test_a_pass_that_breaks_off_leaves_the_parameters_as_they_were() -> None:
 
 def test_the_dtype_is_reported_and_in_float32_nothing_is_done() -> None:
     policy = make_model("qwen2")
-    compute_in(torch.float32, policy, Accelerator(cpu=True))
+    compute_in(torch.float32, policy)
     assert compute_dtype(policy) == torch.float32
     assert not any(module._forward_pre_hooks for module in policy.modules())
     assert compute_dtype(make_model("qwen2").bfloat16()) == torch.bfloat16

@@ -123,7 +123,7 @@ def test_activations_are_what_a_pass_keeps(name: str, dtype: str, checkpointing:
         return tensor
 
     ids = torch.randint(0, 100, (1, num_tokens))
-    compute_in(getattr(torch, dtype), model, Accelerator(cpu=True))
+    compute_in(getattr(torch, dtype), model)
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         model.model(input_ids=ids, use_cache=False)
     shape = shape_of(TINY[name])

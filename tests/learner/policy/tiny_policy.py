@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -40,7 +39,7 @@ BATCHES = [a_batch(), a_batch((7, 7, 9, 3, 10))]
 
 def tiny_policy(dtype: torch.dtype = torch.float32) -> Any:
     policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)
-    compute_in(dtype, policy, Accelerator(cpu=True))
+    compute_in(dtype, policy)
     return policy
 
 

@@ -113,4 +113,4 @@ def test_a_checkpoint_excludes_later_changes_of_training(
 
 @pytest.mark.system
 def test_a_checkpoint_of_sharded_ranks_excludes_later_changes(tmp_path: Path) -> None:
-    on_two_ranks(compare_held_with_unhurried, tmp_path, {}, is_sharded=True)
+    on_two_ranks(compare_held_with_unhurried, tmp_path, {"sharding": "full"})

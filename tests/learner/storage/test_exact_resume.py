@@ -81,7 +81,7 @@ class OldView(Place, frozen=True):
 
 def live_as_two(run: LearnerRun, death: Death | None, *, resume: bool) -> None:
     """Run two ranks that share the policy. torchrun would end the remaining rank when the other dies."""
-    first, second = places_of(2, is_sharded=True)
+    first, second = places_of(2)
     places = [first, OldView(**msgspec.structs.asdict(second))]
     lives = [Life(run, death if place.rank == 0 else None, resume=resume, place=place) for place in places]
     code = lives[0].end()
@@ -97,6 +97,7 @@ def test_two_ranks_killed_after_a_step_and_in_a_checkpoint_end_like_uninterrupte
         "reference": {"kind": "every", "every_steps": 2, "reset_optimizer": True},
         "kl": {"coef": 0.1},
         "steps": 3,
+        "sharding": "full",
     }
     runs = []
     for name, deaths in (("whole", []), ("killed", [Death("consumed", 3), Death("shards written")])):

@@ -163,7 +163,7 @@ def no_space() -> None:
 
 
 def save_a_part_each_until_one_fails(accelerator: Accelerator, directory: Path) -> None:
-    trainer = a_trainer(accelerator, checkpoint={"export_model": False})
+    trainer = a_trainer(accelerator, checkpoint={"export_model": False}, sharding="full")
     checkpoint = checkpoints.save(trainer, directory, 1)
     sizes = [(checkpoint / "trained" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
     assert max(sizes) < 0.6 * sum(sizes), "a rank has written more than its part"
@@ -180,7 +180,7 @@ def save_a_part_each_until_one_fails(accelerator: Accelerator, directory: Path) 
 
 @pytest.mark.system
 def test_each_of_two_ranks_writes_its_part_and_a_disk_error_of_one_stops_both(tmp_path: Path) -> None:
-    on_two_ranks(save_a_part_each_until_one_fails, tmp_path, is_sharded=True)
+    on_two_ranks(save_a_part_each_until_one_fails, tmp_path)
 
 
 def test_a_fixed_reference_is_one_shared_file_that_outlives_the_first_checkpoint(

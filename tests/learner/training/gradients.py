@@ -1,5 +1,7 @@
 """The gradient of a step in every case of plain_step.py, for the tests that split the step."""
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 
@@ -29,16 +31,19 @@ def gradient_of(trainer: PolicyTrainer, groups: list[RolloutGroup]) -> torch.Ten
     return gradient
 
 
-def gradients(accelerator: Accelerator, *, micro_batch_tokens: int, is_turned: bool = False) -> dict[str, torch.Tensor]:
+def gradients(
+    accelerator: Accelerator, *, micro_batch_tokens: int, is_turned: bool = False, **shared: Any
+) -> dict[str, torch.Tensor]:
     """Of nine rows: of two ranks one has more than the other."""
     trainers = [
-        make_moved_trainer(make_run(**settings), accelerator) for settings in ({}, FIXED | {"kl": {"coef": 0.5}})
+        make_moved_trainer(make_run(**settings, **shared), accelerator)
+        for settings in ({}, FIXED | {"kl": {"coef": 0.5}})
     ]
     groups = make_groups(accelerator.unwrap_model(trainers[0].policy), num_completions=3)
     found = {}
     for name, (settings, _) in CASES.items():
         trainer = trainers["kl" in settings]
-        trainer.run = make_run(**settings | {"micro_batch_tokens": micro_batch_tokens})
+        trainer.run = make_run(**settings | {"micro_batch_tokens": micro_batch_tokens}, **shared)
         trainer.kl_coef = trainer.config.kl.coef
         found[name] = gradient_of(trainer, groups[::-1] if is_turned else groups)
     return found

@@ -62,10 +62,10 @@ def test_the_gradient_is_the_same_whatever_accelerate_finds_in_the_environment(
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("ACCELERATE_USE_DEEPSPEED", "true", "a policy is sharded with FSDP2"),
-        ("ACCELERATE_USE_MEGATRON_LM", "true", "a policy is sharded with FSDP2"),
+        ("ACCELERATE_USE_FSDP", "true", 'learner.sharding = "full"'),
+        ("ACCELERATE_USE_DEEPSPEED", "true", 'learner.sharding = "full"'),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", 'learner.sharding = "full"'),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "tensor, context and sequence parallel"),
-        ("FSDP_IGNORED_MODULES", r".*\.mlp", "not reduced over the ranks"),
     ],
 )
 def test_what_would_train_something_else_is_refused(

@@ -1,6 +1,7 @@
 """Nothing that decides about the numbers is decided by each rank for itself; where ranks differ all the same, all stop and say in what."""
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,10 @@ import torch
 import transformers
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-import learner.forward.compile
 from learner.config import LearnerRun
 from learner.forward.compile import describe_fused
-from learner.rank_agreement import first_problem
 from learner.run_inputs import RunInputs
 from learner.training.batch import BatchRow, trained_rows
 from learner.training.distributed import StepPlan, layout_of, plan_of
@@ -26,9 +24,9 @@ from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import advantages, train_on
 from protocol.errors import RanksDisagree
 from protocol.model_files import resolve_model
-from tests.learner.ranks import be_ranks, on_two_ranks, places_of
+from tests.learner.forward.spelt_kernel import like_a_gpu, trace_only
+from tests.learner.ranks import on_two_ranks
 from tests.learner.training.fixed_groups import VERSION, a_run, make_groups
-from tests.learner.training.sharding import FSDP2
 from tests.zoo.families import LM
 
 pytestmark = pytest.mark.system
@@ -48,95 +46,41 @@ def save_random(config: PreTrainedConfig, path: Path) -> None:
     AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(path)
 
 
-WRITTEN_BY_ACCELERATE_CONFIG = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config:
-  fsdp_activation_checkpointing: false
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_offload_params: false
-  fsdp_reshard_after_forward: true
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_version: 2
-machine_rank: 0
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-"""
-EVERY_RANK_LOADS = (*FSDP2, "--fsdp_cpu_ram_efficient_loading", "false")
 MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 16}
 
 
 def train_a_step(accelerator: Accelerator, model: Path) -> tuple[str, list[float]]:
     """The attention and what was measured."""
-    trainer = a_trainer(accelerator, a_run(model))
+    trainer = a_trainer(accelerator, a_run(model, sharding="full"))
     metrics = train_on(trainer, make_groups(trainer.policy), VERSION, StepTimer())
     attention: str = accelerator.unwrap_model(trainer.policy).config._attn_implementation
     return attention, [metrics[name] for name in ("loss/policy", "policy/entropy", "optim/grad_norm")]
 
 
-@pytest.mark.parametrize("switches", [None, EVERY_RANK_LOADS], ids=["accelerate config", "every rank loads"])
-def test_ranks_that_hold_zeros_go_the_way_of_rank_0(
-    accelerator: Accelerator, tmp_path: Path, switches: tuple[str, ...] | None
-) -> None:
+def test_a_padded_policy_is_shared_by_two_ranks(accelerator: Accelerator, tmp_path: Path) -> None:
     """Attention and Mamba side by side: its state leaks from one sequence of a pack to the next, so it must not go packed."""
-    config = tmp_path / "accelerate.yaml"
-    config.write_text(WRITTEN_BY_ACCELERATE_CONFIG)
     save_random(transformers.FalconH1Config(**LM | MAMBA), tmp_path)
     attention, expected = train_a_step(accelerator, tmp_path)
-    switches = switches or ("--config_file", str(config))
-    for of_rank, found in on_two_ranks(train_a_step, tmp_path, is_sharded=True, switches=switches):
+    for of_rank, found in on_two_ranks(train_a_step, tmp_path):
         assert of_rank == attention != "slipstream_pack"
         assert found == pytest.approx(expected, rel=1e-4)
 
 
-def compile_on_one(accelerator: Accelerator) -> str:
-    """Rank 1 has no compiler."""
-    problem = None if accelerator.is_main_process else "no compiler"
-    learner.forward.compile._pieces = lambda model: [model.transformer.h[0].mlp]
-    learner.forward.compile._problem = lambda *_: problem
-    policy = accelerator.unwrap_model(a_trainer(accelerator, a_run(compile=True)).policy)
-    assert first_problem(accelerator, problem) == "on rank 1: no compiler"
-    return describe_fused(policy)
+def compile_on_one(accelerator: Accelerator, model: Path) -> str:
+    """Rank 1 has no compiler, which it notices in the middle of a pass that both make together."""
+    with pytest.MonkeyPatch.context() as patch:
+        like_a_gpu(patch), trace_only(patch, no_compiler if accelerator.process_index else "aot_eager")
+        trainer = a_trainer(accelerator, a_run(model, compile=True, sharding="full"))
+    return describe_fused(trainer.policy)
 
 
-def test_what_cannot_be_compiled_on_one_rank_is_compiled_on_none() -> None:
-    assert on_two_ranks(compile_on_one) == ["0 layers, 0 pieces, 0 heads"] * 2
+def no_compiler(*_: object) -> None:
+    raise RuntimeError("no compiler")
 
 
-def keep_buffers(accelerator: Accelerator, model: Path) -> torch.Tensor:
-    """They are not trained."""
-    trainer = a_trainer(accelerator, a_run(model))
-    buffers = trainer.published.model.state_dict
-    found = buffers()["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert not isinstance(found, DTensor)
-    train_on(trainer, make_groups(trainer.policy), VERSION, StepTimer())
-    assert torch.equal(buffers()["model.layers.1.mlp.gate.e_score_correction_bias"], found)
-    return found
-
-
-def test_buffers_of_a_checkpoint_reach_ranks_that_have_not_loaded_it(tmp_path: Path) -> None:
-    """The biases of DeepSeek's routers, which would be pushed."""
-    attention = {
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 32,
-    }
-    experts = {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 64,
-    }
-    lm = {key: value for key, value in LM.items() if key != "head_dim"} | {"num_key_value_heads": 2}
-    save_random(transformers.DeepseekV3Config(**lm | attention | experts, first_k_dense_replace=1), tmp_path)
-    expected = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert expected.abs().max() > 0.01
-    assert all(torch.equal(found, expected) for found in on_two_ranks(keep_buffers, tmp_path, is_sharded=True))
+def test_what_cannot_be_compiled_on_one_rank_is_compiled_on_none(tmp_path: Path) -> None:
+    save_random(transformers.LlamaConfig(**LM), tmp_path)
+    assert on_two_ranks(compile_on_one, tmp_path) == ["0 layers, 0 pieces, 0 heads"] * 2
 
 
 def differ_in_a_step(accelerator: Accelerator) -> None:
@@ -210,12 +154,14 @@ def test_ranks_with_another_config_or_model_stop_at_the_start(tmp_path: Path) ->
     on_two_ranks(differ_at_the_start, tmp_path / "model")
 
 
-def differ_in_sharding(accelerator: Accelerator) -> None:
-    with pytest.raises(RanksDisagree, match=r'sharding is "FSDP2, .*" on rank 0 and "MULTI_CPU" on rank 1'):
-        a_trainer(accelerator, a_run())
+def differ_in_nodes(accelerator: Accelerator) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(1 + accelerator.process_index)
+    try:
+        with pytest.raises(RanksDisagree, match=r"mesh is .*\[2,1\] on rank 0 and \[2\] on rank 1"):
+            a_trainer(accelerator, a_run(sharding="hybrid"))
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
 
 
-def test_ranks_of_which_one_was_launched_without_fsdp_stop_at_the_start() -> None:
-    sharded, plain = places_of(2, is_sharded=True)
-    plain = msgspec.structs.replace(plain, is_sharded=False, launched={})
-    be_ranks([sharded, plain], differ_in_sharding)
+def test_ranks_that_count_other_nodes_stop_at_the_start() -> None:
+    on_two_ranks(differ_in_nodes)

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 
 from learner.config import LearnerConfig
 from learner.run_inputs import RunInputs
@@ -14,27 +13,16 @@ from protocol.errors import ConfigError
 from tests.learner.training.fixed_groups import make_run
 
 
-def test_a_policy_sharded_by_fsdp1_is_refused() -> None:
-    """It does not run on a CPU under accelerate, so only what the refusal looks at stands in for it."""
-    fsdp1 = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)
-    with pytest.raises(ConfigError, match=r"shards the policy with FSDP1.*fsdp_version: 2"):
-        make_trainer(RunInputs(make_run()), fsdp1, is_new=True)
-
-
 @pytest.mark.parametrize(
-    ("activation_checkpointing", "learner", "remedy"),
+    ("learner", "remedy"),
     [
-        (False, {"optimizer": {"kind": "adamw_8bit"}}, 'learner.optimizer.kind to "adamw"'),
-        (False, {"compile": True}, "set learner.compile to false"),
-        (True, {}, "learner.gradient_checkpointing = true"),
+        ({"optimizer": {"kind": "adamw_8bit"}}, 'learner.optimizer.kind to "adamw"'),
     ],
 )
-def test_what_does_not_go_with_fsdp2_is_refused(activation_checkpointing: bool, learner: dict, remedy: str) -> None:
-    plugin = SimpleNamespace(activation_checkpointing=activation_checkpointing)
-    state = SimpleNamespace(fsdp_plugin=plugin)
-    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True, state=state)
+def test_what_does_not_go_with_sharding_is_refused(learner: dict, remedy: str) -> None:
+    accelerator = SimpleNamespace(num_processes=2)
     with pytest.raises(ConfigError, match=remedy):
-        make_trainer(RunInputs(make_run(**learner)), accelerator, is_new=True)
+        make_trainer(RunInputs(make_run(sharding="full", **learner)), accelerator, is_new=True)
 
 
 def coefs(config: LearnerConfig, measured: list[float | None]) -> list[float]:

@@ -1,8 +1,9 @@
-"""Two ranks, each with the whole policy or with FSDP2's half of it, compute, push and save what one does."""
+"""Two ranks, each with the whole policy or with FSDP2's half of it, and two nodes of two compute, push and save what one does."""
 
 import math
 import weakref
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -21,6 +23,7 @@ from learner.forward.logprobs import token_logprobs
 from learner.policy.model import load_policy
 from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference
+from learner.policy.sharding import shard
 from learner.policy.snapshot import whole
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
@@ -33,14 +36,14 @@ from learner.training.step import advantages, train_on
 from protocol.errors import ParityError, RankFailed
 from protocol.weights.buckets import dtype_on_wire
 from tests.learner.checkpoints import save
-from tests.learner.ranks import on_two_ranks
+from tests.learner.ranks import on_four_ranks, on_two_ranks
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 from tests.learner.training.gradients import gradients
 from tests.zoo.families import save_model
 
 pytestmark = pytest.mark.system
 
-WHOLE_AND_SHARDED = pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+WHOLE_AND_SHARDED = pytest.mark.parametrize("sharding", ["none", "full"])
 STEPS = range(VERSION, VERSION + 4)
 SAVED_AFTER = STEPS[2]
 LORA = {
@@ -75,10 +78,11 @@ def assert_same_bytes(found: dict[str, torch.Tensor], expected: dict[str, torch.
 
 @WHOLE_AND_SHARDED
 def test_gradients_are_those_of_one_rank_whatever_the_config_and_the_micro_batches(
-    accelerator: Accelerator, is_sharded: bool
+    accelerator: Accelerator, sharding: str
 ) -> None:
     expected = gradients(accelerator, micro_batch_tokens=1000)
-    for found in on_two_ranks(partial(gradients, micro_batch_tokens=1 if is_sharded else 20), is_sharded=is_sharded):
+    num_tokens = 20 if sharding == "none" else 1
+    for found in on_two_ranks(partial(gradients, micro_batch_tokens=num_tokens, sharding=sharding)):
         assert_close(found, expected)
 
 
@@ -129,35 +133,42 @@ def resume(accelerator: Accelerator, settings: dict[str, Any], checkpoint: Path)
     return pushed(trainer, "saved") | step(trainer, groups, STEPS[-1]) | pushed(trainer, "last")
 
 
-@WHOLE_AND_SHARDED
-@pytest.mark.parametrize(("settings", "tolerance"), TRAINED.values(), ids=TRAINED)
+SHARED_BY = {"none": on_two_ranks, "full": on_two_ranks, "hybrid": on_four_ranks}
+
+
+@pytest.mark.parametrize(
+    ("trained", "sharding"),
+    [*product(TRAINED, ["none", "full"]), ("all weights", "hybrid"), ("adapter", "hybrid")],
+)
 def test_steps_pushes_and_checkpoints_are_those_of_one_rank(
-    accelerator: Accelerator, tmp_path: Path, settings: dict[str, Any], tolerance: float, is_sharded: bool
+    accelerator: Accelerator, tmp_path: Path, trained: str, sharding: str
 ) -> None:
-    paths = [tmp_path / ranks / f"step-{SAVED_AFTER:06d}" for ranks in ("one", "two")]
+    settings, tolerance = TRAINED[trained]
+    settings, on_ranks = settings | {"sharding": sharding}, SHARED_BY[sharding]
+    paths = [tmp_path / ranks / f"step-{SAVED_AFTER:06d}" for ranks in ("one", "several")]
     for path in paths:
         path.parent.mkdir()
     one = train(accelerator, settings, paths[0].parent)
-    two, _ = on_two_ranks(train, settings, paths[1].parent, is_sharded=is_sharded)
-    assert_close(two, one, tolerance)
+    several, *_ = on_ranks(train, settings, paths[1].parent)
+    assert_close(several, one, tolerance)
     assert max(abs(one[f"loss/policy of step {version}"]) for version in STEPS) > 0.01
     if "lora" in settings:
         assert_close(*(load_file(path / "adapter" / "adapter_model.safetensors") for path in paths), tolerance)
 
-    resumed_by_two, _ = on_two_ranks(resume, settings, paths[0], is_sharded=is_sharded)
+    resumed_by_several, *_ = on_ranks(resume, settings, paths[0])
     accelerator.free_memory()  # forgets the first run's policy
     resumed_by_one = resume(accelerator, settings, paths[1])
-    for resumed, saver in ((resumed_by_two, one), (resumed_by_one, two)):
+    for resumed, saver in ((resumed_by_several, one), (resumed_by_one, several)):
         assert_close(resumed, {name: one[name] for name in resumed}, tolerance)
         assert_same_bytes(resumed, {name: tensor for name, tensor in saver.items() if name.startswith("saved/")})
     exported = load_file(paths[1] / "model" / "model.safetensors")
-    assert_same_bytes(exported, {name: two[f"saved/{name}"].to(tensor.dtype) for name, tensor in exported.items()})
+    assert_same_bytes(exported, {name: several[f"saved/{name}"].to(tensor.dtype) for name, tensor in exported.items()})
 
 
 def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
     """The pass before a step, the reference's and a training pass must agree to the bit, or the first ratio is not 1, nor the KL 0."""
     decoupled = {"off_policy_correction": {"anchor": "proximal", "weight": "truncate"}, "updates_per_batch": 2}
-    run = msgspec.structs.replace(make_run(**decoupled, micro_batch_tokens=20), dtype="bfloat16")
+    run = msgspec.structs.replace(make_run(**decoupled, micro_batch_tokens=20, sharding="full"), dtype="bfloat16")
     trainer = make_moved_trainer(run, accelerator)
     groups = make_groups(trainer.policy, num_completions=3)
     rows = trained_rows(groups, advantages(groups, run.learner), run.learner)
@@ -179,7 +190,7 @@ def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
 
 def lead_and_follow(accelerator: Accelerator) -> None:
     """A push that breaks off, a pass, a push; then an error of rank 0's, at which no rank may hang."""
-    policy = a_trainer(accelerator).policy
+    policy = a_trainer(accelerator, sharding="full").policy
     expected = {name: whole(parameter.detach()) for name, parameter in policy.named_parameters()}
     published = PublishedPolicy(accelerator, policy, torch.bfloat16)
     with published.led():
@@ -213,7 +224,7 @@ class EightTensors(PreTrainedModel):
 def gather_one_tensor_at_a_time(accelerator: Accelerator) -> None:
     """While rank 0 reads a model of eight equal tensors."""
     model = EightTensors(PreTrainedConfig())
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    fully_shard(model)
     held, most = 0, 0
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:
@@ -239,13 +250,13 @@ def gather_one_tensor_at_a_time(accelerator: Accelerator) -> None:
 
 @pytest.mark.parametrize("work", [compare_passes_in_bfloat16, lead_and_follow, gather_one_tensor_at_a_time])
 def test_ranks_that_share_a_policy_act_as_one(work: Any) -> None:
-    on_two_ranks(work, is_sharded=True)
+    on_two_ranks(work)
 
 
 def push_experts(accelerator: Accelerator, path: Path) -> None:
     """A checkpoint with tensors that are joined in memory goes out as it came in."""
     policy = load_policy(path, gradient_checkpointing=False)
-    policy, _ = accelerator.prepare(policy, torch.optim.SGD(policy.parameters()))
+    shard(policy, (2,), "cpu", torch.float32)
     assert any(isinstance(parameter, DTensor) for name, parameter in policy.named_parameters() if "experts" in name)
     published = PublishedPolicy(accelerator, policy, torch.float32)
     with published.led():
@@ -257,11 +268,11 @@ def push_experts(accelerator: Accelerator, path: Path) -> None:
 
 def test_experts_leave_two_ranks_under_the_names_of_their_checkpoint(tmp_path: Path) -> None:
     save_model("mixtral", tmp_path)
-    on_two_ranks(push_experts, tmp_path, is_sharded=True)
+    on_two_ranks(push_experts, tmp_path)
 
 
-def skip_where_one_rank_is_poisoned(accelerator: Accelerator) -> None:
-    trainer = make_moved_trainer(make_run(), accelerator)
+def skip_where_one_rank_is_poisoned(accelerator: Accelerator, sharding: str) -> None:
+    trainer = make_moved_trainer(make_run(sharding=sharding), accelerator)
     policy = accelerator.unwrap_model(trainer.policy)
     groups, before = make_groups(policy), [whole(parameter).clone() for parameter in policy.parameters()]
 
@@ -280,5 +291,5 @@ def skip_where_one_rank_is_poisoned(accelerator: Accelerator) -> None:
 
 
 @WHOLE_AND_SHARDED
-def test_all_ranks_skip_an_update_when_the_gradient_of_one_is_no_number(is_sharded: bool) -> None:
-    on_two_ranks(skip_where_one_rank_is_poisoned, is_sharded=is_sharded)
+def test_all_ranks_skip_an_update_when_the_gradient_of_one_is_no_number(sharding: str) -> None:
+    on_two_ranks(skip_where_one_rank_is_poisoned, sharding)
