@@ -18,7 +18,6 @@ from protocol.config import to_toml
 from tests.learner.checkpoints import weights_of
 from tests.learner.model_engine import tiny_server
 from tests.learner.runs import GROUPS_PER_STEP, make_run, seeded
-from tests.learner.training.sharding import FSDP2, launched_environment
 from tests.two_hosts import TwoHosts, why_not
 from tests.wire import DEVICE
 
@@ -59,7 +58,7 @@ class Nodes:
                 self._hosts.start(
                     host,
                     ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(host), *rendezvous,
-                     "--nproc-per-node", "1", "-m", "tests.rank_on_cpu", "train", str(self._place / "run.toml"),
+                     "--nproc-per-node", "1", "-m", "learner", "train", str(self._place / "run.toml"),
                      "--run-dir", str(disk / "run"), "--learner.checkpoint.dir", str(disk / "checkpoints"), *flags],
                     self.logs[host],
                 )
@@ -90,7 +89,7 @@ class Nodes:
 
 @pytest.mark.timeout(600)
 def test_a_run_over_two_hosts_survives_the_loss_of_one_and_is_resumed_sharded_to_the_end_of_an_unbroken_run(
-    hosts: TwoHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts: TwoHosts, tmp_path: Path
 ) -> None:
     make_keys(tmp_path / "keys")
     endpoint = f"tcp://{hosts.addresses[0]}:{PORT}"
@@ -109,12 +108,8 @@ def test_a_run_over_two_hosts_survives_the_loss_of_one_and_is_resumed_sharded_to
     assert not (tmp_path / "disk-1/run").exists(), "a run directory is a matter of rank 0"
 
     end = len(nodes.steps()) + 3
-    for name, value in launched_environment(*FSDP2).items():
-        monkeypatch.setenv(name, value)
-    nodes.start(*keys, "--learner.steps", str(end), "--resume")
+    nodes.start(*keys, "--learner.steps", str(end), "--learner.sharding", "full", "--resume")
     assert nodes.ends() == [0, 0], nodes.log
-    for name in launched_environment(*FSDP2):
-        monkeypatch.delenv(name)
 
     newest = complete_checkpoints(nodes.shared)[-1]
     assert (
