@@ -24,6 +24,7 @@ from learner.policy.reference import Reference, make_reference
 from learner.policy.sharding import mesh_shape, shard
 from learner.rank_agreement import decide_on_rank_0, first_problem, require_agreement
 from learner.run_inputs import RunInputs
+from learner.training.fit_memory import fit_memory
 from learner.training.metrics import Mismatch, RatioRange
 from learner.training.optimizer import make_optimizer, next_coef, require_finite_weights
 from learner.training.warm_start import warm_start
@@ -120,9 +121,10 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     The policy of a new run is warm-started, if configured, before the reference is copied from it. A resumed
     run restores everything from its checkpoint afterwards.
     """
-    run = run_inputs.run
+    check_plug_ins(run_inputs.run.learner)
+    run = fit_memory(run_inputs, accelerator)
     config = run.learner
-    check_plug_ins(config)
+    assert config.sharding != "auto"
     shape = mesh_shape(config.sharding, accelerator.num_processes)
     if shape and config.compile is True:
         raise ConfigError(
@@ -137,7 +139,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
         )
     require_agreement(
         accelerator,
-        _view_of(run_inputs, accelerator, shape),
+        _view_of(run_inputs, run, accelerator, shape),
         "Give every rank the same config, model files and software",
     )
     # Frozen weights receive no small updates, so they can have the server's dtype, at half the memory.
@@ -145,7 +147,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     policy = load_policy(
         run_inputs.model_path,
         dtype=dtype,
-        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing=config.gradient_checkpointing is True,
         attn_implementation=None if config.attn_implementation == PACKED else config.attn_implementation,
         max_model_len=run.server.get("max_model_len"),
     )
@@ -163,7 +165,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     if config.compiles_on(accelerator.device.type, is_sharded=bool(shape)):
         fuse(policy, getattr(torch, run.dtype), partial(first_problem, accelerator))
     if is_new and config.warm_start.steps > 0:
-        warm_start(run_inputs, accelerator, policy)
+        warm_start(run_inputs, config, accelerator, policy)
     require_finite_weights(
         accelerator,
         policy,
@@ -185,8 +187,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     )
 
 
-def _view_of(run_inputs: RunInputs, accelerator: Accelerator, mesh: tuple[int, ...]) -> RunView:
-    run = run_inputs.run
+def _view_of(run_inputs: RunInputs, run: LearnerRun, accelerator: Accelerator, mesh: tuple[int, ...]) -> RunView:
     return RunView(
         dtype=run.dtype,
         head_dtype=run.head_dtype,
