@@ -122,21 +122,11 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     run restores everything from its checkpoint afterwards.
     """
     check_plug_ins(run_inputs.run.learner)
+    _refuse_sharded(run_inputs.run.learner, accelerator.num_processes)
     run = fit_memory(run_inputs, accelerator)
     config = run.learner
     assert config.sharding != "auto"
     shape = mesh_shape(config.sharding, accelerator.num_processes)
-    if shape and config.compile is True:
-        raise ConfigError(
-            f'learner.compile = true with learner.sharding = "{config.sharding}" is not supported: compiled code over '
-            "sharded weights has not been tested. Set one of them to its default"
-        )
-    if shape and config.optimizer.kind == "adamw_8bit":
-        raise ConfigError(
-            f'learner.optimizer.kind = "adamw_8bit" with learner.sharding = "{config.sharding}": bitsandbytes cannot '
-            'update sharded parameters. Set learner.optimizer.kind to "adamw", whose moments are sharded, or '
-            'learner.sharding to "none"'
-        )
     require_agreement(
         accelerator,
         _view_of(run_inputs, run, accelerator, shape),
@@ -185,6 +175,23 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
         kl_coef=config.kl.coef,
         shape=run_inputs.shape,
     )
+
+
+def _refuse_sharded(config: LearnerConfig, num_ranks: int) -> None:
+    """Raise ConfigError for keys that do not go with sharding. With "auto", they prevent it."""
+    if num_ranks == 1 or config.sharding in ("auto", "none"):
+        return
+    if config.compile is True:
+        raise ConfigError(
+            f'learner.compile = true with learner.sharding = "{config.sharding}" is not supported: compiled code over '
+            "sharded weights has not been tested. Set one of them to its default"
+        )
+    if config.optimizer.kind == "adamw_8bit":
+        raise ConfigError(
+            f'learner.optimizer.kind = "adamw_8bit" with learner.sharding = "{config.sharding}": bitsandbytes cannot '
+            'update sharded parameters. Set learner.optimizer.kind to "adamw", whose moments are sharded, or '
+            'learner.sharding to "none"'
+        )
 
 
 def _view_of(run_inputs: RunInputs, run: LearnerRun, accelerator: Accelerator, mesh: tuple[int, ...]) -> RunView:
