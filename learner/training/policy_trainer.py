@@ -1,5 +1,6 @@
 """State that every rank trains: policy, optimizer and reference, and their changes from step to step."""
 
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from learner.config import LearnerConfig, LearnerRun
 from learner.forward.compile import fuse
 from learner.forward.logprobs import float32_heads, logit_map_of, logit_maps
 from learner.forward.packing_check import PACKED, choose_attention
+from learner.forward.probed_model import few_layers
 from learner.forward.tile import LogitMap
+from learner.policy.hf_weights import held
 from learner.policy.lora import add_adapter
 from learner.policy.memory import ModelShape
 from learner.policy.model import compute_in, load_policy
 from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference, make_reference
+from learner.policy.sharded_loading import CheckpointReader, allocate, filled, in_name_only, make_reader, opened
 from learner.policy.sharding import mesh_shape, shard
 from learner.rank_agreement import decide_on_rank_0, first_problem, require_agreement
 from learner.run_inputs import RunInputs
@@ -132,20 +136,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
         _view_of(run_inputs, run, accelerator, shape),
         "Give every rank the same config, model files and software",
     )
-    # Frozen weights receive no small updates, so they can have the server's dtype, at half the memory.
-    dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
-    policy = load_policy(
-        run_inputs.model_path,
-        dtype=dtype,
-        gradient_checkpointing=config.gradient_checkpointing is True,
-        attn_implementation=None if config.attn_implementation == PACKED else config.attn_implementation,
-        max_model_len=run.server.get("max_model_len"),
-    )
-    _settle_alike(policy, accelerator, run)
-    if config.lora.rank:
-        add_adapter(policy, config.lora, run.seed)
-    if shape:
-        shard(policy, shape, accelerator.device.type, getattr(torch, run.dtype))
+    policy = _load(run_inputs.model_path, run, accelerator, shape)
     compute_in(getattr(torch, run.dtype), policy)
     if run.has_float32_head:
         float32_heads.add(policy)
@@ -210,12 +201,46 @@ def _view_of(run_inputs: RunInputs, run: LearnerRun, accelerator: Accelerator, m
     )
 
 
-def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun) -> None:
-    """Apply rank 0's choice of passes on every rank, because each rounds in its own way."""
+def _load(path: Path, run: LearnerRun, accelerator: Accelerator, mesh: tuple[int, ...]) -> Any:
+    """Return the policy with its adapter and its attention, sharded over the mesh."""
+    config, dtype = run.learner, getattr(torch, run.dtype)
+    load = partial(
+        load_policy,
+        path,
+        # Frozen weights receive no small updates, so they can have the server's dtype, at half the memory.
+        dtype=dtype if config.lora.rank else torch.float32,
+        gradient_checkpointing=config.gradient_checkpointing is True,
+        attn_implementation=None if config.attn_implementation == PACKED else config.attn_implementation,
+        max_model_len=run.server.get("max_model_len"),
+    )
+    with opened(path) if mesh else nullcontext({}) as slices:
+        reader = make_reader(load(on_meta=True), slices) if mesh else None
+        policy = load(on_meta=reader is not None)
+        _settle_alike(policy, accelerator, run, reader)
+        if config.lora.rank:
+            with in_name_only(policy):
+                add_adapter(policy, config.lora, run.seed)
+        if mesh:
+            shard(policy, mesh, accelerator.device.type, dtype)
+        if reader is not None:
+            allocate(policy, accelerator.device)
+            reader.fill(held(policy))
+    return policy
+
+
+def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun, reader: CheckpointReader | None) -> None:
+    """Apply rank 0's choice of passes on every rank, because each rounds in its own way.
+
+    A policy without its weights is given those of the few layers that the choice needs.
+    """
 
     def settle() -> ForwardSetup:
-        choose_attention(policy, accelerator.device, getattr(torch, run.dtype), run.learner.attn_implementation)
-        logits = logit_maps.get(policy) or logit_map_of(policy)
+        with ExitStack() as weights:
+            if reader is not None:
+                weights.enter_context(few_layers(policy))
+                weights.enter_context(filled(policy, reader))
+            choose_attention(policy, accelerator.device, getattr(torch, run.dtype), run.learner.attn_implementation)
+            logits = logit_maps.get(policy) or logit_map_of(policy)
         return ForwardSetup(attention=policy.config._attn_implementation, logits=logits)
 
     settled = decide_on_rank_0(accelerator, settle, ForwardSetup)
