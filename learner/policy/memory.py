@@ -161,14 +161,20 @@ def learner_memory(
     is_on_host = config.reference.device == "cpu"
     copy = wire * total if config.weight_sync.overlap_with_training else 0
     baselines = wire * total * len(run.servers) if config.weight_sync.compression == "delta" else 0
+    activations, head = (
+        activation_bytes(shape, run, device_type),
+        head_bytes(shape, run, tile_logits=TILE_LOGITS[device_type]),
+    )
     device = {
         "weights": (4 * trained + wire * frozen) // num_shards,
         "gradients": 4 * trained // num_shards,
         "optimizer": (8 * min(shape.num_largest, trained) if is_offloaded else moments) // num_shards,
         "reference": 0 if is_on_host else snapshots // num_shards,
         "weights in bfloat16": _cast_bytes(shape, run, is_sharded=is_sharded),
-        "activations": activation_bytes(shape, run, device_type),
-        "head": head_bytes(shape, run, tile_logits=TILE_LOGITS[device_type]),
+        "activations": activations,
+        "head": head,
+        # The activations are gone when the embedding gets its gradient.
+        "embedding": max(0, embedding_bytes(shape, run, num_shards=num_shards) - activations),
         "weight sync": sync_bytes(run, device_type) + (0 if is_sharded else copy),
     }
     host = {
@@ -240,6 +246,20 @@ def head_bytes(shape: ModelShape, run: LearnerRun, *, tile_logits: int) -> int:
     return tile + (4 + (2 if run.dtype == "bfloat16" else 0)) * shape.vocab_size * shape.hidden_size
 
 
+def embedding_bytes(shape: ModelShape, run: LearnerRun, *, num_shards: int = 1) -> int:
+    """Return the bytes of the embedding's gradient at the end of a backward pass, until it is part of the others.
+
+    It is as large as the embedding, and in bfloat16 exists once more in float32. Ranks that share the policy reduce
+    it in float32, and gather the embedding again unless it is the head.
+    """
+    if run.learner.lora.rank:
+        return 0
+    wire, size = _bytes_of(run.dtype), shape.vocab_size * shape.hidden_size
+    if num_shards == 1:
+        return (wire + (4 if wire == 2 else 0)) * size
+    return (wire + 4) * size + 4 * size // num_shards + wire * shape.num_embedding
+
+
 def sync_bytes(run: LearnerRun, device_type: str = "cuda") -> int:
     """Return the bytes of the buffers of a weight sync.
 
@@ -297,10 +317,12 @@ def _cast_bytes(shape: ModelShape, run: LearnerRun, *, is_sharded: bool) -> int:
     """Return the bytes of parameters that are cast for a pass.
 
     A pass keeps its casts for the backward pass, with gradient checkpointing those of one layer. FSDP2
-    gathers two layers at a time.
+    gathers two layers at a time, and the head for the whole pass.
     """
     if is_sharded:
-        return 2 * _bytes_of(run.dtype) * shape.num_parameters // shape.num_layers
+        head = shape.vocab_size * shape.hidden_size
+        of_layers = shape.num_parameters - shape.num_embedding - head
+        return _bytes_of(run.dtype) * (head + 2 * of_layers // shape.num_layers)
     if run.dtype == "float32":
         return 0
     trained = num_trained(shape, run.learner)
