@@ -64,7 +64,7 @@ class LearnerConfig(Section):
     """Whether to fuse the policy's norms, gated layers and rotary embedding with torch.compile, and on a GPU
     the head's operations on logits. It needs a C++ compiler. The first start takes up to two minutes longer;
     later starts reuse torch's cache. A model that cannot be fused runs without, and the log gives the reason.
-    "auto": on GPUs, if each rank holds the whole policy."""
+    "auto": on GPUs."""
     lora: LoraConfig = LoraConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     dynamic_sampling: bool = False
@@ -132,9 +132,9 @@ class LearnerConfig(Section):
             return self.micro_batch_tokens
         return AUTO_TOKENS_ON_CPU if device_type == "cpu" else AUTO_TOKENS
 
-    def compiles_on(self, device_type: str, *, is_sharded: bool) -> bool:
+    def compiles_on(self, device_type: str) -> bool:
         """Return whether the policy is fused on a device of this type."""
-        return (device_type != "cpu" and not is_sharded) if self.compile == "auto" else self.compile
+        return device_type != "cpu" if self.compile == "auto" else self.compile
 
     @property
     def rejects_tokens(self) -> bool:

@@ -7,8 +7,10 @@ fused. On a GPU, launching the operations of a layer takes longer than computing
 are compiled whole if possible, attention included, and so are the head's tiles. On a CPU, products dominate,
 so whole layers gain nothing, and the head must not allocate a second tile (tile.py).
 
+Ranks that share a policy gather its weights in hooks around the layers, so what is compiled is inside.
+
 Invariant: a policy is fused only if, on its device, sequences stay separate and logprobs stay equal up to
-rounding. Otherwise, a warning gives the reason.
+rounding. Otherwise, a warning gives the reason. Every rank makes the same passes, whatever fails on one.
 """
 
 import logging
@@ -16,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +32,7 @@ from learner.forward.pack import Pack
 from learner.forward.probe import find_excess, find_leak, probe_of
 from learner.forward.probed_model import rounded
 from learner.forward.tile import fused_tiles, tiles_problem
+from learner.policy.sharding import is_sharded
 
 log = logging.getLogger(__name__)
 ROTARY = "apply_rotary_pos_emb"
@@ -119,17 +123,16 @@ def _try_compiling(
     for home, rotary in plain.items():
         setattr(sys.modules[home], ROTARY, rotary)
     tiles_of.pop(model, None)
+    torch._dynamo.reset()  # it would skip, without a word, what it could not compile before
     return problem
 
 
 def _whole_layers(model: Any) -> list[nn.Module]:
     """Return the layers to compile whole, for packed models on GPUs.
 
-    The last layer is left out, because the pass may cut it (logprobs.py). Gradient checkpointing rules out
-    all layers.
+    The last layer is left out, because the pass may cut it (logprobs.py).
     """
-    can = model.device.type == "cuda" and is_packed(model) and not model.is_gradient_checkpointing
-    return layers_of(model)[:-1] if can else []
+    return layers_of(model)[:-1] if model.device.type == "cuda" and is_packed(model) else []
 
 
 def _pieces(model: nn.Module) -> Iterator[nn.Module]:
@@ -147,20 +150,56 @@ def _rotary_functions(model: nn.Module) -> dict[str, Any]:
 
 
 def _problem(model: Any, before: list[BeforeCompile], dtype: torch.dtype) -> str | None:
+    """Return the first problem of the compiled model, after all passes that find one."""
+    problems: list[str | None] = []
     try:
-        if model in tiles_of and (problem := tiles_problem(tiles_of[model], model.device, dtype)):
-            return problem
-        for pack, logprobs_M, rounded_M in before:
-            excess = find_excess(_logprobs(model, pack), rounded_M, logprobs_M, pack)
-            if excess is not None:
-                difference, rounding = excess
-                return (
-                    f"its logprobs differ by {difference:.2g} from those without compilation, rounding changes them by "
-                    f"{rounding:.2g}"
-                )
-        return find_leak(model, before[0].pack)
-    except Exception as error:  # no compiler, or any failure in torch
-        return f"{type(error).__name__}: {_first_line(str(error))}"
+        with _compile_errors() as errors:
+            problems += [tiles_problem(tiles_of[model], model.device, dtype)] if model in tiles_of else []
+            found = [_logprobs(model, pack) for pack, _, _ in before]
+            problems += [_changed(*both) for both in zip(found, before, strict=True)]
+            problems.append(find_leak(model, before[0].pack))
+    except Exception as error:  # any failure in torch
+        if is_sharded(model):
+            raise  # its hooks are in the middle of a pass, and other ranks may wait for this one
+        return _described(error)
+    return next(filter(None, [*errors, *problems]), None)
+
+
+def _changed(found_M: torch.Tensor, before: BeforeCompile) -> str | None:
+    """Return by how much compiling has changed logprobs, if by more than rounding."""
+    excess = find_excess(found_M, before.rounded_M, before.logprobs_M, before.pack)
+    if excess is None:
+        return None
+    difference, rounding = excess
+    return f"its logprobs differ by {difference:.2g} from those without compilation, rounding changes them by {rounding:.2g}"
+
+
+@contextmanager
+def _compile_errors() -> Iterator[list[str]]:
+    """Let torch run what it cannot compile, and record why it cannot. There may be no compiler.
+
+    An error on one rank, in the middle of a pass, would leave the others waiting for it.
+    """
+    errors: list[str] = []
+
+    def record_only(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING or not record.exc_info or record.exc_info[1] is None:
+            return True
+        errors.append(_described(record.exc_info[1]))
+        return False
+
+    # Torch logs what it suppresses, each with a trace.
+    logger = logging.getLogger(torch._dynamo.convert_frame.__name__)
+    logger.addFilter(record_only)
+    try:
+        with torch._dynamo.config.patch(suppress_errors=True):
+            yield errors
+    finally:
+        logger.removeFilter(record_only)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(str(error))}"
 
 
 def _first_line(text: str) -> str:

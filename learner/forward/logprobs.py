@@ -5,15 +5,17 @@
 
 The model is called as a whole, so its wrappers (DDP, FSDP2, an adapter) see an ordinary pass.
 
-Invariant: the modules that `_cut` runs on fewer rows compute each row from that row alone. packing_check.py
-detects models that violate this, because it probes a last layer of the same kind.
+Invariant: the modules that `_cut` runs on fewer rows compute each row from that row alone, and on the same rows
+when gradient checkpointing computes them again. packing_check.py detects models that violate the former,
+because it probes a last layer of the same kind.
 
 Suffixes: N packed tokens, M predicted tokens, B completions, T tokens of the longest completion, S tokens of
 a row that the pass computes or of the longest sequence, R rows that predict, E hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -30,6 +32,8 @@ from learner.forward.tile import PLAIN, LogitMap, Tiles
 from protocol.errors import ConfigError
 
 Answer = tuple[torch.Tensor, torch.Tensor | None]
+_cut_in_this_pass: ContextVar[tuple[nn.Module, Pack] | None] = ContextVar("_cut_in_this_pass", default=None)
+"""Layer that the current pass cuts, and its pack."""
 logit_maps: WeakKeyDictionary[nn.Module, LogitMap] = WeakKeyDictionary()
 """Logit map of each model that has had a pass.
 
@@ -155,12 +159,11 @@ def predicting_rows(inner: Any, batch: Pack) -> torch.Tensor:
 def _layer_to_cut(model: Any, pack: Pack) -> nn.Module | None:
     """Return the last layer if cutting it pays off, else None.
 
-    Only K and V are read of rows that do not predict, which are most of a pack with long prompts. A layer
-    that gradient checkpointing recomputes stays whole, because the recomputation would not be cut.
+    Only K and V are read of rows that do not predict, which are most of a pack with long prompts.
     """
     layers = layers_of(model)
     is_last_known = len(layers) == model.config.get_text_config().num_hidden_layers
-    if not is_last_known or model.is_gradient_checkpointing or len(pack.read_R) > WORTH * pack.num_tokens:
+    if not is_last_known or len(pack.read_R) > WORTH * pack.num_tokens:
         return None
     return layers[-1]
 
@@ -172,11 +175,21 @@ def _cut(layer: nn.Module, pack: Pack) -> Iterator[None]:
     attention.py does the same for the attention itself.
     """
     with ExitStack() as undoing:
+        undoing.callback(_cut_in_this_pass.reset, _cut_in_this_pass.set((layer, pack)))
         for module in _of_rows(layer):
             # Replace the call around hooks and compiled code: torch ignores hooks added after compilation.
             undoing.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
             module._compiled_call_impl = _on_rows(module._compiled_call_impl or module._call_impl, pack)
         yield
+
+
+def recomputation_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a checkpointed layer: in the pass, and when the backward pass computes it again.
+
+    The pass is over by then, and with it the cut of the last layer.
+    """
+    cut = _cut_in_this_pass.get()
+    return nullcontext(), _cut(*cut) if cut else nullcontext()
 
 
 def _of_rows(module: nn.Module) -> Iterator[Any]:

@@ -152,7 +152,7 @@ def _shardings(run: LearnerRun, room: Room) -> list[Sharding]:
         return ["none"]
     if config.sharding != "auto":
         return [config.sharding]
-    if config.optimizer.kind == "adamw_8bit" or config.compile is True:  # neither works with shards
+    if config.optimizer.kind == "adamw_8bit":  # bitsandbytes cannot update shards
         return ["none"]
     has_nodes = 1 < room.ranks_per_node < room.num_ranks
     return ["none", "hybrid", "full"] if has_nodes else ["none", "full"]

@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from learner.forward.logprobs import recomputation_contexts
 from learner.policy.rope import check_rope, pin_rope
 from learner.policy.sharding import is_sharded
 from protocol.errors import ConfigError
@@ -78,10 +79,15 @@ def load_policy(
         ) from error
     pin_rope(model, max_model_len)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        for module in model.modules():  # only layers in training mode are checkpointed
-            module.training = isinstance(module, GradientCheckpointingLayer)
+        checkpoint_layers(model)
     return model
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Let the backward pass compute the activations of each layer again, as the pass has computed them."""
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation_contexts})
+    for module in model.modules():  # only layers in training mode are checkpointed
+        module.training = isinstance(module, GradientCheckpointingLayer)
 
 
 def _load_on_meta(

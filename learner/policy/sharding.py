@@ -28,6 +28,9 @@ NO_DECAY = "_no_weight_decay"
 def mesh_shape(kind: Sharding, num_ranks: int) -> tuple[int, ...]:
     """Return the mesh of the ranks: (), (ranks,), or (nodes, ranks per node) with copies on every node.
 
+    A single rank has no mesh. It would gather every weight from itself: on a CPU, that made a step of 8 layers
+    take 1.15 times as long with 256 dimensions and 512 tokens, and 1.9 times with 64 of each.
+
     Raises:
         ConfigError: Ranks cannot be divided into nodes.
     """

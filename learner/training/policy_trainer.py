@@ -143,7 +143,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     optimizer = make_optimizer(policy, config.optimizer, config.optimizer.learning_rate)
     # accelerate would make copies of a sharded policy, too, agree by DDP.
     policy, optimizer = (policy, accelerator.prepare(optimizer)) if shape else accelerator.prepare(policy, optimizer)
-    if config.compiles_on(accelerator.device.type, is_sharded=bool(shape)):
+    if config.compiles_on(accelerator.device.type):
         fuse(policy, getattr(torch, run.dtype), partial(first_problem, accelerator))
     if is_new and config.warm_start.steps > 0:
         warm_start(run_inputs, config, accelerator, policy)
@@ -169,15 +169,8 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
 
 
 def _refuse_sharded(config: LearnerConfig, num_ranks: int) -> None:
-    """Raise ConfigError for keys that do not go with sharding. With "auto", they prevent it."""
-    if num_ranks == 1 or config.sharding in ("auto", "none"):
-        return
-    if config.compile is True:
-        raise ConfigError(
-            f'learner.compile = true with learner.sharding = "{config.sharding}" is not supported: compiled code over '
-            "sharded weights has not been tested. Set one of them to its default"
-        )
-    if config.optimizer.kind == "adamw_8bit":
+    """Raise ConfigError for an optimizer that does not go with sharding. With "auto", it prevents sharding."""
+    if num_ranks > 1 and config.sharding in ("full", "hybrid") and config.optimizer.kind == "adamw_8bit":
         raise ConfigError(
             f'learner.optimizer.kind = "adamw_8bit" with learner.sharding = "{config.sharding}": bitsandbytes cannot '
             'update sharded parameters. Set learner.optimizer.kind to "adamw", whose moments are sharded, or '

@@ -31,11 +31,12 @@ from tests.peer import PROCESSES
 from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
-LAUNCH = ["accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--num_machines", "1",
-          "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
-UNSHARDED = ["--multi_gpu", "--no_python", sys.executable, "-m", "deploy.cli"]
+ACCELERATE = ["accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--num_machines", "1",
+              "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no", "--multi_gpu",
+              "--no_python", sys.executable]  # fmt: skip
 """As `accelerate launch --no_python slipstream`, which need not be installed here."""
-TIMEOUT_S = 120.0
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TIMEOUT_S = 300.0
 Work = Callable[..., Any]
 
 
@@ -90,9 +91,9 @@ def fork(config: Path, *, num_ranks: int) -> str:
     return log.read_text()
 
 
-def launch(config: Path) -> str:
-    """The same by the command that the README gives, told that there are GPUs, without which it would start a single process."""
-    command = [sys.executable, "-m", *LAUNCH, *UNSHARDED, "train", str(config)]
+def launch(launcher: list[str], config: Path) -> str:
+    """The same by a command; accelerate's is told that there are GPUs, without which it would start a single process."""
+    command = [sys.executable, "-m", *launcher, "-m", "deploy.cli", "train", str(config)]
     on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=on_cpu)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,12 +1,19 @@
-"""The kernel of a GPU spelt out for a CPU, segment after segment: plain, and as an operator that torch compiles around."""
+"""The kernel of a GPU spelt out for a CPU, segment after segment: plain, and as an operator that torch compiles around.
+
+like_a_gpu    the way of a GPU: whole layers, and keys laid out for them
+trace_only    what is compiled is traced as always, but not turned into code, which would take a minute for each model
+"""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 
-from learner.forward.attention import KeyLayout
+from learner.forward import attention, compile
+from learner.forward.attention import KeyLayout, is_packed, key_layout, layers_of
 
 
 def segments(
@@ -86,3 +93,19 @@ def on_kernel(
     k_LKD, v_LKD = (x.index_select(0, layout.rows_L) for x in (k_NKD, v_NKD))
     starts = (layout.first_queries, layout.first_keys, layout.max_queries, layout.max_keys)
     return kernel(q_NHD, k_LKD, v_LKD, *starts, window or 1 << 40, scale)
+
+
+def like_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention, "_keys_of", key_layout)
+    patch.setattr(attention, "varlen_attention", on_kernel)
+    patch.setattr(compile, "_whole_layers", lambda model: layers_of(model)[:-1] if is_packed(model) else [])
+
+
+def trace_only(patch: pytest.MonkeyPatch, backend: Any = "aot_eager") -> None:
+    patch.setattr(torch, "compile", partial(_traced_only, torch.compile, backend))
+
+
+def _traced_only(
+    compile: Callable[..., Any], backend: Any, function: Any, *, options: dict[str, Any], **how: Any
+) -> Any:
+    return compile(function, backend=backend, **how)

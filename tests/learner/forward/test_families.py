@@ -12,7 +12,7 @@ from learner.forward.logprobs import logit_map_of
 from learner.forward.pack import pack
 from learner.forward.packing_check import choose_attention
 from learner.policy.lora import add_adapter
-from learner.policy.model import load_policy
+from learner.policy.model import checkpoint_layers, load_policy
 from protocol.errors import ConfigError
 from tests.learner.forward.plain_pass import (
     CPU,
@@ -79,9 +79,10 @@ def test_a_sliding_window_that_is_shorter_than_the_sequences_is_kept(name: str, 
     assert is_packed(model)
 
 
-def test_layers_that_are_computed_again_in_the_backward_pass_see_the_same() -> None:
-    model = tiny("Qwen2Config")
-    model.gradient_checkpointing_enable()
+@pytest.mark.parametrize("name", ["Qwen2Config", "MixtralConfig"])
+def test_layers_that_are_computed_again_in_the_backward_pass_see_the_same(name: str) -> None:
+    model = tiny(name)
+    checkpoint_layers(model)
     assert_same_as_plain(model)
 
 

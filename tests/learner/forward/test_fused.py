@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
 from learner.config.policy import LoraConfig
-from learner.forward import attention, compile
-from learner.forward.attention import compiled_layers, is_packed, key_layout, layers_of
+from learner.forward import attention
+from learner.forward.attention import compiled_layers, is_packed, layers_of
 from learner.forward.compile import ROTARY, fuse
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
@@ -32,7 +31,7 @@ from tests.learner.forward.plain_pass import (
     pass_over,
     tiny,
 )
-from tests.learner.forward.spelt_kernel import on_kernel
+from tests.learner.forward.spelt_kernel import like_a_gpu, on_kernel, trace_only
 
 pytestmark = [
     pytest.mark.system,
@@ -58,11 +57,8 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 
 
 @pytest.fixture
-def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a GPU, its kernel spelt out: whole layers, and keys laid out for them."""
-    monkeypatch.setattr(attention, "_keys_of", key_layout)
-    monkeypatch.setattr(attention, "varlen_attention", on_kernel)
-    monkeypatch.setattr(compile, "_whole_layers", lambda model: layers_of(model)[:-1] if is_packed(model) else [])
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    like_a_gpu(monkeypatch)
 
 
 def rotary_of(model: Any) -> Any:
@@ -148,7 +144,7 @@ def test_a_policy_that_fusing_would_change_goes_on_without(
 
 
 def test_whole_layers_have_the_loss_and_the_gradients_of_the_pass_without_and_are_compiled_once_for_any_length(
-    settled: Callable[[Any], Any], like_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+    settled: Callable[[Any], Any], as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace_only(monkeypatch)
     windows = {"use_sliding_window": True, "sliding_window": 8, "layer_types": MIXED["layer_types"] * 2}
@@ -166,7 +162,7 @@ def test_whole_layers_have_the_loss_and_the_gradients_of_the_pass_without_and_ar
 
 
 def test_where_torch_cannot_compile_a_layer_whole_it_compiles_its_pieces(
-    settled: Callable[[Any], Any], like_a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    settled: Callable[[Any], Any], as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def breaking(*args: Any) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -182,12 +178,3 @@ def test_where_torch_cannot_compile_a_layer_whole_it_compiles_its_pieces(
     assert not any(layer in compiled_layers for layer in layers_of(model))
     assert compiled_pieces(model) >= PIECES
     assert_same(*loss_and_gradients(model), *right)
-
-
-def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trace as always, but do not compile, which would take a minute for each model."""
-    monkeypatch.setattr(torch, "compile", partial(traced_only, torch.compile))
-
-
-def traced_only(compile: Callable[..., Any], function: Any, *, options: dict[str, Any], **how: Any) -> Any:
-    return compile(function, backend="aot_eager", **how)

@@ -10,6 +10,7 @@ from learner.forward.attention import PackingError
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack, pack
 from learner.forward.packing_check import choose_attention
+from learner.policy.model import checkpoint_layers
 from tests.learner.forward.plain_pass import CPU, tiny
 
 LAST_ROW, COMPLETIONS = 1, 4 + 6
@@ -51,13 +52,17 @@ def test_a_prompt_goes_through_the_last_layer_for_its_keys_and_values_only() -> 
     assert last == {"k": 40 + COMPLETIONS} | dict.fromkeys(("q", "o", "mlp"), LAST_ROW + COMPLETIONS)
 
 
-def test_a_layer_stays_whole_where_nearly_all_rows_predict_and_where_it_is_computed_again_in_the_backward_pass() -> (
-    None
-):
+def test_it_is_cut_again_where_the_backward_pass_computes_it_again() -> None:
     model = a_model()
-    assert all(set(rows.values()) == {3 + COMPLETIONS} for rows in rows_of_each_layer(model, a_group(3)))
-    model.gradient_checkpointing_enable()
-    assert all(set(rows.values()) == {2 * (40 + COMPLETIONS)} for rows in rows_of_each_layer(model, a_group(40)))
+    checkpoint_layers(model)
+    first, last = rows_of_each_layer(model, a_group(40))
+    assert set(first.values()) == {2 * (40 + COMPLETIONS)}
+    assert last == {"k": 2 * (40 + COMPLETIONS)} | dict.fromkeys(("q", "o", "mlp"), 2 * (LAST_ROW + COMPLETIONS))
+    assert all(module._compiled_call_impl is None for module in model.modules())
+
+
+def test_a_layer_stays_whole_where_nearly_all_rows_predict() -> None:
+    assert all(set(rows.values()) == {3 + COMPLETIONS} for rows in rows_of_each_layer(a_model(), a_group(3)))
 
 
 def test_after_a_pass_that_broke_off_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,12 +56,14 @@ def make_moved_trainer(run: LearnerRun, accelerator: Accelerator) -> PolicyTrain
     return trainer
 
 
-def make_groups(policy: torch.nn.Module, num_groups: int = 3, num_completions: int = 4) -> list[RolloutGroup]:
+def make_groups(
+    policy: torch.nn.Module, num_groups: int = 3, num_completions: int = 4, prompt_tokens: tuple[int, int] = (2, 6)
+) -> list[RolloutGroup]:
     """Prompts and completions of random length; behaviour logprobs off the policy's by noise of 0.3; some are truncated."""
     generator = random.Random(3)
     groups = []
     for slot in range(num_groups):
-        prompt = [generator.randrange(1, 16) for _ in range(generator.randrange(2, 6))]
+        prompt = [generator.randrange(1, 16) for _ in range(generator.randrange(*prompt_tokens))]
         completions = []
         for _ in range(num_completions):
             length = generator.choice([1, 3, 5, MAX_TOKENS])

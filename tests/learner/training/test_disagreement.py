@@ -14,10 +14,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-import learner.forward.compile
 from learner.config import LearnerRun
 from learner.forward.compile import describe_fused
-from learner.rank_agreement import first_problem
 from learner.run_inputs import RunInputs
 from learner.training.batch import BatchRow, trained_rows
 from learner.training.distributed import StepPlan, layout_of, plan_of
@@ -26,6 +24,7 @@ from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import advantages, train_on
 from protocol.errors import RanksDisagree
 from protocol.model_files import resolve_model
+from tests.learner.forward.spelt_kernel import like_a_gpu, trace_only
 from tests.learner.ranks import on_two_ranks
 from tests.learner.training.fixed_groups import VERSION, a_run, make_groups
 from tests.zoo.families import LM
@@ -67,18 +66,21 @@ def test_a_padded_policy_is_shared_by_two_ranks(accelerator: Accelerator, tmp_pa
         assert found == pytest.approx(expected, rel=1e-4)
 
 
-def compile_on_one(accelerator: Accelerator) -> str:
-    """Rank 1 has no compiler."""
-    problem = None if accelerator.is_main_process else "no compiler"
-    learner.forward.compile._pieces = lambda model: [model.transformer.h[0].mlp]
-    learner.forward.compile._problem = lambda *_: problem
-    policy = accelerator.unwrap_model(a_trainer(accelerator, a_run(compile=True)).policy)
-    assert first_problem(accelerator, problem) == "on rank 1: no compiler"
-    return describe_fused(policy)
+def compile_on_one(accelerator: Accelerator, model: Path) -> str:
+    """Rank 1 has no compiler, which it notices in the middle of a pass that both make together."""
+    with pytest.MonkeyPatch.context() as patch:
+        like_a_gpu(patch), trace_only(patch, no_compiler if accelerator.process_index else "aot_eager")
+        trainer = a_trainer(accelerator, a_run(model, compile=True, sharding="full"))
+    return describe_fused(trainer.policy)
 
 
-def test_what_cannot_be_compiled_on_one_rank_is_compiled_on_none() -> None:
-    assert on_two_ranks(compile_on_one) == ["0 layers, 0 pieces, 0 heads"] * 2
+def no_compiler(*_: object) -> None:
+    raise RuntimeError("no compiler")
+
+
+def test_what_cannot_be_compiled_on_one_rank_is_compiled_on_none(tmp_path: Path) -> None:
+    save_random(transformers.LlamaConfig(**LM), tmp_path)
+    assert on_two_ranks(compile_on_one, tmp_path) == ["0 layers, 0 pieces, 0 heads"] * 2
 
 
 def differ_in_a_step(accelerator: Accelerator) -> None:

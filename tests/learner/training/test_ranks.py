@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from protocol.model_files import resolve_model
 from tests.learner.checkpoints import weights_of
 from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.model_engine import ModelEngine, tiny_server
-from tests.learner.ranks import Place, launch, places_of, run_ranks
+from tests.learner.ranks import ACCELERATE, TORCHRUN, Place, launch, places_of, run_ranks
 from tests.learner.runs import make_run
 from tests.learner.training import fixed_groups
 from tests.peer import PROCESSES
@@ -29,7 +30,9 @@ pytestmark = pytest.mark.system
 
 def test_two_launched_ranks_and_small_micro_batches_give_the_losses_and_weights_of_one(tmp_path: Path) -> None:
     one, weights_of_one = run_ranks(tmp_path / "one", 1)
-    two, weights_of_two = run_ranks(tmp_path / "two", 2, start=launch, micro_batch_tokens=20, parity={"every_steps": 1})
+    two, weights_of_two = run_ranks(
+        tmp_path / "two", 2, start=partial(launch, ACCELERATE), micro_batch_tokens=20, parity={"every_steps": 1}
+    )
     for name in ("loss/policy", "loss/clipped_frac", "policy/entropy", "reference/kl", "optim/grad_norm", "optim/lr"):
         # a step without tokens to train on measures no KL
         of_one, of_two = ([line[name] for line in lines if name in line] for lines in (one, two))
@@ -43,8 +46,9 @@ def test_a_sharded_policy_is_pushed_beside_the_next_step_as_it_was_saved(tmp_pat
     push = {"overlap_with_training": True, "timeout_s": 20}
     checkpoint = {"every_steps": 4}
     _, pushed = run_ranks(
-        tmp_path / "two", 2, sharding="full", max_staleness=2, weight_sync=push, checkpoint=checkpoint
-    )
+        tmp_path / "two", 2, start=partial(launch, TORCHRUN), sharding="full", max_staleness=2, weight_sync=push,
+        checkpoint=checkpoint,
+    )  # fmt: skip
     (checkpoint,) = (tmp_path / "two").rglob("step-000004")
     for name, tensor in weights_of(checkpoint).items():
         assert torch.equal(pushed[name], tensor), name

@@ -17,7 +17,6 @@ from tests.learner.training.fixed_groups import make_run
     ("learner", "remedy"),
     [
         ({"optimizer": {"kind": "adamw_8bit"}}, 'learner.optimizer.kind to "adamw"'),
-        ({"compile": True}, "Set one of them to its default"),
     ],
 )
 def test_what_does_not_go_with_sharding_is_refused(learner: dict, remedy: str) -> None:

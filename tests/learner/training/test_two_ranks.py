@@ -1,8 +1,9 @@
-"""Two ranks, each with the whole policy or with FSDP2's half of it, compute, push and save what one does."""
+"""Two ranks, each with the whole policy or with FSDP2's half of it, and two nodes of two compute, push and save what one does."""
 
 import math
 import weakref
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from learner.training.step import advantages, train_on
 from protocol.errors import ParityError, RankFailed
 from protocol.weights.buckets import dtype_on_wire
 from tests.learner.checkpoints import save
-from tests.learner.ranks import on_two_ranks
+from tests.learner.ranks import on_four_ranks, on_two_ranks
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 from tests.learner.training.gradients import gradients
 from tests.zoo.families import save_model
@@ -132,30 +133,36 @@ def resume(accelerator: Accelerator, settings: dict[str, Any], checkpoint: Path)
     return pushed(trainer, "saved") | step(trainer, groups, STEPS[-1]) | pushed(trainer, "last")
 
 
-@WHOLE_AND_SHARDED
-@pytest.mark.parametrize(("settings", "tolerance"), TRAINED.values(), ids=TRAINED)
+SHARED_BY = {"none": on_two_ranks, "full": on_two_ranks, "hybrid": on_four_ranks}
+
+
+@pytest.mark.parametrize(
+    ("trained", "sharding"),
+    [*product(TRAINED, ["none", "full"]), ("all weights", "hybrid"), ("adapter", "hybrid")],
+)
 def test_steps_pushes_and_checkpoints_are_those_of_one_rank(
-    accelerator: Accelerator, tmp_path: Path, settings: dict[str, Any], tolerance: float, sharding: str
+    accelerator: Accelerator, tmp_path: Path, trained: str, sharding: str
 ) -> None:
-    settings = settings | {"sharding": sharding}
-    paths = [tmp_path / ranks / f"step-{SAVED_AFTER:06d}" for ranks in ("one", "two")]
+    settings, tolerance = TRAINED[trained]
+    settings, on_ranks = settings | {"sharding": sharding}, SHARED_BY[sharding]
+    paths = [tmp_path / ranks / f"step-{SAVED_AFTER:06d}" for ranks in ("one", "several")]
     for path in paths:
         path.parent.mkdir()
     one = train(accelerator, settings, paths[0].parent)
-    two, _ = on_two_ranks(train, settings, paths[1].parent)
-    assert_close(two, one, tolerance)
+    several, *_ = on_ranks(train, settings, paths[1].parent)
+    assert_close(several, one, tolerance)
     assert max(abs(one[f"loss/policy of step {version}"]) for version in STEPS) > 0.01
     if "lora" in settings:
         assert_close(*(load_file(path / "adapter" / "adapter_model.safetensors") for path in paths), tolerance)
 
-    resumed_by_two, _ = on_two_ranks(resume, settings, paths[0])
+    resumed_by_several, *_ = on_ranks(resume, settings, paths[0])
     accelerator.free_memory()  # forgets the first run's policy
     resumed_by_one = resume(accelerator, settings, paths[1])
-    for resumed, saver in ((resumed_by_two, one), (resumed_by_one, two)):
+    for resumed, saver in ((resumed_by_several, one), (resumed_by_one, several)):
         assert_close(resumed, {name: one[name] for name in resumed}, tolerance)
         assert_same_bytes(resumed, {name: tensor for name, tensor in saver.items() if name.startswith("saved/")})
     exported = load_file(paths[1] / "model" / "model.safetensors")
-    assert_same_bytes(exported, {name: two[f"saved/{name}"].to(tensor.dtype) for name, tensor in exported.items()})
+    assert_same_bytes(exported, {name: several[f"saved/{name}"].to(tensor.dtype) for name, tensor in exported.items()})
 
 
 def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
