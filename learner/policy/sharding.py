@@ -64,7 +64,7 @@ def shard(policy: Any, shape: tuple[int, ...], device_type: str, dtype: torch.dt
     if dtype != torch.float32:
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     marked = [name for name, parameter in policy.named_parameters() if getattr(parameter, NO_DECAY, False)]
-    for module in policy.modules():
+    for module in reversed([*policy.modules()]):  # the inner ones first
         if isinstance(module, GradientCheckpointingLayer):
             fully_shard(module, **settings)
     embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
