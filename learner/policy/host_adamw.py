@@ -34,13 +34,13 @@ class HostAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
                     devices.add(parameter.device)
         for device in devices:
             if device.type == "cuda":  # the moments are read next by the host, or overwritten
                 torch.cuda.current_stream(device).synchronize()
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -50,8 +50,9 @@ class HostAdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         adamw(
             [local(parameter)],
-            [local(parameter.grad)],
-            *([moment] for moment in on_device),
+            [local(gradient)],
+            [on_device[0]],
+            [on_device[1]],
             [],
             [state["step"]],
             fused=True,

@@ -10,7 +10,7 @@ Pure. Invariant: a key with a value other than "auto" is kept. Equal arguments g
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -34,7 +34,8 @@ ALMOST_FREE = 0.95
 MAX_RANKS = 1024
 LORA_RANK = 16
 NUM_CHANGES = 4
-Candidate = tuple[LearnerRun, Sharding]
+Settings = tuple[Sharding, bool, bool, int]
+"""Sharding, gradient checkpointing, optimizer offload, and tokens per pass."""
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,30 +100,30 @@ def fits(memory: Memory, room: Room) -> bool:
     return memory.device_gib <= MARGIN * room.device_gib and memory.host_gib <= MARGIN * room.host_gib
 
 
-def is_set(run: LearnerRun) -> bool:
-    """Return whether the config leaves nothing to plan."""
-    config = run.learner
-    keys = (config.micro_batch_tokens, config.gradient_checkpointing, config.sharding, config.optimizer.offload)
-    return "auto" not in keys
+def is_set(run: LearnerRun, room: Room) -> bool:
+    """Return whether the config leaves nothing to choose."""
+    return len(_settings(run, room)) == 1
 
 
-def _plans(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[Plan]:
-    """Yield all settings that the config allows, fastest first."""
+def _settings(run: LearnerRun, room: Room) -> list[Settings]:
+    """Return all settings that the config allows, fastest first."""
     config = run.learner
     tokens = _passes(run, room.device_type) if config.micro_batch_tokens == "auto" else [config.micro_batch_tokens]
     checkpointing = [False, True] if config.gradient_checkpointing == "auto" else [config.gradient_checkpointing]
     can_offload = config.optimizer.offload == "auto" and config.optimizer.kind == "adamw" and room.device_type != "cpu"
     offload = [False, True] if can_offload else [config.optimizer.offload is True]
-    settings = itertools.product(_shardings(run, room), checkpointing, offload, tokens)
-    for sharding, is_checkpointed, is_offloaded, num_tokens in sorted(settings, key=lambda one: _cost(*one)):
-        learner = msgspec.structs.replace(
-            config,
-            sharding=sharding,
-            gradient_checkpointing=is_checkpointed,
-            micro_batch_tokens=num_tokens,
-            optimizer=msgspec.structs.replace(config.optimizer, offload=is_offloaded),
-        )
-        planned = msgspec.structs.replace(run, learner=learner)
+    return sorted(itertools.product(_shardings(run, room), checkpointing, offload, tokens), key=lambda one: _cost(*one))
+
+
+def _plans(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[Plan]:
+    for sharding, is_checkpointed, is_offloaded, num_tokens in _settings(run, room):
+        changes = {
+            "sharding": sharding,
+            "gradient_checkpointing": is_checkpointed,
+            "micro_batch_tokens": num_tokens,
+            "optimizer.offload": is_offloaded,
+        }
+        planned = _with(run, changes)
         yield Plan(run=planned, sharding=sharding, memory=_memory(shape, planned, sharding, room))
 
 
@@ -258,7 +259,7 @@ def _shorter_rows(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tu
             return
 
 
-def _with(run: LearnerRun, changes: dict[str, object]) -> LearnerRun:
+def _with(run: LearnerRun, changes: Mapping[str, object]) -> LearnerRun:
     """Return the run with changed keys of the learner, such as `reference.device`."""
     learner = run.learner
     for key, value in changes.items():

@@ -35,6 +35,8 @@ from protocol.errors import ConfigError
 from protocol.model_files import weight_files
 
 MARK = "dtype_of_passes"
+INITIALIZED = "_is_hf_initialized"
+"""Mark of transformers on modules and tensors whose values it keeps."""
 
 
 def load_policy(
@@ -119,11 +121,10 @@ def _make_buffers(model: PreTrainedModel) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
-                module._is_hf_initialized = False
+        setattr(module, INITIALIZED, False)  # of every module, as some make the buffers of others
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta:
-            tensor._is_hf_initialized = True
-    model._is_hf_initialized = False
+            setattr(tensor, INITIALIZED, True)
     model.initialize_weights()
 
 

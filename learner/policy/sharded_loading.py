@@ -74,9 +74,8 @@ class CheckpointReader:
     def _joined(self, in_memory: Collection[str], in_files: Collection[str]) -> dict[str, torch.Tensor]:
         """Let transformers join a group of tensors, as it does when it loads the whole model."""
         skeleton = self._skeleton
-        settings = LoadStateDictConfig(
-            device_map={"": "cpu"}, weight_mapping=get_model_conversion_mapping(skeleton), dtype=skeleton.dtype
-        )
+        mapping: Any = get_model_conversion_mapping(skeleton)
+        settings = LoadStateDictConfig(device_map={"": "cpu"}, weight_mapping=mapping, dtype=skeleton.dtype)
         before = {name: _owner(skeleton, name) for name in in_memory}
         conversions = skeleton._weight_conversions
         convert_and_load_state_dict_in_model(skeleton, {name: self._slices[name] for name in in_files}, settings)

@@ -35,7 +35,7 @@ def fit_memory(run_inputs: RunInputs, accelerator: Accelerator) -> LearnerRun:
     room = measure_room(accelerator)
     if shape is None:
         return _without_a_shape(run, room)
-    plan = fastest_plan(shape, run, room) if is_set(run) else make_plan(shape, run, room)
+    plan = fastest_plan(shape, run, room) if is_set(run, room) else make_plan(shape, run, room)
     if accelerator.is_main_process:
         _log(shape, plan, room)
     return plan.run

@@ -1,6 +1,6 @@
 """State that every rank trains: policy, optimizer and reference, and their changes from step to step."""
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,8 +206,8 @@ def _load(path: Path, run: LearnerRun, accelerator: Accelerator, mesh: tuple[int
         attn_implementation=None if config.attn_implementation == PACKED else config.attn_implementation,
         max_model_len=run.server.get("max_model_len"),
     )
-    with opened(path) if mesh else nullcontext({}) as slices:
-        reader = make_reader(load(on_meta=True), slices) if mesh else None
+    with ExitStack() as files:
+        reader = make_reader(load(on_meta=True), files.enter_context(opened(path))) if mesh else None
         policy = load(on_meta=reader is not None)
         _settle_alike(policy, accelerator, run, reader)
         if config.lora.rank:
