@@ -87,16 +87,20 @@ class CheckpointReader:
         return joined
 
 
-def make_reader(skeleton: PreTrainedModel, slices: Slices) -> CheckpointReader | None:
-    """Return the reader of a policy, or None if its files do not have the names that it expects.
+def make_reader(load_skeleton: Callable[[], PreTrainedModel], slices: Slices) -> CheckpointReader | None:
+    """Return the reader of a policy, or None if it cannot be loaded in parts.
 
-    Old checkpoints may have other names. Every rank then loads the whole policy before it is sharded.
+    Old checkpoints may have other names, and transformers computes with the tensors of few models as it loads them.
+    Every rank then loads the whole policy before it is sharded.
     """
     try:
-        return CheckpointReader(skeleton, slices)
+        return CheckpointReader(load_skeleton(), slices)
     except KeyError as error:
-        log.warning("loading the whole policy on every rank: its files have no tensor %s", error)
-        return None
+        reason = f"its files have no tensor {error}"
+    except NotImplementedError as error:
+        reason = str(error)
+    log.warning("loading the whole policy on every rank before it is sharded: %s", reason)
+    return None
 
 
 def allocate(policy: nn.Module, device: torch.device) -> None:

@@ -207,7 +207,7 @@ def _load(path: Path, run: LearnerRun, accelerator: Accelerator, mesh: tuple[int
         max_model_len=run.server.get("max_model_len"),
     )
     with ExitStack() as files:
-        reader = make_reader(load(on_meta=True), files.enter_context(opened(path))) if mesh else None
+        reader = make_reader(partial(load, on_meta=True), files.enter_context(opened(path))) if mesh else None
         policy = load(on_meta=reader is not None)
         _settle_alike(policy, accelerator, run, reader)
         if config.lora.rank:

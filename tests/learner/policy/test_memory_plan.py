@@ -134,7 +134,7 @@ def refusal(run: LearnerRun, room: Room, config: PretrainedConfig) -> str:
 
 
 ONE_GPU = Room(device_gib=79, device_total_gib=80, host_gib=200)
-SMALL = {"device_gib": 20.0, "device_total_gib": 80.0}
+SMALL = {"device_gib": 21.5, "device_total_gib": 80.0}
 FIXED = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}}
 
 

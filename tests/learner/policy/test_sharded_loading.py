@@ -1,5 +1,6 @@
 """What a sharded policy is filled with, and how much memory that takes, against loading the whole policy."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,15 @@ def test_four_ranks_hold_what_one_loads(
         assert_same(found, expected)
 
 
+def test_a_model_whose_tensors_transformers_needs_while_it_loads_them_is_not_loaded_in_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_model(tiny_config("qwen4_exp")).save_pretrained(tmp_path)
+    with opened(tmp_path) as slices:
+        assert make_reader(partial(load_policy, tmp_path, gradient_checkpointing=False, on_meta=True), slices) is None
+    assert "loading the whole policy on every rank before it is sharded: Cannot copy out of meta tensor" in caplog.text
+
+
 @pytest.mark.system
 def test_files_with_names_of_an_older_release_are_loaded_whole(accelerator: Accelerator, tmp_path: Path) -> None:
     tiny_model(tiny_config("qwen2")).save_pretrained(tmp_path)
@@ -90,8 +100,8 @@ def test_files_with_names_of_an_older_release_are_loaded_whole(accelerator: Acce
 
 def live_bytes(accelerator: Accelerator, path: Path) -> int:
     with LiveBytes() as live, opened(path) as slices:
-        skeleton, policy = (load_policy(path, gradient_checkpointing=False, on_meta=True) for _ in range(2))
-        reader = make_reader(skeleton, slices)
+        load_skeleton = partial(load_policy, path, gradient_checkpointing=False, on_meta=True)
+        reader, policy = make_reader(load_skeleton, slices), load_skeleton()
         assert reader is not None
         shard(policy, (accelerator.num_processes,), "cpu", torch.float32)
         allocate(policy, accelerator.device)
