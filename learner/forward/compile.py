@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from learner.forward.attention import compiled_layers, is_packed, layers_of
@@ -32,7 +33,6 @@ from learner.forward.pack import Pack
 from learner.forward.probe import find_excess, find_leak, probe_of
 from learner.forward.probed_model import rounded
 from learner.forward.tile import fused_tiles, tiles_problem
-from learner.policy.sharding import is_sharded
 
 log = logging.getLogger(__name__)
 ROTARY = "apply_rotary_pos_emb"
@@ -159,7 +159,7 @@ def _problem(model: Any, before: list[BeforeCompile], dtype: torch.dtype) -> str
             problems += [_changed(*both) for both in zip(found, before, strict=True)]
             problems.append(find_leak(model, before[0].pack))
     except Exception as error:  # any failure in torch
-        if is_sharded(model):
+        if isinstance(model, FSDPModule):
             raise  # its hooks are in the middle of a pass, and other ranks may wait for this one
         return _described(error)
     return next(filter(None, [*errors, *problems]), None)
