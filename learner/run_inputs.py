@@ -12,24 +12,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from learner.config import DataConfig, LearnerRun
 from learner.environments.answer import check_calls, renderer_of
 from learner.environments.process import tools_of
-from learner.policy.memory import ModelShape, describe, kv_bytes_per_token, learner_memory, server_memory, shape_of
+from learner.policy.memory import ModelShape, shape_of
 from learner.policy.model import load_config, load_tokenizer
-from learner.policy.sharding import mesh_shape
 from learner.prompts.chat_template import TurnFormat
 from learner.prompts.prompts import Prompts
-from protocol.doctor import dtype_finding
 from protocol.errors import ConfigError
 from protocol.model_files import end_token_ids, resolve_model
 
 log = logging.getLogger(__name__)
 
-WORTH_A_LINE_GIB = 4.0
 NUM_WINDOWS = 3
 WINDOW_BYTES = 256
 """Bytes in each of the NUM_WINDOWS windows of a tensor, which are spread evenly."""
@@ -96,28 +92,6 @@ class RunInputs:
         environment = self.run.learner.environment
         has_tools = environment.is_used and not environment.has_agent  # an agent sends its own tools
         return tools_of(environment) if has_tools else []
-
-    def log_needs(self, accelerator: Accelerator) -> None:
-        """Log the dtype and the memory needs, if large, before anything is loaded."""
-        shape, run = self.shape, self.run
-        if shape is None:
-            return
-        mesh = mesh_shape(run.learner.sharding, accelerator.num_processes)
-        memory = learner_memory(
-            shape,
-            run,
-            num_ranks=mesh[-1] if mesh else accelerator.num_processes,
-            is_sharded=bool(mesh),
-            device_type=accelerator.device.type,
-        )
-        if memory.device_gib + memory.host_gib < WORTH_A_LINE_GIB:
-            return
-        log.info(dtype_finding(run.dtype).text)
-        log.info(
-            "%s parameters; the learner needs about %s; a server with one worker %s, and %.0f KiB per token in flight",
-            f"{shape.num_parameters:,}", describe(memory), describe(server_memory(shape, run)),
-            kv_bytes_per_token(shape, run) / 1024,
-        )  # fmt: skip
 
 
 def digest_model(path: Path) -> str:

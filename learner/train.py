@@ -61,8 +61,6 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         require_shared(accelerator, directory, config.collective_timeout_s)
         checkpoint = shared_checkpoint(accelerator, directory, config.collective_timeout_s, resume=resume)
         run_inputs = RunInputs(run)
-        if run_dir is not None:
-            run_inputs.log_needs(accelerator)
         trainer = make_trainer(run_inputs, accelerator, is_new=checkpoint is None)
         version = load_checkpoint(trainer, checkpoint).version if checkpoint else 0
         trainer.set_kl_coef(version, None)

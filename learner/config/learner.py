@@ -46,19 +46,21 @@ class LearnerConfig(Section):
     """Number of optimizer updates per batch. Above 1, later updates move further from the policy that sampled
     the batch."""
     micro_batch_tokens: MayChange[AtLeastOne[int] | Literal["auto"]] = "auto"
-    """Number of tokens per forward pass. Lower it if memory runs out; the result does not depend on it.
-    "auto": 16,384 on a GPU, and 4,096 on a CPU, where larger passes no longer fit the caches."""
+    """Number of tokens per forward pass. The result does not depend on it. "auto": what fits the memory, up to
+    16,384 on a GPU, and up to 4,096 on a CPU, where larger passes no longer fit the caches."""
     attn_implementation: MayChange[str] = "packed"
     """Attention implementation. packed: sequences without padding, with the prompt of a group computed once;
     or an attention of transformers ("sdpa", "eager", "flash_attention_2"): padded sequences, each with its
     prompt. A model that cannot be packed is padded, and the log gives the reason. An implementation is
     refused if its logprobs differ from those of eager attention."""
-    sharding: MayChange[Sharding] = "none"
+    sharding: MayChange[Sharding | Literal["auto"]] = "auto"
     """Division of the policy, its gradients and its optimizer over the learner's ranks (FSDP2). none: each rank
     holds all of it; full: each holds a part; hybrid: the ranks of a node hold a part each, and every node holds
-    all of it, so that weights travel within nodes only. A single rank holds all of it, whatever the value."""
-    gradient_checkpointing: MayChange[bool] = False
-    """Whether to recompute activations in a second forward pass, which saves memory."""
+    all of it, so that weights travel within nodes only. "auto": the fastest that fits the memory. A single rank
+    holds all of it, whatever the value."""
+    gradient_checkpointing: MayChange[bool | Literal["auto"]] = "auto"
+    """Whether to recompute activations in a second forward pass, which saves memory. "auto": if the fastest
+    settings that fit the memory need it."""
     compile: MayChange[bool | Literal["auto"]] = "auto"
     """Whether to fuse the policy's norms, gated layers and rotary embedding with torch.compile, and on a GPU
     the head's operations on logits. It needs a C++ compiler. The first start takes up to two minutes longer;
@@ -126,7 +128,7 @@ class LearnerConfig(Section):
         return self.max_auto_staleness if self.max_staleness == "auto" else self.max_staleness
 
     def tokens_per_pass(self, device_type: str) -> int:
-        """Return micro_batch_tokens for a device type, such as "cuda" or "cpu"."""
+        """Return micro_batch_tokens for a device type, such as "cuda" or "cpu"; with "auto", its upper limit."""
         if self.micro_batch_tokens != "auto":
             return self.micro_batch_tokens
         return AUTO_TOKENS_ON_CPU if device_type == "cpu" else AUTO_TOKENS

@@ -179,6 +179,9 @@ class OptimizerConfig(Section):
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
     """Optimizer. adamw: AdamW; adamw_8bit: AdamW with 8-bit moments by bitsandbytes (`[adamw-8bit]`), at a
     quarter of their memory, not under FSDP."""
+    offload: MayChange[bool | Literal["auto"]] = "auto"
+    """Whether to keep AdamW's moments in host memory. Each step moves them to the GPU and back, one tensor at a
+    time. "auto": if the fastest settings that fit the memory need it."""
     learning_rate: MayChange[Positive[float]] = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -197,6 +200,9 @@ class OptimizerConfig(Section):
     max_skipped_updates: MayChange[AtLeastOne[int]] = 5
     """Maximum number of consecutive skipped updates, after which the run stops. An update is skipped if its
     gradient is NaN or inf."""
+
+    def unmet_needs(self) -> dict[str, str]:
+        return {} if self.kind == "adamw" else {"offload": 'kind = "adamw"'}
 
 
 class WarmStartConfig(Section):

@@ -20,7 +20,8 @@ from transformers import AutoConfig
 from learner.config import LearnerRun, WeightSyncConfig
 from learner.doctor.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
 from learner.evaluation.openai_client import EvaluationError, open_client
-from learner.policy.memory import Memory, learner_memory, shape_of
+from learner.policy.memory import GIB, describe, shape_of
+from learner.policy.memory_plan import Room, fastest_plan, make_plan
 from learner.servers.membership import Membership
 from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys
@@ -31,7 +32,6 @@ from protocol.doctor import (
     dtype_finding,
     free_memory_bytes,
     in_one_line,
-    memory_finding,
     ok,
     package_version,
     problem,
@@ -51,10 +51,6 @@ MAX_CLOCK_OFFSET_S = 5.0
 EVALUATION_TIMEOUT_S = 3.0
 TRIAL_BYTES = 64 << 20
 MIB = 1 << 20
-REMEDY = (
-    "lower learner.micro_batch_tokens, set learner.gradient_checkpointing or learner.lora.rank, or shard the policy "
-    "over several ranks"
-)
 
 
 def examine(run: LearnerRun) -> Iterator[Finding]:
@@ -290,7 +286,7 @@ def pushed_bytes(run: LearnerRun) -> int | None:
 
 
 def resources(run: LearnerRun) -> Iterator[Finding]:
-    """Check memory and disk for one unsharded rank.
+    """Check memory and disk for the ranks that `deploy` places on this node, or for one.
 
     docs/memory.md has the formulas.
     """
@@ -299,21 +295,33 @@ def resources(run: LearnerRun) -> Iterator[Finding]:
         if path is None:
             yield unknown("memory", f"cannot estimate the needs of {run.model} until it is on this machine")
             return
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        memory = learner_memory(shape_of(AutoConfig.from_pretrained(path)), run, device_type=device_type)
+        shape = shape_of(AutoConfig.from_pretrained(path))
     except Exception as error:  # transformers may raise anything for a config
         yield unknown("memory", f"cannot estimate the needs of {run.model} ({error})")
         return
-    yield from _memory(memory)
+    room = _room(run)
+    plan = fastest_plan(shape, run, room)
+    try:
+        plan = make_plan(shape, run, room)
+    except ConfigError as error:
+        yield problem_of("memory", error, "choose one of these changes")
+    else:
+        yield ok("memory", f"the learner needs about {describe(plan.memory)} with {plan}")
     checkpoints = run.learner.checkpoint
     num_kept = max(checkpoints.keep_last, 1) + 1  # plus the one that is being written
-    yield disk_finding(run.checkpoint_dir, f"{num_kept} checkpoints", num_kept * memory.host["checkpoint"])
+    needed = num_kept * plan.memory.host["checkpoint"]
+    yield disk_finding(run.checkpoint_dir, f"{num_kept} checkpoints", needed)
 
 
-def _memory(memory: Memory) -> Iterator[Finding]:
-    device, host = sum(memory.device.values()), sum(memory.host.values())
-    if torch.cuda.is_available():
-        yield memory_finding("the learner's GPU", device, torch.cuda.mem_get_info()[0], REMEDY)
-        yield memory_finding("the learner's host", host, free_memory_bytes(), REMEDY)
-    else:
-        yield memory_finding("the learner", device + host, free_memory_bytes(), REMEDY)
+def _room(run: LearnerRun) -> Room:
+    """Return the memory that is free now. A server that uses the same GPU may not have started yet."""
+    num_ranks = max(1, *(len(run.deploy.get(key, ())) for key in ("learner_gpus", "learner_cores")))
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    return Room(
+        device_gib=free / GIB,
+        device_total_gib=total / GIB,
+        host_gib=free_memory_bytes() / GIB,
+        device_type="cuda" if torch.cuda.is_available() else "cpu",
+        num_ranks=num_ranks,
+        ranks_per_node=num_ranks,
+    )

@@ -56,7 +56,8 @@ class CheckpointNames:
         """New names of the tensors whose values stay the same."""
         self._group_of: dict[str, tuple[str, ...]] = {}
         """Group in which each other tensor is converted."""
-        self._cut({name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()})
+        self._meta = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
+        self._cut(self._meta)
 
     def convert(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each group as soon as it is complete, keeping only one in memory."""
@@ -70,6 +71,14 @@ class CheckpointNames:
             group = self._group_of[name]
             if waiting.keys() >= set(group):
                 yield from self._revert({name: waiting.pop(name) for name in group}).items()
+
+    def parts(self) -> list[tuple[tuple[str, ...], tuple[str, ...], bool]]:
+        """Return the groups: their names in memory and in the checkpoint, and whether the tensors are alike in both."""
+        renamed = [((name,), (new_name,), True) for name, new_name in self._renamed.items()]
+        groups = dict.fromkeys(self._group_of.values())
+        return renamed + [
+            (group, tuple(self._revert({name: self._meta[name] for name in group})), False) for group in groups
+        ]
 
     def _revert(self, tensors: Tensors) -> Tensors:
         return revert_weight_conversion(self._policy, tensors)

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -31,8 +32,11 @@ from learner.forward.logprobs import recomputation_contexts
 from learner.policy.rope import check_rope, pin_rope
 from learner.policy.sharding import is_sharded
 from protocol.errors import ConfigError
+from protocol.model_files import weight_files
 
 MARK = "dtype_of_passes"
+INITIALIZED = "_is_hf_initialized"
+"""Mark of transformers on modules and tensors whose values it keeps."""
 
 
 def load_policy(
@@ -42,6 +46,7 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     attn_implementation: str | None = None,
     max_model_len: int | None = None,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
     """Load the model in evaluation mode, with the RoPE of the server.
 
@@ -50,7 +55,7 @@ def load_policy(
     multimodal checkpoint yields its text tower.
 
     `attn_implementation` is one of transformers'; None: its choice. `max_model_len` is the server's; None:
-    what vLLM derives.
+    what vLLM derives. `on_meta`: without its weights (sharded_loading.py), but with all else.
 
     Raises:
         ConfigError: The model cannot be trained, or not with these arguments.
@@ -61,9 +66,12 @@ def load_policy(
     check_rope(config, max_model_len)
     _switch_off_dropout(config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attn_implementation
-        )
+        if on_meta:
+            model = _load_on_meta(path, config, dtype, attn_implementation)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, attn_implementation=attn_implementation
+            )
     except (ValueError, ImportError) as error:
         if attn_implementation is None:
             raise
@@ -82,6 +90,42 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation_contexts})
     for module in model.modules():  # only layers in training mode are checkpointed
         module.training = isinstance(module, GradientCheckpointingLayer)
+
+
+def _load_on_meta(
+    path: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None
+) -> PreTrainedModel:
+    """Return the model as transformers loads it, but from tensors on the meta device."""
+    tensors = {}
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118  # not a mapping
+                tensors[name] = torch.empty(reader.get_slice(name).get_shape(), device="meta")
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    text = config.get_text_config()
+    model: PreTrainedModel = kind.from_pretrained(
+        None,
+        config=text if kind.config_class is type(text) else config,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        state_dict=tensors,
+        device_map={"": "meta"},
+    )
+    _make_buffers(model)
+    return model
+
+
+def _make_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that no checkpoint has, such as the frequencies of RoPE, as transformers does."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        setattr(module, INITIALIZED, False)  # of every module, as some make the buffers of others
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta:
+            setattr(tensor, INITIALIZED, True)
+    model.initialize_weights()
 
 
 def load_config(path: Path) -> PreTrainedConfig:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from learner.policy.host_adamw import MOMENTS, empty_on_host, keeps_on_host
 from learner.policy.snapshot import trainable
 from protocol.errors import ConfigError
 
@@ -199,7 +200,9 @@ def read_trained(policy: nn.Module, optimizer: torch.optim.Optimizer, directory:
     for name, kept in index.items():
         if name.startswith(OPTIMIZER):
             of, _, what = name.removeprefix(OPTIMIZER).rpartition("/")
-            tensors[name] = states.setdefault(of, {})[what] = kept.empty(parameters[of].detach())
+            is_on_host = what in MOMENTS and keeps_on_host(optimizer)
+            tensor = empty_on_host(parameters[of]) if is_on_host else kept.empty(parameters[of].detach())
+            tensors[name] = states.setdefault(of, {})[what] = tensor
     read_into(tensors, directory)
     for kept_of in states.values():
         for what, tensor in kept_of.items():

@@ -21,6 +21,8 @@ from torch import nn
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.attention import is_packed
 from learner.forward.compile import describe_fused
+from learner.policy.memory import tokens_per_key
+from learner.policy.model import compute_dtype
 from learner.policy.sharding import is_sharded
 from learner.rank_agreement import broadcast_bytes, require_agreement
 from learner.rank_watch import RankWatch
@@ -199,8 +201,18 @@ def layout_of(accelerator: Accelerator, policy: nn.Module, config: LearnerConfig
     # 2 operations per parameter and token. Per dimension, layer and token pair, 4 operations: the score and
     # the share of the value.
     pair_cost = 2 * text.num_hidden_layers * text.hidden_size / num_parameters
-    max_tokens = config.tokens_per_pass(accelerator.device.type)
-    return Layout(max_tokens=max_tokens, is_packed=is_packed(model), pair_cost=pair_cost)
+    return Layout(
+        max_tokens=config.tokens_per_pass(accelerator.device.type),
+        is_packed=is_packed(model),
+        pair_cost=pair_cost,
+        key_size=key_size_of(model) if is_packed(model) and accelerator.device.type != "cpu" else 0.0,
+    )
+
+
+def key_size_of(model: Any) -> float:
+    """Return the memory of a key that a packed pass on a GPU gathers, in tokens. A CPU keeps none."""
+    dtype = str(compute_dtype(model)).removeprefix("torch.")
+    return tokens_per_key(model.config.get_text_config(), dtype, is_checkpointed=model.is_gradient_checkpointing)
 
 
 def gradient_sync(accelerator: Accelerator, policy: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:

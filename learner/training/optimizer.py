@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from learner.config import KlConfig, OptimizerConfig
+from learner.policy.host_adamw import HostAdamW
 from learner.policy.sharding import NO_DECAY
 from learner.policy.snapshot import local, reshard
 from protocol.errors import ConfigError, SlipstreamError
@@ -29,8 +30,8 @@ class NotFiniteError(SlipstreamError):
 def make_optimizer(policy: nn.Module, settings: OptimizerConfig, learning_rate: float) -> torch.optim.Optimizer:
     """Return AdamW (arXiv 1711.05101), or AdamW with 8-bit moments (arXiv 2110.02861).
 
-    AdamW runs as one fused kernel that reads and writes every tensor once. Weight decay applies to matrices
-    only.
+    AdamW runs as one fused kernel that reads and writes every tensor once; with its moments in host memory, one
+    for each tensor. Weight decay applies to matrices only.
 
     Raises:
         ConfigError: The library for 8-bit moments is missing.
@@ -45,6 +46,8 @@ def make_optimizer(policy: nn.Module, settings: OptimizerConfig, learning_rate: 
     betas = (settings.beta1, settings.beta2)
     if settings.kind == "adamw_8bit":
         return _adamw_8bit()(groups, lr=learning_rate, betas=betas)
+    if settings.offload is True:
+        return HostAdamW(groups, lr=learning_rate, betas=betas)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 

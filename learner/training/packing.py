@@ -7,6 +7,7 @@ rows gets the same result.
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from itertools import groupby
@@ -24,16 +25,26 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Arrangement of rows in a forward pass, and the cost of a pass."""
 
     max_tokens: int
-    """Maximum number of tokens of a micro-batch; a longer row forms its own."""
+    """Maximum number of tokens of a micro-batch, gathered keys included; a longer row forms its own."""
     is_packed: bool
     """Whether rows are packed. Otherwise each row is padded to the longest of its micro-batch and carries its
     own prompt."""
     pair_cost: float
     """Cost of one (query, key) pair of the attention, in units of one token through the rest of the model."""
+    key_size: float = 0.0
+    """Memory of one gathered key with its value, in units of the memory of one token."""
 
     def cost(self, piece: Piece) -> float:
         """Return the cost of the piece's forward pass, in tokens."""
         return num_tokens(piece) + self.pair_cost * num_pairs(piece)
+
+    def size(self, before: BatchRow | None, row: BatchRow) -> float:
+        """Return the memory that a row adds to a packed pass, in tokens; `before` is the row before it in its piece.
+
+        Its completion gathers the keys of its prompt again, and the part of the prompt that is new gathers its own.
+        """
+        new = _num_new(before, row)
+        return new + len(row.branch.token_ids) + self.key_size * (new + row.num_tokens)
 
 
 def pieces_of(rows: Sequence[BatchRow], layout: Layout) -> list[Piece]:
@@ -43,12 +54,12 @@ def pieces_of(rows: Sequence[BatchRow], layout: Layout) -> list[Piece]:
     pieces: list[Piece] = []
     for _, rows_G in groupby(rows, key=lambda row: row.group):
         piece: Piece = []
-        size = 0
+        size = 0.0
         for row in rows_G:
-            more = _num_new(piece[-1] if piece else None, row) + len(row.branch.token_ids)
+            more = layout.size(piece[-1] if piece else None, row)
             if piece and size + more > layout.max_tokens:
                 pieces.append(piece)
-                piece, size, more = [], 0, row.num_tokens
+                piece, size, more = [], 0.0, layout.size(None, row)
             piece.append(row)
             size += more
         pieces.append(piece)
@@ -121,9 +132,9 @@ def split_into_micro_batches(pieces: Sequence[Piece], layout: Layout) -> list[li
     if not layout.is_packed:
         return _cut_padded([row for piece in pieces for row in piece], layout.max_tokens)
     batches: list[list[BatchRow]] = []
-    room: list[int] = []
+    room: list[float] = []
     for piece in sorted(pieces, key=num_tokens, reverse=True):
-        needed = num_tokens(piece)
+        needed = sum(itertools.starmap(layout.size, zip([None, *piece[:-1]], piece, strict=True)))
         place = next((i for i, free in enumerate(room) if free >= needed), None)
         if place is None:
             batches.append(list(piece))

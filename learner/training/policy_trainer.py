@@ -1,5 +1,6 @@
 """State that every rank trains: policy, optimizer and reference, and their changes from step to step."""
 
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,19 @@ from learner.config import LearnerConfig, LearnerRun
 from learner.forward.compile import fuse
 from learner.forward.logprobs import float32_heads, logit_map_of, logit_maps
 from learner.forward.packing_check import PACKED, choose_attention
+from learner.forward.probed_model import few_layers
 from learner.forward.tile import LogitMap
+from learner.policy.hf_weights import held
 from learner.policy.lora import add_adapter
 from learner.policy.memory import ModelShape
 from learner.policy.model import compute_in, load_policy
 from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference, make_reference
+from learner.policy.sharded_loading import CheckpointReader, allocate, filled, in_name_only, make_reader, opened
 from learner.policy.sharding import mesh_shape, shard
 from learner.rank_agreement import decide_on_rank_0, first_problem, require_agreement
 from learner.run_inputs import RunInputs
+from learner.training.fit_memory import fit_memory
 from learner.training.metrics import Mismatch, RatioRange
 from learner.training.optimizer import make_optimizer, next_coef, require_finite_weights
 from learner.training.warm_start import warm_start
@@ -120,35 +125,18 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     The policy of a new run is warm-started, if configured, before the reference is copied from it. A resumed
     run restores everything from its checkpoint afterwards.
     """
-    run = run_inputs.run
+    check_plug_ins(run_inputs.run.learner)
+    _refuse_sharded(run_inputs.run.learner, accelerator.num_processes)
+    run = fit_memory(run_inputs, accelerator)
     config = run.learner
-    check_plug_ins(config)
+    assert config.sharding != "auto"
     shape = mesh_shape(config.sharding, accelerator.num_processes)
-    if shape and config.optimizer.kind == "adamw_8bit":
-        raise ConfigError(
-            f'learner.optimizer.kind = "adamw_8bit" with learner.sharding = "{config.sharding}": bitsandbytes cannot '
-            'update sharded parameters. Set learner.optimizer.kind to "adamw", whose moments are sharded, or '
-            'learner.sharding to "none"'
-        )
     require_agreement(
         accelerator,
-        _view_of(run_inputs, accelerator, shape),
+        _view_of(run_inputs, run, accelerator, shape),
         "Give every rank the same config, model files and software",
     )
-    # Frozen weights receive no small updates, so they can have the server's dtype, at half the memory.
-    dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
-    policy = load_policy(
-        run_inputs.model_path,
-        dtype=dtype,
-        gradient_checkpointing=config.gradient_checkpointing,
-        attn_implementation=None if config.attn_implementation == PACKED else config.attn_implementation,
-        max_model_len=run.server.get("max_model_len"),
-    )
-    _settle_alike(policy, accelerator, run)
-    if config.lora.rank:
-        add_adapter(policy, config.lora, run.seed)
-    if shape:
-        shard(policy, shape, accelerator.device.type, getattr(torch, run.dtype))
+    policy = _load(run_inputs.model_path, run, accelerator, shape)
     compute_in(getattr(torch, run.dtype), policy)
     if run.has_float32_head:
         float32_heads.add(policy)
@@ -158,7 +146,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     if config.compiles_on(accelerator.device.type):
         fuse(policy, getattr(torch, run.dtype), partial(first_problem, accelerator))
     if is_new and config.warm_start.steps > 0:
-        warm_start(run_inputs, accelerator, policy)
+        warm_start(run_inputs, config, accelerator, policy)
     require_finite_weights(
         accelerator,
         policy,
@@ -180,8 +168,17 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     )
 
 
-def _view_of(run_inputs: RunInputs, accelerator: Accelerator, mesh: tuple[int, ...]) -> RunView:
-    run = run_inputs.run
+def _refuse_sharded(config: LearnerConfig, num_ranks: int) -> None:
+    """Raise ConfigError for an optimizer that does not go with sharding. With "auto", it prevents sharding."""
+    if num_ranks > 1 and config.sharding in ("full", "hybrid") and config.optimizer.kind == "adamw_8bit":
+        raise ConfigError(
+            f'learner.optimizer.kind = "adamw_8bit" with learner.sharding = "{config.sharding}": bitsandbytes cannot '
+            'update sharded parameters. Set learner.optimizer.kind to "adamw", whose moments are sharded, or '
+            'learner.sharding to "none"'
+        )
+
+
+def _view_of(run_inputs: RunInputs, run: LearnerRun, accelerator: Accelerator, mesh: tuple[int, ...]) -> RunView:
     return RunView(
         dtype=run.dtype,
         head_dtype=run.head_dtype,
@@ -203,12 +200,46 @@ def _without_places(config: LearnerConfig) -> LearnerConfig:
     return msgspec.structs.replace(config, cpu_cores=None, checkpoint=checkpoint)
 
 
-def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun) -> None:
-    """Apply rank 0's choice of passes on every rank, because each rounds in its own way."""
+def _load(path: Path, run: LearnerRun, accelerator: Accelerator, mesh: tuple[int, ...]) -> Any:
+    """Return the policy with its adapter and its attention, sharded over the mesh."""
+    config, dtype = run.learner, getattr(torch, run.dtype)
+    load = partial(
+        load_policy,
+        path,
+        # Frozen weights receive no small updates, so they can have the server's dtype, at half the memory.
+        dtype=dtype if config.lora.rank else torch.float32,
+        gradient_checkpointing=config.gradient_checkpointing is True,
+        attn_implementation=None if config.attn_implementation == PACKED else config.attn_implementation,
+        max_model_len=run.server.get("max_model_len"),
+    )
+    with ExitStack() as files:
+        reader = make_reader(partial(load, on_meta=True), files.enter_context(opened(path))) if mesh else None
+        policy = load(on_meta=reader is not None)
+        _settle_alike(policy, accelerator, run, reader)
+        if config.lora.rank:
+            with in_name_only(policy):
+                add_adapter(policy, config.lora, run.seed)
+        if mesh:
+            shard(policy, mesh, accelerator.device.type, dtype)
+        if reader is not None:
+            allocate(policy, accelerator.device)
+            reader.fill(held(policy))
+    return policy
+
+
+def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun, reader: CheckpointReader | None) -> None:
+    """Apply rank 0's choice of passes on every rank, because each rounds in its own way.
+
+    A policy without its weights is given those of the few layers that the choice needs.
+    """
 
     def settle() -> ForwardSetup:
-        choose_attention(policy, accelerator.device, getattr(torch, run.dtype), run.learner.attn_implementation)
-        logits = logit_maps.get(policy) or logit_map_of(policy)
+        with ExitStack() as weights:
+            if reader is not None:
+                weights.enter_context(few_layers(policy))
+                weights.enter_context(filled(policy, reader))
+            choose_attention(policy, accelerator.device, getattr(torch, run.dtype), run.learner.attn_implementation)
+            logits = logit_maps.get(policy) or logit_map_of(policy)
         return ForwardSetup(attention=policy.config._attn_implementation, logits=logits)
 
     settled = decide_on_rank_0(accelerator, settle, ForwardSetup)

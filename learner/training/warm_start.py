@@ -33,17 +33,16 @@ from protocol.errors import DataError
 log = logging.getLogger(__name__)
 
 
-def warm_start(run_inputs: RunInputs, accelerator: Accelerator, policy: nn.Module) -> float:
+def warm_start(run_inputs: RunInputs, config: LearnerConfig, accelerator: Accelerator, policy: nn.Module) -> float:
     """Train for `warm_start.steps` steps; return the last step's mean loss per token.
 
-    `policy` is as prepared by accelerate. Every rank reads the data and takes its share of the rows.
+    `config` is the one that fits the memory, `policy` is as prepared by accelerate. Every rank reads the data and takes its share of the rows.
 
     Raises:
         DataError: The data has no usable answers, or the tokenizer has no end-of-sequence token.
         NotFiniteError: The gradient norm is NaN or inf.
     """
-    config, settings = run_inputs.run.learner, run_inputs.run.learner.warm_start
-    prompts, tokenizer = run_inputs.prompts, run_inputs.tokenizer
+    settings, prompts, tokenizer = config.warm_start, run_inputs.prompts, run_inputs.tokenizer
     end = prompts.template.turn_end() if prompts.are_conversations else tokenizer.eos_token_id
     if end is None:
         raise DataError(

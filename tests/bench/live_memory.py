@@ -7,11 +7,12 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts live tensors. Tensors from before the block do not count."""
+    """Counts live tensors, except those from before the block and those on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,8 +22,13 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in inputs:
+        for found in out if isinstance(out, tuple | list) else (out,):
+            tensor = found._local_tensor if isinstance(found, DTensor) else found
+            if (
+                isinstance(tensor, torch.Tensor)
+                and not tensor.is_meta
+                and tensor.untyped_storage()._cdata not in inputs
+            ):
                 self._count(tensor.untyped_storage())
         return out
 

@@ -16,6 +16,8 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from learner.config import LearnerRun
@@ -23,14 +25,12 @@ from learner.forward.lm_head import TILE_LOGITS, HeadLogprobs, LogprobSettings
 from learner.forward.tile import LogitMap
 from learner.policy.lora import add_adapter
 from learner.policy.memory import (
-    GIB,
     activation_bytes,
     describe,
     head_bytes,
     kv_bytes_per_token,
     learner_memory,
     num_trained,
-    server_memory,
     shape_of,
 )
 from learner.policy.model import compute_in
@@ -41,31 +41,22 @@ from learner.run_inputs import RunInputs
 from learner.training.policy_trainer import make_trainer
 from protocol.model_files import resolve_model
 from tests.bench.live_memory import LiveBytes
+from tests.learner.policy.planned_sizes import PAGE, adapted_rows, planned_rows
+from tests.learner.policy.shapes import LLAMA_8B, MOE_30B, QWEN_7B, QWEN_HALF_B
 from tests.learner.training.fixed_groups import make_run
 from tests.sweep.families import tiny_config, tiny_model
 
-PAGE = Path(__file__).parents[3] / "docs/memory.md"
-QWEN_7B = Qwen2Config(
-    hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-    vocab_size=152064, tie_word_embeddings=False,
-)  # fmt: skip
-QWEN_HALF_B = Qwen2Config(
-    hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-    vocab_size=151936, tie_word_embeddings=True,
-)  # fmt: skip
-QWEN_ONE_AND_A_HALF_B = Qwen2Config(
-    hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
-    vocab_size=151936, tie_word_embeddings=True,
-)  # fmt: skip
-LLAMA_8B = LlamaConfig(
-    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-    vocab_size=128256, tie_word_embeddings=False,
-)  # fmt: skip
 TINY: dict[str, PretrainedConfig] = {
     kind.model_type: kind(
         hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=100
     )
     for kind in (Qwen2Config, LlamaConfig)
+} | {
+    "qwen3": Qwen3Config(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+                         head_dim=64, vocab_size=100),
+    "qwen3_moe": Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+                                num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4, vocab_size=100,
+                                experts_implementation="grouped_mm"),
 }  # fmt: skip
 
 
@@ -83,10 +74,11 @@ DEEPSEEK_V2_LITE = DeepseekV2Config(
         (QWEN_HALF_B, 0.494032768, 0.494032768, 0),
         (QWEN_7B, 7.615616512, 7.615616512, 0),
         (LLAMA_8B, 8.030261248, 8.030261248, 0),
+        (MOE_30B, 30.5, 3.3, 0.02),
         (MIXTRAL_8X7B, 46.7, 12.9, 0.02),
         (DEEPSEEK_V2_LITE, 15.7, 2.7, 0.02),
     ],
-    ids=["Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B", "Mixtral-8x7B", "DeepSeek-V2-Lite"],
+    ids=["Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-30B-A3B", "Mixtral-8x7B", "DeepSeek-V2-Lite"],
 )
 def test_the_numbers_of_parameters_are_the_published_ones(
     config: PretrainedConfig, billions: float, active_billions: float, rounding: float
@@ -197,48 +189,20 @@ def test_an_adapter_on_named_layers_has_the_parameters_that_peft_gives_it() -> N
     assert num_trained(shape_of(TINY["qwen2"]), run.learner) == sum(p.numel() for p in trainable(model).values())
 
 
-CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True, "micro_batch_tokens": 16384}
-WITH_REFERENCE = CHECKPOINTING | {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}}
-
-
-def seven_b() -> list[str]:
-    """The rows of the table in the page."""
-    run = run_of(WITH_REFERENCE, "bfloat16")
-    shape, rows = shape_of(QWEN_7B), []
-    for num in (1, 4, 8):
-        learner = learner_memory(shape, run, num_ranks=num, is_sharded=num > 1)
-        server = server_memory(shape, run, num_workers=num)
-        kv_kib = kv_bytes_per_token(shape, run, num_workers=num) / 1024
-        parts = [learner.device[name] / GIB for name in ("weights", "gradients", "optimizer", "reference")]
-        rest = learner.device_gib - sum(parts)
-        rows.append(
-            f"| {num} | {' + '.join(f'{part:.1f}' for part in parts)} + {rest:.1f} = **{learner.device_gib:.0f}** | "
-            f"{learner.host_gib:.0f} | **{server.device_gib:.1f}** + {kv_kib:.0f} KiB per token | {server.host_gib:.0f} |"
-        )
-    return rows
-
-
-def starting_size(size: str, config: PretrainedConfig) -> str:
-    """A row of the table with which the page begins."""
-    shape = shape_of(config)
-    whole, adapter = (
-        learner_memory(shape, run_of(CHECKPOINTING | {"lora": {"rank": rank}}, "bfloat16")).device_gib
-        for rank in (0, 16)
-    )
-    return f"| {size} | {whole:.0f} | {adapter:.0f} | {2 * shape.num_parameters / GIB:.1f} |"
-
-
 def test_the_page_has_the_numbers_that_the_functions_give_and_explains_each() -> None:
     text = PAGE.read_text()
-    sizes = {"0.5B": QWEN_HALF_B, "1.5B": QWEN_ONE_AND_A_HALF_B, "7B": QWEN_7B}
-    rows = [*seven_b(), *(starting_size(*size) for size in sizes.items())]
     memory = learner_memory(shape_of(TINY["llama"]), run_of({}))
-    rows += [f"| {part} |" for part in (*memory.device, *memory.host)]
-    assert [row for row in rows if row not in text] == []
-    run = run_of(WITH_REFERENCE | {"micro_batch_tokens": 4096}, "bfloat16")
-    memory = learner_memory(shape_of(QWEN_7B), run, num_ranks=8, is_sharded=True)
-    assert f"eight GPUs need {memory.device_gib:.0f} GiB each" in " ".join(text.split()), "the remedy"
+    rows = [*planned_rows(), *adapted_rows(), *(f"| {part} |" for part in (*memory.device, *memory.host))]
+    assert [row for row in rows if row not in text] == [], "python -m tests.learner.policy.planned_sizes writes them"
+
+
+def test_parts_below_a_tenth_of_a_gib_are_left_out() -> None:
+    run = run_of({"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}}, "bfloat16")
+    memory = learner_memory(shape_of(QWEN_7B), run, num_ranks=8, num_shards=8)
     assert f"{memory.device_gib:.1f} GiB per GPU (weights 3.5, gradients 3.5," in describe(memory)
+    assert "reference 1.8" in describe(memory) and "reference" not in describe(
+        learner_memory(shape_of(TINY["llama"]), run)
+    )
 
 
 def test_the_casts_of_a_pass_are_those_of_what_is_trained() -> None:

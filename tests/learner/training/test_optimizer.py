@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, get_scheduler
 
 from learner.config import OptimizerConfig
+from learner.policy.host_adamw import keeps_on_host
 from learner.policy.memory import learner_memory, shape_of
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
@@ -116,6 +117,29 @@ def test_moments_of_8_bits_take_a_quarter_and_resume_exactly(accelerator: Accele
     steps(resumed, range(VERSION + 2, VERSION + 4))
     for (name, found), expected in zip(resumed.policy.named_parameters(), whole.policy.parameters(), strict=True):
         assert torch.equal(found, expected), name
+
+
+def test_moments_in_host_memory_give_the_same_bits_and_resume_in_either_place(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    def a_trainer(*, offload: bool) -> PolicyTrainer:
+        optimizer = {"offload": offload, "learning_rate": 1e-3, "weight_decay": 0.1}
+        return make_trainer(RunInputs(make_run(optimizer=optimizer)), accelerator, is_new=True)
+
+    ends = []
+    for before, after in ((False, False), (True, True), (True, False), (False, True)):
+        first = a_trainer(offload=before)
+        steps(first, range(VERSION, VERSION + 2))
+        save(first, directory := tmp_path / f"{before}{after}", VERSION)
+        accelerator.free_memory()
+        resumed = a_trainer(offload=after)
+        load_checkpoint(resumed, directory / f"step-{VERSION:06d}")
+        assert keeps_on_host(resumed.optimizer) == after
+        steps(resumed, range(VERSION + 2, VERSION + 4))
+        ends.append({name: parameter.detach().clone() for name, parameter in resumed.policy.named_parameters()})
+        accelerator.free_memory()
+    for end in ends[1:]:
+        assert [name for name in end if not torch.equal(end[name], ends[0][name])] == []
 
 
 def test_without_its_library_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@ prompts."""
 
 from pathlib import Path
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.training.batch import BatchRow
+from learner.forward.attention import key_layout
+from learner.training.batch import BatchRow, micro_batch
 from learner.training.packing import Layout, num_tokens, pieces_of, share_out, split_into_micro_batches
 from tests.learner.config.settings import ALWAYS, load
 from tests.learner.training.batch_rows import Shapes, make_completion, make_row, rows_of
@@ -16,8 +18,8 @@ SHAPES = st.lists(
 )
 
 
-def layout(max_tokens: int, *, is_packed: bool = True, pair_cost: float = 0.0) -> Layout:
-    return Layout(max_tokens=max_tokens, is_packed=is_packed, pair_cost=pair_cost)
+def layout(max_tokens: int, *, is_packed: bool = True, pair_cost: float = 0.0, key_size: float = 0.0) -> Layout:
+    return Layout(max_tokens=max_tokens, is_packed=is_packed, pair_cost=pair_cost, key_size=key_size)
 
 
 def advantages_of(rows: list[BatchRow]) -> list[float]:
@@ -59,6 +61,26 @@ def test_without_packing_a_row_costs_the_longest_row_of_its_micro_batch() -> Non
     how = layout(20, is_packed=False)
     batches = split_into_micro_batches(pieces_of(rows_of([(4, [6, 1]), (2, [8])]), how), how)
     assert [advantages_of(batch) for batch in batches] == [[0, 2], [1]]
+
+
+@given(SHAPES, st.integers(40, 200), st.floats(0, 1))
+def test_a_pass_counts_the_keys_that_its_attention_gathers(shapes: Shapes, budget: int, key_size: float) -> None:
+    rows, how = rows_of(shapes), layout(budget, key_size=key_size)
+    for batch in split_into_micro_batches(pieces_of(rows, how), how):
+        pack = micro_batch(batch, torch.device("cpu")).pack
+        num_keys = len(key_layout(pack).rows_L)
+        assert pack.num_tokens + key_size * num_keys <= budget or len(batch) == 1
+    # The estimate is exact but for the last token of a completion, which no pass has.
+    piece = [row for row in rows if row.group == rows[0].group]
+    pack = micro_batch(piece, torch.device("cpu")).pack
+    num_keys, num_last = len(key_layout(pack).rows_L), len(piece)
+    size = sum(layout(1, key_size=1.0).size(*pair) for pair in zip([None, *piece[:-1]], piece, strict=True))
+    assert num_keys + pack.num_tokens <= size <= num_keys + pack.num_tokens + 2 * num_last + num_unused(piece)
+
+
+def num_unused(piece: list[BatchRow]) -> int:
+    """Keys that a completion of one token, of which nothing remains in the pack, does not gather."""
+    return sum(len(row.prompt_token_ids) for row in piece if len(row.branch.token_ids) == 1)
 
 
 def test_branches_of_a_group_count_only_their_unshared_tokens() -> None:

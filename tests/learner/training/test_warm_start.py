@@ -30,7 +30,7 @@ WARM = {"steps": 5, "learning_rate": 3e-3, "rows_per_step": 6}
 def warmed(run: LearnerRun) -> tuple[torch.nn.Module, float]:
     policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)
     choose_attention(policy, torch.device("cpu"), torch.float32)
-    return policy, warm_start(RunInputs(run), Accelerator(cpu=True), policy)
+    return policy, warm_start(RunInputs(run), run.learner, Accelerator(cpu=True), policy)
 
 
 def plain_loop(run: LearnerRun) -> tuple[torch.nn.Module, float]:
