@@ -40,6 +40,7 @@ KEYS = {
 """Former name → name. The name of a section applies to its keys."""
 VALUES = {
     "learner.weight_sync.compression": {"dense": "none"},
+    "learner.weight_sync.transport": {"gloo": "tcp"},
     "learner.data.overlong_prompts": {"refuse": "error"},
 }
 """Key → former value → value."""

@@ -85,7 +85,7 @@ class ScriptedEngine:
         self._receiver: Any = None
 
     async def places(self) -> Sequence[WorkerPlace]:
-        return [WorkerPlace(device="cpu", transports=["gloo", "tcp"], pid=os.getpid())] * self.limits.num_workers
+        return [WorkerPlace(device="cpu", transports=["tcp"], pid=os.getpid())] * self.limits.num_workers
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
         self.salts.append(salt)
@@ -177,7 +177,7 @@ class ScriptedEngine:
         from inference_server.engine.weight_receiver import Receiver
 
         if self._receiver is None:
-            self._receiver = Receiver(1, torch.device("cpu"))
+            self._receiver = Receiver(0, torch.device("cpu"))
         return self._receiver
 
     async def leave_session(self, session: str) -> None:

@@ -24,7 +24,7 @@ from inference_server.engine.memory import keep_trimmed
 from inference_server.engine.output import send_in_pieces
 from inference_server.engine.weight_loader import NextWeights, Reload, put_back
 from inference_server.engine.weight_receiver import Receiver
-from protocol.errors import PushIncomplete
+from protocol.errors import PushIncomplete, PushInterrupted
 from protocol.transports.transport import offered_transports, own_device_name
 from protocol.weights.shared_baseline import worker_baseline
 
@@ -52,7 +52,7 @@ class PushWorker:
 
     @cached_property
     def receiver(self) -> Receiver:
-        return Receiver(1 + self.worker_number, self.device, partial(worker_baseline, int(os.environ[SERVER_PID])))
+        return Receiver(self.worker_number, self.device, partial(worker_baseline, int(os.environ[SERVER_PID])))
 
     @property
     def worker_number(self) -> int:
@@ -143,7 +143,7 @@ class PushWorker:
             rank=self.worker_number, ok=error is None, state=state, weights_intact=not self.is_loading,
             checksum=self.receiver.checksum, join_s=self.receiver.join_s, receive_s=self.receiver.receive_s,
             load_s=load_s, error="" if error is None else f"{type(error).__name__}: {error}",
-            retryable=not isinstance(error, PushIncomplete),
+            retryable=not isinstance(error, PushIncomplete), interrupted=isinstance(error, PushInterrupted),
         )  # fmt: skip
         return msgspec.msgpack.encode(report)
 

@@ -93,7 +93,7 @@ def info(**changes: object) -> ServerInfo:
     """What a server that is well says of itself, with changes to it."""
     server_info = ServerInfo(
         probe_id="p", protocol_version=PROTOCOL_VERSION, package_version=package_version(), clock_s=time.time(),
-        run=None, model=TINY, dtype="float32", transports=["gloo"], devices=["cpu"],
+        run=None, model=TINY, dtype="float32", transports=["tcp"], devices=["cpu"],
     )  # fmt: skip
     return msgspec.structs.replace(server_info, **changes)
 
@@ -105,7 +105,7 @@ def test_a_server_that_is_well_costs_no_complaint(tmp_path: Path, has_keys: bool
     with ServerThread(ScriptedEngine(), model=TINY, keys=keys) as server:
         found = {finding.subject: finding for finding in examine(run_at(server.endpoint, tmp_path, *flags))}
     assert {name: finding.verdict for name, finding in found.items()} == dict.fromkeys(EVERYTHING, "ok")
-    assert "with gloo to 1 worker" in found["transport"].text and "MiB/s" in found["bandwidth"].text
+    assert "with tcp to 1 worker" in found["transport"].text and "MiB/s" in found["bandwidth"].text
 
 
 def test_the_run_that_is_served_meanwhile_goes_on(tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_what_differs_between_the_sides_is_a_problem(tmp_path: Path) -> None:
     [
         (["a/2"], "auto", "problem", "pip install it, or accept"),
         (["a/1"], "auto", "problem", "without expandable_segments"),
-        (["a/2"], "gloo", "ok", "with gloo"),
-        (["cpu"], "auto", "ok", "with gloo"),
+        (["a/2"], "tcp", "ok", "with tcp"),
+        (["cpu"], "auto", "ok", "with tcp"),
         (["cpu"], "nccl", "problem", "weights cannot be sent over nccl"),
     ],
 )
@@ -246,10 +246,10 @@ def test_gpus_whose_weights_would_go_over_the_cpus_are_a_problem_with_the_remedy
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[str], flag: str, verdict: str, expected: str
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setattr("learner.doctor.doctor.offered_transports", lambda: ["gloo", "tcp"])
+    monkeypatch.setattr("learner.doctor.doctor.offered_transports", lambda: ["tcp"])
     monkeypatch.setattr("learner.doctor.doctor.own_device_name", lambda device: "a/1")
     monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: "cupy is missing; pip install it")
-    server_info = info(transports=["gloo", "tcp", "ipc", "nccl"], devices=devices)
+    server_info = info(transports=["tcp", "ipc", "nccl"], devices=devices)
     found = transport(run_at(NOBODY, tmp_path, "--learner.weight-sync.transport", flag), server_info)
     assert found.verdict == verdict and expected in str(found)
     assert ("over the CPUs: ipc is not possible because" in found.text) == (flag == "auto" and verdict == "problem")

@@ -35,7 +35,7 @@ from tests.waiting import TIMEOUT_S
 from tests.waiting import until_in_loop as until
 
 # The scripted engine reports on a push without joining anything.
-NOWHERE = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=1.0)
+NOWHERE = Rendezvous(transport="tcp", host="127.0.0.1", port=1, world_size=2, timeout_s=1.0)
 NOTHING = Manifest(tensors=(), bucket_bytes=1)
 
 

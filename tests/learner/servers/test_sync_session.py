@@ -24,7 +24,7 @@ MANIFEST = make_manifest([("a", torch.zeros(4))], torch.float32, 1 << 20)
 def test_a_worker_whose_transport_notices_nothing_is_notified_that_the_learner_gave_up(give_up: Callable) -> None:
     """NCCL within one host: the kernel of a broadcast spins until its communicator is aborted."""
     rendezvous_host = RendezvousHost("127.0.0.1", TIMEOUT_S)
-    session = SyncSession("server", MANIFEST, rendezvous_host.rendezvous(1, "gloo"), rendezvous_host, CPU)
+    session = SyncSession("server", MANIFEST, rendezvous_host.rendezvous(1, "tcp"), rendezvous_host, CPU)
     session.collective = WaitingCollective()
     waiting = Waiting(lambda: transfer(session.rendezvous, session.name))
     assert waiting.is_waiting()
@@ -40,8 +40,8 @@ def test_a_receiver_whose_staging_fails_has_left_the_session() -> None:
     """The learner may be gone for good and never tell it to."""
     process = psutil.Process()
     rendezvous_host = RendezvousHost("127.0.0.1", TIMEOUT_S)
-    session = SyncSession("server", MANIFEST, rendezvous_host.rendezvous(1, "gloo"), rendezvous_host, CPU)
-    receiver = Receiver(1, CPU)
+    session = SyncSession("server", MANIFEST, rendezvous_host.rendezvous(1, "tcp"), rendezvous_host, CPU)
+    receiver = Receiver(0, CPU)
     before = process.num_threads(), process.num_fds()
     receiver.stage(PushOrder(session=session.name, version=1, rendezvous=session.rendezvous, manifest=session.manifest))
     session.collective = session.join()
