@@ -31,7 +31,7 @@ from inference_server.engine.interface import (
 from inference_server.server import Server
 from protocol.channel.keys import ServerKeys
 from protocol.channel.sockets import ServerChannel
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, PushError, PushInterrupted
 from protocol.messages import Completion, ModelFingerprint, Sampling
 from tests.fingerprint import MODEL
 
@@ -145,7 +145,14 @@ class ScriptedEngine:
         while receiver.is_staging:
             await asyncio.sleep(0.005)
         if receiver.failure is not None:
-            return [report(ok=False, state="receiving", error=str(receiver.failure))]
+            return [
+                report(
+                    ok=False,
+                    state="receiving",
+                    error=str(receiver.failure),
+                    interrupted=isinstance(receiver.failure, PushInterrupted),
+                )
+            ]
         return [report(state="received", checksum=receiver.checksum)]
 
     async def load_push(self, order: PushOrder) -> Sequence[WorkerReport]:
@@ -158,7 +165,6 @@ class ScriptedEngine:
         return [await asyncio.to_thread(self._load, order)]
 
     def _load(self, order: PushOrder) -> WorkerReport:
-        from protocol.errors import PushError
 
         weights: dict[str, Any] = {}
         receiver = self._own_receiver()
@@ -167,7 +173,13 @@ class ScriptedEngine:
                 weights.update((name, tensor.clone()) for name, tensor in arrived.bucket.views(arrived.buffer))
         except PushError as error:
             receiver.leave()
-            return report(ok=False, state="receiving", weights_intact=not weights, error=str(error))
+            return report(
+                ok=False,
+                state="receiving",
+                weights_intact=not weights,
+                error=str(error),
+                interrupted=isinstance(error, PushInterrupted),
+            )
         self.weights = weights
         return report(checksum=receiver.checksum, receive_s=receiver.receive_s)
 

@@ -35,7 +35,7 @@ from learner.rollouts.rollouts import Rollouts
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from learner.servers.weight_sync import WeightSync
-from protocol.errors import PushError, SlipstreamError
+from protocol.errors import PushError, PushInterrupted, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling, new_learner_id
 from protocol.weights.buckets import make_manifest
 from tests.fakes import ScriptedEngine, report, serving
@@ -122,7 +122,13 @@ class InPlaceEngine(ScriptedEngine):
                 self.weights |= {name: tensor.clone() for name, tensor in arrived.bucket.views(arrived.buffer)}
         except PushError as error:
             receiver.leave()
-            return report(ok=False, state="receiving", weights_intact=is_intact, error=str(error))
+            return report(
+                ok=False,
+                state="receiving",
+                weights_intact=is_intact,
+                error=str(error),
+                interrupted=isinstance(error, PushInterrupted),
+            )
         return report(checksum=receiver.checksum)
 
     async def set_version(self, version: int) -> None:
