@@ -1,6 +1,6 @@
 """Both sides of a push as processes of their own, for tests that kill or stop them at a state of the transfer (peer.py).
 
-test ── Pipe ──▶ learner: Rollouts, WeightSync ══ zmq, gloo ══ server: Server, a scripted engine that loads in place ◀── Pipe
+test ── Pipe ──▶ learner: Rollouts, WeightSync ══ zmq, tcp ══ server: Server, a scripted engine that loads in place ◀── Pipe
 """
 
 import asyncio
@@ -20,7 +20,6 @@ import torch
 import inference_server.server
 import learner.servers.link
 import learner.servers.sync_session
-import protocol.transports.gloo
 import protocol.transports.tcp
 from inference_server.config import ServerConfig
 from inference_server.engine.interface import EngineDead, PushOrder, WorkerReport
@@ -41,7 +40,7 @@ from protocol.weights.buckets import make_manifest
 from tests.fakes import ScriptedEngine, report, serving
 from tests.fingerprint import MODEL
 from tests.learner.runs import make_run
-from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedGloo, TrappedTcp
+from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedTcp
 
 ANSWER_TIMEOUT_S = 120.0
 DEAD_AFTER_S = 1.0
@@ -287,7 +286,6 @@ def _learner_run(directory: Path, setup: LearnerSetup) -> LearnerRun:
 
 def _begin(log: Path) -> None:
     logging.basicConfig(filename=log, level=logging.INFO, format="%(message)s")
-    protocol.transports.gloo.GlooCollective = TrappedGloo  # type: ignore[misc]
     protocol.transports.tcp.TcpCollective = TrappedTcp  # type: ignore[misc]
 
 

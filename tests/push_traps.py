@@ -11,7 +11,6 @@ import msgspec
 import torch
 
 from protocol.transports.collective import RankContext
-from protocol.transports.gloo import GlooCollective
 from protocol.transports.tcp import TcpCollective
 
 PUSH_TIMEOUT_S = 1.5
@@ -64,10 +63,6 @@ class Trapped:
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         time.sleep(TRAPS.reach("broadcast"))
         return super().start_broadcast(tensor)  # type: ignore[misc,no-any-return]
-
-
-class TrappedGloo(Trapped, GlooCollective):
-    pass
 
 
 class TrappedTcp(Trapped, TcpCollective):

@@ -63,10 +63,10 @@ class TcpCollective(Collective):
         else:
             own_host = context.rendezvous_store.own_host
             with contextlib.closing(WorkerPort(own_host, secret, rank + 1, self._timeout_s)) as port:
-                context.store.set(f"address of {rank}", f"{own_host} {port.number}".encode())
+                context.store.set(f"address of rank {rank}", f"{own_host} {port.number}".encode())
                 self._source = self._connect(context, secret)
                 try:
-                    if int(context.store.get(f"parent of {rank + 1}")) == rank:
+                    if int(context.store.get(f"link of rank {rank + 1}")) == rank:
                         self._targets = port.connections.collect(
                             secret, [rank + 1], context.store.check_not_canceled, self._timeout_s
                         )
@@ -146,7 +146,7 @@ class TcpCollective(Collective):
         assert isinstance(store, RendezvousStore)
         try:
             ranks = range(1, context.rendezvous.world_size)
-            self.parents = {rank: int(context.store.get(f"parent of {rank}")) for rank in ranks}
+            self.parents = {rank: int(context.store.get(f"link of rank {rank}")) for rank in ranks}
         except PushError:
             store.worker_connections.forget(secret)
             raise
@@ -164,13 +164,13 @@ class TcpCollective(Collective):
         request = ConnectionRequest(secret, rank)
         connection = None
         if rank > 1:
-            host, port = context.store.get(f"address of {rank - 1}").decode().split()
+            host, port = context.store.get(f"address of rank {rank - 1}").decode().split()
             with contextlib.suppress(OSError):
                 timeout_s = min(NEIGHBOR_TIMEOUT_S, self._timeout_s)
                 connection = connect_to(host, int(port), request, timeout_s, self._timeout_s)
         parent = 0 if connection is None else rank - 1
         connection = connection or connect_to_learner(*learner, request, self._timeout_s)
-        context.store.set(f"parent of {rank}", str(parent).encode())
+        context.store.set(f"link of rank {rank}", str(parent).encode())
         return connection
 
     def _receive(self, source: TcpConnection, arriving: "_Arriving") -> None:
