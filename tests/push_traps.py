@@ -25,8 +25,9 @@ class Trap(msgspec.Struct, frozen=True):
     point: str
     pid: int
     signal: int
-    """HANG: only what has come to the point stands still, and that for HANG_S."""
+    """HANG: only what has come to the point stands still, and that for `hang_s`."""
     nth: int = 1
+    hang_s: float = HANG_S
 
 
 class _Traps:
@@ -47,7 +48,7 @@ class _Traps:
             return 0.0
         self._trap = None
         os.kill(trap.pid, trap.signal)
-        return HANG_S if trap.signal == HANG else 0.0
+        return trap.hang_s if trap.signal == HANG else 0.0
 
 
 TRAPS = _Traps()

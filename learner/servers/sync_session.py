@@ -7,7 +7,7 @@ is discarded with it. A server is in one open session at most.
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import torch
@@ -100,11 +100,25 @@ class SyncSession:
                 states[rank] = RankState(now - came_at, report.loading_s, report.blocked_s)
         return states
 
-    def is_receiving(self, member: Member, since: float) -> bool:
-        """Return whether all workers of a server have reported since `since`, and some that it still receives."""
-        found = [self._rendezvous_host.report_of(self.name, rank) for rank in self.ranks[member]]
-        reports = [one[0] for one in found if one is not None and one[1] >= since]
-        return len(reports) == len(found) and any(report.stage == "receiving" for report in reports)
+    def is_held_up(self, member: Member, since: float, done: Collection[Member]) -> bool:
+        """Return whether a server waits for bytes that another one has not handed on, `done` servers excepted.
+
+        In a collective that is no chain: whether it waits for bytes at all.
+        """
+        parents = self.collective.parents if self.collective is not None else {}
+        own, finished = self.ranks[member], {0} | {rank for one in done for rank in self.ranks[one]}
+
+        def is_at(rank: int, stage: str) -> bool:
+            report, came_at = self._rendezvous_host.report_of(self.name, rank) or (None, 0.0)
+            return report is not None and came_at >= since and report.stage == stage
+
+        if not parents:
+            return any(is_at(rank, "receiving") for rank in own)
+        outside = [(rank, parents[rank]) for rank in own if parents[rank] not in own]
+        return any(
+            not is_at(rank, "received") and parent not in finished and not is_at(parent, "received")
+            for rank, parent in outside
+        )
 
     def abort(self) -> None:
         """Abort the join or broadcast in progress, here and at every worker."""

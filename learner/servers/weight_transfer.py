@@ -179,9 +179,10 @@ class SyncAttempt:
                     "(learner.weight_sync.timeout_s)"
                 )
                 self._failures |= {member: DeadlineExceeded(late) for member in pending}
-            self._failures |= self._late() | self._own_failures()
-            if self._failures:
+            if failures := self._late() | self._own_failures():
+                self._failures |= failures
                 self._session.abort()
+                self._first_at = time.monotonic()  # those that it interrupts need a moment to tell
             wait([self._replies[member] for member in pending], CHECK_INTERVAL_S, FIRST_EXCEPTION)
         self._failures |= self._own_failures()
         if not self._failures:  # if any was interrupted, nobody knows who has failed
@@ -297,8 +298,9 @@ class SyncAttempt:
         )
 
     def _not_held_up(self, pending: list[Member]) -> list[Member]:
-        """Return those of the servers that no longer wait for bytes, or all if each does."""
-        at_fault = [one for one in pending if not self._session.is_receiving(one, self._transfer_at)]
+        """Return those of the servers that no longer wait for others to hand on bytes, or all if each does."""
+        done = [member for member in self._members if member not in pending and member not in self._failures]
+        at_fault = [one for one in pending if not self._session.is_held_up(one, self._transfer_at, done)]
         return at_fault or pending
 
     def _call_roll(self, error: PushError) -> None:

@@ -85,6 +85,39 @@ def test_a_policy_is_read_once_for_all_servers(tmp_path: Path, caplog: pytest.Lo
     assert all(f"{member.endpoint} in " in line for member in fleet.members)
 
 
+def test_servers_share_one_session_which_one_that_joins_enters_after_a_sync_of_its_own(tmp_path: Path) -> None:
+    engines = [ScriptedEngine() for _ in range(3)]
+    with syncing(tmp_path, *engines, compression="delta") as (sync, weights, fleet):
+        whole = sync.reports[fleet.members[0]].num_bytes
+        one, two, joiner = fleet.members
+        weights.tensor += 1
+        assert sync.push(1, [one, two]) is not None, "the third is not there, as it were"
+        assert sync.push(1, [joiner]) is not None, "alone, while the others generate"
+        together = sync.push(2)
+        again = sync.push(3)
+        assert together is not None and again is not None
+        assert together.num_bytes == whole > 10 * again.num_bytes > 0, "they leave the learner once, from one baseline"
+        assert [value_at(engine) for engine in engines] == [1, 1, 1]
+    sessions = [[order.session for order in engine.orders] for engine in engines]
+    assert sessions[0] == sessions[1] and sessions[0][-2:] == sessions[2][-2:] and sessions[0][1] != sessions[2][1]
+    assert [order.rendezvous is not None for order in engines[0].orders] == [True, True, True, False]
+    assert [order.rendezvous.first_rank for engine in engines if (order := engine.orders[0]).rendezvous] == [1, 2, 3]
+
+
+def test_a_sync_whose_weights_cannot_be_read_leaves_no_server_waiting(tmp_path: Path) -> None:
+    one, other = ScriptedEngine(), ScriptedEngine()
+    with syncing(tmp_path, one, other) as (sync, weights, fleet):
+
+        def broken() -> NamedTensors:
+            yield "a", weights.tensor + 1
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            sync._push_until_done(1, broken)
+        assert sync.holders() == []
+        assert sync.push(1) is not None and sync.holders(1) == fleet.connected()
+
+
 def test_a_sync_beside_the_next_step_sends_the_weights_as_they_were(tmp_path: Path) -> None:
     class Slow(ScriptedEngine):
         may_receive = threading.Event()
