@@ -47,7 +47,7 @@ def count_up(prompt: list[int], index: int) -> list[int]:
 
 
 class ScriptedEngine:
-    """Speaks the Engine interface. Without a script it completes by `complete` and really receives pushes over gloo or tcp."""
+    """Speaks the Engine interface. Without a script it completes by `complete` and really receives pushes over tcp."""
 
     def __init__(self, complete: Complete = count_up, limits: EngineLimits = LIMITS, logprob: float = -0.5) -> None:
         self.limits = limits

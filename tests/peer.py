@@ -14,7 +14,7 @@ from tests.push_peers import ANSWER_TIMEOUT_S, LearnerSetup, run_learner, run_se
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.push_peers", "tests.learner.mortal_learner"])
-# Gloo tells of every peer that it lost with a stack trace. Read when the fork server imports torch.
+# Gloo, between the ranks of a learner, tells of every peer that it lost with a stack trace. Read when the fork server imports torch.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 

@@ -214,7 +214,7 @@ def test_a_trial_that_fails_at_the_server_is_told_in_one_line(tmp_path: Path) ->
     result = TrialResult(trial_id="t", error="cannot reach the learner's\nrendezvous\x1b[31m")
     found = asyncio.run(doctor.bandwidth(run_at(NOBODY, tmp_path), SaysOnly(result)))  # type: ignore[arg-type]
     assert found.text == "weights cannot be sent: cannot reach the learner's rendezvous [31m"
-    assert found.remedy.endswith("in the firewalls, on all ports and in both directions")
+    assert found.remedy.endswith("(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls")
 
 
 def test_what_differs_between_the_sides_is_a_problem(tmp_path: Path) -> None:
