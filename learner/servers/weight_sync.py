@@ -9,8 +9,8 @@ requests until a later sync of its own, which starts automatically after a pause
 one server has the weights. While no server has them, the sync is retried at once,
 `learner.weight_sync.max_attempts` times. With `learner.weight_sync.overlap_with_training`, a sync sends a copy
 of the weights from its own thread, one sync at a time.
-Invariant: a server that nobody waits for is not dropped as a straggler. Only `learner.weight_sync.timeout_s`
-limits its sync.
+Invariant: servers that nobody waits for are not dropped as stragglers. Only `learner.weight_sync.timeout_s`
+limits their sync.
 """
 
 import logging

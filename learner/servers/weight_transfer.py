@@ -237,7 +237,7 @@ class SyncAttempt:
                     return
                 try:
                     self._check()
-                except PushError:
+                except Exception:  # the thread that sends finds out why
                     self._session.abort()
                     return
 
@@ -263,7 +263,7 @@ class SyncAttempt:
     # --- who is to blame -----------------------------------------------------------------------------------------
 
     def _late(self) -> dict[Member, Failure]:
-        """Return the servers for which others wait too long. While nobody waits, none is late."""
+        """Return the servers for which others wait too long. If all are equally late, nobody waits."""
         patience_s, now, pending = self._config.straggler_timeout_in_effect_s, time.monotonic(), self._pending()
         if not self._others_serve and len(self._members) == 1:
             return {}
@@ -271,7 +271,7 @@ class SyncAttempt:
         if self.stage != "pausing":
             ranks = self._late_ranks(patience_s)
             late = [member for member in pending if ranks.intersection(self._session.ranks[member])]
-            if late:
+            if late and (self._others_serve or len(late) < len(self._members)):
                 return _failed(late, f"it kept the weight sync waiting for {of_key}; it gets another weight sync")
         if self.stage in ("pausing", "finishing"):
             if self._first_at is None and len(pending) < len(self._members):

@@ -321,3 +321,18 @@ def test_a_server_that_hangs_is_left_behind_and_comes_back_with_a_sync_of_its_ow
     assert any(f"weight sync of version 1 to {one.endpoint} failed while {state} " in told[0] for state in states)
     assert f"{reason}(learner.weight_sync.straggler_timeout_s)" in told[0]
     assert f" failed while {state_of_its_own} " in told[1] and "(learner.weight_sync.straggler_timeout_s)" in told[1]
+
+
+@pytest.mark.parametrize("point", ["pausing", "receiving", "labelling"])
+def test_servers_that_are_equally_slow_are_waited_for(tmp_path: Path, point: str) -> None:
+    engines = [Hanging(point), Hanging(point)]
+    with syncing(tmp_path, *engines, timeout_s=TIMEOUT_S, straggler_timeout_s=PATIENCE_S) as (sync, _, fleet):
+        for engine in engines:
+            engine.may_go_on.clear()
+        sync.begin(1, lambda: None)
+        time.sleep(3 * PATIENCE_S)
+        assert sync.is_pushing
+        for engine in engines:
+            engine.may_go_on.set()
+        sync.wait()
+        assert sync.holders(1) == fleet.connected() and [len(engine.orders) for engine in engines] == [2, 2]
