@@ -268,7 +268,7 @@ class SyncAttempt:
         if not self._others_serve and len(self._members) == 1:
             return {}
         of_key = f"{patience_s:g} s (learner.weight_sync.straggler_timeout_s)"
-        if self.stage != "pausing":
+        if self.stage != "pausing" and not self._failures:  # once it is off, healthy workers report no more
             ranks = self._late_ranks(patience_s)
             late = [member for member in pending if ranks.intersection(self._session.ranks[member])]
             if late and (self._others_serve or len(late) < len(self._members)):
