@@ -217,7 +217,7 @@ def transports(run: ServerRun) -> Iterator[Finding]:
         elif wanted == "auto" and shares_gpu:
             yield ok(name, "not installed and not needed: the learner on this machine uses the same GPU (ipc)")
         else:
-            yield problem_of(name, PushError(reason), 'set learner.weight_sync.transport = "gloo"')
+            yield problem_of(name, PushError(reason), 'set learner.weight_sync.transport = "tcp"')
 
 
 def vllm_names() -> Finding:

@@ -34,9 +34,9 @@ PushState = Literal["idle", "pausing", "receiving", "loading", "resuming", "torn
 class _SyncFailed(Exception):
     """A weight sync that did not complete, with the reason for the learner."""
 
-    def __init__(self, reason: str, *, retryable: bool = True) -> None:
+    def __init__(self, reason: str, *, retryable: bool = True, interrupted: bool = False) -> None:
         super().__init__(reason)
-        self.retryable = retryable
+        self.retryable, self.interrupted = retryable, interrupted
 
 
 class WeightUpdates:
@@ -154,7 +154,9 @@ class WeightUpdates:
         try:
             done = await self._load_and_label(begin, run, term)
         except _SyncFailed as failure:
-            return await self._drop_session(begin, str(failure), retryable=failure.retryable)
+            return await self._drop_session(
+                begin, str(failure), retryable=failure.retryable, interrupted=failure.interrupted
+            )
         except EngineDead:
             raise
         except Exception as error:
@@ -200,7 +202,9 @@ class WeightUpdates:
 
     def _enter_session(self, begin: PushBegin) -> None:
         if begin.session in self._aborted_sessions:
-            raise _SyncFailed(f"the learner abandoned session {begin.session} while the weight sync waited")
+            raise _SyncFailed(
+                f"the learner abandoned session {begin.session} while the weight sync waited", interrupted=True
+            )
         if begin.rendezvous is not None and begin.manifest is not None:
             self._session, self._session_timeout_s = begin.session, begin.rendezvous.timeout_s
             self._num_buckets = len(split_into_buckets(begin.manifest))
@@ -236,19 +240,25 @@ class WeightUpdates:
         return reports
 
     def _agreed_checksum(self, reports: Sequence[WorkerReport]) -> str:
-        failed = [
-            f"worker {report.rank} failed while {report.state}: {report.error}" for report in reports if not report.ok
-        ]
+        failed = [report for report in reports if not report.ok]
         if failed:
-            raise _SyncFailed("; ".join(failed), retryable=all(report.retryable for report in reports))
+            raise _SyncFailed(
+                "; ".join(f"worker {report.rank} failed while {report.state}: {report.error}" for report in failed),
+                retryable=all(report.retryable for report in failed),
+                interrupted=all(report.interrupted for report in failed),
+            )
         checksums = {report.checksum for report in reports}
         if len(checksums) != 1:
             raise _SyncFailed(f"the workers received different bytes, checksums {sorted(checksums)}")
         return checksums.pop()
 
-    async def _drop_session(self, begin: PushBegin, reason: str, *, retryable: bool) -> PushFailed:
+    async def _drop_session(
+        self, begin: PushBegin, reason: str, *, retryable: bool, interrupted: bool = False
+    ) -> PushFailed:
         """Drop the session, and resume generation if the weights are intact."""
-        failed = self.failed(begin, reason, weights_intact=self._weights_intact, retryable=retryable)
+        failed = self.failed(
+            begin, reason, weights_intact=self._weights_intact, retryable=retryable, interrupted=interrupted
+        )
         self._session = None
         log.warning(
             "weight sync of version %d in session %s failed while %s: %s",
@@ -264,11 +274,12 @@ class WeightUpdates:
         self.num_failed += 1  # If the engine dies instead, forget_engine counts the failure.
         return failed
 
-    def failed(self, begin: PushBegin, reason: str, *, weights_intact: bool, retryable: bool = True) -> PushFailed:
+    def failed(
+        self, begin: PushBegin, reason: str, *, weights_intact: bool, retryable: bool = True, interrupted: bool = False
+    ) -> PushFailed:
         return PushFailed(
             session=begin.session, version=begin.version, state=self.state, message=reason,
-            weights_intact=weights_intact,
-            retryable=retryable,
+            weights_intact=weights_intact, retryable=retryable, interrupted=interrupted,
         )  # fmt: skip
 
     async def _pause(self) -> float:

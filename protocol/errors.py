@@ -8,7 +8,8 @@ Every error message names what was received, what was expected and what to do.
     ├── HandshakeRefused   the two sides do not match (model, version, run)
     ├── DeadlineExceeded   a wait timed out; the error names the setting to raise
     ├── PushError          the server did not receive the weights completely
-    │   └── PushIncomplete     it did, but its model has other weights too
+    │   ├── PushIncomplete     it did, but its model has other weights too
+    │   └── PushInterrupted    the transfer broke off, at whichever rank
     ├── ServerLost         the server disappeared during a request; the learner waits for it
     ├── ParityError        server and learner disagree about the same tokens
     ├── DataError          prompts cannot be read or do not fit
@@ -56,6 +57,13 @@ class PushIncomplete(PushError):
             f"the weight sync is missing weights of the server's model: {', '.join(names[:5])}{more}. Set the "
             "same `model` on both sides; docs/models.md#which-models-run lists the models that are known to work"
         )
+
+
+class PushInterrupted(PushError):
+    """Transfer that broke off, perhaps at another rank.
+
+    A side that reports it may not be the one that failed.
+    """
 
 
 class ServerLost(SlipstreamError):

@@ -41,6 +41,7 @@ KEYS = {
 """Former name → name. The name of a section applies to its keys."""
 VALUES = {
     "learner.weight_sync.compression": {"dense": "none"},
+    "learner.weight_sync.transport": {"gloo": "tcp"},
     "learner.data.overlong_prompts": {"refuse": "error"},
     "learner.sharding": {"true": "full", "false": "none"},
 }

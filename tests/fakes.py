@@ -31,7 +31,7 @@ from inference_server.engine.interface import (
 from inference_server.server import Server
 from protocol.channel.keys import ServerKeys
 from protocol.channel.sockets import ServerChannel
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, PushError, PushInterrupted
 from protocol.messages import Completion, ModelFingerprint, Sampling
 from tests.fingerprint import MODEL
 
@@ -47,7 +47,7 @@ def count_up(prompt: list[int], index: int) -> list[int]:
 
 
 class ScriptedEngine:
-    """Implements the Engine interface. By default it samples with `complete` and receives pushes over gloo or tcp."""
+    """Implements the Engine interface. By default it samples with `complete` and receives pushes over tcp."""
 
     def __init__(self, complete: Complete = count_up, limits: EngineLimits = LIMITS, logprob: float = -0.5) -> None:
         self.limits = limits
@@ -85,7 +85,7 @@ class ScriptedEngine:
         self._receiver: Any = None
 
     async def places(self) -> Sequence[WorkerPlace]:
-        return [WorkerPlace(device="cpu", transports=["gloo", "tcp"], pid=os.getpid())] * self.limits.num_workers
+        return [WorkerPlace(device="cpu", transports=["tcp"], pid=os.getpid())] * self.limits.num_workers
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
         self.salts.append(salt)
@@ -145,7 +145,14 @@ class ScriptedEngine:
         while receiver.is_staging:
             await asyncio.sleep(0.005)
         if receiver.failure is not None:
-            return [report(ok=False, state="receiving", error=str(receiver.failure))]
+            return [
+                report(
+                    ok=False,
+                    state="receiving",
+                    error=str(receiver.failure),
+                    interrupted=isinstance(receiver.failure, PushInterrupted),
+                )
+            ]
         return [report(state="received", checksum=receiver.checksum)]
 
     async def load_push(self, order: PushOrder) -> Sequence[WorkerReport]:
@@ -158,7 +165,6 @@ class ScriptedEngine:
         return [await asyncio.to_thread(self._load, order)]
 
     def _load(self, order: PushOrder) -> WorkerReport:
-        from protocol.errors import PushError
 
         weights: dict[str, Any] = {}
         receiver = self._own_receiver()
@@ -167,7 +173,13 @@ class ScriptedEngine:
                 weights.update((name, tensor.clone()) for name, tensor in arrived.bucket.views(arrived.buffer))
         except PushError as error:
             receiver.leave()
-            return report(ok=False, state="receiving", weights_intact=not weights, error=str(error))
+            return report(
+                ok=False,
+                state="receiving",
+                weights_intact=not weights,
+                error=str(error),
+                interrupted=isinstance(error, PushInterrupted),
+            )
         self.weights = weights
         return report(checksum=receiver.checksum, receive_s=receiver.receive_s)
 
@@ -177,7 +189,7 @@ class ScriptedEngine:
         from inference_server.engine.weight_receiver import Receiver
 
         if self._receiver is None:
-            self._receiver = Receiver(1, torch.device("cpu"))
+            self._receiver = Receiver(0, torch.device("cpu"))
         return self._receiver
 
     async def leave_session(self, session: str) -> None:

@@ -45,7 +45,7 @@ Frames = list[bytes]
 
 IDS = np.arange(6, dtype=np.int32)
 LOGPROBS = np.full(6, -0.5, np.float32)
-RENDEZVOUS = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=0.1)
+RENDEZVOUS = Rendezvous(transport="tcp", host="127.0.0.1", port=1, world_size=2, timeout_s=0.1)
 MANIFEST = Manifest(tensors=(TensorSpec(name="w", shape=(2, 3), dtype="float32"),), bucket_bytes=1 << 20)
 COMPLETION = Completion(token_ids=IDS, behaviour_logprobs=LOGPROBS, versions=[(0, 6)], finish_reason="stop")
 
@@ -63,7 +63,7 @@ DOCTOR_MESSAGES = [Probe(probe_id="p"), Trial(trial_id="t", rendezvous=RENDEZVOU
 """Messages that the server answers for any peer."""
 TO_LEARNER = [
     Welcome(
-        server_id="s", policy_version=3, num_workers=1, dtype="float32", transports=["gloo"], devices=["cpu"],
+        server_id="s", policy_version=3, num_workers=1, dtype="float32", transports=["tcp"], devices=["cpu"],
         max_model_len=64, max_concurrent_sequences=8, is_untouched=False,
     ),
     Pulse(server_id="s", policy_version=3, groups_running=1, groups_unacked=1, tokens_generated=9, idle_s=0.5),
@@ -76,8 +76,7 @@ TO_LEARNER = [
     PushFailed(session="e", version=3, state="receiving", message="no", weights_intact=True),
     ServerInfo(
         probe_id="p", protocol_version=PROTOCOL_VERSION, package_version="0", clock_s=0.0, run=None, model=MODEL,
-        dtype="float32",
-        transports=["gloo"], devices=["cpu"],
+        dtype="float32", transports=["tcp"], devices=["cpu"],
     ),
     TrialResult(trial_id="t", error="no"),
 ]  # fmt: skip

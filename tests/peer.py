@@ -14,7 +14,8 @@ from tests.push_peers import ANSWER_TIMEOUT_S, LearnerSetup, run_learner, run_se
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.push_peers", "tests.learner.mortal_learner"])
-# Gloo logs a stack trace for every lost peer. The variable is read when the fork server imports torch.
+# Gloo, between the ranks of a learner, logs a stack trace for every lost peer. The variable is read when the fork
+# server imports torch.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 

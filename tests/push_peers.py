@@ -1,6 +1,6 @@
 """Both sides of a push as separate processes, for tests that kill or stop them at a state of the transfer (peer.py).
 
-test ── Pipe ──▶ learner: Rollouts, WeightSync ══ zmq, gloo ══ server: Server, InPlaceEngine ◀── Pipe
+test ── Pipe ──▶ learner: Rollouts, WeightSync ══ zmq, tcp ══ server: Server, InPlaceEngine ◀── Pipe
 """
 
 import asyncio
@@ -20,7 +20,6 @@ import torch
 import inference_server.server
 import learner.servers.link
 import learner.servers.sync_session
-import protocol.transports.gloo
 import protocol.transports.tcp
 from inference_server.config import ServerConfig
 from inference_server.engine.interface import EngineDead, PushOrder, WorkerReport
@@ -35,13 +34,13 @@ from learner.rollouts.rollouts import Rollouts
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from learner.servers.weight_sync import WeightSync
-from protocol.errors import PushError, SlipstreamError
+from protocol.errors import PushError, PushInterrupted, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling, new_learner_id
 from protocol.weights.buckets import make_manifest
 from tests.fakes import ScriptedEngine, report, serving
 from tests.fingerprint import MODEL
 from tests.learner.runs import make_run
-from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedGloo, TrappedTcp
+from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedTcp
 
 ANSWER_TIMEOUT_S = 120.0
 DEAD_AFTER_S = 1.0
@@ -122,7 +121,13 @@ class InPlaceEngine(ScriptedEngine):
                 self.weights |= {name: tensor.clone() for name, tensor in arrived.bucket.views(arrived.buffer)}
         except PushError as error:
             receiver.leave()
-            return report(ok=False, state="receiving", weights_intact=is_intact, error=str(error))
+            return report(
+                ok=False,
+                state="receiving",
+                weights_intact=is_intact,
+                error=str(error),
+                interrupted=isinstance(error, PushInterrupted),
+            )
         return report(checksum=receiver.checksum)
 
     async def set_version(self, version: int) -> None:
@@ -281,7 +286,6 @@ def _learner_run(directory: Path, setup: LearnerSetup) -> LearnerRun:
 
 def _begin(log: Path) -> None:
     logging.basicConfig(filename=log, level=logging.INFO, format="%(message)s")
-    protocol.transports.gloo.GlooCollective = TrappedGloo  # type: ignore[misc]
     protocol.transports.tcp.TcpCollective = TrappedTcp  # type: ignore[misc]
 
 

@@ -11,7 +11,6 @@ import msgspec
 import torch
 
 from protocol.transports.collective import RankContext
-from protocol.transports.gloo import GlooCollective
 from protocol.transports.tcp import TcpCollective
 
 PUSH_TIMEOUT_S = 1.5
@@ -26,8 +25,9 @@ class Trap(msgspec.Struct, frozen=True):
     point: str
     pid: int
     signal: int
-    """HANG: only the code at the point waits, for HANG_S."""
+    """HANG: only the code at the point waits, for `hang_s`."""
     nth: int = 1
+    hang_s: float = HANG_S
 
 
 class _Traps:
@@ -48,7 +48,7 @@ class _Traps:
             return 0.0
         self._trap = None
         os.kill(trap.pid, trap.signal)
-        return HANG_S if trap.signal == HANG else 0.0
+        return trap.hang_s if trap.signal == HANG else 0.0
 
 
 TRAPS = _Traps()
@@ -64,10 +64,6 @@ class Trapped:
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         time.sleep(TRAPS.reach("broadcast"))
         return super().start_broadcast(tensor)  # type: ignore[misc,no-any-return]
-
-
-class TrappedGloo(Trapped, GlooCollective):
-    pass
 
 
 class TrappedTcp(Trapped, TcpCollective):

@@ -26,7 +26,6 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 PLAIN: dict[str, Any] = {}
 OVERLAP = {"overlap_weight_loading": True, "overlap_with_training": True}
 DELTA = {"compression": "delta"}
-OVER_TCP = {"transport": "tcp"}
 MID_BUCKET = 6
 """Number of a broadcast: the checksum of the third bucket of a dense push, or of the second of a delta."""
 VOCAB_SIZE = 32
@@ -42,10 +41,10 @@ SENDING: State = ("learner", "broadcast", MID_BUCKET)
 RECEIVING: State = ("server", "broadcast", MID_BUCKET)
 BEFORE_DONE: State = ("server", "labelling", 1)
 
-IN_THE_TRANSFER: list[Fault] = [(PLAIN, KILL), (OVERLAP, STOP), (DELTA, KILL), (OVER_TCP, STOP)]
+IN_THE_TRANSFER: list[Fault] = [(PLAIN, KILL), (OVERLAP, STOP), (DELTA, KILL), (PLAIN, STOP)]
 BEFORE_AND_AFTER: list[Fault] = [(PLAIN, KILL), (OVERLAP, STOP)]
-"""Compression matters only in the states of the transfer, and tcp also in those of meeting."""
-MEETING: list[Fault] = [(PLAIN, STOP), (OVER_TCP, KILL)]
+"""Compression matters only in the states of the transfer."""
+MEETING: list[Fault] = [(PLAIN, STOP), (PLAIN, KILL)]
 FAULTS = {
     BEFORE_READY: BEFORE_AND_AFTER, BEFORE_JOIN: MEETING, AFTER_MEETING: MEETING, SENDING: IN_THE_TRANSFER,
     RECEIVING: IN_THE_TRANSFER, BEFORE_DONE: BEFORE_AND_AFTER,
@@ -173,8 +172,9 @@ def test_a_learner_survives_its_server(start_pair: Callable[..., Pair], state: S
 HANGS = {
     BEFORE_READY: r"while pausing .*no PushReady for version 1 in session \w{8} .*within 1.5 s",
     BEFORE_JOIN: r"while joining .*session \w{8} did not form within 1.5 s .*: missing rank 1$",
-    AFTER_MEETING: r"while joining .*could not connect to the other ranks of session \w{8}: .*1.5 s",
-    RECEIVING: r"while (sending|finishing) .*bucket [3-6].* \d{7,} bytes .*session \w{8}.*1.5 s",
+    AFTER_MEETING: r"while joining .*session \w{8} did not form within 1.5 s .*: missing link of rank 1$",
+    # The kernel may have taken all bytes.
+    RECEIVING: r"while (sending|finishing) .*(bucket [3-6].* \d{7,} bytes .*|no PushDone .* in )session \w{8}.*1.5 s",
     BEFORE_DONE: r"while finishing .*no PushDone for version 1 in session \w{8} .*1.5 s after the last of 12583008 bytes",
 }
 

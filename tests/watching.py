@@ -32,6 +32,9 @@ class WaitingCollective:
         assert self.aborted.wait(TIMEOUT_S), f"not aborted within {TIMEOUT_S} s"
         raise PushError("the broadcast was aborted")
 
+    def blocked_s(self) -> dict[int, float]:
+        return {}
+
     def abort(self) -> None:
         self.aborted.set()
 
@@ -41,18 +44,18 @@ class WaitingCollective:
 
 def transfer(rendezvous: Rendezvous, session: str = "e1") -> None:
     collective = WaitingCollective()
-    with watched(collective, rendezvous, session):
+    with watched(collective, rendezvous, session, 1):
         collective.broadcast(torch.empty(1))
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["store", host]:
-            print(RendezvousHost(host, TIMEOUT_S).rendezvous(1, "gloo").port, flush=True)
+            print(RendezvousHost(host, TIMEOUT_S).rendezvous(1, "tcp").port, flush=True)
             threading.Event().wait()
         case ["worker", host, port]:
             print("watching", flush=True)
             try:
-                transfer(Rendezvous(transport="gloo", host=host, port=int(port), world_size=2, timeout_s=TIMEOUT_S))
+                transfer(Rendezvous(transport="tcp", host=host, port=int(port), world_size=2, timeout_s=TIMEOUT_S))
             except PushError as error:
                 print(error, flush=True)

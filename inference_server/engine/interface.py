@@ -97,6 +97,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     retryable: bool = True
     """False if the same sync would fail again."""
+    interrupted: bool = False
+    """Whether the transfer broke off, perhaps at another rank of the session."""
 
 
 class Engine(Protocol):

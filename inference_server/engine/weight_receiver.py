@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from inference_server.engine.interface import PushOrder
-from protocol.errors import PushError, PushIncomplete
+from protocol.errors import PushError, PushIncomplete, PushInterrupted
 from protocol.messages import Manifest, Rendezvous
 from protocol.transports.collective import Collective
 from protocol.transports.group import join_collective, watched
@@ -48,6 +48,7 @@ class SessionMembership(msgspec.Struct, frozen=True, eq=False):
     """SessionMembership of one rank in one session."""
 
     session: str
+    rank: int
     rendezvous: Rendezvous
     collective: Collective
     manifest: Manifest
@@ -56,10 +57,11 @@ class SessionMembership(msgspec.Struct, frozen=True, eq=False):
 
 
 class Receiver:
-    """Receiver of one rank. `leave` ends any running operation."""
+    """Receiver of one worker. `leave` ends any running operation."""
 
-    def __init__(self, rank: int, device: torch.device, new_baseline: NewBaseline = lambda *_: Baseline()) -> None:
-        self._rank, self._device, self._new_baseline = rank, device, new_baseline
+    def __init__(self, number: int, device: torch.device, new_baseline: NewBaseline = lambda *_: Baseline()) -> None:
+        """Create the receiver of the server's worker with this number, from 0."""
+        self._number, self._device, self._new_baseline = number, device, new_baseline
         self._member: SessionMembership | None = None
         self._staging: _Staging | None = None
         self._lock = threading.Lock()
@@ -114,7 +116,7 @@ class Receiver:
             yield from self.receive()
 
     def join(self, order: PushOrder, staging: "_Staging | None" = None) -> None:
-        """Join the session of the order, unless this rank is in it.
+        """Join the session of the order, unless this worker is in it.
 
         Raises:
             PushError: The session cannot be joined, or was abandoned.
@@ -129,17 +131,18 @@ class Receiver:
                     "manifest; the learner must start a new session"
                 )
             self.leave_joined()
-            collective = join_collective(order.session, order.rendezvous, self._rank, self._device)
+            rank = order.rendezvous.first_rank + self._number
+            collective = join_collective(order.session, order.rendezvous, rank, self._device)
             with self._lock:
                 if staging is not None and staging.is_abandoned:
                     collective.close()
-                    raise PushError(f"session {order.session} was abandoned while it was joined")
+                    raise PushInterrupted(f"session {order.session} was abandoned while it was joined")
                 baseline = None
                 if order.manifest.wire == "delta":
                     baseline = self._new_baseline(order.session, order.manifest)
                 memory = BucketMemory(order.manifest, collective.device)
                 self._member = SessionMembership(
-                    order.session, order.rendezvous, collective, order.manifest, baseline, memory
+                    order.session, rank, order.rendezvous, collective, order.manifest, baseline, memory
                 )
         self.join_s = time.monotonic() - started
 
@@ -151,20 +154,21 @@ class Receiver:
         """
         member = self._member
         if member is None:
-            raise PushError("the session was abandoned before the weights were received")
+            raise PushInterrupted("the session was abandoned before the weights were received")
         if member.baseline is not None:
             arriving = receive_changes(member.collective, member.manifest, member.baseline)
         else:
             arriving = receive_weights(member.collective, member.manifest, member.memory)
         checksums = []
         waiting_since = time.monotonic()
-        with watched(member.collective, member.rendezvous, member.session):
+        with watched(member.collective, member.rendezvous, member.session, member.rank) as watch:
             for arrived in arriving:
-                self.receive_s += time.monotonic() - waiting_since
+                watch.loading_since = time.monotonic()
+                self.receive_s += watch.loading_since - waiting_since
                 checksums.append(arrived.checksum)
                 yield arrived
                 del arrived  # Otherwise its memory is not free for the next bucket.
-                waiting_since = time.monotonic()
+                watch.loading_since, waiting_since = None, time.monotonic()
         self.checksum = checksum_of(checksums)
 
     def leave(self, session: str | None = None) -> None:
@@ -227,7 +231,7 @@ class _Staging(threading.Thread):
         # Any failure must reach the worker's report: a thread that ends silently looks like a received sync.
         except Exception as failure:
             # Keep only the text: the traceback would keep the session's sockets open.
-            kind = PushIncomplete if isinstance(failure, PushIncomplete) else PushError
+            kind = type(failure) if isinstance(failure, PushIncomplete | PushInterrupted) else PushError
             self.failure = kind(f"{type(failure).__name__}: {failure}")
             self.successor = None
             # The thread that abandoned a sync leaves its session, and may have joined another one since.

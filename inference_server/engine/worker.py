@@ -24,7 +24,7 @@ from inference_server.engine.output import send_in_pieces
 from inference_server.engine.processes import NODE_WORKERS, SERVER_PID, end_with_server
 from inference_server.engine.weight_loader import NextWeights, Reload, put_back
 from inference_server.engine.weight_receiver import Receiver
-from protocol.errors import PushIncomplete
+from protocol.errors import PushIncomplete, PushInterrupted
 from protocol.transports.transport import offered_transports, own_device_name
 from protocol.weights.shared_baseline import worker_baseline
 
@@ -53,7 +53,7 @@ class PushWorker:
     @cached_property
     def receiver(self) -> Receiver:
         owner_pid, num_on_node = int(os.environ[SERVER_PID]), int(os.environ[NODE_WORKERS])
-        return Receiver(1 + self.worker_number, self.device, partial(worker_baseline, owner_pid, num_on_node))
+        return Receiver(self.worker_number, self.device, partial(worker_baseline, owner_pid, num_on_node))
 
     @property
     def worker_number(self) -> int:
@@ -146,7 +146,7 @@ class PushWorker:
             rank=self.worker_number, ok=error is None, state=state, weights_intact=not self.is_loading,
             checksum=self.receiver.checksum, join_s=self.receiver.join_s, receive_s=self.receiver.receive_s,
             load_s=load_s, error="" if error is None else f"{type(error).__name__}: {error}",
-            retryable=not isinstance(error, PushIncomplete),
+            retryable=not isinstance(error, PushIncomplete), interrupted=isinstance(error, PushInterrupted),
         )  # fmt: skip
         return msgspec.msgpack.encode(report)
 

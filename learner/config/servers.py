@@ -74,17 +74,17 @@ class WeightSyncConfig(Section):
     timeout_s: MayChange[Positive[float]] = 60.0
     """Deadline of each phase of a weight sync: ready, each broadcast, done."""
     straggler_timeout_s: MayChange[Positive[float]] = 5.0
-    """With several servers: how long training waits for the others once one server has the weights. A later
-    server gets a sync of its own, which may be slow but must not stall for this long. Raise the value if a
-    collective takes longer to form, or a model to load. At most half of timeout_s counts. A server also has
-    this long to score the texts of a check (learner.parity.every_steps)."""
+    """With several servers: how long a weight sync waits for a server that keeps the others waiting. The others
+    then go on without it, and it gets a sync of its own, which may be slow but must not stall for this long.
+    Raise the value if a model takes longer to load. At most half of timeout_s counts. A server also has this
+    long to score the texts of a check (learner.parity.every_steps)."""
     transport: MayChange[TransportName] = "auto"
     """Transport of the weights. auto: ipc if learner and server share one GPU, nccl between GPUs (needs
-    cupy), otherwise gloo; gloo: TCP between CPUs, on any port of both sides; tcp: TCP between CPUs over one
-    port of the learner, to which the server's workers connect."""
+    cupy), otherwise tcp; tcp: TCP between CPUs, as a chain: the first worker connects to one port of the
+    learner, and each further one to the worker before it, or to the learner if it cannot reach that one."""
     ports: MayChange[str | None] = None
-    """Ports on which the learner may listen for weight syncs, one per server, with transport = "tcp": "29500"
-    or "29500-29510". Unset: any free port."""
+    """Ports on which the learner may listen for weight syncs, with transport = "tcp": "29500" or "29500-29510".
+    It needs one, and one more for each further address by which servers reach it. Unset: any free port."""
     advertise: MayChange[str | None] = None
     """Host or address at which the server's workers reach the learner, with transport = "tcp". Needed behind
     address translation. Unset: the learner's address on its connection to the server. The port is the one the

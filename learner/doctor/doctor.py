@@ -210,7 +210,7 @@ def transport(run: LearnerRun, server_info: ServerInfo) -> Finding:
             server_transports=server_info.transports,
         )
     except (ConfigError, PushError) as error:
-        return problem_of("transport", error, 'set learner.weight_sync.transport = "gloo"')
+        return problem_of("transport", error, 'set learner.weight_sync.transport = "tcp"')
     devices = [own_device, *server_info.devices]
     detour = why_over_cpus(devices, {"learner": offered, "server": server_info.transports})
     if wanted == "auto" and detour is not None:
@@ -225,20 +225,19 @@ def transport(run: LearnerRun, server_info: ServerInfo) -> Finding:
 async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
     """Send trial bytes as a weight sync between CPUs would.
 
-    With a transport that stays on the GPUs, gloo carries them. Ports are opened on demand on both sides,
-    except by a transport that uses one port.
+    With a transport that stays on the GPUs, tcp carries them. Its one port is the learner's.
     """
     push, own_host = run.learner.weight_sync, address_towards(channel.endpoint)
     timeout_s = min(push.timeout_s, MAX_TRIAL_S)
     chosen = TRANSPORTS.get(push.transport)
-    by = "gloo" if chosen is None or load_transport(push.transport).between_gpus else push.transport
+    by = "tcp" if chosen is None or load_transport(push.transport).between_gpus else push.transport
     called = push.advertise or own_host
-    remedy = f"allow TCP between {own_host} and the server in the firewalls, on all ports and in both directions"
-    if TRANSPORTS[by].uses_one_port:
-        remedy = (
-            f"allow connections from the server's machine to {called} on port {push.ports or 'any'} "
-            "(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls"
-        )
+    remedy = (
+        f"allow connections from the server's machine to {called} on port {push.ports or 'any'} "
+        "(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls"
+    )
+    if chosen is not None and not chosen.uses_one_port:
+        remedy = f"allow TCP between {own_host} and the server in the firewalls, on all ports and in both directions"
     try:
         rendezvous_host = RendezvousHost(own_host, timeout_s, ports=push.port_range(), advertise=push.advertise)
     except PushError as error:

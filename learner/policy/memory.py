@@ -160,7 +160,7 @@ def learner_memory(
     snapshots = (4 if config.reference.kind == "ema" else wire) * trained * _num_snapshots(config)
     is_on_host = config.reference.device == "cpu"
     copy = wire * total if config.weight_sync.overlap_with_training else 0
-    baselines = wire * total * len(run.servers) if config.weight_sync.compression == "delta" else 0
+    baselines = wire * total if config.weight_sync.compression == "delta" else 0
     activations, head = (
         activation_bytes(shape, run, device_type),
         head_bytes(shape, run, tile_logits=TILE_LOGITS[device_type]),
@@ -261,13 +261,8 @@ def embedding_bytes(shape: ModelShape, run: LearnerRun, *, num_shards: int = 1) 
 
 
 def sync_bytes(run: LearnerRun, device_type: str = "cuda") -> int:
-    """Return the bytes of the buffers of a weight sync.
-
-    Each server's sync has its own spans. With several servers, the fastest is up to a bucket ahead.
-    """
-    bucket, num_servers = run.learner.weight_sync.bucket_mib << 20, len(run.servers)
-    window = bucket if num_servers > 1 else 0
-    return num_servers * NUM_BUFFERS * min(SPAN_BYTES[device_type], bucket) + window
+    """Return the bytes of the buffers of a weight sync, which all servers share."""
+    return NUM_BUFFERS * min(SPAN_BYTES[device_type], run.learner.weight_sync.bucket_mib << 20)
 
 
 def server_memory(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -> Memory:

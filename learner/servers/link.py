@@ -25,6 +25,7 @@ from protocol.errors import (
     ProtocolError,
     PushError,
     PushIncomplete,
+    PushInterrupted,
     ServerLost,
     SlipstreamError,
 )
@@ -65,7 +66,7 @@ The run that had the server reconnects within 1.3 s and therefore goes first.
 DEAD_AFTER_S = 2.25
 """Silence after which a server counts as dead: five heartbeats, noticed within 3 s."""
 SEND_TIMEOUT_S = 3.0
-LIVENESS_CHECK_S = 0.5
+LIVENESS_CHECK_S = 0.25
 REFUSED_NOTE_S = 60.0
 PushReply = PushReady | PushDone | PushFailed
 OnGroup = Callable[[Group | GroupFailed], None]
@@ -117,7 +118,7 @@ class ServerLink:
         """Number of Welcomes after a silence or from another server."""
         self._push: tuple[str, int] | None = None
         """Session and version of the newest weight sync. Replies to any other are late or replayed."""
-        self._push_replies: asyncio.Queue[PushReply | str] = asyncio.Queue()  # or the reason to stop waiting
+        self._push_replies: asyncio.Queue[PushReply] = asyncio.Queue()
         self._scores: dict[str, asyncio.Future[Scores]] = {}
         self._unsent_acks: list[str] = []
 
@@ -360,10 +361,6 @@ class ServerLink:
         """Wait for PushDone while the server sends heartbeats. Raises PushError."""
         return await self._push_reply(PushDone, session)
 
-    def end_push(self, reason: str) -> None:
-        """Make the caller that waits for a push reply fail with PushError."""
-        self._push_replies.put_nowait(reason)
-
     async def abort_push(self, session: str) -> None:
         """Notify the server that a session is aborted, if it can be reached.
 
@@ -397,10 +394,8 @@ class ServerLink:
                         f"the server at {self.endpoint} went away before {wanted.__name__} in session {session}"
                     ) from error
                 continue
-            if isinstance(reply, str):
-                raise PushError(reply)
             if isinstance(reply, PushFailed):
-                kind = PushError if reply.retryable else PushIncomplete
+                kind = PushInterrupted if reply.interrupted else PushError if reply.retryable else PushIncomplete
                 raise kind(f"the server failed in state {reply.state}: {reply.message}")
             if isinstance(reply, wanted):
                 return reply

@@ -1,52 +1,79 @@
-"""One weight-sync session with one server process, from the learner's side.
+"""Weight-sync sessions, from the learner's side: one collective with all workers of a set of servers.
 
-The first sync of a session carries rendezvous and manifest. In later syncs both sides are already joined.
-Invariant: after any failure the session is closed and never used again. Its record of what the server has is
-discarded with it.
+The first sync of a session carries rendezvous and manifest. In later syncs all sides are already joined.
+Invariants: after any failure the session is closed and never used again. Its record of what the servers have
+is discarded with it. A server is in one open session at most.
 """
 
+import time
 import uuid
+from collections.abc import Collection, Mapping, Sequence
 
+import msgspec
 import torch
 
 from learner.config import WeightSyncConfig
-from learner.servers.link import ServerLink
-from protocol.errors import PushError
-from protocol.messages import Manifest, Rendezvous, Welcome
-from protocol.transports.collective import Collective
+from learner.servers.loop_thread import LoopThread
+from learner.servers.membership import Member
+from learner.servers.stragglers import RankState
+from protocol.errors import ConfigError, DeadlineExceeded, PushError
+from protocol.messages import Manifest, PushBegin, Rendezvous, Welcome
+from protocol.transports.collective import Collective, load_transport
 from protocol.transports.group import RendezvousHost, address_towards
 from protocol.transports.transport import choose_transport, offered_transports, own_device_name
 from protocol.weights.buckets import NamedTensors, make_manifest, split_into_buckets
 from protocol.weights.delta import Baseline, send_changes
 from protocol.weights.dense import Progress, Sent, send_weights
 
+Failure = PushError | DeadlineExceeded | ConfigError
+"""Why a server could not be synced."""
+
 
 class SyncSession:
-    """Weight-sync session, joined at its first sync. `abort` is thread-safe."""
+    """Session with a set of servers, joined at its first sync. `abort` is thread-safe."""
 
     def __init__(
         self,
-        server_id: str,
+        servers: Mapping[Member, Welcome],
         manifest: Manifest,
         rendezvous: Rendezvous,
         rendezvous_host: RendezvousHost,
         device: torch.device,
     ) -> None:
+        """Create a session. The servers' workers get their ranks in the order of the servers."""
         self.name = uuid.uuid4().hex[:8]
-        self.server_id, self.manifest, self.rendezvous = server_id, manifest, rendezvous
+        self.server_ids = {member: welcome.server_id for member, welcome in servers.items()}
+        self.manifest, self.rendezvous = manifest, rendezvous
+        self.ranks: dict[Member, range] = {}
+        first = 1
+        for member, welcome in servers.items():
+            self.ranks[member] = range(first, first + welcome.num_workers)
+            first += welcome.num_workers
         self.collective: Collective | None = None
         self._rendezvous_host, self._device = rendezvous_host, device
         self._buckets = split_into_buckets(manifest)
         self._baseline = Baseline() if manifest.wire == "delta" else None
 
     @property
+    def members(self) -> Sequence[Member]:
+        return tuple(self.server_ids)
+
+    @property
     def num_bytes(self) -> int:
         """Size of all weights on the wire."""
         return sum(bucket.num_bytes for bucket in self._buckets)
 
-    def join(self) -> Collective:
+    def begin(self, member: Member, version: int) -> PushBegin:
+        """Return the message that starts a sync at one server."""
+        if self.collective is not None:
+            return PushBegin(session=self.name, version=version)
+        ranks = self.ranks[member]
+        rendezvous = msgspec.structs.replace(self.rendezvous, first_rank=ranks.start, num_workers=len(ranks))
+        return PushBegin(session=self.name, version=version, rendezvous=rendezvous, manifest=self.manifest)
+
+    def join(self) -> None:
         """Block until every worker has joined. Raises PushError at the deadline."""
-        return self._rendezvous_host.host_collective(self.name, self.rendezvous, self._device)
+        self.collective = self._rendezvous_host.host_collective(self.name, self.rendezvous, self._device)
 
     def send(self, tensors: NamedTensors, progress: Progress) -> Sent:
         """Send all weights, or only the changes since the session's last sync.
@@ -58,6 +85,40 @@ class SyncSession:
         if self._baseline is not None:
             return send_changes(self.collective, self._buckets, tensors, self._baseline, progress)
         return send_weights(self.collective, self._buckets, tensors, progress)
+
+    def states(self, since: float) -> dict[int, RankState]:
+        """Return what is known of all workers in a sync that started to join or send at `since`."""
+        now = time.monotonic()
+        states: dict[int, RankState] = {}
+        for rank in (rank for ranks in self.ranks.values() for rank in ranks):
+            report, came_at = self._rendezvous_host.report_of(self.name, rank) or (None, 0.0)
+            if report is None or came_at < since:
+                states[rank] = RankState(now - since)
+            elif report.stage == "received":
+                states[rank] = RankState(0.0)
+            else:
+                states[rank] = RankState(now - came_at, report.loading_s, report.blocked_s)
+        return states
+
+    def is_held_up(self, member: Member, since: float, done: Collection[Member]) -> bool:
+        """Return whether a server waits for bytes that another one has not handed on, `done` servers excepted.
+
+        In a collective that is no chain: whether it waits for bytes at all.
+        """
+        parents = self.collective.parents if self.collective is not None else {}
+        own, finished = self.ranks[member], {0} | {rank for one in done for rank in self.ranks[one]}
+
+        def is_at(rank: int, stage: str) -> bool:
+            report, came_at = self._rendezvous_host.report_of(self.name, rank) or (None, 0.0)
+            return report is not None and came_at >= since and report.stage == stage
+
+        if not parents:
+            return any(is_at(rank, "receiving") for rank in own)
+        outside = [(rank, parents[rank]) for rank in own if parents[rank] not in own]
+        return any(
+            not is_at(rank, "received") and parent not in finished and not is_at(parent, "received")
+            for rank, parent in outside
+        )
 
     def abort(self) -> None:
         """Abort the join or broadcast in progress, here and at every worker."""
@@ -79,50 +140,111 @@ class SyncSession:
         self._rendezvous_host.cancel(self.name, "the learner abandoned the session")
 
 
+class Route(msgspec.Struct, frozen=True):
+    """Way of the weights to a server: the transport, and the learner's address as the server sees it."""
+
+    transport: str
+    own_host: str
+
+
 class SyncSessions:
-    """Factory of sessions with one server, which share its rendezvous point."""
+    """Open sessions of the learner, and the choice of the servers that share one."""
 
-    def __init__(self, link: ServerLink, config: WeightSyncConfig, device: torch.device) -> None:
-        self._link, self._config, self._device = link, config, device
-        self._rendezvous_host: RendezvousHost | None = None
+    def __init__(self, loop: LoopThread, config: WeightSyncConfig, device: torch.device) -> None:
+        self._loop, self._config, self._device = loop, config, device
+        self._rendezvous_hosts: dict[str, RendezvousHost] = {}
+        """Rendezvous by the learner's address."""
+        self._routes: dict[tuple[str, str], Route] = {}
+        """Routes by endpoint and server id."""
+        self._open: list[SyncSession] = []
 
-    def begin(self, manifest: Manifest) -> SyncSession:
-        """Return a new session with the connected server.
+    def groups(self, members: Sequence[Member]) -> tuple[list[list[Member]], dict[Member, Failure]]:
+        """Return which servers can share a session, and why others cannot be synced."""
+        groups: list[tuple[Route, list[str], list[Member]]] = []
+        unfit: dict[Member, Failure] = {}
+        for member in members:
+            try:
+                welcome = _welcome(member)
+                route = self._route(member.endpoint, welcome)
+            except (PushError, ConfigError) as error:
+                unfit[member] = error
+                continue
+            for shared, devices, group in groups:
+                if shared == route and self._can_share(route, [*devices, *welcome.devices]):
+                    devices += welcome.devices
+                    group.append(member)
+                    break
+            else:
+                groups.append((route, [*welcome.devices], [member]))
+        return [group for _, _, group in groups], unfit
+
+    def of(self, members: Sequence[Member], manifest: Manifest) -> SyncSession:
+        """Return the open session of exactly these servers, or a new one in place of all that have one of them.
 
         Raises:
-            PushError: No server is connected.
+            PushError: A server is not connected.
             ConfigError: The weights cannot be sent as configured.
         """
-        welcome = self._link.welcome
-        if welcome is None:
-            raise PushError(f"no server is connected at {self._link.endpoint}")
-        if self._rendezvous_host is None:
-            self._rendezvous_host = RendezvousHost(
-                address_towards(self._link.endpoint),
-                self._config.timeout_s,
-                ports=self._config.port_range(),
-                advertise=self._config.advertise,
+        servers = {member: _welcome(member) for member in members}
+        server_ids = {member: welcome.server_id for member, welcome in servers.items()}
+        for session in self._open:
+            if session.server_ids == server_ids:
+                return session
+        for session in [session for session in self._open if session.server_ids.keys() & server_ids.keys()]:
+            self.close(session)
+        route = self._route(members[0].endpoint, servers[members[0]])
+        rendezvous_host = self._rendezvous_host(route.own_host)
+        num_workers = sum(welcome.num_workers for welcome in servers.values())
+        rendezvous = rendezvous_host.rendezvous(num_workers, route.transport)
+        session = SyncSession(servers, manifest, rendezvous, rendezvous_host, self._device)
+        self._open.append(session)
+        return session
+
+    def close(self, session: SyncSession) -> None:
+        """Close a session, and notify its servers without waiting for them."""
+        self._open.remove(session)
+        session.close()
+        for member in session.members:
+            if member.link.connected:
+                self._loop.submit(member.link.abort_push(session.name))
+
+    def close_all(self) -> None:
+        for session in tuple(self._open):
+            self.close(session)
+        for rendezvous_host in self._rendezvous_hosts.values():
+            rendezvous_host.close()
+
+    def _can_share(self, route: Route, devices: Sequence[str]) -> bool:
+        """Return whether one collective can connect the learner and workers on these devices."""
+        is_explicit = self._config.transport != "auto"
+        obstacle = load_transport(route.transport).obstacle([own_device_name(self._device), *devices], is_explicit)
+        return obstacle is None
+
+    def _route(self, endpoint: str, welcome: Welcome) -> Route:
+        key = (endpoint, welcome.server_id)
+        if key not in self._routes:
+            transport = choose_transport(
+                self._config.transport,
+                own_device_name(self._device),
+                welcome.devices,
+                learner_transports=offered_transports(),
+                server_transports=welcome.transports,
             )
-        return SyncSession(
-            welcome.server_id,
-            manifest,
-            self._rendezvous_host.rendezvous(welcome.num_workers, self._transport(welcome)),
-            self._rendezvous_host,
-            self._device,
-        )
+            self._routes[key] = Route(transport, address_towards(endpoint))
+        return self._routes[key]
 
-    def _transport(self, welcome: Welcome) -> str:
-        return choose_transport(
-            self._config.transport,
-            own_device_name(self._device),
-            welcome.devices,
-            learner_transports=offered_transports(),
-            server_transports=welcome.transports,
-        )
+    def _rendezvous_host(self, own_host: str) -> RendezvousHost:
+        if own_host not in self._rendezvous_hosts:
+            self._rendezvous_hosts[own_host] = RendezvousHost(
+                own_host, self._config.timeout_s, ports=self._config.port_range(), advertise=self._config.advertise
+            )
+        return self._rendezvous_hosts[own_host]
 
-    def close(self) -> None:
-        if self._rendezvous_host is not None:
-            self._rendezvous_host.close()
+
+def _welcome(member: Member) -> Welcome:
+    if member.welcome is None:
+        raise PushError(f"no server is connected at {member.endpoint}")
+    return member.welcome
 
 
 def manifest_of(tensors: NamedTensors, wire_dtype: torch.dtype, config: WeightSyncConfig) -> Manifest:

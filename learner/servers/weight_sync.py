@@ -1,93 +1,46 @@
-"""Sync the policy's weights to all servers of the fleet. weight_transfer.py syncs one server.
+"""Sync the policy's weights to all servers of the fleet. weight_transfer.py makes one attempt at a set of them.
 
-    new weights ─▶ all servers with older ones of this run      read once, each at its own pace (fan_out.py)
+    new weights ─▶ all servers with older ones of this run      one session, read and sent once
     a server without weights ─▶ a sync of its own               the other servers continue to generate
 
-A sync has succeeded when one server has the weights. Much slower servers count as failed (`Stragglers`). A
-failed server gets no requests until a later sync, which starts automatically after a pause. While no server
-has the weights, the sync is retried at once, `learner.weight_sync.max_attempts` times. With
-`learner.weight_sync.overlap_with_training`, a sync sends a copy of the weights from its own thread, one sync
-at a time.
-Invariant: while no server has weights of this run, none is dropped as a straggler. Only
-`learner.weight_sync.timeout_s` limits a sync then.
+Servers share a session if one collective can connect them all: the same transport, and the same address of
+the learner. When one fails or is late, the others go on at once in a new session without it. It gets no
+requests until a later sync of its own, which starts automatically after a pause. A sync has succeeded when
+one server has the weights. While no server has them, the sync is retried at once,
+`learner.weight_sync.max_attempts` times. With `learner.weight_sync.overlap_with_training`, a sync sends a copy
+of the weights from its own thread, one sync at a time.
+Invariant: servers that nobody waits for are not dropped as stragglers. Only `learner.weight_sync.timeout_s`
+limits their sync.
 """
 
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
+import msgspec
 import torch
 
 from learner.config import WeightSyncConfig
-from learner.servers.fan_out import FanOut, Share
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
-from learner.servers.sync_session import manifest_of
-from learner.servers.weight_transfer import PushReport, ServerPush, WeightCopy, WeightSample
-from protocol.errors import ConfigError, DeadlineExceeded, PushError, PushIncomplete
+from learner.servers.sync_session import Failure, SyncSessions, manifest_of
+from learner.servers.weight_copy import WeightCopy, WeightSample
+from learner.servers.weight_transfer import PushReport, Stage, SyncAttempt
+from protocol.errors import ConfigError, PushError, PushIncomplete, SlipstreamError
 from protocol.messages import Manifest
 from protocol.weights.buckets import NamedTensors
 
 log = logging.getLogger(__name__)
 WAIT_SLICE_S = 0.5
+SHUTTING_DOWN = "the learner is shutting down"
 LEAST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
 """Bounds of the pause after a failed sync. Each consecutive failure doubles the pause."""
 Tensors = Callable[[], NamedTensors]
-Failure = PushError | DeadlineExceeded | ConfigError
-
-
-class Stragglers:
-    """Straggler detection in one round of syncs, used by the waiting thread."""
-
-    def __init__(
-        self, patience_s: float, have_it: Collection[Member], have_failed: Collection[Member], *, others_serve: bool
-    ) -> None:
-        """Start the clock of a round.
-
-        Args:
-            have_it: Servers that have the version, updated during the round.
-            have_failed: Servers whose sync failed, updated during the round.
-            others_serve: Whether servers outside this round have weights of this run.
-        """
-        self._patience_s = patience_s
-        self._have_it, self._have_failed, self._others_serve = have_it, have_failed, others_serve
-        self._began_at = time.monotonic()
-        self._first_at: float | None = None
-        """Time when a server of this round was first seen to have the version."""
-
-    def end_late(self, pushes: Mapping[Member, tuple[ServerPush, Share]]) -> None:
-        """End the syncs of all stragglers.
-
-        Repeats the reason at every call, because a sync may have started to wait for something else.
-        """
-        if self._have_it and self._first_at is None:
-            self._first_at = time.monotonic()
-        for member, (push, share) in pushes.items():
-            has_ended = member in self._have_it or member in self._have_failed
-            if not has_ended and (reason := self._why_late(push, share)):
-                share.cut_off(reason)
-                push.end(reason)
-
-    def _why_late(self, push: ServerPush, share: Share) -> str | None:
-        now = time.monotonic()
-        if share.failure is not None:
-            return share.failure
-        if self._first_at is not None and now - self._first_at > self._patience_s:
-            return (
-                f"another server had the version {self._patience_s:g} s earlier "
-                "(learner.weight_sync.straggler_timeout_s); this server gets its own weight sync"
-            )
-        moved_at = max(self._began_at, push.moved_at, share.moved_at)
-        if self._others_serve and now - moved_at > self._patience_s:
-            return (
-                f"it has made no progress for {self._patience_s:g} s (learner.weight_sync.straggler_timeout_s), and "
-                "the other servers do not wait; it gets another weight sync"
-            )
-        return None
+CALL_TIMEOUT_S = 10.0
+"""Maximum wait in seconds for the event loop, which may be stuck."""
 
 
 class Weights(Protocol):
@@ -103,12 +56,27 @@ class Weights(Protocol):
         ...
 
 
+class Round(msgspec.Struct, eq=False):
+    """What became of one round of attempts."""
+
+    reports: dict[Member, PushReport] = {}
+    failures: dict[Member, Failure] = {}
+    stages: dict[Member, Stage] = {}
+    """Stage in which each failed server was."""
+    num_bytes: int = 0
+    """Bytes that left the learner in the attempts that succeeded."""
+
+
 class WeightSync:
     """Weight sync to the servers of one fleet."""
 
     def __init__(self, fleet: Fleet, weights: Weights, config: WeightSyncConfig) -> None:
         self._fleet, self._weights, self._config = fleet, weights, config
-        self._pushes: dict[Member, ServerPush] = {}
+        self._sessions = SyncSessions(fleet.loop, config, weights.device)
+        self._attempt: SyncAttempt | None = None
+        """Attempt in progress."""
+        self._done: dict[Member, tuple[str, int]] = {}
+        """Server id and version of each member's last sync, unless it failed."""
         self._failures: dict[Member, tuple[int, float]] = {}
         """Number of consecutive failures of a server, and the end of its pause."""
         self.reports: dict[Member, PushReport] = {}
@@ -130,8 +98,14 @@ class WeightSync:
 
     def holders(self, version: int | None = None) -> list[Member]:
         """Return the servers that have this version, or any version of this run."""
-        versions = {member: self._push_of(member).version for member in self._fleet.connected()}
-        return [member for member, held in versions.items() if held is not None and version in (None, held)]
+        return [
+            member
+            for member in self._fleet.connected()
+            if (done := self._done.get(member)) is not None
+            and (welcome := member.welcome) is not None
+            and welcome.server_id == done[0]
+            and version in (None, done[1])
+        ]
 
     def joiners(self) -> list[Member]:
         """Return the servers without the newest weights that are due for their own sync."""
@@ -194,25 +168,24 @@ class WeightSync:
         pause_s = min(LEAST_PAUSE_S * 2 ** (num_failures - 1), MOST_PAUSE_S)
         self._failures[member] = (num_failures, time.monotonic() + pause_s)
         self._fleet.drop(member)
-        self._push_of(member).give_up(greet_again=not self._closing.is_set())
+        self._done.pop(member, None)
+        if not self._closing.is_set():
+            try:
+                self._fleet.loop.call(member.link.greet_again(), CALL_TIMEOUT_S)
+            except SlipstreamError as error:
+                log.warning("the server at %s could not be greeted again: %s", member.endpoint, error)
 
     def close(self) -> None:
-        """Abort all syncs in progress and close all sessions."""
+        """Abort the sync in progress and close all sessions."""
         self._closing.set()
-        for push in self._pushes.values():
-            push.end("the learner is shutting down")
+        if (attempt := self._attempt) is not None:
+            attempt.end(SHUTTING_DOWN)
         self._thread.shutdown()
-        for push in self._pushes.values():
-            push.close()
-
-    def _push_of(self, member: Member) -> ServerPush:
-        if member not in self._pushes:
-            self._pushes[member] = ServerPush(member, self._fleet.loop, self._config, self._weights.device)
-        return self._pushes[member]
+        self._sessions.close_all()
 
     def _forget_gone(self) -> None:
-        for member in [member for member in self._pushes if member.is_gone]:
-            self._pushes.pop(member).close()
+        for member in [member for member in self._done.keys() | self._failures.keys() if member.is_gone]:
+            self._done.pop(member, None)
             self._failures.pop(member, None)
 
     def _push_until_done(
@@ -222,15 +195,15 @@ class WeightSync:
         reason, attempt = "", 1
         while attempt <= self._config.max_attempts:
             due = self._due(version, members)
-            reports, failures = self._round(version, tensors, due)
-            for member, error in failures.items():
-                self._note(member, error, version, attempt)
+            outcome = self._round(version, tensors, due)
+            for member, error in outcome.failures.items():
+                self._note(member, error, version, f"{outcome.stages.get(member, 'pausing')} (attempt {attempt})")
                 reason = str(error)  # only the text: the traceback would keep the session's sockets open
-            if reports:
-                return self._summary(version, reports)
+            if outcome.reports:
+                return self._summary(version, outcome)
             if self.holders(version if members is None else None):
                 return None
-            attempt += not failures or any(not member.is_draining for member in failures)
+            attempt += not outcome.failures or any(not member.is_draining for member in outcome.failures)
         raise PushError(
             f"the weight sync of version {version} failed in {self._config.max_attempts} attempts "
             f"(learner.weight_sync.max_attempts); the last error: {reason}"
@@ -247,98 +220,79 @@ class WeightSync:
         wanted = [member for member in holders if member not in up_to_date] if members is None else members
         return [member for member in wanted if member in connected] or ([] if holders else connected)
 
-    def _round(
-        self, version: int, tensors: Tensors, members: list[Member]
-    ) -> tuple[dict[Member, PushReport], dict[Member, Failure]]:
-        """Make one attempt at each of these servers."""
+    def _round(self, version: int, tensors: Tensors, members: list[Member]) -> Round:
+        """Sync these servers: each gets the version or fails. One that was interrupted goes on in a new session."""
         if self._manifest is None:
             self._manifest = manifest_of(tensors(), self._weights.wire_dtype, self._config)
-        manifest = self._manifest
-        reports: dict[Member, PushReport] = {}
-        failures: dict[Member, Failure] = {}
+        groups, unfit = self._sessions.groups(members)
+        outcome = Round(failures=unfit)
+        for group in groups:
+            left = group
+            while left:
+                self._attempt_at(left, version, tensors, self._manifest, outcome)
+                left = [member for member in left if member not in outcome.reports | outcome.failures]
+        return outcome
 
-        def push(member: Member, source: NamedTensors) -> None:
-            try:
-                reports[member] = self._push_of(member).push(version, manifest, source)
-            except (PushError, DeadlineExceeded, ConfigError) as error:
-                failures[member] = error
-            finally:
-                if isinstance(source, Share):
-                    source.close()
-
-        others_serve = any(member not in members for member in self.holders())
-        if len(members) == 1 and not others_serve:
-            push(members[0], tensors())
-        elif members:
-            stragglers = Stragglers(
-                self._config.straggler_timeout_in_effect_s, reports, failures, others_serve=others_serve
-            )
-            self._read_once(tensors, members, push, stragglers)
-        return reports, failures
-
-    def _read_once(
-        self,
-        tensors: Tensors,
-        members: list[Member],
-        push: Callable[[Member, NamedTensors], None],
-        stragglers: Stragglers,
+    def _attempt_at(
+        self, group: list[Member], version: int, tensors: Tensors, manifest: Manifest, outcome: Round
     ) -> None:
-        def poll() -> None:
-            self._fleet.on_wait()
-            stragglers.end_late(under_way)
+        """Make one attempt at servers that share a session. At least one of them succeeds or fails."""
+        lost = [member for member in group if member.welcome is None]
+        if lost:
+            outcome.failures |= {member: PushError(f"the server at {member.endpoint} went away") for member in lost}
+            return
+        try:
+            session = self._sessions.of(group, manifest)
+        except (PushError, ConfigError) as error:
+            outcome.failures |= dict.fromkeys(group, error)
+            return
+        attempt = self._attempt = SyncAttempt(
+            session, version, self._fleet.loop, self._config,
+            others_serve=any(member not in group for member in self.holders()), on_wait=self._fleet.on_wait,
+        )  # fmt: skip
+        if self._closing.is_set():
+            attempt.end(SHUTTING_DOWN)
+        reports: dict[Member, PushReport] = {}
+        try:
+            reports, failures = attempt.run(tensors())
+        finally:
+            self._attempt = None
+            for member in group:
+                self._done.pop(member, None)
+            if len(reports) < len(group):
+                self._sessions.close(session)
+        self._done |= {member: (session.server_ids[member], version) for member in reports}
+        outcome.reports |= reports
+        outcome.failures |= failures
+        outcome.stages |= dict.fromkeys(failures, attempt.stage)
+        outcome.num_bytes += max((report.num_bytes for report in reports.values()), default=0)
 
-        is_copied = tensors == self._copy.tensors  # the copy is in memory anyway
-        window_bytes = math.inf if is_copied else float(self._config.bucket_mib << 20)
-        config = self._config
-        fan_out = FanOut(len(members), window_bytes, config.timeout_s, config.straggler_timeout_in_effect_s, poll)
-        shares = dict(zip(members, fan_out.shares, strict=True))
-        under_way = {member: (self._push_of(member), share) for member, share in shares.items()}
-        with ThreadPoolExecutor(len(members), "push-server") as threads:
-            pushing = [threads.submit(push, member, share) for member, share in shares.items()]
-            try:
-                fan_out.read(tensors())
-            except BaseException:
-                for straggler, _ in under_way.values():
-                    straggler.end("the policy could not be read")
-                raise
-            while not all(future.done() for future in pushing):
-                poll()
-                wait(pushing, timeout=WAIT_SLICE_S)
-        for future in pushing:
-            future.result()
-
-    def _note(self, member: Member, error: Failure, version: int, attempt: int) -> None:
+    def _note(self, member: Member, error: Failure, version: int, where: str) -> None:
         """Handle a failed sync. Raises its error if the run cannot go on."""
-        push = self._push_of(member)
         if isinstance(error, PushIncomplete | ConfigError):  # a retry would fail too
-            push.give_up(greet_again=False)
             self._fleet.exclude(member, error)
             return
         if self._closing.is_set():
-            push.give_up(greet_again=False)
             raise error
         if member.is_draining:
             log.info(
                 "skipped the weight sync of version %d to the server at %s (shutting down)", version, member.endpoint
             )
-            push.give_up(greet_again=False)
             return
         to = f" to {member.endpoint}" if self._fleet.is_several else ""
-        log.warning(
-            "weight sync of version %d%s failed while %s (attempt %d): %s", version, to, push.state, attempt, error
-        )
+        log.warning("weight sync of version %d%s failed while %s: %s", version, to, where, error)
         self.failed(member)
 
-    def _summary(self, version: int, reports: dict[Member, PushReport]) -> PushReport:
-        """Return the maximum of each duration, and the sum of all bytes."""
-        self._newest, self.reports = version, reports
-        for member in reports:
+    def _summary(self, version: int, outcome: Round) -> PushReport:
+        """Return the maximum of each duration, and the bytes that left the learner."""
+        self._newest, self.reports = version, outcome.reports
+        for member in outcome.reports:
             self._failures.pop(member, None)
-        each = list(reports.values())
+        each = list(outcome.reports.values())
         if self._fleet.is_several:
             durations = ", ".join(
                 f"{member.endpoint} in {report.total_s:.2f} s ({report.stall_s:.2f} s stalled)"
-                for member, report in reports.items()
+                for member, report in outcome.reports.items()
             )
             log.info("synced version %d to %s", version, durations)
         return PushReport(
@@ -346,6 +300,6 @@ class WeightSync:
             transfer_s=max(report.transfer_s for report in each),
             load_s=max(report.load_s for report in each),
             stall_s=max(report.stall_s for report in each),
-            num_bytes=sum(report.num_bytes for report in each),
+            num_bytes=outcome.num_bytes,
             pause_s=max(report.pause_s for report in each),
         )

@@ -1,47 +1,44 @@
-"""The learner's side of a weight sync with one server. weight_sync.py decides when, and with which servers.
+"""One attempt to sync a version to all servers of a session. weight_sync.py decides when, and with which servers.
 
     PushBegin ─▶ PushReady ─▶ buckets over the collective ─▶ PushDone(checksum) ─▶ compared
 
-The server's side is inference_server/weight_update.py; protocol/weights/ encodes the bytes. Every arrow has
-the deadline `learner.weight_sync.timeout_s`. After any failure both sides abandon the session. The next attempt
-starts a new one, with a new collective, the manifest and all weights. During a transfer, a failure report
-from the server or its silence ends the transfer at once.
+The servers' side is inference_server/weight_update.py; protocol/weights/ encodes the bytes. Every arrow has
+the deadline `learner.weight_sync.timeout_s`. If other servers wait, a late one costs them
+`learner.weight_sync.straggler_timeout_s`. After any failure all sides abandon the session: the servers that
+have failed or are late are named, and the others were only interrupted.
 """
 
+import asyncio
 import logging
+import threading
 import time
-from collections.abc import Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as NotInTime
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
 import msgspec
-import torch
 from tqdm import tqdm
 
 from learner.config import WeightSyncConfig
 from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import Member
-from learner.servers.sync_session import SyncSession, SyncSessions
+from learner.servers.stragglers import late_ranks
+from learner.servers.sync_session import Failure, SyncSession
 from protocol.console import PROGRESS_EVERY_S, output_mode
-from protocol.errors import DeadlineExceeded, PushError, PushIncomplete, SlipstreamError
-from protocol.messages import Manifest, PushBegin, PushDone
-from protocol.transports.collective import Collective
-from protocol.weights.buckets import NamedTensors, dtype_on_wire
+from protocol.errors import DeadlineExceeded, PushError, PushInterrupted
+from protocol.messages import PushDone
+from protocol.weights.buckets import NamedTensors
 from protocol.weights.dense import Sent
 
 log = logging.getLogger(__name__)
-CALL_SLACK_S = 10.0
-"""Extra wait in seconds for the event loop, which keeps the deadlines but may be stuck itself."""
-PushState = Literal["pausing", "joining", "sending", "finishing"]
+CHECK_INTERVAL_S = 0.1
+"""Interval between two checks for servers that have failed or are late."""
+ROLL_CALL_S = 1.5
+"""Time after a failure in which every healthy server tells that it was interrupted."""
+Stage = Literal["pausing", "joining", "sending", "finishing"]
 """Stage of a sync: waiting for PushReady, for the workers, for the transfer, or for PushDone."""
 PROGRESS_BYTES = 1 << 30
 """Size above which a sync shows a progress bar."""
-SAMPLED_ELEMENTS = 2048
-"""Maximum number of elements sampled per tensor.
-
-These are half a million in a model of 135M parameters, enough to measure a change of 1e-4.
-"""
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,220 +62,280 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-class ServerPush:
-    """Weight sync with one server, one session after the other."""
+class SyncAttempt:
+    """One attempt to sync a version to all servers of a session. `end` is thread-safe."""
 
-    def __init__(self, member: Member, loop: LoopThread, config: WeightSyncConfig, device: torch.device) -> None:
-        self.member, self._link, self._loop, self._config = member, member.link, loop, config
-        self._sessions = SyncSessions(self._link, config, device)
-        self._session: SyncSession | None = None
-        self.state: PushState = "pausing"
-        """Stage of the current or last sync."""
-        self.moved_at = time.monotonic()
-        """Time of the last progress: a new stage, or more bytes."""
-        self.done: tuple[str, int] | None = None
-        """Server id and version of the last sync, unless it failed."""
+    def __init__(
+        self, session: SyncSession, version: int, loop: LoopThread, config: WeightSyncConfig,
+        *, others_serve: bool, on_wait: Callable[[], object],
+    ) -> None:  # fmt: skip
+        """Prepare an attempt.
 
-    @property
-    def version(self) -> int | None:
-        """Last version that the connected server received.
-
-        None if no server is connected, or if it has no weights of this run.
+        Args:
+            others_serve: Whether other servers have weights of this run and do not wait.
+            on_wait: Called repeatedly while the caller of `run` waits.
         """
-        welcome = self.member.welcome
-        return self.done[1] if self.done is not None and welcome and welcome.server_id == self.done[0] else None
+        self._session, self._version, self._loop, self._config = session, version, loop, config
+        self._others_serve, self._on_wait = others_serve, on_wait
+        self.stage: Stage = "pausing"
+        self._moved_at = time.monotonic()
+        """Time of the last progress: a new stage, or more bytes."""
+        self._transfer_at = self._moved_at
+        """Time when the workers were to join or receive."""
+        self._first_at: float | None = None
+        """Time when the first server was seen to be ready, or to be done."""
+        self._replies: Mapping[Member, Future[Any]] = {}
+        """The servers' replies in the current stage."""
+        self._failures: dict[Member, Failure] = {}
+        self._end_reason: str | None = None
+        self._lock = threading.Lock()
+        """Held by the thread that looks for failures while another one sends."""
+        self._is_sending = False
 
-    def push(self, version: int, manifest: Manifest, tensors: NamedTensors) -> PushReport:
-        """Send all weights as `version`. After an error `give_up` must follow.
+    def run(self, tensors: NamedTensors) -> tuple[dict[Member, PushReport], dict[Member, Failure]]:
+        """Send all weights, and return the reports and the failures.
 
-        Raises:
-            PushError: The sync failed.
-            DeadlineExceeded: The server or its workers did not answer in time.
+        A server in neither was interrupted by the failure of others. After anything but a report of every server,
+        the session must be closed. Errors of the tensors are raised.
         """
         started = time.monotonic()
-        if self.version is None or self._session is None:
-            self._abandon_session()
-            self._session = self._sessions.begin(manifest)
-        session, timeout_s = self._session, self._config.timeout_s
-        is_new = session.collective is None
-        begin = PushBegin(
-            session=session.name,
-            version=version,
-            rendezvous=session.rendezvous if is_new else None,
-            manifest=session.manifest if is_new else None,
-        )
-        self._enter("pausing")
-        self._loop.call(self._link.begin_push(begin, timeout_s), timeout_s + CALL_SLACK_S)
-        ready = time.monotonic()
-        done = self._loop.submit(self._link.finish_push(session.name))
+        sent, ready, transferred = None, started, started
+        done: Mapping[Member, Future[PushDone]] = {}
         try:
-            sent = self._send(session, version, tensors, done)
+            self._wait_for_ready()
+            ready = time.monotonic()
+            done = self._replies = {
+                member: self._loop.submit(member.link.finish_push(self._session.name)) for member in self._members
+            }
+            sent = self._transfer(tensors)
             transferred = time.monotonic()
-            self._enter("finishing")
-            report = self._result(done, begin, sent)
+            self._finish(sent)
+        except PushError as error:
+            self._session.abort()
+            self._call_roll(error)
+        except BaseException:
+            self._session.abort()
+            raise
         finally:
-            done.cancel()
-        if report.checksum != sent.checksum:
-            raise PushError(
-                f"the weights of version {version} arrived with checksum {report.checksum}; expected {sent.checksum}"
-            )
-        self.done = (session.server_id, version)
-        return PushReport(
-            total_s=time.monotonic() - started, transfer_s=transferred - ready, load_s=report.load_s,
-            stall_s=report.stall_s, num_bytes=sent.num_bytes, pause_s=report.pause_s,
-        )  # fmt: skip
-
-    def give_up(self, *, greet_again: bool) -> None:
-        """Abandon the session and its record of what the server has.
-
-        With `greet_again`, the server must welcome this run again before the next attempt.
-        """
-        self._abandon_session()
-        if greet_again:
-            self._notify(self._link.greet_again())
+            for reply in self._replies.values():
+                reply.cancel()
+        reports = {}
+        for member, reply in done.items():
+            if sent is None or member in self._failures or reply.cancelled() or self._error_of(member) is not None:
+                continue
+            arrived = reply.result()
+            if arrived.checksum != sent.checksum:
+                self._failures[member] = PushError(
+                    f"the weights of version {self._version} arrived with checksum {arrived.checksum}; expected "
+                    f"{sent.checksum}"
+                )
+                continue
+            reports[member] = PushReport(
+                total_s=time.monotonic() - started, transfer_s=transferred - ready, load_s=arrived.load_s,
+                stall_s=arrived.stall_s, num_bytes=sent.num_bytes, pause_s=arrived.pause_s,
+            )  # fmt: skip
+        return reports, self._failures
 
     def end(self, reason: str) -> None:
-        """Make the sync in progress fail with this reason, wherever it waits. Thread-safe."""
-        self._loop.call_soon(self._link.end_push, reason)
+        """Make the attempt fail with this reason, wherever it waits."""
+        self._end_reason = reason
+        self._session.abort()
 
-    def close(self) -> None:
-        """Close the session. No sync may be in progress."""
-        self._abandon_session()
-        self._sessions.close()
+    @property
+    def _members(self) -> tuple[Member, ...]:
+        return tuple(self._session.members)
 
-    def _enter(self, state: PushState) -> None:
-        self.state, self.moved_at = state, time.monotonic()
+    def _enter(self, stage: Stage) -> None:
+        self.stage, self._moved_at, self._first_at = stage, time.monotonic(), None
 
-    def _send(self, session: SyncSession, version: int, tensors: NamedTensors, done: Future[PushDone]) -> Sent:
-        """Join the session if needed and send; a failure of `done` is raised as the cause."""
-        if session.collective is None:
+    def _wait_for_ready(self) -> None:
+        """Wait for PushReady of all servers. Raises PushError as soon as one has failed or is late."""
+        timeout_s = self._config.timeout_s
+        self._replies = {
+            member: self._loop.submit(member.link.begin_push(self._session.begin(member, self._version), timeout_s))
+            for member in self._members
+        }
+        while pending := self._pending():
+            self._on_wait()
+            self._check()
+            wait([self._replies[member] for member in pending], CHECK_INTERVAL_S, FIRST_EXCEPTION)
+        self._check()
+
+    def _finish(self, sent: Sent) -> None:
+        """Wait until each server is done, has failed or is late. The first failure ends the session.
+
+        Servers that have received everything still load it then.
+        """
+        self._enter("finishing")
+        deadline = time.monotonic() + self._config.timeout_s
+        while pending := self._pending():
+            self._on_wait()
+            if self._end_reason is not None:
+                raise PushError(self._end_reason)
+            if time.monotonic() > deadline:
+                late = (
+                    f"no PushDone for version {self._version} in session {self._session.name} within "
+                    f"{self._config.timeout_s:g} s after the last of {sent.num_bytes} bytes "
+                    "(learner.weight_sync.timeout_s)"
+                )
+                self._failures |= {member: DeadlineExceeded(late) for member in pending}
+            if failures := self._late() | self._own_failures():
+                self._failures |= failures
+                self._session.abort()
+                self._first_at = time.monotonic()  # those that it interrupts need a moment to tell
+            wait([self._replies[member] for member in pending], CHECK_INTERVAL_S, FIRST_EXCEPTION)
+        self._failures |= self._own_failures()
+        if not self._failures:  # if any was interrupted, nobody knows who has failed
+            errors = {member: self._error_of(member) for member in self._members}
+            self._failures = {member: error for member, error in errors.items() if isinstance(error, PushError)}
+
+    def _transfer(self, tensors: NamedTensors) -> Sent:
+        """Join the session if needed, and send, while the loop looks for servers that fail or are late."""
+        self._transfer_at = time.monotonic()
+        if self._session.collective is None:
             self._enter("joining")
-            session.collective = self._join(session, done)
+            self._join()
         self._enter("sending")
-        done.add_done_callback(lambda ended: session.abort() if ended.cancelled() or ended.exception() else None)
-        num_bytes = session.num_bytes
+        self._is_sending = True
+        guard = self._loop.submit(self._guard())
+        num_bytes = self._session.num_bytes
 
         def progress(num_more: int) -> None:
-            self.moved_at = time.monotonic()
+            self._moved_at = time.monotonic()
             bar.update(num_more)
 
         try:
             with tqdm(
-                total=num_bytes, unit="B", unit_scale=True, desc=f"weight sync {version}", mininterval=PROGRESS_EVERY_S,
-                disable=num_bytes < PROGRESS_BYTES or not output_mode().has_bars,
+                total=num_bytes, unit="B", unit_scale=True, desc=f"weight sync {self._version}",
+                mininterval=PROGRESS_EVERY_S, disable=num_bytes < PROGRESS_BYTES or not output_mode().has_bars,
             ) as bar:  # fmt: skip
-                return session.send(tensors, progress)
-        except PushError as effect:
-            cause = done.exception() if done.done() and not done.cancelled() else None
-            if isinstance(cause, PushIncomplete):
-                raise cause from effect
-            if cause is not None:
-                raise PushError(f"{cause}; the transfer failed: {effect}") from cause
-            raise
+                return self._session.send(tensors, progress)
+        finally:
+            with self._lock:
+                self._is_sending = False
+            guard.cancel()
 
-    def _join(self, session: SyncSession, done: Future[PushDone]) -> Collective:
-        """Wait until every worker has joined, or until the server has failed."""
+    def _join(self) -> None:
+        """Wait until every worker has joined, or until a server has failed or is late."""
         with ThreadPoolExecutor(1, "push-join") as thread:
-            joining = thread.submit(session.join)
-            either: list[Future[Any]] = [joining, done]
-            wait(either, return_when="FIRST_COMPLETED")
-            if not joining.done():
-                session.abort()
+            joining = thread.submit(self._session.join)
             try:
-                return joining.result()
-            except PushError:
-                if done.done():
-                    done.result()
+                while not wait([joining], CHECK_INTERVAL_S).done:
+                    self._on_wait()
+                    self._check()
+            except BaseException:
+                self._session.abort()
                 raise
+            joining.result()
 
-    def _result(self, done: Future[PushDone], begin: PushBegin, sent: Sent) -> PushDone:
-        timeout_s = self._config.timeout_s
-        try:
-            return done.result(timeout_s)
-        except NotInTime as error:
-            raise DeadlineExceeded(
-                f"no PushDone for version {begin.version} in session {begin.session} from {self._link.endpoint} within "
-                f"{timeout_s:g} s after the last of {sent.num_bytes} bytes (learner.weight_sync.timeout_s)"
-            ) from error
+    async def _guard(self) -> None:
+        """Abort the session once a server has failed or is late."""
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            with self._lock:
+                if not self._is_sending:
+                    return
+                try:
+                    self._check()
+                except Exception:  # the thread that sends finds out why
+                    self._session.abort()
+                    return
 
-    def _abandon_session(self) -> None:
-        session, self._session, self.done = self._session, None, None
-        if session is None:
-            return
-        session.close()
-        if self._link.connected:
-            self._notify(self._link.abort_push(session.name))
+    def _pending(self) -> list[Member]:
+        return [member for member, reply in self._replies.items() if not reply.done() and member not in self._failures]
 
-    def _notify(self, call: Coroutine[Any, Any, None]) -> None:
-        try:
-            self._loop.call(call, CALL_SLACK_S)
-        except SlipstreamError as error:
-            log.warning("could not abort the weight sync cleanly: %s", error)
+    def _error_of(self, member: Member) -> BaseException | None:
+        reply = self._replies[member]
+        return reply.exception() if reply.done() and not reply.cancelled() else None
 
+    def _check(self) -> None:
+        """Raise PushError if a server has failed or is late, or if the attempt was ended."""
+        if self._end_reason is not None:
+            raise PushError(self._end_reason)
+        self._failures |= self._late()
+        for member in self._members:
+            error = self._failures.get(member) or self._error_of(member)
+            if isinstance(error, PushError | DeadlineExceeded):
+                raise PushError(f"the server at {member.endpoint} ended it: {error}")
+            if error is not None:
+                raise error
 
-class WeightCopy:
-    """Copy of the weights in wire format, for a sync that overlaps with training.
+    # --- who is to blame -----------------------------------------------------------------------------------------
 
-    The copy reuses its memory, because fresh pages would cost more than the copying. `take` is called only
-    while no sync reads the copy.
-    """
-
-    def __init__(self, wire_dtype: torch.dtype, device: torch.device | None) -> None:
-        """Create an empty copy on `device`; None keeps each tensor on its own device."""
-        self._wire_dtype, self._device = wire_dtype, device
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def update(self, tensors: NamedTensors) -> None:
-        """Copy all tensors, in the dtype of the wire."""
-        for name, tensor in tensors:
-            mine = self._tensors.get(name)
-            if mine is None:
-                mine = torch.empty_like(
-                    tensor,
-                    dtype=dtype_on_wire(tensor, self._wire_dtype),
-                    device=self._device,
-                    memory_format=torch.contiguous_format,
+    def _late(self) -> dict[Member, Failure]:
+        """Return the servers for which others wait too long. If all are equally late, nobody waits."""
+        patience_s, now, pending = self._config.straggler_timeout_in_effect_s, time.monotonic(), self._pending()
+        if not self._others_serve and len(self._members) == 1:
+            return {}
+        of_key = f"{patience_s:g} s (learner.weight_sync.straggler_timeout_s)"
+        if self.stage != "pausing" and not self._failures:  # once it is off, healthy workers report no more
+            ranks = self._late_ranks(patience_s)
+            late = [member for member in pending if ranks.intersection(self._session.ranks[member])]
+            if late and (self._others_serve or len(late) < len(self._members)):
+                return _failed(late, f"it kept the weight sync waiting for {of_key}; it gets another weight sync")
+        if self.stage in ("pausing", "finishing"):
+            if self._first_at is None and len(pending) < len(self._members):
+                self._first_at = now
+            if self._first_at is not None and now - self._first_at > patience_s:
+                what = "was ready" if self.stage == "pausing" else "had the version"
+                return _failed(
+                    self._not_held_up(pending), f"another server {what} {of_key} earlier; it gets its own weight sync"
                 )
-                self._tensors[name] = mine
-            mine.copy_(tensor.detach())
+        if self._others_serve and now - self._moved_at > patience_s:
+            reason = (
+                f"it has made no progress for {of_key}, and the other servers do not wait; it gets another weight sync"
+            )
+            return _failed(self._not_held_up(pending), reason)
+        return {}
 
-    def tensors(self) -> NamedTensors:
-        return self._tensors.items()
+    def _late_ranks(self, patience_s: float) -> set[int]:
+        collective = self._session.collective
+        return late_ranks(
+            self._session.states(self._transfer_at),
+            collective.parents if collective is not None else {},
+            collective.blocked_s() if collective is not None else {},
+            patience_s,
+        )
 
+    def _not_held_up(self, pending: list[Member]) -> list[Member]:
+        """Return those of the servers that no longer wait for others to hand on bytes, or all if each does."""
+        done = [member for member in self._members if member not in pending and member not in self._failures]
+        at_fault = [one for one in pending if not self._session.is_held_up(one, self._transfer_at, done)]
+        return at_fault or pending
 
-class WeightSample:
-    """Sampled elements of every tensor in the last two versions.
+    def _call_roll(self, error: PushError) -> None:
+        """Find the servers that failed, after the session was aborted because of an error.
 
-    They show how much of the policy a version changed.
-    """
-
-    def __init__(self, wire_dtype: torch.dtype) -> None:
-        self._wire_dtype = wire_dtype
-        self._versions: dict[int, dict[str, tuple[int, torch.Tensor]]] = {}
-        """Stride and sampled elements, by version and tensor."""
-
-    def watch(self, version: int, tensors: NamedTensors) -> NamedTensors:
-        """Yield the tensors of a version, and keep a sample of each."""
-        sample: dict[str, tuple[int, torch.Tensor]] = {}
-        self._versions = {kept: self._versions[kept] for kept in self._versions if kept == version - 1} | {
-            version: sample
-        }
-        for name, tensor in tensors:
-            # Odd, so that the samples are not all in one column.
-            stride = -(-tensor.numel() // SAMPLED_ELEMENTS) | 1
-            elements = tensor.detach().reshape(-1)[::stride]
-            sample[name] = (stride, elements.to(dtype_on_wire(tensor, self._wire_dtype), copy=True))
-            yield name, tensor
-
-    def changed_frac(self, version: int, dtype: torch.dtype) -> float:
-        """Estimate the share of weights that `version` changed; 0 if unknown.
-
-        `dtype`: dtype of the weights on the server.
+        A healthy server then tells soon that it was interrupted. One that says nothing is at fault. If all are
+        healthy, nobody knows who failed, and the sync has failed for all.
         """
-        before, after = self._versions.get(version - 1, {}), self._versions.get(version, {})
-        changed = total = 0
-        for name in before.keys() & after.keys():
-            stride, elements = after[name]
-            changed += stride * int((elements.to(dtype) != before[name][1].to(dtype)).sum())
-            total += stride * len(elements)
-        return changed / max(total, 1)
+        deadline = time.monotonic() + ROLL_CALL_S
+        while not self._failures and self._end_reason is None:
+            self._failures |= {member: _with(cause, error) for member, cause in self._own_failures().items()}
+            pending = self._pending()
+            if not self._failures and (not pending or time.monotonic() > deadline):
+                for member in pending or self._members:
+                    cause = self._error_of(member)
+                    self._failures[member] = _with(cause, error) if isinstance(cause, PushError) else error
+            self._on_wait()
+            wait([self._replies[member] for member in pending], CHECK_INTERVAL_S, FIRST_EXCEPTION)
+        if self._end_reason is not None:
+            self._failures = dict.fromkeys(self._members, PushError(self._end_reason))
+
+    def _own_failures(self) -> dict[Member, Failure]:
+        """Return the errors of servers that have failed themselves, and were not only interrupted."""
+        errors = {member: self._error_of(member) for member in self._members if member not in self._failures}
+        return {
+            member: error
+            for member, error in errors.items()
+            if isinstance(error, PushError | DeadlineExceeded) and not isinstance(error, PushInterrupted)
+        }
+
+
+def _failed(members: list[Member], reason: str) -> dict[Member, Failure]:
+    return {member: PushError(reason) for member in members}
+
+
+def _with(cause: Failure, effect: PushError) -> Failure:
+    """Return the failure of a server, with what it did to the transfer."""
+    return type(cause)(f"{cause}; the transfer failed: {effect}") if str(cause) not in str(effect) else cause

@@ -13,7 +13,7 @@ import msgspec
 from protocol.messages.parts import Message, Name, Version
 from protocol.messages.push import Rendezvous
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_REPLICAS = 1024
 MAX_TRIAL_BYTES = 256 << 20
 

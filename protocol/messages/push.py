@@ -36,9 +36,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Meeting point of the ranks of one session.
+    """Meeting point of the ranks of one session, as one server sees it.
 
-    The learner is rank 0, and the server's workers are ranks 1..N.
+    The learner is rank 0. The workers of all servers of the session follow, server by server.
     """
 
     transport: Name
@@ -46,6 +46,10 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
     world_size: int
+    first_rank: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Rank of the server's first worker."""
+    num_workers: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Number of the server's workers."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     secret: bytes | None = None
     """Secret by which the transport admits a rank, so it travels only here. None if the transport has none."""
@@ -103,6 +107,8 @@ class PushFailed(Message):
     retryable: bool = True
     """False if the received weights are not all that the server's model has, because a resend would fail
     too."""
+    interrupted: bool = False
+    """Whether the transfer broke off, perhaps at another rank. False: this server has failed."""
 
 
 class PushAbort(Message):

@@ -1,1 +1,1 @@
-"""Transports of the weights: gloo, TCP, NCCL and CUDA IPC. Imports torch."""
+"""Transports of the weights: TCP, NCCL and CUDA IPC. Imports torch."""

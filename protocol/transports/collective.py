@@ -5,13 +5,13 @@ why_not_here, obstacle ─▶ new_secret ─▶ Rendezvous ─▶ all ranks meet
 
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import msgspec
 import torch
 
-from protocol.errors import PushError
+from protocol.errors import PushError, PushInterrupted
 from protocol.messages import Rendezvous
 from protocol.transports.registry import TRANSPORTS
 from protocol.transports.rendezvous import RendezvousStore, SessionStore, StoreOrClient
@@ -52,6 +52,8 @@ class Collective(ABC):
     """Report of the server's doctor where the transport works. Empty: the doctor does not check it."""
     device: torch.device
     """Device of the tensors."""
+    parents: Mapping[int, int] = {}
+    """Rank from which each worker gets its bytes, at rank 0 of a chain."""
 
     def __init__(self, context: RankContext) -> None:
         self.device = context.device if self.between_gpus else torch.device("cpu")
@@ -113,9 +115,13 @@ class Collective(ABC):
         A peer that waits in a broadcast gets an error.
         """
 
+    def blocked_s(self) -> dict[int, float]:
+        """Return how long each rank that gets its bytes from this one has taken none. Thread-safe."""
+        return {}
+
     def failure(self, what: str, reason: Exception) -> PushError:
         """Return the error for a failed operation, such as `broadcast of 48 bytes in`."""
-        return PushError(
+        return PushInterrupted(
             f"{what} session {self._session} failed: {reason} "
             f"(deadline {self._timeout_s:g} s, learner.weight_sync.timeout_s)"
         )

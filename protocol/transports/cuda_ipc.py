@@ -1,6 +1,6 @@
 """Collective between processes that share one GPU, through CUDA IPC.
 
-    rank 0: handle of the tensor ─▶ gloo ─▶ others: open, copy, synchronize ─▶ gloo barrier ─▶ rank 0 returns
+    rank 0: handle of the tensor ─▶ TCP ─▶ others: open, copy, synchronize ─▶ TCP barrier ─▶ rank 0 returns
 
 The learner lends its memory, and the workers copy from it on the GPU. Only handles leave the GPU. Rank 0 may
 reuse its tensor once its wait has ended. One thread runs the broadcasts in order. Each starts once the GPU
@@ -16,9 +16,10 @@ import msgspec
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from protocol.errors import PushError
+from protocol.errors import PushError, PushInterrupted
 from protocol.transports.collective import Collective, RankContext
-from protocol.transports.gloo import GlooCollective
+from protocol.transports.rendezvous import RendezvousStore
+from protocol.transports.tcp import TcpCollective
 
 HEADER_BYTES = 1024
 """Size of an encoded handle: its length in two bytes, the handle, zeros."""
@@ -127,17 +128,18 @@ class GpuMemory:
 class IpcCollective(Collective):
     """Broadcasts within one GPU.
 
-    The gloo group of the same session carries handles and acknowledgments.
+    TCP connections of the same session carry handles and acknowledgments.
     """
 
     between_gpus = True
+    secret_bytes = TcpCollective.secret_bytes
     sends_in_place = False
     """False, because each storage of the model would have to be lent and opened. A copy within the GPU costs
     almost nothing."""
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        self._group, self._memory = GlooCollective(context), GpuMemory(context.device)
+        self._chain, self._memory = TcpCollective(context), GpuMemory(context.device)
         self._thread = ThreadPoolExecutor(1, "push-transfer")
         self._lent: dict[int, tuple[StorageWeakRef, TensorHandle]] = {}
         self._opened: dict[tuple[bytes, int, int], torch.Tensor] = {}
@@ -154,6 +156,10 @@ class IpcCollective(Collective):
     def obstacle(cls, devices: Sequence[str], is_explicit: bool) -> str | None:
         return "it needs the learner and all workers on the same GPU of one host" if len(set(devices)) > 1 else None
 
+    @classmethod
+    def new_secret(cls, store: RendezvousStore, world_size: int, timeout_s: float) -> bytes:
+        return TcpCollective.new_secret(store, world_size, timeout_s)
+
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         try:
             # wait() removes the future from the list. A stored failure whose traceback leads back to the
@@ -161,13 +167,13 @@ class IpcCollective(Collective):
             # cycles.
             under_way = [self._thread.submit(self._transfer, tensor, self._memory.mark())]
         except RuntimeError as error:
-            raise PushError(f"the collective on {self.device} is closed") from error
+            raise PushInterrupted(f"the collective on {self.device} is closed") from error
 
         def wait() -> None:
             try:
                 under_way.pop().result()
             except CancelledError as error:
-                raise PushError(f"the collective on {self.device} was closed") from error
+                raise PushInterrupted(f"the collective on {self.device} was closed") from error
 
         return wait
 
@@ -177,12 +183,12 @@ class IpcCollective(Collective):
             # memory.
             ready.synchronize()
             if self._rank == 0:
-                self._group.broadcast(encode_handle(self._lend(tensor)))
+                self._chain.broadcast(encode_handle(self._lend(tensor)))
             else:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                self._group.broadcast(header)
+                self._chain.broadcast(header)
                 self._copy(decode_handle(header), tensor)
-            self._group.barrier()
+            self._chain.barrier()
         except PushError:
             self.abort()
             raise
@@ -193,10 +199,10 @@ class IpcCollective(Collective):
             ) from error
 
     def abort(self) -> None:
-        self._group.abort()
+        self._chain.abort()
 
     def close(self) -> None:
-        self._group.close()
+        self._chain.close()
         self._thread.shutdown(cancel_futures=True)
         for _, handle in self._lent.values():
             self._memory.take_back(handle)

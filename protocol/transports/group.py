@@ -6,10 +6,10 @@ A collective lives for one session. After any error, it is closed, and a new ses
 cannot be interrupted, so it starts only when every rank is present. A rank that gives up cancels the session
 for all ranks, and leaves the forming to a background thread.
 
-During a transfer, `watched` keeps a connection to the learner's store. While it only receives, TCP does not
-notice that a host has vanished. NCCL notices nothing within a host. The transfer is aborted once the session
-is canceled or the learner's kernel does not answer. A learner that only pauses, to write a checkpoint, keeps
-its transfer. Only this folder and weights/ import torch at the top level.
+During a transfer, `watched` keeps a connection to the learner's store, and reports what the rank does. While
+it only receives, TCP does not notice that a host has vanished. NCCL notices nothing within a host. The
+transfer is aborted once the session is canceled or the learner's kernel does not answer. A learner that only
+pauses, to write a checkpoint, keeps its transfer. Only this folder and weights/ import torch at the top level.
 """
 
 import select
@@ -25,19 +25,18 @@ import msgspec
 import torch
 
 from protocol.endpoint import join_address, needs_ipv6, split_endpoint
-from protocol.errors import PushError
+from protocol.errors import PushError, PushInterrupted
 from protocol.messages import Rendezvous
 from protocol.transports.collective import Collective, RankContext, load_transport
 from protocol.transports.rendezvous import (
-    CANCEL_REASON,
-    MAX_LINE_BYTES,
+    RankReport,
     RendezvousStore,
     SessionStore,
     StoreClient,
     StoreOrClient,
-    StoreQuery,
     canceled_error,
 )
+from protocol.transports.worker_connections import MAX_LINE_BYTES
 
 ANSWER_TIMEOUT_S = 3.0
 """Maximum time for an answer of the learner's store, which answers at once from its own thread."""
@@ -50,8 +49,8 @@ MAX_STUCK_JOINS = 64
 process exits. One outage may leave one join per server of a fleet."""
 _abandoned: set[threading.Thread] = set()
 """Threads of abandoned joins. Most exit soon, but those that hang in C never do."""
-WATCH_INTERVAL_S = 1.0
-"""Interval between two queries of a watch, in seconds. A shorter weight sync is not watched."""
+WATCH_INTERVAL_S = 0.25
+"""Interval between two reports of a rank that receives, in seconds."""
 DEAD_AFTER_S = 6
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 1,
@@ -89,7 +88,7 @@ class RendezvousHost:
         self._store = RendezvousStore(host, ports)
 
     def rendezvous(self, num_workers: int, transport: str) -> Rendezvous:
-        """Return where and how the ranks of a new session connect.
+        """Return where and how the ranks of a new session connect, as its only server sees it.
 
         Raises:
             PushError: If the transport is unknown or not installed.
@@ -97,8 +96,12 @@ class RendezvousHost:
         secret = load_transport(transport).new_secret(self._store, 1 + num_workers, self._timeout_s)
         return Rendezvous(
             transport=transport, host=self._advertised, port=self._store.port, world_size=1 + num_workers,
-            timeout_s=self._timeout_s, secret=secret,
+            num_workers=num_workers, timeout_s=self._timeout_s, secret=secret,
         )  # fmt: skip
+
+    def report_of(self, session: str, rank: int) -> tuple[RankReport, float] | None:
+        """Return the last report of a rank, and the time when it came. None if there is none."""
+        return self._store.report_of(session, rank)
 
     def host_collective(self, session: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
         """Join as rank 0, and block until every worker has joined.
@@ -138,9 +141,9 @@ def _join(
     deadline = time.monotonic() + rendezvous.timeout_s + JOIN_SLACK_S
 
     def check() -> None:
-        store.check_not_canceled()
+        store.report(rank)
         if time.monotonic() > deadline:
-            raise PushError(
+            raise PushInterrupted(
                 f"rank {rank} of {rendezvous.world_size} could not form session {session} within "
                 f"{rendezvous.timeout_s:g} s (learner.weight_sync.timeout_s): the process of another rank is suspended "
                 "or unreachable"
@@ -205,48 +208,56 @@ def _check_few_are_stuck() -> None:
     if len(_abandoned) >= MAX_STUCK_JOINS:
         raise PushError(
             f"{len(_abandoned)} abandoned joins still hang in this process and cannot be canceled; "
-            'restart the process, or set learner.weight_sync.transport = "gloo"'
+            'restart the process, or set learner.weight_sync.transport = "tcp"'
         )
 
 
 @contextmanager
-def watched(collective: Collective, rendezvous: Rendezvous, session: str) -> Iterator[None]:
-    """Abort the broadcasts soon after the session is canceled or the learner is gone.
+def watched(collective: Collective, rendezvous: Rendezvous, session: str, rank: int) -> Iterator["Watch"]:
+    """Abort the broadcasts soon after the session is canceled or the learner is gone, and report what the rank does.
 
     Raises:
         PushError: If a broadcast fails, with the reason if there is one.
     """
-    watch = _Watch(collective, (rendezvous.host, rendezvous.port), session)
+    watch = Watch(collective, (rendezvous.host, rendezvous.port), session, rank)
     watch.start()
     try:
-        yield
+        yield watch
+        watch.has_received = True
     except PushError as effect:
         if watch.reason is not None:
-            raise PushError(f"{watch.reason}; the transfer failed: {effect}") from effect
+            raise PushInterrupted(f"{watch.reason}; the transfer failed: {effect}") from effect
         raise
     finally:
         watch.stop()
 
 
-class _Watch(threading.Thread):
-    """Thread that queries the learner's store until `stop`."""
+class Watch(threading.Thread):
+    """Thread that reports to the learner's store until `stop`, and once more if all was received."""
 
-    def __init__(self, collective: Collective, address: tuple[str, int], session: str) -> None:
+    def __init__(self, collective: Collective, address: tuple[str, int], session: str, rank: int) -> None:
         super().__init__(name="push-watch", daemon=True)
-        self._collective, self._address, self._session = collective, address, session
+        self._collective, self._address, self._session, self._rank = collective, address, session, rank
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         """Lock around `stop` and the abort. After `stop`, the collective belongs to another transfer."""
         self.reason: str | None = None
         """Reason why the collective was aborted."""
+        self.loading_since: float | None = None
+        """Time since which the caller loads one bucket. None while it waits for the next one."""
+        self.has_received = False
 
     def run(self) -> None:
         try:
-            while not self._is_over.wait(WATCH_INTERVAL_S):
+            self._is_over.wait(WATCH_INTERVAL_S)
+            while not self._is_over.is_set():
                 # The store closed the connection during a query. The next attempt shows whether the store is
                 # still there.
                 with suppress(ConnectionResetError, BrokenPipeError):
-                    self._query_store()
+                    self._keep_reporting()
+            if self.has_received:
+                with socket.create_connection(self._address, DEAD_AFTER_S) as connection:
+                    connection.sendall(self._report())
         except PushError as canceled:
             self._abort(str(canceled))
         except OSError as error:
@@ -265,21 +276,29 @@ class _Watch(threading.Thread):
                 self.reason = reason
                 self._collective.abort()
 
-    def _query_store(self) -> None:
-        """Query the store until the transfer is over or the store disconnects.
+    def _report(self) -> bytes:
+        loading_since = self.loading_since
+        report = RankReport(
+            self._session, self._rank, "received" if self.has_received else "receiving",
+            loading_s=0.0 if loading_since is None else time.monotonic() - loading_since,
+            blocked_s=max(self._collective.blocked_s().values(), default=0.0),
+        )  # fmt: skip
+        return msgspec.json.encode(report) + b"\n"
+
+    def _keep_reporting(self) -> None:
+        """Report until the transfer is over or the store disconnects.
 
         The store disconnects clients that are silent for long.
 
         Raises:
             PushError: If the session is canceled.
         """
-        query = msgspec.json.encode(StoreQuery(self._session, CANCEL_REASON)) + b"\n"
         with socket.create_connection(self._address, DEAD_AFTER_S) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE.items():
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
             while not self._is_over.is_set():
-                connection.sendall(query)
+                connection.sendall(self._report())
                 answer = self._answer(connection)
                 if answer is None:
                     return

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from protocol.endpoint import is_loopback
-from protocol.errors import PushError
+from protocol.errors import PushError, PushInterrupted
 from protocol.installation import install_command
 from protocol.transports.collective import Collective, RankContext
 from protocol.transports.interface import interface_of
@@ -147,12 +147,12 @@ def _bindings() -> Any:
     except ImportError as error:
         raise PushError(
             f"transport nccl needs cupy ({error}){_mismatch()}; run {install_command(extra_for_nccl())} on both sides, "
-            'or set learner.weight_sync.transport = "gloo"'
+            'or set learner.weight_sync.transport = "tcp"'
         ) from error
     if not nccl.available:
         raise PushError(
             f"cupy is installed but finds no libnccl{_mismatch()}; run {install_command(extra_for_nccl())}, or set "
-            'learner.weight_sync.transport = "gloo"'
+            'learner.weight_sync.transport = "tcp"'
         )
     return nccl
 
@@ -269,7 +269,7 @@ class NcclCollective(Collective):
             yield
         except RuntimeError as error:
             self.abort()
-            raise PushError(f"{what} failed: {error}") from error
+            raise PushInterrupted(f"{what} failed: {error}") from error
         except PushError:
             self.abort()
             raise
@@ -286,7 +286,7 @@ class NcclCollective(Collective):
         deadline = time.monotonic() + self._timeout_s
         while not self._is_done(done):
             if time.monotonic() > deadline:
-                raise PushError(
+                raise PushInterrupted(
                     f"{what} did not finish within {self._timeout_s:g} s (learner.weight_sync.timeout_s): a rank is "
                     "suspended, gone or on a slow network"
                 )
@@ -300,5 +300,5 @@ class NcclCollective(Collective):
 
     def _open_communicator(self) -> Any:
         if self._communicator is None:
-            raise PushError(f"the collective of session {self._session} was aborted or closed")
+            raise PushInterrupted(f"the collective of session {self._session} was aborted or closed")
         return self._communicator

@@ -14,13 +14,12 @@ class Entry(msgspec.Struct, frozen=True):
     is_automatic: bool = False
     """Whether "auto" may choose it."""
     uses_one_port: bool = False
-    """Whether the ranks connect only to the learner's port, so that one open port is enough."""
+    """Whether one open port, the learner's, is enough."""
 
 
 TRANSPORTS = {
     "ipc": Entry("protocol.transports.cuda_ipc:IpcCollective", is_automatic=True),
     "nccl": Entry("protocol.transports.nccl:NcclCollective", is_automatic=True),
-    "gloo": Entry("protocol.transports.gloo:GlooCollective", is_automatic=True),
-    "tcp": Entry("protocol.transports.tcp:TcpCollective", uses_one_port=True),
+    "tcp": Entry("protocol.transports.tcp:TcpCollective", is_automatic=True, uses_one_port=True),
 }
 """Transports by name. "auto" chooses the first that is possible."""

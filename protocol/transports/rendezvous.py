@@ -2,6 +2,7 @@
 
     StoreClient (a rank) ── a line: session, key, value or null ──▶ RendezvousStore (the learner's)
                          ◀── a line: value or null ──────────────
+    a rank that joins or receives ── a line: RankReport ─────────▶ reports, by which a late rank is found
     a worker's connection for weights (worker_connections.py) ──▶ the same port
 
 It replaces torch's TCPStore, which resolves the learner's name before it connects. Without a name server,
@@ -10,30 +11,22 @@ Invariant: a rank that sends a query gets its answer or an error within its answ
 """
 
 import contextlib
-import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from torch.distributed import Store
 
-from protocol.endpoint import join_address, needs_ipv6
-from protocol.errors import PushError
-from protocol.transports.worker_connections import (
-    ConnectionRequest,
-    TcpConnection,
-    WorkerConnections,
-    connect_to_learner,
-)
+from protocol.endpoint import join_address
+from protocol.errors import PushError, PushInterrupted
+from protocol.transports.port import POLL_S, Port
+from protocol.transports.worker_connections import MAX_LINE_BYTES, ConnectionRequest, WorkerConnections
 
-POLL_S = 0.02
-IDLE_TIMEOUT_S = 10.0
-"""Timeout of a silent connection, in seconds. A rank that joins sends queries continuously."""
-MAX_LINE_BYTES = 1 << 16
 MAX_KEYS = 1_000
-"""Maximum number of entries of all sessions. The oldest entries are dropped first."""
+"""Maximum number of entries, and of reports, of all sessions. The oldest are dropped first."""
 CANCEL_REASON = "cancel reason"
 """Key of the reason why a session was canceled."""
 
@@ -46,9 +39,24 @@ class StoreQuery(msgspec.Struct, frozen=True, tag="query"):
     value: bytes | None = None
 
 
+class RankReport(msgspec.Struct, frozen=True, tag="report"):
+    """What a rank does in a session, sent several times a second. The answer is why the session was canceled, or null.
+
+    A rank that is stopped, or whose host is gone, sends none.
+    """
+
+    session: str
+    rank: int
+    stage: Literal["joining", "receiving", "received"]
+    loading_s: float = 0.0
+    """Time since which the rank loads one bucket. 0: it waits for the next one."""
+    blocked_s: float = 0.0
+    """Time since which the next rank of a chain has taken no byte from this one."""
+
+
 def canceled_error(session: str, reason: bytes) -> PushError:
     """Return the error of a rank whose session was canceled."""
-    return PushError(f"session {session} was canceled: {reason.decode()}")
+    return PushInterrupted(f"session {session} was canceled: {reason.decode()}")
 
 
 class RendezvousStore:
@@ -62,62 +70,43 @@ class RendezvousStore:
         """Address of this rank toward the other ranks."""
         self.worker_connections = WorkerConnections()
         self._values: dict[tuple[str, str], bytes] = {}
+        self._reports: dict[tuple[str, int], tuple[RankReport, float]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
-        self._listener = _listen_on(host, ports)
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._listen, name="rendezvous", daemon=True)
-        self._thread.start()
+        self._port = Port(host, ports, self._serve)
+        self.port = self._port.number
 
-    def query(self, query: StoreQuery) -> bytes | None:
+    def query(self, query: StoreQuery | RankReport) -> bytes | None:
         """Return the value of a key. Raises PushError if the store is closed or cannot be reached."""
         if self._is_closed:
-            raise PushError("the learner's rendezvous is closed")
-        name = (query.session, query.key)
+            raise PushInterrupted("the learner's rendezvous is closed")
         with self._lock:
+            if isinstance(query, RankReport):
+                self._reports[query.session, query.rank] = (query, time.monotonic())
+                while len(self._reports) > MAX_KEYS:
+                    del self._reports[next(iter(self._reports))]
+                return self._values.get((query.session, CANCEL_REASON))
+            name = (query.session, query.key)
             if query.value is not None:
                 self._values[name] = query.value
             while len(self._values) > MAX_KEYS:
                 del self._values[next(iter(self._values))]
             return self._values.get(name)
 
-    def open_connections(
-        self, request: ConnectionRequest, check: Callable[[], None], timeout_s: float
-    ) -> list[TcpConnection]:
-        """Return rank 0's connections to all workers, or a worker's connection to rank 0.
-
-        Raises:
-            PushError: If they cannot be opened, or if `check` raises it.
-        """
-        return self.worker_connections.collect(request.secret, check, timeout_s)
+    def report_of(self, session: str, rank: int) -> tuple[RankReport, float] | None:
+        """Return the last report of a rank, and the time when it came. None if there is none."""
+        return self._reports.get((session, rank))
 
     def close(self) -> None:
         """Stop listening. A rank that still sends a query gets an error."""
         self._is_closed = True
-        with contextlib.suppress(OSError):  # closed before
-            self._listener.shutdown(socket.SHUT_RDWR)  # otherwise `accept` keeps it open
-        self._thread.join()
-        self._listener.close()
+        self._port.close()
         self.worker_connections.close()
 
-    def _listen(self) -> None:
-        while not self._is_closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed, or no descriptor is free
-                time.sleep(POLL_S)
-                continue
-            connection.settimeout(IDLE_TIMEOUT_S)
-            threading.Thread(target=self._serve, args=(connection,), name="rendezvous", daemon=True).start()
-
     def _serve(self, connection: socket.socket) -> None:
-        with (
-            contextlib.suppress(OSError, ValueError, PushError),  # ValueError: no JSON, no request, or no UTF-8
-            connection,
-            connection.makefile("rwb") as lines,
-        ):
+        with connection.makefile("rwb") as lines:
             while line := lines.readline(MAX_LINE_BYTES):
-                request = msgspec.json.decode(line, type=StoreQuery | ConnectionRequest)
+                request = msgspec.json.decode(line, type=StoreQuery | RankReport | ConnectionRequest)
                 if isinstance(request, ConnectionRequest):
                     self.worker_connections.admit(connection, request)
                     return
@@ -134,7 +123,6 @@ class StoreClient:
     """
 
     def __init__(self, host: str, port: int, answer_timeout_s: float) -> None:
-        self._host, self._port = host, port
         self._address, self._answer_timeout_s = join_address(host, port), answer_timeout_s
         try:
             self._socket = socket.create_connection((host, port), answer_timeout_s)
@@ -144,7 +132,7 @@ class StoreClient:
         self._lines = self._socket.makefile("rwb")
         self._lock = threading.Lock()
 
-    def query(self, query: StoreQuery) -> bytes | None:
+    def query(self, query: StoreQuery | RankReport) -> bytes | None:
         try:
             with self._lock:
                 self._lines.write(msgspec.json.encode(query) + b"\n")
@@ -155,12 +143,6 @@ class StoreClient:
         if not line:
             raise self._unreachable("it closed the connection")
         return self._value_in(line)
-
-    def open_connections(
-        self, request: ConnectionRequest, check: Callable[[], None], timeout_s: float
-    ) -> list[TcpConnection]:
-        check()
-        return [connect_to_learner(self._host, self._port, request, timeout_s)]
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # already broken
@@ -215,7 +197,7 @@ class SessionStore(Store):
         missing = list(keys)
         while missing := [key for key in missing if self._query(key) is None]:
             if time.monotonic() > deadline:
-                raise PushError(
+                raise PushInterrupted(
                     f"session {self._session} did not form within {self._timeout_s:g} s "
                     f"(learner.weight_sync.timeout_s): missing {', '.join(missing)}"
                 )
@@ -232,18 +214,10 @@ class SessionStore(Store):
         if (reason := self._query(CANCEL_REASON)) is not None:
             raise canceled_error(self._session, reason)
 
+    def report(self, rank: int) -> None:
+        """Show that a rank is still joining. Raises PushError if the session was canceled."""
+        if (reason := self._store.query(RankReport(self._session, rank, "joining"))) is not None:
+            raise canceled_error(self._session, reason)
+
     def _query(self, key: str, value: bytes | None = None) -> bytes | None:
         return self._store.query(StoreQuery(self._session, key, value))
-
-
-def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:
-    for port in ports:
-        try:
-            return socket.create_server((host, port), family=socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    raise PushError(
-        f"no port from {ports[0]} to {ports[-1]} is free on {host}, and each server needs one; stop the processes "
-        "that use them, or add ports to learner.weight_sync.ports"
-    )

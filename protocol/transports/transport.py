@@ -43,9 +43,9 @@ def choose_transport(
 ) -> str:
     """Return the transport of a weight sync.
 
-    "auto" chooses the first possible one of the registry: ipc within one GPU, nccl between GPUs, and gloo
+    "auto" chooses the first possible one of the registry: ipc within one GPU, nccl between GPUs, and tcp
     otherwise. Devices have the names that `own_device_name` returns.
-    Example: choose_transport("auto", "a/1", ["a/1"], learner_transports=["gloo", "ipc"], ...) == "ipc"
+    Example: choose_transport("auto", "a/1", ["a/1"], learner_transports=["tcp", "ipc"], ...) == "ipc"
 
     Raises:
         ConfigError: If the wanted transport is impossible.

@@ -2,8 +2,7 @@
 
     send_trial (a doctor, rank 0) ═▶ a transport between CPUs ═▶ receive_trial (the server, rank 1)
 
-It uses the path of a weight sync between the same hosts: first to the learner's rendezvous store. Then gloo
-connects free ports, and tcp connects to the store's own port.
+It uses the path of a weight sync between the same hosts, to the port of the learner's rendezvous store.
 Invariant: it takes one chunk of memory, whatever the number of bytes.
 """
 

@@ -110,7 +110,7 @@ def broadcast_frames(collective: Collective, frames: Frames) -> int:
         try:
             wait()
         except PushError as error:
-            raise PushError(f"bucket {index + 1}, after {num_sent} bytes in total: {error}") from error
+            raise type(error)(f"bucket {index + 1}, after {num_sent} bytes in total: {error}") from error
         num_sent += num_bytes
 
     with transfers(collective) as start:
@@ -190,7 +190,7 @@ def receive_bytes(collective: Collective, num_bytes: int) -> torch.Tensor:
 
 
 def in_bucket(bucket: Bucket, num_buckets: int, error: PushError) -> PushError:
-    return PushError(f"bucket {bucket.index + 1} of {num_buckets} ({bucket.num_bytes} bytes): {error}")
+    return type(error)(f"bucket {bucket.index + 1} of {num_buckets} ({bucket.num_bytes} bytes): {error}")
 
 
 def fill(bucket: Bucket, buffer: torch.Tensor, source: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -27,7 +27,7 @@ def measure(num_steps: int, bucket_bytes: int, config: GPT2Config | None = None)
     model = GPT2LMHeadModel(config or GPT2Config())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    peer = Peer("gloo", torch.device("cpu"), torch.device("cpu"))
+    peer = Peer("tcp", torch.device("cpu"), torch.device("cpu"))
     try:
         pushes = Versions(peer, tensors, bucket_bytes)
         pushes.push()

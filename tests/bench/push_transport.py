@@ -130,7 +130,7 @@ def measure(size_mib: int, num_rounds: int, bucket_bytes: int) -> dict[str, Any]
     num_bytes = size_mib << 20
     if lacking := lacks_memory(3 * num_bytes):  # weights, and the raw tensor on both sides
         return {"size_mib": size_mib, "skipped": lacking}
-    peer = Peer("gloo", CPU, CPU)
+    peer = Peer("tcp", CPU, CPU)
     try:
         tensors = model_tensors(num_bytes, WIRE_DTYPE, CPU)
         transfers = Transfers(peer, tensors, bucket_bytes)

@@ -21,7 +21,7 @@ BUCKET_BYTES = 8 << 20
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    peer = Peer("gloo", CPU, CPU)
+    peer = Peer("tcp", CPU, CPU)
     yield peer
     peer.close()
 

@@ -18,7 +18,7 @@ from inference_server.server import Server
 from inference_server.shutdown import until_ended
 from protocol.channel.sockets import ServerChannel
 from protocol.config import load_config
-from protocol.errors import PushError
+from protocol.errors import PushError, PushInterrupted
 from protocol.messages import Completion, Sampling
 from protocol.model_files import fingerprint, resolve_model
 from tests.chaos.fake_http import serve_http
@@ -90,7 +90,13 @@ class InPlaceModelEngine(ModelEngine):
                         self._parameters[name].copy_(tensor)
         except PushError as error:
             receiver.leave()
-            return report(ok=False, state="receiving", weights_intact=is_intact, error=str(error))
+            return report(
+                ok=False,
+                state="receiving",
+                weights_intact=is_intact,
+                error=str(error),
+                interrupted=isinstance(error, PushInterrupted),
+            )
         return report(checksum=receiver.checksum)
 
     async def set_version(self, version: int) -> None:

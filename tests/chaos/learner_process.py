@@ -24,7 +24,7 @@ import learner.servers.fleet
 import learner.servers.sync_session
 import learner.storage.retention
 import learner.storage.writer
-import protocol.transports.gloo
+import protocol.transports.tcp
 from learner.__main__ import main
 from learner.controller import Controller
 from learner.environments.player import Player
@@ -40,12 +40,12 @@ from learner.servers.link import ServerLink
 from learner.servers.membership import Member
 from learner.servers.sync_session import SyncSession, SyncSessions
 from learner.servers.weight_sync import WeightSync
-from learner.servers.weight_transfer import ServerPush
+from learner.servers.weight_transfer import SyncAttempt
 from learner.storage.run_dir import RunDir
 from protocol.channel.sockets import LearnerChannel
 from protocol.endpoint import split_endpoint
 from protocol.transports.collective import RankContext
-from protocol.transports.gloo import GlooCollective
+from protocol.transports.tcp import TcpCollective
 from protocol.weights.buckets import make_manifest
 from tests.chaos.environment import CHAOS_DIR
 from tests.chaos.episodes import ENDED
@@ -92,42 +92,43 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(Session, "turn", "between turns")
     traps.wrap(ServerLink, "begin_push", "before ready")
     traps.wrap(SyncSession, "join", "joining")
-    traps.wrap(ServerPush, "_result", "before done")
+    traps.wrap(SyncAttempt, "_finish", "before done")
     traps.wrap(learner.storage.writer, "make_durable", "checkpoint written, not renamed")
     traps.wrap(learner.storage.retention, "prune", "checkpoint renamed")
     traps.wrap(LearnerChannel, "receive", "moment")
 
-    flips = _name_flips_by_server()
+    flips = _name_flips_by_session()
 
-    class TrappedCollective(GlooCollective):
+    class TrappedCollective(TcpCollective):
         def __init__(self, context: RankContext) -> None:
-            self._flip = flips[context.session]
+            self._flips = flips[context.session]
             traps.reach("forming")
             super().__init__(context)
 
         def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
             traps.reach("mid-bucket")
-            if traps.is_sprung(self._flip):
+            sprung = [traps.is_sprung(flip) for flip in self._flips]
+            if any(sprung):
                 tensor = tensor.clone()
                 tensor.view(torch.uint8)[0] ^= 4
             return super().start_broadcast(tensor)
 
-    protocol.transports.gloo.GlooCollective = TrappedCollective  # type: ignore[misc]
+    protocol.transports.tcp.TcpCollective = TrappedCollective  # type: ignore[misc]
     learner.servers.sync_session.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
         tensors, dtype, BUCKET_BYTES, wire
     )
 
 
-def _name_flips_by_server() -> dict[str, str]:
-    """Return the name of the trap that flips a byte, by session. New sessions are added as they begin."""
-    begin, flips = SyncSessions.begin, dict[str, str]()
+def _name_flips_by_session() -> dict[str, list[str]]:
+    """Return the traps that flip a byte, one for each server of a session. New sessions are added as they begin."""
+    session_of, flips = SyncSessions.of, dict[str, list[str]]()
 
-    def begin_and_name(sessions: SyncSessions, *args: Any) -> SyncSession:
-        session = begin(sessions, *args)
-        flips[session.name] = flip_of(_port_of(sessions._link.endpoint))
+    def of_and_name(sessions: SyncSessions, *args: Any) -> SyncSession:
+        session = session_of(sessions, *args)
+        flips[session.name] = [flip_of(_port_of(member.endpoint)) for member in session.members]
         return session
 
-    SyncSessions.begin = begin_and_name  # type: ignore[method-assign]
+    SyncSessions.of = of_and_name  # type: ignore[method-assign]
     return flips
 
 

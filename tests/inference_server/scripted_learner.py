@@ -130,7 +130,7 @@ class ScriptedLearner:
         if self._rendezvous_host is None:
             self._rendezvous_host = RendezvousHost("127.0.0.1", self.push_timeout_s)
         self.session = uuid.uuid4().hex[:8]
-        rendezvous = self._rendezvous_host.rendezvous(self.num_workers, "gloo")
+        rendezvous = self._rendezvous_host.rendezvous(self.num_workers, "tcp")
         self._manifest = make_manifest(tensors, tensors[0][1].dtype, bucket_bytes, wire)
         self._baseline = Baseline()
         await self.send(

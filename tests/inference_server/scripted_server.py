@@ -17,7 +17,7 @@ from tests.fakes import ScriptedEngine, Serving, report, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 TIMEOUT_S = 60.0
-NOBODY = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
+NOBODY = Rendezvous(transport="tcp", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
 
 
 class Stage(msgspec.Struct):

@@ -41,7 +41,7 @@ async def test_a_learner_is_welcomed_with_the_servers_capabilities(at: Stage) ->
     welcome = await at.learner.join()
     assert (welcome.policy_version, welcome.num_workers, welcome.dtype) == (None, 1, "float32")
     assert (welcome.max_model_len, welcome.max_concurrent_sequences) == (64, 256)
-    assert welcome.transports == ["gloo", "tcp"]
+    assert welcome.transports == ["tcp"]
     assert (await at.learner.join()).server_id == welcome.server_id
 
 

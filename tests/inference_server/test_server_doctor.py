@@ -175,7 +175,7 @@ def test_nccl_is_not_required_where_it_would_not_be_used(monkeypatch: pytest.Mon
     assert found is not None and found.verdict == "ok" and "uses the same GPU (ipc)" in found.text
     assert of_nccl(monkeypatch, *REMOTE, num_gpus=0, reason=NO_CUPY) is None
     config = tmp_path / "run.toml"
-    config.write_text('model = "tiny:digits"\nrun_dir = "r"\n[learner.weight_sync]\ntransport = "gloo"\n')
+    config.write_text('model = "tiny:digits"\nrun_dir = "r"\n[learner.weight_sync]\ntransport = "tcp"\n')
     assert not list(transports(load_config(ServerRun, [str(config)], "test")))
 
 
@@ -205,7 +205,7 @@ def test_the_command_exits_1_with_a_problem_and_0_without() -> None:
 
 
 def trial(trial_id: str, port: int, world_size: int = 2) -> Trial:
-    rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=port, world_size=world_size, timeout_s=1.0)
+    rendezvous = Rendezvous(transport="tcp", host="127.0.0.1", port=port, world_size=world_size, timeout_s=1.0)
     return Trial(trial_id=trial_id, rendezvous=rendezvous, num_bytes=MAX_TRIAL_BYTES)
 
 

@@ -23,8 +23,8 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_lost_although_its_connecti
     """This happens when the learner's host vanishes: the collective alone would wait for a minute."""
     monkeypatch.setattr(protocol.transports.group, "WATCH_INTERVAL_S", 0.05)
     manifest = make_manifest([("weight", torch.zeros(8))], torch.float32, 1024, "dense")
-    rendezvous_host, receiver = RendezvousHost("127.0.0.1", 60.0), Receiver(1, CPU)
-    rendezvous = rendezvous_host.rendezvous(1, "gloo")
+    rendezvous_host, receiver = RendezvousHost("127.0.0.1", 60.0), Receiver(0, CPU)
+    rendezvous = rendezvous_host.rendezvous(1, "tcp")
     order = PushOrder(session="session", version=1, rendezvous=rendezvous, manifest=manifest)
     with closing(rendezvous_host), ThreadPoolExecutor(1) as thread:
         joining = thread.submit(rendezvous_host.host_collective, "session", rendezvous, CPU)

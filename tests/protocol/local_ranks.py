@@ -11,6 +11,7 @@ from protocol.errors import PushError
 from protocol.messages import Rendezvous
 from protocol.transports.collective import Collective
 from protocol.transports.group import RendezvousHost, join_collective
+from protocol.transports.worker_connections import SECRET_BYTES
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -33,11 +34,13 @@ def rendezvous_host(timeout_s: float = 60.0) -> Iterator[RendezvousHost]:
 
 def rendezvous_at(port: int, timeout_s: float = 60.0) -> Rendezvous:
     """What a learner would say of a session of two ranks that meet at a port."""
-    return Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=timeout_s)
+    return Rendezvous(
+        transport="tcp", host=HOST, port=port, world_size=2, timeout_s=timeout_s, secret=bytes(SECRET_BYTES)
+    )
 
 
 def join_all(
-    hosted: RendezvousHost, session: str = "s1", num_workers: int = 1, transport: str = "gloo"
+    hosted: RendezvousHost, session: str = "s1", num_workers: int = 1, transport: str = "tcp"
 ) -> list[Collective]:
     """Form a session, and return its ranks."""
     rendezvous = hosted.rendezvous(num_workers, transport)
@@ -47,7 +50,7 @@ def join_all(
 
 
 @contextlib.contextmanager
-def joined(num_workers: int = 1, transport: str = "gloo", timeout_s: float = 60.0) -> Iterator[list[Collective]]:
+def joined(num_workers: int = 1, transport: str = "tcp", timeout_s: float = 60.0) -> Iterator[list[Collective]]:
     """The ranks of a session, which is over at the end of the block."""
     with rendezvous_host(timeout_s) as hosted:
         ranks = join_all(hosted, "s1", num_workers, transport)

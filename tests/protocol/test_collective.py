@@ -4,17 +4,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch
 
 import protocol.transports.group
+import protocol.transports.tcp
 from protocol.errors import PushError
 from protocol.transports.collective import Collective
-from protocol.transports.gloo import GlooCollective
 from protocol.transports.group import RendezvousHost, join_collective
+from protocol.transports.tcp import TcpCollective
+from protocol.transports.worker_connections import ConnectionRequest, TcpConnection
 from tests.protocol.local_ranks import (
     CPU,
     HOST,
@@ -27,8 +29,8 @@ from tests.protocol.local_ranks import (
     rendezvous_host,
     zeros,
 )
+from tests.waiting import until
 
-BETWEEN_CPUS = pytest.mark.parametrize("transport", ["gloo", "tcp"])
 MORE_THAN_THE_KERNEL_KEEPS = 32 << 20
 NUM_SESSIONS = 20
 
@@ -37,7 +39,7 @@ NUM_SESSIONS = 20
 
 def test_the_rendezvous_listens_on_the_named_address_only_and_until_it_is_closed() -> None:
     with rendezvous_host() as hosted:
-        port = hosted.rendezvous(num_workers=1, transport="gloo").port
+        port = hosted.rendezvous(1, "tcp").port
         with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=1):
             pass
         with socket.create_connection((HOST, port), timeout=1):
@@ -46,10 +48,9 @@ def test_the_rendezvous_listens_on_the_named_address_only_and_until_it_is_closed
         pass
 
 
-@BETWEEN_CPUS
-def test_missing_workers_are_named_at_the_deadline_and_late_ones_notified(transport: str) -> None:
+def test_missing_workers_are_named_at_the_deadline_and_late_ones_notified() -> None:
     with rendezvous_host(timeout_s=0.5) as hosted:
-        rendezvous = hosted.rendezvous(num_workers=3, transport=transport)
+        rendezvous = hosted.rendezvous(3, "tcp")
         waiting = Waiting(lambda: join_collective("s1", rendezvous, 2, CPU))
         missing = r"session s1 did not form within 0.5 s \(learner.weight_sync.timeout_s\): missing rank 1, rank 3$"
         with pytest.raises(PushError, match=missing):
@@ -61,7 +62,7 @@ def test_missing_workers_are_named_at_the_deadline_and_late_ones_notified(transp
 
 def test_a_learner_that_never_comes_ends_the_join_of_the_worker_at_the_deadline() -> None:
     with rendezvous_host(timeout_s=0.5) as hosted:
-        rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
+        rendezvous = hosted.rendezvous(1, "tcp")
         with pytest.raises(PushError, match=r"did not form within 0.5 s .*: missing rank 0$"):
             join_collective("s1", rendezvous, 1, CPU)
 
@@ -87,10 +88,9 @@ def test_a_silent_dying_or_absent_learner_ends_a_join_at_once(monkeypatch: pytes
     assert unreachable in dying.error and unreachable in gone.error
 
 
-@BETWEEN_CPUS
-def test_a_session_that_is_canceled_ends_the_join_on_both_sides(transport: str) -> None:
+def test_a_session_that_is_canceled_ends_the_join_on_both_sides() -> None:
     with rendezvous_host() as hosted:
-        rendezvous = hosted.rendezvous(num_workers=2, transport=transport)
+        rendezvous = hosted.rendezvous(2, "tcp")
         waits = [
             Waiting(lambda: hosted.host_collective("s1", rendezvous, CPU)),
             Waiting(lambda: join_collective("s1", rendezvous, 1, CPU)),
@@ -103,7 +103,7 @@ def test_a_session_that_is_canceled_ends_the_join_on_both_sides(transport: str) 
 
 
 class StuckForming(threading.Event):
-    """In place of gloo's group, which goes on for its deadline when it connects to a process that has died."""
+    """In place of a group that goes on for its deadline, as when it connects to a process that has died."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class StuckForming(threading.Event):
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckForming]:
     forming = StuckForming()
-    monkeypatch.setattr(GlooCollective, "__init__", forming.form)
+    monkeypatch.setattr(TcpCollective, "__init__", forming.form)
     yield forming
     forming.set()
 
@@ -130,7 +130,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckForming]:
 @pytest.mark.parametrize("is_canceled", [True, False], ids=["canceled", "learner gone"])
 def test_nobody_waits_for_the_forming_of_a_group_that_is_over(stuck: StuckForming, is_canceled: bool) -> None:
     with rendezvous_host() as hosted:
-        rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
+        rendezvous = hosted.rendezvous(1, "tcp")
         learner = Waiting(lambda: hosted.host_collective("s1", rendezvous, CPU))
         worker = Waiting(lambda: join_collective("s1", rendezvous, 1, CPU))
         stuck.wait_for_ranks(2)
@@ -145,16 +145,14 @@ def test_nobody_waits_for_the_forming_of_a_group_that_is_over(stuck: StuckFormin
 # --- broadcast -------------------------------------------------------------------------------------------------------
 
 
-@BETWEEN_CPUS
-def test_every_rank_gets_the_bytes_of_rank_0(transport: str) -> None:
-    with joined(3, transport) as ranks:
+def test_every_rank_gets_the_bytes_of_rank_0() -> None:
+    with joined(3) as ranks:
         broadcast(ranks, torch.arange(8_000_001).to(torch.uint8))
 
 
-@BETWEEN_CPUS
 @pytest.mark.parametrize("own_rank", [0, 1])
-def test_abort_wakes_a_broadcast_that_the_other_rank_does_not_join(own_rank: int, transport: str) -> None:
-    with joined(transport=transport) as ranks:
+def test_abort_wakes_a_broadcast_that_the_other_rank_does_not_join(own_rank: int) -> None:
+    with joined() as ranks:
         own = ranks[own_rank]
         waiting = Waiting(lambda: own.broadcast(zeros(MORE_THAN_THE_KERNEL_KEEPS)))
         assert not waiting.ends_promptly(0.5)
@@ -168,10 +166,9 @@ def test_abort_wakes_a_broadcast_that_the_other_rank_does_not_join(own_rank: int
             own.broadcast(zeros(16))
 
 
-@BETWEEN_CPUS
 @pytest.mark.parametrize("leave", ["abort", "close"])
-def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(leave: str, transport: str) -> None:
-    with joined(2, transport) as ranks:
+def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(leave: str) -> None:
+    with joined(2) as ranks:
         waits = [Waiting(lambda rank=rank: rank.broadcast(zeros(1024))) for rank in ranks[1:]]
         time.sleep(0.2)
         assert all(wait.is_waiting() for wait in waits)
@@ -181,52 +178,61 @@ def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(le
         assert waits[1].ends_promptly() and "failed" in waits[1].error
 
 
-@BETWEEN_CPUS
-def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline(transport: str) -> None:
+def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline() -> None:
     with (
-        joined(transport=transport, timeout_s=0.5) as ranks,
+        joined(timeout_s=0.5) as ranks,
         pytest.raises(PushError, match=r"deadline 0.5 s, learner.weight_sync.timeout_s"),
     ):
         ranks[1].broadcast(zeros(16))
 
 
-class ForgottenSend:
-    """Torch's handle of a send that gloo began on a connection that had just broken: it is not told."""
-
-    def is_completed(self) -> bool:
-        return False
-
-    def wait(self, timeout: timedelta) -> None:
-        time.sleep(timeout.total_seconds())
-        raise RuntimeError("Operation timed out!")
+# --- the chain --------------------------------------------------------------------------------------------------------
 
 
-class ForgetfulGroup:
-    """Torch's group with such a send: to free it takes as long as the send may take."""
-
-    def __init__(self, freed: threading.Event) -> None:
-        self._freed = freed
-
-    def broadcast(self, *_: object) -> ForgottenSend:
-        return ForgottenSend()
-
-    def recv(self, *_: object) -> None:
-        raise RuntimeError("Connection reset by peer")
-
-    def __del__(self) -> None:
-        self._freed.wait(60)
+def test_the_bytes_leave_the_learner_once_and_each_rank_hands_them_on() -> None:
+    with joined(3) as ranks:
+        assert ranks[0].parents == {1: 0, 2: 1, 3: 2}
+        assert [list(rank.blocked_s()) for rank in ranks] == [[1], [2], [3], []]
 
 
-def test_neither_an_abort_nor_a_close_waits_for_a_send_that_gloo_has_forgotten() -> None:
-    freed = threading.Event()
-    with joined() as (learner, _):
-        learner._group = ForgetfulGroup(freed)  # type: ignore[attr-defined]
-        waiting = Waiting(lambda: learner.broadcast(zeros(16)))
-        assert not waiting.ends_promptly(0.5)
-        learner.abort()
-        assert waiting.ends_promptly() and "broadcast of 16 bytes in session s1 failed: it was aborted" in waiting.error
-        assert Waiting(learner.close).ends_promptly()
-    freed.set()
+def test_a_rank_that_cannot_reach_the_one_before_it_gets_the_bytes_from_the_learner(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    connect_to = protocol.transports.tcp.connect_to
+
+    def behind_a_firewall(host: str, port: int, request: ConnectionRequest, *timeouts: float) -> TcpConnection:
+        if request.rank == 2:
+            raise TimeoutError("timed out")
+        return connect_to(host, port, request, *timeouts)
+
+    monkeypatch.setattr(protocol.transports.tcp, "connect_to", behind_a_firewall)
+    with joined(3) as ranks:
+        assert ranks[0].parents == {1: 0, 2: 0, 3: 2}
+        assert [list(rank.blocked_s()) for rank in ranks] == [[1, 2], [], [3], []]
+        broadcast(ranks, torch.arange(3_000_001).to(torch.uint8))
+    assert "sending the weights 2 times, because workers cannot reach the one before them" in caplog.text
+
+
+def test_the_rank_that_takes_no_bytes_is_known_to_the_one_before_it_alone() -> None:
+    with joined(3) as ranks:
+        waits = [
+            Waiting(lambda rank=rank: rank.broadcast(zeros(MORE_THAN_THE_KERNEL_KEEPS)))
+            for rank in (*ranks[:2], ranks[3])
+        ]
+        until(lambda: ranks[1].blocked_s()[2] > 0.5)
+        assert ranks[2].blocked_s() == {3: 0.0} and ranks[0].blocked_s() == {1: 0.0}
+        ranks[1].abort()
+        assert waits[1].ends_promptly() and "failed" in waits[1].error
+
+
+def test_a_barrier_is_passed_once_all_later_ranks_have_come() -> None:
+    with joined(2) as ranks, ThreadPoolExecutor(2) as pool:
+        passed = [pool.submit(rank.barrier) for rank in ranks[:2]]  # type: ignore[attr-defined]
+        time.sleep(0.2)
+        assert not any(one.done() for one in passed)
+        ranks[2].barrier()  # type: ignore[attr-defined]
+        for one in passed:
+            one.result(PROMPTLY_S)
 
 
 # --- leaks -----------------------------------------------------------------------------------------------------------
@@ -238,8 +244,8 @@ def num_held() -> int:
     return process.num_threads() + process.num_fds()
 
 
-def fail_to_meet(hosted: RendezvousHost, session: str, transport: str) -> list[Collective]:
-    rendezvous = hosted.rendezvous(num_workers=2, transport=transport)
+def fail_to_meet(hosted: RendezvousHost, session: str) -> list[Collective]:
+    rendezvous = hosted.rendezvous(2, "tcp")
     waits = [
         Waiting(lambda: hosted.host_collective(session, rendezvous, CPU)),
         Waiting(lambda: join_collective(session, rendezvous, 1, CPU)),
@@ -249,8 +255,8 @@ def fail_to_meet(hosted: RendezvousHost, session: str, transport: str) -> list[C
     return []
 
 
-def abort_a_broadcast(hosted: RendezvousHost, session: str, transport: str) -> list[Collective]:
-    learner, worker = join_all(hosted, session, transport=transport)
+def abort_a_broadcast(hosted: RendezvousHost, session: str) -> list[Collective]:
+    learner, worker = join_all(hosted, session)
     waiting = Waiting(lambda: worker.broadcast(zeros(16)))
     time.sleep(0.01)
     worker.abort()
@@ -260,17 +266,15 @@ def abort_a_broadcast(hosted: RendezvousHost, session: str, transport: str) -> l
     return [learner, worker]
 
 
-@pytest.mark.parametrize(
-    ("fail", "transport"), [(fail_to_meet, "gloo"), (abort_a_broadcast, "gloo"), (abort_a_broadcast, "tcp")]
-)
+@pytest.mark.parametrize("fail", [fail_to_meet, abort_a_broadcast])
 def test_failed_sessions_leave_neither_threads_nor_sockets(
-    fail: Callable[[RendezvousHost, str, str], list[Collective]], transport: str
+    fail: Callable[[RendezvousHost, str], list[Collective]],
 ) -> None:
     with rendezvous_host() as hosted:
-        fail(hosted, "warm up", transport)
+        fail(hosted, "warm up")
         allowed = num_held() + 2
         # A closed collective may be held on to.
-        kept = [fail(hosted, f"e{index}", transport) for index in range(NUM_SESSIONS)]
+        kept = [fail(hosted, f"e{index}") for index in range(NUM_SESSIONS)]
         deadline = time.monotonic() + PROMPTLY_S
         while num_held() > allowed and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -256,7 +256,7 @@ def test_joins_that_hang_in_c_are_few_and_then_refused(nccl: ScriptedNccl, monke
         assert all(side.ends_promptly() and "could not form session s1" in side.error for side in sides)
     with joining() as sides:
         assert sides[0].ends_promptly()
-        assert re.search(r"2 abandoned joins still hang .* restart the process, .* \"gloo\"", sides[0].error)
+        assert re.search(r"2 abandoned joins still hang .* restart the process, .* \"tcp\"", sides[0].error)
     nccl.may_init.set()
     until(lambda: num_calls(nccl, "abort") == 2)  # both have returned, and are closed
     with joining() as sides:

@@ -48,9 +48,9 @@ def test_weights_travel_over_a_transport_that_was_registered() -> None:
 @pytest.mark.usefixtures("pipe")
 def test_it_is_offered_and_chosen_by_name_and_says_what_it_cannot_do() -> None:
     assert "pipe" in offered_transports()
-    offers = {"learner_transports": ["gloo", "pipe"], "server_transports": ["gloo", "pipe"]}
+    offers = {"learner_transports": ["tcp", "pipe"], "server_transports": ["tcp", "pipe"]}
     assert choose_transport("pipe", "cpu", ["cpu"], **offers) == "pipe"
-    assert choose_transport("auto", "cpu", ["cpu"], **offers) == "gloo"
+    assert choose_transport("auto", "cpu", ["cpu"], **offers) == "tcp"
     with pytest.raises(ConfigError, match="over pipe: it connects at most two workers"):
         choose_transport("pipe", "cpu", ["cpu"] * 3, **offers)
 
@@ -83,20 +83,20 @@ load_config(LearnerRun, ["--help"], "test")
 
 def test_a_transport_that_only_the_learner_knows_is_named_with_those_that_are_known() -> None:
     with rendezvous_host() as hosted:
-        rendezvous = msgspec.structs.replace(hosted.rendezvous(1, "gloo"), transport="pigeon")
+        rendezvous = msgspec.structs.replace(hosted.rendezvous(1, "tcp"), transport="pigeon")
         with pytest.raises(PushError, match=rf"unknown transport 'pigeon'; expected one of {', '.join(TRANSPORTS)}\. "):
             join_collective("e1", rendezvous, 1, CPU)
         with pytest.raises(PushError, match=r"session e1 was canceled: rank 1 gave up: unknown transport 'pigeon'"):
-            hosted.host_collective("e1", msgspec.structs.replace(rendezvous, transport="gloo"), CPU)
+            hosted.host_collective("e1", msgspec.structs.replace(rendezvous, transport="tcp"), CPU)
 
 
 @pytest.mark.parametrize(
     ("transport", "secret", "expected"),
-    [("gloo", b"extra", 0), ("ipc", b"extra", 0), ("tcp", b"short", 32), ("tcp", None, 32), ("nccl", None, 128)],
+    [("ipc", b"extra", 32), ("tcp", b"short", 32), ("tcp", None, 32), ("nccl", None, 128)],
 )
 def test_a_secret_of_a_wrong_size_is_refused(transport: str, secret: bytes | None, expected: int) -> None:
     with rendezvous_host() as hosted:
-        rendezvous = msgspec.structs.replace(hosted.rendezvous(1, "gloo"), transport=transport, secret=secret)
+        rendezvous = msgspec.structs.replace(hosted.rendezvous(1, "tcp"), transport=transport, secret=secret)
         refusal = rf"transport {transport} expects a secret of {expected} bytes, got {len(secret or b'')}; install"
         with pytest.raises(PushError, match=refusal):
             join_collective("e1", rendezvous, 1, CPU)

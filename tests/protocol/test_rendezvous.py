@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -9,7 +10,8 @@ import pytest
 
 from protocol.errors import PushError
 from protocol.transports import rendezvous
-from protocol.transports.rendezvous import MAX_LINE_BYTES, RendezvousStore, SessionStore, StoreClient, StoreQuery
+from protocol.transports.rendezvous import RankReport, RendezvousStore, SessionStore, StoreClient, StoreQuery
+from protocol.transports.worker_connections import MAX_LINE_BYTES
 from tests.protocol.local_ranks import HOST
 
 TIMEOUT_S = 60.0
@@ -102,3 +104,14 @@ def test_more_notes_than_there_is_room_for_push_out_the_oldest(monkeypatch: pyte
         for number in range(5):
             remote.query(StoreQuery("s1", f"{number}", b"value"))
         assert [hosted.query(StoreQuery("s1", f"{number}")) for number in range(5)] == [None, None] + 3 * [b"value"]
+
+
+def test_the_learner_knows_the_last_report_of_each_rank_which_is_answered_with_the_reason_for_calling_off() -> None:
+    with two_ranks() as (hosted, remote):
+        first, last = (RankReport("s1", 1, "receiving", loading_s=loading_s) for loading_s in (1.0, 2.0))
+        assert remote.query(first) is None and remote.query(last) is None
+        SessionStore("s1", hosted, TIMEOUT_S).cancel("it is late")
+        assert remote.query(last) == b"it is late"
+        report, came_at = hosted.report_of("s1", 1) or (None, 0.0)
+        assert report == last and time.monotonic() - came_at < TIMEOUT_S
+        assert hosted.report_of("s1", 2) is None and hosted.report_of("s2", 1) is None

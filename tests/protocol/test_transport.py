@@ -8,26 +8,25 @@ import torch
 from protocol.errors import ConfigError
 from protocol.transports.transport import choose_transport, offered_transports, own_device_name
 
-ALL = ["gloo", "tcp", "ipc", "nccl"]
-NO_CUPY = ["gloo", "ipc"]
-NO_IPC = ["gloo", "nccl"]
+ALL = ["tcp", "ipc", "nccl"]
+NO_CUPY = ["tcp", "ipc"]
+NO_IPC = ["tcp", "nccl"]
 
 
 @pytest.mark.parametrize(
     ("wanted", "learner", "workers", "learner_has", "server_has", "chosen"),
     [
-        ("auto", "cpu", ["cpu"], ["gloo"], ["gloo"], "gloo"),
-        ("auto", "cpu", ["a/1"], ["gloo"], ALL, "gloo"),
+        ("auto", "cpu", ["cpu"], ["tcp"], ["tcp"], "tcp"),
+        ("auto", "cpu", ["a/1"], ["tcp"], ALL, "tcp"),
         ("auto", "a/1", ["a/1"], ALL, ALL, "ipc"),
         ("auto", "a/1", ["a/2"], ALL, ALL, "nccl"),
         ("auto", "a/1", ["b/2", "b/3"], ALL, ALL, "nccl"),
-        ("auto", "a/1", ["a/2"], NO_CUPY, ALL, "gloo"),
-        ("auto", "a/1", ["a/1"], NO_IPC, ALL, "gloo"),  # expandable segments on one GPU
-        ("auto", "a/1", ["a/1", "a/2"], ALL, ALL, "gloo"),  # neither all on one GPU nor each on its own
-        ("auto", "a/1", ["a/2", "a/2"], ALL, ALL, "gloo"),
-        ("auto", "a/1", ["b/1"], ALL, ALL, "gloo"),  # one GPU, two containers
-        ("gloo", "a/1", ["a/1"], ALL, ALL, "gloo"),
-        ("tcp", "a/1", ["b/2"], ALL, ALL, "tcp"),
+        ("auto", "a/1", ["a/2"], NO_CUPY, ALL, "tcp"),
+        ("auto", "a/1", ["a/1"], NO_IPC, ALL, "tcp"),  # expandable segments on one GPU
+        ("auto", "a/1", ["a/1", "a/2"], ALL, ALL, "tcp"),  # neither all on one GPU nor each on its own
+        ("auto", "a/1", ["a/2", "a/2"], ALL, ALL, "tcp"),
+        ("auto", "a/1", ["b/1"], ALL, ALL, "tcp"),  # one GPU, two containers
+        ("tcp", "a/1", ["a/1"], ALL, ALL, "tcp"),
     ],
 )
 def test_the_choice(wanted, learner, workers, learner_has, server_has, chosen) -> None:
@@ -45,7 +44,7 @@ def test_the_choice(wanted, learner, workers, learner_has, server_has, chosen) -
         ("nccl", "a/1", ["a/2"], NO_CUPY, ALL, r"the learner does not offer nccl, .*pip install .*\[nccl\]"),
         ("nccl", "a/1", ["a/2"], ALL, NO_CUPY, r"the server does not offer nccl, .*pip install .*\[nccl\]"),
         ("nccl", "a/1", ["a/1"], ALL, ALL, "share a GPU, which needs NCCL 2.30.3 .* NCCL_MULTI_RANK_GPU_ENABLE=1"),
-        ("tcp", "cpu", ["cpu"], ALL, ["gloo"], "the server does not offer tcp, which needs slipstream-rl on both"),
+        ("tcp", "cpu", ["cpu"], ALL, ["ipc"], "the server does not offer tcp, which needs slipstream-rl on both"),
     ],
 )
 def test_what_is_impossible_is_refused(wanted, learner, workers, learner_has, server_has, reason) -> None:
@@ -56,12 +55,12 @@ def test_what_is_impossible_is_refused(wanted, learner, workers, learner_has, se
 
 
 def test_auto_that_finds_no_transport_does_not_advise_itself() -> None:
-    with pytest.raises(ConfigError, match=r"over gloo: the server does not offer gloo.* Install the same") as refused:
-        choose_transport("auto", "cpu", ["cpu"], learner_transports=ALL, server_transports=["tcp"])
+    with pytest.raises(ConfigError, match=r"over tcp: the server does not offer tcp.* Install the same") as refused:
+        choose_transport("auto", "cpu", ["cpu"], learner_transports=ALL, server_transports=["nccl"])
     assert "auto" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("wanted", "chosen"), [("nccl", "nccl"), ("auto", "gloo")])
+@pytest.mark.parametrize(("wanted", "chosen"), [("nccl", "nccl"), ("auto", "tcp")])
 def test_ranks_share_a_gpu_over_nccl_only_if_asked_for_by_name(wanted, chosen, monkeypatch) -> None:
     monkeypatch.setattr("protocol.transports.nccl.ranks_may_share_a_gpu", lambda: True)
     offers = {"learner_transports": ALL, "server_transports": ALL}
@@ -70,15 +69,15 @@ def test_ranks_share_a_gpu_over_nccl_only_if_asked_for_by_name(wanted, chosen, m
 
 def test_gpus_that_are_joined_over_their_cpus_are_reported_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        choose_transport("auto", "a/1", ["cpu"], learner_transports=ALL, server_transports=["gloo"])
+        choose_transport("auto", "a/1", ["cpu"], learner_transports=ALL, server_transports=["tcp"])
         assert not caplog.messages
-        choose_transport("auto", "a/1", ["a/2"], learner_transports=ALL, server_transports=["gloo"])
+        choose_transport("auto", "a/1", ["a/2"], learner_transports=ALL, server_transports=["tcp"])
     (message,) = caplog.messages
     assert "ipc is not possible because the server does not offer ipc" in message
     assert "nccl is not possible because the server does not offer nccl" in message
 
 
-def test_a_cpu_offers_gloo_and_has_no_host_in_its_name() -> None:
+def test_a_cpu_offers_tcp_and_has_no_host_in_its_name() -> None:
     assert own_device_name(torch.device("cpu")) == "cpu"
     if not torch.cuda.is_available():
-        assert [name for name in offered_transports() if name in ALL] == ["gloo", "tcp"]
+        assert [name for name in offered_transports() if name in ALL] == ["tcp"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 import protocol.transports.group
-import protocol.transports.rendezvous
+import protocol.transports.port
 from protocol.errors import PushError
 from protocol.transports.group import RendezvousHost, watched
 from tests.protocol.local_ranks import HOST, Waiting, rendezvous_at, rendezvous_host
@@ -31,14 +31,14 @@ def hosted() -> Iterator[RendezvousHost]:
 
 
 def test_a_transfer_ends_when_the_learner_is_gone(hosted: RendezvousHost) -> None:
-    rendezvous = hosted.rendezvous(1, "gloo")
+    rendezvous = hosted.rendezvous(1, "tcp")
     hosted.close()
     with pytest.raises(PushError, match=r"the learner at .* is gone or .*refused.*; the transfer failed: a broadcast"):
         transfer(rendezvous)
 
 
 def test_a_transfer_ends_when_its_own_session_is_canceled(hosted: RendezvousHost) -> None:
-    waiting = Waiting(lambda: transfer(hosted.rendezvous(1, "gloo")))
+    waiting = Waiting(lambda: transfer(hosted.rendezvous(1, "tcp")))
     hosted.cancel("e0", "another gave up")
     assert not waiting.ends_promptly(10 * INTERVAL_S)
     hosted.cancel("e1", "it gave up")
@@ -74,16 +74,16 @@ def test_a_transfer_ends_when_something_else_answers_at_the_address() -> None:
 def test_a_transfer_goes_on_while_the_learner_stands_still() -> None:
     with socket.create_server((HOST, 0)) as never_accepts:
         collective = WaitingCollective()
-        with watched(collective, rendezvous_at(never_accepts.getsockname()[1]), "e1"):
+        with watched(collective, rendezvous_at(never_accepts.getsockname()[1]), "e1", 1):
             assert not collective.aborted.wait(10 * INTERVAL_S)
 
 
 def test_a_transfer_goes_on_when_the_store_ends_a_silent_connection(
     hosted: RendezvousHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol.transports.rendezvous, "IDLE_TIMEOUT_S", INTERVAL_S)
+    monkeypatch.setattr(protocol.transports.port, "IDLE_TIMEOUT_S", INTERVAL_S)
     collective = WaitingCollective()
-    with watched(collective, hosted.rendezvous(1, "gloo"), "e1"):
+    with watched(collective, hosted.rendezvous(1, "tcp"), "e1", 1):
         assert not collective.aborted.wait(20 * INTERVAL_S)
 
 
@@ -100,13 +100,13 @@ def test_a_transfer_goes_on_when_a_query_meets_a_connection_that_the_store_has_j
             is_asked_again.set()
 
     collective = WaitingCollective()
-    with answers(reset, answer) as port, watched(collective, rendezvous_at(port), "e1"):
+    with answers(reset, answer) as port, watched(collective, rendezvous_at(port), "e1", 1):
         assert is_asked_again.wait(30.0) and not collective.aborted.wait(5 * INTERVAL_S)
 
 
 def test_what_comes_after_a_transfer_is_not_ended_with_its_learner(hosted: RendezvousHost) -> None:
     collective = WaitingCollective()
-    with watched(collective, hosted.rendezvous(1, "gloo"), "e1"):
+    with watched(collective, hosted.rendezvous(1, "tcp"), "e1", 1):
         time.sleep(3 * INTERVAL_S)
     hosted.close()
     assert not collective.aborted.wait(10 * INTERVAL_S)
@@ -115,6 +115,6 @@ def test_what_comes_after_a_transfer_is_not_ended_with_its_learner(hosted: Rende
 def test_another_failure_of_a_transfer_stays_as_it_is(hosted: RendezvousHost) -> None:
     with (
         pytest.raises(PushError, match=r"^another$"),
-        watched(WaitingCollective(), hosted.rendezvous(1, "gloo"), "e1"),
+        watched(WaitingCollective(), hosted.rendezvous(1, "tcp"), "e1", 1),
     ):
         raise PushError("another")

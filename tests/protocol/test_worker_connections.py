@@ -54,21 +54,21 @@ def pair(timeout_s: float) -> Iterator[tuple[TcpConnection, TcpConnection]]:
 
 
 def test_each_worker_that_presents_the_secret_gets_the_connection_of_its_rank(store: RendezvousStore) -> None:
-    secret = store.worker_connections.expect(3, TIMEOUT_S)
+    secret = store.worker_connections.expect((1, 2), TIMEOUT_S)
     workers = [connect(store, secret, rank) for rank in (2, 1)]
-    peers = store.worker_connections.collect(secret, do_nothing, TIMEOUT_S)
-    for rank, peer in enumerate(peers, start=1):
+    peers = store.worker_connections.collect(secret, (1, 2), do_nothing, TIMEOUT_S)
+    for rank, peer in peers.items():
         peer.send(memoryview(bytes([rank]) * 5))
     for rank, worker in zip((2, 1), workers, strict=True):
         came = bytearray(5)
         worker.receive(memoryview(came))
         assert came == bytes([rank]) * 5
-    for peer in (*peers, *workers):
+    for peer in (*peers.values(), *workers):
         peer.close()
 
 
 def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(store: RendezvousStore) -> None:
-    secret = store.worker_connections.expect(2, TIMEOUT_S)
+    secret = store.worker_connections.expect([1], TIMEOUT_S)
 
     def refused(presented: bytes, rank: int) -> None:
         unwelcome = rf"rank {rank} could not open a connection .* 127.0.0.1:{store.port}: .*advertise"
@@ -79,7 +79,7 @@ def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(store: RendezvousSt
         refused(presented, rank)
     worker = connect(store, secret, 1)
     refused(secret, 1)
-    (peer,) = store.worker_connections.collect(secret, do_nothing, TIMEOUT_S)
+    peer = store.worker_connections.collect(secret, [1], do_nothing, TIMEOUT_S)[1]
     peer.send(memoryview(b"a"))
     worker.receive(memoryview(bytearray(1)))
     refused(secret, 1)
@@ -88,11 +88,11 @@ def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(store: RendezvousSt
 
 
 def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_look_at(store: RendezvousStore) -> None:
-    secret = store.worker_connections.expect(4, TIMEOUT_S)
+    secret = store.worker_connections.expect((1, 2, 3), TIMEOUT_S)
     worker = connect(store, secret, 2)
     missing = r"rank 1, rank 3 did not connect within 0.3 s \(learner.weight_sync.timeout_s\); .*weight_sync.ports"
     with pytest.raises(PushError, match=missing):
-        store.worker_connections.collect(secret, do_nothing, 0.3)
+        store.worker_connections.collect(secret, (1, 2, 3), do_nothing, 0.3)
     with pytest.raises(OSError, match="closed the connection"):
         worker.receive(memoryview(bytearray(1)))
     worker.close()
@@ -104,16 +104,16 @@ def test_a_session_that_is_canceled_ends_the_wait_for_its_workers() -> None:
 
     connections = WorkerConnections()
     with pytest.raises(PushError, match="canceled"):
-        connections.collect(connections.expect(2, TIMEOUT_S), canceled, TIMEOUT_S)
+        connections.collect(connections.expect([1], TIMEOUT_S), [1], canceled, TIMEOUT_S)
 
 
 def test_of_sessions_whose_workers_never_call_only_the_last_are_remembered() -> None:
     connections = WorkerConnections()
-    secrets = [connections.expect(2, TIMEOUT_S) for _ in range(MAX_EXPECTED + 1)]
+    secrets = [connections.expect([1], TIMEOUT_S) for _ in range(MAX_EXPECTED + 1)]
     with pytest.raises(PushError, match="no longer waits"):
-        connections.collect(secrets[0], do_nothing, TIMEOUT_S)
+        connections.collect(secrets[0], [1], do_nothing, TIMEOUT_S)
     with pytest.raises(PushError, match="rank 1"):
-        connections.collect(secrets[1], do_nothing, 0.0)
+        connections.collect(secrets[1], [1], do_nothing, 0.0)
 
 
 def test_neither_silence_nor_a_full_line_is_waited_for_longer_than_the_deadline() -> None:

@@ -94,7 +94,7 @@ def info(**changes: object) -> ServerInfo:
     """Return the info of a healthy server, with changes."""
     server_info = ServerInfo(
         probe_id="p", protocol_version=PROTOCOL_VERSION, package_version=package_version(), clock_s=time.time(),
-        run=None, model=TINY, dtype="float32", transports=["gloo"], devices=["cpu"],
+        run=None, model=TINY, dtype="float32", transports=["tcp"], devices=["cpu"],
     )  # fmt: skip
     return msgspec.structs.replace(server_info, **changes)
 
@@ -106,7 +106,7 @@ def test_a_healthy_server_has_no_problems(tmp_path: Path, has_keys: bool) -> Non
     with ServerThread(ScriptedEngine(), model=TINY, keys=keys) as server:
         found = {finding.subject: finding for finding in examine(run_at(server.endpoint, tmp_path, *flags))}
     assert {name: finding.verdict for name, finding in found.items()} == dict.fromkeys(EVERYTHING, "ok")
-    assert "with gloo to 1 worker" in found["transport"].text and "MiB/s" in found["bandwidth"].text
+    assert "with tcp to 1 worker" in found["transport"].text and "MiB/s" in found["bandwidth"].text
 
 
 def test_the_doctor_does_not_disturb_a_running_run(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_trial_that_fails_at_the_server_is_reported_in_one_line(tmp_path: Path
     result = TrialResult(trial_id="t", error="cannot reach the learner's\nrendezvous\x1b[31m")
     found = asyncio.run(doctor.bandwidth(run_at(NOBODY, tmp_path), FixedReplies(result)))  # type: ignore[arg-type]
     assert found.text == "weights cannot be sent: cannot reach the learner's rendezvous [31m"
-    assert found.remedy.endswith("in the firewalls, on all ports and in both directions")
+    assert found.remedy.endswith("(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls")
 
 
 def test_differences_between_server_and_learner_are_problems(tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_differences_between_server_and_learner_are_problems(tmp_path: Path) -> 
     [
         (["a/2"], "auto", "problem", "pip install it, or accept"),
         (["a/1"], "auto", "problem", "without expandable_segments"),
-        (["a/2"], "gloo", "ok", "with gloo"),
-        (["cpu"], "auto", "ok", "with gloo"),
+        (["a/2"], "tcp", "ok", "with tcp"),
+        (["cpu"], "auto", "ok", "with tcp"),
         (["cpu"], "nccl", "problem", "weights cannot be sent over nccl"),
     ],
 )
@@ -246,10 +246,10 @@ def test_gpus_with_a_cpu_transport_are_a_problem_with_the_fitting_transport_as_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[str], flag: str, verdict: str, expected: str
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setattr("learner.doctor.doctor.offered_transports", lambda: ["gloo", "tcp"])
+    monkeypatch.setattr("learner.doctor.doctor.offered_transports", lambda: ["tcp"])
     monkeypatch.setattr("learner.doctor.doctor.own_device_name", lambda device: "a/1")
     monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: "cupy is missing; pip install it")
-    server_info = info(transports=["gloo", "tcp", "ipc", "nccl"], devices=devices)
+    server_info = info(transports=["tcp", "ipc", "nccl"], devices=devices)
     found = transport(run_at(NOBODY, tmp_path, "--learner.weight-sync.transport", flag), server_info)
     assert found.verdict == verdict and expected in str(found)
     assert ("over the CPUs: ipc is not possible because" in found.text) == (flag == "auto" and verdict == "problem")

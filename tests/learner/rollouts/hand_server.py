@@ -127,7 +127,7 @@ class HandServer:
             case Hello():
                 welcome = Welcome(
                     server_id=self.server_id, policy_version=self.version, num_workers=1, dtype="float32",
-                    transports=["gloo"], devices=["cpu"], max_model_len=64,
+                    transports=["tcp"], devices=["cpu"], max_model_len=64,
                     max_concurrent_sequences=self.max_concurrent_sequences, is_untouched=False,
                 )  # fmt: skip
                 return [welcome, *(late for request in self.requests for late in self.late_answer(self, request))]

@@ -40,7 +40,7 @@ class Server:
         """Replica, number of tokens and deadline."""
         settings = {"max_model_len": 64, "is_untouched": True, "num_replicas": len(self.off)} | welcome
         self.welcome = Welcome(
-            server_id="s", policy_version=None, num_workers=1, dtype=dtype, transports=["gloo"], devices=["cpu"],
+            server_id="s", policy_version=None, num_workers=1, dtype=dtype, transports=["tcp"], devices=["cpu"],
             max_concurrent_sequences=8, **settings,
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from inference_server.engine.interface import EngineLimits
 from learner.config import LearnerRun, ParityConfig
 from learner.servers import sync_check
 from learner.servers.sync_check import SyncCheck
-from learner.servers.weight_transfer import WeightSample
+from learner.servers.weight_copy import WeightSample
 from learner.train import train
 from protocol.errors import DeadlineExceeded, ParityError
 from protocol.messages import Scores
