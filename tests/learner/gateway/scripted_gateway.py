@@ -35,7 +35,7 @@ class OpenEpisode(msgspec.Struct, eq=False):
     gateway: Gateway
     session: Session
     client: AsyncOpenAI
-    turn: list[TurnPrompt]
+    prompts: list[TurnPrompt]
     template: ChatTemplate
 
     async def chat(self, messages: list[Any], **more: Any) -> Any:
