@@ -15,7 +15,12 @@ from typing import Any
 
 import msgspec
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+)
 from torch import nn
 
 from learner.config import LearnerConfig, LearnerRun
@@ -81,7 +86,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the assignment of rows to micro-batches and ranks."""
 
 
-def make_accelerator(**settings: Any) -> Accelerator:
+def make_accelerator(*handlers: KwargsHandler) -> Accelerator:
     """Return an Accelerator without the environment's gradient and dtype settings.
 
     Raises:
@@ -101,7 +106,8 @@ def make_accelerator(**settings: Any) -> Accelerator:
         mixed_precision="no",  # see policy/model.py
         dynamo_backend="no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        **settings,
+        # Otherwise each rank holds its gradients twice.
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True), *handlers],
     )
 
 
@@ -121,7 +127,7 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
         RankFailed: Another rank has stopped with an error or hangs.
     """
     timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.collective_timeout_s))
-    accelerator = make_accelerator(kwargs_handlers=[timeout])
+    accelerator = make_accelerator(timeout)
     if accelerator.num_processes > 1:
         log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
     watch = RankWatch(accelerator)
