@@ -77,7 +77,10 @@ def colocate(arguments: list[str]) -> int:
     config = with_cores(config, server_run, learner_run)
     node = Node(
         config=config, learner_run=learner_run, logs=make_logs(Path(learner_run.run_dir)),
-        server=(*module_command("inference_server"), *config_file, *flags_of["server"], *manner),
+        server=(
+            *module_command("inference_server"), *config_file, *flags_of["server"],
+            *adapter_flags(learner_run, server_run), *manner
+        ),
         learner=(
             *module_command("learner"), "train", *config_file, *flags_of["learner"],
             *evaluation_flags(learner_run, server_run), *manner
@@ -101,6 +104,15 @@ def evaluation_flags(learner_run: LearnerRun, server_run: ServerRun) -> tuple[st
     if not evaluation.every_steps or evaluation.url is not None:
         return ()
     return ("--learner.evaluation.url", run.evaluation_url)
+
+
+def adapter_flags(learner_run: LearnerRun, server_run: ServerRun) -> tuple[str, ...]:
+    """Return flags with the rank of the learner's adapter, if it is from a learner flag and not in the file."""
+    learner = learner_run.learner
+    rank = 0 if learner.weight_sync.lora == "merged" else learner.lora.rank
+    if server_run.server.max_lora_rank is not None or rank == server_run.lora_rank:
+        return ()
+    return ("--server.max-lora-rank", str(rank))
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

@@ -209,6 +209,7 @@ class ScriptedWeights:
     """In place of a policy: the weights of the version that is set."""
 
     wire_dtype, device, copy_device = torch.float32, torch.device("cpu"), None
+    adapter = why_merged = None
 
     def __init__(self, weights: Callable[[int], NamedTensors]) -> None:
         self._weights, self.version = weights, 0

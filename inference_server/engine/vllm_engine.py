@@ -77,11 +77,14 @@ class VllmEngine:
             num_workers=run.server.num_workers,
             max_concurrent_sequences=run.server.capacity,
             num_replicas=run.server.data_parallel_size,
+            max_lora_rank=0 if config.lora_config is None else config.lora_config.max_lora_rank,
         )
         # With generation_config "vllm", vLLM itself reads the end token only from the tokenizer.
         self._eos_token_ids = {token for token in end_token_ids(model_path) if token < self.limits.vocab_size}
 
     async def places(self) -> list[WorkerPlace]:
+        if self.llm.adapter is not None:
+            await self._call_workers("clear_adapter")
         replies = await self._call_workers("place")
         places = [msgspec.msgpack.decode(reply, type=WorkerPlace) for reply in replies]
         self._processes = EngineProcesses(place.pid for place in places)

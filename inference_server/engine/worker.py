@@ -18,6 +18,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
+from inference_server.engine import adapter_loader
 from inference_server.engine.data_parallel import SERVER_PID, end_with_server
 from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
 from inference_server.engine.memory import keep_trimmed
@@ -25,7 +26,9 @@ from inference_server.engine.output import send_in_pieces
 from inference_server.engine.weight_loader import NextWeights, Reload, put_back
 from inference_server.engine.weight_receiver import Receiver
 from protocol.errors import PushIncomplete
+from protocol.messages import Manifest
 from protocol.transports.transport import offered_transports, own_device_name
+from protocol.weights.dense import ReceivedBucket
 from protocol.weights.shared_baseline import worker_baseline
 
 log = logging.getLogger(__name__)
@@ -67,13 +70,15 @@ class PushWorker:
         )  # fmt: skip
         return msgspec.msgpack.encode(place)
 
+    def clear_adapter(self) -> None:
+        """Let the engine start with an adapter of zeros."""
+        adapter_loader.clear(self.model_runner.lora_manager)
+
     def stage_push(self, order: bytes) -> bytes:
         """Start to receive a sync while generation continues."""
-        model = self.model_runner.model
         try:
-            can_be_made = self.device.type == "cpu" and NextWeights.can_be_made(model)
-            successor = NextWeights(model, self.vllm_config.model_config) if can_be_made else None
-            self.receiver.stage(msgspec.msgpack.decode(order, type=PushOrder), successor)
+            decoded = msgspec.msgpack.decode(order, type=PushOrder)
+            self.receiver.stage(decoded, self._successor(decoded))
         except Exception as failure:
             return self._report("receiving", failure)
         return self._report("receiving")
@@ -107,24 +112,59 @@ class PushWorker:
         except Exception as failure:
             log.warning("could not close the collective of session %s: %s", session, failure)
 
+    def _successor(self, order: PushOrder) -> NextWeights | None:
+        """Return a place for the weights of a sync during generation, or None to keep its buckets."""
+        carried, model = self.receiver.carried_by(order), self.model_runner.model
+        if self.device.type != "cpu" or carried is None or carried.adapter is not None:
+            return None
+        with adapter_loader.without_adapters(model):
+            return NextWeights(model, self.vllm_config.model_config) if NextWeights.can_be_made(model) else None
+
     def _load(self, order: PushOrder) -> float:
         """Load a sync and return the seconds that took, without waits for buckets."""
         if successor := self.receiver.successor(order):
             self.is_loading = True
             successor.swap_in()
-            self.model_runner.reset_lora_state()
+            self._reset_adapter()
             return successor.load_s
+        carried = self.receiver.carried_by(order)
+        adapter: dict[str, torch.Tensor] = {}
+        if carried is not None and carried.is_adapter_alone:
+            load_s = 0.0
+            for arrived in self.receiver.buckets(order):
+                adapter |= _copies(arrived, carried)
+        else:
+            with adapter_loader.without_adapters(self.model_runner.model):
+                load_s = self._reload(order, carried, adapter)
+            self._reset_adapter()
+        started = time.monotonic()
+        if carried is not None and carried.adapter is not None:
+            prepared = adapter_loader.prepare(self.model_runner.lora_manager, adapter, carried.adapter.rank)
+            self.is_loading = True
+            adapter_loader.replace(self.model_runner.lora_manager, prepared)
+        return load_s + time.monotonic() - started
+
+    def _reload(self, order: PushOrder, carried: Manifest | None, adapter: dict[str, torch.Tensor]) -> float:
+        """Load full weights, and put the tensors of an adapter into `adapter`."""
         load_s, reload = 0.0, Reload(self.model_runner.model, self.vllm_config.model_config, self.device)
+        names = frozenset[str]() if carried is None else carried.adapter_names
         for arrived in self.receiver.buckets(order):
             started = time.monotonic()
             self.is_loading = True
-            reload.load(arrived.bucket.views(arrived.buffer))
+            reload.load(one for one in arrived.bucket.views(arrived.buffer) if one[0] not in names)
+            if carried is not None:
+                adapter |= _copies(arrived, carried)
             del arrived  # Otherwise its memory is not free for the next bucket.
             load_s += time.monotonic() - started
         started = time.monotonic()
         reload.finish()
-        self.model_runner.reset_lora_state()
         return load_s + time.monotonic() - started
+
+    def _reset_adapter(self) -> None:
+        """Drop what vLLM knows of an adapter of the weights before."""
+        self.model_runner.reset_lora_state()
+        if self.vllm_config.lora_config is not None:
+            self.clear_adapter()
 
     def _put_back(self, failure: Exception) -> Exception:
         """Move untouched layers back from the meta device, and return the error to report.
@@ -132,8 +172,9 @@ class PushWorker:
         A whole sync can follow after that.
         """
         try:
-            with set_current_vllm_config(self.vllm_config):
-                put_back(self.model_runner.model, self.vllm_config.model_config)
+            model = self.model_runner.model
+            with set_current_vllm_config(self.vllm_config), adapter_loader.without_adapters(model):
+                put_back(model, self.vllm_config.model_config)
         except Exception as another:
             return RuntimeError(f"{failure}; the cleanup failed too: {type(another).__name__}: {another}")
         return failure
@@ -148,8 +189,15 @@ class PushWorker:
         return msgspec.msgpack.encode(report)
 
 
+def _copies(arrived: ReceivedBucket, carried: Manifest) -> dict[str, torch.Tensor]:
+    """Return copies of a bucket's tensors of the adapter, because the bucket's memory is used again."""
+    views = arrived.bucket.views(arrived.buffer)
+    return {name: tensor.clone() for name, tensor in views if name in carried.adapter_names}
+
+
 if SERVER_PID in os.environ:
     end_with_server()
+    adapter_loader.adapt_linear_layers_only()
     send_in_pieces()  # With one worker, this process also runs the engine.
     if current_platform.is_cpu():
         # Imports a model runner that only a CPU has.

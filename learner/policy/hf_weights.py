@@ -71,6 +71,10 @@ class CheckpointNames:
             if waiting.keys() >= set(group):
                 yield from self._revert({name: waiting.pop(name) for name in group}).items()
 
+    def unchanged(self, name: str) -> str | None:
+        """Return the checkpoint name of a tensor that `convert` only renames, otherwise None."""
+        return self._renamed.get(name)
+
     def _revert(self, tensors: Tensors) -> Tensors:
         return revert_weight_conversion(self._policy, tensors)
 

@@ -1,6 +1,7 @@
 """One weight-sync session with one server process, from the learner's side.
 
-The first sync of a session carries rendezvous and manifest. In later syncs both sides are already joined.
+The first sync of a session carries rendezvous and manifest. In later syncs both sides are already joined, and
+a LoRA run sends only its adapter.
 Invariant: after any failure the session is closed and never used again. Its record of what the server has is
 discarded with it.
 """
@@ -11,12 +12,12 @@ import torch
 
 from learner.config import WeightSyncConfig
 from learner.servers.link import ServerLink
-from protocol.errors import PushError
+from protocol.errors import ConfigError, PushError
 from protocol.messages import Manifest, Rendezvous, Welcome
 from protocol.transports.collective import Collective
 from protocol.transports.group import RendezvousHost, address_towards
 from protocol.transports.transport import choose_transport, offered_transports, own_device_name
-from protocol.weights.buckets import NamedTensors, make_manifest, split_into_buckets
+from protocol.weights.buckets import NamedTensors, split_into_buckets
 from protocol.weights.delta import Baseline, send_changes
 from protocol.weights.dense import Progress, Sent, send_weights
 
@@ -36,12 +37,14 @@ class SyncSession:
         self.server_id, self.manifest, self.rendezvous = server_id, manifest, rendezvous
         self.collective: Collective | None = None
         self._rendezvous_host, self._device = rendezvous_host, device
+        self._next = manifest
+        """Tensors of the next sync."""
         self._buckets = split_into_buckets(manifest)
         self._baseline = Baseline() if manifest.wire == "delta" else None
 
     @property
     def num_bytes(self) -> int:
-        """Size of all weights on the wire."""
+        """Size of the next sync's weights on the wire."""
         return sum(bucket.num_bytes for bucket in self._buckets)
 
     def join(self) -> Collective:
@@ -49,7 +52,9 @@ class SyncSession:
         return self._rendezvous_host.host_collective(self.name, self.rendezvous, self._device)
 
     def send(self, tensors: NamedTensors, progress: Progress) -> Sent:
-        """Send all weights, or only the changes since the session's last sync.
+        """Send all weights, or only the adapter's or the changes since the session's last sync.
+
+        `tensors` may have more than the adapter's.
 
         Raises:
             PushError: The collective failed.
@@ -57,7 +62,13 @@ class SyncSession:
         assert self.collective is not None
         if self._baseline is not None:
             return send_changes(self.collective, self._buckets, tensors, self._baseline, progress)
-        return send_weights(self.collective, self._buckets, tensors, progress)
+        if self._next.is_adapter_alone:
+            names = self._next.adapter_names
+            tensors = ((name, tensor) for name, tensor in tensors if name in names)
+        sent = send_weights(self.collective, self._buckets, tensors, progress)
+        self._next = self.manifest.of_later_syncs()
+        self._buckets = split_into_buckets(self._next)
+        return sent
 
     def abort(self) -> None:
         """Abort the join or broadcast in progress, here and at every worker."""
@@ -96,6 +107,12 @@ class SyncSessions:
         welcome = self._link.welcome
         if welcome is None:
             raise PushError(f"no server is connected at {self._link.endpoint}")
+        if manifest.adapter is not None and manifest.adapter.rank > welcome.max_lora_rank:
+            raise ConfigError(
+                f"this run syncs its adapter of rank {manifest.adapter.rank} separately, and the server at "
+                f"{self._link.endpoint} supports a rank of up to {welcome.max_lora_rank}; set server.max_lora_rank = "
+                f'{manifest.adapter.rank} there, or restart the learner with learner.weight_sync.lora = "merged"'
+            )
         if self._rendezvous_host is None:
             self._rendezvous_host = RendezvousHost(
                 address_towards(self._link.endpoint),
@@ -123,14 +140,3 @@ class SyncSessions:
     def close(self) -> None:
         if self._rendezvous_host is not None:
             self._rendezvous_host.close()
-
-
-def manifest_of(tensors: NamedTensors, wire_dtype: torch.dtype, config: WeightSyncConfig) -> Manifest:
-    """Return the manifest for all sessions of a run, whose model never changes.
-
-    Raises:
-        ConfigError: The weights cannot be sent as configured.
-    """
-    return make_manifest(
-        tensors, wire_dtype, config.bucket_mib << 20, "delta" if config.compression == "delta" else "dense"
-    )

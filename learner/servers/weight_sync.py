@@ -7,7 +7,7 @@ A sync has succeeded when one server has the weights. Much slower servers count 
 failed server gets no requests until a later sync, which starts automatically after a pause. While no server
 has the weights, the sync is retried at once, `learner.weight_sync.max_attempts` times. With
 `learner.weight_sync.overlap_with_training`, a sync sends a copy of the weights from its own thread, one sync
-at a time.
+at a time. sync_source.py decides what a sync sends.
 Invariant: while no server has weights of this run, none is dropped as a straggler. Only
 `learner.weight_sync.timeout_s` limits a sync then.
 """
@@ -18,25 +18,23 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
-
-import torch
+from functools import partial
 
 from learner.config import WeightSyncConfig
 from learner.servers.fan_out import FanOut, Share
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
-from learner.servers.sync_session import manifest_of
-from learner.servers.weight_transfer import PushReport, ServerPush, WeightCopy, WeightSample
+from learner.servers.sync_source import SyncSource, Weights
+from learner.servers.weight_transfer import PushReport, ServerPush, WeightCopy
 from protocol.errors import ConfigError, DeadlineExceeded, PushError, PushIncomplete
-from protocol.messages import Manifest
 from protocol.weights.buckets import NamedTensors
 
 log = logging.getLogger(__name__)
 WAIT_SLICE_S = 0.5
 LEAST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
 """Bounds of the pause after a failed sync. Each consecutive failure doubles the pause."""
-Tensors = Callable[[], NamedTensors]
+Tensors = Callable[..., NamedTensors]
+"""Source of a sync. With `adapter_alone`: only of the tensors that a later sync of a session carries."""
 Failure = PushError | DeadlineExceeded | ConfigError
 
 
@@ -90,19 +88,6 @@ class Stragglers:
         return None
 
 
-class Weights(Protocol):
-    """Source of the weights for a sync, such as policy/published.py."""
-
-    wire_dtype: torch.dtype
-    device: torch.device
-    copy_device: torch.device | None
-    """Device of the copy that `begin` makes. None: the device of each tensor."""
-
-    def tensors(self) -> NamedTensors:
-        """Yield (checkpoint name, tensor) layer by layer."""
-        ...
-
-
 class WeightSync:
     """Weight sync to the servers of one fleet."""
 
@@ -115,9 +100,9 @@ class WeightSync:
         """Reports of the last sync, by server."""
         self._newest: int | None = None
         """Last version that a server received."""
-        self._manifest: Manifest | None = None
+        self._source = SyncSource(weights, config)
+        self.sample = self._source.sample
         self._copy = WeightCopy(weights.wire_dtype, weights.copy_device)
-        self.sample = WeightSample(weights.wire_dtype)
         self._thread = ThreadPoolExecutor(1, "push")
         self._pending: Future[PushReport | None] | None = None
         self._report: PushReport | None = None
@@ -150,7 +135,7 @@ class WeightSync:
             PushIncomplete: The last server cannot take the weights.
         """
         self.wait()
-        return self._push_until_done(version, lambda: self.sample.watch(version, self._weights.tensors()), members)
+        return self._push_until_done(version, partial(self._source.tensors, version), members)
 
     def begin(self, version: int, when_done: Callable[[], object]) -> None:
         """Copy the weights and sync the copy in a thread, which then calls `when_done`.
@@ -158,10 +143,12 @@ class WeightSync:
         Raises the error of the previous sync.
         """
         self.wait()
-        self._copy.update(self.sample.watch(version, self._weights.tensors()))
+        # The frozen weights stay in the copy.
+        is_copied = self._source.has_adapter and self._copy.is_filled
+        self._copy.update(self._source.tensors(version, adapter_alone=is_copied))
 
         def push() -> PushReport | None:
-            report = self._push_until_done(version, self._copy.tensors)
+            report = self._push_until_done(version, self._copied_tensors)
             when_done()
             return report
 
@@ -210,6 +197,10 @@ class WeightSync:
             self._pushes[member] = ServerPush(member, self._fleet.loop, self._config, self._weights.device)
         return self._pushes[member]
 
+    def _copied_tensors(self, *, adapter_alone: bool) -> NamedTensors:
+        tensors = self._copy.tensors()
+        return self._source.of_adapter(tensors) if adapter_alone else tensors
+
     def _forget_gone(self) -> None:
         for member in [member for member in self._pushes if member.is_gone]:
             self._pushes.pop(member).close()
@@ -251,34 +242,34 @@ class WeightSync:
         self, version: int, tensors: Tensors, members: list[Member]
     ) -> tuple[dict[Member, PushReport], dict[Member, Failure]]:
         """Make one attempt at each of these servers."""
-        if self._manifest is None:
-            self._manifest = manifest_of(tensors(), self._weights.wire_dtype, self._config)
-        manifest = self._manifest
+        manifest = self._source.manifest(members)
+        adapter_alone = self._source.has_adapter and all(self._push_of(member).is_in_session for member in members)
+        source = partial(tensors, adapter_alone=adapter_alone)
         reports: dict[Member, PushReport] = {}
         failures: dict[Member, Failure] = {}
 
-        def push(member: Member, source: NamedTensors) -> None:
+        def push(member: Member, tensors: NamedTensors) -> None:
             try:
-                reports[member] = self._push_of(member).push(version, manifest, source)
+                reports[member] = self._push_of(member).push(version, manifest, tensors, adapter_alone=adapter_alone)
             except (PushError, DeadlineExceeded, ConfigError) as error:
                 failures[member] = error
             finally:
-                if isinstance(source, Share):
-                    source.close()
+                if isinstance(tensors, Share):
+                    tensors.close()
 
         others_serve = any(member not in members for member in self.holders())
         if len(members) == 1 and not others_serve:
-            push(members[0], tensors())
+            push(members[0], source())
         elif members:
             stragglers = Stragglers(
                 self._config.straggler_timeout_in_effect_s, reports, failures, others_serve=others_serve
             )
-            self._read_once(tensors, members, push, stragglers)
+            self._read_once(source, members, push, stragglers)
         return reports, failures
 
     def _read_once(
         self,
-        tensors: Tensors,
+        source: partial[NamedTensors],
         members: list[Member],
         push: Callable[[Member, NamedTensors], None],
         stragglers: Stragglers,
@@ -287,7 +278,7 @@ class WeightSync:
             self._fleet.on_wait()
             stragglers.end_late(under_way)
 
-        is_copied = tensors == self._copy.tensors  # the copy is in memory anyway
+        is_copied = source.func == self._copied_tensors  # the copy is in memory anyway
         window_bytes = math.inf if is_copied else float(self._config.bucket_mib << 20)
         config = self._config
         fan_out = FanOut(len(members), window_bytes, config.timeout_s, config.straggler_timeout_in_effect_s, poll)
@@ -296,7 +287,7 @@ class WeightSync:
         with ThreadPoolExecutor(len(members), "push-server") as threads:
             pushing = [threads.submit(push, member, share) for member, share in shares.items()]
             try:
-                fan_out.read(tensors())
+                fan_out.read(source())
             except BaseException:
                 for straggler, _ in under_way.values():
                     straggler.end("the policy could not be read")

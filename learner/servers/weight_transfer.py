@@ -88,18 +88,30 @@ class ServerPush:
         welcome = self.member.welcome
         return self.done[1] if self.done is not None and welcome and welcome.server_id == self.done[0] else None
 
-    def push(self, version: int, manifest: Manifest, tensors: NamedTensors) -> PushReport:
-        """Send all weights as `version`. After an error `give_up` must follow.
+    @property
+    def is_in_session(self) -> bool:
+        """Whether the next sync continues a session, so the server has the frozen weights of the run."""
+        return self.version is not None and self._session is not None
+
+    def push(
+        self, version: int, manifest: Manifest, tensors: NamedTensors, *, adapter_alone: bool = False
+    ) -> PushReport:
+        """Send the weights as `version`. After an error `give_up` must follow.
+
+        `adapter_alone`: `tensors` are only those of the adapter, as for a server that is in a session.
 
         Raises:
             PushError: The sync failed.
             DeadlineExceeded: The server or its workers did not answer in time.
         """
         started = time.monotonic()
-        if self.version is None or self._session is None:
+        if not self.is_in_session:
+            if adapter_alone:
+                raise PushError("the server has lost the frozen weights; it gets them with its next weight sync")
             self._abandon_session()
             self._session = self._sessions.begin(manifest)
         session, timeout_s = self._session, self._config.timeout_s
+        assert session is not None
         is_new = session.collective is None
         begin = PushBegin(
             session=session.name,
@@ -241,6 +253,10 @@ class WeightCopy:
                 )
                 self._tensors[name] = mine
             mine.copy_(tensor.detach())
+
+    @property
+    def is_filled(self) -> bool:
+        return bool(self._tensors)
 
     def tensors(self) -> NamedTensors:
         return self._tensors.items()

