@@ -47,8 +47,10 @@ T = TypeVar("T")
 TOKENS_PER_PIECE = 32
 """Number of tokens per chunk of a completion. Each chunk shows that its group makes progress, and costs the
 event loop about 30 µs."""
+FIRST_STAGING_POLL_S = 0.01
 STAGING_POLL_S = 0.01 if current_platform.is_cpu() else 0.25
-"""Seconds between polls of a staged sync. Each poll is answered between two decoding steps."""
+"""Maximum seconds between polls of a staged sync, which double from the first one. Each poll is answered between
+two decoding steps, and an adapter arrives within a few."""
 DEATH_NOTICE_S = 5.0
 """Maximum seconds for vLLM to notify its waiting requests of the death of its process."""
 
@@ -181,8 +183,10 @@ class VllmEngine:
 
     async def stage_push(self, order: PushOrder) -> list[WorkerReport]:
         reports = await self._report("stage_push", msgspec.msgpack.encode(order))
+        poll_s = FIRST_STAGING_POLL_S
         while all(report.ok for report in reports) and any(report.state == "receiving" for report in reports):
-            await asyncio.sleep(STAGING_POLL_S)
+            await asyncio.sleep(poll_s)
+            poll_s = min(2 * poll_s, STAGING_POLL_S)
             reports = await self._report("staged")
         return reports
 
