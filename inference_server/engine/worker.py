@@ -132,7 +132,7 @@ class PushWorker:
         if carried is not None and carried.is_adapter_alone:
             load_s = 0.0
             for arrived in self.receiver.buckets(order):
-                adapter |= _copies(arrived, carried)
+                adapter |= _copies(arrived, carried.adapter_names)
         else:
             with adapter_loader.without_adapters(self.model_runner.model):
                 load_s = self._reload(order, carried, adapter)
@@ -147,13 +147,12 @@ class PushWorker:
     def _reload(self, order: PushOrder, carried: Manifest | None, adapter: dict[str, torch.Tensor]) -> float:
         """Load full weights, and put the tensors of an adapter into `adapter`."""
         load_s, reload = 0.0, Reload(self.model_runner.model, self.vllm_config.model_config, self.device)
-        names = frozenset[str]() if carried is None else carried.adapter_names
+        names: frozenset[str] = frozenset() if carried is None else carried.adapter_names
         for arrived in self.receiver.buckets(order):
             started = time.monotonic()
             self.is_loading = True
             reload.load(one for one in arrived.bucket.views(arrived.buffer) if one[0] not in names)
-            if carried is not None:
-                adapter |= _copies(arrived, carried)
+            adapter |= _copies(arrived, names)
             del arrived  # Otherwise its memory is not free for the next bucket.
             load_s += time.monotonic() - started
         started = time.monotonic()
@@ -189,10 +188,9 @@ class PushWorker:
         return msgspec.msgpack.encode(report)
 
 
-def _copies(arrived: ReceivedBucket, carried: Manifest) -> dict[str, torch.Tensor]:
-    """Return copies of a bucket's tensors of the adapter, because the bucket's memory is used again."""
-    views = arrived.bucket.views(arrived.buffer)
-    return {name: tensor.clone() for name, tensor in views if name in carried.adapter_names}
+def _copies(arrived: ReceivedBucket, names: frozenset[str]) -> dict[str, torch.Tensor]:
+    """Return copies of these tensors of a bucket, whose memory is used again."""
+    return {name: tensor.clone() for name, tensor in arrived.bucket.views(arrived.buffer) if name in names}
 
 
 if SERVER_PID in os.environ:
