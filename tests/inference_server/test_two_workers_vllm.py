@@ -108,6 +108,9 @@ def test_both_workers_apply_each_adapter_that_comes_alone(served: Served) -> Non
         for version in range(3):
             await push(learner, ADAPTER, version, again=version > 0)
             await assert_serves(learner, ADAPTER, version, served.num_replicas)
+        completions = await push_under_load(learner, ADAPTER, PROMPT, num_pushes=3, num_groups=8)
+        assert num_pushes_that_cut(completions) > 0
+        assert judge(ADAPTER, PROMPT, completions).error_N.max() <= TOLERANCE
         await push(learner, POLICY, 3)
         await served.assert_serves(learner, 3)
 
@@ -158,7 +161,7 @@ def test_a_worker_that_is_killed_takes_the_other_along_and_the_next_engine_gets_
         assert len(old) == 3, "and vLLM's core or coordinator"
         served.server.kill_process(f"{served.workers}1")
         await asyncio.to_thread(served.server.wait_for, "Restarting the engine (1 of 3")
-        while (await served.status())["engine_restarts"] == 0:
+        while not (now := await served.status())["engine_restarts"] or "restarting" in str(now["unavailable"]):
             await asyncio.sleep(0.1)
         _, alive = await asyncio.to_thread(psutil.wait_procs, old, 30)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
