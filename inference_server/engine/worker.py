@@ -10,6 +10,7 @@ model.
 import logging
 import os
 import time
+from collections.abc import Collection
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,12 +24,11 @@ from inference_server.engine.data_parallel import SERVER_PID, end_with_server
 from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
 from inference_server.engine.memory import keep_trimmed
 from inference_server.engine.output import send_in_pieces
-from inference_server.engine.weight_loader import NextWeights, Reload, put_back
+from inference_server.engine.weight_loader import NextWeights, Reload, copies, put_back
 from inference_server.engine.weight_receiver import Receiver
 from protocol.errors import PushIncomplete
 from protocol.messages import Manifest
 from protocol.transports.transport import offered_transports, own_device_name
-from protocol.weights.dense import ReceivedBucket
 from protocol.weights.shared_baseline import worker_baseline
 
 log = logging.getLogger(__name__)
@@ -113,57 +113,58 @@ class PushWorker:
             log.warning("could not close the collective of session %s: %s", session, failure)
 
     def _successor(self, order: PushOrder) -> NextWeights | None:
-        """Return a place for the weights of a sync during generation, or None to keep its buckets."""
+        """Return a place for full weights that arrive during generation, or None to keep the buckets."""
         carried, model = self.receiver.carried_by(order), self.model_runner.model
-        if self.device.type != "cpu" or carried is None or carried.adapter is not None:
+        if self.device.type != "cpu" or carried is None or carried.is_adapter_alone:
             return None
         with adapter_loader.without_adapters(model):
-            return NextWeights(model, self.vllm_config.model_config) if NextWeights.can_be_made(model) else None
+            if not NextWeights.can_be_made(model):
+                return None
+            return NextWeights(model, self.vllm_config.model_config, carried.adapter_names)
 
     def _load(self, order: PushOrder) -> float:
         """Load a sync and return the seconds that took, without waits for buckets."""
+        carried = self.receiver.carried_by(order)
+        load_s, adapter = 0.0, dict[str, torch.Tensor]()
         if successor := self.receiver.successor(order):
             self.is_loading = True
             successor.swap_in()
-            self._reset_adapter()
-            return successor.load_s
-        carried = self.receiver.carried_by(order)
-        adapter: dict[str, torch.Tensor] = {}
-        if carried is not None and carried.is_adapter_alone:
-            load_s = 0.0
+            load_s, adapter = successor.load_s, successor.adapter
+        elif carried is not None and carried.is_adapter_alone:
             for arrived in self.receiver.buckets(order):
-                adapter |= _copies(arrived, carried.adapter_names)
+                adapter |= copies(arrived, carried.adapter_names)
         else:
+            names = frozenset[str]() if carried is None else carried.adapter_names
             with adapter_loader.without_adapters(self.model_runner.model):
-                load_s = self._reload(order, carried, adapter)
-            self._reset_adapter()
+                load_s = self._reload(order, names, adapter)
         started = time.monotonic()
+        self._apply(carried, adapter)
+        return load_s + time.monotonic() - started
+
+    def _apply(self, carried: Manifest | None, adapter: dict[str, torch.Tensor]) -> None:
+        """Use the adapter of a sync, or none after a sync without one."""
+        if carried is None or not carried.is_adapter_alone:
+            self.model_runner.reset_lora_state()
+            if self.vllm_config.lora_config is not None:
+                self.clear_adapter()
         if carried is not None and carried.adapter is not None:
             prepared = adapter_loader.prepare(self.model_runner.lora_manager, adapter, carried.adapter.rank)
             self.is_loading = True
             adapter_loader.replace(self.model_runner.lora_manager, prepared)
-        return load_s + time.monotonic() - started
 
-    def _reload(self, order: PushOrder, carried: Manifest | None, adapter: dict[str, torch.Tensor]) -> float:
-        """Load full weights, and put the tensors of an adapter into `adapter`."""
+    def _reload(self, order: PushOrder, adapter_names: Collection[str], adapter: dict[str, torch.Tensor]) -> float:
+        """Load full weights, and put the tensors of the adapter into `adapter`."""
         load_s, reload = 0.0, Reload(self.model_runner.model, self.vllm_config.model_config, self.device)
-        names: frozenset[str] = frozenset() if carried is None else carried.adapter_names
         for arrived in self.receiver.buckets(order):
             started = time.monotonic()
             self.is_loading = True
-            reload.load(one for one in arrived.bucket.views(arrived.buffer) if one[0] not in names)
-            adapter |= _copies(arrived, names)
+            reload.load(one for one in arrived.bucket.views(arrived.buffer) if one[0] not in adapter_names)
+            adapter |= copies(arrived, adapter_names)
             del arrived  # Otherwise its memory is not free for the next bucket.
             load_s += time.monotonic() - started
         started = time.monotonic()
         reload.finish()
         return load_s + time.monotonic() - started
-
-    def _reset_adapter(self) -> None:
-        """Drop what vLLM knows of an adapter of the weights before."""
-        self.model_runner.reset_lora_state()
-        if self.vllm_config.lora_config is not None:
-            self.clear_adapter()
 
     def _put_back(self, failure: Exception) -> Exception:
         """Move untouched layers back from the meta device, and return the error to report.
@@ -186,11 +187,6 @@ class PushWorker:
             retryable=not isinstance(error, PushIncomplete),
         )  # fmt: skip
         return msgspec.msgpack.encode(report)
-
-
-def _copies(arrived: ReceivedBucket, names: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Return copies of these tensors of a bucket, whose memory is used again."""
-    return {name: tensor.clone() for name, tensor in arrived.bucket.views(arrived.buffer) if name in names}
 
 
 if SERVER_PID in os.environ:

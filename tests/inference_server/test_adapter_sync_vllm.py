@@ -42,11 +42,15 @@ SHORT_PROMPT = [5, 6, 7, 8, 9]
 LONG_PROMPT = [3 + index * 11 % 29 for index in range(40)]
 """Longer than a KV block, so that the prefix cache has some of it, and not a beginning of what is scored."""
 NUM_PUSHES = 6
+ALSO_OVERLAPPING = pytest.mark.parametrize(
+    "server", [(), ("--server.overlap-weight-loading",)], ids=["plain", "overlapping"], indirect=True
+)
+"""Also with a server that loads full weights during generation."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    flags = ("--server.max-lora-rank", "3", *FLAGS)
+@pytest.fixture(scope="module", params=[()], ids=["plain"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    flags = ("--server.max-lora-rank", "3", *FLAGS, *request.param)
     yield from running_server(tmp_path_factory.mktemp("server"), *flags, model=POLICY.model(0), is_forked=True)
 
 
@@ -134,6 +138,7 @@ def test_generation_goes_on_while_an_adapter_is_received(server: RealServer) -> 
     with_learner(server, test)
 
 
+@ALSO_OVERLAPPING
 def test_an_adapter_with_a_wrong_bit_is_not_used_and_the_next_session_brings_all(server: RealServer) -> None:
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, POLICY, 5)
@@ -149,6 +154,7 @@ def test_an_adapter_with_a_wrong_bit_is_not_used_and_the_next_session_brings_all
     with_learner(server, test)
 
 
+@ALSO_OVERLAPPING
 def test_merged_weights_replace_an_adapter_also_under_sequences_in_flight(server: RealServer) -> None:
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, POLICY, 9)
