@@ -80,7 +80,7 @@ def read_arguments(arguments: list[str], program: str, purpose: str) -> Launch |
         return None
     return Launch(
         config=config, server_run=server_run, learner_run=learner_run, resume="--resume" in switches,
-        server=(*config_file, *flags_of["server"], *manner),
+        server=(*config_file, *flags_of["server"], *adapter_flags(learner_run, server_run), *manner),
         learner=("train", *config_file, *flags_of["learner"], *manner),
     )  # fmt: skip
 
@@ -97,6 +97,15 @@ def evaluation_flags(learner_run: LearnerRun, server_run: ServerRun) -> tuple[st
     if not evaluation.every_steps or evaluation.url is not None:
         return ()
     return ("--learner.evaluation.url", run.evaluation_url)
+
+
+def adapter_flags(learner_run: LearnerRun, server_run: ServerRun) -> tuple[str, ...]:
+    """Return flags with the rank of the learner's adapter, if it is from a learner flag and not in the file."""
+    learner = learner_run.learner
+    rank = 0 if learner.weight_sync.lora == "merged" else learner.lora.rank
+    if server_run.server.max_lora_rank is not None or rank == server_run.lora_rank:
+        return ()
+    return ("--server.max-lora-rank", str(rank))
 
 
 def flags_by_section(flags: list[str]) -> dict[str, list[str]]:

@@ -76,6 +76,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_on_weight_sync: Literal["keep", "recompute"] = "keep"
     """Treatment of the KV cache of sequences in flight on a weight sync. `"keep"`: continue with it;
     `"recompute"`: compute it again with the new weights."""
+    max_lora_rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    """Maximum rank of a LoRA adapter that weight syncs may send without the weights that it adapts, up to 512.
+    vLLM then applies an adapter in every request, which slows down generation. 0: weight syncs send merged
+    weights. Unset: learner.lora.rank of this file, or 0 if learner.weight_sync.lora is "merged"."""
     overlap_weight_loading: bool = False
     """Receive new weights during generation, and pause only to load them. On a CPU, loading also overlaps,
     and the pause only swaps the weights. The cost is memory for one more copy of the weights, on a GPU server
@@ -171,6 +175,16 @@ class ServerRun(SharedConfig):
     @property
     def computes_in(self) -> Dtype:
         return self.server.dtype or self.dtype
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of the adapters to prepare for. 0: none."""
+        if self.server.max_lora_rank is not None:
+            return self.server.max_lora_rank
+        lora, weight_sync = (self.learner.get(name) for name in ("lora", "weight_sync"))
+        is_merged = isinstance(weight_sync, dict) and weight_sync.get("lora") == "merged"
+        rank = lora.get("rank") if isinstance(lora, dict) else None
+        return rank if isinstance(rank, int) and rank > 0 and not is_merged else 0
 
     def check(self) -> None:
         if self.endpoints and self.endpoint == DEFAULT_ENDPOINT and self.endpoint not in self.endpoints:

@@ -285,7 +285,7 @@ class Server:
                 devices=[place.device for place in self._life.places],
                 max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences, is_untouched=self._pushes.engine_is_untouched,
-                num_replicas=limits.num_replicas,
+                num_replicas=limits.num_replicas, max_lora_rank=limits.max_lora_rank,
             )
         )  # fmt: skip
         await self._groups.deliver_rest()

@@ -7,7 +7,8 @@
                                                         └ no answer in time: PushFailed, the engine restarts
     server.overlap_weight_loading: PushReady ─▶ receiving during generation ─▶ pausing ─▶ loading ─▶ resuming ─▶ idle
 
-A session is one collective that several syncs share. Every wait has a deadline.
+A session is one collective that several syncs share. After its first sync, a LoRA run sends only the adapter,
+which one worker always receives during generation. Every wait has a deadline.
 Invariant: each worker checks each bucket before it loads it, so only the learner's versions are served.
 """
 
@@ -21,7 +22,7 @@ from inference_server.engine.containment import describe, record_unexpected
 from inference_server.engine.interface import Engine, EngineDead, PushOrder, WorkerReport
 from inference_server.engine.supervisor import in_time
 from inference_server.requests import Deliver, Notify
-from protocol.messages import PushAbort, PushBegin, PushDone, PushFailed, PushReady
+from protocol.messages import Manifest, PushAbort, PushBegin, PushDone, PushFailed, PushReady
 from protocol.weights.buckets import split_into_buckets
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class WeightUpdates:
         self._aborted_sessions: set[str] = set()
         self._session_timeout_s = 0.0
         self._num_buckets = 0
+        self._has_adapter = False
+        """Whether later syncs of the session carry only an adapter."""
         self._abandoned = asyncio.Event()
         """Set once the learner has abandoned the current session."""
         self._weights_intact = True
@@ -173,7 +176,8 @@ class WeightUpdates:
         order = PushOrder(
             session=begin.session, version=begin.version, rendezvous=begin.rendezvous, manifest=begin.manifest
         )
-        if self._receive_overlap:
+        is_small = self._has_adapter and begin.manifest is None and self._engine.limits.num_workers == 1
+        if self._receive_overlap or is_small:
             self.state = "receiving"
             await self._send_ready(begin)
             self._agreed_checksum(await self._receive(self._engine.stage_push(order)))
@@ -206,6 +210,8 @@ class WeightUpdates:
                 f"the learner abandoned session {begin.session} while the weight sync waited", interrupted=True
             )
         if begin.rendezvous is not None and begin.manifest is not None:
+            self._check_adapter(begin.manifest)
+            self._has_adapter = begin.manifest.adapter is not None
             self._session, self._session_timeout_s = begin.session, begin.rendezvous.timeout_s
             self._num_buckets = len(split_into_buckets(begin.manifest))
             self._abandoned.clear()
@@ -213,6 +219,15 @@ class WeightUpdates:
             raise _SyncFailed(
                 f"the weight sync names session {begin.session} without rendezvous and manifest, and the server is in "
                 f"session {self._session}; start a new session"
+            )
+
+    def _check_adapter(self, manifest: Manifest) -> None:
+        max_rank = self._engine.limits.max_lora_rank
+        if manifest.adapter is not None and manifest.adapter.rank > max_rank:
+            raise _SyncFailed(
+                f"the adapter of the weight sync has rank {manifest.adapter.rank}, and this server supports a rank of up "
+                f"to {max_rank}; set server.max_lora_rank = {manifest.adapter.rank}",
+                retryable=False,
             )
 
     async def _receive(self, reports: Awaitable[Sequence[WorkerReport]]) -> Sequence[WorkerReport]:

@@ -19,7 +19,7 @@ import torch
 
 import inference_server.server
 import learner.servers.link
-import learner.servers.sync_session
+import learner.servers.sync_source
 import protocol.transports.tcp
 from inference_server.config import ServerConfig
 from inference_server.engine.interface import EngineDead, PushOrder, WorkerReport
@@ -214,6 +214,7 @@ class ScriptedWeights:
     """Replaces a policy: the weights of the current version."""
 
     wire_dtype, device, copy_device = torch.float32, torch.device("cpu"), None
+    adapter = why_merged = None
 
     def __init__(self, weights: Callable[[int], NamedTensors]) -> None:
         self._weights, self.version = weights, 0
@@ -226,8 +227,8 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
     """Run the learner's process, which answers a version with the result of its push, and `take` with two groups."""
     _begin(log)
     learner.servers.link.DEAD_AFTER_S, learner.servers.link.HELLO_INTERVAL_S = setup.dead_after_s, DEAD_AFTER_S / 10
-    learner.servers.sync_session.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
-        tensors, dtype, setup.bucket_bytes, wire
+    learner.servers.sync_source.make_manifest = lambda tensors, dtype, _, wire, adapter: make_manifest(
+        tensors, dtype, setup.bucket_bytes, wire, adapter
     )
     run = _learner_run(log.parent, setup)
     config, tokenizer, scorer = run.learner, cast(Any, _FakeTokenizer()), cast(Any, _LocalScorer())

@@ -47,6 +47,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of group sequences in one decoding step, over all replicas."""
     num_replicas: int = 1
     """Number of copies of the model, which generate independently."""
+    max_lora_rank: int = 0
+    """Maximum rank of an adapter that the engine can apply. 0: none."""
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm.envs import disable_envs_cache, enable_envs_cache
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from inference_server.config import ServerConfig, ServerRun
+from inference_server.engine.adapter import ADAPTER, with_adapters
 from inference_server.engine.data_parallel import replicas_as_ours
 from inference_server.engine.guests import FIRST_OF_GUESTS
 from inference_server.engine.interface import EngineDead
@@ -60,6 +62,8 @@ class VersionedLLM(AsyncLLM):
     num_pushes = 0
     """Number of weight syncs. The salt has it in place of the version: two runs on one server both have a
     version 3."""
+    adapter: LoRARequest | None = None
+    """Adapter of every request, which the workers have. None: vLLM serves none."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.steps = steps = dict[int, StepCounter]()
@@ -73,6 +77,8 @@ class VersionedLLM(AsyncLLM):
         )
         self.admitting = asyncio.Event()
         self.admitting.set()
+        if self.vllm_config.lora_config is not None:
+            self.adapter = ADAPTER
 
     @property
     def salt(self) -> str:
@@ -107,7 +113,7 @@ class VersionedLLM(AsyncLLM):
         await self.admitting.wait()
         if isinstance(prompt, dict) and not prompt.get("cache_salt"):
             prompt = {**prompt, "cache_salt": self.salt}
-        async for output in super().generate(prompt, *args, **kwargs):
+        async for output in super().generate(prompt, *args, **kwargs | {"lora_request": self.adapter}):
             yield output
 
     def __del__(self) -> None:
@@ -143,7 +149,7 @@ def start_llm(run: ServerRun, model_path: Path, nodes: ServerNodes | None = None
     if nodes is not None:
         os.environ.setdefault("VLLM_HOST_IP", nodes.address)  # vLLM would take that of the default route
         engine_port = nodes.gather()
-    args = engine_arguments(run, model_path, engine_port)
+    args = with_adapters(engine_arguments(run, model_path, engine_port), run)
     num_replicas = server.data_parallel_size
     try:
         if num_replicas > 1 and args.create_model_config().is_moe:

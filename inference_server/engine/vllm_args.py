@@ -79,9 +79,10 @@ REFUSED = (
     ),
     Refusal(("kv_sharing_fast_prefill",), "it omits the prompt logprobs that the learner requests", "remove it"),
     Refusal(
-        ("enable_lora", "default_mm_loras"),
-        "weight syncs send full weights, and a separate adapter would receive none",
-        "set learner.lora: its adapter is merged into every weight sync",
+        ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_dtype", "lora_target_modules",
+         "default_mm_loras"),
+        "the server has one adapter, that of the weight syncs",
+        "set learner.lora, or server.max_lora_rank for a learner with another config file",
     ),
     Refusal(
         ("pipeline_parallel_size", "prefill_context_parallel_size"),

@@ -48,8 +48,10 @@ T = TypeVar("T")
 TOKENS_PER_PIECE = 32
 """Number of tokens per chunk of a completion. Each chunk shows that its group makes progress, and costs the
 event loop about 30 µs."""
+FIRST_STAGING_POLL_S = 0.01
 STAGING_POLL_S = 0.01 if current_platform.is_cpu() else 0.25
-"""Seconds between polls of a staged sync. Each poll is answered between two decoding steps."""
+"""Maximum seconds between polls of a staged sync, which double from the first one. Each poll is answered between
+two decoding steps, and an adapter arrives within a few."""
 DEATH_NOTICE_S = 5.0
 """Maximum seconds for vLLM to notify its waiting requests of the death of its process."""
 
@@ -82,11 +84,14 @@ class VllmEngine:
             num_workers=run.server.num_workers,
             max_concurrent_sequences=run.server.capacity,
             num_replicas=run.server.data_parallel_size,
+            max_lora_rank=0 if config.lora_config is None else config.lora_config.max_lora_rank,
         )
         # With generation_config "vllm", vLLM itself reads the end token only from the tokenizer.
         self._eos_token_ids = {token for token in end_token_ids(model_path) if token < self.limits.vocab_size}
 
     async def places(self) -> list[WorkerPlace]:
+        if self.llm.adapter is not None:
+            await self._call_workers("clear_adapter")
         replies = await self._call_workers("place")
         places = [msgspec.msgpack.decode(reply, type=WorkerPlace) for reply in replies]
         self._processes = EngineProcesses(place.pid for place in places if place.pid is not None)
@@ -183,8 +188,10 @@ class VllmEngine:
 
     async def stage_push(self, order: PushOrder) -> list[WorkerReport]:
         reports = await self._report("stage_push", msgspec.msgpack.encode(order))
+        poll_s = FIRST_STAGING_POLL_S
         while all(report.ok for report in reports) and any(report.state == "receiving" for report in reports):
-            await asyncio.sleep(STAGING_POLL_S)
+            await asyncio.sleep(poll_s)
+            poll_s = min(2 * poll_s, STAGING_POLL_S)
             reports = await self._report("staged")
         return reports
 

@@ -55,12 +55,12 @@ PUBLIC: Names = {
     "vllm.config": {
         "ModelConfig": "",
         "ModelConfig.dtype": "", "ModelConfig.get_vocab_size": "", "ModelConfig.is_moe": "",
-        "ModelConfig.max_model_len": "",
+        "ModelConfig.max_model_len": "", "ModelConfig.registry": "", "ModelConfig.architectures": "",
         "ParallelConfig.data_parallel_index": "", "ParallelConfig.node_rank": "", "ParallelConfig.world_size": "",
         "SchedulerConfig.get_scheduler_cls": "", "SchedulerConfig.max_num_active_seqs": "",
         "SchedulerConfig.max_num_seqs": "",
         "SchedulerConfig.scheduler_cls": "", "VllmConfig": "",
-        "VllmConfig.model_config": "", "VllmConfig.parallel_config": "", "VllmConfig.scheduler_config": "",
+        "VllmConfig.lora_config": "", "VllmConfig.model_config": "", "VllmConfig.parallel_config": "", "VllmConfig.scheduler_config": "",
         "set_current_vllm_config": "vllm_config /",
     },
     "vllm.engine.arg_utils": {
@@ -70,6 +70,7 @@ PUBLIC: Names = {
         "scheduling_policy, logprobs_mode, generation_config, worker_extension_cls, max_num_active_seqs, "
         "max_num_batched_tokens, scheduler_cls, reasoning_parser, nnodes, node_rank, master_addr, master_port",
         "AsyncEngineArgs.create_engine_config": "/ headless",
+        "AsyncEngineArgs.enable_lora": "", "AsyncEngineArgs.max_lora_rank": "", "AsyncEngineArgs.max_loras": "",
         "AsyncEngineArgs.create_model_config": "",
     },
     "vllm.entrypoints.cli.serve": {"make_arg_parser": "parser /"},  # the defining module was renamed in 0.33
@@ -83,11 +84,13 @@ PUBLIC: Names = {
     "vllm.entrypoints.openai.models.serving": {"OpenAIServingModels.show_available_models": ""},
     "vllm.exceptions": {"VLLMClientError": ""},
     "vllm.logprobs": {"FlatLogprobs.logprobs": ""},
+    "vllm.lora.request": {"LoRARequest": "lora_name, lora_int_id, lora_path /"},
     "vllm.model_executor.layers.attention": {"is_deferred_attention_layer": "layer /"},
     "vllm.model_executor.model_loader.reload": {
         "finalize_layerwise_reload": "model, model_config /",
         "initialize_layerwise_reload": "model /",
     },
+    "vllm.model_executor.models": {"supports_lora": "model /"},
     "vllm.outputs": {
         "CompletionOutput": "",
         "CompletionOutput.finish_reason": "", "CompletionOutput.index": "", "CompletionOutput.logprobs": "",
@@ -114,7 +117,7 @@ PUBLIC: Names = {
     "vllm.v1.engine.async_llm": {
         "AsyncLLM": "/ log_stats, stat_loggers",
         "AsyncLLM.errored": "", "AsyncLLM.from_engine_args": "engine_args /",
-        "AsyncLLM.generate": "prompt, sampling_params, request_id / priority, data_parallel_rank",
+        "AsyncLLM.generate": "prompt, sampling_params, request_id / lora_request, priority, data_parallel_rank",
         "AsyncLLM.get_supported_tasks": "", "AsyncLLM.model_config": "",
         "AsyncLLM.pause_generation": "/ mode, clear_cache",
         "AsyncLLM.resume_generation": "", "AsyncLLM.shutdown": "/ timeout",
@@ -251,6 +254,33 @@ PRIVATE: tuple[Private, ...] = (
             },
             "vllm.v1.worker.gpu.model_runner": {"GPUModelRunner.model": "", "GPUModelRunner.reset_lora_state": ""},
             "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner.model": "", "GPUModelRunner.reset_lora_state": ""},
+        },
+    ),
+    Private(
+        "vLLM loads adapters only from files, and would also wrap the LM head for them",
+        {
+            "vllm.config.lora": {"LoRAConfig.lora_dtype": "", "LoRAConfig.max_lora_rank": "", "MaxLoRARanks": ""},
+            "vllm.lora.layers": {"BaseLayerWithLoRA": ""},
+            "vllm.lora.lora_model": {
+                "LoRAModel": "",
+                "LoRAModel.from_lora_tensors": "lora_model_id, tensors, peft_helper, device, dtype / weights_mapper",
+            },
+            "vllm.lora.model_manager": {
+                "LoRAModelManager": "", "LoRAModelManager.activate_adapter": "lora_id /", "LoRAModelManager.add_adapter": "adapter /",
+                "LoRAModelManager.modules": "", "LoRAModelManager.packed_modules": "",
+                "LoRAModelManager.remove_adapter": "adapter_id /",
+                "get_supported_lora_modules": "",
+            },
+            "vllm.lora.peft_helper": {"PEFTHelper": "/ r, lora_alpha, target_modules"},
+            "vllm.lora.utils": {"replace_submodule": "model, module_name, new_module /"},
+            "vllm.lora.worker_manager": {
+                "WorkerLoRAManager._adapter_manager": "", "WorkerLoRAManager.add_dummy_lora": "lora_request / rank",
+                "WorkerLoRAManager.remove_all_adapters": "",
+            },
+            "vllm.model_executor.layers.linear": {"LinearBase": ""},
+            "vllm.model_executor.models.registry": {"_ModelRegistry.resolve_model_cls": "architectures, model_config /"},
+            "vllm.model_executor.models.utils": {"WeightsMapper.get_rename_mapper": ""},
+            "vllm.v1.worker.lora_model_runner_mixin": {"LoRAModelRunnerMixin.lora_manager": ""},
         },
     ),
     Private(

@@ -14,7 +14,7 @@ unchanged until `swap_in`.
 
 import copy
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,6 +72,11 @@ def _method(module: Layer) -> type:
     return type(getattr(module, "quant_method", None))
 
 
+def copies(arrived: ReceivedBucket, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return copies of these tensors of a bucket, whose memory is used again."""
+    return {name: tensor.clone() for name, tensor in arrived.bucket.views(arrived.buffer) if name in names}
+
+
 class NextWeights:
     """Weights of one sync, in a copy of the model's modules with its own tensors."""
 
@@ -84,8 +89,10 @@ class NextWeights:
         known = {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
         return {_method(module) for module in model.modules()} <= known
 
-    def __init__(self, model: Layer, config: ModelConfig) -> None:
-        self._config = config
+    def __init__(self, model: Layer, config: ModelConfig, adapter_names: Collection[str] = ()) -> None:
+        """Prepare the copy. Tensors with `adapter_names` are not of the model, and are kept in `adapter`."""
+        self._config, self._adapter_names = config, adapter_names
+        self.adapter: dict[str, torch.Tensor] = {}
         self._copies: dict[Layer, Layer] = {}
         """Copies by their original module."""
         self._copy = self._copy_of(model, {})
@@ -104,8 +111,10 @@ class NextWeights:
         trim()
         for arrived in arriving:
             started = time.monotonic()
-            self._missing -= self._copy.load_weights(iter(arrived.bucket.views(arrived.buffer)))
-            del arrived  # Otherwise its memory is not free for the next bucket.
+            self.adapter |= copies(arrived, self._adapter_names)
+            views = arrived.bucket.views(arrived.buffer)
+            self._missing -= self._copy.load_weights(iter(one for one in views if one[0] not in self._adapter_names))
+            del arrived, views  # Otherwise its memory is not free for the next bucket.
             self.load_s += time.monotonic() - started
         started = time.monotonic()
         self._missing |= {name for name, matrix in self._matrices().items() if not hasattr(matrix, PACKED)}

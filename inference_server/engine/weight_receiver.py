@@ -34,6 +34,8 @@ class Successor(Protocol):
 
     load_s: float
     """Seconds that loading took, without waits for buckets."""
+    adapter: dict[str, torch.Tensor]
+    """Tensors of the adapter that came with the weights."""
 
     def receive(self, arriving: Iterator[ReceivedBucket]) -> None:
         """Load all buckets as they arrive, in the receiving thread."""
@@ -52,6 +54,7 @@ class SessionMembership(msgspec.Struct, frozen=True, eq=False):
     rendezvous: Rendezvous
     collective: Collective
     manifest: Manifest
+    """Tensors of the next sync, or of the current one."""
     baseline: Baseline | None
     memory: BucketMemory
 
@@ -96,11 +99,18 @@ class Receiver:
             PushError: Receiving has failed.
         """
         staging = self._staging
-        if staging is None or staging.successor is None or staging.order.version != order.version:
+        if staging is None or staging.successor is None or not staging.is_for(order):
             return None
         self._staging = None
         staging.finish()
         return staging.successor
+
+    def carried_by(self, order: PushOrder) -> Manifest | None:
+        """Return what a sync carries, or None if its session is unknown."""
+        if order.manifest is not None:
+            return order.manifest
+        member = self._member
+        return None if member is None or member.session != order.session else member.manifest.of_later_syncs()
 
     def buckets(self, order: PushOrder) -> Iterator[ReceivedBucket]:
         """Yield the buckets of a sync, from memory if staged, otherwise as they arrive.
@@ -109,7 +119,7 @@ class Receiver:
             PushError: Joining or receiving has failed.
         """
         staging, self._staging = self._staging, None
-        if staging is not None and staging.order.version == order.version:
+        if staging is not None and staging.is_for(order):
             yield from staging.take()
         else:
             self.join(order)
@@ -144,7 +154,17 @@ class Receiver:
                 self._member = SessionMembership(
                     order.session, rank, order.rendezvous, collective, order.manifest, baseline, memory
                 )
+        else:
+            self._expect_adapter_alone()
         self.join_s = time.monotonic() - started
+
+    def _expect_adapter_alone(self) -> None:
+        """Receive only the adapter from now on, with less memory, if the session has one."""
+        with self._lock:
+            if (member := self._member) is None or (later := member.manifest.of_later_syncs()) == member.manifest:
+                return
+            memory = BucketMemory(later, member.collective.device)
+            self._member = msgspec.structs.replace(member, manifest=later, memory=memory)
 
     def receive(self) -> Iterator[ReceivedBucket]:
         """Yield the buckets of one sync as they arrive.
@@ -237,6 +257,10 @@ class _Staging(threading.Thread):
             # The thread that abandoned a sync leaves its session, and may have joined another one since.
             if not self.is_abandoned:
                 self._receiver.leave_joined()
+
+    def is_for(self, order: PushOrder) -> bool:
+        """Return whether this is the sync of an order. A retry of a version has another session."""
+        return (self.order.session, self.order.version) == (order.session, order.version)
 
     def finish(self) -> None:
         """Wait for the end of the thread. Raises PushError if receiving has failed."""

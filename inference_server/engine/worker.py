@@ -10,6 +10,7 @@ model.
 import logging
 import os
 import time
+from collections.abc import Collection
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,13 +19,15 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
+from inference_server.engine import adapter_loader
 from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
 from inference_server.engine.memory import keep_trimmed
 from inference_server.engine.output import send_in_pieces
 from inference_server.engine.processes import NODE_WORKERS, SERVER_PID, end_with_server
-from inference_server.engine.weight_loader import NextWeights, Reload, put_back
+from inference_server.engine.weight_loader import NextWeights, Reload, copies, put_back
 from inference_server.engine.weight_receiver import Receiver
 from protocol.errors import PushIncomplete, PushInterrupted
+from protocol.messages import Manifest
 from protocol.transports.transport import offered_transports, own_device_name
 from protocol.weights.shared_baseline import worker_baseline
 
@@ -70,13 +73,15 @@ class PushWorker:
         )  # fmt: skip
         return msgspec.msgpack.encode(place)
 
+    def clear_adapter(self) -> None:
+        """Let the engine start with an adapter of zeros."""
+        adapter_loader.clear(self.model_runner.lora_manager)
+
     def stage_push(self, order: bytes) -> bytes:
         """Start to receive a sync while generation continues."""
-        model = self.model_runner.model
         try:
-            can_be_made = self.device.type == "cpu" and NextWeights.can_be_made(model)
-            successor = NextWeights(model, self.vllm_config.model_config) if can_be_made else None
-            self.receiver.stage(msgspec.msgpack.decode(order, type=PushOrder), successor)
+            decoded = msgspec.msgpack.decode(order, type=PushOrder)
+            self.receiver.stage(decoded, self._successor(decoded))
         except Exception as failure:
             return self._report("receiving", failure)
         return self._report("receiving")
@@ -110,23 +115,58 @@ class PushWorker:
         except Exception as failure:
             log.warning("could not close the collective of session %s: %s", session, failure)
 
+    def _successor(self, order: PushOrder) -> NextWeights | None:
+        """Return a place for full weights that arrive during generation, or None to keep the buckets."""
+        carried, model = self.receiver.carried_by(order), self.model_runner.model
+        if self.device.type != "cpu" or carried is None or carried.is_adapter_alone:
+            return None
+        with adapter_loader.without_adapters(model):
+            if not NextWeights.can_be_made(model):
+                return None
+            return NextWeights(model, self.vllm_config.model_config, carried.adapter_names)
+
     def _load(self, order: PushOrder) -> float:
         """Load a sync and return the seconds that took, without waits for buckets."""
+        carried = self.receiver.carried_by(order)
+        load_s, adapter = 0.0, dict[str, torch.Tensor]()
         if successor := self.receiver.successor(order):
             self.is_loading = True
             successor.swap_in()
+            load_s, adapter = successor.load_s, successor.adapter
+        elif carried is not None and carried.is_adapter_alone:
+            for arrived in self.receiver.buckets(order):
+                adapter |= copies(arrived, carried.adapter_names)
+        else:
+            names = frozenset[str]() if carried is None else carried.adapter_names
+            with adapter_loader.without_adapters(self.model_runner.model):
+                load_s = self._reload(order, names, adapter)
+        started = time.monotonic()
+        self._apply(carried, adapter)
+        return load_s + time.monotonic() - started
+
+    def _apply(self, carried: Manifest | None, adapter: dict[str, torch.Tensor]) -> None:
+        """Use the adapter of a sync, or none after a sync without one."""
+        if carried is None or not carried.is_adapter_alone:
             self.model_runner.reset_lora_state()
-            return successor.load_s
+            if self.vllm_config.lora_config is not None:
+                self.clear_adapter()
+        if carried is not None and carried.adapter is not None:
+            prepared = adapter_loader.prepare(self.model_runner.lora_manager, adapter, carried.adapter.rank)
+            self.is_loading = True
+            adapter_loader.replace(self.model_runner.lora_manager, prepared)
+
+    def _reload(self, order: PushOrder, adapter_names: Collection[str], adapter: dict[str, torch.Tensor]) -> float:
+        """Load full weights, and put the tensors of the adapter into `adapter`."""
         load_s, reload = 0.0, Reload(self.model_runner.model, self.vllm_config.model_config, self.device)
         for arrived in self.receiver.buckets(order):
             started = time.monotonic()
             self.is_loading = True
-            reload.load(arrived.bucket.views(arrived.buffer))
+            reload.load(one for one in arrived.bucket.views(arrived.buffer) if one[0] not in adapter_names)
+            adapter |= copies(arrived, adapter_names)
             del arrived  # Otherwise its memory is not free for the next bucket.
             load_s += time.monotonic() - started
         started = time.monotonic()
         reload.finish()
-        self.model_runner.reset_lora_state()
         return load_s + time.monotonic() - started
 
     def _put_back(self, failure: Exception) -> Exception:
@@ -135,8 +175,9 @@ class PushWorker:
         A whole sync can follow after that.
         """
         try:
-            with set_current_vllm_config(self.vllm_config):
-                put_back(self.model_runner.model, self.vllm_config.model_config)
+            model = self.model_runner.model
+            with set_current_vllm_config(self.vllm_config), adapter_loader.without_adapters(model):
+                put_back(model, self.vllm_config.model_config)
         except Exception as another:
             return RuntimeError(f"{failure}; the cleanup failed too: {type(another).__name__}: {another}")
         return failure
@@ -153,6 +194,7 @@ class PushWorker:
 
 if SERVER_PID in os.environ:
     end_with_server()
+    adapter_loader.adapt_linear_layers_only()
     send_in_pieces()  # With one worker, this process also runs the engine.
     if current_platform.is_cpu():
         # Imports a model runner that only a CPU has.

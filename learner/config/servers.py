@@ -97,6 +97,11 @@ class WeightSyncConfig(Section):
     compression: MayChange[Literal["none", "delta"]] = "none"
     """Compression of the weights. none: all weights; delta: only the values changed since the last sync,
     without loss. delta costs both sides a copy of the weights, and pays off on links between nodes."""
+    lora: MayChange[Literal["adapter", "merged"]] = "adapter"
+    """What a weight sync of a LoRA run sends. adapter: the frozen weights once per session, then only the
+    adapter, which the server applies during generation (server.max_lora_rank); merged: all weights, summed
+    with the adapter, which costs a full transfer but nothing during generation. merged is also used if the
+    server or the model does not support adapters."""
     max_attempts: MayChange[AtLeastOne[int]] = 3
     """Maximum number of attempts of a weight sync. A retry starts a new session. The run stops when all
     attempts have failed."""

@@ -72,6 +72,10 @@ class CheckpointNames:
             if waiting.keys() >= set(group):
                 yield from self._revert({name: waiting.pop(name) for name in group}).items()
 
+    def unchanged(self, name: str) -> str | None:
+        """Return the checkpoint name of a tensor that `convert` only renames, otherwise None."""
+        return self._renamed.get(name)
+
     def parts(self) -> list[tuple[tuple[str, ...], tuple[str, ...], bool]]:
         """Return the groups: their names in memory and in the checkpoint, and whether the tensors are alike in both."""
         renamed = [((name,), (new_name,), True) for name, new_name in self._renamed.items()]

@@ -2,8 +2,7 @@
 
     y = W x + alpha / rank · B (A x)        W frozen, A and B trained, B zero at the start
 
-Weight sync sends the adapter merged into the weights. vLLM 0.32 loads an adapter into a running engine only
-from files, and its prefix cache does not distinguish two versions of it.
+A weight sync sends A and B alone, if the servers can apply them, or else the sums.
 
 Invariant: the parameters that require a gradient are exactly the adapter's, in float32.
 """
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from learner.config import LoraConfig
-from learner.policy.hf_weights import held
+from learner.policy.hf_weights import CheckpointNames, held
 from learner.policy.snapshot import trainable
 from protocol.errors import ConfigError
 
@@ -85,6 +84,37 @@ def has_adapter(policy: nn.Module) -> bool:
     return ADAPTER_NAME in getattr(policy, "peft_config", {})
 
 
+class SyncedTensor(msgspec.Struct, frozen=True):
+    """Name of A or B in a weight sync, and the factor with which it is sent."""
+
+    name: str
+    factor: float
+
+
+def why_merged(policy: PreTrainedModel, names: CheckpointNames) -> str | None:
+    """Return why no server can apply the adapter without its weights, or None."""
+    for name, layer in _adapted_layers(policy):
+        if layer is policy.get_output_embeddings():
+            return f"learner.lora.target_modules contains the LM head ({name})"
+        if names.unchanged(f"{name}.weight") is None:
+            return f"the checkpoint has the weight of {name} in another form"
+    return None
+
+
+def synced_tensors(policy: PreTrainedModel, names: CheckpointNames) -> dict[str, SyncedTensor]:
+    """Return the name and factor of each tensor of the adapter, by its name in memory."""
+    synced: dict[str, SyncedTensor] = {}
+    for name, layer in _adapted_layers(policy):
+        stem, scale = str(names.unchanged(f"{name}.weight")).removesuffix(".weight"), layer.scaling[ADAPTER_NAME]
+        synced[f"{name}.lora_A.{ADAPTER_NAME}.weight"] = SyncedTensor(f"{stem}.lora_A.weight", 1.0)
+        synced[f"{name}.lora_B.{ADAPTER_NAME}.weight"] = SyncedTensor(f"{stem}.lora_B.weight", scale)
+    return synced
+
+
+def _adapted_layers(policy: PreTrainedModel) -> list[tuple[str, AdaptedLinear]]:
+    return [(name, layer) for name, layer in policy.named_modules() if isinstance(layer, AdaptedLinear)]
+
+
 class Weight(msgspec.Struct, frozen=True, eq=False):
     """A tensor of the model without its adapter, and the adapter's part of it."""
 
@@ -104,10 +134,9 @@ class Weight(msgspec.Struct, frozen=True, eq=False):
 def weights(policy: PreTrainedModel) -> dict[str, Weight]:
     """Return the weights under the names of the model without an adapter."""
     found = {name: Weight(tensor) for name, tensor in held(policy).items()}
-    for name, layer in policy.named_modules():
-        if isinstance(layer, AdaptedLinear):
-            a, b = (cast(nn.Linear, linear[ADAPTER_NAME]).weight for linear in (layer.lora_A, layer.lora_B))
-            found[f"{name}.weight"] = Weight(found[f"{name}.weight"].tensor, (a, b), layer)
+    for name, layer in _adapted_layers(policy):
+        a, b = (cast(nn.Linear, linear[ADAPTER_NAME]).weight for linear in (layer.lora_A, layer.lora_B))
+        found[f"{name}.weight"] = Weight(found[f"{name}.weight"].tensor, (a, b), layer)
     return found
 
 

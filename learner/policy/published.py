@@ -35,11 +35,12 @@ from torch import nn
 from learner.config import LearnerRun
 from learner.forward.logprobs import sequences_logprobs
 from learner.policy.hf_weights import CheckpointNames
-from learner.policy.lora import ADAPTER_NAME, Weight, has_adapter, weights
+from learner.policy.lora import ADAPTER_NAME, Weight, has_adapter, synced_tensors, weights, why_merged
 from learner.policy.sharding import is_sharded
 from learner.policy.shards import Tensors
 from learner.policy.snapshot import reshard, trainable, whole
 from protocol.errors import RankFailed, SlipstreamError
+from protocol.messages import AdapterSpec
 from protocol.model_files import text_files, weight_files
 from protocol.weights.buckets import NamedTensors, dtype_on_wire
 
@@ -73,6 +74,14 @@ class PublishedPolicy:
         self._weights = [*of_model.items(), *((name, Weight(tensor)) for name, tensor in of_adapter.items())]
         self._num_pushed = len(of_model)
         self._names = CheckpointNames(self.model, {name: weight.tensor for name, weight in of_model.items()})
+        self.adapter: AdapterSpec | None = None
+        """Adapter of the policy, as in a manifest."""
+        self.why_merged: str | None = None
+        """Reason why no server can apply the adapter separately, if there is one."""
+        if of_adapter:
+            self.adapter = AdapterSpec(rank=self.model.peft_config[ADAPTER_NAME].r, num_tensors=len(of_adapter))
+            self.why_merged = why_merged(self.model, self._names)
+            self._synced = synced_tensors(self.model, self._names)
 
     @contextmanager
     def led(self) -> Iterator[None]:
@@ -115,7 +124,16 @@ class PublishedPolicy:
         """
         return self._names.convert(self._made(range(self._num_pushed)))
 
-    def adapter(self) -> NamedTensors:
+    def frozen_tensors(self) -> NamedTensors:
+        """Yield the weights by their checkpoint names, without the adapter."""
+        return self._names.convert(self._made(range(self._num_pushed), is_merged=False))
+
+    def adapter_tensors(self) -> NamedTensors:
+        """Yield the adapter's tensors by their names in a weight sync. B contains the scale."""
+        for name, tensor in self.trained_tensors():
+            yield self._synced[name].name, tensor.detach() * self._synced[name].factor
+
+    def trained_tensors(self) -> NamedTensors:
         """Yield the trained tensors of an adapted policy by their names in memory.
 
         They are gathered one by one.
@@ -123,12 +141,13 @@ class PublishedPolicy:
         return self._made(range(self._num_pushed, len(self._weights)))
 
     @torch.no_grad()
-    def _made(self, indices: range) -> NamedTensors:
+    def _made(self, indices: range, *, is_merged: bool = True) -> NamedTensors:
         for index in indices:
             if self._is_sharded:
                 self._broadcast(index)
             name, weight = self._weights[index]
-            yield name, weight.made_from(*self._gathered(index))
+            tensor, *low_rank = self._gathered(index)
+            yield name, weight.made_from(tensor, *low_rank) if is_merged else tensor
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the policy's logprobs of each sequence's tokens after its first.
@@ -239,7 +258,7 @@ def copy_for_export(published: PublishedPolicy, run: LearnerRun, model_path: Pat
 
 
 def _adapter(published: PublishedPolicy) -> Tensors:
-    state = get_peft_model_state_dict(published.model, dict(published.adapter()), ADAPTER_NAME)
+    state = get_peft_model_state_dict(published.model, dict(published.trained_tensors()), ADAPTER_NAME)
     return {
         f"base_model.model.{name}": tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in state.items()

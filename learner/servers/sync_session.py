@@ -1,6 +1,7 @@
 """Weight-sync sessions, from the learner's side: one collective with all workers of a set of servers.
 
-The first sync of a session carries rendezvous and manifest. In later syncs all sides are already joined.
+The first sync of a session carries rendezvous and manifest. In later syncs all sides are already joined, and
+a LoRA run sends only its adapter.
 Invariants: after any failure the session is closed and never used again. Its record of what the servers have
 is discarded with it. A server is in one open session at most.
 """
@@ -21,7 +22,7 @@ from protocol.messages import Manifest, PushBegin, Rendezvous, Welcome
 from protocol.transports.collective import Collective, load_transport
 from protocol.transports.group import RendezvousHost, address_towards
 from protocol.transports.transport import choose_transport, offered_transports, own_device_name
-from protocol.weights.buckets import NamedTensors, make_manifest, split_into_buckets
+from protocol.weights.buckets import NamedTensors, split_into_buckets
 from protocol.weights.delta import Baseline, send_changes
 from protocol.weights.dense import Progress, Sent, send_weights
 
@@ -44,6 +45,8 @@ class SyncSession:
         self.name = uuid.uuid4().hex[:8]
         self.server_ids = {member: welcome.server_id for member, welcome in servers.items()}
         self.manifest, self.rendezvous = manifest, rendezvous
+        self.carries = manifest
+        """Tensors of the next sync."""
         self.ranks: dict[Member, range] = {}
         first = 1
         for member, welcome in servers.items():
@@ -60,7 +63,7 @@ class SyncSession:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all weights on the wire."""
+        """Size of the next sync's weights on the wire."""
         return sum(bucket.num_bytes for bucket in self._buckets)
 
     def begin(self, member: Member, version: int) -> PushBegin:
@@ -68,7 +71,7 @@ class SyncSession:
         if self.collective is not None:
             return PushBegin(session=self.name, version=version)
         ranks = self.ranks[member]
-        rendezvous = msgspec.structs.replace(self.rendezvous, first_rank=ranks.start, num_workers=len(ranks))
+        rendezvous = msgspec.structs.replace(self.rendezvous, first_rank=ranks.start)
         return PushBegin(session=self.name, version=version, rendezvous=rendezvous, manifest=self.manifest)
 
     def join(self) -> None:
@@ -76,7 +79,7 @@ class SyncSession:
         self.collective = self._rendezvous_host.host_collective(self.name, self.rendezvous, self._device)
 
     def send(self, tensors: NamedTensors, progress: Progress) -> Sent:
-        """Send all weights, or only the changes since the session's last sync.
+        """Send what the sync carries, or only the changes since the session's last sync.
 
         Raises:
             PushError: The collective failed.
@@ -84,7 +87,10 @@ class SyncSession:
         assert self.collective is not None
         if self._baseline is not None:
             return send_changes(self.collective, self._buckets, tensors, self._baseline, progress)
-        return send_weights(self.collective, self._buckets, tensors, progress)
+        sent = send_weights(self.collective, self._buckets, tensors, progress)
+        if self.carries != (later := self.manifest.of_later_syncs()):
+            self.carries, self._buckets = later, split_into_buckets(later)
+        return sent
 
     def states(self, since: float) -> dict[int, RankState]:
         """Return what is known of all workers in a sync that started to join or send at `since`."""
@@ -158,13 +164,14 @@ class SyncSessions:
         """Routes by endpoint and server id."""
         self._open: list[SyncSession] = []
 
-    def groups(self, members: Sequence[Member]) -> tuple[list[list[Member]], dict[Member, Failure]]:
+    def groups(self, members: Sequence[Member], manifest: Manifest) -> tuple[list[list[Member]], dict[Member, Failure]]:
         """Return which servers can share a session, and why others cannot be synced."""
         groups: list[tuple[Route, list[str], list[Member]]] = []
         unfit: dict[Member, Failure] = {}
         for member in members:
             try:
                 welcome = _welcome(member)
+                _check_adapter(member.endpoint, welcome, manifest)
                 route = self._route(member.endpoint, welcome)
             except (PushError, ConfigError) as error:
                 unfit[member] = error
@@ -247,12 +254,10 @@ def _welcome(member: Member) -> Welcome:
     return member.welcome
 
 
-def manifest_of(tensors: NamedTensors, wire_dtype: torch.dtype, config: WeightSyncConfig) -> Manifest:
-    """Return the manifest for all sessions of a run, whose model never changes.
-
-    Raises:
-        ConfigError: The weights cannot be sent as configured.
-    """
-    return make_manifest(
-        tensors, wire_dtype, config.bucket_mib << 20, "delta" if config.compression == "delta" else "dense"
-    )
+def _check_adapter(endpoint: str, welcome: Welcome, manifest: Manifest) -> None:
+    if manifest.adapter is not None and manifest.adapter.rank > welcome.max_lora_rank:
+        raise ConfigError(
+            f"this run syncs its adapter of rank {manifest.adapter.rank} separately, and the server at {endpoint} "
+            f"supports a rank of up to {welcome.max_lora_rank}; set server.max_lora_rank = {manifest.adapter.rank} "
+            'there, or restart the learner with learner.weight_sync.lora = "merged"'
+        )

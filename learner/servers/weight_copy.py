@@ -37,6 +37,10 @@ class WeightCopy:
                 self._tensors[name] = mine
             mine.copy_(tensor.detach())
 
+    @property
+    def is_filled(self) -> bool:
+        return bool(self._tensors)
+
     def tensors(self) -> NamedTensors:
         return self._tensors.items()
 

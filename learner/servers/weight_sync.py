@@ -8,7 +8,7 @@ the learner. When one fails or is late, the others go on at once in a new sessio
 requests until a later sync of its own, which starts automatically after a pause. A sync has succeeded when
 one server has the weights. While no server has them, the sync is retried at once,
 `learner.weight_sync.max_attempts` times. With `learner.weight_sync.overlap_with_training`, a sync sends a copy
-of the weights from its own thread, one sync at a time.
+of the weights from its own thread, one sync at a time. sync_source.py decides what a sync sends.
 Invariant: servers that nobody waits for are not dropped as stragglers. Only `learner.weight_sync.timeout_s`
 limits their sync.
 """
@@ -18,16 +18,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from functools import partial
 
 import msgspec
-import torch
 
 from learner.config import WeightSyncConfig
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
-from learner.servers.sync_session import Failure, SyncSessions, manifest_of
-from learner.servers.weight_copy import WeightCopy, WeightSample
+from learner.servers.sync_session import Failure, SyncSessions
+from learner.servers.sync_source import SyncSource, Weights
+from learner.servers.weight_copy import WeightCopy
 from learner.servers.weight_transfer import PushReport, Stage, SyncAttempt
 from protocol.errors import ConfigError, PushError, PushIncomplete, SlipstreamError
 from protocol.messages import Manifest
@@ -38,22 +38,10 @@ WAIT_SLICE_S = 0.5
 SHUTTING_DOWN = "the learner is shutting down"
 LEAST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
 """Bounds of the pause after a failed sync. Each consecutive failure doubles the pause."""
-Tensors = Callable[[], NamedTensors]
+Tensors = Callable[..., NamedTensors]
+"""Source of a sync. With `adapter_alone`: only of the tensors that a later sync of a session carries."""
 CALL_TIMEOUT_S = 10.0
 """Maximum wait in seconds for the event loop, which may be stuck."""
-
-
-class Weights(Protocol):
-    """Source of the weights for a sync, such as policy/published.py."""
-
-    wire_dtype: torch.dtype
-    device: torch.device
-    copy_device: torch.device | None
-    """Device of the copy that `begin` makes. None: the device of each tensor."""
-
-    def tensors(self) -> NamedTensors:
-        """Yield (checkpoint name, tensor) layer by layer."""
-        ...
 
 
 class Round(msgspec.Struct, eq=False):
@@ -71,7 +59,7 @@ class WeightSync:
     """Weight sync to the servers of one fleet."""
 
     def __init__(self, fleet: Fleet, weights: Weights, config: WeightSyncConfig) -> None:
-        self._fleet, self._weights, self._config = fleet, weights, config
+        self._fleet, self._config = fleet, config
         self._sessions = SyncSessions(fleet.loop, config, weights.device)
         self._attempt: SyncAttempt | None = None
         """Attempt in progress."""
@@ -83,9 +71,9 @@ class WeightSync:
         """Reports of the last sync, by server."""
         self._newest: int | None = None
         """Last version that a server received."""
-        self._manifest: Manifest | None = None
+        self._source = SyncSource(weights, config)
+        self.sample = self._source.sample
         self._copy = WeightCopy(weights.wire_dtype, weights.copy_device)
-        self.sample = WeightSample(weights.wire_dtype)
         self._thread = ThreadPoolExecutor(1, "push")
         self._pending: Future[PushReport | None] | None = None
         self._report: PushReport | None = None
@@ -124,7 +112,7 @@ class WeightSync:
             PushIncomplete: The last server cannot take the weights.
         """
         self.wait()
-        return self._push_until_done(version, lambda: self.sample.watch(version, self._weights.tensors()), members)
+        return self._push_until_done(version, partial(self._source.tensors, version), members)
 
     def begin(self, version: int, when_done: Callable[[], object]) -> None:
         """Copy the weights and sync the copy in a thread, which then calls `when_done`.
@@ -132,10 +120,12 @@ class WeightSync:
         Raises the error of the previous sync.
         """
         self.wait()
-        self._copy.update(self.sample.watch(version, self._weights.tensors()))
+        # The frozen weights stay in the copy.
+        is_copied = self._source.has_adapter and self._copy.is_filled
+        self._copy.update(self._source.tensors(version, adapter_alone=is_copied))
 
         def push() -> PushReport | None:
-            report = self._push_until_done(version, self._copy.tensors)
+            report = self._push_until_done(version, self._copied_tensors)
             when_done()
             return report
 
@@ -183,6 +173,10 @@ class WeightSync:
         self._thread.shutdown()
         self._sessions.close_all()
 
+    def _copied_tensors(self, *, adapter_alone: bool) -> NamedTensors:
+        tensors = self._copy.tensors()
+        return self._source.of_adapter(tensors) if adapter_alone else tensors
+
     def _forget_gone(self) -> None:
         for member in [member for member in self._done.keys() | self._failures.keys() if member.is_gone]:
             self._done.pop(member, None)
@@ -222,14 +216,13 @@ class WeightSync:
 
     def _round(self, version: int, tensors: Tensors, members: list[Member]) -> Round:
         """Sync these servers: each gets the version or fails. One that was interrupted goes on in a new session."""
-        if self._manifest is None:
-            self._manifest = manifest_of(tensors(), self._weights.wire_dtype, self._config)
-        groups, unfit = self._sessions.groups(members)
+        manifest = self._source.manifest(members)
+        groups, unfit = self._sessions.groups(members, manifest)
         outcome = Round(failures=unfit)
         for group in groups:
             left = group
             while left:
-                self._attempt_at(left, version, tensors, self._manifest, outcome)
+                self._attempt_at(left, version, tensors, manifest, outcome)
                 left = [member for member in left if member not in outcome.reports | outcome.failures]
         return outcome
 
@@ -254,7 +247,7 @@ class WeightSync:
             attempt.end(SHUTTING_DOWN)
         reports: dict[Member, PushReport] = {}
         try:
-            reports, failures = attempt.run(tensors())
+            reports, failures = attempt.run(tensors(adapter_alone=session.carries.is_adapter_alone))
         finally:
             self._attempt = None
             for member in group:

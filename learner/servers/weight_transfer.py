@@ -93,7 +93,7 @@ class SyncAttempt:
         self._is_sending = False
 
     def run(self, tensors: NamedTensors) -> tuple[dict[Member, PushReport], dict[Member, Failure]]:
-        """Send all weights, and return the reports and the failures.
+        """Send the tensors that the session carries next, and return the reports and the failures.
 
         A server in neither was interrupted by the failure of others. After anything but a report of every server,
         the session must be closed. Errors of the tensors are raised.

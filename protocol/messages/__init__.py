@@ -39,6 +39,7 @@ from protocol.messages.handshake import (
 )
 from protocol.messages.parts import DTYPES, Message, Part
 from protocol.messages.push import (
+    AdapterSpec,
     Manifest,
     PushAbort,
     PushBegin,
@@ -56,6 +57,7 @@ __all__ = [
     "MAX_TRIAL_BYTES",
     "PROTOCOL_VERSION",
     "Ack",
+    "AdapterSpec",
     "Cancel",
     "Completion",
     "Farewell",

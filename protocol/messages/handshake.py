@@ -68,6 +68,8 @@ class Welcome(Message):
     num_replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
     """Number of copies of the model, each with its share of the workers. vLLM chooses the replica for a
     group. A Score names its replica by number."""
+    max_lora_rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    """Maximum rank of a LoRA adapter that a weight sync may bring separately. 0: only full weights."""
 
 
 class Refused(Message, omit_defaults=True):  # lets a learner of another protocol version read the reason

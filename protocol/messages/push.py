@@ -26,6 +26,17 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
 
 
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LoRA adapter of a weight sync: the last tensors of the manifest.
+
+    Their names are those of the adapted layers in the checkpoint, with `.lora_A.weight` and `.lora_B.weight`.
+    B contains the adapter's scale, so the layer computes W x + B (A x).
+    """
+
+    rank: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+    num_tensors: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tensors of a weight sync in the order of their bytes, layer by layer."""
 
@@ -33,6 +44,33 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     bucket_bytes: Size
     wire: Literal["dense", "delta"] = "dense"
     """Encoding of the weights. dense: all bytes; delta: changes since the last weight sync of the session."""
+    adapter: AdapterSpec | None = None
+    """Adapter that is sent separately from the frozen weights. The first weight sync of the session then
+    carries all tensors, and each later one only the adapter's."""
+
+    def __post_init__(self) -> None:
+        if self.adapter is None:
+            return
+        if self.adapter.num_tensors > len(self.tensors):
+            raise ValueError(f"the adapter has {self.adapter.num_tensors} of {len(self.tensors)} tensors")
+        if self.wire != "dense":
+            raise ValueError(f"the encoding of a manifest with an adapter is {self.wire}, expected dense")
+
+    @property
+    def adapter_names(self) -> frozenset[str]:
+        """Names of the adapter's tensors, if any."""
+        num_tensors = 0 if self.adapter is None else self.adapter.num_tensors
+        return frozenset(spec.name for spec in self.tensors[len(self.tensors) - num_tensors :])
+
+    @property
+    def is_adapter_alone(self) -> bool:
+        return self.adapter is not None and self.adapter.num_tensors == len(self.tensors)
+
+    def of_later_syncs(self) -> "Manifest":
+        """Return what every weight sync of the session after the first one carries."""
+        if self.adapter is None:
+            return self
+        return msgspec.structs.replace(self, tensors=self.tensors[-self.adapter.num_tensors :])
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,8 +86,6 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     world_size: int
     first_rank: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Rank of the server's first worker."""
-    num_workers: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Number of the server's workers."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     secret: bytes | None = None
     """Secret by which the transport admits a rank, so it travels only here. None if the transport has none."""

@@ -96,7 +96,7 @@ class RendezvousHost:
         secret = load_transport(transport).new_secret(self._store, 1 + num_workers, self._timeout_s)
         return Rendezvous(
             transport=transport, host=self._advertised, port=self._store.port, world_size=1 + num_workers,
-            num_workers=num_workers, timeout_s=self._timeout_s, secret=secret,
+            timeout_s=self._timeout_s, secret=secret,
         )  # fmt: skip
 
     def report_of(self, session: str, rank: int) -> tuple[RankReport, float] | None:

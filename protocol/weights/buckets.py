@@ -21,7 +21,7 @@ import msgspec
 import torch
 import xxhash
 
-from protocol.messages import Manifest, TensorSpec
+from protocol.messages import AdapterSpec, Manifest, TensorSpec
 
 ALIGNMENT_BYTES = 16
 """Alignment of the start of every tensor, so that a view of any dtype is legal."""
@@ -100,9 +100,13 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 def make_manifest(
-    tensors: NamedTensors, wire_dtype: torch.dtype, bucket_bytes: int, wire: Literal["dense", "delta"] = "dense"
+    tensors: NamedTensors,
+    wire_dtype: torch.dtype,
+    bucket_bytes: int,
+    wire: Literal["dense", "delta"] = "dense",
+    adapter: AdapterSpec | None = None,
 ) -> Manifest:
-    """Return the manifest of tensors, in their order."""
+    """Return the manifest of tensors, in their order. The last ones are those of `adapter`."""
     specs = tuple(
         TensorSpec(
             name=name,
@@ -111,7 +115,7 @@ def make_manifest(
         )
         for name, tensor in tensors
     )
-    return Manifest(tensors=specs, bucket_bytes=bucket_bytes, wire=wire)
+    return Manifest(tensors=specs, bucket_bytes=bucket_bytes, wire=wire, adapter=adapter)
 
 
 def dtype_on_wire(tensor: torch.Tensor, wire_dtype: torch.dtype) -> torch.dtype:

@@ -44,6 +44,7 @@ class Trainer:
     """A model with real optimizer steps on random tokens."""
 
     wire_dtype, device, copy_device = torch.float32, CPU, None
+    adapter = why_merged = None
 
     def __init__(self, model: PreTrainedModel, num_tokens: int) -> None:
         self.model, self._num_tokens = model, num_tokens

@@ -21,7 +21,7 @@ from safetensors.torch import save
 
 import learner.evaluation.results
 import learner.servers.fleet
-import learner.servers.sync_session
+import learner.servers.sync_source
 import learner.storage.retention
 import learner.storage.writer
 import protocol.transports.tcp
@@ -114,8 +114,8 @@ def _set_traps(traps: Traps) -> None:
             return super().start_broadcast(tensor)
 
     protocol.transports.tcp.TcpCollective = TrappedCollective  # type: ignore[misc]
-    learner.servers.sync_session.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
-        tensors, dtype, BUCKET_BYTES, wire
+    learner.servers.sync_source.make_manifest = lambda tensors, dtype, _, wire, adapter: make_manifest(
+        tensors, dtype, BUCKET_BYTES, wire, adapter
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from deploy import colocate
-from deploy.arguments import Launch, evaluation_flags, flags_by_section
+from deploy.arguments import Launch, adapter_flags, evaluation_flags, flags_by_section
 from deploy.colocate import shared_gpu_note, with_cores
 from deploy.placement import DeployConfig
 from protocol.errors import ConfigError
@@ -64,6 +64,23 @@ def test_a_learner_that_evaluates_gets_the_port_that_a_flag_gave_the_server() ->
     assert evaluation_flags(elsewhere, a_server(http_port=9000)) == ()
     with pytest.raises(ConfigError, match=r"with server.http_port = 0: an evaluation sends its requests"):
         evaluation_flags(evaluating, a_server(http_port=0))
+
+
+@pytest.mark.parametrize(
+    ("learner", "of_file", "server", "expected"),
+    [
+        ({"lora": {"rank": 8}}, {}, {}, "8"),
+        ({"lora": {"rank": 8}}, {"lora": {"rank": 8}}, {}, None),
+        ({"lora": {"rank": 8}, "weight_sync": {"lora": "merged"}}, {"lora": {"rank": 8}}, {}, "0"),
+        ({"lora": {"rank": 8}}, {}, {"max_lora_rank": 16}, None),
+        ({}, {}, {}, None),
+    ],
+)
+def test_a_server_learns_of_an_adapter_that_only_the_flags_of_the_learner_have(
+    learner: dict, of_file: dict, server: dict, expected: str | None
+) -> None:
+    flags = adapter_flags(a_learner(**learner), msgspec.structs.replace(a_server(**server), learner=of_file))
+    assert flags == (() if expected is None else ("--server.max-lora-rank", expected))
 
 
 def test_several_ranks_know_each_other_and_only_a_learner_that_was_started_is_resumed(

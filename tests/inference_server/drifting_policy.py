@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from protocol.messages import Completion
+from protocol.messages import AdapterSpec, Completion
 from tests.inference_server import tiny_gpt2
 
 TURN_RAD = 0.05
@@ -36,6 +36,9 @@ def tiny_model(kind: Literal["qwen2", "llama"]) -> PreTrainedModel:
 class DriftingPolicy:
     """All versions of one model's weights."""
 
+    adapter: AdapterSpec | None = None
+    """What `sent` ends with."""
+
     def __init__(self, kind: Literal["qwen2", "llama"]) -> None:
         torch.manual_seed(0)
         self.skeleton = tiny_model(kind)
@@ -51,6 +54,10 @@ class DriftingPolicy:
         """Return the version's weights by checkpoint name, layer by layer, without a tied head."""
         cos, sin = math.cos(TURN_RAD * version), math.sin(TURN_RAD * version)
         return [(name, center + cos * one + sin * other) for name, center, one, other in self._parts]
+
+    def sent(self, version: int, *, again: bool) -> list[tuple[str, torch.Tensor]]:
+        """Return what a push of the version sends, in a new session or `again` in the one there is."""
+        return self.tensors(version)
 
     def model(self, version: int) -> PreTrainedModel:
         return with_weights(self.skeleton, self.tensors(version))
@@ -70,6 +77,43 @@ class DriftingPolicy:
             start = end
         logprobs_TV = torch.cat(logits).log_softmax(-1)
         return logprobs_TV.gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0].numpy()
+
+
+class DriftingAdapter(DriftingPolicy):
+    """The same model where only an adapter drifts: weights of version 0, and A and B of all linear layers."""
+
+    def __init__(self, kind: Literal["qwen2", "llama"], rank: int = 3, targets: str = "_proj.weight") -> None:
+        super().__init__(kind)
+        self.frozen = dict(super().tensors(0))
+        layers = [name for name in self.frozen if name.endswith(targets)]
+        self._pairs = {
+            name: [torch.randn(shape) * SPREAD for shape in ((rank, num_inputs), (num_outputs, rank)) for _ in "12"]
+            for name in layers
+            for num_outputs, num_inputs in [self.frozen[name].shape]
+        }
+        self.adapter = AdapterSpec(rank=rank, num_tensors=2 * len(layers))
+
+    def adapter_tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        """Return A and B of each layer. B is zero at version 0, as at the start of a training."""
+        turn = TURN_RAD * version
+        tensors = []
+        for name, (a, other_a, b, other_b) in self._pairs.items():
+            stem = name.removesuffix(".weight")
+            tensors.append((f"{stem}.lora_A.weight", math.cos(turn) * a + math.sin(turn) * other_a))
+            tensors.append((f"{stem}.lora_B.weight", math.sin(turn) * b + (1 - math.cos(turn)) * other_b))
+        return tensors
+
+    def sent(self, version: int, *, again: bool) -> list[tuple[str, torch.Tensor]]:
+        return ([] if again else list(self.frozen.items())) + self.adapter_tensors(version)
+
+    def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        """Return the merged weights, which the adapter's must equal."""
+        adapter = dict(self.adapter_tensors(version))
+        merged = dict(self.frozen)
+        for name in self._pairs:
+            stem = name.removesuffix(".weight")
+            merged[name] = merged[name] + adapter[f"{stem}.lora_B.weight"] @ adapter[f"{stem}.lora_A.weight"]
+        return list(merged.items())
 
 
 def with_weights(model: PreTrainedModel, tensors: list[tuple[str, torch.Tensor]]) -> PreTrainedModel:

@@ -51,11 +51,11 @@ async def push(
     again: bool = False, wire: Literal["dense", "delta"] = "dense",
 ) -> PushDone:  # fmt: skip
     """Push a version of the policy in a new session, or in the current one with `again`."""
-    tensors = policy.tensors(version)
+    tensors = policy.sent(version, again=again)
     if again:
         outcome, checksum = await learner.push_again(version, tensors)
     else:
-        outcome, checksum = await learner.push(version, tensors, bucket_bytes, wire)
+        outcome, checksum = await learner.push(version, tensors, bucket_bytes, wire, policy.adapter)
     assert isinstance(outcome, PushDone), outcome.message
     assert (outcome.version, outcome.checksum) == (version, checksum)
     return outcome

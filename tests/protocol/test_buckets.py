@@ -1,7 +1,9 @@
-"""The memory of buckets: lent again when nothing refers to it, and not before."""
+"""The memory of buckets: lent again when nothing refers to it, and not before; and manifests with an adapter."""
 
+import pytest
 import torch
 
+from protocol.messages import AdapterSpec
 from protocol.weights.buckets import BucketMemory, make_manifest
 
 CPU = torch.device("cpu")
@@ -44,6 +46,25 @@ def test_a_loan_has_the_bytes_asked_for_and_may_outlive_the_memory_it_came_from(
     del memory
     buffer.fill_(3)
     assert buffer.tolist() == [3] * 10
+
+
+def test_later_syncs_of_a_session_carry_the_last_tensors_where_those_are_an_adapter() -> None:
+    tensors = [(name, torch.zeros(4)) for name in ("frozen", "more", "a", "b")]
+    whole = make_manifest(tensors, torch.float32, 1 << 20)
+    assert whole.of_later_syncs() == whole and not whole.is_adapter_alone and not whole.adapter_names
+    first = make_manifest(tensors, torch.float32, 1 << 20, adapter=AdapterSpec(rank=2, num_tensors=2))
+    later = first.of_later_syncs()
+    assert first.adapter_names == later.adapter_names == {"a", "b"}
+    assert [spec.name for spec in later.tensors] == ["a", "b"]
+    assert later.is_adapter_alone and not first.is_adapter_alone and later.of_later_syncs() == later
+
+
+def test_a_manifest_with_more_adapter_than_tensors_or_changes_of_an_adapter_is_malformed() -> None:
+    tensors = [("a", torch.zeros(4))]
+    with pytest.raises(ValueError, match="the adapter has 2 of 1 tensors"):
+        make_manifest(tensors, torch.float32, 1 << 20, adapter=AdapterSpec(rank=2, num_tensors=2))
+    with pytest.raises(ValueError, match="is delta, expected dense"):
+        make_manifest(tensors, torch.float32, 1 << 20, "delta", AdapterSpec(rank=2, num_tensors=1))
 
 
 def test_an_empty_bucket_needs_no_memory() -> None:

@@ -8,17 +8,28 @@ import msgspec
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from accelerate import Accelerator
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from learner.config import LoraConfig
 from learner.forward.logprobs import token_logprobs
 from learner.policy import lora
 from learner.policy.lora import add_adapter, delta
 from learner.policy.model import load_policy
+from learner.policy.published import PublishedPolicy
 from learner.policy.snapshot import trainable
 from learner.train import train
 from protocol.errors import ConfigError, ParityError
+from protocol.messages import AdapterSpec
 from protocol.model_files import resolve_model
+from protocol.weights.buckets import make_manifest, split_into_buckets
 from tests.learner.model_engine import tiny_server
 from tests.learner.policy.tiny_policy import a_batch, merged_tensors
 from tests.learner.runs import make_run, seeded
@@ -69,6 +80,50 @@ def test_what_is_pushed_is_what_peft_itself_merges(kind: str) -> None:
     torch.testing.assert_close(merged(ids).logits, policy(ids).logits, atol=1e-5, rtol=1e-5)
     for name, parameter in policy.named_parameters():
         assert torch.equal(parameter, unmerged[name])
+
+
+def published(policy: PreTrainedModel) -> PublishedPolicy:
+    return PublishedPolicy(Accelerator(cpu=True), policy, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama_tied", "llama_untied"])
+def test_frozen_weights_and_an_adapter_sent_alone_add_up_to_what_is_pushed_merged(kind: str) -> None:
+    base, policy = with_adapter(kind)
+    sent = published(policy)
+    frozen, adapter, merged = map(dict, (sent.frozen_tensors(), sent.adapter_tensors(), sent.tensors()))
+    assert list(frozen) == list(merged)
+    assert all(torch.equal(tensor, base.state_dict()[name]) for name, tensor in frozen.items())
+    assert sent.adapter == AdapterSpec(rank=4, num_tensors=len(adapter)) and sent.why_merged is None
+    for name in [name.removesuffix(".lora_A.weight") for name in adapter if name.endswith(".lora_A.weight")]:
+        change = adapter.pop(f"{name}.lora_B.weight") @ adapter.pop(f"{name}.lora_A.weight")
+        weight = frozen.pop(f"{name}.weight")
+        summed = weight + (change.T if kind == "gpt2" else change)
+        torch.testing.assert_close(summed, merged[f"{name}.weight"], atol=1e-6, rtol=0)
+        assert not torch.equal(weight, merged[f"{name}.weight"])
+    assert not adapter and all(torch.equal(tensor, merged[name]) for name, tensor in frozen.items())
+
+
+def test_an_adapter_of_the_lm_head_is_only_sent_merged() -> None:
+    _, policy = with_adapter("llama_untied", LoraConfig(rank=2, target_modules=("q_proj", "lm_head")))
+    assert published(policy).why_merged == "learner.lora.target_modules contains the LM head (lm_head)"
+
+
+def test_rank_16_on_all_layers_of_half_a_billion_weights_is_less_than_2_percent_of_them() -> None:
+    config = Qwen2Config(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        policy = Qwen2ForCausalLM(config)
+        add_adapter(policy, LoraConfig(rank=16), seed=0)
+    sent = published(policy)
+    tensors = [*sent.frozen_tensors(), *sent.adapter_tensors()]
+    manifest = make_manifest(tensors, torch.bfloat16, 256 << 20, "dense", sent.adapter)
+    later, whole = (
+        sum(bucket.num_bytes for bucket in split_into_buckets(one))
+        for one in (manifest.of_later_syncs(), make_manifest(sent.tensors(), torch.bfloat16, 256 << 20))
+    )
+    assert 0.017 < later / whole < 0.02
 
 
 def test_the_adapter_starts_as_nothing_and_alone_has_gradients() -> None:

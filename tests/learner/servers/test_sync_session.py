@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -15,6 +16,7 @@ from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import Member
 from learner.servers.sync_session import SyncSession, SyncSessions
 from protocol.errors import ConfigError, PushError
+from protocol.messages import AdapterSpec
 from protocol.transports.group import RendezvousHost
 from protocol.weights.buckets import make_manifest
 from tests.protocol.local_ranks import Waiting
@@ -31,8 +33,9 @@ class Server:
     def __init__(self, endpoint: str, devices: list[str], transports: list[str]) -> None:
         self.endpoint, self.link = endpoint, SimpleNamespace(connected=False)
         self.welcome: Any = SimpleNamespace(
-            server_id=f"at {endpoint}", num_workers=len(devices), devices=devices, transports=transports
-        )
+            server_id=f"at {endpoint}", num_workers=len(devices), devices=devices, transports=transports,
+            max_lora_rank=0,
+        )  # fmt: skip
 
 
 def member(endpoint: str, devices: list[str], transports: list[str]) -> Member:
@@ -56,15 +59,21 @@ def test_servers_that_one_collective_can_connect_share_a_session(
     monkeypatch.setattr("learner.servers.sync_session.offered_transports", lambda: all_of_them)
     members = [member(endpoint, devices, all_of_them) for endpoint, devices in servers.items()]
     sessions = SyncSessions(cast(LoopThread, None), WeightSyncConfig(), CPU)
-    assert sessions.groups(members) == ([[members[index] for index in group] for group in groups], {})
+    assert sessions.groups(members, MANIFEST) == ([[members[index] for index in group] for group in groups], {})
 
 
-def test_a_server_that_is_gone_or_cannot_be_sent_to_is_in_no_group() -> None:
+def test_a_server_that_is_gone_or_cannot_be_sent_to_or_cannot_apply_the_adapter_is_in_no_group() -> None:
     fit, unfit = member("tcp://127.0.0.1:1", ["cpu"], ["tcp"]), member("tcp://127.0.0.1:2", ["cpu"], ["pigeon"])
     gone = member("tcp://127.0.0.1:3", ["cpu"], ["tcp"])
     cast(Any, gone).welcome = None
-    groups, why = SyncSessions(cast(LoopThread, None), WeightSyncConfig(), CPU).groups([unfit, gone, fit])
+    sessions = SyncSessions(cast(LoopThread, None), WeightSyncConfig(), CPU)
+    groups, why = sessions.groups([unfit, gone, fit], MANIFEST)
     assert groups == [[fit]] and isinstance(why[unfit], ConfigError) and "no server is connected" in str(why[gone])
+    adapted = msgspec.structs.replace(MANIFEST, adapter=AdapterSpec(rank=4, num_tensors=1))
+    groups, why = sessions.groups([fit], adapted)
+    assert groups == [] and isinstance(why[fit], ConfigError) and "set server.max_lora_rank = 4 there" in str(why[fit])
+    cast(Any, fit).welcome.max_lora_rank = 4
+    assert sessions.groups([fit], adapted) == ([[fit]], {})
 
 
 def test_workers_have_their_ranks_in_the_order_of_the_servers_and_a_session_is_of_exactly_its_servers() -> None:
@@ -72,10 +81,7 @@ def test_workers_have_their_ranks_in_the_order_of_the_servers_and_a_session_is_o
     sessions = SyncSessions(cast(LoopThread, None), WeightSyncConfig(), CPU)
     session = sessions.of([one, other], MANIFEST)
     begins = [session.begin(each, 7).rendezvous for each in (one, other)]
-    assert [(begin.first_rank, begin.num_workers, begin.world_size) for begin in begins if begin] == [
-        (1, 2, 6),
-        (3, 3, 6),
-    ]
+    assert [(begin.first_rank, begin.world_size) for begin in begins if begin] == [(1, 6), (3, 6)]
     assert sessions.of([one, other], MANIFEST) is session
     alone = sessions.of([other], MANIFEST)
     assert alone is not session

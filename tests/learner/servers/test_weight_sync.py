@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -16,8 +17,9 @@ from inference_server.engine.interface import PushOrder, WorkerReport
 from learner.servers.fleet import Fleet
 from learner.servers.weight_sync import WeightSync
 from protocol.errors import DeadlineExceeded, PushError, PushIncomplete
+from protocol.messages import AdapterSpec
 from protocol.weights.buckets import NamedTensors
-from tests.fakes import ScriptedEngine, ServerThread, report
+from tests.fakes import LIMITS, ScriptedEngine, ServerThread, report
 from tests.learner.servers.fleets import a_fleet
 from tests.waiting import TIMEOUT_S, until
 
@@ -29,7 +31,7 @@ NEVER_S = 600.0
 class Weights:
     """All of one value."""
 
-    wire_dtype, device = torch.float32, torch.device("cpu")
+    wire_dtype, device, adapter, why_merged = torch.float32, torch.device("cpu"), None, None
     copy_device: torch.device | None = None
 
     def __init__(self) -> None:
@@ -40,6 +42,26 @@ class Weights:
         self.num_read += 1
         yield "a", self.tensor
         yield "b", self.tensor[0]
+
+    def frozen_tensors(self) -> NamedTensors:
+        raise AssertionError("there is no adapter")
+
+    adapter_tensors = frozen_tensors
+
+
+class AdaptedWeights(Weights):
+    """With an adapter of its own value beside those that are frozen."""
+
+    def __init__(self, why_merged: str | None = None) -> None:
+        super().__init__()
+        self.adapter, self.why_merged = AdapterSpec(rank=4, num_tensors=2), why_merged  # type: ignore[assignment]
+        self.pair = torch.zeros(4, 3)
+
+    frozen_tensors = Weights.tensors
+
+    def adapter_tensors(self) -> NamedTensors:
+        yield "a.lora_A.weight", self.pair
+        yield "a.lora_B.weight", self.pair.T
 
 
 def failures_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -55,8 +77,9 @@ def value_at(engine: ScriptedEngine) -> float:
 
 @contextmanager
 def syncing(
-    tmp_path: Path, *engines: ScriptedEngine, connect_timeout_s: float = TIMEOUT_S, **weight_sync: Any
-) -> Iterator[tuple[WeightSync, Weights, Fleet]]:
+    tmp_path: Path, *engines: ScriptedEngine, connect_timeout_s: float = TIMEOUT_S, weights: Weights | None = None,
+    **weight_sync: Any,
+) -> Iterator[tuple[WeightSync, Weights, Fleet]]:  # fmt: skip
     """Syncs of a fleet on servers with these engines, which have version 0."""
     settings = {"timeout_s": 20.0} | weight_sync
     with ExitStack() as cleanup:
@@ -65,7 +88,7 @@ def syncing(
             a_fleet(tmp_path, *endpoints, connect_timeout_s=connect_timeout_s, weight_sync=settings)
         )
         until(lambda: len(fleet.connected()) == len(engines))
-        weights = Weights()
+        weights = weights or Weights()
         sync = WeightSync(fleet, weights, fleet._run.learner.weight_sync)
         cleanup.callback(sync.close)
         assert sync.push(0) is not None
@@ -108,7 +131,7 @@ def test_a_sync_whose_weights_cannot_be_read_leaves_no_server_waiting(tmp_path: 
     one, other = ScriptedEngine(), ScriptedEngine()
     with syncing(tmp_path, one, other) as (sync, weights, fleet):
 
-        def broken() -> NamedTensors:
+        def broken(*, adapter_alone: bool) -> NamedTensors:
             yield "a", weights.tensor + 1
             raise ZeroDivisionError
 
@@ -336,3 +359,103 @@ def test_servers_that_are_equally_slow_are_waited_for(tmp_path: Path, point: str
             engine.may_go_on.set()
         sync.wait()
         assert sync.holders(1) == fleet.connected() and [len(engine.orders) for engine in engines] == [2, 2]
+
+
+FROZEN, PAIR = {"a", "b"}, {"a.lora_A.weight", "a.lora_B.weight"}
+
+
+def of_rank(max_lora_rank: int) -> ScriptedEngine:
+    return ScriptedEngine(limits=msgspec.structs.replace(LIMITS, max_lora_rank=max_lora_rank))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_session_brings_the_frozen_weights_once_and_then_the_adapter_alone(tmp_path: Path, overlap: bool) -> None:
+    one, other, weights = of_rank(4), of_rank(8), AdaptedWeights()
+    with syncing(tmp_path, one, other, weights=weights) as (sync, _, fleet):
+        assert one.weights.keys() == other.weights.keys() == FROZEN | PAIR
+        for version in (1, 2):
+            weights.pair += 1
+            if overlap:
+                sync.begin(version, lambda: None)
+                weights.pair += 100
+                sync.wait()
+                weights.pair -= 100
+                report = sync.pop_report()
+            else:
+                report = sync.push(version)
+            assert report is not None
+            assert report.num_bytes == 2 * weights.pair.nbytes + 16  # the trailer is 16 bytes
+            for engine in (one, other):
+                assert engine.weights.keys() == PAIR and value_at(engine) == version
+                assert engine.calls[-5:] == ["stage_push", "pause", "load_push", f"set_version {version}", "resume"]
+        assert sync.holders(2) == fleet.connected() and sync.sample.changed_frac(2, torch.float32) == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_new_session_brings_the_frozen_weights_to_all_of_its_servers(tmp_path: Path, overlap: bool) -> None:
+    one, other, weights = of_rank(4), of_rank(4), AdaptedWeights()
+    with syncing(tmp_path, one, other, weights=weights) as (sync, _, fleet):
+
+        def push(version: int) -> None:
+            weights.pair += 1
+            if overlap:
+                sync.begin(version, lambda: None)
+                sync.wait()
+            else:
+                assert sync.push(version) is not None
+
+        def has(engine: ScriptedEngine, names: set[str], value: float) -> bool:
+            return engine.weights.keys() == names and float(engine.weights["a.lora_B.weight"][0, 0]) == value
+
+        push(1)
+        one.scripted_reports = [FAILED]
+        push(2)
+        assert has(other, FROZEN | PAIR, 2), "interrupted by the failure, and alone in a session after that"
+        push(3)
+        assert has(other, PAIR, 3)
+        (behind,) = [member for member in fleet.members if member not in sync.holders(3)]
+        until(lambda: behind in sync.joiners())
+        assert sync.push(3, [behind]) is not None
+        assert has(one, FROZEN | PAIR, 3) and other.orders[-1].session != one.orders[-1].session
+        push(4)
+        assert has(one, FROZEN | PAIR, 4) and has(other, FROZEN | PAIR, 4), "in a session of both"
+        push(5)
+        assert has(one, PAIR, 5) and has(other, PAIR, 5)
+        assert other.orders[-1].session == one.orders[-1].session
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why_merged", "lora", "expected"),
+    [
+        ((4, 3), None, "adapter", "supports a rank of up to 3; set server.max_lora_rank = 4 there"),
+        ((4, 4), "it adapts something", "adapter", "merged with the adapter: it adapts something"),
+        ((4, 4), None, "merged", ""),
+    ],
+)
+def test_all_servers_get_merged_weights_if_one_cannot_apply_the_adapter_or_on_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ranks: tuple[int, ...], why_merged: str | None, lora: str,
+    expected: str,
+) -> None:  # fmt: skip
+    caplog.set_level("INFO", "learner")
+    engines = [of_rank(rank) for rank in ranks]
+    with syncing(tmp_path, *engines, weights=AdaptedWeights(why_merged), lora=lora) as (sync, _, _):
+        assert sync.push(1) is not None
+        assert [engine.weights.keys() for engine in engines] == [FROZEN, FROZEN]
+    notes = [message for message in caplog.messages if message.startswith("weight syncs send")]
+    assert len(notes) == (expected != "") and all(expected in note for note in notes)
+
+
+def test_a_server_without_adapters_that_comes_later_is_left_out_with_the_key_to_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as cleanup:
+        endpoints = [cleanup.enter_context(ServerThread(of_rank(rank))).endpoint for rank in (4, 0)]
+        fleet = cleanup.enter_context(a_fleet(tmp_path, *endpoints, weight_sync={"timeout_s": 20.0}))
+        until(lambda: len(fleet.connected()) == 2)
+        able, unable = fleet.members
+        sync = WeightSync(fleet, AdaptedWeights(), fleet._run.learner.weight_sync)
+        cleanup.callback(sync.close)
+        assert sync.push(0, [able]) is not None
+        assert sync.push(0, [unable]) is None
+        assert sync.holders(0) == [able] and unable.is_gone
+    assert "supports a rank of up to 0; set server.max_lora_rank = 4 there" in caplog.text

@@ -3,7 +3,7 @@
 import math
 import weakref
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +96,17 @@ def a_trainer(accelerator: Accelerator, dtype: str = "float32", **learner: Any) 
 
 
 def pushed(trainer: PolicyTrainer, when: str) -> dict[str, torch.Tensor]:
-    """The weights that would be pushed; on rank 0."""
-    with trainer.published.led():
+    """The weights that would be pushed, merged and apart from their adapter; on rank 0."""
+    published = trainer.published
+    with published.led():
         if not trainer.accelerator.is_main_process:
             return {}
-        return {
-            f"{when}/{name}": tensor.detach().to(dtype_on_wire(tensor, trainer.published.wire_dtype), copy=True)
-            for name, tensor in trainer.published.tensors()
-        }
+        found = {f"{when}/{name}": tensor for name, tensor in published.tensors()}
+        if published.adapter is not None:
+            apart = chain(published.frozen_tensors(), published.adapter_tensors())
+            found |= {f"{when}/apart/{name}": tensor for name, tensor in apart}
+        wire_dtype = published.wire_dtype
+        return {name: one.detach().to(dtype_on_wire(one, wire_dtype), copy=True) for name, one in found.items()}
 
 
 def train(accelerator: Accelerator, settings: dict[str, Any], directory: Path) -> dict[str, Any]:
