@@ -137,9 +137,11 @@ class ScriptedLearner:
             PushBegin(session=self.session, version=version, rendezvous=rendezvous, manifest=self._manifest)
         )
         await self.receive(PushReady)
-        self.collective = await asyncio.to_thread(
+        joined = await asyncio.to_thread(
             self._rendezvous_host.host_collective, self.session, rendezvous, torch.device("cpu")
         )
+        self.close_collective()
+        self.collective = joined
 
     async def begin_push_again(self, version: int) -> None:
         """Start a push in the current session. Return when the server is ready."""
