@@ -1,4 +1,4 @@
-"""A whole run at an IPv6 address, with keys: messages, and weight syncs over gloo."""
+"""A whole run at an IPv6 address, with keys: messages, and weight syncs over TCP."""
 
 from pathlib import Path
 

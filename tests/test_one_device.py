@@ -37,7 +37,7 @@ CLOSE = {"float32": 1e-4, "bfloat16": 0.05}
 @pytest.mark.parametrize(
     ("device", "transport"),
     [
-        pytest.param("cpu", "gloo", marks=pytest.mark.system),
+        pytest.param("cpu", "tcp", marks=pytest.mark.system),
         pytest.param("cuda", "ipc", marks=pytest.mark.gpu),
         pytest.param("cuda", "nccl", marks=pytest.mark.gpu),
     ],

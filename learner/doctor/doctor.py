@@ -287,7 +287,7 @@ def pushed_bytes(run: LearnerRun) -> int | None:
 def resources(run: LearnerRun) -> Iterator[Finding]:
     """Check memory and disk for the ranks that `deploy` places on this node, or for one.
 
-    docs/memory.md has the formulas.
+    docs/memory-formulas.md has the formulas.
     """
     try:
         path = local_model(run.model)

@@ -1,6 +1,6 @@
 """Estimate the memory that a model needs on both sides, from its shape and the config, before loading it.
 
-Pure. Each part is a short formula that can be checked against tensors. docs/memory.md explains the formulas.
+Pure. Each part is a short formula that can be checked against tensors. docs/memory-formulas.md explains them.
 Two things are not counted: CUDA's own memory of about 1 GB, and the allocator's loss between blocks.
 """
 

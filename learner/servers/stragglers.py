@@ -34,9 +34,11 @@ def late_ranks(
         parents: Rank that sends to each worker, in a chain. Empty for a collective that is none.
         blocked_at_learner: Time for which each worker has taken no byte from the learner, in a chain.
     """
-    late = {rank for rank, state in ranks.items() if max(state.silent_s, state.loading_s) > patience_s}
-    if late:
-        return late
+    standing_s = {rank: max(state.silent_s, state.loading_s) for rank, state in ranks.items()}
+    if max(standing_s.values()) > patience_s:
+        # Ranks that stand still since about the same time are equally late.
+        return {rank for rank, time_s in standing_s.items() if time_s > patience_s / 2}
+    late: set[int] = set()
     for rank, parent in parents.items():
         held_up_s = blocked_at_learner.get(rank, 0.0) if parent == 0 else ranks[parent].blocked_s
         # A rank that is held up by the next one was so before the one before it.

@@ -5,7 +5,7 @@
                                                                              DIR/gpu.md: one table of all sides ◀──────┘
 
 A side that is measured in another call, with the same --out, keeps its column. `--device cpu` runs all of it without a GPU: weight
-syncs over gloo, TRL generating with transformers, and the peak is the measured rate of large matrix products.
+syncs over TCP, TRL generating with transformers, and the peak is the measured rate of large matrix products.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SIZES = {"small": SMALL, "0.5b": HALF_B, "1.5b": ONE_AND_A_HALF_B}
 DIGITS = "0123456789"
 NUM_PROMPTS = 2048
 TRL = "trl"
-SIDES = {"cpu": ["gloo", TRL], "cuda": ["ipc", "nccl", TRL]}
+SIDES = {"cpu": ["tcp", TRL], "cuda": ["ipc", "nccl", TRL]}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"size": "small", "steps": 8, "groups": 4, "group_size": 4, "prompt": 12, "max_tokens": 16},
     "cuda": {"size": "0.5b", "steps": 20, "groups": 32, "group_size": 8, "prompt": 64, "max_tokens": 512},

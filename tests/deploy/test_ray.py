@@ -65,7 +65,7 @@ def test_each_rank_reserves_a_gpu_and_each_server_one_per_worker_unless_there_ar
 
 def test_a_rank_gets_what_torchrun_sets_and_the_gpus_of_all_ranks_of_its_node() -> None:
     hosts = [NODE_A[0], NODE_B, NODE_A[1]]
-    first, second, third = (rank_environment(rank, hosts, sharded=False) for rank in range(3))
+    first, second, third = (rank_environment(rank, hosts) for rank in range(3))
     assert first == {
         "CUDA_VISIBLE_DEVICES": "3,7", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "20001",

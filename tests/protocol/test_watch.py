@@ -1,5 +1,6 @@
 """The watch over a transfer: what ends it, and what it leaves alone. A host that vanishes: tests/test_two_hosts.py."""
 
+import re
 import socket
 import struct
 import threading
@@ -33,7 +34,9 @@ def hosted() -> Iterator[RendezvousHost]:
 def test_a_transfer_ends_when_the_learner_is_gone(hosted: RendezvousHost) -> None:
     rendezvous = hosted.rendezvous(1, "tcp")
     hosted.close()
-    with pytest.raises(PushError, match=r"the learner at .* is gone or .*refused.*; the transfer failed: a broadcast"):
+    with pytest.raises(
+        PushError, match=r"the learner at .* is gone or .*refused.*; the transfer failed: (a|the) broadcast"
+    ):
         transfer(rendezvous)
 
 
@@ -43,7 +46,7 @@ def test_a_transfer_ends_when_its_own_session_is_canceled(hosted: RendezvousHost
     assert not waiting.ends_promptly(10 * INTERVAL_S)
     hosted.cancel("e1", "it gave up")
     assert waiting.ends_promptly()
-    assert waiting.error.startswith("session e1 was canceled: it gave up; the transfer failed: a broadcast")
+    assert re.match("session e1 was canceled: it gave up; the transfer failed: (a|the) broadcast", waiting.error)
 
 
 @contextmanager

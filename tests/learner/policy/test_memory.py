@@ -190,7 +190,7 @@ def test_an_adapter_on_named_layers_has_the_parameters_that_peft_gives_it() -> N
 
 
 def test_the_page_has_the_numbers_that_the_functions_give_and_explains_each() -> None:
-    text = PAGE.read_text()
+    text = PAGE.read_text() + PAGE.with_name("memory-formulas.md").read_text()
     memory = learner_memory(shape_of(TINY["llama"]), run_of({}))
     rows = [*planned_rows(), *adapted_rows(), *(f"| {part} |" for part in (*memory.device, *memory.host))]
     assert [row for row in rows if row not in text] == [], "python -m tests.learner.policy.planned_sizes writes them"

@@ -14,6 +14,7 @@ import pytest
 from learner.sandbox.descendants import all_processes, descendants_of, kill_with_descendants
 from learner.sandbox.pool import resident_bytes
 from tests.learner.sandbox.processes import wait_until_gone
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 STARTS = """
@@ -51,9 +52,14 @@ def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 
 def test_all_descendants_count_towards_the_memory_of_a_process_and_are_killed_with_it() -> None:
     with started() as (process, pids):
-        alone = [psutil.Process(pid).memory_info().rss for pid in (process.pid, *pids)]
-        assert resident_bytes(process.pid, all_processes()) == pytest.approx(sum(alone), rel=0.2)
-        assert resident_bytes(process.pid, all_processes()) > alone[0] + alone[1]
+        single = [psutil.Process(pid) for pid in (process.pid, *pids)]
+
+        def is_their_sum() -> bool:
+            alone = [one.memory_info().rss for one in single]
+            total = resident_bytes(process.pid, all_processes())
+            return total == pytest.approx(sum(alone), rel=0.2) and total > alone[0] + alone[1]
+
+        until(is_their_sum)  # they may still start
         assert descendants_of(process.pid, all_processes()) == set(pids)
         kill_with_descendants(process.pid)
         wait_until_gone(process.pid, *pids)

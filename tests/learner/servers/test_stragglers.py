@@ -22,8 +22,8 @@ def test_a_rank_that_says_nothing_or_loads_for_too_long_is_late(late: RankState,
     assert late_ranks(ranks, parents, at_learner, PATIENCE_S) == {2}
 
 
-def test_all_that_are_silent_are_late() -> None:
-    ranks = {1: WAITS, 2: RankState(6.0), 3: WAITS, 4: RankState(6.0)}
+def test_all_that_are_silent_for_about_as_long_are_late() -> None:
+    ranks = {1: WAITS, 2: RankState(6.0), 3: WAITS, 4: RankState(4.8)}
     assert late_ranks(ranks, CHAIN, {1: 0.0}, PATIENCE_S) == {2, 4}
 
 

@@ -71,7 +71,7 @@ def test_training_continues_during_a_slow_write_and_old_checkpoints_stay_until_i
     assert [names for names, _ in found] == [[], ["step-000003"], ["step-000006"]]
     for needed, (_, kept) in zip([{1, 2, 3, 4, 5}, {4, 5, 6}, {7}], found, strict=True):
         assert needed <= kept
-    assert [path.name for path in directory.iterdir()] == ["step-000007"] and steps_kept(run) == set()
+    assert {path.name for path in directory.iterdir()} == {"step-000007", "run_id"} and steps_kept(run) == set()
     cost, *_ = (line for line in metrics_of(run) if "checkpoint/seconds" in line)
     assert cost["step"] > 5 and 0 < cost["checkpoint/stall_seconds"] < cost["checkpoint/seconds"]
 
