@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
 
@@ -93,15 +93,17 @@ class TcpCollective(Collective):
             raise PushInterrupted(f"the collective of session {self._session} is closed") from error
 
         def wait_for_all() -> None:
+            # Not futures.wait(), which never returns if close() has canceled one of them.
             try:
-                wait(under_way, return_when=FIRST_EXCEPTION)
                 while under_way:
                     under_way[0].result()
                     del under_way[0]
             except CancelledError as error:
                 raise PushInterrupted(f"the collective of session {self._session} is closed") from error
             except OSError as error:
-                wait(under_way)  # all connections are shut, but the others use the tensor until they fail
+                for other in under_way[1:]:  # all connections are shut, but they use the tensor until they fail
+                    with contextlib.suppress(CancelledError):
+                        other.exception()
                 raise self.failure(f"broadcast of {tensor.nbytes} bytes in", error) from error
             finally:
                 # A stored failure whose traceback leads back to its future is a cycle. It would keep the tensor

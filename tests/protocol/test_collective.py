@@ -178,6 +178,14 @@ def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(le
         assert waits[1].ends_promptly() and "failed" in waits[1].error
 
 
+def test_a_broadcast_that_had_not_begun_when_its_collective_was_closed_fails() -> None:
+    with joined() as (learner, _):
+        waits = [learner.start_broadcast(zeros(64 << 20)) for _ in range(2)]  # more than the kernel takes
+        learner.close()
+        queued = Waiting(waits[1])
+        assert queued.ends_promptly() and "is closed" in queued.error
+
+
 def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline() -> None:
     with (
         joined(timeout_s=0.5) as ranks,
