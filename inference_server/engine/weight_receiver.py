@@ -66,6 +66,8 @@ class Receiver:
         """Create the receiver of the server's worker with this number, from 0."""
         self._number, self._device, self._new_baseline = number, device, new_baseline
         self._member: SessionMembership | None = None
+        self._version = 0
+        """Version of the sync that is received."""
         self._staging: _Staging | None = None
         self._lock = threading.Lock()
         """Held while the membership changes: an abandoned join must not take effect."""
@@ -131,6 +133,7 @@ class Receiver:
         Raises:
             PushError: The session cannot be joined, or was abandoned.
         """
+        self._version = order.version
         started = time.monotonic()
         self.receive_s = 0.0
         if self._member is None or self._member.session != order.session:
@@ -181,7 +184,7 @@ class Receiver:
             arriving = receive_weights(member.collective, member.manifest, member.memory)
         checksums = []
         waiting_since = time.monotonic()
-        with watched(member.collective, member.rendezvous, member.session, member.rank) as watch:
+        with watched(member.collective, member.rendezvous, member.session, member.rank, self._version) as watch:
             for arrived in arriving:
                 watch.loading_since = time.monotonic()
                 self.receive_s += watch.loading_since - waiting_since

@@ -21,6 +21,7 @@ from protocol.errors import ConfigError, DeadlineExceeded, PushError
 from protocol.messages import Manifest, PushBegin, Rendezvous, Welcome
 from protocol.transports.collective import Collective, load_transport
 from protocol.transports.group import RendezvousHost, address_towards
+from protocol.transports.rendezvous import RankReport
 from protocol.transports.transport import choose_transport, offered_transports, own_device_name
 from protocol.weights.buckets import NamedTensors, split_into_buckets
 from protocol.weights.delta import Baseline, send_changes
@@ -47,6 +48,8 @@ class SyncSession:
         self.manifest, self.rendezvous = manifest, rendezvous
         self.carries = manifest
         """Tensors of the next sync."""
+        self._version = 0
+        """Version of the current sync."""
         self.ranks: dict[Member, range] = {}
         first = 1
         for member, welcome in servers.items():
@@ -68,6 +71,7 @@ class SyncSession:
 
     def begin(self, member: Member, version: int) -> PushBegin:
         """Return the message that starts a sync at one server."""
+        self._version = version
         if self.collective is not None:
             return PushBegin(session=self.name, version=version)
         ranks = self.ranks[member]
@@ -97,8 +101,8 @@ class SyncSession:
         now = time.monotonic()
         states: dict[int, RankState] = {}
         for rank in (rank for ranks in self.ranks.values() for rank in ranks):
-            report, came_at = self._rendezvous_host.report_of(self.name, rank) or (None, 0.0)
-            if report is None or came_at < since:
+            report, came_at = self._report_of(rank, since)
+            if report is None:
                 states[rank] = RankState(now - since)
             elif report.stage == "received":
                 states[rank] = RankState(0.0)
@@ -115,8 +119,8 @@ class SyncSession:
         own, finished = self.ranks[member], {0} | {rank for one in done for rank in self.ranks[one]}
 
         def is_at(rank: int, stage: str) -> bool:
-            report, came_at = self._rendezvous_host.report_of(self.name, rank) or (None, 0.0)
-            return report is not None and came_at >= since and report.stage == stage
+            report, _ = self._report_of(rank, since)
+            return report is not None and report.stage == stage
 
         if not parents:
             return any(is_at(rank, "receiving") for rank in own)
@@ -125,6 +129,17 @@ class SyncSession:
             not is_at(rank, "received") and parent not in finished and not is_at(parent, "received")
             for rank, parent in outside
         )
+
+    def _report_of(self, rank: int, since: float) -> tuple[RankReport | None, float]:
+        """Return a worker's last report of the current sync, and when it came.
+
+        The last report of the sync before may come late. Taken for one of this sync, it would hide a worker that
+        hangs.
+        """
+        report, came_at = self._rendezvous_host.report_of(self.name, rank) or (None, 0.0)
+        if report is None or came_at < since or (report.stage != "joining" and report.version != self._version):
+            return None, 0.0
+        return report, came_at
 
     def abort(self) -> None:
         """Abort the join or broadcast in progress, here and at every worker."""

@@ -213,13 +213,15 @@ def _check_few_are_stuck() -> None:
 
 
 @contextmanager
-def watched(collective: Collective, rendezvous: Rendezvous, session: str, rank: int) -> Iterator["Watch"]:
+def watched(
+    collective: Collective, rendezvous: Rendezvous, session: str, rank: int, version: int = 0
+) -> Iterator["Watch"]:
     """Abort the broadcasts soon after the session is canceled or the learner is gone, and report what the rank does.
 
     Raises:
         PushError: If a broadcast fails, with the reason if there is one.
     """
-    watch = Watch(collective, (rendezvous.host, rendezvous.port), session, rank)
+    watch = Watch(collective, (rendezvous.host, rendezvous.port), session, rank, version)
     watch.start()
     try:
         yield watch
@@ -235,9 +237,10 @@ def watched(collective: Collective, rendezvous: Rendezvous, session: str, rank: 
 class Watch(threading.Thread):
     """Thread that reports to the learner's store until `stop`, and once more if all was received."""
 
-    def __init__(self, collective: Collective, address: tuple[str, int], session: str, rank: int) -> None:
+    def __init__(self, collective: Collective, address: tuple[str, int], session: str, rank: int, version: int) -> None:
         super().__init__(name="push-watch", daemon=True)
         self._collective, self._address, self._session, self._rank = collective, address, session, rank
+        self._version = version
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         """Lock around `stop` and the abort. After `stop`, the collective belongs to another transfer."""
@@ -282,6 +285,7 @@ class Watch(threading.Thread):
             self._session, self._rank, "received" if self.has_received else "receiving",
             loading_s=0.0 if loading_since is None else time.monotonic() - loading_since,
             blocked_s=max(self._collective.blocked_s().values(), default=0.0),
+            version=self._version,
         )  # fmt: skip
         return msgspec.json.encode(report) + b"\n"
 

@@ -52,6 +52,8 @@ class RankReport(msgspec.Struct, frozen=True, tag="report"):
     """Time since which the rank loads one bucket. 0: it waits for the next one."""
     blocked_s: float = 0.0
     """Time since which the next rank of a chain has taken no byte from this one."""
+    version: int = 0
+    """Version of the sync in which the rank receives. A report may arrive after the next sync has started."""
 
 
 def canceled_error(session: str, reason: bytes) -> PushError:

@@ -72,7 +72,7 @@ def _wait_watched(pipe: Any, collective: Collective, *, rendezvous: Rendezvous) 
     collective.broadcast(buffer)
     pipe.send("first")
     try:
-        with watched(collective, rendezvous, SESSION):
+        with watched(collective, rendezvous, SESSION, 1):
             collective.broadcast(buffer)
     except PushError as error:
         pipe.send(str(error))

@@ -1,5 +1,6 @@
 """Sessions that end before they were formed, or while they are received: nobody waits for them and nothing of them stays."""
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from learner.servers.sync_session import SyncSession, SyncSessions
 from protocol.errors import ConfigError, PushError
 from protocol.messages import AdapterSpec
 from protocol.transports.group import RendezvousHost
+from protocol.transports.rendezvous import RankReport
 from protocol.weights.buckets import make_manifest
 from tests.protocol.local_ranks import Waiting
 from tests.waiting import TIMEOUT_S, until
@@ -88,6 +90,19 @@ def test_workers_have_their_ranks_in_the_order_of_the_servers_and_a_session_is_o
     with pytest.raises(PushError, match="the learner abandoned the session"):  # in place of which there is the new one
         session.join()
     sessions.close_all()
+
+
+def test_the_last_report_of_the_sync_before_hides_no_worker_that_hangs() -> None:
+    rendezvous_host = RendezvousHost("127.0.0.1", TIMEOUT_S)
+    one = member("tcp://127.0.0.1:1", ["cpu"], ["tcp"])
+    assert one.welcome is not None
+    session = SyncSession({one: one.welcome}, MANIFEST, rendezvous_host.rendezvous(1, "tcp"), rendezvous_host, CPU)
+    session.begin(one, 7)
+    since = time.monotonic() - 60.0
+    for version, silent_s in ((6, 60.0), (7, 0.0)):
+        rendezvous_host._store.query(RankReport(session.name, 1, "received", version=version))
+        assert session.states(since)[1].silent_s == pytest.approx(silent_s, abs=30.0)
+    rendezvous_host.close()
 
 
 @pytest.mark.parametrize("give_up", [SyncSession.abort, SyncSession.close])
