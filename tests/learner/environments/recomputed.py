@@ -58,7 +58,7 @@ def keep_all(monkeypatch: pytest.MonkeyPatch) -> Weights:
     push = WeightSync._push_until_done
 
     def keep(pusher: WeightSync, version: int, tensors: Any, *members: Any) -> Any:
-        weights[version] = {name: tensor.detach().clone() for name, tensor in tensors()}
+        weights[version] = {name: tensor.detach().clone() for name, tensor in tensors(adapter_alone=False)}
         return push(pusher, version, tensors, *members)
 
     monkeypatch.setattr(WeightSync, "_push_until_done", keep)
