@@ -142,7 +142,7 @@ def _record_run(traps: Traps) -> None:
     push, receive, consume, forget = WeightSync._push_until_done, Ledger.receive, Ledger.consume, PartialResults.forget
 
     def keep_weights(weight_sync: WeightSync, version: int, tensors: Callable[[], Any], *members: Any) -> Any:
-        content = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors()})
+        content = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors(adapter_alone=False)})
         digest = hashlib.sha256(content).hexdigest()[:12]
         _write_whole(directory / WEIGHTS / f"{version}-{digest}.safetensors", content)
         return push(weight_sync, version, tensors, *members)
