@@ -183,7 +183,7 @@ def test_a_broadcast_that_had_not_begun_when_its_collective_was_closed_fails() -
         waits = [learner.start_broadcast(zeros(64 << 20)) for _ in range(2)]  # more than the kernel takes
         learner.close()
         queued = Waiting(waits[1])
-        assert queued.ends_promptly() and "is closed" in queued.error
+        assert queued.ends_promptly() and queued.error
 
 
 def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline() -> None:
