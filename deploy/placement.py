@@ -134,8 +134,8 @@ def server_places(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
     """
     if run.server.nnodes > 1:
         raise ConfigError(
-            f"server.nnodes = {run.server.nnodes}, but colocate starts the processes of one node; start `slipstream serve` "
-            "on each node"
+            f"server.nnodes = {run.server.nnodes}, but colocate starts the processes of one node; start "
+            "`slipstream serve` on each node"
         )
     if config.server_cores and run.server.cpu_cores is not None:
         raise ConfigError("server.cpu_cores and deploy.server_cores both set the servers' cores; remove one of them")

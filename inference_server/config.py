@@ -203,7 +203,7 @@ def _check_nodes(server: ServerConfig) -> None:
         return
     if is_loopback(server.master_addr):
         raise ConfigError(
-            f"{nodes} with server.master_addr = {server.master_addr!r}, which every node takes for itself; set it to the "
+            f"{nodes} with server.master_addr = {server.master_addr!r}, which other nodes cannot reach; set it to the "
             "address of node 0, on all nodes"
         )
     if server.data_parallel_size > 1:

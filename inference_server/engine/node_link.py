@@ -191,8 +191,8 @@ class ServerNodes:
         for key in sorted(mine.keys() | theirs.keys()):
             if mine.get(key) != theirs.get(key):
                 return (
-                    f"{key} is {theirs.get(key)!r} on node {hello.node_rank} and {mine.get(key)!r} on node 0; start all "
-                    "nodes with the same config and versions"
+                    f"{key} is {theirs.get(key)!r} on node {hello.node_rank} and {mine.get(key)!r} on node 0; start "
+                    "all nodes with the same config and versions"
                 )
         if hello.node_rank not in missing:
             return f"server.node_rank = {hello.node_rank} is taken, or not below server.nnodes; give each node its own"

@@ -35,7 +35,7 @@ class Successor(Protocol):
     load_s: float
     """Seconds that loading took, without waits for buckets."""
     adapter: dict[str, torch.Tensor]
-    """Tensors of the adapter that came with the weights."""
+    """Tensors of the adapter, received with the weights."""
 
     def receive(self, arriving: Iterator[ReceivedBucket]) -> None:
         """Load all buckets as they arrive, in the receiving thread."""

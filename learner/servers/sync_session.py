@@ -131,7 +131,7 @@ class SyncSession:
         )
 
     def _report_of(self, rank: int, since: float) -> tuple[RankReport | None, float]:
-        """Return a worker's last report of the current sync, and when it came.
+        """Return a worker's last report of the current sync, and its arrival time.
 
         The last report of the sync before may come late. Taken for one of this sync, it would hide a worker that
         hangs.

@@ -100,7 +100,7 @@ class RendezvousHost:
         )  # fmt: skip
 
     def report_of(self, session: str, rank: int) -> tuple[RankReport, float] | None:
-        """Return the last report of a rank, and the time when it came. None if there is none."""
+        """Return the last report of a rank and its arrival time, or None if there is no report."""
         return self._store.report_of(session, rank)
 
     def host_collective(self, session: str, rendezvous: Rendezvous, device: torch.device) -> Collective:

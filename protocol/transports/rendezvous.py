@@ -96,7 +96,7 @@ class RendezvousStore:
             return self._values.get(name)
 
     def report_of(self, session: str, rank: int) -> tuple[RankReport, float] | None:
-        """Return the last report of a rank, and the time when it came. None if there is none."""
+        """Return the last report of a rank and its arrival time, or None if there is no report."""
         return self._reports.get((session, rank))
 
     def close(self) -> None:
