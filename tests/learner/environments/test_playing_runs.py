@@ -1,5 +1,6 @@
 """Whole runs with an environment or an agent on the real server, with a transformers model instead of vLLM."""
 
+import shutil
 import threading
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 from learner.rollouts.ledger import Ledger
 from learner.train import train
 from tests.learner.environments.games import assert_played_by_the_rules, groups_of, playing_run
-from tests.learner.environments.scripted_player import USER
 from tests.learner.model_engine import VersionedEngine, tiny_server, tiny_servers
 from tests.learner.runs import metrics_of, rows_of
 
@@ -84,7 +84,8 @@ def test_no_episode_is_lost_when_a_server_dies_between_turns(tmp_path: Path) -> 
 
 
 def test_a_run_completes_and_counts_environments_that_hang_die_raise_or_fail_to_start(tmp_path: Path) -> None:
-    settings = {"factory": f"{USER}:Fickle", "max_turns": 2, "max_concurrent": 8, "timeout_s": 1.5}
+    copy = shutil.copy(Path(__file__).with_name("user_environments.py"), tmp_path)
+    settings = {"factory": f"{copy}:Fickle", "max_turns": 2, "max_concurrent": 8, "timeout_s": 1.5}
     with tiny_server() as server:
         run = playing_run(tmp_path, server.endpoint, environment=settings, max_group_attempts=20)
         train(run, resume=False)
