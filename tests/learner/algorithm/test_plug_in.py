@@ -53,7 +53,7 @@ def loss_of(objective: str, correction: OffPolicyCorrectionConfig, **bounds: flo
         logprobs_BT=logprobs_BT, behaviour_logprobs_BT=torch.full((2, 3), -1.0), staleness_BT=torch.zeros(2, 3),
         advantages_B=torch.tensor([2.0, -1.0]), weights_B=torch.full((2,), 0.25), mask_BT=torch.ones(2, 3),
     )  # fmt: skip
-    loss, sums = policy_loss(inputs, LossConfig(objective=objective, **bounds), correction, KlConfig(), 0.0)
+    loss, sums = policy_loss(inputs, LossConfig(objective=objective, **bounds), correction, KlConfig(), 0.0, 0.0)
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
     return loss.item(), sums, gradient_BT
 
