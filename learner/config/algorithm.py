@@ -8,7 +8,7 @@ import tyro
 
 from learner.config.objectives import BOUNDS, OBJECTIVES, Normalization, is_plug_in
 from learner.config.section import AtLeastOne, Fraction, NotNegative, Positive, Section, Share, any_of, require
-from protocol.config_keys import MayChange
+from protocol.config_keys import PASSED_ON, MayChange
 from protocol.errors import ConfigError
 
 KlEstimator = Literal["k1", "k2", "k3", "k3_grad_k2"]
@@ -68,7 +68,7 @@ class LossConfig(Section):
     """Upper bound on the covariance of the tokens that clip_cov leaves out. Default: 5.0."""
     cov_penalty: NotNegative[float] | None = None
     """Weight of |log ratio| for the tokens that kl_cov penalizes. Default: 1.0."""
-    parameters: Annotated[dict[str, float], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    parameters: Annotated[dict[str, float], PASSED_ON, tyro.conf.Suppress] = msgspec.field(default_factory=dict)
     """Parameters that your own objective declares (docs/custom-losses.md), as in `parameters = {width = 0.2}`."""
     mask_truncated: bool = False
     """Whether to exclude completions that reached max_tokens from the loss and from its normalization. They
