@@ -36,8 +36,8 @@ class LossConfig(Section):
     for grpo (DAPO's clip-higher), 4e-4 for gspo, 0.4 for gmpo, 4.0 for cispo, 0.2 for clip_cov."""
     dual_clip: MayChange[NotNegative[float] | None] = None
     """Upper bound on the ratio when the advantage is negative, for all objectives that have no bound of their
-    own there: a ratio above it has no gradient. Without it, one token whose probability rose a thousandfold would dominate a step. Default:
-    3.0, or 1 + clip_high if that is larger. inf: no bound."""
+    own there: a ratio above it has no gradient. Without it, one token whose probability rose a thousandfold would
+    dominate a step. Default: 3.0, or 1 + clip_high if that is larger. inf: no bound."""
     tau_positive: NotNegative[float] | None = None
     """Steepness of sapo's gate when the advantage is positive. Default: 1.0."""
     tau_negative: NotNegative[float] | None = None
@@ -74,8 +74,8 @@ class LossConfig(Section):
     """Whether to exclude completions that reached max_tokens from the loss and from its normalization. They
     stay in the baseline (DAPO's overlong filtering)."""
     entropy_coef: NotNegative[float] = 0.0
-    """Weight of the entropy bonus, the mean entropy of the trained tokens. With entropy_target, its weight in the
-    first step."""
+    """Weight of the entropy bonus, the mean entropy of the trained tokens. With entropy_target, the
+    value from which it is adapted."""
     entropy_target: Positive[float] | None = None
     """Mean entropy per token to hold, in nats. The entropy bonus then applies only in steps after one with an
     entropy of at most this target, and its weight rises or falls by entropy_coef_step per step (Skywork-OR1,

@@ -1,6 +1,6 @@
 """Table of the built-in objectives: the keys that each one reads, and what the other sections must know of it.
 
-A row here and a file in learner/algorithm/objectives/ make an objective. This module imports no torch, so that
+A row here and a file in learner/algorithm/objectives/ make an objective; algorithm.py declares the keys. This module imports no torch, so that
 `--help` stays fast.
 """
 
@@ -15,7 +15,7 @@ class ObjectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a built-in objective."""
 
     bounds: dict[str, float]
-    """Keys of learner.loss that the objective reads, with their defaults. All other bounds are refused."""
+    """Keys of learner.loss that the objective reads, with their defaults. All other bounds have no effect."""
     normalization: Normalization = "token"
     """Normalization of the objective's paper."""
     has_ratio: bool = True
