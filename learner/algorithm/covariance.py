@@ -12,7 +12,7 @@ from learner.config import LossConfig
 def covariances(step: StepTokens) -> torch.Tensor:
     """Return (log p - mean log p) (A - mean A) of each token, in float64.
 
-    Both means are over the tokens of the step (arXiv 2505.22617, equation 10).
+    Both means are over the tokens of the step (arXiv 2505.22617).
     """
     logprobs_N, advantages_N = step.logprobs_N.double(), step.advantages_N.double()
     return (logprobs_N - logprobs_N.mean()) * (advantages_N - advantages_N.mean())

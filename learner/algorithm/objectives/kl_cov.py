@@ -14,7 +14,7 @@ from learner.config import LossConfig
 def kl_cov(tokens: PickedTokens, config: LossConfig) -> Losses:
     """Return the unclipped loss, with a penalty for the picked tokens.
 
-        -r A + cov_penalty |log r| where picked        arXiv 2505.22617, equation 13
+        -r A + cov_penalty |log r| where picked        arXiv 2505.22617
 
     Where A < 0, r A is at least dual_clip · A as in `grpo`, because no clip bounds the ratio; with inf, this is
     the paper's loss.

@@ -68,6 +68,7 @@ def test_a_step_below_the_target_trains_like_one_with_that_constant_weight(accel
     for loss in ({"entropy_coef": 0.3}, {"entropy_target": 1.0}):
         trainer = make_moved_trainer(make_run(loss=loss), accelerator)
         groups = make_groups(trainer.policy)
+        groups[0] = msgspec.structs.replace(groups[0], rewards_G=[1.0] * 4)  # no signal, but an entropy
         trainer.entropy = EntropyControl(coef=0.3, entropy=0.9)
         train_on(trainer, groups, VERSION, StepTimer())
         trained.append(torch.cat([one.detach().flatten() for one in trainer.policy.parameters()]))
