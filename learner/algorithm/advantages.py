@@ -13,6 +13,7 @@ import statistics
 import msgspec
 
 from learner.config import AdvantageConfig
+from protocol.errors import ConfigError
 
 STD_EPSILON = 1e-4
 
@@ -65,9 +66,18 @@ def step_advantages(rewards_P_G: Rewards, config: AdvantageConfig) -> list[list[
     baseline leave_one_out    mean of the group's other completions           (RLOO, arXiv 2402.14740)
     scale group               standard deviation (Bessel) of the group + 1e-4 (GRPO)
     scale batch               standard deviation over all completions of the step + 1e-4
+    scale mean                mean of the group                               (MaxRL, arXiv 2602.02710)
     scale none                1                                               (Dr. GRPO, arXiv 2503.20783)
+
+    Raises:
+        ConfigError: A reward is negative, with scale = "mean".
     """
     everything = [reward for rewards_G in rewards_P_G for reward in rewards_G if reward is not None]
+    if config.scale == "mean" and (lowest := min(everything, default=0.0)) < 0:
+        raise ConfigError(
+            f'learner.advantage.scale = "mean" divides by the mean reward of a group, but a reward is {lowest:g}. '
+            'Return rewards of at least 0, or set scale to "group" or "none"'
+        )
     batch_divisor = 1.0
     if config.scale == "batch" and len(everything) > 1:
         batch_divisor = statistics.stdev(everything) + STD_EPSILON
@@ -114,7 +124,11 @@ def _group_advantages(rewards_G: list[float | None], config: AdvantageConfig, ba
         return [0.0] * len(rewards_G)
     scorable = [reward for reward in rewards_G if reward is not None]
     mean = math.fsum(scorable) / len(scorable)
-    divisor = statistics.stdev(scorable) + STD_EPSILON if config.scale == "group" else batch_divisor
+    divisor = batch_divisor
+    if config.scale == "group":
+        divisor = statistics.stdev(scorable) + STD_EPSILON
+    elif config.scale == "mean":
+        divisor = mean  # above 0: the rewards differ, and none is negative
     if config.baseline == "leave_one_out":
         # r - (sum - r) / (n - 1) = (r - mean) · n / (n - 1)
         divisor *= (len(scorable) - 1) / len(scorable)

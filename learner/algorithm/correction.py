@@ -12,6 +12,9 @@ import torch
 from learner.algorithm.kl import clamped
 from learner.config import OffPolicyCorrectionConfig
 
+MIN_REST = 1e-12
+"""Lower bound on the probability of all other tokens."""
+
 
 class Multiplier(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Multiplier of each token's objective."""
@@ -19,7 +22,7 @@ class Multiplier(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     value_BT: torch.Tensor
     """Multiplier of the token; 0: the token is left out."""
     outside_BT: torch.Tensor
-    """Whether the importance weight lies outside its bounds."""
+    """Whether the importance weight or the binary KL lies outside its bounds."""
     stale_BT: torch.Tensor
     """Whether the staleness of the token exceeds max_token_staleness."""
 
@@ -59,25 +62,29 @@ def multiplier(
     has_ratio: bool,
     config: OffPolicyCorrectionConfig,
 ) -> Multiplier:
-    """Combine the importance weight, the sequence mask and the staleness mask.
+    """Combine the importance weight, the KL mask, the sequence mask and the staleness mask.
 
     `has_ratio`: whether the objective multiplies by its ratio to the anchor. If the anchor is the behavior
     policy, that ratio is the importance weight itself.
     """
     logprobs_BT, nothing_BT = logprobs_BT.detach(), torch.zeros_like(mask_BT)
     value_BT, outside_BT = mask_BT.float(), nothing_BT
+    is_decoupled = config.anchor == "proximal"
+    policy_BT = anchor_BT if is_decoupled else logprobs_BT
     if config.weight != "none":
-        is_decoupled = config.anchor == "proximal"
-        weight_BT = importance_weight(
-            (anchor_BT if is_decoupled else logprobs_BT) - behaviour_BT, mask_BT, config.granularity
-        )
+        weight_BT = importance_weight(policy_BT - behaviour_BT, mask_BT, config.granularity)
+        if config.weighted_completions == "negative":
+            weight_BT = torch.where(advantages_B1 < 0, weight_BT, 1.0)
         above_BT, below_BT = weight_BT > config.weight_bound, weight_BT < (config.min_weight or 0.0)
         outside_BT = mask_BT & (above_BT | below_BT)
         if config.weight == "truncate":
-            value_BT = value_BT * weight_BT.clamp(max=config.weight_bound)
+            value_BT = value_BT * weight_BT.clamp(min=config.min_weight, max=config.weight_bound)
         else:
             kept_BT = torch.ones_like(weight_BT) if has_ratio and not is_decoupled else weight_BT
             value_BT = value_BT * torch.where(outside_BT, 0.0, kept_BT)
+    if config.max_binary_kl is not None:
+        is_far_BT = mask_BT & ~(binary_kl(policy_BT, behaviour_BT) <= config.max_binary_kl)
+        value_BT, outside_BT = torch.where(is_far_BT, 0.0, value_BT), outside_BT | is_far_BT
     if config.sequence_mask is not None:
         drift_B1 = _mean((behaviour_BT - logprobs_BT), mask_BT)
         value_BT = torch.where((advantages_B1 < 0) & (drift_B1 > config.sequence_mask), 0.0, value_BT)
@@ -103,6 +110,21 @@ def importance_weight(log_weight_BT: torch.Tensor, mask_BT: torch.Tensor, level:
     if level == "sequence":
         return clamped(log_weight_BT.sum(dim=1, keepdim=True)).exp().expand_as(log_weight_BT)
     return _mean(log_weight_BT, mask_BT).exp().expand_as(log_weight_BT)
+
+
+def binary_kl(logprobs_BT: torch.Tensor, others_BT: torch.Tensor) -> torch.Tensor:
+    """Return the larger of both KLs between two policies of the event that the token is sampled.
+
+        p log(p / q) + (1 - p) log((1 - p) / (1 - q))        KPop, ringtech.notion.site/kpop
+
+    1 - p counts at least MIN_REST, because a logprob of 0 leaves no other event.
+    """
+
+    def kl(p_BT: torch.Tensor, q_BT: torch.Tensor) -> torch.Tensor:
+        rest_p_BT, rest_q_BT = ((-torch.expm1(x_BT)).clamp(min=MIN_REST) for x_BT in (p_BT, q_BT))
+        return p_BT.exp() * clamped(p_BT - q_BT) + rest_p_BT * (rest_p_BT.log() - rest_q_BT.log())
+
+    return torch.maximum(kl(logprobs_BT, others_BT), kl(others_BT, logprobs_BT))
 
 
 def _mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Compute the loss of a micro-batch: pure tensors in, `(loss, sums)` out.
 
     multiplier · objective(ratio to anchor, advantage) + kl_coef · KL to reference - entropy_coef · entropy
-    correction.py   objectives.py                                  kl.py
+    correction.py   objectives/                                    kl.py
 
 Suffixes: B rows (completions), T predicted tokens (padded).
 Legend: mask_BT is 1 on the trained tokens; everything under a 0 may be garbage, NaN included.
@@ -12,7 +12,7 @@ import torch
 
 from learner.algorithm.correction import anchor_logprobs, multiplier
 from learner.algorithm.kl import MEASURE, clamped, kl_estimate, masked
-from learner.algorithm.objectives import Tokens
+from learner.algorithm.objectives import PICKS, PickedTokens
 from learner.algorithm.plug_in import has_ratio, objective_of
 from learner.config import KlConfig, LossConfig, OffPolicyCorrectionConfig
 
@@ -42,14 +42,23 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     entropy_BT: torch.Tensor | None = None
     policy_mask_BT: torch.Tensor | None = None
     """Tokens that carry the objective; None: all. KL and entropy always cover all trained tokens."""
+    picked_BT: torch.Tensor | None = None
+    """Tokens that the objective picked over the whole step; None: it picks none."""
     length_quarter_B: torch.Tensor | None = None
     """Quarter of max_tokens that holds the completion's length, 0 to 3; None: no sums by length."""
 
 
 def policy_loss(
-    inputs: LossInputs, config: LossConfig, correction: OffPolicyCorrectionConfig, kl: KlConfig, kl_coef: float
+    inputs: LossInputs,
+    config: LossConfig,
+    correction: OffPolicyCorrectionConfig,
+    kl: KlConfig,
+    kl_coef: float,
+    entropy_coef: float,
 ) -> tuple[torch.Tensor, Sums]:
     """Return the weighted loss of a micro-batch, and sums over its trained tokens.
+
+    Both coefficients are those of the step, which a schedule or a target may have changed.
 
     The caller adds up the sums over micro-batches and divides them by `tokens`. The sum `loss` holds only the
     objective and is already weighted.
@@ -62,7 +71,9 @@ def policy_loss(
     staleness_BT = masked(inputs.staleness_BT, mask_BT)
     anchor_BT = anchor_logprobs(logprobs_BT, behaviour_BT, masked(proximal, mask_BT), staleness_BT, correction)
 
-    tokens = Tokens(clamped(logprobs_BT - anchor_BT), logprobs_BT, advantages_B1, mask_BT)
+    assert inputs.picked_BT is not None or config.objective not in PICKS
+    picked_BT = torch.zeros_like(mask_BT) if inputs.picked_BT is None else inputs.picked_BT & mask_BT
+    tokens = PickedTokens(clamped(logprobs_BT - anchor_BT), logprobs_BT, advantages_B1, mask_BT, picked_BT)
     objective_BT, held_BT = objective_of(config.objective)(tokens, config)
     counts = multiplier(
         logprobs_BT=logprobs_BT,
@@ -99,9 +110,9 @@ def policy_loss(
             kl_BT = kl_estimate(d_BT, kl.estimator_used)
             weighed_kl_BT = kl_BT * to_behaviour_BT.exp() if kl.importance_weighted else kl_BT
             loss = loss + kl_coef * (weights_B1 * weighed_kl_BT).sum()
-    if config.entropy_coef:
+    if entropy_coef:
         assert inputs.entropy_BT is not None
-        loss = loss - config.entropy_coef * (weights_B1 * masked(inputs.entropy_BT, mask_BT)).sum()
+        loss = loss - entropy_coef * (weights_B1 * masked(inputs.entropy_BT, mask_BT)).sum()
     if inputs.length_quarter_B is not None:
         sums |= _by_length(mask_BT, kept_BT, inputs.length_quarter_B)
     return loss, {name: value.float() for name, value in sums.items()}

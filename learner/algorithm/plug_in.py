@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from learner.algorithm.advantages import StepRewards
-from learner.algorithm.objectives import OBJECTIVES, Losses, Tokens
+from learner.algorithm.objectives import OBJECTIVES, Losses, Objective, PickedTokens, Tokens
 from learner.config import LearnerConfig, LossConfig
 from learner.sandbox.user_code import NotLoaded, describe, load_named
 from protocol.errors import ConfigError
@@ -38,8 +38,9 @@ def check_plug_ins(config: LearnerConfig) -> None:
     try:
         if spec not in OBJECTIVES:
             log_ratio_BT = torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.0, -0.1]], requires_grad=True)
-            tokens = Tokens(
-                log_ratio_BT, log_ratio_BT - 1, torch.tensor([[1.0], [-1.0]]), torch.ones(2, 3, dtype=torch.bool)
+            mask_BT = torch.ones(2, 3, dtype=torch.bool)
+            tokens = PickedTokens(
+                log_ratio_BT, log_ratio_BT - 1, torch.tensor([[1.0], [-1.0]]), mask_BT, picked_BT=~mask_BT
             )
             objective_of(spec)(tokens, config.loss)
         if config.advantage.function is not None:
@@ -55,19 +56,27 @@ def check_plug_ins(config: LearnerConfig) -> None:
         ) from error
 
 
-def objective_of(spec: str) -> Callable[[Tokens, LossConfig], Losses]:
+def objective_of(spec: str) -> Objective:
     """Return a built-in objective, or the user's objective with its results checked.
 
     Raises:
-        ConfigError: The function cannot be loaded or, when called, returns an invalid result.
+        ConfigError: The function cannot be loaded or, when called, does not declare a parameter that is set, or
+            returns an invalid result.
     """
     if spec in OBJECTIVES:
         return OBJECTIVES[spec]
     function = load_function(OBJECTIVE, spec)
+    defaults: dict[str, float] = getattr(function, "parameters", {})
 
     def checked(tokens: Tokens, config: LossConfig) -> Losses:
-        copies = (getattr(tokens, name).clone() for name in tokens.__struct_fields__)
-        returned = function(Tokens(*copies), config)
+        unknown = sorted(set(config.parameters) - set(defaults))
+        if unknown:
+            raise ConfigError(
+                f"learner.loss.parameters contains {', '.join(unknown)}, which {spec} does not declare; it declares "
+                f"{', '.join(defaults) or 'none'}. Correct the name, or add it to the function's `parameters`"
+            )
+        copies = (getattr(tokens, name).clone() for name in Tokens.__struct_fields__)
+        returned = function(Tokens(*copies), msgspec.structs.replace(config, parameters=defaults | config.parameters))
         log_ratio_BT = tokens.log_ratio_BT
         match returned:
             case (torch.Tensor() as loss_BT, torch.Tensor() as held_BT) if (
@@ -89,9 +98,8 @@ def has_ratio(spec: str) -> bool:
 
     A user's objective `f` declares that it does not with `f.has_ratio = False`.
     """
-    if spec in OBJECTIVES:
-        return spec != "reinforce"
-    return bool(getattr(load_function(OBJECTIVE, spec), "has_ratio", True))
+    built_in = LossConfig(objective=spec).has_ratio
+    return bool(getattr(load_function(OBJECTIVE, spec), "has_ratio", True)) if built_in is None else built_in
 
 
 def advantages_of(spec: str, rewards: StepRewards) -> list[list[float]]:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from learner.config.algorithm import BOUNDS, is_plug_in
+from learner.config.objectives import BOUNDS, is_plug_in
 from learner.config.section import require
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
             f"max_staleness above {correction.max_token_staleness}"
         )
     if correction.anchor == "proximal":
-        if config.loss.objective == "reinforce":
+        if config.loss.has_ratio is False:
             unmet_needs["off_policy_correction.anchor"] = "an objective with a ratio"
         elif correction.proximal == "log_linear" and config.max_staleness == 0:  # equals the behavior policy
             unmet_needs |= dict.fromkeys(
@@ -37,7 +37,10 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
         elif is_plug_in(config.loss.objective):  # its use of the bounds is unknown
             pass
         elif correction.proximal == "exact" and config.updates_per_batch == 1:  # the ratio is always 1
-            unmet_needs |= {f"loss.{bound}": "updates_per_batch above 1" for bound in BOUNDS}
+            of_ratio = set(BOUNDS) - (
+                {"cov_frac", "cov_low", "cov_high"} if config.loss.objective == "clip_cov" else set()
+            )
+            unmet_needs |= {f"loss.{bound}": "updates_per_batch above 1" for bound in sorted(of_ratio)}
     return unmet_needs
 
 
@@ -60,6 +63,17 @@ def _check_rewards(config: "LearnerConfig") -> None:
         'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal, only the KL '
         'differs, and dividing by its deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
     )
+    lowers_rewards = {
+        'kl.place = "reward"': config.kl.is_on and config.kl.place == "reward",
+        f"reward.overlong_buffer_tokens = {config.reward.overlong_buffer_tokens}": config.reward.overlong_buffer_tokens
+        is not None,
+    }
+    for key, is_set in lowers_rewards.items():
+        require(
+            config.advantage.scale != "mean" or config.advantage.function is not None or not is_set,
+            f'{key} with advantage.scale = "mean": a penalty makes rewards negative, and a mean near 0 would then '
+            'divide them; set scale to "batch" or "none", or remove the penalty',
+        )
     buffer_tokens, max_tokens = config.reward.overlong_buffer_tokens, config.sampling.max_tokens
     require(
         buffer_tokens is None or buffer_tokens < max_tokens,
@@ -89,6 +103,11 @@ def _check_rewards(config: "LearnerConfig") -> None:
 def _check_corrections(config: "LearnerConfig") -> None:
     correction, objective = config.off_policy_correction, config.loss.objective
     if correction.anchor == "proximal":
+        require(
+            objective != "vespo",
+            'off_policy_correction.anchor = "proximal" with loss.objective = "vespo": vespo weighs a completion by its '
+            'whole ratio to the policy that sampled it; set anchor = "behaviour"',
+        )
         is_one = correction.proximal == "exact" and config.updates_per_batch == 1
         require(
             not is_one or correction.weight != "none",
@@ -98,7 +117,7 @@ def _check_corrections(config: "LearnerConfig") -> None:
         )
     else:
         require(
-            correction.weight != "truncate" or objective == "reinforce" or is_plug_in(objective),
+            correction.weight != "truncate" or config.loss.has_ratio is not True,
             f'off_policy_correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} already is '
             'the importance weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude '
             "tokens",
@@ -106,14 +125,15 @@ def _check_corrections(config: "LearnerConfig") -> None:
     excludes_tokens = {
         'off_policy_correction.weight = "mask" with granularity = "token"': correction.weight == "mask"
         and correction.granularity == "token",
+        f"off_policy_correction.max_binary_kl = {correction.max_binary_kl}": correction.max_binary_kl is not None,
         f"off_policy_correction.max_token_staleness = {correction.max_token_staleness}": correction.max_token_staleness
         is not None,
         f"loss.top_entropy_frac = {config.loss.top_entropy_frac}": config.loss.top_entropy_frac < 1,
     }
     for key, is_set in excludes_tokens.items():
         require(
-            objective != "gspo" or not is_set,
-            f'{key} with loss.objective = "gspo": its ratio covers the whole completion, so excluded tokens would '
+            not config.loss.is_of_completion or not is_set,
+            f'{key} with loss.objective = "{objective}": its ratio covers the whole completion, so excluded tokens would '
             'still change it; exclude completions (granularity = "sequence" or "geometric", sequence_mask) or choose '
             "another objective",
         )

@@ -144,6 +144,7 @@ class LearnerConfig(Section):
         return (
             correction.weight != "none"
             or correction.sequence_mask is not None
+            or correction.max_binary_kl is not None
             or correction.max_token_staleness is not None
             or self.loss.top_entropy_frac < 1
         )

@@ -103,7 +103,9 @@ def _ranges_in(annotated: Any) -> Iterator[Range]:
 def _default(section: type[Section], key: str) -> Any:
     name, _, inner = key.partition(".")
     field = next(field for field in msgspec.structs.fields(section) if field.name == name)
-    return _default(field.type, inner) if inner else field.default
+    if inner:
+        return _default(field.type, inner)
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 
 def _reset(section: Section, keys: Iterable[str]) -> Any:

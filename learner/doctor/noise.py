@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerConfig
-from learner.config.algorithm import is_plug_in
+from learner.config.objectives import is_plug_in
 
 TRUSTED_RATIO = (0.9, 1.1)
 Level = Literal["token", "sequence", "geometric", "probability"]
@@ -107,12 +107,12 @@ def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
     found: list[tuple[str, float, float, Level]] = []
     # The ratio to the exact proximal policy uses only the learner's logprobs, so it has no noise.
     if correction.anchor == "behaviour" or correction.proximal == "log_linear":
-        if loss.objective in ("grpo", "gspo"):
-            level: Level = "token" if loss.objective == "grpo" else "geometric"
+        if loss.objective in ("grpo", "gspo", "gmpo", "clip_cov"):
+            level: Level = "geometric" if loss.objective == "gspo" else "token"
             found += [(f"loss.{key}", value := loss.value(key), value, level) for key in ("clip_low", "clip_high")]
         elif loss.objective == "cispo":
             found.append(("loss.clip_high", value := loss.value("clip_high"), value, "token"))
-        elif loss.objective == "dppo":
+        elif loss.objective in ("dppo", "ipo"):
             found += [(f"loss.{key}", value := loss.value(key), value, "probability") for key in ("tv_low", "tv_high")]
     # Noise changes a truncated weight by no more than the noise itself. A masked weight drops its token.
     if correction.weight == "mask":

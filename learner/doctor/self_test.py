@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import set_seed
 
 from learner.algorithm.kl import clamped, masked
-from learner.algorithm.objectives import Tokens
+from learner.algorithm.objectives import PickedTokens
 from learner.algorithm.plug_in import objective_of
 from learner.config import (
     CheckpointConfig,
@@ -205,9 +205,11 @@ def held(
     advantages_B: torch.Tensor,
     config: LearnerConfig,
 ) -> torch.Tensor:
-    """Return which tokens the run's objective would hold back in their first update."""
+    """Return which tokens the run's objective would hold back in their first update, besides those it picks."""
     is_own = config.off_policy_correction.anchor == "proximal" and config.off_policy_correction.proximal == "exact"
     anchor_BT = logprobs_BT if is_own else behaviour_logprobs_BT
     log_ratio_BT = clamped(masked(logprobs_BT - anchor_BT, mask_BT))
-    tokens = Tokens(log_ratio_BT, masked(logprobs_BT, mask_BT), advantages_B.unsqueeze(1), mask_BT)
+    tokens = PickedTokens(
+        log_ratio_BT, masked(logprobs_BT, mask_BT), advantages_B.unsqueeze(1), mask_BT, torch.zeros_like(mask_BT)
+    )
     return objective_of(config.loss.objective)(tokens, config.loss)[1] & mask_BT

@@ -36,6 +36,7 @@ from learner.policy.shards import INDEX_FILE, read_trained
 from learner.prompts.curriculum import PassRates
 from learner.rank_agreement import decide_on_rank_0, require_agreement
 from learner.storage.files import replace_file
+from learner.training.entropy_control import EntropyControl
 from learner.training.policy_trainer import PolicyTrainer
 from protocol.errors import ConfigError
 
@@ -60,6 +61,8 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     reference: ReferenceState | None
     kl_coef: float
+    entropy: EntropyControl | None = None
+    """State of the entropy bonus, or None from an earlier version."""
     reward_mean: float | None
     """Mean reward since the previous checkpoint, or None if there were no steps or no completion could be
     scored."""
@@ -170,6 +173,7 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: Path) -> CheckpointState
             f"{checkpoint} cannot be read ({error}); remove it, then --resume continues from the previous checkpoint"
         ) from error
     trainer.kl_coef = state.kl_coef
+    trainer.entropy = state.entropy or trainer.entropy
     log.info("resumed from %s", checkpoint)
     return state
 

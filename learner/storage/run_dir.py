@@ -18,7 +18,7 @@ from msgspec import NODEFAULT, to_builtins
 from msgspec.structs import FieldInfo, replace
 
 from learner.config import KlConfig, LearnerRun, LossConfig
-from learner.config.algorithm import is_plug_in
+from learner.config.objectives import is_plug_in
 from learner.prompts.prompts import Prompts
 from learner.storage.checkpoint import find_checkpoint
 from learner.storage.checkpoint_dir import claim

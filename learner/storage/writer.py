@@ -137,6 +137,7 @@ class CheckpointWriter:
             version=step,
             reference=None if trainer.reference is None else trainer.reference.state,
             kl_coef=trainer.kl_coef,
+            entropy=trainer.entropy,
             reward_mean=progress.reward_mean,
             model_digest=trainer.model_digest,
         )

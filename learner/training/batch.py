@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from learner.config import LearnerConfig
-from learner.config.algorithm import Normalization
+from learner.config.objectives import Normalization
 from learner.environments.episode import UNKNOWN_VERSION, TokenSequence
 from learner.forward.pack import Pack, pack_trees
 from learner.rollouts.rollout_group import RolloutGroup
@@ -53,7 +53,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     proximal_logprobs_BT: torch.Tensor | None = None
     reference_logprobs_BT: torch.Tensor | None = None
     policy_mask_BT: torch.Tensor | None = None
-    """Mask from precompute_logprobs, like the two fields above; each is set only if the loss needs it."""
+    picked_BT: torch.Tensor | None = None
+    """Mask from precompute_logprobs, like the three fields above; each is set only if the loss needs it."""
 
 
 def step_rows(
@@ -108,7 +109,7 @@ def trained_rows(
     These are the branches of groups with signal. With a KL or an entropy term in the loss, which needs no
     signal, they are the branches of all groups. With `mask_truncated`, only finished branches remain.
     """
-    needs_no_signal = config.loss.entropy_coef > 0 or (config.kl.is_on and config.kl.place == "loss")
+    needs_no_signal = config.loss.has_entropy_bonus or (config.kl.is_on and config.kl.place == "loss")
     return [
         row
         for rows_G, advantages_G in zip(step_rows(groups, advantages_P_G, config), advantages_P_G, strict=True)
@@ -186,6 +187,7 @@ def row_weight(
 
         token:    1 / num_tokens, equal for every token                      (DAPO, arXiv 2503.14476)
         sequence: 1 / (num_rows · row_tokens), equal for every episode       (GRPO, arXiv 2402.03300)
+        sequence_sum: 1 / num_rows, so that an episode counts by its length  (LUSPO, arXiv 2602.05261)
         dr_grpo:  1 / (num_rows · max_tokens), a constant                    (Dr. GRPO, arXiv 2503.20783)
     """
     match normalization:
@@ -193,5 +195,7 @@ def row_weight(
             return 1 / num_tokens
         case "sequence":
             return 1 / (num_rows * max(row_tokens, 1))
+        case "sequence_sum":
+            return 1 / num_rows
         case "dr_grpo":
             return 1 / (num_rows * max_tokens)

@@ -28,6 +28,7 @@ from learner.policy.sharded_loading import CheckpointReader, allocate, filled, i
 from learner.policy.sharding import mesh_shape, shard
 from learner.rank_agreement import decide_on_rank_0, first_problem, require_agreement
 from learner.run_inputs import RunInputs
+from learner.training.entropy_control import EntropyControl
 from learner.training.fit_memory import fit_memory
 from learner.training.metrics import Mismatch, RatioRange
 from learner.training.optimizer import make_optimizer, next_coef, require_finite_weights
@@ -48,6 +49,7 @@ class PolicyTrainer(msgspec.Struct, eq=False, kw_only=True):
     optimizer: torch.optim.Optimizer
     reference: Reference | None
     kl_coef: float
+    entropy: EntropyControl
     shape: ModelShape | None
     extremes: RatioRange = msgspec.field(default_factory=RatioRange)
     mismatch: Mismatch = msgspec.field(default_factory=Mismatch)
@@ -64,18 +66,22 @@ class PolicyTrainer(msgspec.Struct, eq=False, kw_only=True):
         return f"step {version + 1}{reference}, {self.num_skipped_in_a_row} updates skipped"
 
     def after_step(self, version: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Update the KL coefficient and the reference after a step.
+        """Update the entropy bonus, the KL coefficient and the reference after a step.
 
-        The metrics hold the coefficient that the step used, and the version of the new reference.
+        The metrics hold the coefficients that the step used, and the version of the new reference.
         """
+        used = {}
+        if self.config.loss.has_entropy_bonus:
+            used["loss/entropy_coef"] = self.entropy.weight(self.config.loss)
+            self.entropy = self.entropy.after_step(self.config.loss, metrics.get("policy/entropy"))
         if self.reference is None:
-            return {}
+            return used
         used_coef = self.kl_coef
         self.set_kl_coef(version, metrics.get("reference/kl"))
         refreshed = self.reference.after_step(self.policy, version, metrics)
         if refreshed and self.config.reference.reset_optimizer:
             self.optimizer.state.clear()
-        return {
+        return used | {
             "reference/kl_coef": used_coef,
             "reference/version": float(self.reference.version),
             "reference/refreshed": float(refreshed),
@@ -164,6 +170,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
         optimizer=optimizer,
         reference=reference,
         kl_coef=config.kl.coef,
+        entropy=EntropyControl(coef=config.loss.entropy_coef),
         shape=run_inputs.shape,
     )
 

@@ -10,15 +10,19 @@ import msgspec
 import torch
 
 from learner.algorithm.kl import MEASURE, clamped, kl_estimate, masked
+from learner.algorithm.objectives import PICKS
 from learner.forward.lm_head import EntropyUse
 from learner.forward.logprobs import Answer, token_logprobs
 from learner.training.batch import MicroBatch
 from learner.training.metrics import StepTimer
 from learner.training.policy_trainer import PolicyTrainer
+from learner.training.token_selection import of_highest_entropy, picked
 
 
-def precompute_logprobs(trainer: PolicyTrainer, batches: list[MicroBatch], timer: StepTimer) -> list[MicroBatch]:
-    """Return the micro-batches with the extra logprobs and mask that the loss needs."""
+def precompute_logprobs(
+    trainer: PolicyTrainer, batches: list[MicroBatch], version: int, timer: StepTimer
+) -> list[MicroBatch]:
+    """Return the micro-batches of the step that trains `version`, with the logprobs and masks that the loss needs."""
     config = trainer.config
     if trainer.reference is not None and config.kl.place == "loss":
         with timer("reference"):
@@ -32,21 +36,27 @@ def precompute_logprobs(trainer: PolicyTrainer, batches: list[MicroBatch], timer
         and config.off_policy_correction.anchor == "proximal"
         and config.off_policy_correction.proximal == "exact"
     )
-    if not needs_proximal and config.loss.top_entropy_frac == 1:
+    needs_entropy, needs_picks = config.loss.top_entropy_frac < 1, config.loss.objective in PICKS
+    if not (needs_proximal or needs_entropy or needs_picks):
         return batches
     with timer("policy_pass"):
-        started = _policy_pass(trainer, batches, "value" if config.loss.top_entropy_frac < 1 else "none")
+        started = _policy_pass(trainer, batches, "value" if needs_entropy else "none")
+    logprobs = [logprobs_BT for logprobs_BT, _ in started]
     if needs_proximal:
         batches = [
             msgspec.structs.replace(batch, proximal_logprobs_BT=logprobs_BT)
-            for batch, (logprobs_BT, _) in zip(batches, started, strict=True)
+            for batch, logprobs_BT in zip(batches, logprobs, strict=True)
         ]
-    if config.loss.top_entropy_frac < 1:
+    if needs_entropy:
         entropies = [entropy_BT for _, entropy_BT in started if entropy_BT is not None]
-        floor = _entropy_floor(trainer, batches, entropies)
         batches = [
-            msgspec.structs.replace(batch, policy_mask_BT=entropy_BT >= floor)
-            for batch, entropy_BT in zip(batches, entropies, strict=True)
+            msgspec.structs.replace(batch, policy_mask_BT=mask_BT)
+            for batch, mask_BT in zip(batches, of_highest_entropy(trainer, batches, entropies), strict=True)
+        ]
+    if needs_picks:
+        batches = [
+            msgspec.structs.replace(batch, picked_BT=picked_BT)
+            for batch, picked_BT in zip(batches, picked(trainer, batches, logprobs, version), strict=True)
         ]
     return batches
 
@@ -86,18 +96,3 @@ def _policy_pass(trainer: PolicyTrainer, batches: list[MicroBatch], entropy: Ent
     policy = trainer.accelerator.unwrap_model(trainer.policy)
     temperature = trainer.config.sampling.temperature
     return [token_logprobs(policy, batch.pack, temperature, entropy=entropy) for batch in batches]
-
-
-def _entropy_floor(trainer: PolicyTrainer, batches: list[MicroBatch], entropies: list[torch.Tensor]) -> float:
-    """Return the entropy threshold for top_entropy_frac of the step's trained tokens.
-
-    The threshold is over all ranks.
-    """
-    accelerator = trainer.accelerator
-    trained = [entropy_BT[batch.mask_BT] for batch, entropy_BT in zip(batches, entropies, strict=True)]
-    everyone = accelerator.gather(accelerator.pad_across_processes(torch.cat(trained), pad_index=-torch.inf))
-    everyone = everyone[everyone > -torch.inf]
-    if not len(everyone):
-        return 0.0
-    num_kept = max(1, round(trainer.config.loss.top_entropy_frac * len(everyone)))
-    return everyone.topk(num_kept).values[-1].item()

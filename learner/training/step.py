@@ -51,7 +51,7 @@ def train_on(trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, t
         advantages_P_G = advantages(groups, config)
         rows = trained_rows(groups, advantages_P_G, config)
         batches = my_batches(accelerator, trainer.policy, rows, config, trainer.position(version))
-    batches = precompute_logprobs(trainer, batches, timer)
+    batches = precompute_logprobs(trainer, batches, version, timer)
     total: Sums = {}
     num_skipped = 0
     for update in range(config.updates_per_batch):
@@ -194,7 +194,8 @@ def _micro_batch_loss(
     trainer: PolicyTrainer, batch: MicroBatch, version: int, *, is_first_update: bool
 ) -> tuple[torch.Tensor, Sums]:
     config = trainer.config
-    entropy_use: EntropyUse = "gradient" if config.loss.entropy_coef > 0 else "value"
+    entropy_coef = trainer.entropy.weight(config.loss)
+    entropy_use: EntropyUse = "gradient" if entropy_coef > 0 else "value"
     logprobs_BT, entropy_BT = token_logprobs(
         trainer.policy, batch.pack, config.sampling.temperature, entropy=entropy_use
     )
@@ -211,11 +212,14 @@ def _micro_batch_loss(
         reference_logprobs_BT=batch.reference_logprobs_BT,
         entropy_BT=entropy_BT,
         policy_mask_BT=batch.policy_mask_BT,
+        picked_BT=batch.picked_BT,
         length_quarter_B=((lengths_B - 1).clamp(min=0) * NUM_LENGTH_QUARTERS // config.sampling.max_tokens).clamp(
             max=NUM_LENGTH_QUARTERS - 1  # an episode of several turns may exceed max_tokens
         ),
     )
-    loss, sums = policy_loss(inputs, config.loss, config.off_policy_correction, config.kl, trainer.kl_coef)
+    loss, sums = policy_loss(
+        inputs, config.loss, config.off_policy_correction, config.kl, trainer.kl_coef, entropy_coef
+    )
     # Count only completions that this version sampled whole, prompt included. Older tokens leave KV cache
     # entries of older weights behind.
     is_fresh_B = ((batch.versions_BT == version) | ~batch.mask_BT).all(dim=1) & (batch.entered_versions_B == version)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from learner.algorithm.loss import LossInputs, policy_loss
+from learner.algorithm.objectives import PICKS
 from tests.learner.algorithm.oracle import Completion, Rule, Token
 
 MAX_TOKENS = 12
@@ -47,12 +48,18 @@ def make_token(rng: random.Random, rule: Rule, *, is_wild: bool, has_proximal: b
         reference=logprob + on_grid(rng, -1, 1) + (rng.choice(WILD[:3]) if is_wild else 0) if needs_reference else None,
         entropy=on_grid(rng, 0, 3),
         carries_policy=rule.loss.top_entropy_frac == 1 or rng.random() < 0.5,
+        picked=rule.loss.objective in PICKS and rng.random() < 0.5,
     )
 
 
 def weight_of(normalization: str, num_tokens: int) -> float:
-    """Return the weight of DAPO, GRPO or Dr. GRPO, in float32 as in the code."""
-    counts = {"token": NUM_TOKENS, "sequence": NUM_ROWS * max(num_tokens, 1), "dr_grpo": NUM_ROWS * MAX_TOKENS}
+    """Return the weight of DAPO, GRPO, LUSPO or Dr. GRPO, in float32 as in the code."""
+    counts = {
+        "token": NUM_TOKENS,
+        "sequence": NUM_ROWS * max(num_tokens, 1),
+        "sequence_sum": NUM_ROWS,
+        "dr_grpo": NUM_ROWS * MAX_TOKENS,
+    }
     return float(torch.tensor(1 / counts[normalization]))
 
 
@@ -95,6 +102,7 @@ def tensors_of(case: Case, *, width: int = 9, garbage: float = 0.0) -> LossInput
         reference_logprobs_BT=filled("reference", garbage),
         entropy_BT=filled("entropy", garbage).requires_grad_() if loss.entropy_coef else None,
         policy_mask_BT=filled("carries_policy", garbage != 0, torch.bool) if loss.top_entropy_frac < 1 else None,
+        picked_BT=filled("picked", garbage != 0, torch.bool) if loss.objective in PICKS else None,
     )
 
 
@@ -109,7 +117,9 @@ class Result(NamedTuple):
 def run(case: Case, *, width: int = 9, garbage: float = 0.0) -> Result:
     """Return loss and gradients of the code. Fails unless gradients are finite, and exactly 0 in padding."""
     inputs, rule = tensors_of(case, width=width, garbage=garbage), case.rule
-    loss, sums = policy_loss(inputs, rule.loss, rule.off_policy_correction, rule.kl, rule.kl_coef)
+    loss, sums = policy_loss(
+        inputs, rule.loss, rule.off_policy_correction, rule.kl, rule.kl_coef, rule.loss.entropy_coef
+    )
     loss.backward()
 
     def by_token(values_BT: torch.Tensor) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""The loss configs of the tests: all accepted combinations of objective × normalization × anchor × weight."""
+"""The loss configs of the tests: all accepted combinations of objective × anchor × weight."""
 
 import itertools
 import math
@@ -16,13 +16,18 @@ from learner.config import (
 )
 from tests.learner.algorithm.oracle import Rule
 
-NORMALIZATIONS = ("token", "sequence", "dr_grpo")
+NORMALIZATIONS = ("token", "sequence", "sequence_sum", "dr_grpo")
 BOUNDS = {
     "grpo": [{}, {"clip_low": 0.1, "clip_high": 0.5}, {"dual_clip": 1.75}, {"dual_clip": math.inf}],
     "gspo": [{}, {"clip_low": 0.1, "clip_high": 0.2}, {"clip_low": 0.01, "clip_high": 0.02, "dual_clip": 1.25}],
     "cispo": [{}, {"clip_high": 0.25}],
     "sapo": [{}, {"tau_positive": 2.0, "tau_negative": 0.5}],
     "dppo": [{}, {"tv_low": 0.01, "tv_high": 0.02, "log_ratio_penalty": 0.5, "dual_clip": 1.75}],
+    "gmpo": [{}, {"clip_low": 0.126, "clip_high": 0.251, "dual_clip": 1.375}],
+    "vespo": [{}, {"power_positive": 1.0, "decay_positive": 0.5, "power_negative": 2.0, "decay_negative": 1.0}],
+    "ipo": [{}, {"tv_low": 0.01, "tv_high": 0.02, "log_ratio_penalty": 0.5, "dual_clip": 1.75}],
+    "clip_cov": [{}, {"clip_low": 0.1, "clip_high": 0.5, "dual_clip": 1.75}],
+    "kl_cov": [{}, {"cov_penalty": 0.25, "dual_clip": 1.75}, {"dual_clip": math.inf}],
     "reinforce": [{}],
 }
 ANCHORS = {
@@ -35,8 +40,16 @@ WEIGHTS = {
     "none": {},
     "truncate-token": {"weight": "truncate", "max_weight": 1.25},
     "truncate-sequence": {"weight": "truncate", "granularity": "sequence"},
+    "truncate-token-two-sided": {"weight": "truncate", "max_weight": 1.25, "min_weight": 0.75},
+    "truncate-sequence-negative": {
+        "weight": "truncate",
+        "granularity": "sequence",
+        "max_weight": 1.0,
+        "weighted_completions": "negative",
+    },
     "truncate-geometric": {"weight": "truncate", "granularity": "geometric", "max_weight": 1.0625},
     "mask-token": {"weight": "mask"},
+    "mask-token-negative": {"weight": "mask", "max_weight": 1.5, "weighted_completions": "negative"},
     "mask-sequence": {"weight": "mask", "granularity": "sequence"},
     "mask-geometric": {"weight": "mask", "granularity": "geometric", "max_weight": 1.0625},
     "mask-token-two-sided": {"weight": "mask", "max_weight": 1.75, "min_weight": 0.75},
@@ -51,6 +64,8 @@ WEIGHTS = {
 REJECTIONS = [
     {},
     {"sequence_mask": 0.05},
+    {"max_binary_kl": 0.01},
+    {"max_binary_kl": 0.125, "sequence_mask": 0.1},
     {"max_token_staleness": 0},
     {"max_token_staleness": 1, "stale_token_weight": 0.25, "sequence_mask": 0.0},
 ]
@@ -88,21 +103,21 @@ def is_accepted(rule: Rule) -> bool:
 def rules() -> dict[str, tuple[Rule, bool]]:
     """Return every accepted combination, and whether it has proximal logprobs.
 
-    The other options (bounds, rejections, KL, entropy) are random for each combination.
+    The other options (bounds, normalization, rejections, KL, entropy) are random for each combination.
     """
     found = {}
-    cells = itertools.product(BOUNDS, NORMALIZATIONS, ANCHORS, WEIGHTS)
-    for seed, (objective, normalization, anchor, weight) in enumerate(cells):
+    cells = itertools.product(BOUNDS, ANCHORS, WEIGHTS)
+    for seed, (objective, anchor, weight) in enumerate(cells):
         rng = random.Random(seed)
         kl = KlConfig(**rng.choice(KLS))
-        # gspo has one ratio per completion, so no token may be masked
-        whole = objective == "gspo"
-        rejections = [r for r in REJECTIONS if not (whole and "max_token_staleness" in r)]
+        # these have one ratio per completion, so no token may be masked
+        whole = objective in ("gspo", "gmpo", "vespo")
+        rejections = [r for r in REJECTIONS if not (whole and ("max_token_staleness" in r or "max_binary_kl" in r))]
         others = [o for o in OTHERS if not (whole and "top_entropy_frac" in o)]
         rule = Rule(
             LossConfig(
                 objective=objective,
-                normalization=normalization,
+                normalization=rng.choice(NORMALIZATIONS),
                 **rng.choice(BOUNDS[objective]),
                 **rng.choice(others),
             ),
@@ -111,7 +126,7 @@ def rules() -> dict[str, tuple[Rule, bool]]:
             kl.coef * rng.choice((1.0, 0.5)),  # 0.5: a schedule has halved it
         )
         if is_accepted(rule):
-            found[f"{objective}-{normalization}-{anchor}-{weight}"] = (rule, anchor == "exact")
+            found[f"{objective}-{anchor}-{weight}"] = (rule, anchor == "exact")
     return found
 
 

@@ -1,5 +1,6 @@
 """Advantages, checked with numpy and by hand."""
 
+import mpmath
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from learner.algorithm.advantages import combined_advantages, has_signal, step_advantages
 from learner.config import AdvantageConfig
+from protocol.errors import ConfigError
 
 REWARDS_P_G = [[1.0, 0.0, 1.0, 0.0], [3.0, 1.0, 2.0], [0.5, 0.5, 0.5]]
 
@@ -35,6 +37,38 @@ def test_batch_scale_divides_by_the_deviation_of_the_whole_step() -> None:
 def test_baselines_by_hand(rewards: list[float | None], baseline: str, expected: list[float]) -> None:
     config = AdvantageConfig(scale="none", baseline=baseline)  # type: ignore[arg-type]
     assert step_advantages([rewards], config) == [pytest.approx(expected)]
+
+
+def test_mean_scale_divides_by_the_mean_of_the_group() -> None:
+    rewards_P_G = [[1.0, 0.0, 0.0, 0.0], [0.5, None, 1.0], [0.0, 0.0], [None, 1.0]]
+    found = step_advantages(rewards_P_G, AdvantageConfig(scale="mean"))
+    assert found == [pytest.approx([3, -1, -1, -1]), pytest.approx([-1 / 3, 0, 1 / 3]), [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("p", ["0.001", "0.125", "0.75"])
+@pytest.mark.parametrize("num_samples", [2, 8])
+def test_the_expected_gradient_of_mean_scale_is_that_of_a_truncated_log_likelihood(p: str, num_samples: int) -> None:
+    """MaxRL: ∇ log p = Σ_k (1 - p)^(k - 1) ∇p, cut off after as many terms as a group has other completions.
+
+    The policy succeeds with probability p = sigmoid(θ), so that ∇p = p (1 - p). The expectation is over the number of
+    successes, in 50 digits.
+    """
+    with mpmath.workdps(50):
+        chance = mpmath.mpf(p)
+        expected = sum(chance * (1 - chance) ** k for k in range(1, num_samples))
+        found = mpmath.mpf(0)
+        for num_right in range(num_samples + 1):
+            rewards_G = [1.0] * num_right + [0.0] * (num_samples - num_right)
+            (advantages_G,) = step_advantages([rewards_G], AdvantageConfig(scale="mean"))
+            gradient = sum(a * ((1 - chance) if r else -chance) for a, r in zip(advantages_G, rewards_G, strict=True))
+            odds = mpmath.binomial(num_samples, num_right) * chance**num_right
+            found += odds * (1 - chance) ** (num_samples - num_right) * gradient / num_samples
+        assert abs(found / expected - 1) < 1e-12
+
+
+def test_mean_scale_refuses_negative_rewards() -> None:
+    with pytest.raises(ConfigError, match=r'scale = "mean" divides by the mean .* a reward is -0\.5\. Return rewards'):
+        step_advantages([[1.0, -0.5]], AdvantageConfig(scale="mean"))
 
 
 @given(st.lists(st.lists(st.one_of(st.none(), st.floats(-1e3, 1e3)), min_size=1, max_size=6), min_size=1, max_size=5))

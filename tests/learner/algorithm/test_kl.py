@@ -30,7 +30,7 @@ def expected_gradient(kl: KlConfig, *, on_policy: bool) -> torch.Tensor:
         mask_BT=torch.ones(6, 1, dtype=torch.bool),
         reference_logprobs_BT=REFERENCE_V[:, None],
     )
-    loss, _ = policy_loss(inputs, LossConfig(objective="reinforce"), OffPolicyCorrectionConfig(), kl, 1.0)
+    loss, _ = policy_loss(inputs, LossConfig(objective="reinforce"), OffPolicyCorrectionConfig(), kl, 1.0, 0.0)
     return torch.autograd.grad(loss, logits_V)[0]
 
 

@@ -1,4 +1,4 @@
-"""Every objective × normalization × correction compared with the oracle: loss, gradient and reported sums.
+"""Every objective × correction compared with the oracle: loss, gradient and reported sums.
 
 Tolerance: 1e-6, relative to the largest summand if that is above 1. The code computes in float32, with a rounding error
 of 6e-8; the cases (loss_case.py) are exact in float32.
@@ -87,7 +87,7 @@ def test_a_micro_batch_without_tokens_has_loss_gradient_and_sums_of_exactly_zero
     case = make_case(name, rule, has_proximal=has_proximal)
     inputs = tensors_of(case, garbage=math.nan)
     inputs = msgspec.structs.replace(inputs, mask_BT=torch.zeros_like(inputs.mask_BT))
-    loss, sums = policy_loss(inputs, rule.loss, rule.off_policy_correction, rule.kl, rule.kl_coef)
+    loss, sums = policy_loss(inputs, rule.loss, rule.off_policy_correction, rule.kl, rule.kl_coef, 0.0)
     loss.backward()
     assert loss == 0 and (inputs.logprobs_BT.grad == 0).all()
     assert all(sums[name] == 0 for name in oracle.sums(rule, []))
@@ -125,10 +125,11 @@ def test_each_normalization_weighs_a_token_as_in_its_paper(num_tokens: int) -> N
 
 
 def test_the_rules_cover_every_objective_and_each_of_its_bounds() -> None:
-    # All objectives but reinforce take 3 proximal anchors × 10 corrections and the behaviour anchor × (none, 6 masks);
-    # reinforce takes the behaviour anchor × 10; gspo no mask of tokens, of which each of the 4 anchors has 2.
+    # All objectives take the behaviour anchor × (none, 7 masks), and reinforce also × 5 truncations; all but reinforce
+    # and vespo take 3 proximal anchors × 13 corrections. gspo, gmpo and vespo take no mask of tokens, of which each of
+    # their 4, 4 and 1 anchors has 3.
     assert BOUNDS.keys() == OBJECTIVES.keys()
-    assert len(RULES) == 3 * ((len(OBJECTIVES) - 1) * (3 * 10 + 7) + 10 - 4 * 2)
+    assert len(RULES) == len(OBJECTIVES) * 8 + 5 + (len(OBJECTIVES) - 2) * 3 * 13 - (4 + 4 + 1) * 3
     for objective, bounds in BOUNDS.items():
         met = [rule for rule, _ in RULES.values() if rule.loss.objective == objective]
         for bound in bounds:
@@ -167,10 +168,12 @@ def test_on_policy_the_expected_gradient_is_the_policy_gradient(objective: str) 
             advantages_B=advantages_V,
             weights_B=logprobs_V.detach().exp(),
             mask_BT=torch.ones(6, 1, dtype=torch.bool),
+            picked_BT=torch.zeros(6, 1, dtype=torch.bool),
         ),
         LossConfig(objective=objective),
         OffPolicyCorrectionConfig(),
         KlConfig(),
+        0.0,
         0.0,
     )
     (gradient_V,) = torch.autograd.grad(found, logits_V, retain_graph=True)
@@ -193,8 +196,9 @@ def test_no_single_token_dominates_the_gradient(objective: str) -> None:
             advantages_B=torch.full((4096,), -1.0),
             weights_B=torch.full((4096,), 1 / 4096),
             mask_BT=torch.ones(4096, 1),
+            picked_BT=torch.zeros(4096, 1, dtype=torch.bool),
         )
-        found, _ = policy_loss(inputs, loss, OffPolicyCorrectionConfig(), KlConfig(), 0.0)
+        found, _ = policy_loss(inputs, loss, OffPolicyCorrectionConfig(), KlConfig(), 0.0, 0.0)
         (gradient_BT,) = torch.autograd.grad(found, logprobs_BT)
         return float(gradient_BT.abs().max() / gradient_BT.abs().sum())
 

@@ -4,6 +4,7 @@ import math
 import re
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,19 +42,19 @@ def spec(tmp_path: Path, body: str, name: str = "f") -> str:
     return f"{path}:{name}"
 
 
-def of_the_page(tmp_path: Path, name: str) -> str:
-    (example,) = re.findall(r"^```python\n(# my_loss\.py\n.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+def of_the_page(tmp_path: Path, name: str, file: str = "my_loss") -> str:
+    (example,) = re.findall(rf"^```python\n(# {file}\.py\n.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return spec(tmp_path, example, name)
 
 
-def loss_of(objective: str, correction: OffPolicyCorrectionConfig, **bounds: float) -> tuple[float, dict, torch.Tensor]:
+def loss_of(objective: str, correction: OffPolicyCorrectionConfig, **bounds: Any) -> tuple[float, dict, torch.Tensor]:
     """Return loss, sums and the gradient of the logprobs of two completions."""
     logprobs_BT = (LOG_RATIO_BT - 1).requires_grad_()
     inputs = LossInputs(
         logprobs_BT=logprobs_BT, behaviour_logprobs_BT=torch.full((2, 3), -1.0), staleness_BT=torch.zeros(2, 3),
         advantages_B=torch.tensor([2.0, -1.0]), weights_B=torch.full((2,), 0.25), mask_BT=torch.ones(2, 3),
     )  # fmt: skip
-    loss, sums = policy_loss(inputs, LossConfig(objective=objective, **bounds), correction, KlConfig(), 0.0)
+    loss, sums = policy_loss(inputs, LossConfig(objective=objective, **bounds), correction, KlConfig(), 0.0, 0.0)
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
     return loss.item(), sums, gradient_BT
 
@@ -66,6 +67,24 @@ def test_the_objective_of_the_docs_page_defines_the_loss(tmp_path: Path) -> None
     assert loss == pytest.approx(by_hand) and sums["clipped"] == 2
     expected = torch.tensor([[0.0, -0.5 * r[0][1], -0.5 * r[0][2]], [0.0, 0.25 * r[1][1], 0.25 * r[1][2]]])
     assert torch.allclose(gradient_BT, expected)
+
+
+@pytest.mark.parametrize("width", [None, 0.15])
+def test_the_worked_objective_of_the_docs_page_equals_the_built_in_one(tmp_path: Path, width: float | None) -> None:
+    worked = of_the_page(tmp_path, "gmpo", "gmpo")
+    parameters, bounds = ({}, {}) if width is None else ({"width": width}, {"clip_low": width, "clip_high": width})
+    loss, sums, gradient_BT = loss_of(worked, OffPolicyCorrectionConfig(), parameters=parameters)
+    expected, expected_sums, expected_BT = loss_of("gmpo", OffPolicyCorrectionConfig(), dual_clip=math.inf, **bounds)
+    assert loss == expected and sums == expected_sums and torch.equal(gradient_BT, expected_BT)
+    assert sums["clipped"] == (2 if width is None else 3)
+
+
+def test_a_parameter_that_the_objective_does_not_declare_is_rejected(tmp_path: Path) -> None:
+    config = LossConfig(objective=of_the_page(tmp_path, "gmpo", "gmpo"), parameters={"widht": 0.1})
+    with pytest.raises(
+        ConfigError, match=r"parameters contains widht, which .*:gmpo does not declare; .* width\. Correct"
+    ):
+        objective_of(config.objective)(TOKENS, config)
 
 
 def test_an_objective_without_a_ratio_receives_the_importance_weight(tmp_path: Path) -> None:
@@ -118,6 +137,8 @@ def f(tokens, config):
             "shape \\(2, 3\\) without a gradient, a tensor"),
         ("def f(tokens, config): return config.value('clip_low')",
             r"reads clip_low, which has no default for a user function; set learner\.loss\.clip_low"),
+        ("def f(tokens, config): return config.value('width')",
+            r"reads width, which has no default for a user function; declare it in the function's `parameters`"),
     ],
 )  # fmt: skip
 def test_an_objective_with_an_invalid_result_is_rejected(tmp_path: Path, body: str, problem: str) -> None:

@@ -16,7 +16,8 @@ FIXED = {
     "learner.sampling": "group_size max_tokens temperature top_p top_k stop allow_partial_support seeded",
     "learner.advantage": "baseline scale combine function",
     "learner.loss": "objective normalization clip_low clip_high tau_positive tau_negative tv_low tv_high "
-    "log_ratio_penalty mask_truncated entropy_coef top_entropy_frac",
+    "log_ratio_penalty power_positive decay_positive power_negative decay_negative cov_frac cov_low cov_high cov_penalty "
+    "parameters mask_truncated entropy_coef entropy_target entropy_coef_step max_entropy_coef top_entropy_frac",
     "learner.kl": "coef estimator place schedule final_coef target horizon_steps importance_weighted",
     "learner.reference": "kind every_steps growth max_every_steps alpha kl_threshold patience reward_guard min_every_steps "
     "num_snapshots only reset_optimizer",

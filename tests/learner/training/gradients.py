@@ -24,7 +24,7 @@ def gradient_of(trainer: PolicyTrainer, groups: list[RolloutGroup]) -> torch.Ten
         groups, _ = apply_kl_penalty(trainer, groups, VERSION, StepTimer())
     rows = trained_rows(groups, advantages(groups, config), config)
     batches = my_batches(trainer.accelerator, trainer.policy, rows, config, "the step")
-    batches = precompute_logprobs(trainer, batches, StepTimer())
+    batches = precompute_logprobs(trainer, batches, VERSION, StepTimer())
     forward_backward(trainer, batches, VERSION, is_first_update=True)
     gradient = torch.cat([whole(parameter.grad).flatten() for parameter in trainer.policy.parameters()])
     trainer.optimizer.zero_grad()

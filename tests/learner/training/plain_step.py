@@ -32,6 +32,8 @@ class Branch(msgspec.Struct, eq=False):
     reference: torch.Tensor
     ages: torch.Tensor
     advantage: float
+    picked: torch.Tensor
+    """1 for the tokens that the rule picked over the whole step."""
 
 
 def ppo(branch: Branch) -> torch.Tensor:
@@ -55,6 +57,8 @@ class Rule(msgspec.Struct, frozen=True):
     kl_in_reward: float | None = None
     """Divisor of rewards, instead of the deviation."""
     top_entropy: float = 1.0
+    pick: Callable[[list[float]], set[int]] | None = None
+    """Returns the picked ones of the step's tokens, given their covariances."""
 
 
 def decoupled(branch: Branch) -> torch.Tensor:
@@ -81,6 +85,25 @@ def k3(branch: Branch) -> torch.Tensor:
 
 def with_weighted_kl(branch: Branch) -> torch.Tensor:
     return ppo(branch) + 0.5 * (branch.logprobs - branch.behaviour).exp() * k3(branch)
+
+
+def vespo(branch: Branch) -> torch.Tensor:
+    w = (branch.logprobs - branch.behaviour).sum().exp().detach()
+    power, decay = (2, 3) if branch.advantage >= 0 else (3, 2)
+    return -(w**power) * (decay * (1 - w)).exp() * branch.advantage * branch.logprobs
+
+
+def kl_cov(branch: Branch) -> torch.Tensor:
+    log_ratio_T = branch.logprobs - branch.behaviour
+    surrogate_T = log_ratio_T.exp() * branch.advantage
+    surrogate_T = surrogate_T.clamp(min=1.05 * branch.advantage) if branch.advantage < 0 else surrogate_T
+    return -surrogate_T + branch.picked * log_ratio_T.abs()
+
+
+def highest(share: float) -> Callable[[list[float]], set[int]]:
+    return lambda covariances: set(
+        sorted(range(len(covariances)), key=lambda i: -covariances[i])[: int(share * len(covariances))]
+    )
 
 
 FIXED = {"reference": {"kind": "fixed"}}
@@ -124,6 +147,19 @@ CASES: dict[str, tuple[dict[str, Any], Rule]] = {
     "the tokens of highest entropy of the whole step carry the objective": (
         {"loss": {"top_entropy_frac": 0.2}, "micro_batch_tokens": 30}, Rule(top_entropy=0.2),
     ),
+    "a completion is weighted by its whole ratio": ({"loss": {"objective": "vespo"}}, Rule(vespo)),
+    "the tokens of highest covariance of the whole step pay for moving": (
+        {"loss": {"objective": "kl_cov", "cov_frac": 0.3, "dual_clip": 1.05}, "micro_batch_tokens": 30},
+        Rule(kl_cov, pick=highest(0.3)),
+    ),
+    "the tokens of the whole step with a covariance in the band have no gradient": (
+        {"loss": {"objective": "clip_cov", "clip_high": 0.28, "cov_frac": 1.0, "cov_low": 0.1, "cov_high": 1.0},
+            "micro_batch_tokens": 30},
+        Rule(
+            lambda branch: ppo(branch) * (1 - branch.picked),
+            pick=lambda covariances: {i for i, covariance in enumerate(covariances) if 0.1 < covariance < 1},
+        ),
+    ),
 }  # fmt: skip
 
 
@@ -165,6 +201,8 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
     entropies = sorted((float(entropy) for _, entropy_T in started.values() for entropy in entropy_T), reverse=True)
     floor = entropies[round(rule.top_entropy * len(entropies)) - 1] - 1e-7
 
+    picked = picks_of(groups, episodes_P_G, {key: value for key, (value, _) in started.items()}, rule)
+
     def kl_of(episode: list[TokenSequence]) -> float:
         return sum(float((started[id(one)][0] - references[id(one)]).sum()) for one in episode)
 
@@ -174,7 +212,14 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
         sampled = [version for version in owners_of(one) if version is not None]
         behaviour = torch.from_numpy(one.behaviour_logprobs[[v is not None for v in owners_of(one)]]).double()
         ages = torch.tensor([VERSION - version for version in sampled], dtype=torch.float64)
-        return Branch(behaviour=behaviour, reference=references[id(one)], ages=ages, advantage=advantage, **known)
+        return Branch(
+            behaviour=behaviour,
+            reference=references[id(one)],
+            ages=ages,
+            advantage=advantage,
+            picked=picked[id(one)],
+            **known,
+        )
 
     def is_kept(one: TokenSequence) -> bool:
         return not (rule.leaves_out_truncated and one.finish_reason == "length")
@@ -207,6 +252,32 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
             for parameter in model.parameters():
                 parameter -= LEARNING_RATE * parameter.grad
     return extremes
+
+
+def picks_of(
+    groups: list[RolloutGroup],
+    episodes_P_G: list[list[list[TokenSequence]]],
+    started: dict[int, torch.Tensor],
+    rule: Rule,
+) -> dict[int, torch.Tensor]:
+    """Return the picked tokens of each branch. Every group has signal, so that every token is trained."""
+    tokens = [
+        (id(one), logprob, advantage)
+        for group, episodes in zip(groups, episodes_P_G, strict=True)
+        for episode, advantage in zip(
+            episodes, advantages_of(group.rewards_G, [0.0] * len(episodes), rule), strict=True
+        )
+        for one in episode
+        for logprob in started[id(one)].tolist()
+    ]
+    mean_logprob = statistics.mean(logprob for _, logprob, _ in tokens)
+    mean_advantage = statistics.mean(advantage for _, _, advantage in tokens)
+    covariances = [(logprob - mean_logprob) * (advantage - mean_advantage) for _, logprob, advantage in tokens]
+    picked = rule.pick(covariances) if rule.pick else set()
+    return {
+        key: torch.tensor([float(i in picked) for i, (owner, _, _) in enumerate(tokens) if owner == key])
+        for key in started
+    }
 
 
 def advantages_of(rewards: list[float], kls: list[float], rule: Rule) -> list[float]:

@@ -176,7 +176,7 @@ def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
     groups = make_groups(trainer.policy, num_completions=3)
     rows = trained_rows(groups, advantages(groups, run.learner), run.learner)
     batches = my_batches(accelerator, trainer.policy, rows, trainer.config, "the step")
-    batches = precompute_logprobs(trainer, batches, StepTimer())
+    batches = precompute_logprobs(trainer, batches, VERSION, StepTimer())
     temperature = run.learner.sampling.temperature
     reference = Reference(ReferenceConfig(kind="fixed"), trainer.policy, accelerator, temperature)
     references = reference.logprobs(trainer.policy, [batch.pack for batch in batches])
