@@ -72,7 +72,7 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Cores of each learner rank, as positions in the same list."""
     restart: Literal["never", "on-failure"] = "never"
     """Reaction to a server that exits or a learner that fails. never: end the run; on-failure: restart it,
-    the learner with --resume."""
+    the learner with --resume, unless its exit code is 2, an error that a person has to solve."""
     max_restarts: int = 3
     """Maximum number of restarts within an hour, for each server and for the learner. on-failure only; the
     next failure ends the run."""
