@@ -41,7 +41,9 @@ MADE_BY_USERS = {
 }  # fmt: skip
 ROOTS = {"": SharedConfig, "learner.": LearnerConfig, "server.": ServerConfig, "deploy.": DeployConfig}
 KEYS = {f"{prefix}{key}": field for prefix, root in ROOTS.items() for key, field in keys_of(root).items()}
-MADE_BY_RUNS = ("runs/", "checkpoints/", "model/", "adapter/", "logs/", "exports/", "keys/", "DIR/", "allowed/", "my-task/")
+MADE_BY_RUNS = (
+    "runs/", "checkpoints/", "model/", "adapter/", "logs/", "exports/", "keys/", "DIR/", "allowed/", "my-task/",
+)  # fmt: skip
 
 
 def names_of(pages: list[Path]) -> list[str]:
