@@ -227,7 +227,11 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
 
     With a transport that stays on the GPUs, tcp carries them. Its one port is the learner's.
     """
-    push, own_host = run.learner.weight_sync, address_towards(channel.endpoint)
+    push = run.learner.weight_sync
+    try:
+        own_host = address_towards(channel.endpoint)
+    except PushError as error:
+        return problem_of("bandwidth", error, "use another address of the server as its endpoint")
     timeout_s = min(push.timeout_s, MAX_TRIAL_S)
     chosen = TRANSPORTS.get(push.transport)
     by = "tcp" if chosen is None or load_transport(push.transport).between_gpus else push.transport
