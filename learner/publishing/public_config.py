@@ -25,7 +25,7 @@ PUBLIC = (
         "max_staleness", "off_policy_correction", "optimizer", "reference", "sampling", "signal_reward", "steps",
         "updates_per_batch", "warm_start",
         "environment.factory", "environment.max_episode_tokens", "environment.max_turns", "environment.tools",
-        "evaluation.dataset", "evaluation.max_tokens", "evaluation.num_prompts", "evaluation.num_samples",
+        "evaluation.dataset", "evaluation.dataset_config", "evaluation.max_tokens", "evaluation.num_prompts", "evaluation.num_samples",
         "evaluation.path", "evaluation.sets", "evaluation.split", "evaluation.task", "evaluation.temperature",
         "reward.functions", "reward.on_none", "reward.overlong_buffer_tokens", "reward.overlong_penalty",
         "reward.skip_special_tokens", "reward.weights",
