@@ -1,6 +1,6 @@
 """The supervisor of the servers and ranks of a run, from start to end.
 
-    start servers and learner ─▶ wait for one to exit ─┬▶ restart it, if its exit code, the config and the limit allow it
+    start servers and learner ─▶ wait for one to exit ─┬▶ restart it, if its code, the config and the limit allow it
                                                        └▶ stop the learner, then the servers
     a signal ─▶ every rank, which finishes its step and writes a checkpoint ─▶ the learner exits ─▶ stop the servers
 

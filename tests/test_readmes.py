@@ -158,6 +158,9 @@ def test_the_checks_find_missing_files_and_keys() -> None:
     text = "`learner/nowhere.py` or nowhere.py\n```\ntrain.py  lost.py\n```\n`learner/attic/` `runs/demo/` run.toml"
     missing = sorted(name for name in named_paths(text) if not exists(page, name))
     assert missing == ["learner/attic", "learner/nowhere.py", "lost.py", "nowhere.py"]
-    text = '`learner.weight_sync.compression = "delta"` `[learner.attic]` `--server.http-prt 1`\n```toml\nmdel = "x"\n[learner.weight_sync]\na = 1\n```\n'
+    text = (
+        '`learner.weight_sync.compression = "delta"` `[learner.attic]` `--server.http-prt 1`\n```toml\nmdel = '
+        '"x"\n[learner.weight_sync]\na = 1\n```\n'
+    )
     unknown = sorted(key for key in named_keys(text) if not is_key(key))
     assert unknown == ["learner.attic", "learner.weight_sync.a", "mdel", "server.http_prt"]

@@ -51,8 +51,8 @@ REFUSED = {
     "ACCELERATE_USE_FSDP": OWN_SHARDING,
     "ACCELERATE_USE_DEEPSPEED": OWN_SHARDING,
     "ACCELERATE_USE_MEGATRON_LM": OWN_SHARDING,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "only data parallelism is supported, sharded or not; tensor, context and sequence "
-    "parallel groups would train on other rows and reduce their gradients over other ranks",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "only data parallelism is supported, sharded or not; tensor, context and "
+    "sequence parallel groups would train on other rows and reduce their gradients over other ranks",
 }
 """Environment variables that would change what is trained, each with the reason it is refused."""
 UNSET = {"", "false", "0"}

@@ -1,4 +1,5 @@
-"""The scripts that start a learner again, with commands that only write down what becomes of them: nothing is lost by a signal."""
+"""The scripts that start a learner again, with commands that only write down what becomes of them: nothing is lost
+by a signal."""
 
 import os
 import signal
@@ -42,7 +43,8 @@ COMMANDS = {
     "inference-server": KEY.replace("EVALUATION", "VLLM") + WRITE_DOWN + LIVE,
     "accelerate": WRITE_DOWN + LAUNCH,
     "srun": '\nwhile [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\n',
-    "scontrol": '\nif [ "$1" = show ]; then printf "%s\\n" ${JOB_NODES:-node1 node2}; else echo "scontrol $*" >> "$STORY"; fi\n',
+    "scontrol": '\nif [ "$1" = show ]; then printf "%s\\n" ${JOB_NODES:-node1 node2}; else echo "scontrol $*" >> '
+    '"$STORY"; fi\n',
 }
 
 

@@ -6,7 +6,8 @@ from protocol.config_keys import keys_of, may_change
 FIXED = {
     "": "model dtype head_dtype seed",
     "learner": "groups_per_step updates_per_batch dynamic_sampling signal_reward",
-    "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs overlong_prompts shuffle",
+    "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs "
+    "overlong_prompts shuffle",
     "learner.reward": "functions weights skip_special_tokens overlong_buffer_tokens overlong_penalty on_none",
     "learner.reward.judge": "prompt best_score temperature",
     "learner.environment": "factory tools agent command max_turns max_episode_tokens",
@@ -18,7 +19,8 @@ FIXED = {
     "learner.loss": "objective normalization clip_low clip_high tau_positive tau_negative tv_low tv_high "
     "log_ratio_penalty mask_truncated entropy_coef top_entropy_frac",
     "learner.kl": "coef estimator place schedule final_coef target horizon_steps importance_weighted",
-    "learner.reference": "kind every_steps growth max_every_steps alpha kl_threshold patience reward_guard min_every_steps "
+    "learner.reference": "kind every_steps growth max_every_steps alpha kl_threshold patience reward_guard "
+    "min_every_steps "
     "num_snapshots only reset_optimizer",
     "learner.optimizer": "kind schedule warmup_steps beta1 beta2 weight_decay max_grad_norm",
 }
