@@ -20,8 +20,9 @@ from transformers import AutoConfig
 from learner.config import LearnerRun, WeightSyncConfig
 from learner.doctor.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
 from learner.evaluation.openai_client import EvaluationError, open_client
-from learner.policy.memory import GIB, describe, shape_of
+from learner.policy.memory import GIB, describe
 from learner.policy.memory_plan import Room, fastest_plan, make_plan
+from learner.policy.model_shape import shape_of
 from learner.servers.membership import Membership
 from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys

@@ -26,8 +26,8 @@ from torch import nn
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.attention import is_packed
 from learner.forward.compile import describe_fused
-from learner.policy.memory import tokens_per_key
 from learner.policy.model import compute_dtype
+from learner.policy.model_shape import tokens_per_key
 from learner.policy.sharding import is_sharded
 from learner.rank_agreement import broadcast_bytes, require_agreement
 from learner.rank_watch import RankWatch

@@ -29,7 +29,8 @@ from accelerate import Accelerator
 from learner.algorithm.loss import Sums
 from learner.config import LearnerConfig
 from learner.environments.episode import TokenSequence
-from learner.policy.memory import GIB, ModelShape
+from learner.policy.memory import GIB
+from learner.policy.model_shape import ModelShape
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.training.packing import Piece, num_pairs, num_tokens
 

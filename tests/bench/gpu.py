@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 from learner.config import LearnerRun
 from learner.config.learner import AUTO_TOKENS
-from learner.policy.memory import shape_of
+from learner.policy.model_shape import shape_of
 from learner.training.metrics import TERA, peak_tflops
 from protocol.errors import SlipstreamError
 from protocol.transports.nccl import SHARED_GPU_SWITCH, ranks_may_share_a_gpu, why_not_installed

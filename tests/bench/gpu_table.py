@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from learner.policy.memory import ModelShape
+from learner.policy.model_shape import ModelShape
 from learner.training.metrics import TERA
 from tests.bench.steps import Step, seconds_per_step
 

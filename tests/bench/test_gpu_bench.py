@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from learner.policy.memory import ModelShape, shape_of
+from learner.policy.model_shape import ModelShape, shape_of
 from learner.train import train
 from protocol.errors import SlipstreamError
 from protocol.messages import Completion, Sampling

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from learner.config import LearnerRun
-from learner.policy.memory import GIB, learner_memory, server_memory, shape_of
+from learner.policy.memory import GIB, learner_memory, server_memory
 from learner.policy.memory_plan import Room, make_plan
+from learner.policy.model_shape import shape_of
 from protocol.errors import ConfigError
 from tests.learner.policy.shapes import SIZES
 from tests.learner.training.fixed_groups import make_run

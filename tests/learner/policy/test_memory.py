@@ -31,9 +31,9 @@ from learner.policy.memory import (
     kv_bytes_per_token,
     learner_memory,
     num_trained,
-    shape_of,
 )
 from learner.policy.model import compute_in
+from learner.policy.model_shape import shape_of
 from learner.policy.published import copy_for_export
 from learner.policy.shards import trained
 from learner.policy.snapshot import trainable

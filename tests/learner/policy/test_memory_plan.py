@@ -8,8 +8,9 @@ import pytest
 from transformers import PretrainedConfig
 
 from learner.config import LearnerRun
-from learner.policy.memory import ModelShape, learner_memory, shape_of
+from learner.policy.memory import learner_memory
 from learner.policy.memory_plan import MARGIN, Room, fits, make_plan
+from learner.policy.model_shape import ModelShape, shape_of
 from protocol.errors import ConfigError
 from tests.learner.policy.shapes import MOE_30B, QWEN_1_5B, QWEN_7B, QWEN_32B, QWEN_HALF_B
 from tests.learner.training.fixed_groups import make_run

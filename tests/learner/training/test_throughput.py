@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig
 
-from learner.policy.memory import shape_of
+from learner.policy.model_shape import shape_of
 from learner.report.run_log import unhealthy
 from learner.rewards.workers import Latencies
 from learner.train import train
