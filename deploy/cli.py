@@ -25,6 +25,9 @@ GROUPS = {
         "report": "write the report of a run, or compare several runs",
         "runs": "list the runs in a directory: state, step, reward",
     },
+    "publish": {
+        "export": "write a checkpoint as a Hugging Face model, and push it to the hub",
+    },
     "prepare": {
         "new": "write a task of your own to begin with",
         "check": "try prompts and rewards; with --trial: measure how long the run would take",

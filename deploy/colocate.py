@@ -3,7 +3,8 @@
     switches: --resume, --dry-run, --quiet, --json-logs
     place by `[deploy]` ─▶ start all ─▶ prefix output ─▶ forward signals ─▶ when one exits: stop all, or restart it
 
-If there is no GPU and the config names no cores, each side gets half of the cores.
+If the config names no GPUs, the server gets the first and the learner the next, or both share the only one. If
+there is no GPU and the config names no cores, each side gets half of the cores.
 All output is also written to RUN_DIR/logs/.
 """
 
@@ -23,7 +24,7 @@ from deploy.supervisor import SupervisedProcess, Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol import console
-from protocol.hardware import halves, has_gpu
+from protocol.hardware import halves, has_gpu, usable_gpus
 from protocol.installation import module_command
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,10 @@ def colocate(arguments: list[str]) -> int:
     launch = read_arguments(arguments, PROGRAM, PURPOSE)
     if launch is None:
         return 0
-    if note := shared_gpu_note(launch.config, launch.server_run):
+    config = with_gpus(launch.config, launch.server_run, usable_gpus())
+    if note := shared_gpu_note(config, launch.server_run):
         log.warning(note)
-    config = with_cores(launch.config, launch.server_run, launch.learner_run)
+    config = with_cores(config, launch.server_run, launch.learner_run)
     node = Node(
         config=config, launch=launch, logs=launch.make_logs(),
         server=(*module_command("inference_server"), *launch.server),
@@ -88,6 +90,21 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         command = (*self.learner, *self.launch.resume_switch(again=again))
         places = rank_places(self.config, self.launch.learner_run, free_port())
         return [self.start(command, place) for place in places]
+
+
+def with_gpus(config: DeployConfig, server_run: ServerRun, gpus: Sequence[int]) -> DeployConfig:
+    """Give the server its GPUs and the learner the next one, unless any are assigned or there are too few."""
+    num_needed = server_run.server.num_workers + 1
+    is_assigned = config.server_gpus or config.learner_gpus
+    if is_assigned or config.num_servers > 1 or config.num_ranks > 1 or len(gpus) < num_needed:
+        return config
+    of_server, of_learner = tuple(gpus[: num_needed - 1]), gpus[num_needed - 1]
+    log.info(
+        "the server uses GPU(s) %s, the learner GPU %d, %d more are idle; deploy.server_gpus and deploy.learner_gpus "
+        "override this",
+        ", ".join(map(str, of_server)), of_learner, len(gpus) - num_needed,
+    )  # fmt: skip
+    return msgspec.structs.replace(config, server_gpus=(of_server,), learner_gpus=(of_learner,))
 
 
 def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: LearnerRun) -> DeployConfig:

@@ -63,7 +63,8 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Keys that only deploy reads. The default is one server and one rank."""
 
     server_gpus: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
-    """GPUs of each server. [[0, 1], [2, 3]]: two servers of two workers each."""
+    """GPUs of each server. [[0, 1], [2, 3]]: two servers of two workers each. Unset, with learner_gpus: the
+    server gets the first of several GPUs, one per worker, and the learner the next; both share a single one."""
     learner_gpus: Annotated[Places, tyro.conf.Suppress] = ()
     """GPUs of the learner, one rank on each."""
     server_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
@@ -72,7 +73,7 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Cores of each learner rank, as positions in the same list."""
     restart: Literal["never", "on-failure"] = "never"
     """Reaction to a server that exits or a learner that fails. never: end the run; on-failure: restart it,
-    the learner with --resume."""
+    the learner with --resume, unless its exit code is 2, an error that a person has to solve."""
     max_restarts: int = 3
     """Maximum number of restarts within an hour, for each server and for the learner. on-failure only; the
     next failure ends the run."""

@@ -1,6 +1,6 @@
 """The supervisor of the servers and ranks of a run, from start to end.
 
-    start servers and learner ─▶ wait for one to exit ─┬▶ restart it, if the config and its limit allow it
+    start servers and learner ─▶ wait for one to exit ─┬▶ restart it, if its code, the config and the limit allow it
                                                        └▶ stop the learner, then the servers
     a signal ─▶ every rank, which finishes its step and writes a checkpoint ─▶ the learner exits ─▶ stop the servers
 
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from deploy.placement import DeployConfig
+from protocol.console import USER_ERROR
 from protocol.signals import shutdown_signals
 
 GRACE_S = 20.0
@@ -189,21 +190,25 @@ class Supervisor:
         return None
 
     def _restart_server(self, name: str, code: int) -> bool:
-        if not self._may_restart(name, f"{name} exited with code {code}"):
+        if not self._may_restart(name, {name: code}):
             return False
         self._servers[name] = self._start_server[name]()
         return True
 
     def _restart_learner(self) -> bool:
-        ended = ", ".join(f"{rank.name} exited with code {rank.returncode}" for rank in self._ranks if rank.returncode)
-        if not self._may_restart("learner", ended):
+        if not self._may_restart("learner", {rank.name: rank.returncode for rank in self._ranks if rank.returncode}):
             return False
         self._start_ranks(again=True)
         return True
 
-    def _may_restart(self, name: str, ended: str) -> bool:
-        """Decide whether to restart a process, and print the decision."""
+    def _may_restart(self, name: str, codes: Mapping[str, int]) -> bool:
+        """Decide whether to restart the processes that exited with these codes, and print the decision."""
         if self._is_stopping:
+            return False
+        ended = ", ".join(f"{process} exited with code {code}" for process, code in codes.items())
+        # A rank that loses another one exits with this code too, so a crash of one rank has a second code.
+        if set(codes.values()) == {USER_ERROR}:
+            _say(f"{ended}, an error that a restart does not solve; stopping all processes")
             return False
         recent, limit = self._restarts[name], self._config.max_restarts
         while recent and recent[0] < time.monotonic() - WINDOW_S:

@@ -11,6 +11,7 @@
 # Exit status: that of the learner, but 75 (try again) if a signal stopped the learner early. Usually, the last step and
 # a checkpoint are then written, and the same command resumes. Without 75, an evicted run would be taken for a finished
 # run, or for a failed run if the learner could not shut down cleanly. 2 stays 2: an error that a person has to fix.
+# With several ranks, that is an error in the config, which is checked before they start.
 set -u
 
 if [ $# -lt 2 ]; then
@@ -31,6 +32,10 @@ if [ "$ranks" -gt 1 ]; then
             --main-process-port "${MASTER_PORT:-29400}")
     fi
     learner+=(--no_python slipstream)
+fi
+if [ "$has_launcher" = yes ]; then
+    # The launcher turns every exit status of a rank into 1, so an error in the config would be tried again.
+    slipstream train "$config" --run-dir "$run_dir" "$@" --dry-run > /dev/null || exit "$?"
 fi
 resume=()
 if [ -e "$run_dir/config.toml" ]; then

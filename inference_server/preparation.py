@@ -98,8 +98,9 @@ def check_room(run: ServerRun, model_path: Path) -> None:
     if gpu.has_gpu:
         if server.workers_per_node > gpu.num_gpus:
             raise ConfigError(
-                f"{sizes} requires {server.workers_per_node} GPUs, one for each worker, but {gpu.num_gpus} are available "
-                f"({gpu.reason}). Lower one of the two keys, or make more GPUs visible with CUDA_VISIBLE_DEVICES"
+                f"{sizes} requires {server.workers_per_node} GPUs, one for each worker, but {gpu.num_gpus} are "
+                f"available ({gpu.reason}). Lower one of the two keys, or make more GPUs visible with "
+                f"CUDA_VISIBLE_DEVICES"
             )
         return
     total, needed = total_memory_bytes(), needed_bytes(run, model_path)

@@ -225,8 +225,8 @@ class WeightUpdates:
         max_rank = self._engine.limits.max_lora_rank
         if manifest.adapter is not None and manifest.adapter.rank > max_rank:
             raise _SyncFailed(
-                f"the adapter of the weight sync has rank {manifest.adapter.rank}, and this server supports a rank of up "
-                f"to {max_rank}; set server.max_lora_rank = {manifest.adapter.rank}",
+                f"the adapter of the weight sync has rank {manifest.adapter.rank}, and this server supports a rank of "
+                f"up to {max_rank}; set server.max_lora_rank = {manifest.adapter.rank}",
                 retryable=False,
             )
 

@@ -1,4 +1,5 @@
-"""The commands of the learner: `slipstream train`, `check`, `evaluate`, `doctor`, `self-test`, `report`, `runs`, `new`.
+"""The commands of the learner: `slipstream train`, `check`, `evaluate`, `doctor`, `self-test`, `report`, `runs`,
+`export`, `new`.
 
 `learner COMMAND` is another name of `slipstream COMMAND`. All commands take --quiet and --json-logs.
 """
@@ -258,11 +259,51 @@ def runs_command(arguments: list[str]) -> None:
     print(msgspec.json.encode(runs).decode() if options.json else as_table(runs))
 
 
+def export_command(arguments: list[str]) -> None:
+    parser = console.ArgumentParser(
+        "slipstream export",
+        "Write a checkpoint of a run as a Hugging Face model, with a model card, and push it to the hub.\n\n"
+        "A LoRA run exports its adapter in peft's form, or with --merge the whole model. The same command again\n"
+        "writes nothing new: it continues a push, also after README.md was edited.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+    parser.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="default: in RUN_DIR/exports")
+    parser.add_argument("--checkpoint", metavar="C", help='"latest" (default), "best", or a step')
+    parser.add_argument(
+        "--best-by", metavar="RANKING",
+        help="the best by a value of learner.checkpoint.best_by or a metric of an evaluation, such as "
+        "evaluation/hard/reward; default for --checkpoint best: learner.checkpoint.best_by",
+    )  # fmt: skip
+    parser.add_argument("--merge", action="store_true", help="merge the adapter of a LoRA run into its base")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="default: that of the run; of an adapter float32",
+    )  # fmt: skip
+    parser.add_argument("--base", metavar="ORG/NAME", help="name of the base model on the hub, if `model` is not one")
+    parser.add_argument("--push", metavar="ORG/NAME", help="push to this repository of the hub, made private if new")
+    parser.add_argument("--public", action="store_true", help="make a new repository public")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = vars(parser.parse_intermixed_args(arguments))
+    as_json = options.pop("json")
+    import msgspec
+
+    from learner.publishing.publish import ExportRequest, export_run
+
+    made = export_run(ExportRequest(**options))
+    if as_json:
+        print(msgspec.json.encode(made).decode())
+    else:
+        print(
+            f"step {made.step} ({made.reason}), {made.form}: {made.directory}" + (f"\n{made.url}" if made.url else "")
+        )
+
+
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": train_command,
     "evaluate": evaluate_command,
     "report": report_command,
     "runs": runs_command,
+    "export": export_command,
     "new": new_command,
     "check": check_command,
     "doctor": doctor_command,

@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from learner.config import DataConfig, LearnerRun
 from learner.environments.answer import check_calls, renderer_of
 from learner.environments.process import tools_of
-from learner.policy.memory import ModelShape, shape_of
 from learner.policy.model import load_config, load_tokenizer
+from learner.policy.model_shape import ModelShape, shape_of
 from learner.prompts.chat_template import TurnFormat
 from learner.prompts.prompts import Prompts
 from protocol.errors import ConfigError

@@ -31,6 +31,8 @@ SWITCHES = {QUIET: "print only warnings and errors", JSON_LOGS: "print one JSON 
 SWITCHES_HELP = "All commands take " + " and ".join(f"{name} ({what})" for name, what in SWITCHES.items()) + "."
 COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 RESET_COLOR = "\033[0m"
+USER_ERROR = 2
+"""Exit code after an error that a person has to solve, so that a restart would meet it again."""
 PROGRESS_EVERY_S = 1.0 if sys.stderr.isatty() else 10.0
 """Seconds between two updates of a progress bar. In a file, each update is a line."""
 
@@ -124,10 +126,10 @@ def exit_on_user_error(extra: Callable[[], str] = lambda: "learner") -> Iterator
         sys.exit(0)
     except SlipstreamError as error:
         print_error(error)
-        sys.exit(2)
+        sys.exit(USER_ERROR)
     except ModuleNotFoundError as error:
         print_error(f"{error.name} is not installed; install it with: {install_command(extra())}")
-        sys.exit(2)
+        sys.exit(USER_ERROR)
     finally:
         _flush_output()
 

@@ -84,6 +84,13 @@ def gpu_choice() -> GpuChoice:
     return GpuChoice(True, f"a GPU was found: {source}, {num_gpus} usable", num_gpus)
 
 
+def usable_gpus() -> tuple[int, ...]:
+    """Return the GPUs that this process may use, as CUDA counts them; empty if they are named by UUID."""
+    names = os.environ.get(VISIBLE, ",".join(map(str, range(_gpus_of_machine()[0])))).split(",")
+    usable = [name.strip() for name in names[: gpu_choice().num_gpus]]
+    return tuple(map(int, usable)) if all(name.isdigit() for name in usable) else ()
+
+
 def _num_visible(visible: str, num_gpus: int) -> int:
     """Return the number of GPUs that the variable makes visible.
 

@@ -1,4 +1,5 @@
-"""One of several servers is killed, stopped or hangs in the midst of a sync: the others have the version soon, without it."""
+"""One of several servers is killed, stopped or hangs in the midst of a sync: the others have the version soon,
+without it."""
 
 import signal
 import time

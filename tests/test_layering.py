@@ -28,7 +28,8 @@ FORBIDDEN = {
 ORDER = (  # folders and top files of the learner: each may import only earlier ones
     "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "run_inputs",
     "rewards",
-    "rollouts", "training", "storage", "evaluation", "report", "controller", "doctor", "train", "starter", "__main__",
+    "rollouts", "training", "storage", "evaluation", "report", "publishing", "controller", "doctor", "train", "starter",
+    "__main__",
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Folders that must not import each other."""
@@ -125,7 +126,10 @@ def test_a_module_imports_only_packages_allowed_in_its_folder() -> None:
 
 
 def test_the_checks_find_an_import_in_a_function_and_a_long_signature() -> None:
-    source = "def f(a, b, c, d, *, e, g, h):\n    from learner.rollouts.slots import x\n    import zmq.asyncio, learner.train"
+    source = (
+        "def f(a, b, c, d, *, e, g, h):\n    from learner.rollouts.slots import x\n    import zmq.asyncio, "
+        "learner.train"
+    )
     assert imported_modules(source) == {"learner.rollouts.slots.x", "zmq.asyncio", "learner.train"}
     assert folders_imported("learner", source) == {"rollouts", "train"}
     assert list(long_signatures(source)) == ["f(a, b, c, d, e, g, h)"]

@@ -1,7 +1,8 @@
-"""Both sides on one device, as a user with one GPU has them: real vLLM, each weight sync checked, a kill, a Ctrl-C, two resumes.
+"""Both sides on one device, as a user with one GPU has them: real vLLM, each weight sync checked, a kill, a Ctrl-C, two
+resumes.
 
-The CPU runs the same function as a GPU, whose weight syncs go over CUDA IPC, and over NCCL where ranks may share a GPU or there are
-two. `pytest -m gpu` runs those for a GPU.
+The CPU runs the same function as a GPU, whose weight syncs go over CUDA IPC, and over NCCL where ranks may share a GPU
+or there are two. `pytest -m gpu` runs those for a GPU.
 """
 
 import os

@@ -175,7 +175,8 @@ HANGS = {
     AFTER_MEETING: r"while joining .*session \w{8} did not form within 1.5 s .*: missing link of rank 1$",
     # The kernel may have taken all bytes.
     RECEIVING: r"while (sending|finishing) .*(bucket [3-6].* \d{7,} bytes .*|no PushDone .* in )session \w{8}.*1.5 s",
-    BEFORE_DONE: r"while finishing .*no PushDone for version 1 in session \w{8} .*1.5 s after the last of 12583008 bytes",
+    BEFORE_DONE: r"while finishing .*no PushDone for version 1 in session \w{8} .*1.5 s after the last of 12583008 "
+    r"bytes",
 }
 
 

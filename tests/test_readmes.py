@@ -41,7 +41,9 @@ MADE_BY_USERS = {
 }  # fmt: skip
 ROOTS = {"": SharedConfig, "learner.": LearnerConfig, "server.": ServerConfig, "deploy.": DeployConfig}
 KEYS = {f"{prefix}{key}": field for prefix, root in ROOTS.items() for key, field in keys_of(root).items()}
-MADE_BY_RUNS = ("runs/", "checkpoints/", "model/", "adapter/", "logs/", "keys/", "DIR/", "allowed/", "my-task/")
+MADE_BY_RUNS = (
+    "runs/", "checkpoints/", "model/", "adapter/", "logs/", "exports/", "keys/", "DIR/", "allowed/", "my-task/",
+)  # fmt: skip
 
 
 def names_of(pages: list[Path]) -> list[str]:
@@ -156,6 +158,9 @@ def test_the_checks_find_missing_files_and_keys() -> None:
     text = "`learner/nowhere.py` or nowhere.py\n```\ntrain.py  lost.py\n```\n`learner/attic/` `runs/demo/` run.toml"
     missing = sorted(name for name in named_paths(text) if not exists(page, name))
     assert missing == ["learner/attic", "learner/nowhere.py", "lost.py", "nowhere.py"]
-    text = '`learner.weight_sync.compression = "delta"` `[learner.attic]` `--server.http-prt 1`\n```toml\nmdel = "x"\n[learner.weight_sync]\na = 1\n```\n'
+    text = (
+        '`learner.weight_sync.compression = "delta"` `[learner.attic]` `--server.http-prt 1`\n```toml\nmdel = '
+        '"x"\n[learner.weight_sync]\na = 1\n```\n'
+    )
     unknown = sorted(key for key in named_keys(text) if not is_key(key))
     assert unknown == ["learner.attic", "learner.weight_sync.a", "mdel", "server.http_prt"]

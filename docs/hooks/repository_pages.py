@@ -20,7 +20,8 @@ PICTURES = (".png", ".webp")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 SOURCE = re.compile(r'(<img src=")([^"]+)"')
 LOADED = re.compile(
-    r'<(?:img|script|iframe|link)[^>]+(?:src|href)="?(?:https?:)?//[^">]+|url\(["\']?(?:https?:)?//[^)]+|@import[^;]+//[^;]+'
+    r'<(?:img|script|iframe|link)[^>]+(?:src|href)="?(?:https?:)?//[^">]+'
+    r'|url\(["\']?(?:https?:)?//[^)]+|@import[^;]+//[^;]+'
 )
 """What a browser would fetch from another host."""
 FENCED = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)

@@ -112,7 +112,8 @@ REFUSED = (
         "set learner.max_staleness or learner.groups_per_step, which limit the number of waiting groups",
     ),
     Refusal(
-        ("enable_elastic_ep", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
+        ("enable_elastic_ep", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
+            "data_parallel_address", "data_parallel_rpc_port",
          "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
          "data_parallel_backend"),
         "one server is one engine, whose replicas run on one node",

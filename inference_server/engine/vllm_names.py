@@ -50,7 +50,8 @@ class InstalledVllm(NamedTuple):
 PUBLIC: Names = {
     "vllm": {
         "SamplingParams": "/ n, seed, temperature, top_p, top_k, max_tokens, stop_token_ids, logprobs, "
-        "prompt_logprobs, flat_logprobs, stop, detokenize, skip_special_tokens, output_kind, stream_interval, skip_clone",
+        "prompt_logprobs, flat_logprobs, stop, detokenize, skip_special_tokens, output_kind, stream_interval, "
+        "skip_clone",
     },
     "vllm.config": {
         "ModelConfig": "",
@@ -60,7 +61,8 @@ PUBLIC: Names = {
         "SchedulerConfig.get_scheduler_cls": "", "SchedulerConfig.max_num_active_seqs": "",
         "SchedulerConfig.max_num_seqs": "",
         "SchedulerConfig.scheduler_cls": "", "VllmConfig": "",
-        "VllmConfig.lora_config": "", "VllmConfig.model_config": "", "VllmConfig.parallel_config": "", "VllmConfig.scheduler_config": "",
+        "VllmConfig.lora_config": "", "VllmConfig.model_config": "", "VllmConfig.parallel_config": "",
+        "VllmConfig.scheduler_config": "",
         "set_current_vllm_config": "vllm_config /",
     },
     "vllm.engine.arg_utils": {
@@ -132,7 +134,8 @@ PUBLIC: Names = {
     "vllm.envs": {
         "VLLM_API_KEY": "", "VLLM_CONFIGURE_LOGGING": "", "VLLM_CPU_OMP_THREADS_BIND": "",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "",
-        "VLLM_ENGINE_READY_TIMEOUT_S": "", "VLLM_HOST_IP": "", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "", "VLLM_LOGGING_LEVEL": "",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "", "VLLM_HOST_IP": "", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "",
+        "VLLM_LOGGING_LEVEL": "",
         "VLLM_NO_USAGE_STATS": "",
         "VLLM_RPC_BASE_PATH": "",
     },
@@ -211,7 +214,8 @@ PRIVATE: tuple[Private, ...] = (
         "vLLM's command for the other nodes of an engine parses its own flags and ends only with its workers",
         {
             "vllm.v1.executor.multiproc_executor": {
-                "MultiprocExecutor": "vllm_config / monitor_workers", "MultiprocExecutor.start_worker_monitor": "/ inline",
+                "MultiprocExecutor": "vllm_config / monitor_workers",
+                "MultiprocExecutor.start_worker_monitor": "/ inline",
             },
         },
     ),
@@ -266,7 +270,8 @@ PRIVATE: tuple[Private, ...] = (
                 "LoRAModel.from_lora_tensors": "lora_model_id, tensors, peft_helper, device, dtype / weights_mapper",
             },
             "vllm.lora.model_manager": {
-                "LoRAModelManager": "", "LoRAModelManager.activate_adapter": "lora_id /", "LoRAModelManager.add_adapter": "adapter /",
+                "LoRAModelManager": "", "LoRAModelManager.activate_adapter": "lora_id /",
+                "LoRAModelManager.add_adapter": "adapter /",
                 "LoRAModelManager.modules": "", "LoRAModelManager.packed_modules": "",
                 "LoRAModelManager.remove_adapter": "adapter_id /",
                 "get_supported_lora_modules": "",
@@ -278,7 +283,9 @@ PRIVATE: tuple[Private, ...] = (
                 "WorkerLoRAManager.remove_all_adapters": "",
             },
             "vllm.model_executor.layers.linear": {"LinearBase": ""},
-            "vllm.model_executor.models.registry": {"_ModelRegistry.resolve_model_cls": "architectures, model_config /"},
+            "vllm.model_executor.models.registry": {
+                "_ModelRegistry.resolve_model_cls": "architectures, model_config /"
+            },
             "vllm.model_executor.models.utils": {"WeightsMapper.get_rename_mapper": ""},
             "vllm.v1.worker.lora_model_runner_mixin": {"LoRAModelRunnerMixin.lora_manager": ""},
         },

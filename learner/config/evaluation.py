@@ -24,6 +24,8 @@ class SetConfig(Section):
     """JSONL file."""
     dataset: MayChange[str | None] = None
     """`datasets` dataset."""
+    dataset_config: MayChange[str | None] = None
+    """Configuration of the dataset, if it has several."""
     split: MayChange[str | None] = None
     """Split of the dataset."""
     num_prompts: MayChange[int | None] = None
@@ -62,6 +64,8 @@ class EvaluationConfig(Section):
     """JSONL file."""
     dataset: MayChange[str | None] = None
     """`datasets` dataset."""
+    dataset_config: MayChange[str | None] = None
+    """Configuration of the dataset, if it has several. Unset: that of learner.data, if the dataset is the same."""
     split: MayChange[str] = "test"
     """Split of the dataset."""
     num_prompts: MayChange[AtLeastOne[int] | None] = None
@@ -96,11 +100,11 @@ class EvaluationConfig(Section):
             return self
         chosen = self.sets[name]
         own_keys = {key: value for key in chosen.__struct_fields__ if (value := getattr(chosen, key)) is not None}
-        other_source = dict.fromkeys(SOURCES) if own_keys.keys() & {*SOURCES} else {}
+        other_source = dict.fromkeys((*SOURCES, "dataset_config")) if own_keys.keys() & {*SOURCES} else {}
         return msgspec.structs.replace(self, sets={}, **(other_source | own_keys))
 
     def unmet_needs(self) -> dict[str, str]:
-        idle = {} if self.dataset else {"split": "dataset"}
+        idle = {} if self.dataset else dict.fromkeys(("dataset_config", "split"), "dataset")
         return idle if self.every_steps else idle | {"at_start": "every_steps", "pin_policy": "every_steps"}
 
     def check(self) -> None:

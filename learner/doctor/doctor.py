@@ -20,8 +20,9 @@ from transformers import AutoConfig
 from learner.config import LearnerRun, WeightSyncConfig
 from learner.doctor.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
 from learner.evaluation.openai_client import EvaluationError, open_client
-from learner.policy.memory import GIB, describe, shape_of
+from learner.policy.memory import GIB, describe
 from learner.policy.memory_plan import Room, fastest_plan, make_plan
+from learner.policy.model_shape import shape_of
 from learner.servers.membership import Membership
 from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys
@@ -227,7 +228,11 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
 
     With a transport that stays on the GPUs, tcp carries them. Its one port is the learner's.
     """
-    push, own_host = run.learner.weight_sync, address_towards(channel.endpoint)
+    push = run.learner.weight_sync
+    try:
+        own_host = address_towards(channel.endpoint)
+    except PushError as error:
+        return problem_of("bandwidth", error, "use another address of the server as its endpoint")
     timeout_s = min(push.timeout_s, MAX_TRIAL_S)
     chosen = TRANSPORTS.get(push.transport)
     by = "tcp" if chosen is None or load_transport(push.transport).between_gpus else push.transport

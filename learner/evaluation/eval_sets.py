@@ -52,7 +52,7 @@ def evaluated_data(config: EvaluationConfig, data: DataConfig) -> DataConfig:
     chosen = msgspec.structs.replace(
         data, shuffle=False, num_prompts=config.num_prompts, task=config.task, path=config.path, dataset=config.dataset,
         split=config.split, revision=data.revision if is_same_dataset else None,
-        dataset_config=data.dataset_config if is_same_dataset else None,
+        dataset_config=config.dataset_config or (data.dataset_config if is_same_dataset else None),
         num_digits=data.num_digits if config.task == data.task else None,
     )  # fmt: skip
     return chosen.in_effect()

@@ -171,7 +171,10 @@ def _changed(found_M: torch.Tensor, before: BeforeCompile) -> str | None:
     if excess is None:
         return None
     difference, rounding = excess
-    return f"its logprobs differ by {difference:.2g} from those without compilation, rounding changes them by {rounding:.2g}"
+    return (
+        f"its logprobs differ by {difference:.2g} from those without compilation, rounding changes them by "
+        f"{rounding:.2g}"
+    )
 
 
 @contextmanager

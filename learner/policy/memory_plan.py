@@ -16,7 +16,8 @@ import msgspec
 
 from learner.config import LearnerRun
 from learner.config.learner import AUTO_TOKENS, AUTO_TOKENS_ON_CPU, Sharding
-from learner.policy.memory import Memory, ModelShape, describe, learner_memory, longest_row
+from learner.policy.memory import Memory, describe, learner_memory, longest_row
+from learner.policy.model_shape import ModelShape
 from protocol.errors import ConfigError
 
 MARGIN = 0.9

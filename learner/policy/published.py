@@ -48,6 +48,8 @@ PASS, RELEASE, STOP, WAIT = -1, -2, -3, -4
 """Special orders. Any other order is the index of the tensor to gather."""
 STILL_WAITING_S = 5.0
 """Seconds between two orders to wait."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of an adapter, by peft's names."""
 
 
 class PublishedPolicy:
@@ -218,19 +220,28 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     adapter_config: PeftConfig | None
 
     def write(self, directory: Path) -> None:
-        """Write the export.
+        """Write model/, and adapter/ if there is one.
 
         Raises:
             OSError, SafetensorError, RuntimeError: The export cannot be written.
         """
+        self.write_model(directory / "model")
+        if self.adapter is not None:
+            self.write_adapter(directory / "adapter")
+
+    def write_model(self, directory: Path) -> None:
+        """Write the merged model as transformers does, into a new directory."""
+        directory.mkdir()
         tensors = self.model | self._of_towers()
-        (directory / "model").mkdir()
-        save_torch_state_dict(tensors, directory / "model", max_shard_size="50GB")  # as in save_pretrained
-        _restore_files(self.model_path, self.dtype, directory / "model")
-        if self.adapter is not None and self.adapter_config is not None:
-            (directory / "adapter").mkdir()
-            self.adapter_config.save_pretrained(str(directory / "adapter"))
-            save_file(self.adapter, directory / "adapter" / "adapter_model.safetensors")
+        save_torch_state_dict(tensors, directory, max_shard_size="50GB")  # as in save_pretrained
+        _restore_files(self.model_path, self.dtype, directory)
+
+    def write_adapter(self, directory: Path) -> None:
+        """Write the adapter as peft does, into a new directory."""
+        assert self.adapter is not None and self.adapter_config is not None
+        directory.mkdir()
+        self.adapter_config.save_pretrained(str(directory))
+        save_file(self.adapter, directory / ADAPTER_WEIGHTS)
 
     def _of_towers(self) -> Tensors:
         if not self.keeps_towers:

@@ -184,6 +184,16 @@ def trained(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     return tensors
 
 
+def read_policy(policy: nn.Module, directory: Path) -> None:
+    """Restore the parameters in place, without an optimizer.
+
+    Raises:
+        ConfigError: The checkpoint belongs to another model.
+        OSError, RuntimeError: The checkpoint is damaged.
+    """
+    read_into(_of_policy(trainable(policy), read_index(directory), directory), directory)
+
+
 def read_trained(policy: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
     """Restore the parameters and their optimizer state in place.
 
@@ -194,8 +204,7 @@ def read_trained(policy: nn.Module, optimizer: torch.optim.Optimizer, directory:
         OSError, RuntimeError: The checkpoint is damaged.
     """
     parameters, index = trainable(policy), read_index(directory)
-    tensors = {f"{POLICY}{name}": parameter.detach() for name, parameter in parameters.items()}
-    require_same(tensors, {name: kept for name, kept in index.items() if name.startswith(POLICY)}, directory)
+    tensors = _of_policy(parameters, index, directory)
     states: dict[str, dict[str, Any]] = {}
     for name, kept in index.items():
         if name.startswith(OPTIMIZER):
@@ -213,6 +222,13 @@ def read_trained(policy: nn.Module, optimizer: torch.optim.Optimizer, directory:
     order = [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     state = {place: states[name] for place, name in enumerate(order) if name in states}
     optimizer.load_state_dict({"state": state, "param_groups": settings})
+
+
+def _of_policy(parameters: dict[str, nn.Parameter], index: Index, directory: Path) -> Tensors:
+    """Return the parameters by their names in a checkpoint. Raises ConfigError if it has others."""
+    tensors: Tensors = {f"{POLICY}{name}": parameter.detach() for name, parameter in parameters.items()}
+    require_same(tensors, {name: kept for name, kept in index.items() if name.startswith(POLICY)}, directory)
+    return tensors
 
 
 def require_same(tensors: Tensors, index: Index, directory: Path) -> None:

@@ -85,8 +85,8 @@ def table_of_run(path: Path) -> Table:
     if lines and lines[0].get(IS_CUT):
         return table_of(
             kept,
-            "Groups from both ends of the run. samples.jsonl has reached the limit of its size and no longer has those in "
-            "between; for samples of a whole run, raise learner.report.samples_every_steps.",
+            "Groups from both ends of the run. samples.jsonl has reached the limit of its size and no longer has "
+            "those in between; for samples of a whole run, raise learner.report.samples_every_steps.",
         )
     if is_read_in_part:
         return table_of(kept, "Groups from both ends of samples.jsonl. The groups in between are left out.")

@@ -42,6 +42,7 @@ def write_starter(directory: Path) -> str:
         ) from None
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error}; choose another directory") from error
+    train = "train: server and learner on this machine"
     return f"""wrote {directory}/: prompts.jsonl, reward.py, test_reward.py, run.toml. Next:
   python -m pytest {directory}                      # check that the reward matches your intent
-  slipstream colocate {directory}/run.toml          # train: server and learner on this machine; runs/{directory.name}/report.html"""
+  slipstream colocate {directory}/run.toml          # {train}; runs/{directory.name}/report.html"""

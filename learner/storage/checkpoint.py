@@ -29,6 +29,7 @@ import msgspec
 import torch
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state
+from transformers import PreTrainedModel
 
 from learner.policy.hf_weights import held
 from learner.policy.reference import ReferenceState
@@ -155,13 +156,13 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: Path) -> CheckpointState
             f'learner.reference.kind = "{now}" is not "{before}", the kind in {checkpoint}; set it to "{before}" to '
             "resume, or choose another run_dir"
         )
-    require_same_model(trainer, checkpoint, state)
+    policy = accelerator.unwrap_model(trainer.policy)
+    require_same_model(policy, trainer.model_path, trainer.model_digest, checkpoint)
     if not (checkpoint / TRAINED).is_dir():
         raise ConfigError(
             f"{checkpoint} was written in the unsharded format of an earlier version of Slipstream; finish the run "
             f"with that version, or start a new run from its model: --model {checkpoint / 'model'}"
         )
-    policy = accelerator.unwrap_model(trainer.policy)
     try:
         with torch.no_grad():
             read_trained(policy, trainer.optimizer, checkpoint / TRAINED)
@@ -178,26 +179,28 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: Path) -> CheckpointState
     return state
 
 
-def require_same_model(trainer: PolicyTrainer, checkpoint: Path, state: CheckpointState) -> None:
-    """Refuse a checkpoint whose frozen weights belong to another model.
+def require_same_model(policy: PreTrainedModel, model_path: Path, model_digest: str, checkpoint: Path) -> None:
+    """Refuse a checkpoint whose frozen weights belong to another model than the policy's.
 
-    A checkpoint does not contain frozen weights, such as the base model under LoRA.
+    A checkpoint does not contain frozen weights, such as the base model under LoRA. The path and the digest are
+    those of the model that the policy was loaded from.
 
     Raises:
         ConfigError: The digests of the two models differ.
     """
-    frozen = [name for name, tensor in held(trainer.published.model).items() if not tensor.requires_grad]
-    if not frozen or state.model_digest == trainer.model_digest:
+    frozen = [name for name, tensor in held(policy).items() if not tensor.requires_grad]
+    recorded = read_state(checkpoint).model_digest
+    if not frozen or recorded == model_digest:
         return
-    if state.model_digest is None:
+    if recorded is None:
         log.warning(
             "%s does not record the model that its run started from; check that it was %s, whose weights are frozen",
-            checkpoint, trainer.model_path,
+            checkpoint, model_path,
         )  # fmt: skip
         return
     raise ConfigError(
-        f"model: {trainer.model_path} has changed since the run started: its digest was {state.model_digest} and is "
-        f"{trainer.model_digest}. {checkpoint} does not contain the {len(frozen)} frozen tensors ({frozen[0]}, …). "
+        f"model: {model_path} has changed since the run started: its digest was {recorded} and is "
+        f"{model_digest}. {checkpoint} does not contain the {len(frozen)} frozen tensors ({frozen[0]}, …). "
         "Restore the files of that model, or start a new run in another run_dir"
     )
 

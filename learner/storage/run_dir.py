@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 DUAL_CLIP = "learner.loss.dual_clip"
 """Key that every config.toml spells out. A file without it is from a version without a bound by default."""
 LEFT_BY_A_FAILED_START = {".lock", "checkpoints", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db",
-                          "ledger.db-shm", "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests",
+                          "ledger.db-shm", "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl",
+                          "data.digests",
                           "evaluations.jsonl",
                           "evaluation.partial.jsonl", "tensorboard", "wandb", "servers.txt", "keys"}  # fmt: skip
 """Files of a start that ended before its first group; they do not block the next start."""

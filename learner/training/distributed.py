@@ -26,8 +26,8 @@ from torch import nn
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.attention import is_packed
 from learner.forward.compile import describe_fused
-from learner.policy.memory import tokens_per_key
 from learner.policy.model import compute_dtype
+from learner.policy.model_shape import tokens_per_key
 from learner.policy.sharding import is_sharded
 from learner.rank_agreement import broadcast_bytes, require_agreement
 from learner.rank_watch import RankWatch
@@ -51,8 +51,8 @@ REFUSED = {
     "ACCELERATE_USE_FSDP": OWN_SHARDING,
     "ACCELERATE_USE_DEEPSPEED": OWN_SHARDING,
     "ACCELERATE_USE_MEGATRON_LM": OWN_SHARDING,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "only data parallelism is supported, sharded or not; tensor, context and sequence "
-    "parallel groups would train on other rows and reduce their gradients over other ranks",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "only data parallelism is supported, sharded or not; tensor, context and "
+    "sequence parallel groups would train on other rows and reduce their gradients over other ranks",
 }
 """Environment variables that would change what is trained, each with the reason it is refused."""
 UNSET = {"", "false", "0"}

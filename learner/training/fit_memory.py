@@ -13,8 +13,9 @@ import torch
 from accelerate import Accelerator
 
 from learner.config import LearnerRun
-from learner.policy.memory import GIB, ModelShape, describe, kv_bytes_per_token, server_memory
+from learner.policy.memory import GIB, describe, kv_bytes_per_token, server_memory
 from learner.policy.memory_plan import Plan, Room, fastest_plan, fits, is_set, make_plan
+from learner.policy.model_shape import ModelShape
 from learner.run_inputs import RunInputs
 from protocol.doctor import dtype_finding, free_memory_bytes
 

@@ -13,6 +13,7 @@ longest.
 """
 
 import math
+import re
 import statistics
 import time
 from collections import Counter
@@ -28,7 +29,8 @@ from accelerate import Accelerator
 from learner.algorithm.loss import Sums
 from learner.config import LearnerConfig
 from learner.environments.episode import TokenSequence
-from learner.policy.memory import GIB, ModelShape
+from learner.policy.memory import GIB
+from learner.policy.model_shape import ModelShape
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.training.packing import Piece, num_pairs, num_tokens
 
@@ -39,11 +41,12 @@ MIN_PULL = 1e-12
 OF_SERVER = "mismatch of "
 """Prefix of per-server values, which are not metrics; the server's endpoint follows."""
 PEAK_TFLOPS = {
-    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0,
-    "A10": 125.0,
-    "RTX 4090": 165.0,
+    "B200": 2250.0, "H200": 989.0, "H200 NVL": 835.0, "H100": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0,
+    "GH200": 989.0, "A100": 312.0, "A100 PCIe": 312.0, "L40S": 362.0, "A10": 125.0, "RTX 4090": 165.0,
 }  # fmt: skip
-"""Peak dense bfloat16 TFLOPS by substring of the device name; the first match counts."""
+"""Peak dense bfloat16 TFLOPS by the words of the device name."""
+VARIANTS = {"pcie", "nvl", "mig", "laptop", "d"}
+"""Words of device names whose peak differs from that of the device without the word."""
 TERA = 1e12
 
 
@@ -304,7 +307,15 @@ def train_flops(shape: ModelShape, pieces: Sequence[Piece]) -> float:
 
 def peak_tflops(device_name: str) -> float | None:
     """Return the device's peak TFLOPS, or None if unknown."""
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
+    words = _words(device_name)
+    for name, peak in PEAK_TFLOPS.items():
+        if _words(name) <= words and words & VARIANTS == _words(name) & VARIANTS:
+            return peak
+    return None
+
+
+def _words(device_name: str) -> set[str]:
+    return set(re.split(r"[\s-]+", device_name.lower()))
 
 
 def throughput(

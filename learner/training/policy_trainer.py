@@ -20,8 +20,8 @@ from learner.forward.probed_model import few_layers
 from learner.forward.tile import LogitMap
 from learner.policy.hf_weights import held
 from learner.policy.lora import add_adapter
-from learner.policy.memory import ModelShape
 from learner.policy.model import compute_in, load_policy
+from learner.policy.model_shape import ModelShape
 from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference, make_reference
 from learner.policy.sharded_loading import CheckpointReader, allocate, filled, in_name_only, make_reader, opened

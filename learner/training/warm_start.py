@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 def warm_start(run_inputs: RunInputs, config: LearnerConfig, accelerator: Accelerator, policy: nn.Module) -> float:
     """Train for `warm_start.steps` steps; return the last step's mean loss per token.
 
-    `config` is the one that fits the memory, `policy` is as prepared by accelerate. Every rank reads the data and takes its share of the rows.
+    `config` is the one that fits the memory, `policy` is as prepared by accelerate. Every rank reads the data and
+    takes its share of the rows.
 
     Raises:
         DataError: The data has no usable answers, or the tokenizer has no end-of-sequence token.

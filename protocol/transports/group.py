@@ -66,12 +66,21 @@ def address_towards(endpoint: str) -> str:
     """Return the local address from which `tcp://host:port` is reached.
 
     The server's workers can connect back to it.
+
+    Raises:
+        PushError: The host has no address, or this machine has no route to it.
     """
     host, port = split_endpoint(endpoint)
     family = socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PushError(
+            f"this machine has no address or route to {host}, the host of {endpoint} ({error}); check the name, DNS "
+            "and the routes (`ip route get`), or use another address of the server as its endpoint"
+        ) from error
 
 
 class RendezvousHost:

@@ -260,7 +260,7 @@ def connect_to_learner(host: str, port: int, request: ConnectionRequest, timeout
         return connect_to(host, port, request, timeout_s, timeout_s)
     except OSError as error:
         raise PushError(
-            f"rank {request.rank} could not open a connection for weights to the learner at {join_address(host, port)}: "
-            f"{error or 'no answer'} (deadline {timeout_s:g} s, learner.weight_sync.timeout_s; the address is "
-            "learner.weight_sync.advertise)"
+            f"rank {request.rank} could not open a connection for weights to the learner at "
+            f"{join_address(host, port)}: {error or 'no answer'} (deadline {timeout_s:g} s, "
+            f"learner.weight_sync.timeout_s; the address is learner.weight_sync.advertise)"
         ) from error

@@ -1,7 +1,7 @@
 """Compare Slipstream with TRL on the same model, prompts, reward and loss: `python -m tests.bench.against_trl --help`.
 
-    write_model, write_prompts ─▶ TRL in a virtual environment (trl_job.py)      ─┐
-                               └▶ server and learner, started as a user does     ─┴▶ DIR/against_trl.json, a table or JSON
+    write_model, write_prompts ─▶ TRL in a virtual environment (trl_job.py)   ─┐
+                               └▶ server and learner, started as a user does  ─┴▶ DIR/against_trl.json, a table or JSON
 
 Runs alternate; results are medians over repetitions. The machine should be idle: both sides use all cores. The cell
 `real` trains a pretrained model until it solves its task (real_cell.py), which takes hours.
@@ -31,19 +31,25 @@ NUM_STEPS = {"a": 40, "b": 6, "c": 10}
 MAX_STALENESS = 2
 NOTES = [
     "TRL generates with transformers. Its "
-    "vLLM modes do not run without a GPU: the server mode broadcasts weights by NCCL alone (VLLMClient.init_communicator refuses "
-    "other devices); the colocated one calls load_weights on the running engine, whose weights vLLM's CPU backend has packed by "
-    "then ('Parameter' object has no attribute 'weight_loader'). Its continuous batching runs on a CPU, slower.",
-    "Both sides compute in float32, on all cores of the machine: TRL as `python train.py` starts it, one process with a thread on "
-    "each and its default cache; ours with one core for the server and the other for the learner (--learner-cores). "
-    "A rank on each core and a static cache (--trl-processes, --trl-cache static) make TRL about as fast as it gets here.",
-    "Ours with learner.compile, which a user sets for a run that is longer than a minute (--no-compile); TRL's torch_compile is a "
-    "switch too (--trl-compile). What either takes for compiling at the start is in the steps that are left out.",
-    "Lengths: the last norm's weights are small, so a completion ends at each token with probability 1/128 on either side, and the "
-    "reward is the same on average at every length; expected_length is that distribution's mean, length_ratio what came of it.",
-    "real: TRL in bfloat16 by autocast where our default is bfloat16 (a CPU with AMX), its weights float32 as ours, one core more than our "
-    "learner has, in the batch setting that was fastest of 32, 64, 128 and 256 rows; ours is deploy/recipes/smollm2.toml.",
-    "Rewards are compared at the same policy versions: a batch that is two versions old shows the policy of two steps ago.",
+    "vLLM modes do not run without a GPU: the server mode broadcasts weights by NCCL alone "
+    "(VLLMClient.init_communicator refuses other devices); the colocated one calls load_weights on the running "
+    "engine, whose weights vLLM's CPU backend has packed by then ('Parameter' object has no attribute "
+    "'weight_loader'). Its continuous batching runs on a CPU, slower.",
+    "Both sides compute in float32, on all cores of the machine: TRL as `python train.py` starts it, one process with "
+    "a thread on each and its default cache; ours with one core for the server and the other for the learner "
+    "(--learner-cores). A rank on each core and a static cache (--trl-processes, --trl-cache static) make TRL about "
+    "as fast as it gets here.",
+    "Ours with learner.compile, which a user sets for a run that is longer than a minute (--no-compile); TRL's "
+    "torch_compile is a switch too (--trl-compile). What either takes for compiling at the start is in the steps that "
+    "are left out.",
+    "Lengths: the last norm's weights are small, so a completion ends at each token with probability 1/128 on either "
+    "side, and the reward is the same on average at every length; expected_length is that distribution's mean, "
+    "length_ratio what came of it.",
+    "real: TRL in bfloat16 by autocast where our default is bfloat16 (a CPU with AMX), its weights float32 as ours, "
+    "one core more than our learner has, in the batch setting that was fastest of 32, 64, 128 and 256 rows; ours is "
+    "deploy/recipes/smollm2.toml.",
+    "Rewards are compared at the same policy versions: a batch that is two versions old shows the policy of two steps "
+    "ago.",
 ]
 
 
@@ -172,7 +178,8 @@ def run_real_cell(files: Path, python: Path, options: argparse.Namespace) -> dic
 
 def as_text(result: dict[str, Any]) -> str:
     lines = [
-        f"{'cell':6}{'TRL s/step':>12}{'ours':>9}{'ratio':>8}{'limit':>8}{'of one':>8}{'lengths':>16}{'learner idle':>14}"
+        f"{'cell':6}{'TRL s/step':>12}{'ours':>9}{'ratio':>8}{'limit':>8}"
+        f"{'of one':>8}{'lengths':>16}{'learner idle':>14}"
     ]
     for name, cell in result["cells"].items():
         if name == REAL:
@@ -180,8 +187,9 @@ def as_text(result: dict[str, Any]) -> str:
             continue
         seconds, lengths = cell["s_per_step"], cell["completion_length_mean"]
         lines.append(
-            f"{name:6}{seconds['trl']:>12.2f}{seconds['ours']:>9.2f}{cell['samples_per_s_ratio']:>8.2f}{cell['limit_frac']:>8.2f}"
-            f"{cell['limit_frac_of_one_core']:>8.2f}{lengths['trl']:>8.1f}{lengths['ours']:>8.1f}{cell['learner_idle_frac']:>14.1%}"
+            f"{name:6}{seconds['trl']:>12.2f}{seconds['ours']:>9.2f}{cell['samples_per_s_ratio']:>8.2f}"
+            f"{cell['limit_frac']:>8.2f}{cell['limit_frac_of_one_core']:>8.2f}"
+            f"{lengths['trl']:>8.1f}{lengths['ours']:>8.1f}{cell['learner_idle_frac']:>14.1%}"
         )
     return "\n".join(lines)
 

@@ -124,7 +124,8 @@ class _Answers:
 def costs_of(run: LearnerRun) -> list[dict[str, Any]]:
     """Return the duration of each evaluation and its slowdown of steps."""
     lines = read_metrics(Path(run.run_dir))
-    slowdowns = {line["evaluation/step"]: line["evaluation/training_slowdown"] for line in lines if "evaluation/training_slowdown" in line}  # fmt: skip
+    slowdown = "evaluation/training_slowdown"
+    slowdowns = {line["evaluation/step"]: line[slowdown] for line in lines if slowdown in line}
     return [
         cost_of(one, lines) | {"training_slowdown": slowdowns.get(one.step)}
         for one in results.earlier(Path(run.run_dir) / results.FILE)

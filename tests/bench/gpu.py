@@ -1,11 +1,13 @@
-"""The whole system on one GPU beside TRL on the same work: `python -m tests.bench.gpu [--sides ipc nccl trl] …`, or `make gpu-bench`.
+"""The whole system on one GPU beside TRL on the same work: `make gpu-bench`, or
+`python -m tests.bench.gpu [--sides ipc nccl trl] …`.
 
-    random weights, prompts ─┬─▶ server and learner, both on the GPU, by the user's command ─▶ metrics.jsonl ─┬─▶ DIR/<side>.json
-                             └─▶ TRL's GRPOTrainer with vLLM in its process, where it is installed ───────────┘        │
-                                                                             DIR/gpu.md: one table of all sides ◀──────┘
+    random weights, prompts ─┬─▶ server and learner, both on the GPU, by the user's command ─┬─▶ DIR/<side>.json
+                             └─▶ TRL's GRPOTrainer with vLLM in its process, if installed ───┘        │
+                                                            DIR/gpu.md: one table of all sides ◀──────┘
 
-A side that is measured in another call, with the same --out, keeps its column. `--device cpu` runs all of it without a GPU: weight
-syncs over TCP, TRL generating with transformers, and the peak is the measured rate of large matrix products.
+A side that is measured in another call, with the same --out, keeps its column. `--device cpu` runs all of it without
+a GPU: weight syncs over TCP, TRL generating with transformers, and the peak is the measured rate of large matrix
+products.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from transformers import AutoConfig
 
 from learner.config import LearnerRun
 from learner.config.learner import AUTO_TOKENS
-from learner.policy.memory import shape_of
+from learner.policy.model_shape import shape_of
 from learner.training.metrics import TERA, peak_tflops
 from protocol.errors import SlipstreamError
 from protocol.transports.nccl import SHARED_GPU_SWITCH, ranks_may_share_a_gpu, why_not_installed
@@ -206,9 +208,9 @@ def report(out: Path, work: Work) -> str:
     name, peak = device_and_peak(work.device)
     used = ", ".join(f"{package} {version}" for package, version in sorted(versions(Path(sys.executable)).items()))
     return (
-        f"{work.size}, {work.groups} × {work.group_size} completions of at most {work.max_tokens} tokens after {work.prompt} of the "
-        f"prompt, {sides[0].num_steps} steps after {work.warm_up} that do not count. {name}; {used}.\n\n"
-        + as_markdown(sides, peak)
+        f"{work.size}, {work.groups} × {work.group_size} completions of at most {work.max_tokens} tokens after "
+        f"{work.prompt} of the prompt, {sides[0].num_steps} steps after {work.warm_up} that do not count. {name}; "
+        f"{used}.\n\n" + as_markdown(sides, peak)
     )
 
 

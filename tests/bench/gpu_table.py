@@ -1,9 +1,10 @@
 """The table of the GPU benchmark: what each side did in its steady steps, from its own records. Pure.
 
-    metrics.jsonl, or what TRL logged ─▶ SideTotals: sums over the steps after the first ones ─▶ rates and shares ─▶ markdown
+    metrics.jsonl, or what TRL logged ─▶ SideTotals: sums over the steps after the first ones ─▶ rates, shares ─▶ table
 
-MFU is arithmetic ÷ seconds ÷ the device's peak. The arithmetic is that of one forward and backward pass over prompts and completions,
-by the formula of learner/training/metrics.py, each prompt once for its group; generation does not count. It is the same on both sides.
+MFU is arithmetic ÷ seconds ÷ the device's peak. The arithmetic is that of one forward and backward pass over prompts
+and completions, by the formula of learner/training/metrics.py, each prompt once for its group; generation does not
+count. It is the same on both sides.
 """
 
 import statistics
@@ -12,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from learner.policy.memory import ModelShape
+from learner.policy.model_shape import ModelShape
 from learner.training.metrics import TERA
 from tests.bench.steps import Step, seconds_per_step
 
@@ -20,7 +21,8 @@ NONE = "–"
 
 
 class SideTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over the steady steps of one side, in the units of their names. None: this side does not have or record it."""
+    """Sums over the steady steps of one side, in the units of their names. None: this side does not have or record
+    it."""
 
     name: str
     num_steps: int
@@ -41,8 +43,8 @@ class SideTotals(msgspec.Struct, frozen=True, kw_only=True):
     sync_bytes: float | None = None
     staleness: float
     mismatch: float | None = None
-    """Mean |Δ logprob| of what generates and what trains, with the same weights: ours after a weight sync. Short steps leave only the
-    check before the first."""
+    """Mean |Δ logprob| of what generates and what trains, with the same weights: ours after a weight sync. Short steps
+    leave only the check before the first."""
     peak_gib: float | None = None
     """Of the GPU memory that the trainer's torch has held."""
     first_reward: float
@@ -50,9 +52,11 @@ class SideTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def our_totals(
-    name: str, lines: Sequence[dict[str, Any]], warm_up: int, samples_per_step: int, server_idle_frac: float | None = None
+    name: str, lines: Sequence[dict[str, Any]], warm_up: int, samples_per_step: int,
+    server_idle_frac: float | None = None
 ) -> SideTotals:  # fmt: skip
-    """Of a learner of one rank, from the lines of its metrics.jsonl after the first `warm_up`, of which there is at least one."""
+    """Of a learner of one rank, from the lines of its metrics.jsonl after the first `warm_up`, of which there is at
+    least one."""
     steady = lines[warm_up:]
     steps_s = [line["time/step"] for line in steady]
 
@@ -90,7 +94,8 @@ def our_totals(
 
 
 def trl_totals(
-    steps: Sequence[Step], warm_up: int, shape: ModelShape, prompt_tokens: int, group_size: int, peak_gib: float | None = None
+    steps: Sequence[Step], warm_up: int, shape: ModelShape, prompt_tokens: int, group_size: int,
+    peak_gib: float | None = None
 ) -> SideTotals:  # fmt: skip
     """Of a trainer that noted the length of each completion; prompts have one length."""
     steady = steps[warm_up:]
@@ -113,7 +118,8 @@ def trl_totals(
 
 
 def step_flops(shape: ModelShape, prompt_tokens: int, group_size: int, lengths: Sequence[int]) -> float:
-    """Operations of one pass forward and backward over groups whose completions have these lengths, a prompt once for each group."""
+    """Operations of one pass forward and backward over groups whose completions have these lengths, a prompt once
+    for each group."""
     num_groups = len(lengths) / group_size
     tokens = num_groups * prompt_tokens + sum(lengths)
     pairs = num_groups * prompt_tokens**2 / 2 + sum(length * (prompt_tokens + length / 2) for length in lengths)
@@ -146,7 +152,8 @@ def rows_of_table(peak_tflops: float) -> list[Row]:
         Row("learner: tokens/s", lambda side: ratio(side.trained_tokens, side.seconds)),
         Row("learner: the same while it trains", lambda side: ratio(side.trained_tokens, side.training_s)),
         Row("MFU", lambda side: ratio(side.train_tflop, side.seconds * peak_tflops), "{:.3f}"),
-        Row("MFU while it trains", lambda side: ratio(side.train_tflop, (side.training_s or 0) * peak_tflops), "{:.3f}"),
+        Row("MFU while it trains", lambda side: ratio(side.train_tflop, (side.training_s or 0) * peak_tflops),
+            "{:.3f}"),
         Row("weight sync, s", lambda side: side.sync_s, "{:.3f}"),
         Row("weight sync, GiB/s", lambda side: ratio((side.sync_bytes or 0) / 2**30, side.sync_s), "{:.2f}"),
         Row("stall of generation by a sync, s", lambda side: side.stall_s, "{:.3f}"),

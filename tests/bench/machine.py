@@ -22,7 +22,8 @@ TIMEOUT_S = 120.0
 
 
 def machine() -> dict[str, Any]:
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]  # fmt: skip
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in info if "model name" in line]
     return {"cpu": names[0], "num_cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()[0]}
 
 

@@ -7,7 +7,7 @@ The coverage data has the tests of each line, and the record has the duration of
 
     pip install pytest-cov
     make test ARGS="--record /tmp/record.jsonl --cov=learner --cov=protocol --cov=inference_server --cov-context=test"
-    python -m tests.bench.mutants --count 200 --seed 1 --coverage .coverage --record /tmp/record.jsonl --out mutants.jsonl
+    python -m tests.bench.mutants --count 200 --coverage .coverage --record /tmp/record.jsonl --out mutants.jsonl
 
 "noticed": a test that passes without the mutant fails or takes too long. "not run": no test runs the line; the coverage
 data excludes processes that tests start. Each copy has a process that has imported torch, transformers and pytest, but

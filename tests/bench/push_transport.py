@@ -34,7 +34,8 @@ Shapes = list[tuple[str, torch.Size]]
 
 
 def model_tensors(num_bytes: int, dtype: torch.dtype, device: torch.device) -> NamedTensors:
-    """Return the weights of a Qwen2.5-0.5B that has about so many bytes on the wire; without the embedding if that is most."""
+    """Return the weights of a Qwen2.5-0.5B that has about so many bytes on the wire; without the embedding if that
+    is most."""
     layer, others = _layer_shapes()
     shapes = others if num_bytes > 2 * _wire_bytes(others) else []
     num_layers = max(1, round((num_bytes - _wire_bytes(shapes)) / _wire_bytes(layer)))
@@ -117,7 +118,8 @@ class Rounds(NamedTuple):
 
     @property
     def best(self) -> float:
-        """The fastest over the fastest raw: on a machine that does other work too, the ones that were least disturbed."""
+        """The fastest over the fastest raw: on a machine that does other work too, the ones that were least
+        disturbed."""
         return min(self.raw_s) / min(self.variant_s)
 
     @property
@@ -138,7 +140,8 @@ def measure(size_mib: int, num_rounds: int, bucket_bytes: int) -> dict[str, Any]
         unchecked = transfers.over_raw("push without checksums", num_rounds)
         fresh = transfers.over_raw("raw into fresh memory", num_rounds)
         result: dict[str, Any] = {
-            "size_mib": size_mib, "num_bytes": transfers.num_bytes, "num_tensors": len(tensors), "num_rounds": num_rounds,
+            "size_mib": size_mib, "num_bytes": transfers.num_bytes, "num_tensors": len(tensors),
+            "num_rounds": num_rounds,
             "raw_gib_per_s": push.raw_gib_per_s,
             "raw_gib_per_s_best": transfers.num_bytes / 2**30 / min(push.raw_s),
             "dense_over_raw": push.median,

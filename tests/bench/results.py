@@ -38,8 +38,8 @@ def read(directory: Path) -> dict[Cell, Trial]:
             continue  # truncated by a kill
         if trial.settings_hash != trial.cell.settings_hash:
             raise ConfigError(
-                f"{path} holds {trial.cell.name} of other settings ({trial.settings_hash}, now {trial.cell.settings_hash}); "
-                "give another directory with --out, or remove the file"
+                f"{path} holds {trial.cell.name} of other settings ({trial.settings_hash}, now "
+                f"{trial.cell.settings_hash}); give another directory with --out, or remove the file"
             )
         trials[trial.cell] = trial
     return trials

@@ -137,7 +137,8 @@ def _wait_for_steps(metrics: Path, demo: subprocess.Popen[bytes]) -> None:
 
 def as_text(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['steps']} steps in {result['duration_s']:.0f} s, {result['lost']} groups lost, exit code {result['exit_code']}",
+        f"{result['steps']} steps in {result['duration_s']:.0f} s, {result['lost']} groups lost, exit code "
+        f"{result['exit_code']}",
         f"{'':15} {'RSS MiB':>9} {'MiB/hour':>9} {'growth':>7} {'files':>9} {'threads':>9}",
     ]
     for role, values in result["roles"].items():

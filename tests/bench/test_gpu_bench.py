@@ -1,4 +1,5 @@
-"""The GPU benchmark without a GPU: its arithmetic against torch's own count, and the command with real vLLM on a CPU."""
+"""The GPU benchmark without a GPU: its arithmetic against torch's own count, and the command with real vLLM on a
+CPU."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -9,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from learner.policy.memory import ModelShape, shape_of
+from learner.policy.model_shape import ModelShape, shape_of
 from learner.train import train
 from protocol.errors import SlipstreamError
 from protocol.messages import Completion, Sampling
@@ -29,7 +30,8 @@ REWARD = "def by_ids(completion_ids, **_):\n    return [sum(ids) + len(ids) / 7 
 
 
 class NotingEngine(ModelEngine):
-    """Notes the tokens of each prompt and its completion. At staleness 0, a step's come after those of the step before."""
+    """Notes the tokens of each prompt and its completion. At staleness 0, a step's come after those of the step
+    before."""
 
     def __init__(self) -> None:
         super().__init__(resolve_model("tiny:digits"))
@@ -116,7 +118,8 @@ def test_the_other_trainers_arithmetic_is_that_of_the_same_lengths(steady) -> No
 def test_a_table_has_a_column_for_each_side_and_no_row_that_no_side_has() -> None:
     common = {"num_steps": 10, "first_reward": 0.5, "last_reward": 0.6, "staleness": 1.5, "trained_tokens": 4000.0}
     ours = SideTotals(
-        name="Slipstream, ipc", seconds=20.0, num_samples=800, sampled_tokens=2000.0, train_tflop=300.0, training_s=15.0,
+        name="Slipstream, ipc", seconds=20.0, num_samples=800, sampled_tokens=2000.0, train_tflop=300.0,
+        training_s=15.0,
         server_idle_frac=0.5, sync_s=0.25, sync_bytes=2.0**29, **common,
     )  # fmt: skip
     trl = SideTotals(name="TRL", seconds=40.0, num_samples=400, sampled_tokens=2000.0, train_tflop=300.0, **common)
@@ -138,7 +141,8 @@ def test_results_of_other_work_are_not_put_beside_each_other(tmp_path: Path) -> 
     gpu.require_same_work(tmp_path, work)
     gpu.require_same_work(tmp_path, work)
     with pytest.raises(SlipstreamError, match=r"holds results of other work: .*\"steps\":8.*--out"):
-        gpu.require_same_work(tmp_path, gpu.Work(**{name: getattr(work, name) for name in gpu.Work.__struct_fields__} | {"steps": 9}))  # fmt: skip
+        gpu.require_same_work(tmp_path,
+            gpu.Work(**{name: getattr(work, name) for name in gpu.Work.__struct_fields__} | {"steps": 9}))  # fmt: skip
 
 
 @pytest.mark.timeout(600)

@@ -99,7 +99,8 @@ def settings(job: dict[str, Any], num_ranks: int) -> Any:
     }  # fmt: skip
     return GRPOConfig(
         output_dir=str(Path(job["steps_file"]).parent / "trl"), save_strategy="no", report_to="none", disable_tqdm=True,
-        logging_steps=1, seed=job["seed"], use_cpu=job["device"] == "cpu", bf16=job["bf16"], gradient_checkpointing=False,
+        logging_steps=1, seed=job["seed"], use_cpu=job["device"] == "cpu", bf16=job["bf16"],
+        gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"}, max_steps=job["steps"],
         per_device_train_batch_size=job["micro_batch_rows"],
         gradient_accumulation_steps=num_rows // job["micro_batch_rows"],

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from learner.config.learner import AUTO_TOKENS
-from learner.policy.memory import shape_of
+from learner.policy.model_shape import shape_of
 from learner.training.batch import BatchRow
 from learner.training.metrics import train_flops
 from learner.training.packing import Layout, pieces_of

@@ -1,6 +1,6 @@
 """The virtual environment of TRL, created at first use: TRL pinned, shared packages at Slipstream's versions.
 
-    deploy/cpu_environment.py: torch's CPU build ─▶ pip, with deploy/cpu.lock as constraints ─▶ ~/.cache/slipstream/bench-<TRL>
+    cpu_environment.py: torch's CPU build ─▶ pip, with deploy/cpu.lock as constraints ─▶ ~/.cache/slipstream/bench-<TRL>
 
 Invariant: an environment that is marked as ready is complete.
 """

@@ -80,7 +80,8 @@ def audit_prompts(ledger: Path, *, num_steps: int, groups_per_step: int, num_pro
             "SELECT slot, step, position, epoch, prompt_id FROM groups WHERE state = 'consumed' ORDER BY slot, step"
         ).fetchall()
         skipped = db.execute(
-            f"SELECT DISTINCT slot, position, epoch, prompt_id FROM groups WHERE state = 'dropped' AND reason IN {FINAL}"
+            f"SELECT DISTINCT slot, position, epoch, prompt_id FROM groups WHERE state = 'dropped' AND reason IN "
+            f"{FINAL}"
         ).fetchall()
     last_position = max((position for _, _, position, _, _ in consumed), default=-1)
     expected = Counter(_prompts_up_to(last_position, num_prompts, seed))

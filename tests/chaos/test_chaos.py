@@ -142,10 +142,9 @@ def test_the_audit_finds_a_prompt_that_was_consumed_twice(tmp_path: Path) -> Non
     audit = audit_after(
         tmp_path,
         "DROP INDEX one_live_group_per_slot",
-        "INSERT INTO groups SELECT '2.1', slot, 1, position, epoch, prompt_id, state, reason, admitted_version, oldest_version,"
-        " 5, staleness, num_tokens, reward_mean, rewards, admitted_at, received_at, scored_at, consumed_at, payload_file,"
-        " payload_offset, payload_bytes"
-        " FROM groups WHERE slot = 2",
+        "INSERT INTO groups SELECT '2.1', slot, 1, position, epoch, prompt_id, state, reason, admitted_version, "
+        "oldest_version, 5, staleness, num_tokens, reward_mean, rewards, admitted_at, received_at, scored_at, "
+        "consumed_at, payload_file, payload_offset, payload_bytes FROM groups WHERE slot = 2",
     )
     assert len(audit.duplicated) == 1 and audit.consumed_once == 9
 

@@ -61,8 +61,8 @@ def write_run(run_dir: Path, simulated: Setup, steps: int, seed: int = 0) -> Non
                 sum(map(int, group.lengths)),
                    group.requested_at, scored_at - simulated.rates.score_s, scored_at)  # fmt: skip
             ledger.execute(
-                "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, num_tokens, "
-                "admitted_at, received_at, scored_at) VALUES (?, ?, 0, ?, 0, 0, 'consumed', ?, ?, ?, ?, ?)",
+                "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, "
+                "num_tokens, admitted_at, received_at, scored_at) VALUES (?, ?, 0, ?, 0, 0, 'consumed', ?, ?, ?, ?, ?)",
                 row,
             )
 

@@ -1,6 +1,8 @@
-"""Nodes of a Ray cluster on this machine: `python -m tests.deploy.ray_nodes NUM_CPUS_OF_THE_HEAD NUM_CPUS ...`, until the input ends.
+"""Nodes of a Ray cluster on this machine, until the input ends:
+`python -m tests.deploy.ray_nodes NUM_CPUS_OF_THE_HEAD NUM_CPUS ...`.
 
-Prints the address of the cluster. A line of input is the beginning of a node's id, which is killed; the answer is `killed`.
+Prints the address of the cluster. A line of input is the beginning of a node's id, which is killed; the answer is
+`killed`.
 """
 
 import sys

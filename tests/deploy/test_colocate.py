@@ -10,7 +10,7 @@ import pytest
 
 from deploy import colocate
 from deploy.arguments import Launch, adapter_flags, evaluation_flags, flags_by_section
-from deploy.colocate import shared_gpu_note, with_cores
+from deploy.colocate import shared_gpu_note, with_cores, with_gpus
 from deploy.placement import DeployConfig
 from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
@@ -40,6 +40,21 @@ def test_cores_are_halved_unless_the_config_names_any() -> None:
     assert with_cores(DeployConfig(), a_server(cpu_cores=[0]), a_learner()) == DeployConfig()
     named = DeployConfig(learner_cores=((0,),))
     assert with_cores(named, a_server(), a_learner()) == named
+
+
+def test_server_and_learner_get_gpus_of_their_own_if_there_are_enough() -> None:
+    apart = DeployConfig(server_gpus=((2,),), learner_gpus=(3,))
+    assert with_gpus(DeployConfig(), a_server(), (2, 3, 5)) == apart
+    two_workers = a_server(tensor_parallel_size=2)
+    assert with_gpus(DeployConfig(), two_workers, (0, 1, 2)).server_gpus == ((0, 1),)
+    for config, server, gpus in (
+        (DeployConfig(), two_workers, (0, 1)),
+        (DeployConfig(), a_server(), (0,)),
+        (DeployConfig(), a_server(), ()),
+        (DeployConfig(learner_gpus=(1,)), a_server(), (0, 1)),
+        (DeployConfig(learner_cores=((0,), (1,))), a_server(), (0, 1, 2)),
+    ):
+        assert with_gpus(config, server, gpus) == config
 
 
 def test_a_server_that_would_measure_the_gpu_it_shares_with_the_learner_is_warned_of(

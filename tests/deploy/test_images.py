@@ -11,7 +11,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from deploy.colocate import colocate
+from deploy.colocate import colocate, main
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from tests.deploy.commands import DEPLOY, ROOT, check, tool
@@ -85,12 +85,36 @@ def test_the_compose_file_is_valid_and_restarts_no_service_forever() -> None:
     command = [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    policies = [service["restart"] for service in compose()["services"].values()]
-    assert all(re.fullmatch(r"on-failure:[1-9]", policy) for policy in policies), policies
+    policies = {name: service["restart"] for name, service in compose()["services"].items()}
+    assert policies.pop("check") == "no"
+    assert all(re.fullmatch(r"on-failure:[1-9]", policy) for policy in policies.values()), policies
+
+
+def test_nothing_in_compose_starts_with_an_error_in_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    services = compose()["services"]
+    check = services.pop("check")
+    for service in services.values():
+        assert service["depends_on"] == {"check": {"condition": "service_completed_successfully"}}
+    (volume,) = check["volumes"]
+    program, command, mounted, *flags = [*check["entrypoint"], *check["command"]]
+    assert (program, command, volume) == ("slipstream", "colocate", f"./run.toml:{mounted}:ro")
+    config = tmp_path / "run.toml"
+    recipe = (DEPLOY / "recipes/reverse.toml").read_text()
+    for text, code in (
+        (recipe, 0),
+        (recipe.replace("[server]\n", "[server]\nnowhere = 1\n"), 2),
+        (f"{recipe}\n[learner.loss]\nclip_low = 2.0\n", 2),
+    ):
+        config.write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            main([str(config), *flags])
+        assert ended.value.code == code, capsys.readouterr().err
 
 
 def test_the_services_of_the_compose_file_can_connect() -> None:
-    services = compose()["services"]
+    services = {name: service for name, service in compose()["services"].items() if name != "check"}
     runs = {}
     for name, service in services.items():
         image = ROOT / service["build"]["dockerfile"]

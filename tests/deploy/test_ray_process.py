@@ -1,4 +1,5 @@
-"""What an agent does on its node, without a cluster: its checks, the output of its process, a process that has no node yet."""
+"""What an agent does on its node, without a cluster: its checks, the output of its process, a process that has no
+node yet."""
 
 import os
 import signal

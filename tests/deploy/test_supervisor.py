@@ -96,6 +96,30 @@ def test_a_server_restarts_up_to_the_limit(tmp_path: Path) -> None:
     assert run.events.index("learner SIGTERM") < run.events.index("server1 SIGTERM")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "servers"),
+    [
+        ({"learner0": ["end 2"], "learner1": ["end 2"]}, {"server": ["serve"]}),
+        ({"learner": ["serve"]}, {"server": ["end 2"]}),
+    ],
+    ids=["ranks", "server"],
+)
+def test_an_error_that_a_person_has_to_solve_ends_the_run_at_once(
+    tmp_path: Path, ranks: dict[str, list[str]], servers: dict[str, list[str]]
+) -> None:
+    run = Supervised(tmp_path, ranks, servers, ON_FAILURE)
+    assert run.end() == (2 if "learner0" in ranks else 1)
+    assert not [event for event in run.events if event.endswith("resumed")]
+    assert run.events.count("server started") == 1
+    assert "exited with code 2, an error that a restart does not solve; stopping all processes" in run.output
+
+
+def test_ranks_restart_after_a_crash_although_the_others_end_with_a_message(tmp_path: Path) -> None:
+    ranks = {"learner0": ["end 2", "end 0"], "learner1": ["end 1", "end 0"]}
+    run = Supervised(tmp_path, ranks, {"server": ["serve"]}, ON_FAILURE)
+    assert run.end() == 0 and {"learner0 resumed", "learner1 resumed"} <= set(run.events)
+
+
 def test_all_ranks_restart_and_resume_after_a_failure_and_ctrl_c_ends_all(
     tmp_path: Path,
 ) -> None:

@@ -1,4 +1,5 @@
-"""The scripts that start a learner again, with commands that only write down what becomes of them: nothing is lost by a signal."""
+"""The scripts that start a learner again, with commands that only write down what becomes of them: nothing is lost
+by a signal."""
 
 import os
 import signal
@@ -36,12 +37,14 @@ wait "$!"
 """
 KEY = '\necho "{name} key ${EVALUATION_API_KEY:-}" >> "$STORY.keys"\n'
 COMMANDS = {
-    "slipstream": '\nif [ "$1" = serve ]; then exec inference-server "$@"; else exec learner "$@"; fi\n',
+    "slipstream": '\nif [ "${!#}" = --dry-run ]; then echo checked >> "$STORY"; exit "${CHECK:-0}"; fi'
+    '\nif [ "$1" = serve ]; then exec inference-server "$@"; else exec learner "$@"; fi\n',
     "learner": KEY + 'mkdir -p "$4" && touch "$4/config.toml"' + WRITE_DOWN + LIVE,
     "inference-server": KEY.replace("EVALUATION", "VLLM") + WRITE_DOWN + LIVE,
     "accelerate": WRITE_DOWN + LAUNCH,
     "srun": '\nwhile [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\n',
-    "scontrol": '\nif [ "$1" = show ]; then printf "%s\\n" ${JOB_NODES:-node1 node2}; else echo "scontrol $*" >> "$STORY"; fi\n',
+    "scontrol": '\nif [ "$1" = show ]; then printf "%s\\n" ${JOB_NODES:-node1 node2}; else echo "scontrol $*" >> '
+    '"$STORY"; fi\n',
 }
 
 
@@ -165,10 +168,15 @@ def test_several_ranks_are_started_by_accelerate_and_the_signal_reaches_them_wit
         stage.wait_for("learner begins")
         script.terminate()
         assert script.wait(TIMEOUT_S) == AGAIN
-    assert stage.story() == ["learner begins", "learner TERM"]
+    assert stage.story() == ["checked", "learner begins", "learner TERM"]
     words, _ = stage.words()
     assert words[:6] == ["accelerate", "launch", "--multi_gpu", "--num-processes", "4", "--no_python"]
     check(words[6:])
+
+
+def test_an_error_in_the_config_ends_several_ranks_once_because_their_launcher_hides_its_status(stage: Stage) -> None:
+    assert run(stage, SCRIPT, "--learner.steps", "3", RANKS="4", CHECK="2") == 2
+    assert stage.story() == ["checked"]
 
 
 def test_a_job_ends_its_server_once_the_learner_is_done(stage: Stage) -> None:
@@ -193,7 +201,9 @@ def test_a_job_of_several_nodes_has_servers_and_ranks_and_ends_with_the_first_of
         stage.wait_for_times("learner begins", 2)
         stage.end("learner", 0)
         assert job.wait(TIMEOUT_S) == 0
-    assert sorted(stage.story()[4:]) == ["inference-server TERM"] * 2
+    assert sorted(event for event in stage.story() if "begins" not in event) == [
+        "checked", "checked", *["inference-server TERM"] * 2,
+    ]  # fmt: skip
     servers = [check(["slipstream", *words]) for name, *words in stage.words() if name == "inference-server"]
     assert sorted((run.server.node_rank, run.server.master_addr) for run in servers) == [(0, "n0"), (1, "n0")]
     launches = sorted(words for words in stage.words() if words[0] == "accelerate")

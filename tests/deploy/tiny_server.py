@@ -1,4 +1,5 @@
-"""A server of the tiny model as `slipstream serve` starts one, without vLLM: `python -m tests.deploy.tiny_server run.toml [--key value ...]`."""
+"""A server of the tiny model as `slipstream serve` starts one, without vLLM: `python -m tests.deploy.tiny_server
+run.toml [--key value ...]`."""
 
 import asyncio
 import logging

@@ -5,6 +5,8 @@ One server with a tiny Qwen2, whose q, k and v, gate and up are fused in vLLM; t
 
 import asyncio
 import json
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from learner.publishing.publish import ExportRequest, export_run
 from learner.train import train
 from protocol.messages import AdapterSpec, Completion, Group, PushDone, PushFailed
 from tests.inference_server.broken_transfer import BitFlippingSender, PausingTensors
@@ -237,3 +240,25 @@ def test_a_run_syncs_its_adapter_alone_and_both_sides_agree(server: RealServer, 
     assert 4 * num_trained <= metrics[0]["weight_sync/bytes"] < 4.1 * num_trained
     assert max(line["parity/abs_logprob"] for line in metrics if "parity/abs_logprob" in line) <= TOLERANCE
     assert sum(line["parity/server_change"] > 0 for line in metrics if "parity/server_change" in line) >= 2
+
+
+def test_what_is_exported_is_what_the_server_was_synced_with(server: RealServer, tmp_path: Path) -> None:
+    run = make_run(tmp_path, server.endpoint, steps=2, lora={"rank": 3}, optimizer={"learning_rate": 2e-2})
+    run = msgspec.structs.replace(run, model=str(server.model))
+    train(run, resume=False)
+    synced = prompt_logprobs(server)
+    adapter, merged = (
+        export_run(ExportRequest(run_dir=Path(run.run_dir), merge=merge)).directory for merge in (False, True)
+    )
+    before = plain_vllm(str(server.model))
+    for found in (plain_vllm(merged), plain_vllm(str(server.model), adapter)):
+        np.testing.assert_allclose(found, synced, atol=TOLERANCE)
+        assert np.abs(found - before).max() > 100 * TOLERANCE, "the steps must have an effect"
+
+
+def plain_vllm(model: str, *adapter: str) -> np.ndarray:
+    """Return the logprobs of vLLM without Slipstream, in a process of its own."""
+    command = [sys.executable, "-m", "tests.zoo.plain_vllm", model, json.dumps(SCORED), *adapter]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return np.array(json.loads(done.stdout.splitlines()[-1]))

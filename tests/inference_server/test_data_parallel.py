@@ -177,7 +177,8 @@ def test_vllms_processes_are_replaced_only_while_several_replicas_start(
 def test_replicas_divide_the_memory_of_a_machine_but_each_has_that_of_its_gpu(
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool, kv_cache_mib: int | None, share: float
 ) -> None:
-    """Where the size of the KV cache is given, vLLM asks on a GPU only that the share is free: a learner may be there already."""
+    """Where the size of the KV cache is given, vLLM asks on a GPU only that the share is free: a learner may be
+    there already."""
     monkeypatch.setattr("inference_server.engine.vllm_args.current_platform.is_cpu", lambda: on_cpu)
     run = run_of(data_parallel_size=2, gpu_memory_utilization=0.6, kv_cache_memory_mib=kv_cache_mib)
     made = engine_arguments(run, Path("/model"))
@@ -188,7 +189,8 @@ def test_a_model_with_experts_has_one_replica(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("vllm.config.ModelConfig.is_moe", True)
     with pytest.raises(
         ConfigError,
-        match=r"server\.data_parallel_size = 2 is not supported with model = 'tiny:digits': .*mixture-of-experts.*`endpoints`",
+        match=r"server\.data_parallel_size = 2 is not supported with model = 'tiny:digits': "
+        r".*mixture-of-experts.*`endpoints`",
     ):
         start_llm(run_of(data_parallel_size=2), resolve_model("tiny:digits"))
 

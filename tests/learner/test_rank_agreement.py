@@ -41,7 +41,8 @@ def agree(accelerator: Accelerator) -> None:
     with pytest.raises(RanksDisagree) as caught:
         require_agreement(accelerator, View(step=3 + rank, settings={"kind": "adamw"} if rank else {}), "Start again")
     assert str(caught.value) == (
-        "the ranks of this learner disagree: step is 3 on rank 0 and 4 on rank 1; settings.kind is absent on rank 0 and "
+        "the ranks of this learner disagree: step is 3 on rank 0 and 4 on rank 1; settings.kind is absent on rank 0 "
+        "and "
         '"adamw" on rank 1. Start again'
     )
     require_agreement(accelerator, View(step=5), "Do nothing")  # the ranks are still synchronized

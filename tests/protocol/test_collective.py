@@ -14,7 +14,7 @@ import protocol.transports.group
 import protocol.transports.tcp
 from protocol.errors import PushError
 from protocol.transports.collective import Collective
-from protocol.transports.group import RendezvousHost, join_collective
+from protocol.transports.group import RendezvousHost, address_towards, join_collective
 from protocol.transports.tcp import TcpCollective
 from protocol.transports.worker_connections import ConnectionRequest, TcpConnection
 from tests.protocol.local_ranks import (
@@ -287,3 +287,11 @@ def test_failed_sessions_leave_neither_threads_nor_sockets(
         while num_held() > allowed and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(kept) == NUM_SESSIONS and num_held() <= allowed
+
+
+def test_a_host_without_an_address_is_named() -> None:
+    assert address_towards("tcp://127.0.0.1:5757") == "127.0.0.1"
+    with pytest.raises(
+        PushError, match=r"no address or route to nowhere\.invalid, the host of tcp://nowhere\.invalid:1"
+    ):
+        address_towards("tcp://nowhere.invalid:1")

@@ -121,7 +121,8 @@ def test_what_former_names_lead_to_is_still_checked(tmp_path: Path, text: str, e
 
 def test_metrics_of_old_runs_get_the_names_of_today() -> None:
     former = {
-        "step": 1, "push/seconds": 0.1, "wait/push": 2.0, "wait/server": 3.0, "time/push": 4.0, "time/wait_for_batch": 5.0
+        "step": 1, "push/seconds": 0.1, "wait/push": 2.0, "wait/server": 3.0, "time/push": 4.0,
+        "time/wait_for_batch": 5.0
     }  # fmt: skip
     assert former_keys.current_metrics(former) == {
         "step": 1, "weight_sync/seconds": 0.1, "bottleneck/weight_sync": 2.0, "bottleneck/server": 3.0,

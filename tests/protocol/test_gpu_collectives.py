@@ -1,4 +1,5 @@
-"""NCCL and CUDA IPC as they are, between two processes; the logic around them is tested without a GPU beside this file."""
+"""NCCL and CUDA IPC as they are, between two processes; the logic around them is tested without a GPU beside this
+file."""
 
 import gc
 import hashlib

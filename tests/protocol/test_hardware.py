@@ -16,7 +16,7 @@ from inference_server.config import ServerRun
 from protocol import hardware
 from protocol.config import SharedConfig, load_config
 from protocol.doctor import dtype_finding
-from protocol.hardware import dtype_choice, gpu_choice, halves, has_gpu, share_of_cores
+from protocol.hardware import dtype_choice, gpu_choice, halves, has_gpu, share_of_cores, usable_gpus
 
 AMX = "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\nbugs\t\t:\n"
 AVX512 = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\n"
@@ -91,6 +91,14 @@ def test_a_gpu_must_exist_in_the_driver(
     found = gpu_choice()
     assert (found.has_gpu, found.num_gpus) == (num_gpus > 0, num_gpus) and has_gpu() is found.has_gpu
     assert re.search(reason, found.reason)
+
+
+def test_the_usable_gpus_are_those_that_cuda_would_count(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(nvml=4)
+    assert usable_gpus() == (0, 1, 2, 3)
+    for visible, expected in (("2,3", (2, 3)), (" 1 ", (1,)), ("3,9,0", (3,)), ("-1", ()), ("", ()), ("GPU-ab12", ())):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert usable_gpus() == expected, visible
 
 
 def test_a_gpu_must_be_visible_to_this_process(machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,8 @@ def waited_for(nccl: ScriptedNccl) -> list[str]:
 
 
 def test_what_the_thread_that_loads_or_gathers_has_queued_comes_before_each_broadcast(nccl: ScriptedNccl) -> None:
-    """A bucket's memory is used again while the copies out of it wait on vLLM's stream, which is that thread's alone."""
+    """A bucket's memory is used again while the copies out of it wait on vLLM's stream, which is that thread's
+    alone."""
     manifest = make_manifest(TENSORS, torch.float32, 1024)
     collective = formed()
     nccl.calls.clear()

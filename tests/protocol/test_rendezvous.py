@@ -1,4 +1,5 @@
-"""The store through which ranks meet: a query gets an answer or an error soon, and strangers get neither entries nor memory."""
+"""The store through which ranks meet: a query gets an answer or an error soon, and strangers get neither entries nor
+memory."""
 
 import socket
 import threading

@@ -101,7 +101,10 @@ def test_the_advantages_of_the_docs_page_use_the_median(tmp_path: Path) -> None:
 
 
 def test_a_function_that_modifies_its_arguments_affects_nothing_else(tmp_path: Path) -> None:
-    body = "def f(rewards):\n    [row.remove(None) for row in rewards.rewards_P_G if None in row]\n    return [[1.0] * len(row) for row in rewards.rewards_P_G]"
+    body = (
+        "def f(rewards):\n    [row.remove(None) for row in rewards.rewards_P_G if None in row]\n    return [[1.0] "
+        "* len(row) for row in rewards.rewards_P_G]"
+    )
     rewards = StepRewards([[1.0, None, 0.0]], [{"f": [1.0, None, 0.0]}], {"f": 1.0})
     with pytest.raises(ConfigError, match=r"for group 0 \[1\.0, 1\.0\]; expected"):
         advantages_of(spec(tmp_path, body), rewards)

@@ -164,7 +164,8 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
     (IN_REWARD | {"kl.estimator": "k2"},
      r'"k2" with place = "reward" moves .* away.*set estimator = "k1", or place = "loss"', {"kl.place": "loss"}),
     (IN_REWARD | {"advantage.combine": "normalize_then_sum", "reward.functions": ["exact_match", "share_right"]},
-     r'place = "reward" with advantage\.combine = "normalize_then_sum": the KL cannot be subtracted from several rewards',
+     r'place = "reward" with advantage\.combine = "normalize_then_sum": the KL cannot be subtracted from several '
+     r'rewards',
      {"advantage.combine": "sum"}),
     (IN_REWARD | {"advantage.scale": "group"},
      r'place = "reward" with advantage\.scale = "group": .* cancels kl\.coef; set scale to "batch" or "none"',

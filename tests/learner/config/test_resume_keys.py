@@ -6,7 +6,8 @@ from protocol.config_keys import keys_of, may_change
 FIXED = {
     "": "model dtype head_dtype seed",
     "learner": "groups_per_step updates_per_batch dynamic_sampling signal_reward",
-    "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs overlong_prompts shuffle",
+    "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs "
+    "overlong_prompts shuffle",
     "learner.reward": "functions weights skip_special_tokens overlong_buffer_tokens overlong_penalty on_none",
     "learner.reward.judge": "prompt best_score temperature",
     "learner.environment": "factory tools agent command max_turns max_episode_tokens",
@@ -19,7 +20,8 @@ FIXED = {
     "log_ratio_penalty power_positive decay_positive power_negative decay_negative cov_frac cov_low cov_high cov_penalty "
     "parameters mask_truncated entropy_coef entropy_target entropy_coef_step max_entropy_coef top_entropy_frac",
     "learner.kl": "coef estimator place schedule final_coef target horizon_steps importance_weighted",
-    "learner.reference": "kind every_steps growth max_every_steps alpha kl_threshold patience reward_guard min_every_steps "
+    "learner.reference": "kind every_steps growth max_every_steps alpha kl_threshold patience reward_guard "
+    "min_every_steps "
     "num_snapshots only reset_optimizer",
     "learner.optimizer": "kind schedule warmup_steps beta1 beta2 weight_decay max_grad_norm",
 }

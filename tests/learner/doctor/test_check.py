@@ -47,8 +47,8 @@ def test_prompts_rewards_and_the_run_are_reported_before_servers_are_contacted(t
     assert text == f"3 tokens: '{ROWS[int(row[4:])]['prompt']}'"
     assert by_subject["rewards"] == "right: 1 for the column 'answer', 0 for noise"
     assert by_subject["course"] == (
-        "6 steps of 5 groups of 4 completions: each prompt 3 times, 120 completions, at most 960 sampled tokens, at most "
-        "2 versions behind"
+        "6 steps of 5 groups of 4 completions: each prompt 3 times, 120 completions, at most 960 sampled tokens, at "
+        "most 2 versions behind"
     )
 
 
@@ -133,8 +133,8 @@ def test_the_estimated_time_is_the_median_of_warm_steps_times_the_number_of_step
     }  # fmt: skip
     (time,) = findings_of(run, [others | {"time/step": each} for each in seconds])
     assert time.text == (
-        "1,000 steps of 3.00 s, about 50 min 00 s without evaluations; 100 completion tokens/s, 8 tokens each, the learner idle for 25% "
-        "(median of 5 steps)"
+        "1,000 steps of 3.00 s, about 50 min 00 s without evaluations; 100 completion tokens/s, 8 tokens each, the "
+        "learner idle for 25% (median of 5 steps)"
     )
 
 

@@ -97,13 +97,15 @@ FAMILIES = {
         renderer="llama-3", max_calls=1, call='{{"name": "{name}", "parameters": {arguments}}}',
     ),
     "mistral": Family(
-        ends="</s>", marks="[INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]", begin="<s>",
+        ends="</s>", marks="[INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] "
+                           "[/TOOL_RESULTS]", begin="<s>",
         call=JSON_CALL, between_calls=", ", around_calls="[TOOL_CALLS][{}]",
     ),
     "gemma3": Family(ends="<end_of_turn> <eos>", eos="<eos>", marks="<start_of_turn>", begin="<bos>"),
     "gemma4": Family(
         ends="<turn|> <eos> <|tool_response>",
-        marks="<|turn> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call> <tool_call|> <tool_response|> <|image> <|image|> <image|>",
+        marks="<|turn> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call> <tool_call|> <tool_response|> "
+              "<|image> <|image|> <image|>",
         begin="<bos>", renderer="gemma4", think="<|channel>thought\n{}\n<channel|>",
         call="<|tool_call>call:{name}{{{arguments}}}<tool_call|>",
         field="{key}:{value}", between_fields=",", between_calls="", end_of_calls="<|tool_response>",

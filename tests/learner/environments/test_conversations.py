@@ -185,9 +185,11 @@ def test_a_turn_that_the_template_cannot_render_ends_only_its_episode() -> None:
         '{{ raise_exception("This model only supports single tool-calls at once!") }}{% endif %}{% endfor %}'
     )
     with_ids = (
-        "{%- for message in messages %}{%- for call in message.tool_calls or [] %}{%- if call.id is undefined or call.id | length != 9 %}"
+        "{%- for message in messages %}{%- for call in message.tool_calls or [] %}{%- if call.id is undefined or "
+        "call.id | length != 9 %}"
         '{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{% endif %}{% endfor %}'
-        '{%- if message.role == "tool" and message.tool_call_id is undefined %}{{ raise_exception("Which call?") }}{% endif %}{% endfor %}'
+        '{%- if message.role == "tool" and message.tool_call_id is undefined %}{{ raise_exception("Which call?") }}{% '
+        "endif %}{% endfor %}"
     )
     twice = call("add", number=1) + call("add", number=2)
     episode, _ = converse(template(one_call + KEEPING), twice, "done")

@@ -81,7 +81,8 @@ def test_a_template_with_another_format_is_rejected_with_the_fitting_formats(
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        ("[[{{ call.function.name }}]]", r"no call is found; none of the tested formats reads it .*; set that key to another format, use another model"),
+        ("[[{{ call.function.name }}]]", r"no call is found; none of the tested formats reads it .*; set that key to "
+        r"another format, use another model"),
         ("{{ raise_exception('no tools here') }}",
             r"the policy cannot call tools: .* cannot render a message with a call: .*no tools here"),
     ],

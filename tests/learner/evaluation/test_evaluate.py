@@ -175,6 +175,8 @@ def test_another_split_of_the_runs_dataset_is_read_with_the_runs_options() -> No
     assert (own.dataset_config, own.revision, own.split, own.prompt_column) == ("main", "abc", "test", "question")
     other = body(dataset="another/one", split="validation")
     assert (other.dataset_config, other.revision, other.split) == (None, None, "validation")
+    assert body(dataset="another/one", dataset_config="hard").dataset_config == "hard"
+    assert body(dataset="openai/gsm8k", dataset_config="socratic").dataset_config == "socratic"
     file = body(path="rows.jsonl")
     assert (file.path, file.dataset, file.dataset_config, file.shuffle) == ("rows.jsonl", None, None, False)
 
@@ -186,6 +188,9 @@ def test_a_set_inherits_keys_from_its_section() -> None:
     own, same = config.of_set("own"), config.of_set("same")
     assert (own.task, own.path, own.max_tokens, own.num_prompts, own.temperature) == (None, "a.jsonl", 7, 9, 1.0)
     assert (same.task, same.path, same.num_samples, same.temperature) == ("sort", None, 1, 0.0)
+    of_dataset = {"dataset": "d", "dataset_config": "main", "sets": {"same": {}, "other": {"dataset": "e"}}}
+    config_of = {name: msgspec.convert(of_dataset, EvaluationConfig).of_set(name) for name in ("same", "other")}
+    assert (config_of["same"].dataset_config, config_of["other"].dataset_config) == ("main", None)
     assert config.set_names() == ["own", "same"] and EvaluationConfig().set_names() == [None]
 
 

@@ -31,7 +31,8 @@ def segments(
 
 
 def attend(
-    q_NHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, first_queries: torch.Tensor, first_keys: torch.Tensor,
+    q_NHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, first_queries: torch.Tensor,
+    first_keys: torch.Tensor,
     max_queries: int, max_keys: int, window: int, scale: float,
 ) -> torch.Tensor:  # fmt: skip
     """What torch's variable-length kernel does on a GPU, segment after segment."""
@@ -87,7 +88,8 @@ kernel.register_autograd(_backward, setup_context=_keep)
 
 
 def on_kernel(
-    q_NHD, k_NKD, v_NKD, layout: KeyLayout, window: int | None, scale: float, kernel: Callable[..., torch.Tensor] = kernel
+    q_NHD, k_NKD, v_NKD, layout: KeyLayout, window: int | None, scale: float,
+    kernel: Callable[..., torch.Tensor] = kernel
 ) -> torch.Tensor:  # fmt: skip
     """In the place of the pass's own function for a GPU."""
     k_LKD, v_LKD = (x.index_select(0, layout.rows_L) for x in (k_NKD, v_NKD))

@@ -1,4 +1,5 @@
-"""Families of models over packs against the plain padded pass of transformers: losses, entropies and gradients in float32."""
+"""Families of models over packs against the plain padded pass of transformers: losses, entropies and gradients in
+float32."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""A policy that torch.compile has fused, in pieces or whole layers, against itself before; and what becomes of one that cannot."""
+"""A policy that torch.compile has fused, in pieces or whole layers, against itself before; and what becomes of one
+that cannot."""
 
 import logging
 import sys

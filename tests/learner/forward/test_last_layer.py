@@ -1,4 +1,5 @@
-"""The last layer on the rows that predict only: how many go through its modules, and when all do. The numbers: test_families.py."""
+"""The last layer on the rows that predict only: how many go through its modules, and when all do. The numbers:
+test_families.py."""
 
 from typing import Any
 

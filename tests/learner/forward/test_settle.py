@@ -152,7 +152,10 @@ def test_an_attention_named_in_the_config_is_used_if_correct_and_rejected_if_wro
 ) -> None:
     save_model(family, tmp_path)
     policy = load_policy(tmp_path, gradient_checkpointing=False, attn_implementation=wanted)
-    words = r'attn_implementation = "sdpa" is wrong for Gemma2ForCausalLM: its logprobs differ .* Set it to "packed" or "eager"'
+    words = (
+        r'attn_implementation = "sdpa" is wrong for Gemma2ForCausalLM: its logprobs differ .* Set it to "packed" '
+        r'or "eager"'
+    )
     is_wrong = (family, wanted) == ("gemma2", "sdpa")
     with pytest.raises(ConfigError, match=words) if is_wrong else nullcontext():
         choose_attention(policy, CPU, FLOAT, wanted)
@@ -164,7 +167,10 @@ def test_an_attention_of_other_devices_must_support_a_soft_cap(monkeypatch: pyte
         monkeypatch.setitem(functions._global_mapping, "other", functions["sdpa"])
     model = tiny("Gemma2Config", CAPPED)
     model.set_attn_implementation("other")
-    words = r'"other" is wrong for .*: where its attention scores are large in torch.float32 on cpu its logprobs are off by 0\.\d+'
+    words = (
+        r'"other" is wrong for .*: where its attention scores are large in torch.float32 on cpu its logprobs are '
+        r"off by 0\.\d+"
+    )
     with pytest.raises(ConfigError, match=words):
         choose_attention(model, CPU, FLOAT, "other")
 

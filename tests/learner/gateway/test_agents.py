@@ -87,7 +87,8 @@ def test_a_cancelled_episode_leaves_no_reward_to_the_next(tmp_path: Path, when: 
     ("how", "state", "num_turns", "warning"),
     [
         ("die", "env_error", 1, "lost its process to signal 9"),
-        ("invented", "env_error", 1, "returned a reward for 'chatcmpl-mine', which is not the id of one of its completions"),
+        ("invented", "env_error", 1, "returned a reward for 'chatcmpl-mine', which is not the id of one of its "
+                                     "completions"),
         ("hoard", "env_error", 1, "used more than 200 MiB of memory"),
         ("go on", "max_turns", 3, "raised HTTPStatusError"),
     ],

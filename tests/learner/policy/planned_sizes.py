@@ -1,4 +1,5 @@
-"""The tables of docs/memory.md, from the functions of the learner; `python -m tests.learner.policy.planned_sizes` writes them."""
+"""The tables of docs/memory.md, from the functions of the learner; `python -m tests.learner.policy.planned_sizes`
+writes them."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +7,9 @@ from typing import Any
 import msgspec
 
 from learner.config import LearnerRun
-from learner.policy.memory import GIB, learner_memory, server_memory, shape_of
+from learner.policy.memory import GIB, learner_memory, server_memory
 from learner.policy.memory_plan import Room, make_plan
+from learner.policy.model_shape import shape_of
 from protocol.errors import ConfigError
 from tests.learner.policy.shapes import SIZES
 from tests.learner.training.fixed_groups import make_run
@@ -19,7 +21,8 @@ ROOMS = {
     "8 × 80 GB": Room(device_gib=79.0, device_total_gib=80.0, host_gib=1900.0, num_ranks=8, ranks_per_node=8),
     "16 × 80 GB": Room(device_gib=79.0, device_total_gib=80.0, host_gib=1900.0, num_ranks=16, ranks_per_node=8),
 }
-PLANNED = ("| Model | GPUs | `sharding` | `micro_batch_tokens` | `gradient_checkpointing` | `optimizer.offload` | GiB per GPU | GiB per host |",
+PLANNED = ("| Model | GPUs | `sharding` | `micro_batch_tokens` | `gradient_checkpointing` | `optimizer.offload` | GiB "
+           "per GPU | GiB per host |",
            "|---|---|---|---|---|---|---|---|")  # fmt: skip
 ADAPTED = (
     "| Model | whole model | [LoRA](lora.md) of rank 16 | weights at the server, without KV cache |",
@@ -46,7 +49,8 @@ def planned_rows() -> list[str]:
                 continue
             chosen = plan.run.learner
             values = (plan.sharding, f"{chosen.micro_batch_tokens:,}", str(chosen.gradient_checkpointing).lower(),
-                      str(chosen.optimizer.offload).lower(), f"**{plan.memory.device_gib:.0f}**", f"{plan.memory.host_gib:.0f}")  # fmt: skip
+                      str(chosen.optimizer.offload).lower(), f"**{plan.memory.device_gib:.0f}**",
+                      f"{plan.memory.host_gib:.0f}")  # fmt: skip
             rows.append(f"| {size} | {name} | {' | '.join(values)} |")
     return rows
 

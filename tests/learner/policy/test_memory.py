@@ -31,9 +31,9 @@ from learner.policy.memory import (
     kv_bytes_per_token,
     learner_memory,
     num_trained,
-    shape_of,
 )
 from learner.policy.model import compute_in
+from learner.policy.model_shape import shape_of
 from learner.policy.published import copy_for_export
 from learner.policy.shards import trained
 from learner.policy.snapshot import trainable
@@ -48,14 +48,17 @@ from tests.sweep.families import tiny_config, tiny_model
 
 TINY: dict[str, PretrainedConfig] = {
     kind.model_type: kind(
-        hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=100
+        hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100
     )
     for kind in (Qwen2Config, LlamaConfig)
 } | {
-    "qwen3": Qwen3Config(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    "qwen3": Qwen3Config(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2,
                          head_dim=64, vocab_size=100),
     "qwen3_moe": Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-                                num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4, vocab_size=100,
+                                num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
+                                vocab_size=100,
                                 experts_implementation="grouped_mm"),
 }  # fmt: skip
 
@@ -63,7 +66,8 @@ TINY: dict[str, PretrainedConfig] = {
 MIXTRAL_8X7B = MixtralConfig()
 DEEPSEEK_V2_LITE = DeepseekV2Config(
     hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=27, num_attention_heads=16,
-    num_key_value_heads=16, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, kv_lora_rank=512,
+    num_key_value_heads=16, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1,
+    kv_lora_rank=512,
     q_lora_rank=None,
 )  # fmt: skip
 

@@ -8,8 +8,9 @@ import pytest
 from transformers import PretrainedConfig
 
 from learner.config import LearnerRun
-from learner.policy.memory import ModelShape, learner_memory, shape_of
+from learner.policy.memory import learner_memory
 from learner.policy.memory_plan import MARGIN, Room, fits, make_plan
+from learner.policy.model_shape import ModelShape, shape_of
 from protocol.errors import ConfigError
 from tests.learner.policy.shapes import MOE_30B, QWEN_1_5B, QWEN_7B, QWEN_32B, QWEN_HALF_B
 from tests.learner.training.fixed_groups import make_run
@@ -144,13 +145,15 @@ FIXED = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}}
         (QWEN_7B, {"gradient_checkpointing": False, "micro_batch_tokens": 16384}, {},
          'Set learner.micro_batch_tokens = "auto" and learner.gradient_checkpointing = "auto"'),
         (QWEN_1_5B, {"optimizer": {"offload": False}}, SMALL,
-         'Set learner.optimizer.offload = "auto", or server.gpu_memory_utilization = 0.6, if a server uses the same GPU, '
-         'or learner.optimizer.kind = "adamw_8bit", or 2 ranks at the start'),
+         'Set learner.optimizer.offload = "auto", or server.gpu_memory_utilization = 0.6, if a server uses the same '
+         'GPU, or learner.optimizer.kind = "adamw_8bit", or 2 ranks at the start'),
         (QWEN_1_5B, FIXED, {"device_gib": 20.0, "device_total_gib": 20.5},
          'Set learner.reference.device = "cpu", or 2 ranks at the start, or learner.lora.rank = 16'),
-        (QWEN_1_5B, {"sampling": {"group_size": 4, "max_tokens": 32768}}, {"device_gib": 20.0, "device_total_gib": 20.5},
+        (QWEN_1_5B, {"sampling": {"group_size": 4, "max_tokens": 32768}},
+            {"device_gib": 20.0, "device_total_gib": 20.5},
          "Set 2 ranks at the start, or learner.sampling.max_tokens = 8192, or learner.lora.rank = 16"),
-        (QWEN_7B, {}, {"device_gib": 23.0, "device_total_gib": 24.0}, "Set 8 ranks at the start, or learner.lora.rank = 16"),
+        (QWEN_7B, {}, {"device_gib": 23.0, "device_total_gib": 24.0},
+            "Set 8 ranks at the start, or learner.lora.rank = 16"),
         (QWEN_7B, {"weight_sync": {"compression": "delta"}}, {"host_gib": 175.0},
          'Set learner.weight_sync.compression = "none", or'),
         (QWEN_7B, {"sharding": "none"}, {"num_ranks": 8, "ranks_per_node": 8, "device_gib": 48.0, "host_gib": 1800.0},

@@ -68,7 +68,8 @@ def test_a_multimodal_checkpoint_without_a_text_tower_of_its_own_is_refused(tmp_
 def test_weights_are_published_on_the_very_device_that_holds_them(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """accelerate calls the device of one rank "cuda", which is not equal to "cuda:0": then a sync would copy what it can send."""
+    """accelerate calls the device of one rank "cuda", which is not equal to "cuda:0": then a sync would copy what it
+    can send."""
     assert torch.device("cpu", 0) != torch.device("cpu")
     monkeypatch.setattr(Accelerator, "device", property(lambda _: torch.device("cpu", 0)))
     policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)

@@ -251,7 +251,10 @@ def test_a_server_with_other_factors_is_rejected_with_both_lengths_and_the_key()
     config = phi3()
     for same in (40, ORIGINAL):
         check_server_rope(config, None, same, endpoint="tcp://a:1")
-    expected = r"server.max_model_len: the server at tcp://a:1 has 200, the learner assumed 64; .* Set server.max_model_len = 200"
+    expected = (
+        r"server.max_model_len: the server at tcp://a:1 has 200, the learner assumed 64; .* Set "
+        r"server.max_model_len = 200"
+    )
     with pytest.raises(ConfigError, match=expected):
         check_server_rope(config, None, 200, endpoint="tcp://a:1")
     check_server_rope(config, 128, 200, endpoint="tcp://a:1")

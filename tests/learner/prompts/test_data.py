@@ -158,7 +158,10 @@ TOOLS = [
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["objects", "as JSON"])
 def test_a_row_can_have_its_own_tools(tokenizer, of_rows, monkeypatch, tools):
-    shown = "{% for tool in tools or [] %}{{ tool.function.name }}{{ 9 if 'extra' in tool.function.parameters }}{% endfor %}"
+    shown = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{{ 9 if 'extra' in tool.function.parameters }}{% "
+        "endfor %}"
+    )
     monkeypatch.setattr(tokenizer, "chat_template", shown + CHAT_TEMPLATE)
     rows = {"prompt": [USER], "tools": tools}, {"prompt": [USER]}
     prompts = of_rows(*rows)

@@ -10,9 +10,12 @@ SCREENS = {"phone": (360, 780), "desktop": (1360, 900)}
 LOOKS = [(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")]
 TILES = """Object.fromEntries([...document.querySelectorAll('.tile')].map((tile) =>
     [tile.querySelector('.label').textContent, tile.querySelector('.value').textContent]))"""
-SUNKEN = """[...document.querySelectorAll('h1, h2, h3, p, .value, .label, .note, .key, .at, canvas, input, th, td')].filter((part) => {
+SUNKEN = """[...document.querySelectorAll(
+    'h1, h2, h3, p, .value, .label, .note, .key, .at, canvas, input, th, td'
+)].filter((part) => {
     const box = part.getBoundingClientRect();
-    return box.width && part.closest('.card, header, main') && !part.closest('.wide, pre, details') && (box.right > innerWidth + 1 || box.left < -1);
+    return box.width && part.closest('.card, header, main') && !part.closest('.wide, pre, details')
+        && (box.right > innerWidth + 1 || box.left < -1);
   }).map((part) => part.textContent.slice(0, 40))"""
 CARD = "[...document.querySelectorAll('.chart')].find((card) => card.querySelector('h3').textContent === '{}')"
 
@@ -39,8 +42,9 @@ async def assert_readable(page: Page, scheme: str) -> None:
 async def place_in(page: Page, title: str, across: float) -> tuple[float, float]:
     """Scroll to a chart and return a point on the screen in it. `across`: 0 is its left end, 1 its right end."""
     left, top, width, height = await page.value(
-        f"(() => {{ const over = {CARD.format(title)}.querySelector('.u-over'); over.scrollIntoView({{block: 'center'}});"
-        "const box = over.getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; })()"
+        f"(() => {{ const over = {CARD.format(title)}.querySelector('.u-over'); over.scrollIntoView({{block: "
+        f"'center'}});const box = over.getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; "
+        f"}})()"
     )
     return left + across * (width - 1), top + height / 2
 

@@ -134,7 +134,10 @@ def test_the_search_keeps_the_rows_with_the_text(browser: Browser, run_dir: Path
         ]
         assert await page.value(f"{rows}.length") == len(texts)
         wanted = shown[30]["answer"]
-        fill = "(() => {{ const box = document.querySelector('.search'); box.value = {};box.dispatchEvent(new Event('input', {{ bubbles: true }})); }})()"
+        fill = (
+            "(() => {{ const box = document.querySelector('.search'); box.value = {};box.dispatchEvent(new "
+            "Event('input', {{ bubbles: true }})); }})()"
+        )
         await page.value(fill.format(json.dumps(wanted)))
         left = await page.value(f"{rows}.map((row) => row.cells[0].textContent)")
         assert left == [step for step, parts in texts if any(wanted in part for part in parts)]

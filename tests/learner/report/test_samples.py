@@ -170,7 +170,8 @@ def test_samples_keep_every_branch_and_the_report_shows_speaker_and_version(
     assert [branch["runs"] for branch in second["branches"]] == [[[5, "1"]], [[7, "2"]]]
     page = render(tmp_path)
     parts = (
-        '<span class="v0">1</span><span class="v1">2</span><span class="environment">89</span><span class="v1">3</span>',
+        '<span class="v0">1</span><span class="v1">2</span><span class="environment">89</span><span '
+        'class="v1">3</span>',
         "finished · 2 turns · 1 tool call · 1 answered with an error · 0.5 s in the environment",
         "tool_timeout · 1 turn · 0.0 s in the environment",
         '<span class="mono">77</span>',

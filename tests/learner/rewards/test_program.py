@@ -45,7 +45,8 @@ def paid(code: str, tests=TESTS) -> float | None:
         ("import os; os._exit = lambda code: None", 0.0),
         ("import builtins; builtins.exec = lambda *a: None", 0.0),
         ("import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'passed')\n    except OSError: pass", 0.0),
-        (f"from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n{RIGHT}", 1.0),
+        (f"from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: "
+         f"int\n{RIGHT}", 1.0),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 0.0), ("raise KeyboardInterrupt", 0.0),
         (f"{RIGHT}\nimport sys; sys.stdout.close(); sys.stderr.close()", 1.0),
         (f"{RIGHT}\nimport atexit; atexit.register(lambda: 1 / 0)", 1.0), (f"import os\nos.fork()\n{RIGHT}", 1.0),
@@ -67,7 +68,8 @@ def test_tests_can_be_python_statements_or_inputs_with_outputs_also_as_text():
     assert paid(reads, [*pairs, {"input": "1 1", "output": "3"}]) == 0.0
     assert paid("print(3)", pairs) == 0.0
     assert paid(f"{reads}\nraise SystemExit(1)", pairs) == 0.0 and paid(f"{reads}\nraise SystemExit", pairs) == 1.0
-    threaded = f"import threading\ndef main():\n    {reads.replace(chr(10), chr(10) + '    ')}\nthreading.Thread(target=main).start()"
+    body = reads.replace("\n", "\n    ")
+    threaded = f"import threading\ndef main():\n    {body}\nthreading.Thread(target=main).start()"
     by_file = "out = open(1, 'w')\nout.write(str(sum(map(int, input().split()))))"
     assert paid(threaded, pairs) == paid(by_file, pairs) == 1.0
     assert [paid(RIGHT, nothing) for nothing in (None, "", [], {})] == [None] * 4
@@ -152,7 +154,8 @@ def test_a_program_has_no_network_no_environment_variables_and_only_its_own_file
         "open('own', 'w').write('mine'); assert open('own').read() == 'mine'": 1.0,
         "import tempfile; tempfile.TemporaryFile().write(b'mine')": 1.0,
         "import os; assert os.listdir() == [] and os.getcwd() == os.path.expanduser('~')": 1.0,
-        "import subprocess, sys; assert subprocess.run([sys.executable, '-c', 'print(1)'], capture_output=True).stdout == b'1\\n'": 1.0,
+        "import subprocess, sys; assert subprocess.run([sys.executable, '-c', 'print(1)'], "
+        "capture_output=True).stdout == b'1\\n'": 1.0,
         "import numpy; assert numpy.ones(3).sum() == 3": 1.0,
     }
     assert {code: paid(f"{code}\n{RIGHT}") for code in tries} == tries

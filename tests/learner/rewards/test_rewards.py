@@ -93,7 +93,8 @@ def test_rewards_are_weighted_and_a_failed_function_drops_the_group(
         (f"{USER}:returns_nan", "returned [nan, nan, nan] (nan is not finite)"),
         (f"{USER}:returns_nothing", "returned None"),
         (f"{USER}:exits", "raised SystemExit"),
-        (f"{USER}:problem_reward", "raised TypeError: \"problem_reward() missing 1 required positional argument: 'answers'"),
+        (f"{USER}:problem_reward", "raised TypeError: \"problem_reward() missing 1 required positional argument: "
+                                   "'answers'"),
         (f"{ASYNCHRONOUS}:raises", "raised TimeoutError: 'the judge is asleep'"),
         (f"{ASYNCHRONOUS}:logs_what_is_taken", "reward/mean is the run's own metric"),
         (f"{ASYNCHRONOUS}:logs_too_few", "log_extra('first', …) has 0 values, expected 3"),
@@ -311,7 +312,8 @@ def test_math_equivalence_compares_values_and_knows_gsm8ks_answers():
         ("<|channel|>final<|message|>7<|return|>", "7", 1.0),
         ("<|channel|>analysis<|message|>It is 7", "<think>It is 7", 0.0),
         ("<|channel|>analysis<|message|>It is 7<|return|>", "<think>It is 7</think>", 0.0),
-        ('<|channel|>analysis<|message|>7<|end|><|start|>assistant to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"number": 7}<|call|>',
+        ('<|channel|>analysis<|message|>7<|end|><|start|>assistant to=functions.add<|channel|>commentary '
+         '<|constrain|>json<|message|>{"number": 7}<|call|>',
          '<think>7</think><think>{"number": 7}</think>', 0.0),
         ("It is 7", "It is 7", 1.0),
     ],

@@ -62,7 +62,8 @@ def test_the_seeds_of_all_completions_differ_in_the_bits_that_a_generator_uses(
     assert len(set(completions)) == 1000 * 6 * NUM_COMPLETIONS and max(groups) < 2**32
     turns = {
         seed_of_turn(run, slot, attempt, episode, number)
-        for slot in range(100) for attempt in range(6) for episode in range(NUM_COMPLETIONS) for number in range(MAX_TURNS)
+        for slot in range(100) for attempt in range(6)
+        for episode in range(NUM_COMPLETIONS) for number in range(MAX_TURNS)
     }  # fmt: skip
     assert len(turns) == 100 * 6 * NUM_COMPLETIONS * MAX_TURNS
 

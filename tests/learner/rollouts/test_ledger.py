@@ -239,7 +239,8 @@ def make_schema_2(path, num_kept: int = 3) -> None:
             state = "consumed" if slot < 4 else ("scored", "received", "admitted")[slot - 4]
             payload = f"bytes of {slot}.0".encode() if 4 - num_kept <= slot < 6 else None
             db.execute(
-                "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, admitted_at,"
+                "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, "
+                "admitted_at,"
                 " step, staleness, rewards, payload) VALUES (?, ?, 0, ?, 0, ?, ?, 3, 0.5, ?, ?, ?, ?)",
                 (f"{slot}.0", slot, slot, slot, state, slot + 1 if slot < 4 else None, 1 if slot < 4 else None,
                  "[1.0]" if slot < 5 else None, payload),

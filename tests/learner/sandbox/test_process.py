@@ -46,7 +46,8 @@ def failure_of(process: PipeProcess, command: str, timeout_s: float = DEADLINE_S
         ("exit", "failed", "ended its process with exit code 3; correct its code"),
         ("close", "failed", "closed the pipe of its process; correct its code"),
         ("nonsense", "failed", "wrote an invalid answer into the pipe of its process (MessagePack data is malformed"),
-        ("die", "killed", "lost its process to signal 9 (Killed); check the memory of the machine, and see learner.test.max_memory_mib and num_tests"),
+        ("die", "killed", "lost its process to signal 9 (Killed); check the memory of the machine, and see "
+                          "learner.test.max_memory_mib and num_tests"),
     ],
 )  # fmt: skip
 def test_a_process_that_ends_or_writes_nonsense_is_a_failure_with_the_reason(
@@ -92,7 +93,8 @@ def test_a_process_that_uses_too_much_memory_with_its_descendants_is_killed(proc
     finally:
         watch.close()
     assert failure.outcome == "failed" and failure.message == (
-        "used more than 200 MiB of memory and was killed; make it and what it starts use less or raise learner.test.max_memory_mib"
+        "used more than 200 MiB of memory and was killed; make it and what it starts use less or raise "
+        "learner.test.max_memory_mib"
     )
 
 

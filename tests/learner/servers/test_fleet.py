@@ -82,7 +82,10 @@ def test_a_wait_for_a_missing_server_ends_with_a_remedy_and_a_cancelled_wait_imm
     closing, other = threading.Event(), free_endpoint()
     with a_fleet(tmp_path, NOWHERE, other) as fleet:
         assert not fleet.is_connected
-        expected = rf"no inference server answers at {NOWHERE}, {other} after 1 s.*`endpoints`.*raise learner\.connect_timeout_s"
+        expected = (
+            rf"no inference server answers at {NOWHERE}, {other} after 1 s.*`endpoints`.*raise "
+            rf"learner\.connect_timeout_s"
+        )
         with pytest.raises(DeadlineExceeded, match=expected):
             fleet.wait(closing)
         closing.set()
@@ -124,8 +127,10 @@ def test_a_run_waits_for_a_busy_server_and_ends_with_its_holder_and_a_remedy(
             a_fleet(tmp_path, server.endpoint, name="other") as waiting,
             pytest.raises(
                 DeadlineExceeded,
-                match=r"run other waited 1 s \(learner.connect_timeout_s\) .*busy with run one, whose learner learner of one has held it for \d+ s\. "
-                r"Wait until that run is over, stop it, or start another server\. Raise learner\.connect_timeout_s to wait longer",
+                match=r"run other waited 1 s \(learner.connect_timeout_s\) .*busy with run one, whose learner learner "
+                r"of one has held it for \d+ s\. "
+                r"Wait until that run is over, stop it, or start another server\. Raise learner\.connect_timeout_s to "
+                r"wait longer",
             ),
         ):
             waiting.wait()

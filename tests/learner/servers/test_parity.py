@@ -1,4 +1,5 @@
-"""Server and learner must give the same logprobs, each server within the bound of its dtype: the probe, on scripted scores."""
+"""Server and learner must give the same logprobs, each server within the bound of its dtype: the probe, on scripted
+scores."""
 
 from pathlib import Path
 from types import SimpleNamespace

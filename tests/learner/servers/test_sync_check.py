@@ -1,4 +1,5 @@
-"""A weight sync that did not arrive is noticed at once, at learning rates whose steps no bound on |Δ logprob| would see."""
+"""A weight sync that did not arrive is noticed at once, at learning rates whose steps no bound on |Δ logprob| would
+see."""
 
 import time
 from concurrent.futures import Future

@@ -1,4 +1,5 @@
-"""Sessions that end before they were formed, or while they are received: nobody waits for them and nothing of them stays."""
+"""Sessions that end before they were formed, or while they are received: nobody waits for them and nothing of them
+stays."""
 
 import time
 from collections.abc import Callable
@@ -49,7 +50,8 @@ def member(endpoint: str, devices: list[str], transports: list[str]) -> Member:
     [
         ("cpu", {"tcp://127.0.0.1:1": ["cpu"], "tcp://127.0.0.2:1": ["cpu", "cpu"]}, [[0, 1]]),
         ("cpu", {"tcp://127.0.0.1:1": ["cpu"], "tcp://[::1]:1": ["cpu"], "tcp://127.0.0.1:2": ["cpu"]}, [[0, 2], [1]]),
-        ("a/1", {"tcp://127.0.0.1:1": ["a/1"], "tcp://127.0.0.1:2": ["a/2", "a/3"], "tcp://127.0.0.1:3": ["a/4"]}, [[0], [1, 2]]),
+        ("a/1", {"tcp://127.0.0.1:1": ["a/1"], "tcp://127.0.0.1:2": ["a/2", "a/3"], "tcp://127.0.0.1:3": ["a/4"]},
+            [[0], [1, 2]]),
         ("a/1", {"tcp://127.0.0.1:1": ["a/2"], "tcp://127.0.0.1:2": ["a/2"]}, [[0], [1]]),  # two servers on one GPU
     ],
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Weight syncs to scripted servers that fail, hang or are late: a server that cannot take one does not stop the others."""
+"""Weight syncs to scripted servers that fail, hang or are late: a server that cannot take one does not stop the
+others."""
 
 import asyncio
 import re

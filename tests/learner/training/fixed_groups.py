@@ -1,4 +1,5 @@
-"""Groups of random completions with behaviour logprobs near the tiny model's own, of several versions; always the same."""
+"""Groups of random completions with behaviour logprobs near the tiny model's own, of several versions; always the
+same."""
 
 import random
 from pathlib import Path
@@ -59,7 +60,8 @@ def make_moved_trainer(run: LearnerRun, accelerator: Accelerator) -> PolicyTrain
 def make_groups(
     policy: torch.nn.Module, num_groups: int = 3, num_completions: int = 4, prompt_tokens: tuple[int, int] = (2, 6)
 ) -> list[RolloutGroup]:
-    """Prompts and completions of random length; behaviour logprobs off the policy's by noise of 0.3; some are truncated."""
+    """Prompts and completions of random length; behaviour logprobs off the policy's by noise of 0.3; some are
+    truncated."""
     generator = random.Random(3)
     groups = []
     for slot in range(num_groups):

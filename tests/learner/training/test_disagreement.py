@@ -1,4 +1,5 @@
-"""Nothing that decides about the numbers is decided by each rank for itself; where ranks differ all the same, all stop and say in what."""
+"""Nothing that decides about the numbers is decided by each rank for itself; where ranks differ all the same, all
+stop and say in what."""
 
 import math
 import os
@@ -58,7 +59,8 @@ def train_a_step(accelerator: Accelerator, model: Path) -> tuple[str, list[float
 
 
 def test_a_padded_policy_is_shared_by_two_ranks(accelerator: Accelerator, tmp_path: Path) -> None:
-    """Attention and Mamba side by side: its state leaks from one sequence of a pack to the next, so it must not go packed."""
+    """Attention and Mamba side by side: its state leaks from one sequence of a pack to the next, so it must not go
+    packed."""
     save_random(transformers.FalconH1Config(**LM | MAMBA), tmp_path)
     attention, expected = train_a_step(accelerator, tmp_path)
     for of_rank, found in on_two_ranks(train_a_step, tmp_path):

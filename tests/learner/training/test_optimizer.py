@@ -12,7 +12,8 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, get_schedule
 
 from learner.config import OptimizerConfig
 from learner.policy.host_adamw import keeps_on_host
-from learner.policy.memory import learner_memory, shape_of
+from learner.policy.memory import learner_memory
+from learner.policy.model_shape import shape_of
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
 from learner.training.metrics import StepTimer

@@ -1,4 +1,5 @@
-"""Whole runs of two ranks: launched as the README says, sharded, and waiting for each other. Their numbers: test_two_ranks.py."""
+"""Whole runs of two ranks: launched as the README says, sharded, and waiting for each other. Their numbers:
+test_two_ranks.py."""
 
 import asyncio
 import os

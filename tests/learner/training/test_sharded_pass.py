@@ -1,4 +1,5 @@
-"""Ranks that share a policy compute as one that has all of it, in every way that a pass goes: cut, computed again, compiled."""
+"""Ranks that share a policy compute as one that has all of it, in every way that a pass goes: cut, computed again,
+compiled."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig
 
-from learner.policy.memory import shape_of
+from learner.policy.model_shape import shape_of
 from learner.report.run_log import unhealthy
 from learner.rewards.workers import Latencies
 from learner.train import train
@@ -87,7 +87,20 @@ def test_throughput_counts_prompts_per_device_and_uses_a_known_peak(
     assert throughput(groups, None, 0.5, CPU).keys() == {"perf/tokens_per_s_per_device"}
     found = throughput(groups, 989.0, 2.0, TwoH100(torch.device("cpu"), 2))
     assert found["perf/tflops_per_device"] == 989 / 4 and found["perf/mfu"] == 0.25
-    assert peak_tflops("NVIDIA H100 PCIe") == 756 and peak_tflops("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989), ("NVIDIA B200", 2250), ("NVIDIA GB200", None), ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10", 125), ("NVIDIA A10G", None), ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 4090 D", None), ("cpu", None),
+    ],
+)  # fmt: skip
+def test_only_a_device_of_exactly_this_name_has_its_peak(device: str, peak: float | None) -> None:
+    assert peak_tflops(device) == peak
 
 
 def test_lengths_and_the_deviation_within_groups_are_those_of_the_completions(accelerator: Accelerator) -> None:

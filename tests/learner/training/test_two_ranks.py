@@ -1,4 +1,5 @@
-"""Two ranks, each with the whole policy or with FSDP2's half of it, and two nodes of two compute, push and save what one does."""
+"""Two ranks, each with the whole policy or with FSDP2's half of it, and two nodes of two compute, push and save what
+one does."""
 
 import math
 import weakref
@@ -169,7 +170,8 @@ def test_steps_pushes_and_checkpoints_are_those_of_one_rank(
 
 
 def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
-    """The pass before a step, the reference's and a training pass must agree to the bit, or the first ratio is not 1, nor the KL 0."""
+    """The pass before a step, the reference's and a training pass must agree to the bit, or the first ratio is not
+    1, nor the KL 0."""
     decoupled = {"off_policy_correction": {"anchor": "proximal", "weight": "truncate"}, "updates_per_batch": 2}
     run = msgspec.structs.replace(make_run(**decoupled, micro_batch_tokens=20, sharding="full"), dtype="bfloat16")
     trainer = make_moved_trainer(run, accelerator)

@@ -1,0 +1,1 @@
+"""Publishing of a run: one of its checkpoints as a Hugging Face directory, its model card, and the hub."""

@@ -1,0 +1,56 @@
+"""`slipstream export` as a user types it, with a push by HF_ENDPOINT to a local stand-in of the hub."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from tests.learner.publishing.finished_run import evaluate, start, train
+from tests.learner.publishing.hub_stand_in import TOKEN, hub_stand_in
+
+ROOT = Path(__file__).parents[3]
+
+
+def export(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "export", *arguments],
+        env=kept | environment, cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_a_run_is_published_by_one_command(accelerator: Accelerator, tmp_path: Path) -> None:
+    run = start(tmp_path)
+    train(run, accelerator, 10, 20)
+    evaluate(run, 10, 0.9)
+    evaluate(run, 20, 0.4)
+    arguments = (
+        run.run_dir,
+        "--checkpoint",
+        "best",
+        "--best-by",
+        "evaluation",
+        "--push",
+        "me/digits",
+        "--quiet",
+        "--json",
+    )
+    with hub_stand_in() as hub:
+        settings = {
+            "HF_ENDPOINT": hub.url,
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(tmp_path / "hub"),
+        }
+        done = export(*arguments, **settings)
+        assert done.returncode == 0, done.stderr
+        made, pushed = json.loads(done.stdout), hub.repositories["me/digits"]
+    assert (made["step"], made["form"], made["reason"]) == (10, "model", "best of 2 by evaluation: 0.9")
+    assert made["url"] == f"{hub.url}/me/digits/commit/{pushed.commits[-1]}"
+    files = {path.name: path.read_bytes() for path in Path(made["directory"]).iterdir()}
+    assert pushed.files == files | {".gitattributes": b""} and "model.safetensors" in files
+    assert pushed.private and len(pushed.summaries) == 1 and pushed.summaries[0].startswith("Step 10 of run-")
+    assert b'from_pretrained("me/digits"' in files["README.md"] and str(tmp_path).encode() not in files["README.md"]
