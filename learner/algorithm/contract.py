@@ -21,7 +21,7 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
 
     log_ratio_BT: torch.Tensor
     logprobs_BT: torch.Tensor
-    advantages_B1: torch.Tensor
+    advantages_BT: torch.Tensor
     mask_BT: torch.Tensor
 
 

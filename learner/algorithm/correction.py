@@ -57,7 +57,7 @@ def multiplier(
     behaviour_BT: torch.Tensor,
     anchor_BT: torch.Tensor,
     staleness_BT: torch.Tensor,
-    advantages_B1: torch.Tensor,
+    advantages_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     has_ratio: bool,
     config: OffPolicyCorrectionConfig,
@@ -74,7 +74,7 @@ def multiplier(
     if config.weight != "none":
         weight_BT = importance_weight(policy_BT - behaviour_BT, mask_BT, config.granularity)
         if config.weighted_completions == "negative":
-            weight_BT = torch.where(advantages_B1 < 0, weight_BT, 1.0)
+            weight_BT = torch.where(advantages_BT < 0, weight_BT, 1.0)
         above_BT, below_BT = weight_BT > config.weight_bound, weight_BT < (config.min_weight or 0.0)
         outside_BT = mask_BT & (above_BT | below_BT)
         if config.weight == "truncate":
@@ -87,7 +87,7 @@ def multiplier(
         value_BT, outside_BT = torch.where(is_far_BT, 0.0, value_BT), outside_BT | is_far_BT
     if config.sequence_mask is not None:
         drift_B1 = _mean((behaviour_BT - logprobs_BT), mask_BT)
-        value_BT = torch.where((advantages_B1 < 0) & (drift_B1 > config.sequence_mask), 0.0, value_BT)
+        value_BT = torch.where((advantages_BT < 0) & (drift_B1 > config.sequence_mask), 0.0, value_BT)
     stale_BT = nothing_BT
     if config.max_token_staleness is not None:
         stale_BT = mask_BT & (staleness_BT > config.max_token_staleness)

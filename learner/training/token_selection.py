@@ -51,7 +51,7 @@ def picked(
         values = (
             clamped(logprobs_BT - anchor_BT),
             logprobs_BT,
-            batch.advantages_B.unsqueeze(1).expand_as(mask_BT),
+            masked(batch.advantages_BT, mask_BT),
             _random(batch, trainer.run.seed, version),
         )
         for column, values_BT in zip(columns, values, strict=True):

@@ -11,6 +11,6 @@ def cispo(tokens: Tokens, config: LossConfig) -> Losses:
     """
     bound = 1 + config.value("clip_high")
     ratio_BT = tokens.log_ratio_BT.detach().exp()
-    return -ratio_BT.clamp(max=bound) * tokens.advantages_B1 * tokens.logprobs_BT, (ratio_BT > bound) & (
-        tokens.advantages_B1 != 0
+    return -ratio_BT.clamp(max=bound) * tokens.advantages_BT * tokens.logprobs_BT, (ratio_BT > bound) & (
+        tokens.advantages_BT != 0
     )

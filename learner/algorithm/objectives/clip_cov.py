@@ -13,7 +13,7 @@ from learner.config import LossConfig
 
 def clip_cov(tokens: PickedTokens, config: LossConfig) -> Losses:
     """Return the clipped loss of `grpo`, in which picked tokens have no gradient (arXiv 2505.22617)."""
-    loss_BT, held_BT = clipped(tokens.log_ratio_BT.exp(), tokens.advantages_B1, config)
+    loss_BT, held_BT = clipped(tokens.log_ratio_BT.exp(), tokens.advantages_BT, config)
     return torch.where(tokens.picked_BT, 0.0, loss_BT), held_BT | tokens.picked_BT
 
 

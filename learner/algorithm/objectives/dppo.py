@@ -15,6 +15,6 @@ def dppo(tokens: Tokens, config: LossConfig) -> Losses:
     probability bounds the ratio there.
     """
     moved_BT = moved_probability(tokens)
-    rising_B1, falling_B1 = tokens.advantages_B1 > 0, tokens.advantages_B1 < 0
-    held_BT = (rising_B1 & (moved_BT > config.value("tv_high"))) | (falling_B1 & (moved_BT < -config.value("tv_low")))
+    rising_BT, falling_BT = tokens.advantages_BT > 0, tokens.advantages_BT < 0
+    held_BT = (rising_BT & (moved_BT > config.value("tv_high"))) | (falling_BT & (moved_BT < -config.value("tv_low")))
     return kept_ratio(tokens, held_BT, config)

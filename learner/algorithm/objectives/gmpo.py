@@ -15,10 +15,10 @@ def gmpo(tokens: Tokens, config: LossConfig) -> Losses:
 
     Both bounds are on the log-ratio. Where A < 0, exp(mean_t c_t) A is at least dual_clip · A.
     """
-    log_ratio_BT, rising_B1 = tokens.log_ratio_BT, tokens.advantages_B1 > 0
+    log_ratio_BT, rising_BT = tokens.log_ratio_BT, tokens.advantages_BT > 0
     low, high = config.value("clip_low"), config.value("clip_high")
-    clipped_BT = torch.where(rising_B1, log_ratio_BT.clamp(max=high), log_ratio_BT.clamp(min=-low))
-    objective_B1 = mean_log_ratio(clipped_BT, tokens.mask_BT).exp() * tokens.advantages_B1
-    objective_B1, is_floored_B1 = floored(objective_B1, tokens.advantages_B1, config)
-    held_BT = torch.where(rising_B1, log_ratio_BT > high, log_ratio_BT < -low) & (tokens.advantages_B1 != 0)
-    return -objective_B1.expand_as(log_ratio_BT), held_BT | is_floored_B1
+    clipped_BT = torch.where(rising_BT, log_ratio_BT.clamp(max=high), log_ratio_BT.clamp(min=-low))
+    objective_BT = mean_log_ratio(clipped_BT, tokens.mask_BT).exp() * tokens.advantages_BT
+    objective_BT, is_floored_BT = floored(objective_BT, tokens.advantages_BT, config)
+    held_BT = torch.where(rising_BT, log_ratio_BT > high, log_ratio_BT < -low) & (tokens.advantages_BT != 0)
+    return -objective_BT, held_BT | is_floored_BT

@@ -13,4 +13,4 @@ def grpo(tokens: Tokens, config: LossConfig) -> Losses:
     Where A < 0, r A is at least dual_clip · A (dual-clip PPO, arXiv 1912.09729). This is also the two-sided
     clip delta of INTELLECT-2 (arXiv 2505.07291).
     """
-    return clipped(tokens.log_ratio_BT.exp(), tokens.advantages_B1, config)
+    return clipped(tokens.log_ratio_BT.exp(), tokens.advantages_BT, config)

@@ -13,4 +13,4 @@ def gspo(tokens: Tokens, config: LossConfig) -> Losses:
     With normalization = "sequence_sum", this is LUSPO (arXiv 2602.05261).
     """
     ratio_B1 = mean_log_ratio(tokens.log_ratio_BT, tokens.mask_BT).exp()
-    return clipped(ratio_B1.expand_as(tokens.log_ratio_BT), tokens.advantages_B1, config)
+    return clipped(ratio_B1.expand_as(tokens.log_ratio_BT), tokens.advantages_BT, config)

@@ -16,4 +16,4 @@ def ipo(tokens: Tokens, config: LossConfig) -> Losses:
     """
     moved_BT = moved_probability(tokens)
     is_far_BT = (moved_BT > config.value("tv_high")) | (moved_BT < -config.value("tv_low"))
-    return kept_ratio(tokens, is_far_BT & (tokens.advantages_B1 != 0), config)
+    return kept_ratio(tokens, is_far_BT & (tokens.advantages_BT != 0), config)

@@ -19,8 +19,8 @@ def kl_cov(tokens: PickedTokens, config: LossConfig) -> Losses:
     Where A < 0, r A is at least dual_clip · A as in `grpo`, because no clip bounds the ratio; with inf, this is
     the paper's loss.
     """
-    surrogate_BT = tokens.log_ratio_BT.exp() * tokens.advantages_B1
-    surrogate_BT, is_floored_BT = floored(surrogate_BT, tokens.advantages_B1, config)
+    surrogate_BT = tokens.log_ratio_BT.exp() * tokens.advantages_BT
+    surrogate_BT, is_floored_BT = floored(surrogate_BT, tokens.advantages_BT, config)
     penalty_BT = config.value("cov_penalty") * tokens.log_ratio_BT.abs()
     return torch.where(tokens.picked_BT, penalty_BT, 0.0) - surrogate_BT, is_floored_BT
 

@@ -12,4 +12,4 @@ def reinforce(tokens: Tokens, config: LossConfig) -> Losses:
     It has no importance ratio, so it is correct only on-policy, or with an importance weight of
     `learner.off_policy_correction`.
     """
-    return -tokens.advantages_B1 * tokens.logprobs_BT, torch.zeros_like(tokens.mask_BT)
+    return -tokens.advantages_BT * tokens.logprobs_BT, torch.zeros_like(tokens.mask_BT)

@@ -13,7 +13,7 @@ def sapo(tokens: Tokens, config: LossConfig) -> Losses:
 
     A token counts as held if the gate brings its gradient below half of the unclipped gradient.
     """
-    tau_B1 = torch.where(tokens.advantages_B1 > 0, config.value("tau_positive"), config.value("tau_negative"))
-    gate_BT = torch.sigmoid(tau_B1 * (tokens.log_ratio_BT.exp() - 1))
+    tau_BT = torch.where(tokens.advantages_BT > 0, config.value("tau_positive"), config.value("tau_negative"))
+    gate_BT = torch.sigmoid(tau_BT * (tokens.log_ratio_BT.exp() - 1))
     closed_BT = (4 * gate_BT * (1 - gate_BT)).detach() < 0.5
-    return -4 / tau_B1 * gate_BT * tokens.advantages_B1, closed_BT & (tokens.advantages_B1 != 0)
+    return -4 / tau_BT * gate_BT * tokens.advantages_BT, closed_BT & (tokens.advantages_BT != 0)

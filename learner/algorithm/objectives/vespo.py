@@ -16,11 +16,11 @@ def vespo(tokens: Tokens, config: LossConfig) -> Losses:
 
     A token counts as held if phi brings its gradient below half of the unclipped gradient, whose weight is w.
     """
-    rising_B1 = tokens.advantages_B1 >= 0
-    power_B1 = torch.where(rising_B1, config.value("power_positive"), config.value("power_negative"))
-    decay_B1 = torch.where(rising_B1, config.value("decay_positive"), config.value("decay_negative"))
+    rising_BT = tokens.advantages_BT >= 0
+    power_BT = torch.where(rising_BT, config.value("power_positive"), config.value("power_negative"))
+    decay_BT = torch.where(rising_BT, config.value("decay_positive"), config.value("decay_negative"))
     log_w_B1 = clamped(tokens.log_ratio_BT.detach().sum(dim=1, keepdim=True))
     w_B1 = log_w_B1.exp()
-    phi_B1 = (power_B1 * log_w_B1 + decay_B1 * (1 - w_B1)).exp()
-    held_BT = (phi_B1 < w_B1 / 2) & (tokens.advantages_B1 != 0) & tokens.mask_BT
-    return -phi_B1 * tokens.advantages_B1 * tokens.logprobs_BT, held_BT
+    phi_BT = (power_BT * log_w_B1 + decay_BT * (1 - w_B1)).exp()
+    held_BT = (phi_BT < w_B1 / 2) & (tokens.advantages_BT != 0) & tokens.mask_BT
+    return -phi_BT * tokens.advantages_BT * tokens.logprobs_BT, held_BT

@@ -49,7 +49,7 @@ class Trl(NamedTuple):
             "prompt_mask": torch.ones(len(mask_BT), 1),
             "completion_ids": torch.zeros_like(mask_BT, dtype=torch.long),
             "completion_mask": mask_BT,
-            "advantages": inputs.advantages_B,
+            "advantages": _advantages_B(inputs),
             "old_per_token_logps": inputs.behaviour_logprobs_BT,
             "num_items_in_batch": torch.tensor(float(NUM_TOKENS)),
             "ref_per_token_logps": inputs.reference_logprobs_BT,
@@ -161,7 +161,7 @@ class Verl(NamedTuple):
                 log_ratio_BT, mask_BT, rollout_is_threshold=self.threshold
             )
             old_BT = inputs.proximal_logprobs_BT
-        advantages_BT = inputs.advantages_B.unsqueeze(1).expand_as(mask_BT).clone()
+        advantages_BT = _advantages_B(inputs).unsqueeze(1).expand_as(mask_BT).clone()
         loss, _ = core.get_policy_loss_fn(self.loss)(
             old_BT, logprobs_BT, advantages_BT, mask_BT, "token-mean", config, weights_BT
         )
@@ -174,3 +174,9 @@ class Verl(NamedTuple):
 
 Rival = Trl | Verl
 Rivals = Sequence[Rival]
+
+
+def _advantages_B(inputs: LossInputs) -> torch.Tensor:
+    """Return each completion's advantage, which is that of its first trained token."""
+    first_B1 = inputs.mask_BT.float().argmax(dim=1, keepdim=True)
+    return inputs.advantages_BT.gather(1, first_B1).squeeze(1)

@@ -15,7 +15,7 @@ FIXED = {
     "learner.warm_start": "steps learning_rate rows_per_step answer_column",
     "learner.curriculum": "kind easy_above hard_below decay",
     "learner.sampling": "group_size max_tokens temperature top_p top_k stop allow_partial_support seeded",
-    "learner.advantage": "baseline scale combine function",
+    "learner.advantage": "baseline scale combine credit gamma step_weight function",
     "learner.loss": "objective normalization clip_low clip_high tau_positive tau_negative tv_low tv_high "
     "log_ratio_penalty power_positive decay_positive power_negative decay_negative cov_frac cov_low cov_high cov_penalty "
     "parameters mask_truncated entropy_coef entropy_target entropy_coef_step max_entropy_coef top_entropy_frac",
