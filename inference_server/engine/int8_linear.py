@@ -23,6 +23,8 @@ from vllm.model_executor.parameter import ModelWeightParameter
 INT8_LINEAR = "int8_linear"
 """Name of the method at vLLM, as `AsyncEngineArgs.quantization`."""
 MAX_INT8 = 127
+Layer = Any
+"""Linear layer of vLLM. torch's type does not know the attributes that vLLM adds."""
 
 
 def quantized(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +46,7 @@ class Int8LinearMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Layer,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -63,7 +65,7 @@ class Int8LinearMethod(LinearMethodBase):
         layer.register_parameter("weight", weight_NK)
         initialize_online_processing(layer)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Layer) -> None:
         """Quantize. vLLM calls this for each whole layer, and at the start again for the whole model."""
         if layer.weight.dtype == torch.int8:
             return
@@ -71,7 +73,7 @@ class Int8LinearMethod(LinearMethodBase):
         layer.register_parameter("weight", nn.Parameter(values_NK, requires_grad=False))
         layer.register_parameter("weight_scale", nn.Parameter(scale_N, requires_grad=False))
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product. Every int8 value is exact in bfloat16, so only the scaling rounds."""
         product = nn.functional.linear(x, layer.weight.to(x.dtype)) * layer.weight_scale
         return product if bias is None else product + bias
@@ -106,6 +108,6 @@ class Int8LinearConfig(QuantizationConfig):
         """Return the config. Model files with one are refused before (protocol/model_files.py)."""
         return cls()
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
+    def get_quant_method(self, layer: Layer, prefix: str) -> LinearMethodBase | None:
         """Return the method of a layer; None for those that vLLM leaves unquantized by itself."""
         return Int8LinearMethod() if isinstance(layer, LinearBase) else None

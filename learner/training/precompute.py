@@ -29,7 +29,7 @@ def precompute_logprobs(trainer: PolicyTrainer, batches: list[MicroBatch], timer
         ]
     needs_proximal = (
         config.updates_per_batch > 1
-        and config.off_policy_correction.anchor == "proximal"
+        and config.off_policy_correction.anchor_used == "proximal"
         and config.off_policy_correction.proximal == "exact"
     )
     if not needs_proximal and config.loss.top_entropy_frac == 1:

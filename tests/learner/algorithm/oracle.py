@@ -88,7 +88,7 @@ def anchor(correction: OffPolicyCorrectionConfig, token: Token):
 
     log_linear (A-3PO, arXiv 2512.06547): the staler a token, the closer to the current policy.
     """
-    if correction.anchor == "behaviour":
+    if correction.anchor != "proximal":
         return mpf(token.behaviour)
     if correction.proximal == "log_linear":
         share = mpf(token.staleness) / (token.staleness + 1)
@@ -188,7 +188,7 @@ def importance_weights(rule: Rule, completion: Completion) -> list:
 def outside(rule: Rule, completion: Completion) -> list[bool]:
     """Return for each token whether its importance weight is outside the bounds."""
     correction = rule.off_policy_correction
-    if correction.weight == "none":
+    if correction.weight in ("auto", "none"):
         return [False] * len(completion.finite)
     high = 2.0 if correction.max_weight is None else correction.max_weight
     low = -math.inf if correction.min_weight is None else correction.min_weight
@@ -207,7 +207,7 @@ def multipliers(rule: Rule, completion: Completion) -> list:
     """Return the factor of the corrections for each token."""
     correction, tokens = rule.off_policy_correction, completion.finite
     factors = [mpf(1)] * len(tokens)
-    if correction.weight != "none":
+    if correction.weight not in ("auto", "none"):
         weights = importance_weights(rule, completion)
         high = mpf(2.0 if correction.max_weight is None else correction.max_weight)
         if correction.weight == "truncate":
