@@ -295,8 +295,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         for member in members:
             with self._at_the_cost_of(member):
                 check_fits(self.run_inputs, member)
-                if self.fleet.is_quantized is not None:
-                    check_joiner(run, member, is_quantized=self.fleet.is_quantized)
+                check_joiner(run, member, is_quantized=self.fleet.is_quantized)
                 fresh_scores[member] = score_fresh_server(run, self.parity, member, version)
         if fresh_scores:
             self.weight_sync.push(version, list(fresh_scores))

@@ -42,15 +42,15 @@ def log_correction(run: LearnerRun) -> None:
         )  # fmt: skip
 
 
-def check_joiner(run: LearnerRun, member: Member, *, is_quantized: bool) -> None:
+def check_joiner(run: LearnerRun, member: Member, *, is_quantized: bool | None) -> None:
     """Check that the correction of the run fits a server that joins it.
 
-    `is_quantized`: whether the correction was chosen for quantized servers.
+    `is_quantized`: whether the correction was chosen for quantized servers. None: it is not chosen yet.
 
     Raises:
         ConfigError: The server quantizes, and the correction was chosen for servers that do not.
     """
-    if run.learner.off_policy_correction.weight == "auto" and not is_quantized and one_quantizes([member]):
+    if run.learner.off_policy_correction.weight == "auto" and is_quantized is False and one_quantizes([member]):
         assert member.welcome is not None
         raise ConfigError(
             f"the server at {member.endpoint} quantizes ({member.welcome.quantization}), and this run began with "

@@ -77,7 +77,7 @@ def test_a_server_that_does_not_score_is_synced_again_or_ends_the_run_if_it_is_t
         return 0.5
 
     sync = {"push": lambda version, due: None, "holders": lambda version: members, "failed": failed.append}
-    fleet, parity = SimpleNamespace(is_several=is_several), SimpleNamespace(measure=measure)
+    fleet, parity = SimpleNamespace(is_several=is_several, is_quantized=None), SimpleNamespace(measure=measure)
     controller = Controller(**parts_of(tmp_path, fleet=fleet, parity=parity, weight_sync=SimpleNamespace(**sync)))
     if is_several:
         assert controller._sync(members, 1) == 0.5 and failed == [busy]
