@@ -201,9 +201,10 @@ class OffPolicyCorrectionConfig(Section):
         """
         if self.weight != "auto":
             return self
-        if self.anchor == "behaviour" and objective != "reinforce":
+        has_ratio = objective != "reinforce"
+        if self.anchor == "behaviour" and has_ratio:
             return msgspec.structs.replace(self, weight="none")
-        anchor = "proximal" if self.anchor == "auto" else self.anchor
+        anchor = "proximal" if self.anchor == "auto" and has_ratio else self.anchor
         return msgspec.structs.replace(self, weight="truncate", anchor=anchor)
 
     @property

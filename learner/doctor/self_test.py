@@ -62,8 +62,8 @@ def self_test(run: LearnerRun) -> NoiseMeasurement:
     """
     with tempfile.TemporaryDirectory(prefix="slipstream-self-test-") as directory, ExitStack() as cleanup:
         run = without_learning(run, Path(directory) / "run")
-        config = run.learner
         trainer, controller = cleanup.enter_context(connected(run, "slipstream self-test"))
+        config = trainer.config
         batches = sample_across_pushes(controller)
         tokens = compare(trainer, batches, config.sampling.temperature)
         compared = [comparison(run, one.welcome) for one in controller.fleet.connected() if one.welcome]

@@ -19,7 +19,7 @@ def member(quantization: str) -> Any:
     ("settings", "objective", "expected"),
     [
         ({}, "grpo", ("truncate", "proximal")),
-        ({}, "reinforce", ("truncate", "proximal")),
+        ({}, "reinforce", ("truncate", "behaviour")),
         ({"anchor": "proximal", "proximal": "log_linear", "sequence_mask": 0.1}, "grpo", ("truncate", "proximal")),
         ({"anchor": "behaviour"}, "grpo", ("none", "behaviour")),
         ({"anchor": "behaviour"}, "reinforce", ("truncate", "behaviour")),
