@@ -4,11 +4,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from learner.servers.quantization import check_joiner, log_correction, one_quantizes, settle
+from learner.train import train
 from protocol.errors import ConfigError
-from tests.learner.runs import make_run
+from protocol.model_files import resolve_model
+from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
+from tests.learner.runs import make_run, metrics_of
 
 
 def member(quantization: str) -> Any:
@@ -62,3 +66,13 @@ def test_a_quantized_server_may_join_only_runs_whose_correction_fits(tmp_path: P
         check_joiner(run, quantized, is_quantized=False)
     check_joiner(make_run(tmp_path, off_policy_correction={"weight": "none"}), quantized, is_quantized=False)
     assert one_quantizes([plain, quantized]) and not one_quantizes([plain, SimpleNamespace(welcome=None)])
+
+
+@pytest.mark.parametrize("quantization", ["", "fp8 KV cache"])
+def test_the_loss_of_a_run_is_corrected_if_its_server_quantizes(tmp_path: Path, quantization: str) -> None:
+    limits = msgspec.structs.replace(TINY_LIMITS, quantization=quantization)
+    with tiny_server(ModelEngine(resolve_model("tiny:digits"), limits)) as server:
+        train(run := make_run(tmp_path, server.endpoint, steps=3), resume=False)
+    for line in metrics_of(run):
+        assert ("correction/bounded_frac" in line) == bool(quantization)
+        assert line["loss/clipped_frac"] == 0 or not quantization, "the ratio to the proximal policy is 1"
