@@ -136,6 +136,31 @@ def test_an_adapter_is_applied_to_the_quantized_weights(tmp_path: Path) -> None:
         with_learner(server, test)
 
 
+class PolicyOfTwoWorkers(QuantizedPolicy):
+    """Two workers share the inputs of these layers, and each quantizes its own half."""
+
+    def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        sent = dict(self.sent(version, again=False))
+        halved = [name for name in sent if name.endswith(("o_proj.weight", "down_proj.weight"))]
+        halves = {
+            name: torch.cat([rounded_to_int8(half) for half in sent[name].chunk(2, dim=1)], dim=1) for name in halved
+        }
+        return list((dict(super().tensors(version)) | halves).items())
+
+
+def test_two_workers_quantize_their_own_parts(tmp_path: Path) -> None:
+    policy = PolicyOfTwoWorkers("llama")
+    flags = (*INT8, "--server.tensor-parallel-size", "2")
+    for server in running_server(tmp_path, *flags, model=policy.model(0), is_forked=True):
+
+        async def test(learner: ScriptedLearner) -> None:
+            for version in (0, 3):
+                await push(learner, policy, version, again=version > 0)
+                await assert_serves(learner, policy, version)
+
+        with_learner(server, test)
+
+
 def test_a_run_on_a_quantized_server_is_corrected_and_checked_at_each_sync(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
