@@ -42,7 +42,7 @@ from learner.servers.parity import (
     check_identity,
     score_fresh_server,
 )
-from learner.servers.quantization import check_joiner, log_correction, one_quantizes
+from learner.servers.quantization import check_joiner, has_quantized, log_correction
 from learner.servers.sync_check import ExpectedAnswers, SyncCheck
 from learner.servers.weight_sync import WeightSync
 from learner.storage.checkpoint import read_pass_rates, read_state
@@ -159,7 +159,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.evaluations.begin_run()
         self.run_dir.begin()
         self.fleet.is_over = False
-        self.fleet.is_quantized = one_quantizes(self.weight_sync.holders(version))
+        self.fleet.is_quantized = has_quantized(self.weight_sync.holders(version))
         if self.is_quantized:
             log_correction(self.run_inputs.run)
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)

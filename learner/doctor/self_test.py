@@ -38,7 +38,7 @@ from learner.forward.logprobs import token_logprobs
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
 from learner.servers.parity import coarser, comparison
-from learner.servers.quantization import settle
+from learner.servers.quantization import choose_correction
 from learner.storage.run_dir import open_run_dir
 from learner.training.batch import BatchRow, step_rows
 from learner.training.distributed import make_accelerator, my_batches
@@ -104,7 +104,7 @@ def connected(run: LearnerRun, command: str) -> Iterator[tuple[PolicyTrainer, Co
         trainer = make_trainer(run_inputs, accelerator, is_new=False)
         controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, None))
         controller.connect(0)
-        trainer.run = settle(trainer.run, is_quantized=controller.is_quantized)
+        trainer.run = choose_correction(trainer.run, is_quantized=controller.is_quantized)
         controller.fleet.is_over = True
         yield trainer, controller
 

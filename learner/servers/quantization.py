@@ -1,6 +1,6 @@
 """Quantized servers and the off-policy correction: chosen when a run has its first servers.
 
-    Welcome.quantization ─▶ settle: "auto" becomes a truncated weight, or nothing ─▶ check_joiner, for later servers
+    Welcome.quantization ─▶ choose_correction: "auto" becomes a truncated weight, or nothing ─▶ check_joiner, for later servers
 
 A quantized server samples from a policy that differs from the learner's in every token, by more than rounding.
 Invariant: one correction applies from a start of the learner to its end.
@@ -18,12 +18,12 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-def one_quantizes(members: Iterable[Member]) -> bool:
+def has_quantized(members: Iterable[Member]) -> bool:
     """Return whether one of the servers quantizes."""
     return any(member.welcome is not None and member.welcome.quantization for member in members)
 
 
-def settle(run: LearnerRun, *, is_quantized: bool) -> LearnerRun:
+def choose_correction(run: LearnerRun, *, is_quantized: bool) -> LearnerRun:
     """Return the run with the off-policy correction that its servers need."""
     if not is_quantized:
         return run
@@ -35,7 +35,7 @@ def settle(run: LearnerRun, *, is_quantized: bool) -> LearnerRun:
 def log_correction(run: LearnerRun) -> None:
     """Log what "auto" becomes with quantized servers."""
     if run.learner.off_policy_correction.weight == "auto":
-        correction = settle(run, is_quantized=True).learner.off_policy_correction
+        correction = choose_correction(run, is_quantized=True).learner.off_policy_correction
         log.info(
             'a server quantizes: learner.off_policy_correction.weight = "auto" is "%s" in this run, with anchor = "%s"',
             correction.weight_used, correction.anchor_used,
@@ -50,7 +50,7 @@ def check_joiner(run: LearnerRun, member: Member, *, is_quantized: bool | None) 
     Raises:
         ConfigError: The server quantizes, and the correction was chosen for servers that do not.
     """
-    if run.learner.off_policy_correction.weight == "auto" and is_quantized is False and one_quantizes([member]):
+    if run.learner.off_policy_correction.weight == "auto" and is_quantized is False and has_quantized([member]):
         assert member.welcome is not None
         raise ConfigError(
             f"the server at {member.endpoint} quantizes ({member.welcome.quantization}), and this run began with "

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from learner.servers.quantization import check_joiner, log_correction, one_quantizes, settle
+from learner.servers.quantization import check_joiner, choose_correction, has_quantized, log_correction
 from learner.train import train
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
@@ -44,11 +44,11 @@ def test_auto_truncates_an_importance_weight_that_counts_once(
     run = make_run(
         tmp_path, "tcp://a:1", off_policy_correction=settings, loss={"objective": objective}, updates_per_batch=updates
     )
-    settled = settle(run, is_quantized=True).learner.off_policy_correction
-    assert (settled.weight_used, settled.anchor_used) == expected
-    assert settled.sequence_mask == settings.get("sequence_mask")
+    chosen = choose_correction(run, is_quantized=True).learner.off_policy_correction
+    assert (chosen.weight_used, chosen.anchor_used) == expected
+    assert chosen.sequence_mask == settings.get("sequence_mask")
     before = run.learner.off_policy_correction
-    assert settle(run, is_quantized=False).learner.off_policy_correction == before
+    assert choose_correction(run, is_quantized=False).learner.off_policy_correction == before
     log_correction(run)
     assert (f'"auto" is "{expected[0]}"' in caplog.text) == ("weight" not in settings)
 
@@ -65,7 +65,7 @@ def test_a_quantized_server_may_join_only_runs_whose_correction_fits(tmp_path: P
     ):
         check_joiner(run, quantized, is_quantized=False)
     check_joiner(make_run(tmp_path, off_policy_correction={"weight": "none"}), quantized, is_quantized=False)
-    assert one_quantizes([plain, quantized]) and not one_quantizes([plain, SimpleNamespace(welcome=None)])
+    assert has_quantized([plain, quantized]) and not has_quantized([plain, SimpleNamespace(welcome=None)])
 
 
 @pytest.mark.parametrize("quantization", ["", "fp8 KV cache"])
