@@ -19,6 +19,8 @@ Places = Annotated[int, msgspec.Meta(gt=0, le=1 << 16)]
 """Range of a number of sequences. vLLM has tables with one row per sequence."""
 Copies = Annotated[int, msgspec.Meta(gt=0, le=1024)]
 """Range of a number of workers or replicas. Each is one or more processes."""
+Quantization = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only"]
+INT8: Quantization = "int8_per_channel_weight_only"
 Mebibytes = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 """Range of a size in MiB. The size in bytes must fit into 64 bits."""
 
@@ -48,6 +50,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Compute dtype of this server if it differs from the run's `dtype`, such as a fast bfloat16 server
     alongside an exact one. Weights arrive in the run's dtype regardless. The learner applies the tolerances
     of the coarser dtype to this server."""
+    quantization: Quantization | None = None
+    """Quantization of the linear layers' weights, repeated on each weight sync. Names are vLLM's.
+    fp8_per_tensor, fp8_per_channel, fp8_per_block: 8-bit weights and activations, on GPUs;
+    int8_per_channel_weight_only: 8-bit weights, on CPUs. Mixture-of-experts models and latent attention (MLA)
+    are not supported. Unset: none."""
+    kv_cache_dtype: Literal["fp8"] | None = None
+    """Dtype of the KV cache. fp8: half the memory of bfloat16, at a scale of 1. Unset: the compute dtype."""
     enforce_eager: bool = msgspec.field(default_factory=lambda: not has_gpu())
     """Skip compilation and CUDA graphs, for a faster start and slower generation. Unset: true only on a
     machine without a GPU."""
@@ -127,6 +136,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Arguments of vLLM itself, named as in AsyncEngineArgs. An argument that is a config is a table.
     Arguments that the server sets, or that break versions, logprobs or weight syncs, are refused
     (engine/vllm_args.py)."""
+
+    @property
+    def quantized_parts(self) -> str:
+        """Description of what is quantized, for learners and people. Empty if nothing is."""
+        cache = f"{self.kv_cache_dtype} KV cache" if self.kv_cache_dtype else None
+        return " and ".join(filter(None, (self.quantization and f"{self.quantization} weights", cache)))
 
     @property
     def num_workers(self) -> int:

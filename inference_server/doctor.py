@@ -15,7 +15,7 @@ from inference_server.config import ServerRun
 from inference_server.engine.memory import gpu_memory_bytes
 from inference_server.engine.vllm_names import SUPPORTED, all_names, check_vllm, installed_version
 from inference_server.http_access import listen, read_api_key
-from inference_server.preparation import MIB, check_block_size, check_room, needed_bytes
+from inference_server.preparation import MIB, check_block_size, check_quantization, check_room, needed_bytes
 from protocol import console
 from protocol.builtin_models import cache_dir
 from protocol.channel.keys import learner_keys, server_keys
@@ -170,6 +170,8 @@ def resources(run: ServerRun) -> Iterator[Finding]:
         yield disk_finding(cache_dir(), "the download", None)
         return
     config = run.server
+    if config.quantized_parts:
+        yield quantization(run, path)
     try:
         check_block_size(run, path)
         check_room(run, path)
@@ -196,6 +198,14 @@ def resources(run: ServerRun) -> Iterator[Finding]:
     yield memory_finding(f"{config.gpu_memory_utilization:.0%} of the GPU for the server", share, free, remedy)
     remedy = "raise server.tensor_parallel_size or server.gpu_memory_utilization"
     yield memory_finding("a worker's weights", weights, share, remedy)
+
+
+def quantization(run: ServerRun, model_path: Path) -> Finding:
+    try:
+        check_quantization(run, model_path)
+    except ConfigError as error:
+        return problem_of("quantization", error, "change server.quantization")
+    return ok("quantization", f"{run.server.quantized_parts}; each weight sync is quantized")
 
 
 def transports(run: ServerRun) -> Iterator[Finding]:

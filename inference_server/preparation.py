@@ -1,6 +1,6 @@
 """Startup checks before a model is loaded, the cheapest first. They may download the model.
 
-    keys ─▶ API key ─▶ endpoint ─▶ HTTP port ─▶ vLLM's names ─▶ model files ─▶ block size ─▶ GPUs or memory
+    keys ─▶ API key ─▶ endpoint ─▶ HTTP port ─▶ vLLM's names ─▶ model files ─▶ block size, quantization ─▶ GPUs or memory
          ─▶ StartupResources
 
 Invariant: vLLM is not imported, and every error is a ConfigError with its remedy.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from inference_server.config import ServerRun
+from inference_server.config import INT8, ServerRun
 from inference_server.engine.vllm_names import check_vllm
 from inference_server.http_access import listen, read_api_key
 from protocol.channel.keys import ServerKeys, server_keys
@@ -64,6 +64,7 @@ def prepare_model(run: ServerRun) -> tuple[Path, ModelFingerprint]:
     check_vllm()
     model_path = resolve_model(run.model)
     check_block_size(run, model_path)
+    check_quantization(run, model_path)
     check_room(run, model_path)
     return model_path, fingerprint(model_path)
 
@@ -81,6 +82,32 @@ def check_block_size(run: ServerRun, model_path: Path) -> None:
         raise ConfigError(
             f"server.block_size = {block_size} is not a multiple of {CPU_BLOCK}, which vLLM's attention requires on a "
             f"CPU; set it to {max(CPU_BLOCK, round(block_size / CPU_BLOCK) * CPU_BLOCK)}"
+        )
+
+
+def check_quantization(run: ServerRun, model_path: Path) -> None:
+    """Check server.quantization, which vLLM would ignore on some devices.
+
+    Raises:
+        ConfigError: This device has no kernels for it, or weight syncs cannot quantize the model.
+    """
+    method, gpu = run.server.quantization, gpu_choice()
+    if method is None:
+        return
+    key = f'server.quantization = "{method}"'
+    if method == INT8 and gpu.has_gpu:
+        raise ConfigError(
+            f'{key} runs on CPUs only: on a GPU, vLLM quantizes only experts with it. Set it to "fp8_per_tensor"'
+        )
+    if method != INT8 and not gpu.has_gpu:
+        raise ConfigError(f'{key} needs a GPU, but there is none ({gpu.reason}). Set it to "{INT8}", or unset it')
+    if method != INT8 and run.computes_in != "bfloat16":
+        raise ConfigError(f'{key} computes in bfloat16, not in {run.computes_in}. Set server.dtype = "bfloat16"')
+    if has_latent_attention(model_path):
+        raise ConfigError(
+            f"{key} is not supported with model = {run.model!r}: it has latent attention (MLA), and vLLM derives "
+            "matrices from its quantized layers that a weight sync would not renew. Unset it; to save memory, set "
+            'server.kv_cache_dtype = "fp8"'
         )
 
 

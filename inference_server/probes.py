@@ -35,6 +35,7 @@ class ProbeHandler:
             run=run,
             model=self._model,
             dtype=self._engine.limits.dtype,
+            quantization=self._engine.limits.quantization,
             transports=self._life.transports,
             devices=[place.device for place in self._life.places],
         )

@@ -122,6 +122,7 @@ class Server:
             "run": self._served_run,
             "tenancy": self._tenancy.status(time.monotonic()),
             "architecture": self._model.architecture,
+            "quantization": self._engine.limits.quantization or None,
             "policy_version": self._pushes.version,
             "weights_run": self._pushes.weights_run,
             "weights_checksum": self._pushes.checksum,
@@ -286,6 +287,7 @@ class Server:
                 max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences, is_untouched=self._pushes.engine_is_untouched,
                 num_replicas=limits.num_replicas, max_lora_rank=limits.max_lora_rank,
+                quantization=limits.quantization,
             )
         )  # fmt: skip
         await self._groups.deliver_rest()

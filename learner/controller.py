@@ -42,6 +42,7 @@ from learner.servers.parity import (
     check_identity,
     score_fresh_server,
 )
+from learner.servers.quantization import check_joiner, has_quantized, log_correction
 from learner.servers.sync_check import ExpectedAnswers, SyncCheck
 from learner.servers.weight_sync import WeightSync
 from learner.storage.checkpoint import read_pass_rates, read_state
@@ -140,6 +141,11 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 devices=Devices(published.device, published.num_ranks),
             )
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a server quantized when the run connected."""
+        return bool(self.fleet.is_quantized)
+
     def connect(self, version: int) -> None:
         """Wait for a server, send it the weights, check parity, and open admission."""
         if not self.fleet.is_connected:
@@ -153,6 +159,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.evaluations.begin_run()
         self.run_dir.begin()
         self.fleet.is_over = False
+        self.fleet.is_quantized = has_quantized(self.weight_sync.holders(version))
+        if self.is_quantized:
+            log_correction(self.run_inputs.run)
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
         self.publish(version)
         self.log.start_clock()
@@ -286,6 +295,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         for member in members:
             with self._at_the_cost_of(member):
                 check_fits(self.run_inputs, member)
+                check_joiner(run, member, is_quantized=self.fleet.is_quantized)
                 fresh_scores[member] = score_fresh_server(run, self.parity, member, version)
         if fresh_scores:
             self.weight_sync.push(version, list(fresh_scores))

@@ -21,6 +21,7 @@ from learner.controller import Controller, RankZero
 from learner.evaluation.background import is_due
 from learner.rank_agreement import decide_on_rank_0
 from learner.run_inputs import RunInputs
+from learner.servers.quantization import choose_correction
 from learner.storage.checkpoint import load_checkpoint, shared_checkpoint
 from learner.storage.checkpoint_dir import require_shared
 from learner.storage.retention import Checkpoints, LearnerRecords
@@ -81,6 +82,8 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         )
         checkpoints = cleanup.enter_context(Checkpoints(trainer, directory, records, version if checkpoint else None))
         lead(Controller.connect, version)
+        is_quantized = decide_on_rank_0(accelerator, lambda: controller is not None and controller.is_quantized, bool)
+        trainer.run = choose_correction(trainer.run, is_quantized=is_quantized)
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)
         interrupt = cleanup.enter_context(Interrupt())

@@ -49,6 +49,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Number of copies of the model, which generate independently."""
     max_lora_rank: int = 0
     """Maximum rank of an adapter that the engine can apply. 0: none."""
+    quantization: str = ""
+    """Description of what the engine quantizes. Empty if nothing."""
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):

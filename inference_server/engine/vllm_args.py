@@ -19,8 +19,9 @@ from pydantic import ConfigDict, ValidationError, create_model
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from inference_server.config import ServerConfig, ServerRun
+from inference_server.config import INT8, ServerConfig, ServerRun
 from inference_server.engine.guests import SCHEDULER
+from inference_server.engine.int8_linear import INT8_LINEAR
 from inference_server.engine.openai_options import check_openai_options
 from protocol.errors import ConfigError
 
@@ -63,9 +64,9 @@ REFUSED = (
         "set `model` to a model that vLLM and transformers support natively",
     ),
     Refusal(
-        ("quantization", "quantization_config", "kv_cache_dtype"),
-        "the server would compute in lower precision than the learner, and its logprobs would belong to another policy",
-        "to save memory, lower server.max_concurrent_sequences or raise server.tensor_parallel_size",
+        ("quantization_config",),
+        "some of its methods cannot quantize the weights of a weight sync again",
+        "set server.quantization",
     ),
     Refusal(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
@@ -152,6 +153,10 @@ def own_arguments(run: ServerRun, model_path: Path, engine_port: int = 0) -> dic
         "model": ServerArgument(str(model_path), "set `model`"),
         "served_model_name": ServerArgument([run.model], "set `model`"),
         "dtype": ServerArgument(run.computes_in, "set server.dtype, or `dtype` for all"),
+        "quantization": ServerArgument(
+            INT8_LINEAR if server.quantization == INT8 else server.quantization, "set server.quantization"
+        ),
+        "kv_cache_dtype": ServerArgument(server.kv_cache_dtype or "auto", "set server.kv_cache_dtype"),
         "seed": ServerArgument(run.seed, "set `seed`"),
         "hf_overrides": ServerArgument(
             of_head, "set `model` to a directory with the config that you want, and head_dtype for the head"

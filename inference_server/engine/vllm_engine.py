@@ -85,6 +85,7 @@ class VllmEngine:
             max_concurrent_sequences=run.server.capacity,
             num_replicas=run.server.data_parallel_size,
             max_lora_rank=0 if config.lora_config is None else config.lora_config.max_lora_rank,
+            quantization=run.server.quantized_parts,
         )
         # With generation_config "vllm", vLLM itself reads the end token only from the tokenizer.
         self._eos_token_ids = {token for token in end_token_ids(model_path) if token < self.limits.vocab_size}

@@ -70,7 +70,8 @@ PUBLIC: Names = {
         "kv_cache_memory_bytes, block_size, gpu_memory_utilization, enforce_eager, tensor_parallel_size, "
         "data_parallel_size, distributed_executor_backend, disable_log_stats, use_tqdm_on_load, enable_prefix_caching, "
         "scheduling_policy, logprobs_mode, generation_config, worker_extension_cls, max_num_active_seqs, "
-        "max_num_batched_tokens, scheduler_cls, reasoning_parser, nnodes, node_rank, master_addr, master_port",
+        "max_num_batched_tokens, scheduler_cls, reasoning_parser, nnodes, node_rank, master_addr, master_port, "
+        "quantization, kv_cache_dtype",
         "AsyncEngineArgs.create_engine_config": "/ headless",
         "AsyncEngineArgs.enable_lora": "", "AsyncEngineArgs.max_lora_rank": "", "AsyncEngineArgs.max_loras": "",
         "AsyncEngineArgs.create_model_config": "",
@@ -87,6 +88,7 @@ PUBLIC: Names = {
     "vllm.exceptions": {"VLLMClientError": ""},
     "vllm.logprobs": {"FlatLogprobs.logprobs": ""},
     "vllm.lora.request": {"LoRARequest": "lora_name, lora_int_id, lora_path /"},
+    "vllm.model_executor.layers.quantization": {"register_quantization_config": "quantization /"},
     "vllm.model_executor.layers.attention": {"is_deferred_attention_layer": "layer /"},
     "vllm.model_executor.model_loader.reload": {
         "finalize_layerwise_reload": "model, model_config /",
@@ -258,6 +260,24 @@ PRIVATE: tuple[Private, ...] = (
             },
             "vllm.v1.worker.gpu.model_runner": {"GPUModelRunner.model": "", "GPUModelRunner.reset_lora_state": ""},
             "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner.model": "", "GPUModelRunner.reset_lora_state": ""},
+        },
+    ),
+    Private(
+        "vLLM's int8 quantization leaves linear layers unquantized",
+        {
+            "vllm.model_executor.layers.linear": {
+                "LinearBase": "", "LinearMethodBase": "", "LinearMethodBase.apply": "layer, x, bias /",
+                "LinearMethodBase.create_weights": "layer, input_size_per_partition, output_partition_sizes, input_size, "
+                "output_size, params_dtype /",
+            },
+            "vllm.model_executor.layers.quantization.base_config": {
+                "QuantizationConfig": "", "QuantizationConfig.from_config": "config /",
+                "QuantizationConfig.get_config_filenames": "", "QuantizationConfig.get_min_capability": "",
+                "QuantizationConfig.get_name": "", "QuantizationConfig.get_quant_method": "layer, prefix /",
+                "QuantizationConfig.get_supported_act_dtypes": "",
+                "QuantizeMethodBase.uses_meta_device": "",
+            },
+            "vllm.model_executor.parameter": {"ModelWeightParameter": "/ data, input_dim, output_dim, weight_loader"},
         },
     ),
     Private(

@@ -43,7 +43,7 @@ def anchor_logprobs(
     s is the token's staleness. `log_linear` lies on the straight line from the sampling policy to the policy
     being trained, one version before its end.
     """
-    if config.anchor == "behaviour":
+    if config.anchor_used == "behaviour":
         return behaviour_BT
     if config.proximal == "exact":
         return proximal_BT
@@ -69,15 +69,15 @@ def multiplier(
     """
     logprobs_BT, nothing_BT = logprobs_BT.detach(), torch.zeros_like(mask_BT)
     value_BT, outside_BT = mask_BT.float(), nothing_BT
-    is_decoupled = config.anchor == "proximal"
+    is_decoupled = config.anchor_used == "proximal"
     policy_BT = anchor_BT if is_decoupled else logprobs_BT
-    if config.weight != "none":
+    if config.weight_used != "none":
         weight_BT = importance_weight(policy_BT - behaviour_BT, mask_BT, config.granularity)
         if config.weighted_completions == "negative":
             weight_BT = torch.where(advantages_BT < 0, weight_BT, 1.0)
         above_BT, below_BT = weight_BT > config.weight_bound, weight_BT < (config.min_weight or 0.0)
         outside_BT = mask_BT & (above_BT | below_BT)
-        if config.weight == "truncate":
+        if config.weight_used == "truncate":
             value_BT = value_BT * weight_BT.clamp(min=config.min_weight, max=config.weight_bound)
         else:
             kept_BT = torch.ones_like(weight_BT) if has_ratio and not is_decoupled else weight_BT

@@ -1,7 +1,7 @@
 """Config of the algorithm: advantage, objective, off-policy correction, and KL to the reference."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 import tyro
@@ -193,19 +193,21 @@ class LossConfig(Section):
 
 
 class OffPolicyCorrectionConfig(Section):
-    """Off-policy correction of tokens that an older policy sampled."""
+    """Off-policy correction of tokens that an older or a quantized policy sampled."""
 
-    anchor: MayChange[Literal["behaviour", "proximal"]] = "behaviour"
+    anchor: MayChange[Literal["auto", "behaviour", "proximal"]] = "auto"
     """Denominator of the objective's ratio. behaviour: the policy that sampled the token; proximal: the
-    policy at the start of the step (decoupled PPO, arXiv 2505.24298)."""
+    policy at the start of the step (decoupled PPO, arXiv 2505.24298). auto: behaviour; proximal if weight =
+    auto truncates."""
     proximal: MayChange[Literal["exact", "log_linear"]] = "exact"
     """Source of the proximal logprobs, with anchor = proximal. exact: a forward pass; log_linear:
     interpolation between behavior and current policy by the token's staleness, without a forward pass (A-3PO,
     arXiv 2512.06547)."""
-    weight: MayChange[Literal["none", "truncate", "mask"]] = "none"
+    weight: MayChange[Literal["auto", "none", "truncate", "mask"]] = "auto"
     """Use of the importance weight, policy / behavior. none: not used; truncate: multiplies the token's loss,
     at most max_weight; mask: excludes tokens with a weight outside [min_weight, max_weight]. With mask, the
-    weight multiplies the loss of the kept tokens, unless the objective's ratio already does."""
+    weight multiplies the loss of the kept tokens, unless the objective's ratio already does. auto: none;
+    truncate if a server quantizes (docs/quantization.md)."""
     granularity: MayChange[Literal["token", "sequence", "geometric"]] = "token"
     """Granularity of the importance weight. token: one per token; sequence: one per completion, the product
     over its tokens; geometric: one per completion, the geometric mean over its tokens."""
@@ -231,9 +233,9 @@ class OffPolicyCorrectionConfig(Section):
 
     def unmet_needs(self) -> dict[str, str]:
         unmet_needs = {}
-        if self.anchor == "behaviour":
+        if self.anchor_used == "behaviour":
             unmet_needs["proximal"] = 'anchor = "proximal"'
-        if self.weight == "none":
+        if self.weight_used == "none":
             others = ("granularity", "max_weight", "min_weight", "weighted_completions")
             unmet_needs |= dict.fromkeys(others, 'weight = "truncate" or "mask"')
         if self.max_token_staleness is None:
@@ -246,6 +248,30 @@ class OffPolicyCorrectionConfig(Section):
             'granularity = "geometric" needs max_weight, because the mean over a completion stays near 1; set it, '
             "usually to 1.01",
         )
+
+    @property
+    def anchor_used(self) -> Literal["behaviour", "proximal"]:
+        """Anchor as set, or the default for servers that do not quantize."""
+        return "behaviour" if self.anchor == "auto" else self.anchor
+
+    @property
+    def weight_used(self) -> Literal["none", "truncate", "mask"]:
+        """Weight as set, or the default for servers that do not quantize."""
+        return "none" if self.weight == "auto" else self.weight
+
+    def for_quantized_servers(self, loss: LossConfig) -> Self:
+        """Return the correction with its automatic parts chosen for servers that quantize.
+
+        The weight corrects the difference that quantization makes, and must not count twice: with the behavior
+        policy as its anchor, which vespo needs, the ratio of an objective already is the weight.
+        """
+        if self.weight != "auto":
+            return self
+        has_ratio = loss.has_ratio is not False
+        if has_ratio and (self.anchor == "behaviour" or loss.objective == "vespo"):
+            return msgspec.structs.replace(self, weight="none")
+        anchor = "proximal" if self.anchor == "auto" and has_ratio else self.anchor
+        return msgspec.structs.replace(self, weight="truncate", anchor=anchor)
 
     @property
     def weight_bound(self) -> float:

@@ -30,7 +30,7 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
         unmet_needs["off_policy_correction.max_token_staleness"] = (
             f"max_staleness above {correction.max_token_staleness}"
         )
-    if correction.anchor == "proximal":
+    if correction.anchor_used == "proximal":
         if config.loss.has_ratio is False:
             unmet_needs["off_policy_correction.anchor"] = "an objective with a ratio"
         elif correction.proximal == "log_linear" and config.max_staleness == 0:  # equals the behavior policy
@@ -117,7 +117,7 @@ def _check_rewards(config: "LearnerConfig") -> None:
 
 def _check_corrections(config: "LearnerConfig") -> None:
     correction, objective = config.off_policy_correction, config.loss.objective
-    if correction.anchor == "proximal":
+    if correction.anchor_used == "proximal":
         require(
             objective != "vespo",
             'off_policy_correction.anchor = "proximal" with loss.objective = "vespo": vespo weighs a completion by its '
@@ -125,20 +125,20 @@ def _check_corrections(config: "LearnerConfig") -> None:
         )
         is_one = correction.proximal == "exact" and config.updates_per_batch == 1
         require(
-            not is_one or correction.weight != "none",
+            not is_one or correction.weight_used != "none",
             'off_policy_correction.anchor = "proximal" with updates_per_batch = 1 and off_policy_correction.weight = '
             '"none": the ratio is always 1, so nothing is clipped or corrected; set off_policy_correction.weight, '
             'raise updates_per_batch, or set off_policy_correction.anchor = "behaviour"',
         )
     else:
         require(
-            correction.weight != "truncate" or config.loss.has_ratio is not True,
+            correction.weight_used != "truncate" or config.loss.has_ratio is not True,
             f'off_policy_correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} already is '
             'the importance weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude '
             "tokens",
         )
     excludes_tokens = {
-        'off_policy_correction.weight = "mask" with granularity = "token"': correction.weight == "mask"
+        'off_policy_correction.weight = "mask" with granularity = "token"': correction.weight_used == "mask"
         and correction.granularity == "token",
         f"off_policy_correction.max_binary_kl = {correction.max_binary_kl}": correction.max_binary_kl is not None,
         f"off_policy_correction.max_token_staleness = {correction.max_token_staleness}": correction.max_token_staleness

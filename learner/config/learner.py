@@ -142,7 +142,7 @@ class LearnerConfig(Section):
         """True if some trained tokens may be excluded from the objective, or count less."""
         correction = self.off_policy_correction
         return (
-            correction.weight != "none"
+            correction.weight_used != "none"
             or correction.sequence_mask is not None
             or correction.max_binary_kl is not None
             or correction.max_token_staleness is not None

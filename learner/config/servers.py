@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     TransportName = str
 else:
     TransportName = Literal["auto", *TRANSPORTS]
+DEFAULT_BOUNDS = {"float32": 1e-3, "bfloat16": 0.3, "quantized": 1.0}
+"""Bounds on the mean |Δ logprob|, by the coarser dtype of both sides. With wrong weights it is 3 and more."""
 PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
@@ -147,7 +149,8 @@ class ParityConfig(Section):
     max_mean_abs_logprob: MayChange[Positive[float] | None] = None
     """Maximum mean |Δ logprob| of the same tokens. The run stops above it. Unset: 1e-3 in float32; 0.3 in
     bfloat16, where healthy models of 135M parameters differ by 0.09. For a server in another dtype
-    (server.dtype), the bound of the coarser dtype applies, to this server alone."""
+    (server.dtype), the bound of the coarser dtype applies, to this server alone. For a quantized server: 1.0
+    when it joins, then three times its value at that moment, at least 0.3."""
     max_identity_abs_logprob: MayChange[Positive[float] | None] = None
     """Maximum mean |Δ logprob| of a server before and after a run's first weight sync. This sync sends a new
     server the weights that it has already loaded. Unset: 1e-5 in float32, 1e-3 in bfloat16. Three times the
@@ -179,6 +182,7 @@ class ParityConfig(Section):
         return 1e-5 if dtype == "float32" else 1e-3
 
     def bound(self, dtype: str) -> float:
+        """Return the bound of a dtype, or of a "quantized" server as it joins."""
         if self.max_mean_abs_logprob is not None:
             return self.max_mean_abs_logprob
-        return 1e-3 if dtype == "float32" else 0.3
+        return DEFAULT_BOUNDS[dtype]

@@ -121,7 +121,7 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
         yield ok("keys", f"{endpoint} accepts this learner's key" if keys else "none on either side")
         for finding in (
             versions(server_info), tenancy(server_info.run), model(server_info.model, run.model),
-            dtype(run, server_info.dtype),
+            dtype(run, server_info.dtype, server_info.quantization),
             clock(offset_s, slack_s),
         ):  # fmt: skip
             yield finding
@@ -176,16 +176,16 @@ def model(theirs: ModelFingerprint, name: str) -> Finding:
     return ok("model", f"the same {theirs.architecture} of {theirs.size} on both sides")
 
 
-def dtype(run: LearnerRun, theirs: str) -> Finding:
+def dtype(run: LearnerRun, theirs: str, quantization: str = "") -> Finding:
     """Compare the dtypes and report the parity bound if they differ."""
-    if theirs == run.dtype:
+    if theirs == run.dtype and not quantization:
         return ok("dtype", f"{theirs} on both sides")
-    text = f"{theirs} at the server, {run.dtype} here"
+    text = f"{theirs}{quantization and f' ({quantization})'} at the server, {run.dtype} here"
     if theirs not in DTYPES:
         return problem(
             "dtype", text, f"set server.dtype to one of {', '.join(DTYPES)}, or remove it, and restart the server"
         )
-    bound = run.learner.parity.bound(coarser(theirs, run.dtype))
+    bound = run.learner.parity.bound("quantized" if quantization else coarser(theirs, run.dtype))
     return ok("dtype", f"{text}: the parity check accepts a mean |Δ logprob| of up to {bound:.2g}")
 
 

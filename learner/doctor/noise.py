@@ -106,7 +106,7 @@ def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
     loss, correction = config.loss, config.off_policy_correction
     found: list[tuple[str, float, float, Level]] = []
     # The ratio to the exact proximal policy uses only the learner's logprobs, so it has no noise.
-    if correction.anchor == "behaviour" or correction.proximal == "log_linear":
+    if correction.anchor_used == "behaviour" or correction.proximal == "log_linear":
         if loss.objective in ("grpo", "gspo", "gmpo", "clip_cov"):
             level: Level = "geometric" if loss.objective == "gspo" else "token"
             found += [(f"loss.{key}", value := loss.value(key), value, level) for key in ("clip_low", "clip_high")]
@@ -115,7 +115,7 @@ def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
         elif loss.objective in ("dppo", "ipo"):
             found += [(f"loss.{key}", value := loss.value(key), value, "probability") for key in ("tv_low", "tv_high")]
     # Noise changes a truncated weight by no more than the noise itself. A masked weight drops its token.
-    if correction.weight == "mask":
+    if correction.weight_used == "mask":
         found.append(
             (
                 "off_policy_correction.max_weight",

@@ -37,7 +37,8 @@ from learner.doctor.noise import ComparedTokens, NoiseMeasurement, bounds, floor
 from learner.forward.logprobs import token_logprobs
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
-from learner.servers.parity import coarser
+from learner.servers.parity import coarser, comparison
+from learner.servers.quantization import choose_correction
 from learner.storage.run_dir import open_run_dir
 from learner.training.batch import BatchRow, step_rows
 from learner.training.distributed import make_accelerator, my_batches
@@ -61,18 +62,16 @@ def self_test(run: LearnerRun) -> NoiseMeasurement:
     """
     with tempfile.TemporaryDirectory(prefix="slipstream-self-test-") as directory, ExitStack() as cleanup:
         run = without_learning(run, Path(directory) / "run")
-        config = run.learner
         trainer, controller = cleanup.enter_context(connected(run, "slipstream self-test"))
+        config = trainer.config
         batches = sample_across_pushes(controller)
         tokens = compare(trainer, batches, config.sampling.temperature)
-        dtype = coarser(
-            run.dtype, *(one.link.welcome.dtype for one in controller.fleet.connected() if one.link.welcome)
-        )
+        compared = [comparison(run, one.welcome) for one in controller.fleet.connected() if one.welcome]
         measured = NoiseMeasurement(
-            dtype=dtype,
+            dtype=coarser(run.dtype, *(one.theirs for one in compared)),
             objective=config.loss.objective,
             temperature=config.sampling.temperature,
-            parity_bound=config.parity.bound(dtype),
+            parity_bound=max((one.bound for one in compared), default=config.parity.bound(run.dtype)),
             num_not_finite=tokens.num_not_finite,
             fresh=floor(tokens, tokens.is_fresh_N),
             through_push=floor(tokens, ~tokens.is_fresh_N),
@@ -105,6 +104,7 @@ def connected(run: LearnerRun, command: str) -> Iterator[tuple[PolicyTrainer, Co
         trainer = make_trainer(run_inputs, accelerator, is_new=False)
         controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, None))
         controller.connect(0)
+        trainer.run = choose_correction(trainer.run, is_quantized=controller.is_quantized)
         controller.fleet.is_over = True
         yield trainer, controller
 
@@ -206,7 +206,8 @@ def held(
     config: LearnerConfig,
 ) -> torch.Tensor:
     """Return which tokens the run's objective would hold back in their first update, besides those it picks."""
-    is_own = config.off_policy_correction.anchor == "proximal" and config.off_policy_correction.proximal == "exact"
+    correction = config.off_policy_correction
+    is_own = correction.anchor_used == "proximal" and correction.proximal == "exact"
     anchor_BT = logprobs_BT if is_own else behaviour_logprobs_BT
     log_ratio_BT = clamped(masked(logprobs_BT - anchor_BT, mask_BT))
     tokens = PickedTokens(log_ratio_BT, masked(logprobs_BT, mask_BT), advantages_BT, mask_BT, torch.zeros_like(mask_BT))

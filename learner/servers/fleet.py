@@ -54,6 +54,8 @@ class Fleet:
         self.version: int | None = None
         """Version that was published last."""
         self.is_over = False
+        self.is_quantized: bool | None = None
+        """Whether a server quantized when the run's correction was chosen. None: not chosen yet."""
         """Whether the run would not resume if it ended now. Its servers are then free at once."""
         self._run = run
         self._num_choices = 0

@@ -13,7 +13,7 @@ run's. No server is waited for long while others are ready.
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
+from typing import Self, get_args
 
 import msgspec
 import torch
@@ -32,12 +32,14 @@ MIN_TEXT_TOKENS = 48
 CALL_SLACK_S = 10.0
 DTYPES: tuple[str, ...] = get_args(Dtype)
 """Dtypes with a known bound, the finest first."""
+BASELINE_FACTOR = 3.0
+"""Multiple of a quantized server's first mismatch that it may reach later."""
 NOISE_FACTOR = 3.0
 """Factor for the measured noise: another pair of scorings may differ more."""
 
 
-class ParityComparison(msgspec.Struct, frozen=True):
-    """Dtypes of both sides, and the bound on the difference of their logprobs.
+class ParityComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Numerics of both sides, and the bound on the difference of their logprobs.
 
     A bfloat16 server in a float32 run samples from the learner's policy up to rounding, and returns the
     logprobs of that policy. Importance ratios therefore correct the difference, as they correct staleness.
@@ -46,15 +48,28 @@ class ParityComparison(msgspec.Struct, frozen=True):
     ours: str
     """Dtype in which the learner computes."""
     theirs: str
+    quantization: str
+    """What the server quantizes. Empty: nothing."""
     bound: float
 
     @property
     def description(self) -> str:
-        return self.ours if self.ours == self.theirs else f"{self.ours} on the learner and {self.theirs} on the server"
+        theirs = f"{self.theirs} ({self.quantization})" if self.quantization else self.theirs
+        return self.ours if self.ours == theirs else f"{self.ours} on the learner and {theirs} on the server"
+
+    def with_baseline(self, mismatch: float, floor: float) -> Self:
+        """Return the comparison for a quantized server that has this mismatch with the learner's weights.
+
+        How much quantization changes depends on the model, so a server is its own baseline. The bound is not below
+        `floor`, because a policy that becomes more certain differs more.
+        """
+        return msgspec.structs.replace(self, bound=max(floor, min(self.bound, BASELINE_FACTOR * mismatch)))
 
 
 def comparison(run: LearnerRun, welcome: Welcome) -> ParityComparison:
-    return ParityComparison(run.dtype, welcome.dtype, run.learner.parity.bound(coarser(run.dtype, welcome.dtype)))
+    dtype = "quantized" if welcome.quantization else coarser(run.dtype, welcome.dtype)
+    bound = run.learner.parity.bound(dtype)
+    return ParityComparison(ours=run.dtype, theirs=welcome.dtype, quantization=welcome.quantization, bound=bound)
 
 
 def coarser(*dtypes: str) -> str:
@@ -103,10 +118,27 @@ class ParityProbe:
         own_T = self.logprobs(self._sequences_for(member))
         differences_RT = (own_T - self.server_logprobs(member, version)).abs()
         mismatches = [self.check_level(member, *each, "fixed sequences") for each in enumerate(differences_RT)]
+        self._set_baseline(member, max(mismatches))
         if len(mismatches) > 1:
             values = ", ".join(f"{mismatch:.1e}" for mismatch in mismatches)
             log.info("parity of each replica of the server at %s: mean |Δ logprob| = %s", member.endpoint, values)
         return max(mismatches)
+
+    def _set_baseline(self, member: Member, mismatch: float) -> None:
+        """Judge a quantized server by its own mismatch from now on, unless the config sets a bound."""
+        compared = self._comparisons[member.endpoint]
+        if not compared.quantization:
+            return
+        self.record({"parity/quantized_abs_logprob": mismatch})
+        if self._run.learner.parity.max_mean_abs_logprob is None:
+            compared = self._comparisons[member.endpoint] = compared.with_baseline(
+                mismatch, floor=self._run.learner.parity.bound("bfloat16")
+            )
+        log.info(
+            "the server at %s quantizes (%s): its mean |Δ logprob| is %.2g with the learner's weights; allowing up to "
+            "%.2g (learner.parity.max_mean_abs_logprob)",
+            member.endpoint, compared.quantization, mismatch, compared.bound,
+        )  # fmt: skip
 
     def server_logprobs(self, member: Member, version: int | None) -> torch.Tensor:
         """Return the server's logprobs of all texts, one row per replica.
@@ -206,7 +238,7 @@ def check_dtype(run: LearnerRun, member: Member, welcome: Welcome) -> None:
             f"allowed difference is known only for {' and '.join(DTYPES)}. Set server.dtype to one of them, or remove "
             "it"
         )
-    if welcome.dtype != run.dtype:
+    if welcome.dtype != run.dtype and not welcome.quantization:  # otherwise `measure` logs the bound
         log.info(
             "the server at %s computes in %s and this run in %s; allowing a mean |Δ logprob| of up to %.2g "
             "(learner.parity.max_mean_abs_logprob)",

@@ -35,6 +35,8 @@ MIN_CHANGED_WEIGHTS = 1e-4
 If fewer change, bfloat16 rounding can swallow the change on one side and move every token on the other. This
 occurs at 4e-6 of 135M parameters, but not at 4e-5.
 """
+MIN_CHANGED_WEIGHTS_QUANTIZED = 1e-2
+"""The same for a quantized server, where most changes of a weight stay within one quantized value."""
 MAX_LOGPROB = -1e-3
 """Logprob above which a token is left out: float32 hardly resolves the change of a nearly certain token."""
 LEAST_CHANGE = 1e-5
@@ -192,8 +194,10 @@ class SyncCheck:
         num_changed = int(is_changed_T.sum())
         if num_changed < max(MIN_CHANGED, MIN_CHANGED_FRAC * int(is_sensitive_T.sum())):
             return
-        assert member.link.welcome is not None
-        if self._changed_frac(expected.version, getattr(torch, member.link.welcome.dtype)) < MIN_CHANGED_WEIGHTS:
+        welcome = member.link.welcome
+        assert welcome is not None
+        least = MIN_CHANGED_WEIGHTS_QUANTIZED if welcome.quantization else MIN_CHANGED_WEIGHTS
+        if self._changed_frac(expected.version, getattr(torch, welcome.dtype)) < least:
             return
         change_T = theirs_T - before_T
         unchanged_frac = float((change_T[is_changed_T] == 0).float().mean())

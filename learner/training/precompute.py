@@ -33,7 +33,7 @@ def precompute_logprobs(
         ]
     needs_proximal = (
         config.updates_per_batch > 1
-        and config.off_policy_correction.anchor == "proximal"
+        and config.off_policy_correction.anchor_used == "proximal"
         and config.off_policy_correction.proximal == "exact"
     )
     needs_entropy, needs_picks = config.loss.top_entropy_frac < 1, config.loss.objective in PICKS

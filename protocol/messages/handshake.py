@@ -13,7 +13,7 @@ import msgspec
 from protocol.messages.parts import Message, Name, Version
 from protocol.messages.push import Rendezvous
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_REPLICAS = 1024
 MAX_TRIAL_BYTES = 256 << 20
 
@@ -70,6 +70,9 @@ class Welcome(Message):
     group. A Score names its replica by number."""
     max_lora_rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     """Maximum rank of a LoRA adapter that a weight sync may bring separately. 0: only full weights."""
+    quantization: Name = ""
+    """What the server quantizes: weights, the KV cache. It samples from a policy that differs from the learner's
+    accordingly, and returns the logprobs of that policy. Empty: nothing."""
 
 
 class Refused(Message, omit_defaults=True):  # lets a learner of another protocol version read the reason
@@ -132,6 +135,8 @@ class ServerInfo(Message):
     transports: list[Name]
     devices: list[Name]
     """Device of each worker, as in Welcome."""
+    quantization: Name = ""
+    """What the server quantizes, as in Welcome."""
 
 
 class Trial(Message):

@@ -25,6 +25,7 @@ from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.drifting_policy import tiny_model
+from tests.zoo.families import save_model
 
 PAGE = Path(__file__).parents[2] / "docs/vllm-arguments.md"
 FIELDS = AsyncEngineArgs.__dataclass_fields__
@@ -38,8 +39,7 @@ BREAK_PROMISES = [
     "load_format",
     "trust_remote_code",
     "code_revision",
-    "quantization",
-    "kv_cache_dtype",
+    "quantization_config",
     "speculative_config",
     "logits_processors",
     "kv_sharing_fast_prefill",
@@ -59,7 +59,7 @@ BREAK_PROMISES = [
 """Some arguments that must be rejected."""
 KEYS = {
     "model": "model", "seed": "seed", "max_num_seqs": "server.max_concurrent_sequences",
-    "block_size": "server.block_size", "nnodes": "server.nnodes", "master_port": "server.master_port",
+    "block_size": "server.block_size", "quantization": "server.quantization", "kv_cache_dtype": "server.kv_cache_dtype", "nnodes": "server.nnodes", "master_port": "server.master_port",
     "scheduler_cls": "reserved slots", "logprobs_mode": "sampled distribution",
     "hf_overrides": "head_dtype for the head",
 }  # fmt: skip
@@ -192,6 +192,22 @@ def test_vllm_starts_with_adapters_of_a_rank_that_it_has_or_a_warning_says_why_n
         assert "merged weights" not in caplog.text
     else:
         assert not args.enable_lora and expected in caplog.text and f"server.max_lora_rank = {rank}" in caplog.text
+
+
+def test_int8_is_the_servers_own_method_because_vllms_leaves_linear_layers_unquantized() -> None:
+    made = arguments({}, quantization="int8_per_channel_weight_only", kv_cache_dtype="fp8")
+    assert (made.quantization, made.kv_cache_dtype) == ("int8_linear", "fp8")
+    assert arguments({}, quantization="fp8_per_block").quantization == "fp8_per_block"
+    assert (arguments({}).quantization, arguments({}).kv_cache_dtype) == (None, "auto")
+
+
+def test_experts_are_not_quantized(tmp_path: Path) -> None:
+    save_model("qwen3_moe", tmp_path)
+    server = ServerConfig(quantization="int8_per_channel_weight_only", http_port=0, kv_cache_memory_mib=64)
+    with pytest.raises(
+        ConfigError, match=r"is not supported with model = .*: vLLM builds the kernels of quantized exp"
+    ):
+        start_llm(ServerRun(model=str(tmp_path), run_dir="r", dtype="float32", server=server), tmp_path)
 
 
 def test_doctor_and_planner_accept_a_file_with_arguments_of_vllm(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import msgspec
 import pytest
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.preparation import check_block_size, check_room, prepare
+from inference_server.preparation import check_block_size, check_quantization, check_room, prepare
 from protocol.channel.keys import write_secret
 from protocol.config import SharedConfig, load_config
 from protocol.errors import ConfigError
+from protocol.hardware import GpuChoice
 from protocol.model_files import resolve_model
 from tests.ports import free_port
 
@@ -185,3 +186,37 @@ def test_a_block_size_for_latent_attention_is_left_to_vllm(home: Path) -> None:
     (home / "deepseek").mkdir()
     (home / "deepseek" / "config.json").write_text('{"kv_lora_rank": 512}')
     check_block_size(run, home / "deepseek")
+
+
+@pytest.mark.parametrize(
+    ("method", "has_gpu", "dtype", "kv_lora_rank", "expected"),
+    [
+        (None, False, "float32", 512, None),
+        ("fp8_per_block", True, "bfloat16", None, None),
+        ("int8_per_channel_weight_only", False, "float32", None, None),
+        (
+            "fp8_per_tensor",
+            False,
+            "bfloat16",
+            None,
+            r"needs a GPU, but there is none \(of the test\)\. Set it to \"int8_",
+        ),
+        ("int8_per_channel_weight_only", True, "bfloat16", None, r"runs on CPUs only: .* Set it to \"fp8_per_tensor\""),
+        ("fp8_per_tensor", True, "float32", None, r"in bfloat16, not in float32\. Set server\.dtype = \"bfloat16\""),
+        ("fp8_per_tensor", True, "bfloat16", 512, r"latent attention .* set server\.kv_cache_dtype"),
+    ],
+)
+def test_a_quantization_that_does_nothing_here_or_cannot_be_repeated_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any, has_gpu: bool, dtype: Any, kv_lora_rank: int | None,
+    expected: str | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(
+        "inference_server.preparation.gpu_choice", lambda: GpuChoice(has_gpu, "of the test", int(has_gpu))
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": kv_lora_rank}))
+    run = ServerRun(model="m", run_dir="r", dtype=dtype, server=ServerConfig(quantization=method))
+    if expected is None:
+        check_quantization(run, tmp_path)
+    else:
+        with pytest.raises(ConfigError, match=rf'server\.quantization = "{method}" .*{expected}'):
+            check_quantization(run, tmp_path)

@@ -70,6 +70,7 @@ def test_ports_in_use_are_reported() -> None:
         (("--model", "tests"), "model", "directory without config.json"),
         (("--server.kv-cache-memory-mib", str(1 << 30)), "resources", "server.kv_cache_memory_mib = 1073741824"),
         (("--server.block-size", "16"), "resources", "server.block_size = 16"),
+        (("--server.quantization", "fp8_per_tensor"), "quantization", "needs a GPU"),
     ],
 )
 def test_an_unfitting_address_or_model_is_reported(
@@ -78,6 +79,13 @@ def test_an_unfitting_address_or_model_is_reported(
     monkeypatch.chdir(ROOT)
     found = problems("--endpoint", free_endpoint(), *HTTP_OFF, *flags)
     assert set(found) == {subject} and expected in found[subject]
+
+
+def test_what_is_quantized_is_reported() -> None:
+    flags = ["--server.quantization", "int8_per_channel_weight_only", "--server.kv-cache-dtype", "fp8"]
+    found = resources(load_config(ServerRun, [str(ROOT / RECIPE), *flags], "test"))
+    (finding,) = (one for one in found if one.subject == "quantization")
+    assert finding.verdict == "ok" and finding.text.startswith("int8_per_channel_weight_only weights and fp8 KV cache;")
 
 
 def test_keys_that_exclude_the_learner_are_reported(tmp_path: Path) -> None:

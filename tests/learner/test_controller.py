@@ -14,10 +14,9 @@ from tests.learner.runs import make_run
 
 
 class Server:
-    welcome = SimpleNamespace(max_model_len=64, dtype="float32")
-
-    def __init__(self, endpoint: str = "tcp://a:1") -> None:
+    def __init__(self, endpoint: str = "tcp://a:1", quantization: str = "") -> None:
         self.endpoint = endpoint
+        self.welcome = SimpleNamespace(max_model_len=64, dtype="float32", quantization=quantization)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_a_server_that_does_not_score_is_synced_again_or_ends_the_run_if_it_is_t
         return 0.5
 
     sync = {"push": lambda version, due: None, "holders": lambda version: members, "failed": failed.append}
-    fleet, parity = SimpleNamespace(is_several=is_several), SimpleNamespace(measure=measure)
+    fleet, parity = SimpleNamespace(is_several=is_several, is_quantized=None), SimpleNamespace(measure=measure)
     controller = Controller(**parts_of(tmp_path, fleet=fleet, parity=parity, weight_sync=SimpleNamespace(**sync)))
     if is_several:
         assert controller._sync(members, 1) == 0.5 and failed == [busy]
@@ -85,3 +84,13 @@ def test_a_server_that_does_not_score_is_synced_again_or_ends_the_run_if_it_is_t
     else:
         with pytest.raises(DeadlineExceeded):
             controller._sync([busy], 1)
+
+
+def test_a_quantized_server_that_joins_a_run_of_others_gets_no_weights(tmp_path: Path) -> None:
+    excluded: list[tuple[Any, Exception]] = []
+    fleet = SimpleNamespace(is_quantized=False, exclude=lambda *one: excluded.append(one))
+    controller = Controller(**parts_of(tmp_path, fleet=fleet))
+    quantized: Any = Server(quantization="fp8 KV cache")
+    assert controller._sync([quantized], 1) is None
+    ((member, error),) = excluded
+    assert member is quantized and "the server at tcp://a:1 quantizes (fp8 KV cache)" in str(error)

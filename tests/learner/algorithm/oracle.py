@@ -105,7 +105,7 @@ def anchor(correction: OffPolicyCorrectionConfig, token: Token):
 
     log_linear (A-3PO, arXiv 2512.06547): the staler a token, the closer to the current policy.
     """
-    if correction.anchor == "behaviour":
+    if correction.anchor != "proximal":
         return mpf(token.behaviour)
     if correction.proximal == "log_linear":
         share = mpf(token.staleness) / (token.staleness + 1)
@@ -288,7 +288,7 @@ def far_apart(rule: Rule, completion: Completion) -> list[bool]:
 def outside(rule: Rule, completion: Completion) -> list[bool]:
     """Return for each token whether its importance weight or its binary KL is outside the bounds."""
     correction, far = rule.off_policy_correction, far_apart(rule, completion)
-    if correction.weight == "none":
+    if correction.weight in ("auto", "none"):
         return far
     high = 2.0 if correction.max_weight is None else correction.max_weight
     low = -math.inf if correction.min_weight is None else correction.min_weight
@@ -307,7 +307,7 @@ def multipliers(rule: Rule, completion: Completion) -> list:
     """Return the factor of the corrections for each token."""
     correction, tokens = rule.off_policy_correction, completion.finite
     factors = [mpf(1)] * len(tokens)
-    if correction.weight != "none":
+    if correction.weight not in ("auto", "none"):
         weights = importance_weights(rule, completion)
         high = mpf(2.0 if correction.max_weight is None else correction.max_weight)
         if correction.weight == "truncate":

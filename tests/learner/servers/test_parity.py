@@ -111,6 +111,33 @@ def test_a_bound_that_is_set_holds_for_every_dtype(tmp_path: Path) -> None:
         measure(run, Server(BETWEEN, dtype="bfloat16"))
 
 
+@pytest.mark.parametrize(("first", "later", "bound"), [(0.01, 0.29, "0.3"), (0.2, 0.59, "0.6"), (0.9, 0.99, "1")])
+def test_a_quantized_server_is_held_to_three_times_its_first_mismatch_but_not_below_the_bound_of_bfloat16(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: float, later: float, bound: str
+) -> None:
+    caplog.set_level("INFO", "learner")
+    probe = probe_of(a_run(tmp_path), server := Server(first, quantization="fp8 KV cache"))
+    assert probe.measure(server, version=1) == pytest.approx(first, rel=0.01)  # type: ignore[arg-type]
+    assert probe.pop_metrics()["parity/quantized_abs_logprob"] == pytest.approx(first, rel=0.01)
+    assert f"quantizes (fp8 KV cache): its mean |Δ logprob| is {first}" in caplog.text
+    assert f"allowing up to {bound} (" in caplog.text
+    probe.check_fresh({server.endpoint: later})
+    with pytest.raises(ParityError, match=rf"the bound is {bound} for .*float32 \(fp8 KV cache\) on the server"):
+        probe.check_fresh({server.endpoint: float(bound) + 0.05})
+
+
+def test_a_quantized_server_with_other_weights_is_refused_as_it_joins(tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match=r"of fixed sequences is 1\.2, the bound is 1 for"):
+        measure(a_run(tmp_path), Server(1.2, quantization="fp8 KV cache"))
+
+
+def test_a_bound_that_is_set_holds_for_a_quantized_server_too(tmp_path: Path) -> None:
+    probe = probe_of(a_run(tmp_path, parity={"max_mean_abs_logprob": 0.02}), server := Server(0.01, quantization="fp8"))
+    probe.measure(server, version=1)  # type: ignore[arg-type]
+    with pytest.raises(ParityError, match=r"the bound is 0\.02"):
+        probe.check_fresh({server.endpoint: 0.03})
+
+
 def test_fresh_tokens_are_held_to_the_bound_of_the_server_that_they_come_from(tmp_path: Path) -> None:
     exact, coarse = Server(), Server(BETWEEN, dtype="bfloat16", endpoint="tcp://b:1")
     probe = probe_of(a_run(tmp_path), exact, coarse)

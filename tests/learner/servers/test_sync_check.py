@@ -141,8 +141,10 @@ class StaysAsItWas:
 
     endpoint, is_draining = "tcp://a:1", False
 
-    def __init__(self, *versions: int, num_replicas: int = 1, fail_with: Exception | None = None) -> None:
-        self.welcome = SimpleNamespace(num_replicas=num_replicas, dtype="float32")
+    def __init__(
+        self, *versions: int, num_replicas: int = 1, fail_with: Exception | None = None, quantization: str = ""
+    ) -> None:
+        self.welcome = SimpleNamespace(num_replicas=num_replicas, dtype="float32", quantization=quantization)
         self.link, self._versions, self._fail_with = self, iter(versions), fail_with
         self.timeouts_s: list[float] = []
 
@@ -201,6 +203,12 @@ def test_an_answer_that_came_after_the_sync_does_not_stand_for_what_was_before_i
 
 def test_after_a_step_that_changed_hardly_a_weight_a_server_is_not_judged_whatever_the_learner_gives() -> None:
     sync(StaysAsItWas(4, 5), 62, changed_frac=0.9e-4)
+
+
+def test_a_quantized_server_is_judged_only_after_steps_that_change_many_weights() -> None:
+    sync(StaysAsItWas(4, 5, quantization="fp8"), 62, changed_frac=0.9e-2)
+    with pytest.raises(ParityError, match="version 5 did not arrive"):
+        sync(StaysAsItWas(4, 5, quantization="fp8"), 62, changed_frac=1.1e-2)
 
 
 def test_a_server_that_is_too_busy_to_score_is_reported_and_nobody_waits_for_it(

@@ -1,0 +1,78 @@
+"""The off-policy correction of a run whose servers quantize, on scripted servers."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from learner.servers.quantization import check_joiner, choose_correction, has_quantized, log_correction
+from learner.train import train
+from protocol.errors import ConfigError
+from protocol.model_files import resolve_model
+from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
+from tests.learner.runs import make_run, metrics_of
+
+
+def member(quantization: str) -> Any:
+    return SimpleNamespace(endpoint="tcp://a:1", welcome=SimpleNamespace(quantization=quantization))
+
+
+@pytest.mark.parametrize(
+    ("settings", "objective", "expected"),
+    [
+        ({}, "grpo", ("truncate", "proximal")),
+        ({}, "reinforce", ("truncate", "behaviour")),
+        ({"anchor": "proximal", "proximal": "log_linear", "sequence_mask": 0.1}, "grpo", ("truncate", "proximal")),
+        ({"anchor": "behaviour"}, "grpo", ("none", "behaviour")),
+        ({"anchor": "behaviour"}, "reinforce", ("truncate", "behaviour")),
+        ({"weight": "none"}, "grpo", ("none", "behaviour")),
+        ({"weight": "mask"}, "grpo", ("mask", "behaviour")),
+        ({"weight": "truncate", "anchor": "proximal"}, "gspo", ("truncate", "proximal")),
+    ],
+)
+def test_auto_truncates_an_importance_weight_that_counts_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    objective: str,
+    expected: tuple[str, str],
+) -> None:
+    caplog.set_level("INFO", "learner")
+    updates = 2 if settings.get("anchor") == "proximal" else 1  # with one, a proximal anchor needs a weight
+    run = make_run(
+        tmp_path, "tcp://a:1", off_policy_correction=settings, loss={"objective": objective}, updates_per_batch=updates
+    )
+    chosen = choose_correction(run, is_quantized=True).learner.off_policy_correction
+    assert (chosen.weight_used, chosen.anchor_used) == expected
+    assert chosen.sequence_mask == settings.get("sequence_mask")
+    before = run.learner.off_policy_correction
+    assert choose_correction(run, is_quantized=False).learner.off_policy_correction == before
+    log_correction(run)
+    assert (f'"auto" is "{expected[0]}"' in caplog.text) == ("weight" not in settings)
+
+
+def test_a_quantized_server_may_join_only_runs_whose_correction_fits(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://a:1")
+    quantized, plain = member("fp8 KV cache"), member("")
+    check_joiner(run, quantized, is_quantized=None)
+    check_joiner(run, quantized, is_quantized=True)
+    check_joiner(run, plain, is_quantized=True)
+    check_joiner(run, plain, is_quantized=False)
+    with pytest.raises(
+        ConfigError, match=r'the server at tcp://a:1 quantizes \(fp8 KV cache\), .* Set weight = "trunc'
+    ):
+        check_joiner(run, quantized, is_quantized=False)
+    check_joiner(make_run(tmp_path, off_policy_correction={"weight": "none"}), quantized, is_quantized=False)
+    assert has_quantized([plain, quantized]) and not has_quantized([plain, SimpleNamespace(welcome=None)])
+
+
+@pytest.mark.parametrize("quantization", ["", "fp8 KV cache"])
+def test_the_loss_of_a_run_is_corrected_if_its_server_quantizes(tmp_path: Path, quantization: str) -> None:
+    limits = msgspec.structs.replace(TINY_LIMITS, quantization=quantization)
+    with tiny_server(ModelEngine(resolve_model("tiny:digits"), limits)) as server:
+        train(run := make_run(tmp_path, server.endpoint, steps=3), resume=False)
+    for line in metrics_of(run):
+        assert ("correction/bounded_frac" in line) == bool(quantization)
+        assert line["loss/clipped_frac"] == 0 or not quantization, "the ratio to the proximal policy is 1"
