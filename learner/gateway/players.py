@@ -12,6 +12,7 @@ after learner.environment.episode_deadline_s.
 import asyncio
 import logging
 import os
+import re
 import socket
 import sys
 from contextlib import ExitStack
@@ -259,12 +260,17 @@ def _reward_of(outcome: AgentReward | ProcessFailure, session: Session) -> float
     if not isinstance(outcome.reward, dict):
         return outcome.reward
     by_id = outcome.reward
-    unknown = [name for name in by_id if name.rpartition("-")[2] not in session.turn_ids]
+    unknown = [name for name in by_id if _turn_id(name) not in session.turn_ids]
     if unknown:
         return ProcessFailure(
             "failed", f"returned a reward for {unknown[0]!r}, which is not the id of one of its completions"
         )
     return sum(by_id.values()) / len(by_id) if by_id else None
+
+
+def _turn_id(completion_id: str) -> str:
+    """Return the turn of a completion. Each dialect has its own prefix, such as `chatcmpl-` or `resp_`."""
+    return re.split("[-_]", completion_id)[-1]
 
 
 def _plain(value: Any) -> Any:
