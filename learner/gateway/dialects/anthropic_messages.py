@@ -68,14 +68,14 @@ def read(content: bytes, rules: RequestRules) -> AgentRequest:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool in the form of chat completions."""
+    """Return a tool in the form of chat completions, as their module reads it."""
     if tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
         raise RefusedRequest(
             f"{where} has type {tool.get('type')!r} and name {tool.get('name')!r}, expected a named tool with an "
             "input_schema: the gateway has no tools of its own; run it in the agent",
             parameter=where,
         )
-    as_function = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
+    as_function = {"name": "name", "description": "description", "input_schema": "parameters"}
     named = {name: tool[key] for key, name in as_function.items() if tool.get(key) is not None}
     return {"type": "function", "function": named}
 
@@ -168,9 +168,7 @@ def _blocks(turn: AgentTurn) -> list[Block]:
         blocks.append({"type": "text", "text": message["content"]})
     for call in calls:
         function = call["function"]
-        blocks.append(
-            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]}
-        )
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]})
     return blocks
 
 

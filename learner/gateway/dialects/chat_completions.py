@@ -48,13 +48,22 @@ def read(content: bytes, rules: RequestRules) -> AgentRequest:
     named = ((f"messages[{number}]", message) for number, message in enumerate(body.messages))
     return AgentRequest(
         conversation=read_messages(named, "messages"),
-        tools=body.tools if body.tools and body.tool_choice != "none" else [],
+        tools=[_tool(tool) for tool in body.tools or ()] if body.tool_choice != "none" else [],
         template_arguments=body.chat_template_kwargs or {},
         max_tokens=rules.max_tokens("max_tokens", wanted),
         stops=rules.stops("stop", body.stop),
         is_stream=bool(body.stream),
         body=body,
     )
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool without `strict`, which asks for a grammar: it means nothing to the policy, and each dialect has
+    another default."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    return tool | {"function": {key: value for key, value in function.items() if key != "strict"}}
 
 
 def reply(turn: AgentTurn) -> Reply:

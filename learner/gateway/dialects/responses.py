@@ -73,14 +73,14 @@ def read(content: bytes, rules: RequestRules) -> AgentRequest:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool in the form of chat completions."""
+    """Return a tool in the form of chat completions, as their module reads it."""
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise RefusedRequest(
             f"{where} has type {tool.get('type')!r} and name {tool.get('name')!r}, expected a named 'function': the "
             "gateway has no tools of its own; offer it as a function and run it in the agent",
             parameter=where,
         )
-    named = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    named = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
     return {"type": "function", "function": named}
 
 
