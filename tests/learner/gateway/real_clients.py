@@ -1,11 +1,16 @@
-"""One task for the clients of many libraries: add two numbers with a tool, in two turns of the policy.
+"""One task for the clients of many libraries: add two numbers with a tool, in two turns of the policy. A coding harness
+repairs a file instead.
 
 The file is an agent. It imports nothing of Slipstream and only the library of the row's client, so that it runs in any
 interpreter. Each client speaks each dialect that it has, as its users would.
 """
 
 import json
+import os
+import subprocess
+import tempfile
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 SYSTEM, QUESTION = "Use the tool.", "How much is 17 and 25?"
@@ -220,3 +225,40 @@ async def _run_langchain(model: Any, is_stream: bool) -> str:
     async for chunk, _ in agent.astream(asked, stream_mode="messages"):
         texts += chunk.text
     return texts
+
+
+# --- mini-swe-agent -------------------------------------------------------------------------------------------------
+@client("mini-swe-agent", "chat")
+async def mini_chat(url: str, key: str, *, is_stream: bool) -> str:
+    return _run_mini("litellm", "openai/policy", url, key)
+
+
+@client("mini-swe-agent", "responses")
+async def mini_responses(url: str, key: str, *, is_stream: bool) -> str:
+    return _run_mini("litellm_response", "openai/policy", url, key)
+
+
+@client("mini-swe-agent", "messages")
+async def mini_messages(url: str, key: str, *, is_stream: bool) -> str:
+    return _run_mini("litellm", "anthropic/policy", url, key)
+
+
+def _run_mini(model_class: str, name: str, url: str, key: str) -> str:
+    """Return what the file prints that the policy repairs. The harness has no streams."""
+    os.environ |= {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1", "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
+    }  # fmt: skip
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.environments.local import LocalEnvironment
+    from minisweagent.models import get_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "answer.sh").write_text("echo 41\n")
+        given = {"model_class": model_class, "model_kwargs": {"api_base": url, "api_key": key, "max_retries": 0}}
+        agent = DefaultAgent(
+            get_model(name, given), LocalEnvironment(cwd=folder), system_template=SYSTEM, instance_template="{{task}}",
+            step_limit=4,
+        )  # fmt: skip
+        assert agent.run("answer.sh prints 41. Let it print 42.")["exit_status"] == "Submitted"
+        return subprocess.check_output(["sh", "answer.sh"], cwd=folder, text=True)
