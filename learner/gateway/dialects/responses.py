@@ -213,7 +213,7 @@ def _events(whole: Reply) -> Iterator[tuple[str, Reply]]:
 def _content_events(item: Item, at: Reply) -> Iterator[tuple[str, Reply]]:
     (part,) = item["content"]
     name, text = f"response.{part['type']}", part["text"]
-    more = {"logprobs": []} if part["type"] == "output_text" else {}
+    more: Reply = {"logprobs": []} if part["type"] == "output_text" else {}
     yield "response.content_part.added", {**at, "part": part | {"text": ""}}
     yield f"{name}.delta", {**at, "delta": text, **more}
     yield f"{name}.done", {**at, "text": text, **more}
