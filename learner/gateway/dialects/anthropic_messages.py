@@ -53,8 +53,7 @@ def read(content: bytes, rules: RequestRules) -> AgentRequest:
     choice = (body.tool_choice or {}).get("type", "auto")
     if choice not in ("auto", "none"):
         rules.refuse_forced_tool(body.tool_choice, "type 'auto' or 'none'")
-    if form := (body.output_config or {}).get("format"):
-        rules.refuse_forced_format("output_config.format", form.get("type") if isinstance(form, dict) else form)
+    rules.refuse_forced_format("output_config.format", (body.output_config or {}).get("format"))
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())]
     return AgentRequest(
         conversation=read_messages(_messages_of(body), "messages"),

@@ -42,8 +42,7 @@ def read(content: bytes, rules: RequestRules) -> AgentRequest:
     body = rules.read_body(ChatBody, content, "chat completions", FIXED_KEYS)
     if body.tool_choice not in (None, "auto", "none"):
         rules.refuse_forced_tool(body.tool_choice, "'auto' or 'none'")
-    if (form := (body.response_format or {}).get("type", "text")) != "text":
-        rules.refuse_forced_format("response_format", form)
+    rules.refuse_forced_format("response_format", body.response_format)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     named = ((f"messages[{number}]", message) for number, message in enumerate(body.messages))
     return AgentRequest(

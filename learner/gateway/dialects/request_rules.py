@@ -111,10 +111,11 @@ class RequestRules(msgspec.Struct, frozen=True):
             )
 
     def refuse_forced_format(self, parameter: str, form: Any) -> None:
-        """Refuse a format of the answer. Raises RefusedRequest unless the run overrides it."""
-        if not self.overrides:
+        """Refuse a format of the answer other than text. Raises RefusedRequest unless the run overrides it."""
+        kind = form.get("type", "text") if isinstance(form, dict) else form
+        if kind not in (None, "text") and not self.overrides:
             raise RefusedRequest(
-                f"{parameter} of type {form!r} is not supported, expected 'text': the policy learns formats and is "
+                f"{parameter} of type {kind!r} is not supported, expected 'text': the policy learns formats and is "
                 f"not forced into one; {OMIT}",
                 parameter=parameter,
             )

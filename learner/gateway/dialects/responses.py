@@ -56,8 +56,7 @@ def read(content: bytes, rules: RequestRules) -> AgentRequest:
     refuse_values(body.text or {}, IN_TEXT, "text.")
     if body.tool_choice not in (None, "auto", "none"):
         rules.refuse_forced_tool(body.tool_choice, "'auto' or 'none'")
-    if (form := ((body.text or {}).get("format") or {}).get("type", "text")) != "text":
-        rules.refuse_forced_format("text.format", form)
+    rules.refuse_forced_format("text.format", (body.text or {}).get("format"))
     if NO_LOGPROBS in (body.include or ()):
         raise RefusedRequest(f"include = {NO_LOGPROBS!r} is not supported; use chat completions", parameter="include")
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())]

@@ -74,7 +74,7 @@ async def openai_responses(url: str, key: str, *, is_stream: bool) -> str:
     from openai import AsyncOpenAI
 
     items: list[Any] = [{"role": "user", "content": QUESTION}]
-    tools: list[Any] = [{"type": "function", **TOOL}]
+    tools: list[Any] = [{"type": "function", **TOOL, "strict": True}]  # the API's default
     asked: dict[str, Any] = {"model": "policy", "instructions": SYSTEM, "tools": tools, "max_output_tokens": MAX_TOKENS}
     async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as api:
         while True:

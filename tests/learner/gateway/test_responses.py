@@ -116,6 +116,7 @@ async def test_assistant_messages_in_sequence_stay_apart() -> None:
         ({"background": True}, "background", "with stream = true"),
         ({"truncation": "auto"}, "truncation", "expected 'disabled'"),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort", "learner.data.chat_template_kwargs"),
+        ({"text": {"format": "json"}}, "text.format", "'json' is not supported"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format", "'json_object' is not supported"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "ask for it in the messages"),
         ({"temperature": 0.7}, "temperature", "set learner.sampling.temperature"),
