@@ -1,1 +1,1 @@
-"""OpenAI endpoint for agents that own their loop, recorded token for token."""
+"""Endpoint for agents that own their loop, in several APIs, recorded token for token."""

@@ -146,7 +146,11 @@ def command_of(command: str) -> Callable[..., Any]:
     """Return an agent that runs a command line."""
 
     def run(row: Any, *, base_url: str, api_key: str, http_client: Any) -> Any:
-        of_episode = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "SLIPSTREAM_ROW": json.dumps(row)}
+        of_episode = {
+            "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "SLIPSTREAM_ROW": json.dumps(row),
+            # Anthropic's clients add /v1 themselves.
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key,
+        }  # fmt: skip
         with tempfile.TemporaryFile() as printed:  # not a pipe, which leftover processes would hold open
             code = subprocess.call(
                 command, shell=True, stdin=subprocess.DEVNULL, stdout=printed, env={**os.environ, **of_episode}

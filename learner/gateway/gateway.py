@@ -1,8 +1,9 @@
-"""HTTP endpoint for agents: /v1/chat/completions, /v1/completions and /v1/models.
+"""HTTP endpoint for agents: chat and text completions, responses and Anthropic's messages, and /v1/models.
 
-    agent ─▶ key ─▶ Session ─▶ tokens (places.py) ─▶ turn ─▶ text, calls ─▶ recorded ─▶ reply ─▶ agent
+    agent ─▶ key ─▶ dialect ─▶ tokens (places.py) ─▶ Session: turn ─▶ text, calls ─▶ recorded ─▶ dialect ─▶ agent
 
-It runs in the learner's event loop. The API key identifies the episode.
+It runs in the learner's event loop. The API key identifies the episode. `dialects/` has the APIs; everything else
+is the same for all of them.
 Invariant: a turn is recorded before its reply is sent, and only if the agent still waits. A key is valid only
 during its episode.
 """
@@ -12,6 +13,8 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -19,33 +22,19 @@ from aiohttp.typedefs import Handler
 
 from learner.config import LearnerConfig
 from learner.environments.answer import UnreadableAnswer, calls_of, read_answer
-from learner.gateway.messages import (
-    NO_RETRY,
-    REASONING,
-    RefusedRequest,
-    episode_over,
-    read_messages,
-    spoken,
-    unknown_key,
-)
-from learner.gateway.openai_api import (
-    AnyBody,
-    Body,
-    ChatBody,
-    Reply,
-    TextBody,
-    chat_reply,
-    cut_at,
-    events,
-    max_tokens_of,
-    read_body,
-    stops_of,
-    text_reply,
-)
+from learner.gateway.dialects.anthropic_messages import ANTHROPIC_MESSAGES
+from learner.gateway.dialects.chat_completions import CHAT_COMPLETIONS
+from learner.gateway.dialects.dialect import AgentRequest, AgentTurn, Dialect
+from learner.gateway.dialects.request_rules import RequestRules
+from learner.gateway.dialects.responses import RESPONSES
+from learner.gateway.dialects.text_completions import TEXT_COMPLETIONS
+from learner.gateway.messages import NO_RETRY, REASONING, RefusedRequest, episode_over, spoken, unknown_key
 from learner.gateway.session import Session, SessionTurn
+from learner.gateway.streams import refused_by, stream
 from learner.prompts.chat_template import ChatTemplate, Message
-from protocol.errors import ConfigError, DataError
+from protocol.errors import ConfigError
 
+DIALECTS = (CHAT_COMPLETIONS, TEXT_COMPLETIONS, RESPONSES, ANTHROPIC_MESSAGES)
 MAX_BODY_BYTES = 64 << 20
 MAX_ENDED = 65536
 """Maximum number of ended episodes whose keys are remembered, to report that they are over."""
@@ -57,12 +46,15 @@ class Gateway:
 
     def __init__(self, config: LearnerConfig, template: ChatTemplate, model: str) -> None:
         self._config, self._template, self._model = config, template, model
+        self._rules = RequestRules(config.sampling, config.environment.override_sampling)
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
         self.base_url = ""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[refusals])
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._text)
+        for dialect in DIALECTS:
+            app.router.add_post(dialect.path, partial(self._answer, dialect))
+            if dialect.count_path is not None:
+                app.router.add_post(dialect.count_path, partial(self._count_tokens, dialect))
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True
@@ -97,36 +89,47 @@ class Gateway:
             if len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session, sampling = self._session_of(request), self._config.sampling
-        body = self._body(ChatBody, await request.read())
-        template = self._template_of(body)
-        stops = stops_of(body, sampling)
-        messages, prompt = session.places.of_chat(template, read_messages(body.messages))
-        turn = await session.turn(prompt, max_tokens_of(body, sampling), stops)
-        message = self._read(template, turn, stops)
+    async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """Answer a request for a turn in its dialect."""
+        session = self._session_of(request)
+        asked = dialect.read(await request.read(), self._rules)
+        turn = self._chat_turn if asked.conversation is not None else self._text_turn
+        if asked.is_stream:
+            return await stream(request, dialect, asked, turn(session, asked, request))
+        reply = dialect.reply(await turn(session, asked, request))
+        return web.Response(body=json.dumps(reply), content_type="application/json")
+
+    async def _chat_turn(self, session: Session, asked: AgentRequest, request: web.Request) -> AgentTurn:
+        template = self._template_of(asked)
+        messages, prompt = session.places.of_chat(template, asked.conversation or [])
+        sampled = await session.turn(prompt, asked.max_tokens, asked.stops)
+        message = self._read(template, sampled, asked.stops)
         check_connected(request)
-        session.record(turn)
+        session.record(sampled)
         session.num_calls += len(message.get("tool_calls", ()))
-        session.places.add_chat(template, [*messages, message], [*turn.prompt, *turn.token_ids], stops)
-        return await answered(request, chat_reply(turn, message, body, self._model, template), body)
+        session.places.add_chat(template, [*messages, message], [*sampled.prompt, *sampled.token_ids], asked.stops)
+        return self._agent_turn(asked, sampled, message)
 
-    async def _text(self, request: web.Request) -> web.StreamResponse:
-        session, sampling = self._session_of(request), self._config.sampling
-        body = self._body(TextBody, await request.read())
-        stops = stops_of(body, sampling)
-        prompt, before = self._text_prompt(session, body)
-        turn = await session.turn(prompt, max_tokens_of(body, sampling), stops)
-        text = self._template.spoken(turn.token_ids)
+    async def _text_turn(self, session: Session, asked: AgentRequest, request: web.Request) -> AgentTurn:
+        prompt, before = self._text_prompt(session, asked.text)
+        sampled = await session.turn(prompt, asked.max_tokens, asked.stops)
+        text = self._template.spoken(sampled.token_ids)
         check_connected(request)
-        session.record(turn)
+        session.record(sampled)
         if before is not None:
-            session.places.add_text(before + text, [*turn.prompt, *turn.token_ids])
-        return await answered(request, text_reply(turn, cut_at(text, stops), body, self._model), body)
+            session.places.add_text(before + text, [*sampled.prompt, *sampled.token_ids])
+        return self._agent_turn(asked, sampled, spoken(cut_at(text, asked.stops)[0], None, (), sampled.turn_id))
 
-    def _body(self, kind: type[AnyBody], content: bytes) -> AnyBody:
-        """Parse and check a request's body. Raises Refused if it is not accepted."""
-        return read_body(kind, content, self._config.sampling, overrides=self._config.environment.override_sampling)
+    def _agent_turn(self, asked: AgentRequest, sampled: SessionTurn, message: Message) -> AgentTurn:
+        stop = cut_at(self._template.spoken(sampled.token_ids), asked.stops)[1] if asked.stops else None
+        return AgentTurn(asked, sampled, message, stop, self._model, self._template)
+
+    async def _count_tokens(self, dialect: Dialect, request: web.Request) -> web.Response:
+        """Return the number of tokens that the prompt of a request has."""
+        session = self._session_of(request)
+        asked = dialect.read(await request.read(), self._rules)
+        _, prompt = session.places.of_chat(self._template_of(asked), asked.conversation or [])
+        return web.json_response({"input_tokens": len(prompt)})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session_of(request)
@@ -134,27 +137,26 @@ class Gateway:
         return web.json_response({"object": "list", "data": [model]})
 
     def _session_of(self, request: web.Request) -> Session:
-        """Return the session of a request's key. Raises Refused if there is none."""
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if key in self._ended:
-            raise episode_over(self._ended[key])
-        if key not in self._sessions:
-            raise unknown_key()
-        return self._sessions[key]
+        """Return the session of a request's key. Raises RefusedRequest if there is none."""
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        for key in (request.headers.get("x-api-key", ""), bearer):  # Anthropic's header, and everyone else's
+            if key in self._ended:
+                raise episode_over(self._ended[key])
+            if key in self._sessions:
+                return self._sessions[key]
+        raise unknown_key()
 
-    def _template_of(self, body: ChatBody) -> ChatTemplate:
+    def _template_of(self, asked: AgentRequest) -> ChatTemplate:
         """Return the run's template with the agent's own tools and arguments."""
-        tools = body.tools if body.tools and body.tool_choice != "none" else []
-        arguments = self._template.arguments | (body.chat_template_kwargs or {})
-        return msgspec.structs.replace(self._template, tools=tools, arguments=arguments)
+        arguments = self._template.arguments | asked.template_arguments
+        return msgspec.structs.replace(self._template, tools=asked.tools, arguments=arguments)
 
-    def _text_prompt(self, session: Session, body: TextBody) -> tuple[list[int], str | None]:
+    def _text_prompt(self, session: Session, prompt: str | list[Any]) -> tuple[list[int], str | None]:
         """Return the tokens of a prompt, and its text if it is one.
 
         Raises:
             RefusedRequest: If the prompt is neither one text nor one list of tokens.
         """
-        prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             (prompt,) = prompt
         if isinstance(prompt, str):
@@ -181,40 +183,42 @@ class Gateway:
                 pass
             else:
                 if template.tools or not calls:
-                    return spoken(cut_at(message["content"], stops), message.get(REASONING), calls, turn.turn_id)
-        return spoken(cut_at(self._template.spoken(turn.token_ids), stops), None, (), turn.turn_id)
+                    content, _ = cut_at(message["content"], stops)
+                    return spoken(content, message.get(REASONING), calls, turn.turn_id)
+        content, _ = cut_at(self._template.spoken(turn.token_ids), stops)
+        return spoken(content, None, (), turn.turn_id)
+
+
+def cut_at(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
+    """Cut a text before the stop text that ended the turn, as the APIs do. Return that stop text too, if any."""
+    found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+    place, stop = min(found, default=(len(text), None))
+    return text[:place], stop
 
 
 @web.middleware
 async def refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Write errors in the form of the dialect whose path the client has used."""
     try:
         return await handler(request)
-    except DataError as error:
-        refused = RefusedRequest(str(error))
-    except web.HTTPException as error:
+    except web.HTTPNotFound:
+        served = ", ".join(dialect.path for dialect in DIALECTS)
         refused = RefusedRequest(
-            error.reason, code="not_found" if error.status == 404 else "not_possible", status=error.status
+            f"{request.path} is not served, but {served} are; end the base_url in /v1 for clients of OpenAI, and before "
+            "/v1 for those of Anthropic",
+            code="not_found",
+            status=404,
         )
-    except RefusedRequest as error:
-        refused = error
-    return web.json_response(refused.body, status=refused.status, headers=NO_RETRY)
+    except Exception as error:
+        refused = refused_by(error)
+    dialect = next((one for one in DIALECTS if request.path.startswith(one.path)), CHAT_COMPLETIONS)
+    return web.json_response(dialect.error(refused), status=refused.status, headers=NO_RETRY)
 
 
 def check_connected(request: web.Request) -> None:
-    """Raise Refused if the agent has disconnected.
+    """Raise RefusedRequest if the agent has disconnected.
 
     The agent would otherwise act on another answer than the recorded one.
     """
     if request.transport is None or request.transport.is_closing():
         raise RefusedRequest("the client has disconnected", code="gone", status=499)
-
-
-async def answered(request: web.Request, reply: Reply, body: Body) -> web.StreamResponse:
-    if not body.stream:
-        return web.Response(body=json.dumps(reply), content_type="application/json")
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-    await response.prepare(request)
-    for event in events(reply, includes_usage=body.includes_usage):
-        await response.write(event)
-    await response.write_eof()
-    return response

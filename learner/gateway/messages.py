@@ -1,15 +1,15 @@
-"""Convert an agent's messages for the chat template, match recorded turns, and refuse in OpenAI's form.
+"""Convert an agent's messages for the chat template, match recorded turns, and refuse requests.
 
     messages of a request ─▶ read ─▶ (starts_with: up to a recorded turn) ─▶ the template
 
-This sits between `openai_api.py` and `session.py`.
+This sits between `dialects/` and `session.py`. Messages have the form of chat completions, whatever the dialect.
 Invariants: messages that the agent has changed are another conversation. Only the reasoning may be missing,
-because OpenAI's clients do not send it back. No refusal invites a retry: the request would be refused again, and the
+because many clients do not send it back. No refusal invites a retry: the request would be refused again, and the
 run itself has already waited for its servers.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,27 +18,23 @@ from learner.prompts.chat_template import Message, storable
 
 REASONING = "reasoning_content"
 NO_RETRY = {"x-should-retry": "false"}
-"""Header that OpenAI's clients respect."""
+"""Header that the clients of OpenAI and Anthropic respect."""
 
 
 class RefusedRequest(Exception):
-    """Error response to a request."""
+    """Error response to a request. Each dialect has its own form of it."""
 
     def __init__(
         self, message: str, *, code: str = "invalid_request", parameter: str | None = None, status: int = 400
     ) -> None:
         super().__init__(message)
-        self.status, self._code, self._parameter = status, code, parameter
-
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status == 400 else self._code
-        return {"error": {"message": str(self), "type": kind, "param": self._parameter, "code": self._code}}
+        self.status, self.code, self.parameter = status, code, parameter
 
 
 def unknown_key() -> RefusedRequest:
     return RefusedRequest(
-        "the API key belongs to no episode; use the agent's key unchanged (api_key, or OPENAI_API_KEY)",
+        "the API key belongs to no episode; use the agent's key unchanged (api_key, OPENAI_API_KEY, or "
+        "ANTHROPIC_API_KEY)",
         code="invalid_api_key",
         status=401,
     )
@@ -52,11 +48,15 @@ def episode_over(state: str) -> RefusedRequest:
     )
 
 
-def read_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """Convert the messages of a request. Raises RefusedRequest if one is invalid."""
-    if not messages:
-        raise RefusedRequest("messages is empty; expected at least one", parameter="messages")
-    read = [_read(message, f"messages[{number}]") for number, message in enumerate(messages)]
+def read_messages(messages: Iterable[tuple[str, dict[str, Any]]], parameter: str) -> list[Message]:
+    """Convert the messages of a request, each with its place in the request, such as `messages[2]`.
+
+    Raises:
+        RefusedRequest: If there is none or one is invalid. It names `parameter`.
+    """
+    read = [_read(message, where, parameter) for where, message in messages]
+    if not read:
+        raise RefusedRequest(f"{parameter} is empty; expected at least one message", parameter=parameter)
     names = {call["id"]: call["function"]["name"] for one in read for call in one.get("tool_calls", ()) if "id" in call}
     for message in read:
         if message["role"] == "tool" and message.get("tool_call_id") in names:
@@ -102,36 +102,36 @@ def _essence(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "name"} | {"content": message["content"].strip()}
 
 
-def _read(message: dict[str, Any], where: str) -> Message:
+def _read(message: dict[str, Any], where: str, parameter: str) -> Message:
     if not isinstance(message.get("role"), str):
-        raise RefusedRequest(f"{where} has no role; expected one such as 'user'", parameter="messages")
+        raise RefusedRequest(f"{where} has no role; expected one such as 'user'", parameter=parameter)
     # developer: OpenAI's newer name of the role, which few templates know
     role = "system" if message["role"] == "developer" else message["role"]
-    read: Message = {"role": role, "content": _text(message.get("content"), where)}
+    read: Message = {"role": role, "content": text_of(message.get("content"), where, parameter)}
     for key in ("name", "tool_call_id", REASONING):
         if message.get(key):
             read[key] = message[key]
     if message.get("tool_calls"):
-        read["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+        read["tool_calls"] = [_call(call, where, parameter) for call in message["tool_calls"]]
     return read
 
 
-def _text(content: Any, where: str) -> str:
+def text_of(content: Any, where: str, parameter: str) -> str:
     """Join text parts. Raises RefusedRequest for other parts, which the policy cannot see."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise RefusedRequest(
-            f"the content of {where} has parts that are not text; send text parts only", parameter="messages"
+            f"the content of {where} has parts that are not text; send text parts only", parameter=parameter
         )
     return "".join(part["text"] for part in parts)
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _call(call: Any, where: str, parameter: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RefusedRequest(f"{where} has a tool call without a function name; add one", parameter="messages")
+        raise RefusedRequest(f"{where} has a tool call without a function name; add one", parameter=parameter)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         # The policy sees its own malformed JSON unchanged.
@@ -143,6 +143,6 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     except (ValueError, OverflowError, RecursionError) as error:
         raise RefusedRequest(
             f"{where} has a tool call that cannot be stored ({error}); send its arguments as JSON text",
-            parameter="messages",
+            parameter=parameter,
         ) from error
     return {"id": call["id"], **read} if call.get("id") else read

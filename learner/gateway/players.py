@@ -12,6 +12,7 @@ after learner.environment.episode_deadline_s.
 import asyncio
 import logging
 import os
+import re
 import socket
 import sys
 from contextlib import ExitStack
@@ -261,8 +262,8 @@ def _reward_of(
         return outcome
     if not isinstance(outcome.reward, dict):
         return outcome.reward
-    by_id = {name.rpartition("-")[2]: reward for name, reward in outcome.reward.items()}
-    unknown = [name for name in outcome.reward if name.rpartition("-")[2] not in session.turns]
+    by_id = {_turn_id(name): reward for name, reward in outcome.reward.items()}
+    unknown = [name for name in outcome.reward if _turn_id(name) not in session.turns]
     if unknown:
         return ProcessFailure(
             "failed", f"returned a reward for {unknown[0]!r}, which is not the id of one of its completions"
@@ -272,6 +273,11 @@ def _reward_of(
     rewards = by_id if by_turn else {name: reward / len(by_id) for name, reward in by_id.items()}
     session.rate_turns(rewards)
     return sum(rewards.values())
+
+
+def _turn_id(completion_id: str) -> str:
+    """Return the turn of a completion. Each dialect has its own prefix, such as `chatcmpl-` or `resp_`."""
+    return re.split("[-_]", completion_id)[-1]
 
 
 def _plain(value: Any) -> Any:

@@ -140,6 +140,25 @@ def test_an_environment_of_skyrl_gym_is_played_turn_by_turn(interpreter: Callabl
         assert [message["role"] for message in episode.messages] == ["assistant", "user", "assistant"]
 
 
+def test_mini_swe_agent_repairs_a_repository(
+    interpreter: Callable[..., str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    python, script = interpreter("mini-swe-agent"), AGENTS / "mini_swe_agent.py"
+    (row,) = rows_of(python, str(script), "--size", "1")
+    edit, _, submit = row["demonstration"].partition(" && ")
+    in_two_turns = (f"{edit}\n```", f"Now I submit.\n```mswea_bash_command\n{submit}")
+    for turns, reward in (((row["demonstration"],), 1.0), (in_two_turns, 1.0), (("I cannot.",) * 3, 0.0)):
+        group = play_with_agent(
+            row | {"environment": "local"}, row["prompt"], script_of(*turns), agent=f"{script}:run", python=python
+        )
+        for episode in group.episodes:
+            assert (episode.reward, episode.course.state) == (reward, "finished")
+            assert episode.course.num_turns == len(turns) and (reward == 0 or len(episode.branches) == 1)
+    monkeypatch.setenv("MSWEA_BUBBLEWRAP_EXECUTABLE", "no-such-command")
+    assert play_with_agent(row, row["prompt"], agent=f"{script}:run", python=python).episodes == []
+    assert "the environment 'bubblewrap' runs no command" in caplog.text
+
+
 def test_a_taskset_of_verifiers_is_played_by_its_own_loop(interpreter: Callable[..., str]) -> None:
     python, script = interpreter("verifiers", "uv"), AGENTS / "verifiers_tasksets.py"
     (packages,) = Path(python).parent.parent.glob("lib/python*/site-packages")

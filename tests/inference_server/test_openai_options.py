@@ -159,6 +159,12 @@ def test_a_tool_call_is_parsed_from_each_api_and_from_a_stream(server: RealServe
         answer = client.responses.create(model=name, input="hello", tools=[RESPONSES_TOOL], temperature=0)
         (item,) = (item for item in answer.output if item.type == "function_call")
         assert (item.name, json.loads(item.arguments)) == ("add", expected)
+        events = list(
+            client.responses.create(model=name, input="hello", tools=[RESPONSES_TOOL], temperature=0, stream=True)
+        )
+        (item,) = (event.item for event in events if event.type == "response.output_item.done"
+                   and event.item.type == "function_call")  # fmt: skip
+        assert (item.name, json.loads(item.arguments)) == ("add", expected)
         stream = client.chat.completions.create(
             model=name, messages=HELLO, tools=[CHAT_TOOL], temperature=0, stream=True
         )
@@ -168,6 +174,9 @@ def test_a_tool_call_is_parsed_from_each_api_and_from_a_stream(server: RealServe
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         message = client.messages.create(model=name, max_tokens=20, messages=HELLO, tools=[MESSAGES_TOOL])
         (block,) = (block for block in message.content if block.type == "tool_use")
+        assert (block.name, block.input) == ("add", expected)
+        with client.messages.stream(model=name, max_tokens=20, messages=HELLO, tools=[MESSAGES_TOOL]) as parts:
+            (block,) = (block for block in parts.get_final_message().content if block.type == "tool_use")
         assert (block.name, block.input) == ("add", expected)
 
 

@@ -14,7 +14,7 @@ from learner.gateway.agent_host import command_of, outcome
 from learner.gateway.players import AGENT_HOST
 
 TIMEOUT_S = 60.0
-REQUEST = {"row": {"worth": 1.0}, "base_url": "http://none", "api_key": "k"}
+REQUEST = {"row": {"worth": 1.0}, "base_url": "http://none/v1", "api_key": "k"}
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,9 @@ def test_an_agent_that_raises_or_returns_another_type_has_failed(returned: Any) 
     [
         ("echo said; echo 0.75", {"reward": 0.75}), ("echo", {"reward": None}), ("echo true", {"reward": None}),
         ("echo '{\"chatcmpl-1\": 1}'", {"reward": {"chatcmpl-1": 1.0}}),
-        ('test "$OPENAI_BASE_URL $OPENAI_API_KEY" = "http://none k" && echo "$SLIPSTREAM_ROW"',
+        ('test "$OPENAI_BASE_URL $OPENAI_API_KEY" = "http://none/v1 k" && echo "$SLIPSTREAM_ROW"',
             {"reward": {"worth": 1.0}}),
+        ('test "$ANTHROPIC_BASE_URL $ANTHROPIC_API_KEY" = "http://none k" && echo 1', {"reward": 1}),
     ],
 )  # fmt: skip
 def test_the_last_printed_line_of_a_command_is_its_reward(command: str, result: dict[str, Any]) -> None:
