@@ -23,6 +23,7 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
     log_ratio_BT: torch.Tensor
     logprobs_BT: torch.Tensor
     advantages_B1: torch.Tensor
+    """Advantage of each row; with learner.kl.place = "advantage" that of each token, of shape BT."""
     mask_BT: torch.Tensor
 
 

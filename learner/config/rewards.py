@@ -64,12 +64,13 @@ class JudgeConfig(Section):
 class RewardConfig(Section):
     """Reward functions of a run, and their limits."""
 
-    functions: tuple[str, ...]
+    functions: tuple[str, ...] = ()
     """Reward functions, each `module:function`, `path/to/file.py:function` or a built-in: exact_match,
     last_number, multiple_choice, math_equivalence, json_schema, passes_tests, judge, share_right,
-    think_format, environment_reward."""
+    think_format, environment_reward. None are needed with learner.kl.place = "advantage" (distillation)."""
     weights: tuple[float, ...] | None = None
-    """Weight of each function's rewards in their sum. 0: the function is only logged. Unset: all 1."""
+    """Weight of each function's rewards in their sum. 0: the function is only logged, which all may be with
+    learner.kl.place = "advantage". Unset: all 1."""
     on_none: Literal["unscorable", "skip"] = "unscorable"
     """Reward of a completion for which a function of nonzero weight returns None. "unscorable": no reward,
     and it is left out of the baseline; "skip": the sum of the other functions (TRL's rule), for functions
@@ -124,14 +125,14 @@ class RewardConfig(Section):
 
     def check(self) -> None:
         require(
-            bool(self.functions) and len(set(self.functions)) == len(self.functions),
-            f"functions = {self.functions} must name at least one function, and none twice",
+            len(set(self.functions)) == len(self.functions),
+            f"functions = {self.functions} must name no function twice",
         )
         weights = self.function_weights
         require(
-            len(weights) == len(self.functions) and all(map(math.isfinite, weights)) and any(weights),
+            len(weights) == len(self.functions) and all(map(math.isfinite, weights)),
             f"weights = {self.weights} must be {len(self.functions)} finite numbers, one for each of functions = "
-            f"{self.functions}, not all 0",
+            f"{self.functions}",
         )
         require(
             self.max_memory_mib is None or sys.platform == "linux",

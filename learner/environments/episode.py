@@ -52,10 +52,16 @@ class TokenSequence(Part, frozen=True):
     """Reason for the end. "length": the episode was cut off."""
     prompt_token_ids: np.ndarray | None = None
     """The branch's own prompt. None: the group's prompt."""
+    reference_logprobs: np.ndarray | None = None
+    """Logprobs from the reference's server, of every token. None: the learner computes them, or needs none."""
 
     def __post_init__(self) -> None:
         check_array(self.token_ids, "int32", "token_ids")
         check_array(self.behaviour_logprobs, "float32", "behaviour_logprobs")
+        if self.reference_logprobs is not None:
+            check_array(self.reference_logprobs, "float32", "reference_logprobs")
+            if len(self.reference_logprobs) != len(self.token_ids):
+                raise ValueError(f"{len(self.token_ids)} tokens but {len(self.reference_logprobs)} reference logprobs")
         covered = sum(count for _, count in self.versions)
         if not len(self.token_ids) == len(self.behaviour_logprobs) == covered:
             raise ValueError(

@@ -52,8 +52,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     weights_B: torch.Tensor
     proximal_logprobs_BT: torch.Tensor | None = None
     reference_logprobs_BT: torch.Tensor | None = None
+    """Logprobs that arrived with the rows from the reference's server, or are from precompute_logprobs."""
     policy_mask_BT: torch.Tensor | None = None
-    """Mask from precompute_logprobs, like the two fields above; each is set only if the loss needs it."""
+    """Mask from precompute_logprobs, like the proximal logprobs; each is set only if the loss needs it."""
 
 
 def step_rows(
@@ -106,9 +107,9 @@ def trained_rows(
     """Return the branches that carry the loss.
 
     These are the branches of groups with signal. With a KL or an entropy term in the loss, which needs no
-    signal, they are the branches of all groups. With `mask_truncated`, only finished branches remain.
+    signal, or the KL in the advantage, they are the branches of all groups. With `mask_truncated`, only finished branches remain.
     """
-    needs_no_signal = config.loss.entropy_coef > 0 or (config.kl.is_on and config.kl.place == "loss")
+    needs_no_signal = config.loss.entropy_coef > 0 or (config.kl.is_on and config.kl.place != "reward")
     return [
         row
         for rows_G, advantages_G in zip(step_rows(groups, advantages_P_G, config), advantages_P_G, strict=True)
@@ -140,6 +141,10 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
         mask_BT[b, :end] = is_trained & branch.is_sampled_T & np.isfinite(branch.behaviour_logprobs)
         behaviour_logprobs_BT[b, :end] = branch.behaviour_logprobs
         versions_BT[b, :end] = branch.versions_T
+    references = [row.branch.reference_logprobs for row in rows if row.branch.reference_logprobs is not None]
+    reference_logprobs_BT = np.zeros(shape_BT, np.float32)
+    for b, reference_T in enumerate(references):
+        reference_logprobs_BT[b, : len(reference_T)] = reference_T
     groups = [list(rows_G) for _, rows_G in groupby(rows, key=lambda row: row.group)]
 
     def on_device(values: object, dtype: type) -> torch.Tensor:
@@ -156,6 +161,7 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
         places_B=on_device([row.place for row in rows], np.int64),
         advantages_B=on_device([row.advantage for row in rows], np.float32),
         weights_B=on_device([row.weight for row in rows], np.float32),
+        reference_logprobs_BT=on_device(reference_logprobs_BT, np.float32) if len(references) == len(rows) else None,
     )
 
 

@@ -66,6 +66,7 @@ def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
         metrics["policy/ess"] = sums["ratio"] ** 2 / (trained * sums["ratio_squared"])
         if "reference_kl" in sums:
             metrics["reference/kl"] = sums["reference_kl"] / trained
+            metrics["reference/reverse_kl"] = sums["reverse_kl"] / trained
         if config.rejects_tokens:
             metrics |= _correction_metrics(sums, total, trained)
     if sums["fresh_tokens"]:
@@ -112,7 +113,7 @@ def group_metrics(groups: list[RolloutGroup], version: int) -> dict[str, float]:
     within = [statistics.pstdev(scored) for group in groups if len(scored := _scored(group)) > 1]
     if within:
         metrics["batch/group_reward_std"] = statistics.fmean(within)
-    if rewards:
+    if rewards and groups[0].rewards_by_function:
         metrics |= {"reward/mean": statistics.fmean(rewards), "reward/std": statistics.pstdev(rewards)}
     for name in groups[0].rewards_by_function:
         values = [value for group in groups for value in group.rewards_by_function[name] if value is not None]
@@ -198,16 +199,16 @@ class RatioRange:
         """Per micro-batch: negated lowest log-ratio, highest log-ratio, largest pull, its multiplier, and the
         sum of pulls. The tensors stay on the GPU, because reading them now would wait for it."""
 
-    def update(self, log_ratio_BT: torch.Tensor, pull_BT: torch.Tensor, plain_pull_B: torch.Tensor) -> None:
+    def update(self, log_ratio_BT: torch.Tensor, pull_BT: torch.Tensor, plain_pull_B1: torch.Tensor) -> None:
         """Record log-ratios to the behavior policy and pulls, |∂ loss / ∂ logprob|.
 
-        Both are 0 outside the mask: a ratio of 1 is never extreme. `plain_pull_B` is the pull of a row's
-        tokens by weight and advantage alone.
+        Both are 0 outside the mask: a ratio of 1 is never extreme. `plain_pull_B1` is the pull of a row's
+        tokens by weight and advantage alone, or that of each token.
         """
         low, high = log_ratio_BT.float().nan_to_num().aminmax()
         pull_BT = pull_BT.float().nan_to_num()
         heaviest = pull_BT.argmax()
-        pull, plain_pull = pull_BT.flatten()[heaviest], plain_pull_B[heaviest // pull_BT.shape[1]].float()
+        pull, plain_pull = pull_BT.flatten()[heaviest], plain_pull_B1.expand_as(pull_BT).flatten()[heaviest].float()
         self._seen.append(torch.stack([-low, high, pull, pull / plain_pull.clamp(min=MIN_PULL), pull_BT.sum()]))
 
     def pop_metrics(self, accelerator: Accelerator, num_updates: int) -> dict[str, float]:

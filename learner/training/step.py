@@ -18,7 +18,7 @@ import torch
 
 from learner.algorithm.advantages import StepRewards, combined_advantages, step_advantages
 from learner.algorithm.kl import masked
-from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
+from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss, token_advantages
 from learner.algorithm.plug_in import advantages_of
 from learner.config import LearnerConfig
 from learner.forward.lm_head import EntropyUse
@@ -225,7 +225,8 @@ def _micro_batch_loss(
     # How strongly each token moves the policy. The gradient stops at the logprobs, so it costs next to
     # nothing.
     (pull_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)
-    trainer.extremes.update(log_ratio_BT, pull_BT.abs(), (batch.weights_B * batch.advantages_B).abs())
+    advantages_B1 = token_advantages(inputs, config.kl, trainer.kl_coef)
+    trainer.extremes.update(log_ratio_BT, pull_BT.abs(), (batch.weights_B.unsqueeze(1) * advantages_B1).abs())
     trainer.mismatch.update(batch.places_B, fresh_BT, mismatch_BT)
     sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
     sums["fresh_tokens"] = fresh_BT.sum().float()

@@ -13,7 +13,7 @@ import msgspec
 from protocol.messages.parts import Message, Name, Version
 from protocol.messages.push import Rendezvous
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_REPLICAS = 1024
 MAX_TRIAL_BYTES = 256 << 20
 
@@ -34,7 +34,7 @@ def new_learner_id() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
 
 
-class Hello(Message):
+class Hello(Message, omit_defaults=True):  # lets a server of another protocol version read the version
     """First message of a learner, repeated until the server answers."""
 
     run: Name
@@ -44,6 +44,9 @@ class Hello(Message):
     """Name of the sending process, from `new_learner_id`. It prevents two processes of one run from taking the
     server from each other. Empty: a learner before protocol version 8, which must still receive the
     version error."""
+    only_scores: bool = False
+    """Whether the run only requests Scores of the server's own model, a frozen reference. Only the tokenizer
+    must then match."""
 
 
 class Welcome(Message):
@@ -70,6 +73,8 @@ class Welcome(Message):
     group. A Score names its replica by number."""
     max_lora_rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     """Maximum rank of a LoRA adapter that a weight sync may bring separately. 0: only full weights."""
+    model_digest: Name = ""
+    """Digest of the weights in the server's model files (model_digest.py). Empty: unknown."""
 
 
 class Refused(Message, omit_defaults=True):  # lets a learner of another protocol version read the reason
