@@ -64,7 +64,7 @@ def colocate(arguments: list[str]) -> int:
     )  # fmt: skip
     places = server_places(config, launch.server_run)
     rank_places(config, launch.learner_run, port=0)  # raises ConfigError before any process is started
-    if (reference := reference_place(config, launch.learner_run)) is not None:
+    if (reference := reference_place(config, launch.server_run, launch.learner_run)) is not None:
         places.append(reference)
     servers = {place.name: partial(node.start, node.server, place) for place in places}
     return Supervisor(servers, node.start_learner, config).run()

@@ -169,13 +169,13 @@ def server_places(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
     return places
 
 
-def reference_place(config: DeployConfig, run: LearnerRun) -> ProcessSpec | None:
+def reference_place(config: DeployConfig, server_run: ServerRun, learner_run: LearnerRun) -> ProcessSpec | None:
     """Return the spec of the reference's server, if this node starts one.
 
     Raises:
-        ConfigError: If the run has no reference on a server.
+        ConfigError: If the run has no reference on a server, or the server's own section contradicts the placement.
     """
-    endpoint = run.learner.reference.endpoint
+    endpoint = learner_run.learner.in_effect().reference.endpoint
     if config.reference_model is None:
         return None
     if endpoint is None:
@@ -184,6 +184,8 @@ def reference_place(config: DeployConfig, run: LearnerRun) -> ProcessSpec | None
             "as in tcp://127.0.0.1:5767"
         )
     flags = ["--model", config.reference_model, "--endpoint", endpoint, "--server.http-port", "0"]
+    if config.reference_gpus:
+        flags += _workers(server_run, len(config.reference_gpus))
     if config.reference_cores:
         flags += ["--server.cpu-cores", *map(str, config.reference_cores)]
     return ProcessSpec(name="reference", flags=tuple(flags), environment=_visible(config, config.reference_gpus))

@@ -168,7 +168,7 @@ def test_a_resume_refuses_another_model_on_the_reference_server(tmp_path: Path) 
             train(run_with(tmp_path, server, on_server.endpoint, steps=1), resume=False)
         with (
             reference_server(other) as on_server,
-            pytest.raises(ConfigError, match="digest .*, but the run's reference"),
+            pytest.raises(ConfigError, match=r"digest .*, but the run's reference"),
         ):
             train(run_with(tmp_path, server, on_server.endpoint, steps=2), resume=True)
         with pytest.raises(ConfigError, match=r"endpoint = None: the reference of .* was on a server"):
