@@ -234,7 +234,7 @@ def schedule(
                 player=player,
                 has_evaluations=has_evaluations,
                 has_reference=has_reference,
-            )  # fmt: skip
+            )
         )
     if num_of_workers:
         faults = [
