@@ -193,7 +193,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         Raises:
             ParityError: Tokens of this version were sampled with other weights. They are not trained on.
         """
-        last_connected = last_note = time.monotonic()
+        started = last_connected = last_note = time.monotonic()
         while not interrupt.requested:
             if self.fleet.is_connected:
                 last_connected = time.monotonic()
@@ -201,7 +201,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             elif time.monotonic() - last_connected > self.run_inputs.run.learner.connect_timeout_s:
                 raise self.fleet.no_server()
             if self.reference is not None:
-                self.reference.keep_ready()
+                self.reference.keep_ready(started)
             self.fleet.on_wait()
             if is_held := self.evaluations.holds:
                 time.sleep(POLL_INTERVAL_S)

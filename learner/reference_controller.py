@@ -68,13 +68,14 @@ class ReferenceController(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 self._write()
             self.scores.server.version = self.state.version
         log.info("waiting for the reference's server at %s", self.scores.server.endpoint)
-        while not self.keep_ready():
+        started = time.monotonic()
+        while not self.keep_ready(started):
             self.published.still_waiting()
             time.sleep(POLL_INTERVAL_S)
 
-    def keep_ready(self) -> bool:
+    def keep_ready(self, waits_since: float) -> bool:
         """Check the server, and refill it, when it is new. Raises as ReferenceServer.keep_ready."""
-        return self.scores.server.keep_ready(self._check)
+        return self.scores.server.keep_ready(self._check, waits_since)
 
     def refresh(self, version: int) -> None:
         """Make the current policy the reference."""

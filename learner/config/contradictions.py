@@ -20,9 +20,9 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
     if config.max_staleness == 0:  # the next step needs groups of the new version
         unmet_needs["weight_sync.overlap_with_training"] = "max_staleness above 0"
     if not config.reward.functions:
-        unmet_needs |= dict.fromkeys(
-            ("advantage.baseline", "advantage.scale", "curriculum.kind", "signal_reward"), "reward.functions"
-        )
+        unmet_needs |= dict.fromkeys(("curriculum.kind", "reward.only_logged"), "reward.functions")
+    if not config.reward.functions or config.reward.only_logged:
+        unmet_needs |= dict.fromkeys(("advantage.baseline", "advantage.scale"), "rewards to learn from")
     if sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
         unmet_needs["advantage.combine"] = "two reward functions of nonzero weight"
     if not config.kl.is_on:
@@ -94,11 +94,10 @@ def _check_rewards(config: "LearnerConfig") -> None:
 def _check_without_rewards(config: "LearnerConfig") -> None:
     """Check that a reward is there, or that the run needs none."""
     reward, is_advantage = config.reward, config.kl.is_advantage
-    is_set = any(reward.function_weights)
-    named = f"weights = {reward.weights}" if reward.functions else "functions = []"
+    nothing = "reward.only_logged = true" if reward.functions else "reward.functions = []"
     require(
-        is_set or is_advantage,
-        f"reward.{named} rewards nothing; name a function of nonzero weight, or distill from a reference with "
+        is_advantage or (bool(reward.functions) and not reward.only_logged),
+        f"{nothing} leaves nothing to learn from; reward with a function, or distill from a reference with "
         'kl.place = "advantage"',
     )
     require(
@@ -119,7 +118,8 @@ def _check_without_rewards(config: "LearnerConfig") -> None:
     for key, is_used in needs_functions.items():
         require(
             not is_used or bool(reward.functions),
-            f"{key} needs a reward function; add one to reward.functions, with weight 0 if it is only to be logged",
+            f"{key} needs a reward function; add one to reward.functions, with reward.only_logged = true to learn from "
+            "the reference alone",
         )
 
 

@@ -69,8 +69,9 @@ class RewardConfig(Section):
     last_number, multiple_choice, math_equivalence, json_schema, passes_tests, judge, share_right,
     think_format, environment_reward. None are needed with learner.kl.place = "advantage" (distillation)."""
     weights: tuple[float, ...] | None = None
-    """Weight of each function's rewards in their sum. 0: the function is only logged, which all may be with
-    learner.kl.place = "advantage". Unset: all 1."""
+    """Weight of each function's rewards in their sum. 0: the function is only logged. Unset: all 1."""
+    only_logged: bool = False
+    """Whether rewards are logged and evaluated but not learned from, with learner.kl.place = "advantage"."""
     on_none: Literal["unscorable", "skip"] = "unscorable"
     """Reward of a completion for which a function of nonzero weight returns None. "unscorable": no reward,
     and it is left out of the baseline; "skip": the sum of the other functions (TRL's rule), for functions
@@ -130,9 +131,11 @@ class RewardConfig(Section):
         )
         weights = self.function_weights
         require(
-            len(weights) == len(self.functions) and all(map(math.isfinite, weights)),
+            len(weights) == len(self.functions)
+            and all(map(math.isfinite, weights))
+            and (any(weights) or not self.functions),
             f"weights = {self.weights} must be {len(self.functions)} finite numbers, one for each of functions = "
-            f"{self.functions}",
+            f"{self.functions}, not all 0",
         )
         require(
             self.max_memory_mib is None or sys.platform == "linux",

@@ -311,6 +311,4 @@ def _total(config: RewardConfig, functions: Sequence[FunctionRewards], rewards: 
     terms = [weight * reward for weight, _, reward in weighed if reward is not None]
     has_failed = any(function.outcome != "ok" for _, function, _ in weighed)
     is_whole = len(terms) == len(weighed) or config.on_none == "skip"
-    if not weighed:  # only logged functions, in on-policy distillation
-        return 0.0
     return sum(terms) if terms and is_whole and not has_failed else None

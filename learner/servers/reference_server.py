@@ -46,9 +46,7 @@ class ReferenceServer:
         self.endpoint, self._connect_timeout_s = config.endpoint, run.learner.connect_timeout_s
         own = msgspec.structs.replace(
             run, endpoint=self.endpoint, endpoints=(), endpoints_from=None,
-            learner=msgspec.structs.replace(
-                run.learner, reference=msgspec.structs.replace(config, endpoint=None, timeout_s=600.0)
-            ),
+            learner=msgspec.structs.replace(run.learner, reference=msgspec.structs.replace(config, endpoint=None)),
         )  # fmt: skip
         self.fleet = Fleet(own, msgspec.structs.replace(hello, only_scores=copy is None), loop)
         sync_config = msgspec.structs.replace(run.learner.weight_sync, compression="none", lora="merged")
@@ -72,11 +70,11 @@ class ReferenceServer:
         self.fleet.is_over = is_over
         self.fleet.leave()
 
-    def keep_ready(self, check: Callable[[str, Welcome], None]) -> bool:
+    def keep_ready(self, check: Callable[[str, Welcome], None], waits_since: float) -> bool:
         """Check the server, and send it the copy, whenever it is new or has lost its weights.
 
-        `check(endpoint, welcome)` raises ConfigError if the server does not fit the run. Returns whether the server
-        is ready.
+        `check(endpoint, welcome)` raises ConfigError if the server does not fit the run. `waits_since` is when the
+        caller began to wait, by the monotonic clock. Returns whether the server is ready.
 
         Raises:
             ConfigError: The server does not fit the run.
@@ -86,7 +84,7 @@ class ReferenceServer:
         self.fleet.loop.raise_failure()
         welcome = self._member.welcome
         if welcome is None:
-            if time.monotonic() - self._seen_at > self._connect_timeout_s:
+            if time.monotonic() - max(self._seen_at, waits_since) > self._connect_timeout_s:
                 raise DeadlineExceeded(
                     f"no server of the reference answers at {self.endpoint} (learner.reference.endpoint) after "
                     f"{self._connect_timeout_s:g} s; start it with `slipstream serve`, or raise "

@@ -91,6 +91,8 @@ def advantages(groups: list[RolloutGroup], config: LearnerConfig) -> list[list[f
 
     The config's built-in rule or the user's own function computes them.
     """
+    if not config.reward.functions or config.reward.only_logged:  # the KL is the advantage of each token
+        return [[0.0] * len(group.rewards_G) for group in groups]
     rewards_P_G, by_function_P = [group.rewards_G for group in groups], [group.rewards_by_function for group in groups]
     weights = config.reward.weight_by_name
     if config.advantage.function is not None:
