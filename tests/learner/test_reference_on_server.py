@@ -10,9 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
+from learner.policy.server_reference import FILE
 from learner.train import train
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused
 from protocol.model_digest import digest_model
@@ -97,6 +100,12 @@ def test_a_killed_and_restarted_reference_loses_nothing_and_a_resume_has_the_sam
         train(part, resume=False)
         stop.set()
         thread.join()
+        # As if the learner had refreshed the reference once more, and had died before the next checkpoint.
+        newer = Path(part.run_dir) / "checkpoints" / FILE
+        with safe_open(newer, "pt") as stored:
+            moved, metadata = {name: stored.get_tensor(name) + 0.1 for name in stored.keys()}, stored.metadata()  # noqa: SIM118
+        save_file(moved, tmp_path / FILE, metadata)
+        (tmp_path / FILE).replace(newer)
         with reference_server(endpoint=endpoint):
             whole = run_with(tmp_path / "part", server, endpoint, reference=EVERY, steps=8)
             train(whole, resume=True)
