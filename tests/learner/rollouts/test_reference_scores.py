@@ -66,7 +66,7 @@ def make_group(slot: int, *completions: list[int]) -> RolloutGroup:
             behaviour_logprobs=np.zeros(len(tokens), np.float32),
             versions=[(0, len(tokens))],
             finish_reason="stop",
-        )  # fmt: skip
+        )
         for tokens in completions
     ]
     rewards = [0.0] * len(branches)
