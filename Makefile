@@ -38,12 +38,13 @@ test: $(STAMP)  ## run the tests of every commit (ARGS="-k loss -x")
 test-system: $(STAMP)  ## run those that need real vLLM, several ranks, two hosts or a browser
 	@$(PYTEST) -m "system and not gpu and not slow" $(ARGS)
 
-chaos: $(STAMP)  ## kill, stop and cut off every part of a run: 3 faults with vLLM, 24 with a fake engine
+chaos: $(STAMP)  ## kill, stop and cut off every part of a run: 3 faults with vLLM, 27 with a fake engine
 	@$(PY) -m tests.chaos --engine real --faults 3 $(ARGS)
 	@$(PY) -m tests.chaos --engine fake --faults 12 $(ARGS)
 	@$(PY) -m tests.chaos --engine fake --faults 3 --environment $(ARGS)
 	@$(PY) -m tests.chaos --engine fake --faults 3 --agent $(ARGS)
 	@$(PY) -m tests.chaos --engine fake --faults 3 --evaluation $(ARGS)
+	@$(PY) -m tests.chaos --engine fake --faults 3 --reference $(ARGS)
 	@$(PY) -m tests.chaos --engine fake --faults 3 --servers 3 $(ARGS)
 
 gpu-bench:  ## on a GPU: server, learner and weight sync beside TRL, in the active environment (docs/performance.md)

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.arguments import Launch, evaluation_flags, read_arguments
-from deploy.placement import DeployConfig, ProcessSpec, rank_places, server_places
+from deploy.placement import DeployConfig, ProcessSpec, rank_places, reference_place, server_places
 from deploy.supervisor import SupervisedProcess, Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
@@ -66,6 +66,8 @@ def colocate(arguments: list[str]) -> int:
     )  # fmt: skip
     places = server_places(config, launch.server_run)
     rank_places(config, launch.learner_run, port=0)  # raises ConfigError before any process is started
+    if (reference := reference_place(config, launch.server_run, launch.learner_run)) is not None:
+        places.append(reference)
     servers = {place.name: partial(node.start, node.server, place) for place in places}
     return Supervisor(servers, node.start_learner, config).run()
 
@@ -108,14 +110,24 @@ def with_gpus(config: DeployConfig, server_run: ServerRun, gpus: Sequence[int]) 
 
 
 def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: LearnerRun) -> DeployConfig:
-    """Give each side half of the cores, unless any are assigned or there is a GPU."""
+    """Give each side half of the cores, unless any are assigned or there is a GPU.
+
+    The server of a reference gets a part of the servers' half, or shares it if that is one core.
+    """
     num_cores = len(os.sched_getaffinity(0))
     of_config = (config.server_gpus, config.learner_gpus, config.server_cores, config.learner_cores)
     is_assigned = any((*of_config, server_run.server.cpu_cores, learner_run.learner.cpu_cores))
     if is_assigned or has_gpu() or num_cores < 2:
         return config
     of = halves(num_cores)
-    return msgspec.structs.replace(config, server_cores=(of["server"],), learner_cores=(of["learner"],))
+    server_cores = of["server"]
+    reference_cores = server_cores[len(server_cores) // 2 :] if config.reference_model and len(server_cores) > 1 else ()
+    return msgspec.structs.replace(
+        config,
+        server_cores=(tuple(core for core in server_cores if core not in reference_cores),),
+        learner_cores=(of["learner"],),
+        reference_cores=reference_cores,
+    )
 
 
 def shared_gpu_note(config: DeployConfig, server_run: ServerRun) -> str | None:

@@ -71,6 +71,13 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Cores of each server, as positions in the list of cores that colocate may use."""
     learner_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
     """Cores of each learner rank, as positions in the same list."""
+    reference_model: str | None = None
+    """Model of one more server, at learner.reference.endpoint, which colocate starts with the other settings of
+    [server]. Unset: the reference's server, if there is one, is started separately."""
+    reference_gpus: Annotated[Places, tyro.conf.Suppress] = ()
+    """GPUs of this server."""
+    reference_cores: Annotated[Places, tyro.conf.Suppress] = ()
+    """Cores of this server, as positions in the same list."""
     restart: Literal["never", "on-failure"] = "never"
     """Reaction to a server that exits or a learner that fails. never: end the run; on-failure: restart it,
     the learner with --resume, unless its exit code is 2, an error that a person has to solve."""
@@ -99,7 +106,9 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 )
         _refuse_shared("server_gpus", self.server_gpus)  # the learner may share one (transport ipc)
         _refuse_shared("learner_gpus", tuple((gpu,) for gpu in self.learner_gpus))
-        _refuse_shared("server_cores and learner_cores", (*self.server_cores, *self.learner_cores))
+        of_reference = tuple(filter(None, (self.reference_cores,)))
+        cores = (*self.server_cores, *self.learner_cores, *of_reference)
+        _refuse_shared("server_cores, learner_cores and reference_cores", cores)
         if self.max_restarts < 1:
             raise ValueError(
                 f'max_restarts = {self.max_restarts} must be at least 1; to disable restarts, set restart = "never"'
@@ -161,6 +170,28 @@ def server_places(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
     return places
 
 
+def reference_place(config: DeployConfig, server_run: ServerRun, learner_run: LearnerRun) -> ProcessSpec | None:
+    """Return the spec of the reference's server, if this node starts one.
+
+    Raises:
+        ConfigError: If the run has no reference on a server, or the server's own section contradicts the placement.
+    """
+    endpoint = learner_run.learner.in_effect().reference.endpoint
+    if config.reference_model is None:
+        return None
+    if endpoint is None:
+        raise ConfigError(
+            f"deploy.reference_model = {config.reference_model!r}, but learner.reference.endpoint is not set; set it, "
+            "as in tcp://127.0.0.1:5767"
+        )
+    flags = ["--model", config.reference_model, "--endpoint", endpoint, "--server.http-port", "0"]
+    if config.reference_gpus:
+        flags += _workers(server_run, len(config.reference_gpus))
+    if config.reference_cores:
+        flags += ["--server.cpu-cores", *map(str, config.reference_cores)]
+    return ProcessSpec(name="reference", flags=tuple(flags), environment=_visible(config, config.reference_gpus))
+
+
 def rank_places(config: DeployConfig, run: LearnerRun, port: int) -> list[ProcessSpec]:
     """Return the spec of each rank. The ranks rendezvous at `port`.
 
@@ -209,7 +240,7 @@ def _workers(run: ServerRun, num_gpus: int) -> list[str]:
 
 def _visible(config: DeployConfig, gpus: tuple[int, ...]) -> dict[str, str]:
     """Return the environment that limits a process to its GPUs, which may be none."""
-    if not config.server_gpus and not config.learner_gpus:
+    if not config.server_gpus and not config.learner_gpus and not config.reference_gpus:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
 

@@ -79,6 +79,11 @@ def check_launch(launch: Launch) -> None:
                 f"{key} = {value!r}, but Ray chooses the nodes of the servers; remove it, and set deploy.ray.servers "
                 "to the number of servers"
             )
+    if launch.config.reference_model is not None:
+        raise ConfigError(
+            f"deploy.reference_model = {launch.config.reference_model!r}, but only colocate starts a reference's "
+            "server; remove it, and start that server yourself"
+        )
     if (num_nodes := launch.server_run.server.nnodes) > 1:
         raise ConfigError(
             f"server.nnodes = {num_nodes}, but under Ray all workers of a server are on one node; remove it"

@@ -175,8 +175,9 @@ async def _serve(run: ServerRun) -> None:
         open_things.callback(channel.close)
         from inference_server.http import build_http
         from inference_server.server import Server
+        from protocol.model_digest import digest_model
 
-        server = Server(channel, engine, prepared.model, run.server)
+        server = Server(channel, engine, prepared.model, run.server, digest_model(prepared.model_path))
         where = f"http://{address_of(run.server)}" if listener else "off"
 
         def log_ready() -> None:

@@ -127,7 +127,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_engine_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
     """Maximum number of engine restarts within an hour. One more death stops the server."""
     stall_timeout_s: Seconds = 300.0
-    """Maximum time without a token from an engine that has groups, in seconds. After that, the engine is
+    """Maximum time without a step of an engine that has groups or scores, in seconds. After that, the engine is
     restarted. Weight syncs do not count, and a prefill chunk of a long prompt counts as a token."""
     pause_timeout_s: Seconds = 60.0
     """Maximum time for the engine to pause, set a version or resume around a weight sync, in seconds. After

@@ -67,8 +67,16 @@ MAX_IGNORED_PEERS = 1_000
 class Server:
     """Server of one learner at a time."""
 
-    def __init__(self, channel: ServerChannel, engine: Engine, model: ModelFingerprint, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        channel: ServerChannel,
+        engine: Engine,
+        model: ModelFingerprint,
+        config: ServerConfig,
+        model_digest: str = "",
+    ) -> None:
         self._channel, self._engine, self._model, self._config = channel, engine, model, config
+        self._model_digest, self._num_scores = model_digest, 0
         self._server_id = _new_id()
         self._started_at = time.monotonic()
         self._tenancy = Tenancy(config.orphan_timeout_s, time.monotonic())
@@ -288,6 +296,7 @@ class Server:
                 max_concurrent_sequences=limits.max_concurrent_sequences, is_untouched=self._pushes.engine_is_untouched,
                 num_replicas=limits.num_replicas, max_lora_rank=limits.max_lora_rank,
                 quantization=limits.quantization,
+                model_digest=self._model_digest,
             )
         )  # fmt: skip
         await self._groups.deliver_rest()
@@ -302,7 +311,14 @@ class Server:
                 reason=f"the learner has protocol version {hello.protocol_version}, the server {PROTOCOL_VERSION}; "
                 "install the same slipstream-rl on both sides"
             )
-        if hello.model != self._model:
+        if hello.only_scores:
+            if hello.model.tokenizer_hash != self._model.tokenizer_hash:
+                return Refused(
+                    reason=f"the tokenizer of the learner's model ({_describe_model(hello.model)}) is not that of the "
+                    f"server's ({_describe_model(self._model)}), so token ids would not mean the same; serve a "
+                    "reference with the same tokenizer files"
+                )
+        elif hello.model != self._model:
             return Refused(
                 reason=f"the learner's model is {_describe_model(hello.model)}, "
                 f"the server's {_describe_model(self._model)}; start both with the same `model` in the config"
@@ -352,7 +368,7 @@ class Server:
 
     def _check_progress(self) -> None:
         self._groups.time_out_stalled()
-        self._stall.check(self._groups.num_running)
+        self._stall.check(self._groups.num_running + self._num_scores)
 
     async def _forget_engine(self) -> None:
         self._server_id = _new_id()
@@ -387,7 +403,12 @@ class Server:
 
     async def _score(self, request: Score) -> None:
         has_weights = self._pushes.version_of_run is not None or self._pushes.engine_is_untouched
-        await self._notify(await scores_of(request, self._engine, has_weights=has_weights))
+        self._num_scores += 1
+        try:
+            scores = await scores_of(request, self._engine, has_weights=has_weights)
+        finally:
+            self._num_scores -= 1
+        await self._notify(scores)
 
 
 def _new_id() -> str:

@@ -20,6 +20,8 @@ from learner.evaluation.background import Evaluations
 from learner.gateway.players import open_agents, open_player
 from learner.policy.published import PublishedPolicy
 from learner.policy.rope import check_server_rope
+from learner.policy.server_reference import ServerReference
+from learner.reference_controller import ReferenceController
 from learner.report.dashboard import start_dashboard
 from learner.report.records import Timeline
 from learner.report.run_log import RunLog
@@ -71,6 +73,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     run_inputs: RunInputs
     fleet: Fleet
+    reference: ReferenceController | None
     buffer: RolloutBuffer
     rewards: RewardWorkers
     rollouts: Rollouts
@@ -86,7 +89,12 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     @classmethod
     @contextmanager
     def open(
-        cls, run_inputs: RunInputs, run_dir: RunDir, published: PublishedPolicy, checkpoint: Path | None
+        cls,
+        run_inputs: RunInputs,
+        run_dir: RunDir,
+        published: PublishedPolicy,
+        reference: ServerReference | None,
+        checkpoint: Path | None,
     ) -> Iterator["Controller"]:
         """Restore the records at the checkpoint; start the reward workers and rollouts.
 
@@ -110,11 +118,16 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             workers = RewardWorkers(config.reward)
             cleanup.callback(workers.close)
             player = open_player(run, run_inputs.prompts, cleanup, asks_attributes=bool(workers.with_environments))
+            after_loop = cleanup.enter_context(ExitStack())  # closed when the loop has stopped
             fleet = _open_fleet(run_inputs, run_dir, cleanup)
             fleet.on_wait, fleet.on_change = published.still_waiting, timeline.record
             buffer = RolloutBuffer(run, run_inputs.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)
             scorer = Scorer(config, run_inputs.tokenizer, workers)
-            rollouts = Rollouts(run, fleet, buffer, scorer, ledger)
+            on_server = None
+            if reference is not None:
+                on_server = ReferenceController.open(run_inputs, reference, published, fleet, after_loop)
+                cleanup.callback(on_server.close, fleet)
+            rollouts = Rollouts(run, fleet, buffer, scorer, ledger, on_server.scores if on_server else None)
             cleanup.callback(rollouts.close)
             rollouts.start(version, open_agents(run, run_inputs.prompts, fleet.loop, cleanup) or player)
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup, config.steps)
@@ -128,6 +141,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             yield cls(
                 run_inputs=run_inputs,
                 fleet=fleet,
+                reference=on_server,
                 buffer=buffer,
                 rewards=workers,
                 rollouts=rollouts,
@@ -152,6 +166,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             log.info("waiting for %s", self.fleet.describe())
         while (mismatch := self._sync(self.fleet.wait(), version)) is None:
             pass
+        if self.reference is not None:
+            self.reference.connect(version)
         record_data(self.run_dir.data_digests, self.run_inputs.prompts)
         if self.run_dir.has_started:
             self.evaluations.resume(version)
@@ -186,13 +202,15 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         Raises:
             ParityError: Tokens of this version were sampled with other weights. They are not trained on.
         """
-        last_connected = last_note = time.monotonic()
+        started = last_connected = last_note = time.monotonic()
         while not interrupt.requested:
             if self.fleet.is_connected:
                 last_connected = time.monotonic()
                 self._sync_joiners(version)
             elif time.monotonic() - last_connected > self.run_inputs.run.learner.connect_timeout_s:
                 raise self.fleet.no_server()
+            if self.reference is not None:
+                self.reference.keep_ready(started)
             self.fleet.on_wait()
             if is_held := self.evaluations.holds:
                 time.sleep(POLL_INTERVAL_S)
@@ -251,6 +269,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             metrics["bottleneck/learner"] = learner_s(metrics, metrics["perf/server_idle_frac"])
         metrics |= self.evaluations.pop_metrics()
         metrics |= self.rollouts.batch_metrics | self.run_inputs.prompts.metrics | self.rewards.latencies.pop_metrics()
+        if self.reference is not None and metrics["reference/refreshed"]:
+            self.reference.refresh(step)
         self.log.step(step, metrics)
         self.evaluations.after_step(step, times["time/step"])
         self.log.sample(step, groups[0], self.run_inputs.tokenizer, lambda: self._columns_of(groups[0]))

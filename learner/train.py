@@ -19,6 +19,7 @@ from accelerate.utils import set_seed
 from learner.config import LearnerRun
 from learner.controller import Controller, RankZero
 from learner.evaluation.background import is_due
+from learner.policy.server_reference import ServerReference
 from learner.rank_agreement import decide_on_rank_0
 from learner.run_inputs import RunInputs
 from learner.servers.quantization import choose_correction
@@ -73,8 +74,11 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
             )
             return run_dir.path if run_dir else None
         published = trainer.published
+        on_server = trainer.reference if isinstance(trainer.reference, ServerReference) else None
         controller = (
-            cleanup.enter_context(Controller.open(run_inputs, run_dir, published, checkpoint)) if run_dir else None
+            cleanup.enter_context(Controller.open(run_inputs, run_dir, published, on_server, checkpoint))
+            if run_dir
+            else None
         )
         lead = RankZero(controller, published)
         records = (

@@ -251,10 +251,11 @@ async def serving(
     model: ModelFingerprint = MODEL,
     endpoint: str = "tcp://127.0.0.1:*",
     keys: ServerKeys | None = None,
+    model_digest: str = "",
 ) -> AsyncIterator[Serving]:
     """Run the real server on a scripted engine in the current loop."""
     channel = ServerChannel(endpoint, keys)
-    server = Server(channel, engine, model, config)
+    server = Server(channel, engine, model, config, model_digest)
     task = asyncio.create_task(server.serve())
     try:
         yield Serving(server=server, endpoint=channel.endpoint, task=task)

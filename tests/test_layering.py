@@ -28,8 +28,8 @@ FORBIDDEN = {
 ORDER = (  # folders and top files of the learner: each may import only earlier ones
     "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "run_inputs",
     "rewards",
-    "rollouts", "training", "storage", "evaluation", "report", "publishing", "controller", "doctor", "train", "starter",
-    "__main__",
+    "rollouts", "training", "storage", "evaluation", "report", "publishing", "reference_controller", "controller",
+    "doctor", "train", "starter", "__main__",
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Folders that must not import each other."""

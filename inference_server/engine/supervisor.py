@@ -213,20 +213,20 @@ class StallDetector:
         self._moved: dict[int, tuple[int | None, float]] = {}
         """Step counter of each replica, with the time of its last change."""
 
-    def check(self, num_groups: int) -> None:
-        """Check for a stall.
+    def check(self, num_requests: int) -> None:
+        """Check for a stall, given the number of running groups and scores.
 
         Raises:
-            EngineDead: Groups are running, and a replica with requests made no progress for too long.
+            EngineDead: Requests are running, and a replica with requests made no progress for too long.
         """
         now, steps = self._clock(), self._engine.num_steps
         for replica, num_steps in enumerate(steps):
             before, moved_at = self._moved.get(replica, (None, now))
-            if num_groups == 0 or num_steps is None or num_steps != before:
+            if num_requests == 0 or num_steps is None or num_steps != before:
                 self._moved[replica] = (num_steps, now)
             elif now - moved_at > self._timeout_s:
                 who = "the engine" if len(steps) == 1 else f"replica {replica}, which has requests,"
                 raise EngineDead(
                     f"{who} sampled no token for {self._timeout_s:g} s (server.stall_timeout_s) with "
-                    f"{counted(num_groups, 'group')} running"
+                    f"{counted(num_requests, 'request')} running"
                 )

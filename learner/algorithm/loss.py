@@ -65,7 +65,6 @@ def policy_loss(
     """
     mask_BT = inputs.mask_BT.bool() & torch.isfinite(inputs.behaviour_logprobs_BT)
     weights_B1 = inputs.weights_B.float().unsqueeze(1)
-    advantages_BT = masked(inputs.advantages_BT.float(), mask_BT)
     logprobs_BT, behaviour_BT = masked(inputs.logprobs_BT, mask_BT), masked(inputs.behaviour_logprobs_BT, mask_BT)
     proximal = inputs.logprobs_BT.detach() if inputs.proximal_logprobs_BT is None else inputs.proximal_logprobs_BT
     staleness_BT = masked(inputs.staleness_BT, mask_BT)
@@ -73,6 +72,7 @@ def policy_loss(
 
     assert inputs.picked_BT is not None or config.objective not in PICKS
     picked_BT = torch.zeros_like(mask_BT) if inputs.picked_BT is None else inputs.picked_BT & mask_BT
+    advantages_BT = token_advantages(inputs, kl, kl_coef)
     tokens = PickedTokens(clamped(logprobs_BT - anchor_BT), logprobs_BT, advantages_BT, mask_BT, picked_BT)
     objective_BT, held_BT = objective_of(config.objective)(tokens, config)
     counts = multiplier(
@@ -106,6 +106,7 @@ def policy_loss(
     if inputs.reference_logprobs_BT is not None:
         d_BT = clamped(masked(inputs.reference_logprobs_BT, mask_BT) - logprobs_BT)
         sums["reference_kl"] = kl_estimate(d_BT.detach(), MEASURE).sum()
+        sums["reverse_kl"] = -d_BT.detach().sum()
         if kl.place == "loss":
             kl_BT = kl_estimate(d_BT, kl.estimator_used)
             weighed_kl_BT = kl_BT * to_behaviour_BT.exp() if kl.importance_weighted else kl_BT
@@ -116,6 +117,22 @@ def policy_loss(
     if inputs.length_quarter_B is not None:
         sums |= _by_length(mask_BT, kept_BT, inputs.length_quarter_B)
     return loss, {name: value.float() for name, value in sums.items()}
+
+
+def token_advantages(inputs: LossInputs, kl: KlConfig, kl_coef: float) -> torch.Tensor:
+    """Return the advantages of the rewards, with the KL of each token in them if it belongs there, shape BT.
+
+        A - kl_coef · (log p - log p_reference)        on-policy distillation (Thinking Machines, 2025)
+
+    p is the policy being trained, without a gradient. Weighted by the ratio r, E[r · A · ∇log p] is then the
+    gradient of -kl_coef · KL(policy ‖ reference) of each token, whichever policy sampled it.
+    """
+    mask_BT = inputs.mask_BT.bool() & torch.isfinite(inputs.behaviour_logprobs_BT)
+    advantages_BT = masked(inputs.advantages_BT.float(), mask_BT)
+    if kl.place != "advantage" or inputs.reference_logprobs_BT is None:
+        return advantages_BT
+    d_BT = clamped(masked(inputs.reference_logprobs_BT, mask_BT) - masked(inputs.logprobs_BT.detach(), mask_BT))
+    return advantages_BT + kl_coef * d_BT
 
 
 def _by_length(mask_BT: torch.Tensor, kept_BT: torch.Tensor, length_quarter_B: torch.Tensor) -> Sums:

@@ -286,10 +286,11 @@ class KlConfig(Section):
     estimator: KlEstimator | None = None
     """KL estimator, with d = log reference - log policy. k1: -d; k2: d² / 2; k3: exp(d) - d - 1; k3_grad_k2:
     the value of k3 with the gradient of k2. In the loss, k3 has the gradient of KL(reference ‖ policy), and
-    k2 that of KL(policy ‖ reference). Unset: k3 in the loss, k1 in the reward."""
-    place: Literal["loss", "reward"] = "loss"
+    k2 that of KL(policy ‖ reference). Unset: k3 in the loss, k1 in the reward and the advantage."""
+    place: Literal["loss", "reward", "advantage"] = "loss"
     """Where the KL applies. loss: added to each token's loss; reward: summed over the completion and
-    subtracted from its reward, before the advantages."""
+    subtracted from its reward, before the advantages; advantage: subtracted from each token's own advantage,
+    after the advantages of the rewards, which may be absent (on-policy distillation)."""
     schedule: Literal["constant", "linear", "target"] = "constant"
     """Schedule of the coefficient. constant: coef; linear: from coef to final_coef over the run; target:
     adapted to hold the KL at `target`."""
@@ -317,24 +318,24 @@ class KlConfig(Section):
             unmet_needs |= dict.fromkeys(("schedule", "final_coef"), "a final_coef other than coef")
         if self.schedule != "target":
             unmet_needs |= dict.fromkeys(("target", "horizon_steps"), 'schedule = "target"')
-        if self.place == "reward":  # the reward has no gradient
+        if self.place != "loss":  # rewards and advantages have no gradient
             unmet_needs["importance_weighted"] = 'place = "loss"'
         return unmet_needs
 
     def check(self) -> None:
         needed = {"constant": "coef", "linear": "final_coef", "target": "target"}[self.schedule]
         require(self._is_defined, f'schedule = "{self.schedule}" needs {needed}')
-        if self.is_on and self.place == "reward":
+        if self.is_on and self.place != "loss":
             require(
                 self.estimator in (None, "k1"),
-                f'estimator = "{self.estimator}" with place = "reward" moves the policy away from the reference where '
+                f'estimator = "{self.estimator}" with place = "{self.place}" moves the policy away from the reference where '
                 'the two are close (see docs/kl-and-reference.md#estimators); set estimator = "k1", or place = "loss"',
             )
         if self.is_on and self.place == "loss":
             require(
                 self.estimator != "k1" or self.importance_weighted,
                 'estimator = "k1" with place = "loss": the expected gradient of log policy - log reference is zero; '
-                'set importance_weighted = true, place = "reward", or another estimator',
+                'set importance_weighted = true, place = "reward" or "advantage", or another estimator',
             )
             require(
                 self.estimator_used in ("k1", "k3") or not self.importance_weighted,
@@ -346,12 +347,17 @@ class KlConfig(Section):
     @property
     def estimator_used(self) -> KlEstimator:
         """Estimator as set, or the default for the place."""
-        return self.estimator or ("k1" if self.place == "reward" else "k3")
+        return self.estimator or ("k3" if self.place == "loss" else "k1")
 
     @property
     def is_on(self) -> bool:
         """True if the coefficient is ever above 0."""
         return self.coef > 0 or (self.schedule == "linear" and bool(self.final_coef))
+
+    @property
+    def is_advantage(self) -> bool:
+        """True if every token's advantage holds the KL, so that a run may have no rewards."""
+        return self.is_on and self.place == "advantage"
 
     @property
     def _is_defined(self) -> bool:

@@ -20,6 +20,12 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
         unmet_needs["max_auto_staleness"] = 'max_staleness = "auto"'
     if config.max_staleness == 0:  # the next step needs groups of the new version
         unmet_needs["weight_sync.overlap_with_training"] = "max_staleness above 0"
+    if not config.reward.functions:
+        unmet_needs |= dict.fromkeys(("curriculum.kind", "reward.only_logged"), "reward.functions")
+    if not config.reward.functions or config.reward.only_logged:
+        unmet_needs |= dict.fromkeys(
+            ("advantage.baseline", "advantage.scale", "advantage.credit"), "rewards to learn from"
+        )
     if sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
         unmet_needs["advantage.combine"] = "two reward functions of nonzero weight"
     if not config.environment.is_used:  # a completion is one turn
@@ -56,13 +62,14 @@ def check_contradictions(config: "LearnerConfig") -> None:
 
 
 def _check_rewards(config: "LearnerConfig") -> None:
+    _check_without_rewards(config)
     require(
-        config.kl.place == "loss" or config.advantage.combine == "sum",
+        config.kl.place != "reward" or config.advantage.combine == "sum",
         'kl.place = "reward" with advantage.combine = "normalize_then_sum": the KL cannot be subtracted from several '
         'rewards; set combine to "sum" or place to "loss"',
     )
     require(
-        config.kl.place == "loss" or config.advantage.scale != "group" or config.advantage.function is not None,
+        config.kl.place != "reward" or config.advantage.scale != "group" or config.advantage.function is not None,
         'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal, only the KL '
         'differs, and dividing by its deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
     )
@@ -115,6 +122,48 @@ def _check_rewards(config: "LearnerConfig") -> None:
         )
 
 
+def _check_without_rewards(config: "LearnerConfig") -> None:
+    """Check that a reward is there, or that the run needs none."""
+    reward, is_advantage = config.reward, config.kl.is_advantage
+    nothing = "reward.only_logged = true" if reward.functions else "reward.functions = []"
+    require(
+        is_advantage or (bool(reward.functions) and not reward.only_logged),
+        f"{nothing} leaves nothing to learn from; reward with a function, or distill from a reference with "
+        'kl.place = "advantage"',
+    )
+    require(
+        not (is_advantage and config.dynamic_sampling),
+        'dynamic_sampling = true with kl.place = "advantage": every group has a signal, the KL of its tokens; set '
+        "dynamic_sampling = false",
+    )
+    require(
+        not (is_advantage and config.off_policy_correction.sequence_mask is not None),
+        f"off_policy_correction.sequence_mask = {config.off_policy_correction.sequence_mask} with kl.place = "
+        '"advantage": each token has its own advantage, so no completion has a negative one; unset sequence_mask',
+    )
+    require(
+        not (is_advantage and config.off_policy_correction.weighted_completions == "negative"),
+        'off_policy_correction.weighted_completions = "negative" with kl.place = "advantage": each token has its own '
+        'advantage, so no completion has a negative one; set it to "all"',
+    )
+    require(
+        not (is_advantage and (config.loss.is_of_completion or config.loss.objective in ("clip_cov", "kl_cov"))),
+        f'kl.place = "advantage" with loss.objective = "{config.loss.objective}", whose ratio or choice of tokens needs '
+        "one advantage for the whole completion, but each token has its own; choose another objective",
+    )
+    needs_functions = {
+        f"evaluation.every_steps = {config.evaluation.every_steps}": config.evaluation.every_steps > 0,
+        "advantage.function": config.advantage.function is not None,
+        f"reward.overlong_buffer_tokens = {reward.overlong_buffer_tokens}": reward.overlong_buffer_tokens is not None,
+    }
+    for key, is_used in needs_functions.items():
+        require(
+            not is_used or bool(reward.functions),
+            f"{key} needs a reward function; add one to reward.functions, with reward.only_logged = true to learn from "
+            "the reference alone",
+        )
+
+
 def _check_corrections(config: "LearnerConfig") -> None:
     correction, objective = config.off_policy_correction, config.loss.objective
     if correction.anchor_used == "proximal":
@@ -156,6 +205,11 @@ def _check_corrections(config: "LearnerConfig") -> None:
 
 def _check_references(config: "LearnerConfig") -> None:
     reference = config.reference
+    require(
+        reference.endpoint is None or config.sampling.temperature == 1,
+        f'reference.endpoint = "{reference.endpoint}" with sampling.temperature = {config.sampling.temperature}: a '
+        "server scores at temperature 1; set sampling.temperature to 1, or remove reference.endpoint",
+    )
     require(
         reference.kind != "none" or not config.kl.is_on,
         f"kl.coef = {config.kl.coef} needs a reference; set reference.kind, or kl.coef to 0",

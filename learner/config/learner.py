@@ -30,8 +30,6 @@ class LearnerConfig(Section):
 
     data: DataConfig
     """Source of the prompts."""
-    reward: RewardConfig
-    """Scoring of the completions."""
     steps: MayChange[AtLeastOne[int]]
     """Number of optimizer steps of the run."""
     groups_per_step: AtLeastOne[int] = 16
@@ -66,6 +64,8 @@ class LearnerConfig(Section):
     the head's operations on logits. It needs a C++ compiler. The first start takes up to two minutes longer;
     later starts reuse torch's cache. A model that cannot be fused runs without, and the log gives the reason.
     "auto": on GPUs."""
+    reward: RewardConfig = RewardConfig()
+    """Scoring of the completions."""
     lora: LoraConfig = LoraConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     dynamic_sampling: bool = False
@@ -203,6 +203,11 @@ class LearnerRun(SharedConfig):
         if len(keys) > 1:
             raise ConfigError(
                 f"{' and '.join(keys)} are set, but each defines the servers of the run; keep one of them"
+            )
+        if self.learner.reference.endpoint in self.servers:
+            raise ConfigError(
+                f'learner.reference.endpoint = "{self.learner.reference.endpoint}" is a server of the run, which has '
+                "the weights of the policy; start another server for the reference"
             )
         if len(set(self.endpoints)) < len(self.endpoints):
             raise ConfigError(f"endpoints = {list(self.endpoints)} contains a server twice; list each endpoint once")

@@ -4,10 +4,12 @@ import math
 import re
 from typing import Literal
 
-from learner.config.section import AtLeastOne, Fraction, NotNegative, Positive, Section, any_of, require
+from learner.config.section import AtLeastOne, Fraction, NotNegative, Positive, PositiveFinite, Section, any_of, require
 from protocol.config_keys import MayChange
 
 ReferenceKind = Literal["none", "fixed", "every", "ema", "adaptive", "mixture"]
+ON_SERVER: tuple[ReferenceKind, ...] = ("fixed", "every", "adaptive")
+"""Kinds that a server can hold: its own model, or a copy of the policy."""
 NEEDS: dict[ReferenceKind, tuple[str, ...]] = {
     "none": (),
     "fixed": (),
@@ -98,15 +100,25 @@ class ReferenceConfig(Section):
     """Location of the weights between passes, in the run's dtype (ema: float32). same: that of the policy;
     cpu: host memory, pinned if there is CUDA; or a GPU such as cuda:1. This frees memory only between passes:
     each pass runs on the policy's device, with one copy of the weights moved to it."""
+    endpoint: MayChange[str | None] = None
+    """Endpoint of an inference server that computes the reference's logprobs, which the learner then does not
+    hold (docs/distillation.md). fixed: the model that this server was started with, which may be another one
+    with the same tokenizer, a teacher; every or adaptive: a copy of the policy, sent to it by a weight sync.
+    Unset: the learner holds the reference."""
+    timeout_s: MayChange[PositiveFinite[float]] = 600.0
+    """Maximum time for the server at `endpoint` to score one sequence. The run then stops, and a resume
+    continues it. A server that is lost is waited for (learner.connect_timeout_s)."""
 
     def unmet_needs(self) -> dict[str, str]:
         users = {
             key: [kind for kind in NEEDS if key in NEEDS[kind] + MAY_HAVE[kind]]
             for key in self.__struct_fields__
-            if key != "kind"
+            if key not in ("kind", "endpoint", "timeout_s")
         }
+        users["endpoint"] = users["timeout_s"] = [kind for kind in NEEDS if kind != "none"]
         of_other_kinds = {key: any_of("kind", kinds) for key, kinds in users.items() if self.kind not in kinds}
-        return self._unmet_in_the_interval() | of_other_kinds
+        of_place = {"timeout_s": "endpoint"} if self.endpoint is None else {"device": "endpoint unset"}
+        return self._unmet_in_the_interval() | of_place | of_other_kinds
 
     def _unmet_in_the_interval(self) -> dict[str, str]:
         name, first = self._first_interval
@@ -144,6 +156,16 @@ class ReferenceConfig(Section):
         )
         self._check_pattern()
         require(
+            self.endpoint is None or self.kind in ON_SERVER,
+            f'endpoint = "{self.endpoint}" with kind = "{self.kind}": a server holds one copy of a whole policy; set '
+            f"{any_of('kind', ON_SERVER)}, or remove endpoint",
+        )
+        require(
+            self.endpoint is None or self.only is None,
+            f'endpoint = "{self.endpoint}" with only = {self.only!r}: a weight sync sends the whole policy; remove one '
+            "of them",
+        )
+        require(
             re.fullmatch(r"same|cpu|cuda:\d+", self.device) is not None,
             f'device = {self.device!r} must be "same", "cpu" or a GPU such as "cuda:1"',
         )
@@ -165,6 +187,11 @@ class ReferenceConfig(Section):
             self.max_every_steps is None or first is None or self.max_every_steps >= first,
             f"max_every_steps = {self.max_every_steps} must not be below {name} = {first}, with which growth starts",
         )
+
+    @property
+    def is_synced(self) -> bool:
+        """True if a server holds copies of the policy, which weight syncs send."""
+        return self.endpoint is not None and self.kind != "fixed"
 
     @property
     def _first_interval(self) -> tuple[str, int | None]:

@@ -66,12 +66,14 @@ class JudgeConfig(Section):
 class RewardConfig(Section):
     """Reward functions of a run, and their limits."""
 
-    functions: tuple[str, ...]
+    functions: tuple[str, ...] = ()
     """Reward functions, each `module:function`, `path/to/file.py:function` or a built-in: exact_match,
     last_number, multiple_choice, math_equivalence, json_schema, passes_tests, judge, share_right,
-    think_format, environment_reward."""
+    think_format, environment_reward. None are needed with learner.kl.place = "advantage" (distillation)."""
     weights: tuple[float, ...] | None = None
     """Weight of each function's rewards in their sum. 0: the function is only logged. Unset: all 1."""
+    only_logged: bool = False
+    """Whether rewards are logged and evaluated but not learned from, with learner.kl.place = "advantage"."""
     on_none: Literal["unscorable", "skip"] = "unscorable"
     """Reward of a completion for which a function of nonzero weight returns None. "unscorable": no reward,
     and it is left out of the baseline; "skip": the sum of the other functions (TRL's rule), for functions
@@ -126,12 +128,14 @@ class RewardConfig(Section):
 
     def check(self) -> None:
         require(
-            bool(self.functions) and len(set(self.functions)) == len(self.functions),
-            f"functions = {self.functions} must name at least one function, and none twice",
+            len(set(self.functions)) == len(self.functions),
+            f"functions = {self.functions} must name no function twice",
         )
         weights = self.function_weights
         require(
-            len(weights) == len(self.functions) and all(map(math.isfinite, weights)) and any(weights),
+            len(weights) == len(self.functions)
+            and all(map(math.isfinite, weights))
+            and (any(weights) or not self.functions),
             f"weights = {self.weights} must be {len(self.functions)} finite numbers, one for each of functions = "
             f"{self.functions}, not all 0",
         )

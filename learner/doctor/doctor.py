@@ -65,6 +65,10 @@ def examine(run: LearnerRun) -> Iterator[Finding]:
         examined = [
             ("" if len(endpoints) == 1 else f"{endpoint}: ", examine_server(run, endpoint)) for endpoint in endpoints
         ]
+        reference = run.learner.in_effect().reference
+        if reference.endpoint is not None:
+            findings = examine_server(run, reference.endpoint, only_scores=not reference.is_synced)
+            examined.append((f"the reference at {reference.endpoint}: ", findings))
         for server, findings in examined:
             yield from _until("transport", runner, server, findings)
         if run.learner.evaluation.every_steps:
@@ -94,8 +98,8 @@ async def _next(findings: AsyncIterator[Finding]) -> Finding | None:
     return await anext(findings, None)
 
 
-async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Finding]:
-    """Check one server, as far as it can be reached."""
+async def examine_server(run: LearnerRun, endpoint: str, *, only_scores: bool = False) -> AsyncIterator[Finding]:
+    """Check one server, as far as it can be reached. `only_scores`: it holds a frozen reference."""
     found = names(endpoint)
     yield found
     if found.verdict == "problem":
@@ -120,11 +124,14 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
             return
         yield ok("keys", f"{endpoint} accepts this learner's key" if keys else "none on either side")
         for finding in (
-            versions(server_info), tenancy(server_info.run), model(server_info.model, run.model),
+            versions(server_info), tenancy(server_info.run),
+            model(server_info.model, run.model, only_scores=only_scores),
             dtype(run, server_info.dtype, server_info.quantization),
             clock(offset_s, slack_s),
         ):  # fmt: skip
             yield finding
+        if only_scores:
+            return
         found = transport(run, server_info)
         yield found
         if found.verdict != "problem":
@@ -157,8 +164,8 @@ def versions(server_info: ServerInfo) -> Finding:
     )
 
 
-def model(theirs: ModelFingerprint, name: str) -> Finding:
-    """Check that both sides have the same model, as the handshake does."""
+def model(theirs: ModelFingerprint, name: str, *, only_scores: bool = False) -> Finding:
+    """Check that both sides have the same model, or for a frozen reference tokenizer, as the handshake does."""
     try:
         path = local_model(name)
         if path is None:
@@ -168,11 +175,13 @@ def model(theirs: ModelFingerprint, name: str) -> Finding:
         return problem_of("model", error, "set `model` to one that both sides have")
     differ = [
         f"{field} {getattr(theirs, field)} at the server, {getattr(ours, field)} here"
-        for field in theirs.__struct_fields__
+        for field in (("tokenizer_hash",) if only_scores else theirs.__struct_fields__)
         if getattr(theirs, field) != getattr(ours, field)
     ]
     if differ:
         return problem("model", f"the models differ: {'; '.join(differ)}", "start both sides with the same `model`")
+    if only_scores:
+        return ok("model", f"a {theirs.architecture} of {theirs.size} with the same tokenizer")
     return ok("model", f"the same {theirs.architecture} of {theirs.size} on both sides")
 
 

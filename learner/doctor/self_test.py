@@ -35,6 +35,7 @@ from learner.config import (
 from learner.controller import Controller
 from learner.doctor.noise import ComparedTokens, NoiseMeasurement, bounds, floor
 from learner.forward.logprobs import token_logprobs
+from learner.policy.server_reference import ServerReference
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
 from learner.servers.parity import coarser, comparison
@@ -102,7 +103,8 @@ def connected(run: LearnerRun, command: str) -> Iterator[tuple[PolicyTrainer, Co
         cleanup.callback(run_dir.close)
         run_inputs = RunInputs(run)
         trainer = make_trainer(run_inputs, accelerator, is_new=False)
-        controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, None))
+        on_server = trainer.reference if isinstance(trainer.reference, ServerReference) else None
+        controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, on_server, None))
         controller.connect(0)
         trainer.run = choose_correction(trainer.run, is_quantized=controller.is_quantized)
         controller.fleet.is_over = True
@@ -131,15 +133,16 @@ def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
     """
     # At least 1, so that a batch is in flight while another is taken. Above max_token_staleness, so that this
     # key stays in effect.
+    # Without rewards, only the reference gives a run something to learn from.
+    unused = {} if run.learner.kl.is_advantage else {"kl": KlConfig(), "reference": ReferenceConfig()}
     max_staleness = max(1, (run.learner.in_effect().off_policy_correction.max_token_staleness or 0) + 1)
     return in_directory(
         run,
         directory,
         steps=NUM_BATCHES,
         max_staleness=max_staleness,
-        kl=KlConfig(),
-        reference=ReferenceConfig(),
         dynamic_sampling=False,
+        **unused,
     )
 
 

@@ -59,12 +59,18 @@ class TokenSequence(Part, frozen=True):
     """The branch's own prompt. None: the group's prompt."""
     turns: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """Turns in the sequence: the index of the turn in its episode, and its number of tokens. Empty: one turn."""
+    reference_logprobs: np.ndarray | None = None
+    """Logprobs from the reference's server, of every token. None: the learner computes them, or needs none."""
 
     def __post_init__(self) -> None:
         check_array(self.token_ids, "int32", "token_ids")
         check_array(self.behaviour_logprobs, "float32", "behaviour_logprobs")
         if self.turns and (in_turns := sum(count for _, count in self.turns)) != self.num_sampled:
             raise ValueError(f"turns of {in_turns} tokens; expected the {self.num_sampled} sampled tokens")
+        if self.reference_logprobs is not None:
+            check_array(self.reference_logprobs, "float32", "reference_logprobs")
+            if len(self.reference_logprobs) != len(self.token_ids):
+                raise ValueError(f"{len(self.token_ids)} tokens but {len(self.reference_logprobs)} reference logprobs")
         covered = sum(count for _, count in self.versions)
         if not len(self.token_ids) == len(self.behaviour_logprobs) == covered:
             raise ValueError(

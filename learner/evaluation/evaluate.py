@@ -36,7 +36,7 @@ from learner.prompts.reasoning import texts_of
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.servers.loop_thread import LoopThread
-from protocol.errors import RewardError
+from protocol.errors import ConfigError, RewardError
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,11 @@ SCORING_S = 60.0
 
 def evaluate(run: LearnerRun) -> list[Evaluation]:
     """Sample, rate, compare and record each set. Raises SlipstreamError."""
+    if not run.learner.reward.functions:
+        raise ConfigError(
+            "learner.reward.functions = [] rates no answer; add a function, with learner.reward.only_logged = true to "
+            "learn from the reference alone"
+        )
     sets = sets_of(RunInputs(run))
     # Load the reward functions first: if one is broken, the server must not work for nothing.
     with RewardWorkers(run.learner.reward) as workers, ExitStack() as cleanup:

@@ -182,7 +182,8 @@ def describe(memory: Memory) -> str:
 
 
 def _num_snapshots(config: LearnerConfig) -> int:
-    return 0 if config.reference.kind == "none" else config.reference.num_snapshots or 1
+    is_held = config.reference.kind != "none" and config.reference.endpoint is None
+    return (config.reference.num_snapshots or 1) if is_held else 0
 
 
 def _loading_bytes(shape: ModelShape, run: LearnerRun, num_shards: int, device_type: str) -> int:

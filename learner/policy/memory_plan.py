@@ -206,7 +206,7 @@ def _changes(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[s
     fixed = [key for key, value in to_auto.items() if value != "auto"]
     for keys in [[key] for key in fixed] + ([fixed] if len(fixed) > 1 else []):
         yield " and ".join(f'learner.{key} = "auto"' for key in keys), _with(run, dict.fromkeys(keys, "auto")), room
-    if config.reference.kind != "none" and config.reference.device == "same":
+    if config.reference.kind != "none" and config.reference.endpoint is None and config.reference.device == "same":
         yield 'learner.reference.device = "cpu"', _with(run, {"reference.device": "cpu"}), room
     if config.weight_sync.overlap_with_training:
         key = "weight_sync.overlap_with_training"

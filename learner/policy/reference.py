@@ -114,6 +114,10 @@ class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[int, ...]
     """Policy version of each snapshot, oldest first; ema: at the last move."""
     refresh: RefreshState
+    on_server: bool = False
+    """Whether a server held the reference."""
+    model_digest: str | None = None
+    """Digest of a frozen server's own model."""
 
 
 class Reference:
@@ -224,13 +228,6 @@ class Reference:
         require_same(tensors, read_index(directory), directory)
         read_into(tensors, directory)
         self._versions, self._refresh = state.versions, state.refresh
-
-
-def make_reference(
-    config: ReferenceConfig, policy: nn.Module, accelerator: Accelerator, temperature: float
-) -> Reference | None:
-    """Return the reference, or None if the config has none."""
-    return None if config.kind == "none" else Reference(config, policy, accelerator, temperature)
 
 
 def _refreshed_names(only: str | None, names: list[str]) -> list[str]:

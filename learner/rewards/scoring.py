@@ -45,6 +45,8 @@ class Scorer:
         Raises:
             RewardError: If a function fails too often.
         """
+        if not self._config.reward.functions:  # on-policy distillation
+            return GroupRewards(rewards=[0.0] * len(episodes_G), functions=[])
         rewards = await self.rate(prompt, episodes_G, TrainerState(global_step=step, max_steps=self._config.steps))
         self._failures.record(rewards)
         config = self._config.reward

@@ -4,6 +4,7 @@
     is pending at the server                 server or link: the server's part of the round trip is what the
                                              server reports (Group.server_s), the rest is the link's
     is not scored yet                        reward
+    has no reference logprobs yet            reference (reference_scores.py)
     is not admitted yet                      weight_sync, because the staleness rule allows it with the next version
     (no server generates)                    link
     nothing, and the server has no group     learner
@@ -19,6 +20,7 @@ Part = Literal["server", "reward", "link", "weight_sync"]
 DESCRIPTIONS = {
     "server": "the server's completions",
     "reward": "the reward functions",
+    "reference": "the reference's server",
     "link": "the link to the server",
     "weight_sync": "new weights to reach the server",
     "learner": "the learner's steps, the server idle",

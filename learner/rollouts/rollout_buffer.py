@@ -75,7 +75,7 @@ class RolloutBuffer:
         self._waiting: list[int] = []
         """Heap of the slots that were admitted and may wait for the staleness rule."""
         self._order = SlotOrder(ledger.next_slot(), ledger.next_slot_to_consume(), ledger.passed_over())
-        reward = config.curriculum.reward or config.reward.names[0]
+        reward = config.curriculum.reward or next(iter(config.reward.names), "")
         self._curriculum = Curriculum(config.curriculum, reward, prompts, run.seed, ledger.next_position())
         if self._curriculum.is_on:
             for row in ledger.scored_rows(self._curriculum.restore(kept)):
@@ -254,6 +254,11 @@ class RolloutBuffer:
         """Return what the next batch waits for."""
         with self._changed:
             return self._part(is_connected)
+
+    def scored(self) -> list[RolloutGroup]:
+        """Return the groups that wait for their step, in slot order."""
+        with self._changed:
+            return [slot.group for _, slot in sorted(self._slots.items()) if slot.group is not None]
 
     def num(self, *states: State) -> int:
         """Return the number of slots in these states."""

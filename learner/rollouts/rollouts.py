@@ -25,6 +25,7 @@ from learner.rollouts.dispatcher import Dispatcher
 from learner.rollouts.group_requests import GroupRequest, survivors
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.ledger_storage import CommitQueue
+from learner.rollouts.reference_scores import ReferenceScores
 from learner.rollouts.rollout_buffer import RolloutBuffer, ScoredGroup
 from learner.rollouts.rollout_group import RolloutGroup, keep, scored_group
 from learner.rollouts.turns import EpisodePlayer, Turns
@@ -55,10 +56,14 @@ class Rollouts:
         buffer: RolloutBuffer,
         scorer: Scorer,
         ledger: Ledger,
+        reference: ReferenceScores | None = None,
     ) -> None:
         self._config = run.learner
         self._fleet, self._loop = fleet, fleet.loop
         self._buffer, self._scorer, self._ledger = buffer, scorer, ledger
+        self._reference = reference
+        self._popped: list[RolloutGroup] | None = None
+        """Groups of the next step that wait for the logprobs of the reference's server."""
         self._dispatcher = Dispatcher(run, fleet)
         self._turns: Turns | None = None
         self._version = 0
@@ -95,6 +100,7 @@ class Rollouts:
         Raises:
             RewardError: A reward function failed.
             DataError: No prompt is left, or a server cannot complete one.
+            DeadlineExceeded: The reference's server did not score in time.
             HandshakeRefused: The last server does not fit this run.
             LedgerError: The ledger cannot be read or written.
         """
@@ -102,11 +108,18 @@ class Rollouts:
         while True:
             self._loop.raise_failure()
             remaining_s = deadline - time.monotonic()
-            groups = self._buffer.pop_batch(
+            groups = self._popped or self._buffer.pop_batch(
                 version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)), is_connected=self._fleet.is_generating,
                 published=self._version,
                 on_stale=lambda retry: self._loop.spawn(self._begin_retry(retry)),
             )  # fmt: skip
+            if groups is not None and self._reference is not None:
+                self._popped = groups
+                groups = self._reference.take(
+                    groups, self._buffer.scored(), min(CHECK_INTERVAL_S, max(0.0, remaining_s))
+                )
+            if groups is not None:
+                self._popped = None
             if groups is not None or remaining_s <= 0:
                 return groups
 
@@ -114,11 +127,15 @@ class Rollouts:
     def batch_metrics(self) -> dict[str, float]:
         """Metrics of the last batch, of resent requests and of lost episodes."""
         of_turns = self._turns.metrics if self._turns is not None else {}
-        return self._buffer.batch_metrics | self._dispatcher.metrics | of_turns
+        of_reference = self._reference.pop_metrics() if self._reference is not None else {}
+        return self._buffer.batch_metrics | self._dispatcher.metrics | of_turns | of_reference
 
     @property
     def waits_for(self) -> str:
         """Description of what the next batch waits for."""
+        if self._popped is not None and self._reference is not None:
+            num_groups, place = self._reference.num_pending, self._reference.server.endpoint
+            return f"{counted(num_groups, 'group')} to be scored by the reference's server at {place}"
         part = self._buffer.waits_for(is_connected=self._fleet.is_generating)
         num_pending, num_scoring = self._buffer.num("admitted", "requested"), self._buffer.num("received")
         waited_for = {"link": self._fleet.describe(), "server": f"{counted(num_pending, 'group')} from the server"}
@@ -256,4 +273,6 @@ class Rollouts:
 
     async def _book(self, scored: list[ScoredGroup]) -> None:
         await asyncio.to_thread(self._buffer.score, scored)
+        if self._reference is not None:
+            self._reference.begin(self._buffer.scored())
         self._wake.set()

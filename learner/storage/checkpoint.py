@@ -156,6 +156,14 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: Path) -> CheckpointState
             f'learner.reference.kind = "{now}" is not "{before}", the kind in {checkpoint}; set it to "{before}" to '
             "resume, or choose another run_dir"
         )
+    was_on_server = state.reference is not None and state.reference.on_server
+    endpoint = trainer.config.reference.endpoint
+    if was_on_server != (endpoint is not None):
+        raise ConfigError(
+            f"learner.reference.endpoint = {endpoint!r}: the reference of {checkpoint} was "
+            f"{'on a server' if was_on_server else 'in the learner'}; "
+            f"{'set endpoint' if was_on_server else 'remove endpoint'} to resume, or choose another run_dir"
+        )
     policy = accelerator.unwrap_model(trainer.policy)
     require_same_model(policy, trainer.model_path, trainer.model_digest, checkpoint)
     if not (checkpoint / TRAINED).is_dir():

@@ -26,6 +26,8 @@ from accelerate.checkpointing import save_accelerator_state
 from accelerate.utils import broadcast
 
 from learner.policy.published import Export, copy_for_export
+from learner.policy.reference import Reference
+from learner.policy.server_reference import ServerReference
 from learner.policy.sharding import is_sharded
 from learner.policy.shards import begin_writing, trained, written
 from learner.storage.checkpoint import (
@@ -208,11 +210,14 @@ class CheckpointWriter:
         self._trainer.accelerator.wait_for_everyone()
 
     def _keeps_reference(self, aside: Path, earlier_step: int | None) -> bool:
-        """Hard-link the previous checkpoint's reference if it never changes.
+        """Hard-link the previous checkpoint's reference if it never changes, or the copy of one on a server.
 
         Returns whether it is linked. Linked files exist as long as one checkpoint has them.
         """
         accelerator, reference, is_linked = self._trainer.accelerator, self._trainer.reference, False
+        if isinstance(reference, ServerReference):
+            reference.save(aside / REFERENCE)
+            return True
         if reference is None or not reference.never_changes or earlier_step is None:
             return False
         if accelerator.is_main_process:
@@ -239,7 +244,7 @@ class CheckpointWriter:
         if not (is_sharded(policy) or accelerator.is_main_process):
             return []
         parts = {TRAINED: trained(policy, trainer.optimizer)}
-        if trainer.reference is not None and with_reference:
+        if isinstance(trainer.reference, Reference) and with_reference:
             parts[REFERENCE] = trainer.reference.tensors(policy)
         return [
             begin_writing(tensors, aside / name, group, is_sharded=is_sharded(policy))

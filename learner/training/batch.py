@@ -54,9 +54,11 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     weights_B: torch.Tensor
     proximal_logprobs_BT: torch.Tensor | None = None
     reference_logprobs_BT: torch.Tensor | None = None
+    """Logprobs that arrived with the rows from the reference's server, or are from precompute_logprobs."""
     policy_mask_BT: torch.Tensor | None = None
     picked_BT: torch.Tensor | None = None
-    """Mask from precompute_logprobs, like the three fields above; each is set only if the loss needs it."""
+    """Mask from precompute_logprobs, like the one above and the proximal logprobs; each is set only if the loss
+    needs it."""
 
 
 def step_rows(
@@ -109,9 +111,9 @@ def trained_rows(
     """Return the branches that carry the loss.
 
     These are the branches of groups with signal. With a KL or an entropy term in the loss, which needs no
-    signal, they are the branches of all groups. With `mask_truncated`, only finished branches remain.
+    signal, or the KL in the advantage, they are the branches of all groups. With `mask_truncated`, only finished branches remain.
     """
-    needs_no_signal = config.loss.has_entropy_bonus or (config.kl.is_on and config.kl.place == "loss")
+    needs_no_signal = config.loss.has_entropy_bonus or (config.kl.is_on and config.kl.place != "reward")
     return [
         row
         for rows_G, advantages_G_K in zip(step_rows(groups, advantages_P_G_K, config), advantages_P_G_K, strict=True)
@@ -153,6 +155,10 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
         behaviour_logprobs_BT[b, :end] = branch.behaviour_logprobs
         versions_BT[b, :end] = branch.versions_T
         advantages_BT[b, :end] = row.advantage
+    references = [row.branch.reference_logprobs for row in rows if row.branch.reference_logprobs is not None]
+    reference_logprobs_BT = np.zeros(shape_BT, np.float32)
+    for b, reference_T in enumerate(references):
+        reference_logprobs_BT[b, : len(reference_T)] = reference_T
     groups = [list(rows_G) for _, rows_G in groupby(rows, key=lambda row: row.group)]
 
     def on_device(values: object, dtype: type) -> torch.Tensor:
@@ -169,6 +175,7 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
         places_B=on_device([row.place for row in rows], np.int64),
         advantages_BT=on_device(advantages_BT, np.float32),
         weights_B=on_device([row.weight for row in rows], np.float32),
+        reference_logprobs_BT=on_device(reference_logprobs_BT, np.float32) if len(references) == len(rows) else None,
     )
 
 

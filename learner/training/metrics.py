@@ -72,6 +72,7 @@ def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
         metrics["policy/ess"] = sums["ratio"] ** 2 / (trained * sums["ratio_squared"])
         if "reference_kl" in sums:
             metrics["reference/kl"] = sums["reference_kl"] / trained
+            metrics["reference/reverse_kl"] = sums["reverse_kl"] / trained
         if config.rejects_tokens:
             metrics |= _correction_metrics(sums, total, trained)
     if sums["fresh_tokens"]:
@@ -118,7 +119,7 @@ def group_metrics(groups: list[RolloutGroup], version: int) -> dict[str, float]:
     within = [statistics.pstdev(scored) for group in groups if len(scored := _scored(group)) > 1]
     if within:
         metrics["batch/group_reward_std"] = statistics.fmean(within)
-    if rewards:
+    if rewards and groups[0].rewards_by_function:
         metrics |= {"reward/mean": statistics.fmean(rewards), "reward/std": statistics.pstdev(rewards)}
     for name in groups[0].rewards_by_function:
         values = [value for group in groups for value in group.rewards_by_function[name] if value is not None]

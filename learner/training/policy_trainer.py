@@ -23,7 +23,8 @@ from learner.policy.lora import add_adapter
 from learner.policy.model import compute_in, load_policy
 from learner.policy.model_shape import ModelShape
 from learner.policy.published import PublishedPolicy
-from learner.policy.reference import Reference, make_reference
+from learner.policy.reference import Reference
+from learner.policy.server_reference import ServerReference
 from learner.policy.sharded_loading import CheckpointReader, allocate, filled, in_name_only, make_reader, opened
 from learner.policy.sharding import mesh_shape, shard
 from learner.rank_agreement import decide_on_rank_0, first_problem, require_agreement
@@ -47,7 +48,7 @@ class PolicyTrainer(msgspec.Struct, eq=False, kw_only=True):
     policy: nn.Module
     published: PublishedPolicy
     optimizer: torch.optim.Optimizer
-    reference: Reference | None
+    reference: Reference | ServerReference | None
     kl_coef: float
     entropy: EntropyControl
     shape: ModelShape | None
@@ -159,7 +160,6 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
         f"the weights of {run_inputs.model_path}, or of its warm start,",
         "set `model` to one with finite weights, or lower learner.warm_start.learning_rate",
     )
-    reference = make_reference(config.reference, policy, accelerator, config.sampling.temperature)
     return PolicyTrainer(
         run=run,
         model_path=run_inputs.model_path,
@@ -168,11 +168,20 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
         policy=policy,
         published=PublishedPolicy(accelerator, policy, getattr(torch, run.dtype)),
         optimizer=optimizer,
-        reference=reference,
+        reference=_make_reference(run, policy, accelerator),
         kl_coef=config.kl.coef,
         entropy=EntropyControl(coef=config.loss.entropy_coef),
         shape=run_inputs.shape,
     )
+
+
+def _make_reference(run: LearnerRun, policy: nn.Module, accelerator: Accelerator) -> Reference | ServerReference | None:
+    config = run.learner.reference
+    if config.kind == "none":
+        return None
+    if config.endpoint is not None:
+        return ServerReference(config, run.checkpoint_dir, is_main=accelerator.is_main_process)
+    return Reference(config, policy, accelerator, run.learner.sampling.temperature)
 
 
 def _refuse_sharded(config: LearnerConfig, num_ranks: int) -> None:

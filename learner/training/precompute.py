@@ -13,6 +13,7 @@ from learner.algorithm.kl import MEASURE, clamped, kl_estimate, masked
 from learner.algorithm.objectives import PICKS
 from learner.forward.lm_head import EntropyUse
 from learner.forward.logprobs import Answer, token_logprobs
+from learner.policy.reference import Reference
 from learner.training.batch import MicroBatch
 from learner.training.metrics import StepTimer
 from learner.training.policy_trainer import PolicyTrainer
@@ -24,9 +25,9 @@ def precompute_logprobs(
 ) -> list[MicroBatch]:
     """Return the micro-batches of the step that trains `version`, with the logprobs and masks that the loss needs."""
     config = trainer.config
-    if trainer.reference is not None and config.kl.place == "loss":
+    if trainer.reference is not None and config.kl.place != "reward":
         with timer("reference"):
-            logprobs = trainer.reference.logprobs(trainer.policy, [batch.pack for batch in batches])
+            logprobs = _reference_logprobs(trainer, batches)
         batches = [
             msgspec.structs.replace(batch, reference_logprobs_BT=logprobs_BT)
             for batch, logprobs_BT in zip(batches, logprobs, strict=True)
@@ -72,11 +73,10 @@ def episode_kls(
     accelerator = trainer.accelerator
     kls_N = torch.zeros(num_episodes, dtype=torch.float64, device=accelerator.device)
     measured = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    assert trainer.reference is not None
     with timer("policy_pass"):
         started = _policy_pass(trainer, batches, "none")
     with timer("reference"):
-        references = trainer.reference.logprobs(trainer.policy, [batch.pack for batch in batches])
+        references = _reference_logprobs(trainer, batches)
     for batch, (logprobs_BT, _), reference_BT in zip(batches, started, references, strict=True):
         mask_BT = batch.mask_BT
         d_BT = clamped(masked(reference_BT, mask_BT) - masked(logprobs_BT, mask_BT))
@@ -85,6 +85,21 @@ def episode_kls(
         measured += torch.stack([kl_estimate(d_BT, MEASURE).sum().double(), mask_BT.sum().double()])
     kls_N, (kl, num_tokens) = accelerator.reduce(kls_N, "sum"), accelerator.reduce(measured, "sum").tolist()
     return kls_N.tolist(), kl / max(num_tokens, 1.0)
+
+
+def _reference_logprobs(trainer: PolicyTrainer, batches: list[MicroBatch]) -> list[torch.Tensor]:
+    """Return the reference's logprobs_BT of every micro-batch: from a pass, or as its server has sent them."""
+    if isinstance(trainer.reference, Reference):
+        return trainer.reference.logprobs(trainer.policy, [batch.pack for batch in batches])
+    return [_sent_logprobs(batch) for batch in batches]
+
+
+def _sent_logprobs(batch: MicroBatch) -> torch.Tensor:
+    if batch.reference_logprobs_BT is not None:
+        return batch.reference_logprobs_BT
+    # A micro-batch without rows, which only keeps the ranks in step.
+    assert not batch.mask_BT.any(), "rows without the logprobs of the reference's server"
+    return torch.zeros_like(batch.behaviour_logprobs_BT)
 
 
 @torch.no_grad()

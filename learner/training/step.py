@@ -18,7 +18,7 @@ import torch
 
 from learner.algorithm.credit import AdvantagesByTurn, advantages_by_turn
 from learner.algorithm.kl import masked
-from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
+from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss, token_advantages
 from learner.algorithm.plug_in import advantages_of
 from learner.config import LearnerConfig
 from learner.forward.lm_head import EntropyUse
@@ -93,6 +93,8 @@ def advantages(groups: list[RolloutGroup], config: LearnerConfig) -> AdvantagesB
 
     The config's built-in rule or the user's own function computes them.
     """
+    if not config.reward.functions or config.reward.only_logged:  # the KL is the advantage of each token
+        return [[[0.0]] * len(group.rewards_G) for group in groups]
     rewards = step_rewards(groups, config.reward)
     if config.advantage.function is not None:
         return advantages_of(config.advantage.function, rewards)
@@ -228,8 +230,8 @@ def _micro_batch_loss(
     # How strongly each token moves the policy. The gradient stops at the logprobs, so it costs next to
     # nothing.
     (pull_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)
-    plain_pull_BT = (batch.weights_B.unsqueeze(1) * batch.advantages_BT).abs()
-    trainer.extremes.update(log_ratio_BT, pull_BT.abs(), plain_pull_BT)
+    advantages_BT = token_advantages(inputs, config.kl, trainer.kl_coef)
+    trainer.extremes.update(log_ratio_BT, pull_BT.abs(), (batch.weights_B.unsqueeze(1) * advantages_BT).abs())
     trainer.mismatch.update(batch.places_B, fresh_BT, mismatch_BT)
     sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
     sums["fresh_tokens"] = fresh_BT.sum().float()

@@ -34,7 +34,7 @@ def new_learner_id() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
 
 
-class Hello(Message):
+class Hello(Message, omit_defaults=True):  # lets a server of another protocol version read the version
     """First message of a learner, repeated until the server answers."""
 
     run: Name
@@ -44,6 +44,9 @@ class Hello(Message):
     """Name of the sending process, from `new_learner_id`. It prevents two processes of one run from taking the
     server from each other. Empty: a learner before protocol version 8, which must still receive the
     version error."""
+    only_scores: bool = False
+    """Whether the run only requests Scores of the server's own model, a frozen reference. Only the tokenizer
+    must then match."""
 
 
 class Welcome(Message):
@@ -73,6 +76,8 @@ class Welcome(Message):
     quantization: Name = ""
     """What the server quantizes: weights, the KV cache. It samples from a policy that differs from the learner's
     accordingly, and returns the logprobs of that policy. Empty: nothing."""
+    model_digest: Name = ""
+    """Digest of the weights in the server's model files (model_digest.py). Empty: unknown."""
 
 
 class Refused(Message, omit_defaults=True):  # lets a learner of another protocol version read the reason

@@ -45,18 +45,21 @@ def main() -> None:
         "--agent", dest="player", action="store_const", const="agent", help="like --environment, with agents"
     )
     about.add_argument("--evaluation", action="store_true", help="evaluate; faults hit during evaluations")
+    about.add_argument(
+        "--reference", action="store_true", help="with a reference on a server; faults hit it while it scores"
+    )
     parser.add_argument("--engine", choices=["real", "fake"], default="real")
     parser.add_argument("--out", type=Path, help="log directory (default: a temporary directory, kept on failure)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     arguments = parser.parse_args()
     if arguments.servers < 1:
         parser.error(f"--servers {arguments.servers} must be at least 1")
-    if arguments.evaluation and arguments.servers > 1:
-        parser.error("--evaluation supports only --servers 1")
+    if (arguments.evaluation or arguments.reference) and arguments.servers > 1:
+        parser.error("--evaluation and --reference support only --servers 1")
     directory = arguments.out or Path(tempfile.mkdtemp(prefix="chaos-"))
     report = campaign(
         arguments.seed, arguments.faults, arguments.engine, directory, arguments.servers, arguments.player,
-        arguments.evaluation,
+        arguments.evaluation, arguments.reference,
     )  # fmt: skip
     encoded = msgspec.json.encode(report)
     print((encoded if arguments.json else msgspec.json.format(encoded)).decode())
@@ -69,13 +72,13 @@ def main() -> None:
 
 def campaign(
     seed: int, num_faults: int, engine: Engine, directory: Path, num_servers: int = 1, player: Player | None = None,
-    has_evaluations: bool = False,
+    has_evaluations: bool = False, has_reference: bool = False,
 ) -> Report:  # fmt: skip
     """Run all legs. Writes schedule.json (the planned faults) and legs.json (the results) to `directory`."""
     # Inherited by all processes. The second silences warnings about resources of killed processes.
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
     started = time.monotonic()
-    legs = schedule(seed, num_faults, engine, num_servers, player, has_evaluations)
+    legs = schedule(seed, num_faults, engine, num_servers, player, has_evaluations, has_reference)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "schedule.json").write_bytes(msgspec.json.format(msgspec.json.encode(legs)))
     with ThreadPoolExecutor(NUM_AT_ONCE[engine]) as threads, ProcessPoolExecutor(1, FORKED) as auditor:

@@ -47,6 +47,8 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
     episodes_misjudged: list[str]
     evaluations: EvaluationsFound | None
     """Findings of a run with evaluations."""
+    references_wrong: list[str] = []
+    """Steps after which the reference on a server was not the policy of the step that its interval demands."""
 
 
 def audit_received(directory: Path, config: LearnerRun, leg: Leg) -> Received:
@@ -71,7 +73,18 @@ def audit_received(directory: Path, config: LearnerRun, leg: Leg) -> Received:
         episode_ends=ends_of(groups),
         episodes_misjudged=misjudged,
         evaluations=evaluations,
+        references_wrong=audit_references(directory / "run" / "metrics.jsonl", config) if leg.has_reference else [],
     )
+
+
+def audit_references(metrics: Path, config: LearnerRun) -> list[str]:
+    """Return the steps, also those repeated by a resume, with another reference than one without faults would have."""
+    every, found = config.learner.reference.every_steps or 0, []
+    for line in map(msgspec.json.decode, metrics.read_bytes().splitlines()):
+        step, version = line["step"], line["reference/version"]
+        if version != step - step % every:
+            found.append(f"after step {step} the reference has version {version:g}, not {step - step % every}")
+    return found
 
 
 def audit_prompts(ledger: Path, *, num_steps: int, groups_per_step: int, num_prompts: int, seed: int) -> Prompts:

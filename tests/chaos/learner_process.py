@@ -38,6 +38,7 @@ from learner.rollouts.ledger_storage import GroupPayload
 from learner.servers.fleet import Fleet
 from learner.servers.link import ServerLink
 from learner.servers.membership import Member
+from learner.servers.reference_server import ReferenceServer
 from learner.servers.sync_session import SyncSession, SyncSessions
 from learner.servers.weight_sync import WeightSync
 from learner.servers.weight_transfer import SyncAttempt
@@ -85,6 +86,8 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(ServerLink, "acknowledge", "between commit and ack")
     traps.wrap(Ledger, "score", "before score is committed")
     traps.wrap(Ledger, "consume", "before step is committed")
+    traps.wrap(ReferenceServer, "score", "scoring for the reference")
+    traps.wrap(ReferenceServer, "_push", "refilling the reference")
     traps.wrap(Player, "_turn", "between turns")
     traps.wrap(PartialResults, "add", "before an answer is kept")
     traps.wrap(learner.evaluation.results, "record_evaluation", "before evaluation is noted")

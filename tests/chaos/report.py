@@ -78,6 +78,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     evaluations_wrong: int
     """Evaluations that are missing, duplicated or of other weights, and prompts that count more than once or with a
     wrong reward."""
+    references_wrong: int
+    """Steps with another version of the reference than without faults."""
     crashes: int
     """Processes that ended in a traceback without a fault."""
     undrained: int
@@ -107,6 +109,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def is_clean(self) -> bool:
         num_wrong = self.lost + self.duplicated + self.overtaken + self.hangs + self.versions_wrong + self.crashes
         num_wrong += self.undrained + self.taken_away + self.episodes_misjudged + self.evaluations_wrong
+        num_wrong += self.references_wrong
         has_stopped = self.longest_stop_s is not None and self.longest_stop_s > MAX_STOP_S
         return (
             num_wrong == 0
@@ -119,7 +122,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
     results = [each for leg in legs for each in leg.results]
     names = {id(each): f"leg {leg.leg.number}: {each.fault}" for leg in legs for each in leg.results}
     num_planned = sum(len(leg.leg.faults) for leg in legs)
-    lost, duplicated, overtaken, hangs, wrong, misjudged, evaluations, crashes, undrained, taken_away = (
+    lost, duplicated, overtaken, hangs, wrong, misjudged, evaluations, references, crashes, undrained, taken_away = (
         [f"leg {leg.leg.number}: {kind}: {text}" for leg in legs for text in texts(leg)]
         for kind, texts in (
             ("lost", lambda leg: leg.prompts.lost),
@@ -129,6 +132,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
             ("wrong version", lambda leg: leg.received.versions_wrong),
             ("misjudged", lambda leg: leg.received.episodes_misjudged),
             ("evaluation", lambda leg: leg.received.evaluations.wrong if leg.received.evaluations else []),
+            ("reference", lambda leg: leg.received.references_wrong),
             ("crash", lambda leg: [died for died in leg.died if TRACEBACK in died]),
             ("not drained", lambda leg: leg.undrained),
             ("taken away", lambda leg: leg.taken_away),
@@ -160,6 +164,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         evaluations_due=sum(found.due for found in evaluated),
         evaluations_left_out=sum(found.skipped for found in evaluated),
         evaluations_wrong=len(evaluations),
+        references_wrong=len(references),
         crashes=len(crashes),
         undrained=len(undrained),
         taken_away=len(taken_away),
@@ -182,6 +187,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
                 wrong,
                 misjudged,
                 evaluations,
+                references,
                 crashes,
                 undrained,
                 taken_away,

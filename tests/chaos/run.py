@@ -42,6 +42,8 @@ EVALUATED: dict[str, Any] = {
     "at_start": True, "max_concurrent": 3, "timeout_s": 100.0,
     "sets": {"few": {"num_prompts": 5}, "many": {"num_prompts": 8}},
 }  # fmt: skip
+REFERENCED: dict[str, Any] = {"kind": "every", "every_steps": 4, "timeout_s": 60.0}
+"""A refresh falls between two checkpoints as often as on one."""
 EVALUATE_EVERY = (2, CHECKPOINT_EVERY)
 """Per seed parity. With the first, some evaluated steps have no checkpoint and are trained again; with the second, a
 resume continues a partial evaluation."""
@@ -55,6 +57,8 @@ REAL_SERVER = {
     # With "keep" a token's logprob depends on a mixture of versions, which the audit cannot compute.
     "kv_cache_on_weight_sync": "recompute",
 }  # fmt: skip
+REFERENCE = 100
+"""Number of the reference's server."""
 PUSH_TIMEOUT_S = 20.0
 """Longer than recovery may take, so that a peer that only waits for this timeout shows as slow."""
 DRAIN_TIMEOUT_S = 30.0
@@ -80,9 +84,16 @@ class Run:
             )
             for number in range(leg.num_servers)
         ]  # fmt: skip
+        self.reference = (
+            Place(REFERENCE, engine, directory / "reference", config_file, has_http=False)
+            if leg.has_reference
+            else None
+        )
         self._listed = directory / "servers.txt"
         self._unlisted: set[int] = set()
         self._learner_arguments = [str(config_file), "--endpoint", self.places[0].endpoint]
+        if self.reference is not None:
+            self._learner_arguments += ["--learner.reference.endpoint", self.reference.endpoint]
         if leg.has_evaluations:
             self._learner_arguments += ["--learner.evaluation.url", self.places[0].url]
         if is_several:
@@ -91,7 +102,7 @@ class Run:
             learner_file = directory / "learner.toml"
             learner_file.write_text(to_toml(config))
             self._learner_arguments = [str(learner_file)]
-        files = {place.directory / "events": place.number for place in self.places}
+        files = {place.directory / "events": place.number for place in self.all_places}
         self.events = Events(
             {directory / "events": 0} | files, {place.link.port: place.number for place in self.places}
         )
@@ -108,8 +119,16 @@ class Run:
         """The run's name on the wire, once the learner has started it."""
         return (self.directory / "run" / "run_id").read_text()
 
+    @property
+    def all_places(self) -> list[Place]:
+        """All servers, with that of the reference."""
+        return [*self.places, *([self.reference] if self.reference is not None else [])]
+
     def place(self, fault: Fault) -> Place:
         """Return the server that the fault is about."""
+        if fault.target == "reference":
+            assert self.reference is not None
+            return self.reference
         return self.places[fault.server or 0]
 
     def holder(self, fault: Fault) -> Process:
@@ -120,7 +139,7 @@ class Run:
         """Return the process id of the fault's target; None if there is no such process now."""
         server = self.place(fault).process
         match fault.target:
-            case "server":
+            case "server" | "reference":
                 return server.pid
             case "learner":
                 return self.learner.pid
@@ -188,7 +207,7 @@ class Run:
 
     def close(self) -> None:
         self.learner.kill()
-        for place in self.places:
+        for place in self.all_places:
             place.close()
 
 
@@ -199,6 +218,8 @@ def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
         "weight_sync": {"timeout_s": PUSH_TIMEOUT_S, "overlap_with_training": leg.sync_overlap},
         "report": {"trackers": [], "dashboard_port": 0}, "connect_timeout_s": 240.0, "group_idle_timeout_s": 60.0,
     }  # fmt: skip
+    if leg.has_reference:
+        learner |= {"reference": REFERENCED, "kl": {"coef": 0.01}}
     if leg.has_evaluations:
         learner["evaluation"] = EVALUATED | {
             "every_steps": EVALUATE_EVERY[leg.seed % 2],

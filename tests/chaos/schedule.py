@@ -17,9 +17,10 @@ Engine = Literal["fake", "real"]
 Player = Literal["environment", "agent"]
 Process = Literal["server", "learner", "engine", "environment"]
 Target = Literal[
-    "server", "engine core", "worker", "learner", "reward worker", "link", "call", "list", "environment", "rival"
-]
-"""environment: the environment or the agent. rival: no process is hit; another learner asks for the server."""
+    "server", "engine core", "worker", "learner", "reward worker", "link", "call", "list", "environment", "rival",
+    "reference",
+]  # fmt: skip
+"""environment: the environment or the agent. reference: the server of the reference. rival: no process is hit; another learner asks for the server."""
 Kind = Literal[
     "kill", "stop", "stop, then kill", "hang up", "cut", "stall", "hang", "leave", "drain",
     "ask", "ask in a cut", "ask after a death",
@@ -123,6 +124,14 @@ OF_EVALUATIONS: tuple[tuple[State, Target, Kind], ...] = (
     (State("learner", "before answers are forgotten", num_times=2), "learner", "kill"),
 )  # fmt: skip
 """Faults of legs with evaluations."""
+SCORING = State("learner", "scoring for the reference", num_times=16)
+REFILLING = State("learner", "refilling the reference")
+OF_REFERENCES: tuple[tuple[State, Target, Kind], ...] = (
+    (SCORING, "reference", "kill"), (SCORING, "reference", "stop"), (REFILLING, "reference", "kill"),
+    (SCORING, "learner", "kill"), (SCORING, "reference", "hang up"), (SCORING, "reference", "stop, then kill"),
+    (REFILLING, "learner", "kill"),
+)  # fmt: skip
+"""Faults of legs whose reference, a copy of the policy, is on a server."""
 ENDS_IN_ORDER: tuple[Kind, ...] = ("drain", "hang up")
 """Kinds that request a shutdown: a server drains, a learner finishes its step and writes a checkpoint."""
 DRAIN: Kind = "drain"
@@ -148,7 +157,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     def ends_a_process(self) -> bool:
         """Whether it ends a server or the learner, which then has to be restarted."""
         ends_target = self.kind in ("kill", "stop, then kill", *ENDS_IN_ORDER)
-        return self.kind == "ask after a death" or (self.target in ("server", "learner") and ends_target)
+        return self.kind == "ask after a death" or (self.target in ("server", "learner", "reference") and ends_target)
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:g} s" if self.seconds else ""
@@ -171,6 +180,8 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     """The run plays episodes with an environment or an agent. None: it samples completions."""
     has_evaluations: bool = False
     """Whether the run evaluates every few steps, pinned unless weight sync overlaps with training."""
+    has_reference: bool = False
+    """Whether the run has a reference on a server, refreshed every few steps."""
 
     @property
     def steps(self) -> int:
@@ -180,19 +191,21 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
 def schedule(
     seed: int, num_faults: int, engine: Engine, num_servers: int = 1, player: Player | None = None,
-    has_evaluations: bool = False,
+    has_evaluations: bool = False, has_reference: bool = False,
 ) -> list[Leg]:  # fmt: skip
     """Return the legs of a campaign. Every state is used once before any is used again.
 
-    With several servers, faults also hit the server list and drain a server. With a player or evaluations, half of the
-    faults hit episodes or evaluations. In none of these cases does a server have several workers.
+    With several servers, faults also hit the server list and drain a server. With a player, evaluations or a reference,
+    half of the faults hit those. In none of these cases does a server have several workers.
     """
     is_several = num_servers > 1
     kind = (f"/{num_servers}" if is_several else "") + (f"/{player}" if player is not None else "")
-    dice = random.Random(f"{seed}/{num_faults}/{engine}{kind}" + "/is evaluated" * has_evaluations)
+    dice = random.Random(
+        f"{seed}/{num_faults}/{engine}{kind}" + "/is evaluated" * has_evaluations + "/reference" * has_reference
+    )
     decks: dict[bool, list[State]] = {True: [], False: []}
     targets: tuple[Target, ...] = (*TARGETS[engine], "list") if is_several else TARGETS[engine]
-    has_workers = engine == "real" and not (is_several or player is not None or has_evaluations)
+    has_workers = engine == "real" and not (is_several or player is not None or has_evaluations or has_reference)
     num_of_workers = max(1, round(WORKER_FAULTS_SHARE * num_faults)) if has_workers else 0
     num_left = num_faults - num_of_workers
     legs: list[Leg] = []
@@ -209,11 +222,19 @@ def schedule(
         if has_evaluations:
             possible = [each for each in OF_EVALUATIONS if each[1] in targets]
             faults[::2] = _of(possible, dice, [fault.after_step for fault in faults[::2]])
+        if has_reference:
+            faults[::2] = _of(OF_REFERENCES, dice, [fault.after_step for fault in faults[::2]])
         if is_several:
             faults = [msgspec.structs.replace(fault, server=dice.randrange(num_servers)) for fault in faults]
         leg = _leg(dice, len(legs), faults, num_workers=1, overlap_weight_loading=overlap_weight_loading)
         legs.append(
-            msgspec.structs.replace(leg, num_servers=num_servers, player=player, has_evaluations=has_evaluations)
+            msgspec.structs.replace(
+                leg,
+                num_servers=num_servers,
+                player=player,
+                has_evaluations=has_evaluations,
+                has_reference=has_reference,
+            )
         )
     if num_of_workers:
         faults = [
@@ -260,7 +281,9 @@ def _of(possible: Sequence[tuple[State, Target, Kind]], dice: random.Random, ste
     faults = []
     for step, (state, target, kind) in zip(steps, itertools.cycle(order), strict=False):
         nth = dice.randint(1, state.num_times)
-        faults.append(Fault(after_step=step, state=state, nth=nth, target=target, kind=kind, seconds=0.0))
+        is_stop = target == "reference" and kind.startswith("stop")
+        seconds = dice.choice(DURATIONS_S) if is_stop else 0.0
+        faults.append(Fault(after_step=step, state=state, nth=nth, target=target, kind=kind, seconds=seconds))
     return faults
 
 

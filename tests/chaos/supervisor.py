@@ -85,7 +85,7 @@ class Supervisor:
         except Hang as hang:
             self.hangs.append(str(hang))
             self._run.log(f"hang: {hang}")
-            for process in (self._run.learner, *(place.process for place in self._run.places)):
+            for process in (self._run.learner, *(place.process for place in self._run.all_places)):
                 strike(process.pid, signal.SIGUSR1)
             time.sleep(1.0)
         until_s = math.inf
@@ -221,7 +221,7 @@ class Supervisor:
 
     def _harm_of(self, fault: Fault) -> Harm | None:
         """Record the harm of a fault. None: the fault harms nothing that the run does not restart itself."""
-        if fault.target == "reward worker" or fault.kind == "ask":
+        if fault.target in ("reward worker", "reference") or fault.kind == "ask":
             return None
         if fault.kind == "ask after a death":
             return self._note_harm(None, "up")
@@ -281,17 +281,17 @@ class Supervisor:
         result.back_at = time.monotonic()
         if not fault.ends_a_process:
             return
-        place = run.place(fault) if fault.target == "server" else None
+        place = run.place(fault) if fault.target in ("server", "reference") else None
         if fault.kind in ENDS_IN_ORDER:
             self._wait_for_shutdown(place, result)
         self._restart(place)
         process, started_at = (
             ("learner", run.learner.started_at) if place is None else ("server", place.process.started_at)
         )
-        server = fault.server if place is not None else None
+        server = place.number if fault.target == "reference" and place is not None else fault.server
 
         def up_at() -> float | None:
-            return first_up(run, process, server, started_at)
+            return first_up(run, process, server if place is not None else None, started_at)
 
         self._until(lambda: up_at() is not None, f"{process} up after: {fault}")
         if (at := up_at()) is not None:
@@ -337,7 +337,7 @@ class Supervisor:
         if run.learner.exit_code is not None and not is_ending:
             self._note_death("learner", run.learner.exit_code, run.directory / "learner.log")
             self._restart(None)
-        for place in run.places:
+        for place in run.all_places:
             if place.process.exit_code is not None and place.process is not self._ending:
                 self._note_death("server", place.process.exit_code, place.directory / "server.log")
                 self._restart(place)

@@ -12,7 +12,7 @@ import pytest
 
 from learner.rollouts.ledger import Ledger
 from tests.chaos.__main__ import campaign
-from tests.chaos.audit import Prompts, Received, audit_prompts
+from tests.chaos.audit import Prompts, Received, audit_prompts, audit_references
 from tests.chaos.fault_result import FaultResult, notice_s
 from tests.chaos.report import LegReport, Report, make_report
 from tests.chaos.run import Run
@@ -20,6 +20,7 @@ from tests.chaos.schedule import OF_EPISODES, STATES, Fault, Kind, Target, sched
 from tests.chaos.stops import Stop
 from tests.chaos.traps import Event, Traps, set_trap
 from tests.learner.ledgers import receive
+from tests.learner.runs import make_run
 
 pytestmark = pytest.mark.system
 
@@ -295,3 +296,21 @@ def test_no_group_is_lost_when_environments_die_or_servers_die_between_turns(tmp
     assert {"environment: kill", "environment: stop", "environment: hang"} < set(report.by_kind)
     assert "learner between turns" in report.by_state
     assert {"finished", "max_turns", "env_error", "tool_timeout"} <= set(report.episode_ends)
+
+
+def test_the_audit_finds_a_step_with_another_reference(tmp_path: Path) -> None:
+    metrics, config = (
+        tmp_path / "metrics.jsonl",
+        make_run(tmp_path, reference={"kind": "every", "every_steps": 2}, kl={"coef": 0.1}),
+    )
+    versions = [(1, 0), (2, 2), (1, 0), (2, 2), (3, 0)]  # a resume repeats two steps
+    metrics.write_text("".join(f'{{"step": {step}, "reference/version": {version}.0}}\n' for step, version in versions))
+    assert audit_references(metrics, config) == ["after step 3 the reference has version 0, not 2"]
+
+
+@pytest.mark.slow  # `make chaos` runs campaigns of this kind
+def test_nothing_is_lost_when_the_server_of_a_reference_is_struck(tmp_path: Path) -> None:
+    report = campaign(SEED, 8, "fake", tmp_path / "chaos", has_reference=True)
+    assert report.is_clean, report.problems
+    assert report.faults == 8 and report.prompts_consumed_once == report.prompts_expected
+    assert {"learner scoring for the reference", "learner refilling the reference"} <= set(report.by_state)

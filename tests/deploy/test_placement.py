@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.placement import DeployConfig, DeployRun, rank_places, server_places
+from deploy.placement import DeployConfig, DeployRun, rank_places, reference_place, server_places
 from protocol.config import load_config
 from protocol.errors import ConfigError
 from tests.deploy.node import SHARED, a_learner, a_server
@@ -49,6 +49,23 @@ def test_cores_become_flags_and_ranks_without_gpus_are_notified() -> None:
     assert first.environment["ACCELERATE_USE_CPU"] == "true" and "CUDA_VISIBLE_DEVICES" not in first.environment
 
 
+def test_the_server_of_a_reference_gets_its_model_its_endpoint_and_its_part_of_the_node() -> None:
+    teacher = {"kind": "fixed", "endpoint": "tcp://127.0.0.1:5767"}
+    distilled = a_learner(reference=teacher, kl={"coef": 1.0, "place": "advantage"})
+    assert reference_place(DeployConfig(), a_server(), distilled) is None
+    config = msgspec.structs.replace(EIGHT_GPUS, learner_gpus=(4, 5), reference_model="big", reference_gpus=(6, 7))
+    place = reference_place(config, a_server(*TWO), distilled)
+    assert place is not None and (place.name, place.environment) == ("reference", {"CUDA_VISIBLE_DEVICES": "6,7"})
+    assert place.flags == (
+        "--model", "big", "--endpoint", "tcp://127.0.0.1:5767", "--server.http-port", "0",
+        "--server.tensor-parallel-size", "2",
+    )  # fmt: skip
+    on_cores = reference_place(DeployConfig(reference_model="big", reference_cores=(1,)), a_server(), distilled)
+    assert on_cores is not None and on_cores.flags[-2:] == ("--server.cpu-cores", "1")
+    with pytest.raises(ConfigError, match=r"reference_model = 'big', but learner\.reference\.endpoint is not set"):
+        reference_place(DeployConfig(reference_model="big"), a_server(), a_learner())
+
+
 def test_without_a_section_no_side_gets_a_flag_and_one_without_gpus_beside_one_with_some_sees_none() -> None:
     (server,), (learner,) = server_places(DeployConfig(), a_server()), rank_places(DeployConfig(), a_learner(), 1)
     assert (server.name, server.flags, server.environment) == ("server", (), {})
@@ -62,7 +79,7 @@ def test_without_a_section_no_side_gets_a_flag_and_one_without_gpus_beside_one_w
     [
         ({"server_gpus": [[0, 1], [1]]}, "deploy.server_gpus: 1 is assigned twice"),
         ({"learner_gpus": [2, 2]}, "deploy.learner_gpus: 2 is assigned twice"),
-        ({"server_cores": [[0]], "learner_cores": [[1], [0]]}, "learner_cores: 0 is assigned twice"),
+        ({"server_cores": [[0]], "learner_cores": [[1], [0]]}, "reference_cores: 0 is assigned twice"),
         ({"server_cores": [[]]}, "an empty list gives a process nothing"),
         ({"server_gpus": [[-1]]}, "deploy.server_gpus: -1 is not a position; expected 0 or more. Count from 0"),
         ({"server_gpus": [[0]], "server_cores": [[0], [1]]}, "server_gpus has 1 entries, but server_cores has 2"),

@@ -129,6 +129,7 @@ def test_evaluations_go_to_the_first_server_with_a_key_that_both_sides_have(tmp_
         ({"endpoint": "tcp://127.0.0.1:9"}, "endpoint = 'tcp://127.0.0.1:9', but Ray chooses the nodes"),
         ({"deploy": {"ray": {"servers": 0}}}, "deploy.ray.servers = 0"),
         ({"deploy": {"ray": {"nodes": 2}}}, "unknown key deploy.ray.nodes"),
+        ({"deploy": {"reference_model": "big"}}, "reference_model = 'big', but only colocate starts"),
         (
             {"server": {"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "node-a"}},
             r"server\.nnodes = 2, but under Ray all workers of a server are on one node; remove it",

@@ -206,7 +206,7 @@ async def test_an_engine_that_stalls_with_groups_restarts_unless_generation_is_p
     await at.push(version=4, session="f")
     await until(lambda: at.status()["unavailable"] is not None)
     reason = at.status()["unavailable"]
-    assert "the engine sampled no token for 0.5 s (server.stall_timeout_s) with 1 group running" in reason
+    assert "the engine sampled no token for 0.5 s (server.stall_timeout_s) with 1 request running" in reason
     at.engine.release_restart.set()
     await new_server_id(at.learner, first_id)
     assert at.engine.cancelled == 1
@@ -323,7 +323,7 @@ def test_an_idle_replica_with_requests_is_a_stall_although_the_other_continues()
     watched.check(0, 1, 5)
     watched.check(9, 2, 5)
     with pytest.raises(
-        EngineDead, match=r"replica 1, which has requests, sampled no token for 10 s .* with 1 group running"
+        EngineDead, match=r"replica 1, which has requests, sampled no token for 10 s .* with 1 request running"
     ):
         watched.check(2, 3, 5)
 
@@ -344,6 +344,6 @@ def test_an_engine_without_groups_never_stalls() -> None:
         watched.check(60, 0, num_groups=0)
     watched.check(9, 0)
     with pytest.raises(
-        EngineDead, match=r"the engine sampled no token for 10 s \(server.stall_timeout_s\) with 1 group running"
+        EngineDead, match=r"the engine sampled no token for 10 s \(server.stall_timeout_s\) with 1 request running"
     ):
         watched.check(2, 0)

@@ -37,6 +37,8 @@ def test_a_number_out_of_range_is_rejected_with_its_full_key(key: str, value: fl
 
 ON = {"kl.coef": 0.1, "reference.kind": "fixed"}
 IN_REWARD = ON | {"kl.place": "reward", "advantage.scale": "batch"}
+ON_SERVER = ON | {"reference.endpoint": "tcp://t:1"}
+DISTILLED = ON_SERVER | {"kl.place": "advantage", "reward.functions": []}
 ADAPTIVE = {"kl.coef": 0.1, "reference.kind": "adaptive", "reference.kl_threshold": 0.1}
 MASK = {"off_policy_correction.weight": "mask"}
 AGENT = {"environment.agent": "a:b"}
@@ -191,6 +193,32 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
      {"reference.reward_guard": False}),
     (IN_REWARD | {"reference.kind": "every", "reference.every_steps": 1, "updates_per_batch": 2},
      r"every_steps = 1: the KL is measured .* the KL is 0; raise every_steps", {"reference.every_steps": 2}),
+    # a reference on a server, and distillation
+    (ON_SERVER | {"reference.kind": "ema", "reference.every_steps": 2, "reference.alpha": 0.1},
+     r'endpoint = "tcp://t:1" with kind = "ema": a server holds one copy', {"reference.endpoint": None}),
+    (ON_SERVER | {"reference.kind": "every", "reference.every_steps": 2, "reference.only": "mlp"},
+     r"with only = 'mlp': a weight sync sends the whole policy", {"reference.only": None}),
+    (ON_SERVER | {"sampling.temperature": 0.7}, r"temperature = 0\.7: a server scores at temperature 1",
+     {"sampling.temperature": 1.0}),
+    (ON_SERVER | {"reference.endpoint": "tcp://127.0.0.1:5757"}, r"5757\" is a server of the run",
+     {"reference.endpoint": "tcp://127.0.0.1:5758"}),
+    (DISTILLED | {"kl.place": "loss"}, r"reward\.functions = \[\] leaves nothing to learn from; .* distill",
+     {"kl.place": "advantage"}),
+    ({"reward.only_logged": True}, r"reward\.only_logged = true leaves nothing to learn from",
+     DISTILLED | {"reward.functions": ["exact_match"]}),
+    (DISTILLED | {"kl.estimator": "k3"}, r'"k3" with place = "advantage" moves', {"kl.estimator": None}),
+    (DISTILLED | {"evaluation.every_steps": 2}, r"evaluation\.every_steps = 2 needs a reward function; .*only_logged",
+     {"reward.functions": ["exact_match"], "reward.only_logged": True}),
+    (DISTILLED | {"dynamic_sampling": True}, r"dynamic_sampling = true with kl\.place = \"advantage\"",
+     {"dynamic_sampling": False}),
+    (DISTILLED | {"off_policy_correction.sequence_mask": 0.1}, r"sequence_mask = 0\.1 with kl\.place",
+     {"off_policy_correction.sequence_mask": None}),
+    (DISTILLED | {"loss.objective": "gspo"}, r'place = "advantage" with loss\.objective = "gspo", .* each token',
+     {"loss.objective": "grpo"}),
+    (DISTILLED | {"loss.objective": "kl_cov"}, r'place = "advantage" with loss\.objective = "kl_cov"',
+     {"loss.objective": "dppo"}),
+    (DISTILLED | {"off_policy_correction.weight": "mask", "off_policy_correction.weighted_completions": "negative"},
+     r'weighted_completions = "negative" with kl\.place', {"off_policy_correction.weighted_completions": "all"}),
     # sampling
     ({"sampling.top_p": 0.9}, r"top_p = 0\.9, top_k = 0: .*every importance ratio would be too small",
      {"sampling.allow_partial_support": True}),

@@ -8,7 +8,8 @@ FIXED = {
     "learner": "groups_per_step updates_per_batch dynamic_sampling signal_reward",
     "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs "
     "overlong_prompts shuffle",
-    "learner.reward": "functions weights skip_special_tokens overlong_buffer_tokens overlong_penalty on_none",
+    "learner.reward": "functions weights only_logged skip_special_tokens overlong_buffer_tokens overlong_penalty "
+    "on_none",
     "learner.reward.judge": "prompt best_score temperature",
     "learner.environment": "factory tools agent command max_turns max_episode_tokens",
     "learner.lora": "rank alpha target_modules",

@@ -228,6 +228,12 @@ def test_differences_between_server_and_learner_are_problems(tmp_path: Path) -> 
         (doctor.clock(-600.0, 0.1), "600.0 s behind this machine's"),
     ):
         assert found.verdict == "problem" and expected in str(found)
+    larger = msgspec.structs.replace(TINY, architecture="Larger", size="9 layers of width 9", vocab_size=32)
+    assert doctor.model(larger, "tiny:digits").verdict == "problem"
+    teacher = doctor.model(larger, "tiny:digits", only_scores=True)
+    assert (teacher.verdict, teacher.text) == ("ok", "a Larger of 9 layers of width 9 with the same tokenizer")
+    other = msgspec.structs.replace(larger, tokenizer_hash="0123")
+    assert "tokenizer_hash 0123 at the server" in doctor.model(other, "tiny:digits", only_scores=True).text
     assert doctor.clock(8.0, 4.0).verdict == "ok", "half of an answer of 8 s is uncertainty"
     assert str(doctor.dtype(run, "bfloat16")).startswith("ok") and "of up to 0.3" in doctor.dtype(run, "bfloat16").text
 

@@ -12,10 +12,11 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from learner.run_inputs import RunInputs, digest_model
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import checkpoint_of, load_checkpoint, shared_checkpoint
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from protocol.errors import ConfigError, RanksDisagree
+from protocol.model_digest import digest_model
 from protocol.model_files import resolve_model
 from tests.learner.checkpoints import save
 from tests.learner.ranks import on_two_ranks

@@ -43,6 +43,20 @@ def test_two_launched_ranks_and_small_micro_batches_give_the_losses_and_weights_
         torch.testing.assert_close(weights_of_two[name], weights_of_one[name], atol=1e-3, rtol=0)
 
 
+def test_sharded_ranks_learn_the_same_with_their_reference_on_a_server(tmp_path: Path) -> None:
+    """Rank 0 requests the logprobs, and all ranks gather the copy of the policy for a refresh."""
+    one, _ = run_ranks(tmp_path / "one", 1)
+    with tiny_server() as on_server:
+        reference = {"kind": "every", "every_steps": 2, "endpoint": on_server.endpoint}
+        two, _ = run_ranks(
+            tmp_path / "two", 2, start=partial(launch, TORCHRUN), sharding="full", micro_batch_tokens=20,
+            reference=reference,
+        )  # fmt: skip
+    for name in ("loss/policy", "reference/kl", "reference/version", "optim/grad_norm"):
+        of_one, of_two = ([line[name] for line in lines if name in line] for lines in (one, two))
+        assert of_two == pytest.approx(of_one, abs=1e-5) and len(of_one) >= 2, name
+
+
 def test_a_sharded_policy_is_pushed_beside_the_next_step_as_it_was_saved(tmp_path: Path) -> None:
     push = {"overlap_with_training": True, "timeout_s": 20}
     checkpoint = {"every_steps": 4}

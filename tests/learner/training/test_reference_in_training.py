@@ -2,14 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 
+from learner.environments.episode import TokenSequence
+from learner.rollouts.rollout_group import RolloutGroup
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
 from learner.train import train
+from learner.training.batch import micro_batch, trained_rows
 from learner.training.policy_trainer import make_trainer
+from learner.training.step import advantages
 from protocol.errors import ConfigError
 from tests.learner.checkpoints import save
 from tests.learner.model_engine import tiny_server
@@ -74,3 +79,23 @@ def test_a_checkpoint_with_an_unreadable_state_is_an_error(accelerator: Accelera
     (tmp_path / "step-000003" / "state.json").write_text('{"step": 3, "version": 3}')
     with pytest.raises(ConfigError, match=r"step-000003/state\.json is damaged or from another version .*`reference`"):
         load_checkpoint(trainer_with(accelerator, tmp_path, None), tmp_path / "step-000003")
+
+
+def test_rewards_that_are_only_logged_give_no_advantage_and_the_kl_needs_none(tmp_path: Path) -> None:
+    branch = TokenSequence(
+        token_ids=np.array([3, 0], np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(0, 2)],
+        finish_reason="stop", reference_logprobs=np.full(2, -0.5, np.float32),
+    )  # fmt: skip
+    group = RolloutGroup(
+        group_id="0.0", slot=0, prompt_token_ids=np.array([1], np.int32), completions=[branch, branch],
+        rewards_G=[0.0, 1.0], rewards_by_function={"share_right": [0.0, 1.0]}, entered_version=0,
+    )  # fmt: skip
+    distilled = {"kl": {"coef": 1.0, "place": "advantage"}, "reference": {"kind": "fixed"}}
+    for reward, expected in (({"only_logged": True}, [[0.0, 0.0]]), ({}, [[-0.7070, 0.7070]])):
+        functions = {"functions": ["share_right"]}
+        config = make_run(tmp_path, "tcp://127.0.0.1:1", reward=functions | reward, **distilled).learner
+        found = advantages([group], config)
+        assert found == [pytest.approx(expected[0], abs=1e-4)]
+        assert len(trained_rows([group], found, config)) == 2
+    batch = micro_batch(trained_rows([group], found, config), torch.device("cpu"))
+    assert batch.reference_logprobs_BT is not None and batch.reference_logprobs_BT.tolist() == [[-0.5, -0.5]] * 2

@@ -175,10 +175,10 @@ def names_in_the_page() -> list[re.Pattern[str]]:
 
 
 def test_every_metric_of_a_run_is_in_the_table(tmp_path: Path) -> None:
-    with tiny_server() as server:
+    with tiny_server() as server, tiny_server() as on_server:
         run = make_whole_run(
             tmp_path, server.endpoint, steps=3, checkpoint={"every_steps": 1},
-            reference={"kind": "every", "every_steps": 2},
+            reference={"kind": "every", "every_steps": 2, "endpoint": on_server.endpoint},
             kl={"coef": 0.1}, dynamic_sampling=True, curriculum={"kind": "pass_rate"}, max_staleness=1,
             off_policy_correction={"weight": "mask"},
         )  # fmt: skip
