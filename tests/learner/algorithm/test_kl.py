@@ -94,10 +94,10 @@ def test_the_kl_in_the_advantage_adds_to_the_advantage_of_the_rewards_of_trained
         logprobs_BT=torch.tensor([[-1.0, -2.0, math.nan]]),
         behaviour_logprobs_BT=torch.tensor([[-1.5, -2.5, math.nan]]),
         staleness_BT=torch.zeros(1, 3, dtype=torch.int64),
-        advantages_B=torch.tensor([0.5]),
+        advantages_BT=torch.full((1, 3), 0.5),
         weights_B=torch.ones(1),
         mask_BT=torch.tensor([[True, True, False]]),
         reference_logprobs_BT=torch.tensor([[-0.25, -4.0, math.nan]]),
     )
     advantages_BT = token_advantages(inputs, KlConfig(coef=2.0, place="advantage"), 2.0)
-    assert advantages_BT.tolist() == [[0.5 + 2 * 0.75, 0.5 - 2 * 2.0, 0.5]]
+    assert advantages_BT.tolist() == [[0.5 + 2 * 0.75, 0.5 - 2 * 2.0, 0.0]]

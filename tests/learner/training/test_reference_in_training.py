@@ -91,11 +91,11 @@ def test_rewards_that_are_only_logged_give_no_advantage_and_the_kl_needs_none(tm
         rewards_G=[0.0, 1.0], rewards_by_function={"share_right": [0.0, 1.0]}, entered_version=0,
     )  # fmt: skip
     distilled = {"kl": {"coef": 1.0, "place": "advantage"}, "reference": {"kind": "fixed"}}
-    for reward, expected in (({"only_logged": True}, [[0.0, 0.0]]), ({}, [[-0.7070, 0.7070]])):
+    for reward, expected in (({"only_logged": True}, [0.0, 0.0]), ({}, [-0.7070, 0.7070])):
         functions = {"functions": ["share_right"]}
         config = make_run(tmp_path, "tcp://127.0.0.1:1", reward=functions | reward, **distilled).learner
         found = advantages([group], config)
-        assert found == [pytest.approx(expected[0], abs=1e-4)]
+        assert found == [[pytest.approx([advantage], abs=1e-4) for advantage in expected]]
         assert len(trained_rows([group], found, config)) == 2
     batch = micro_batch(trained_rows([group], found, config), torch.device("cpu"))
     assert batch.reference_logprobs_BT is not None and batch.reference_logprobs_BT.tolist() == [[-0.5, -0.5]] * 2
