@@ -234,6 +234,24 @@ class Calculator:
         return float(self.total)
 
 
+class RewardedCalculator(Calculator):
+    """Rewards a turn by what it adds, and names its state by the total."""
+
+    def reset(self, start: int = 0, hint: str = "", **row: Any) -> str | None:
+        self._before = start
+        return super().reset(start, hint, **row)
+
+    def get_turn_reward(self) -> float:
+        before, self._before = self._before, self.total
+        return self.total - before
+
+    def get_state_key(self) -> int:
+        return self.total
+
+    async def get_reward(self) -> float:
+        return 0.0
+
+
 class WithoutDocstring(Unrated):
     def untold(self, number: int) -> str:
         return str(number)
