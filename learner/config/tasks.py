@@ -153,8 +153,9 @@ class EnvironmentConfig(Section):
     """Environment or agent that plays the policy's episodes."""
 
     factory: str | None = None
-    """Environment class: `module:Class`, `path/to/file.py:Class`, or the built-in `guess` or `calculator`. It
-    has `reset(**row)`, and optionally `get_reward()` and an attribute `done`. Conversation prompts: its other
+    """Environment class: `module:Class`, `path/to/file.py:Class`, or the built-in `guess` or `calculator`, or the
+    same with rewards by turn, `guess_by_turn` or `calculator_by_turn`. It has `reset(**row)`, and optionally
+    `get_reward()`, `get_turn_reward()`, `get_state_key()` and an attribute `done`. Conversation prompts: its other
     public methods are tools. Text prompts: it has one other method, which gets the text of each turn and
     returns the text that follows."""
     tools: tuple[str, ...] = ()

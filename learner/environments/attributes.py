@@ -45,7 +45,7 @@ def attributes_of(instance: Any) -> dict[str, Any]:
         if name.startswith("_"):
             continue
         try:
-            value = _plain(getattr(instance, name), MAX_DEPTH)
+            value = plain(getattr(instance, name), MAX_DEPTH)
             num_bytes = len(msgspec.msgpack.encode({name: value}))
         except (Exception, SystemExit):  # not plain data or a failing property: AttributeView explains it
             continue
@@ -55,7 +55,7 @@ def attributes_of(instance: Any) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any, depth: int) -> Any:
+def plain(value: Any, depth: int) -> Any:
     """Convert a value, including numpy numbers, to Python's built-in types.
 
     Raises:
@@ -73,9 +73,9 @@ def _plain(value: Any, depth: int) -> Any:
         case numbers.Real():
             return float(value)
         case list() | tuple():
-            return [_plain(item, depth - 1) for item in value]
+            return [plain(item, depth - 1) for item in value]
         case dict():
-            return {_plain_key(key): _plain(item, depth - 1) for key, item in value.items()}
+            return {_plain_key(key): plain(item, depth - 1) for key, item in value.items()}
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 

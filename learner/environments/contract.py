@@ -11,13 +11,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from learner.environments.builtin import Calculator, Guess
+from learner.environments.builtin import Calculator, CalculatorByTurn, Guess, GuessByTurn
 from learner.sandbox.user_code import NotLoaded, load_named, shorten
 
-RESERVED = ("reset", "get_reward")
+TURN_REWARD, STATE_KEY = "get_turn_reward", "get_state_key"
+"""Optional methods: the reward of the last turn, and the name of the state in which the next turn begins."""
+RESERVED = ("reset", "get_reward", TURN_REWARD, STATE_KEY)
 """Public methods that the policy does not call."""
 
-BUILT_IN = {"calculator": Calculator, "guess": Guess}
+BUILT_IN = {
+    "calculator": Calculator,
+    "calculator_by_turn": CalculatorByTurn,
+    "guess": Guess,
+    "guess_by_turn": GuessByTurn,
+}
 
 Tools = Mapping[str, Callable[..., Any]]
 
@@ -59,7 +66,7 @@ def load_functions(specs: Sequence[str]) -> Tools:
 
 
 def methods_of(factory: type) -> list[str]:
-    """Return the names of the public methods except reset and get_reward."""
+    """Return the names of the public methods that are not RESERVED."""
     return [name for name, _ in inspect.getmembers(factory, callable) if name[0] != "_" and name not in RESERVED]
 
 
@@ -68,7 +75,8 @@ def method_of_turns(factory: type) -> str:
     names = methods_of(factory)
     if len(names) != 1:
         raise NotLoaded(
-            f"the class has {len(names)} public methods besides reset and get_reward ({', '.join(names) or 'none'}); "
+            f"the class has {len(names)} public methods besides {', '.join(RESERVED[:-1])} and {RESERVED[-1]} "
+            f"({', '.join(names) or 'none'}); "
             "expected one, which gets the text of each turn, because the prompts are plain texts. Prefix the names of "
             "the other methods with _, or use prompts that are conversations, in which methods are tools"
         )

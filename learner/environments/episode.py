@@ -8,6 +8,7 @@ Invariant: every policy token is stored as the engine returned it, with its logp
 policy did not sample has neither, so it is in no loss, logprob, KL or count. Only later tokens attend to it.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -33,14 +34,18 @@ EndState = Literal["finished", "length", "max_turns", "parse_error", "tool_timeo
 """
 REWARDED: tuple[EndState, ...] = ("finished", "length", "max_turns", "parse_error")
 """End states that are rewarded. The other states are no evidence about the policy."""
+MAX_STATE_CHARACTERS = 64
+"""Length above which the name of a state is replaced by its digest."""
+NOT_SAMPLED = -1
+"""Turn of a token that the policy did not sample."""
 
 
 class TokenSequence(Part, frozen=True):
     """Tokens after a prompt in one sequence.
 
     Example: token_ids=[7, 3, 9, 1], behaviour_logprobs=[-0.2, -1.1, 0, -0.1], versions=[(4, 2), (None, 1),
-    (5, 1)]. Policy version 4 sampled a turn of two tokens. One token of an environment follows, then a turn
-    of one token by version 5.
+    (5, 1)], turns=[(0, 2), (1, 1)]. Policy version 4 sampled a turn of two tokens. One token of an environment
+    follows, then a turn of one token by version 5.
     """
 
     token_ids: np.ndarray
@@ -52,10 +57,14 @@ class TokenSequence(Part, frozen=True):
     """Reason for the end. "length": the episode was cut off."""
     prompt_token_ids: np.ndarray | None = None
     """The branch's own prompt. None: the group's prompt."""
+    turns: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    """Turns in the sequence: the index of the turn in its episode, and its number of tokens. Empty: one turn."""
 
     def __post_init__(self) -> None:
         check_array(self.token_ids, "int32", "token_ids")
         check_array(self.behaviour_logprobs, "float32", "behaviour_logprobs")
+        if self.turns and (in_turns := sum(count for _, count in self.turns)) != self.num_sampled:
+            raise ValueError(f"turns of {in_turns} tokens; expected the {self.num_sampled} sampled tokens")
         covered = sum(count for _, count in self.versions)
         if not len(self.token_ids) == len(self.behaviour_logprobs) == covered:
             raise ValueError(
@@ -84,6 +93,14 @@ class TokenSequence(Part, frozen=True):
         return np.repeat([version is not None for version, _ in self.versions], [count for _, count in self.versions])
 
     @property
+    def turn_T(self) -> np.ndarray:
+        """The index of the turn that each token belongs to, or NOT_SAMPLED."""
+        turn_T = np.where(self.is_sampled_T, 0, NOT_SAMPLED)
+        if self.turns:
+            turn_T[turn_T != NOT_SAMPLED] = np.repeat([turn for turn, _ in self.turns], [n for _, n in self.turns])
+        return turn_T
+
+    @property
     def num_sampled(self) -> int:
         return sum(count for version, count in self.versions if version is not None)
 
@@ -109,6 +126,16 @@ class EpisodeStats(Part, frozen=True):
     """Number of these tokens that the server had in its KV cache."""
 
 
+class EpisodeTurn(Part, frozen=True):
+    """One turn of an episode, apart from its tokens."""
+
+    reward: float | None = None
+    """Reward of the turn, included in the environment's reward of the episode. None: the turn has none."""
+    state: str | None = None
+    """Name of the state in which the turn began, equal in episodes of a group that were in the same state.
+    None: unknown."""
+
+
 class Episode(Part, frozen=True):
     """One rollout, with its reward from the environment.
 
@@ -118,7 +145,9 @@ class Episode(Part, frozen=True):
     branches: list[TokenSequence]
     course: EpisodeStats
     reward: float | None = None
-    """The environment's own reward."""
+    """The environment's own reward, including those of the turns."""
+    turns: list[EpisodeTurn] = msgspec.field(default_factory=list)
+    """The turns, in the order in which they were recorded. Empty: one turn without a reward."""
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     """Messages of the policy and its tools after the prompt, if the prompt is a conversation."""
     attributes: dict[str, Any] | None = None
@@ -162,11 +191,17 @@ def episodes_of(group: AnyGroup) -> list[Episode]:
     ]
 
 
+def state_name(text: str) -> str:
+    """Return a text as the name of a state, or its digest if it is long."""
+    return text if len(text) <= MAX_STATE_CHARACTERS else f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
 class Recording:
     """Branches of an episode in progress. Turns are added to the last branch."""
 
     def __init__(self, prompt_token_ids: np.ndarray) -> None:
         self._branches = [RecordedBranch(prompt_token_ids, is_own_prompt=False)]
+        self._num_turns = 0
         self.is_cut_off = False
 
     @property
@@ -180,13 +215,12 @@ class Recording:
 
     def add_turn(self, completion: Completion) -> None:
         """Add the tokens that the policy sampled."""
-        self._branches[-1].add(completion.token_ids, completion.behaviour_logprobs, completion.versions)
+        self._branches[-1].add_turn(self._num_turns, completion)
+        self._num_turns += 1
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
         """Add the tokens of the environment."""
-        if token_ids:
-            count = len(token_ids)
-            self._branches[-1].add(np.array(token_ids, np.int32), np.zeros(count, np.float32), [(None, count)])
+        self._branches[-1].add_observation(np.array(token_ids, np.int32))
 
     def branches(self) -> list[TokenSequence]:
         """Return the branches that contain a turn of the policy."""
@@ -202,6 +236,7 @@ class RecordedBranch:
         self._token_ids: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
         self._versions: list[tuple[Version | None, int]] = []
+        self._turns: list[tuple[int, int]] = []
 
     @property
     def all_token_ids(self) -> np.ndarray:
@@ -209,12 +244,21 @@ class RecordedBranch:
 
     @property
     def has_turns(self) -> bool:
-        return any(version is not None for version, _ in self._versions)
+        return bool(self._turns)
 
-    def add(self, token_ids: np.ndarray, logprobs: np.ndarray, versions: Sequence[tuple[Version | None, int]]) -> None:
-        self._token_ids.append(token_ids)
-        self._logprobs.append(logprobs)
-        self._versions += versions
+    def add_turn(self, turn: int, completion: Completion) -> None:
+        """Add the tokens that the policy sampled in a turn of the episode, given by its index."""
+        self._token_ids.append(completion.token_ids)
+        self._logprobs.append(completion.behaviour_logprobs)
+        self._versions += completion.versions
+        self._turns.append((turn, len(completion.token_ids)))
+
+    def add_observation(self, token_ids: np.ndarray) -> None:
+        """Add tokens that the policy did not sample."""
+        if count := len(token_ids):
+            self._token_ids.append(token_ids)
+            self._logprobs.append(np.zeros(count, np.float32))
+            self._versions.append((None, count))
 
     def recorded(self, finish_reason: str) -> TokenSequence:
         return TokenSequence(
@@ -223,4 +267,5 @@ class RecordedBranch:
             versions=self._versions,
             finish_reason=finish_reason,
             prompt_token_ids=self._prompt_token_ids if self._is_own_prompt else None,
+            turns=self._turns,
         )

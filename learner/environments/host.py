@@ -1,6 +1,6 @@
 """One environment instance in its own process, which answers the learner's commands.
 
-    reset(row) ─▶ turn(text), or call(tool, arguments) ─▶ … ─▶ reward()         then the next episode's reset
+    reset(row) ─▶ (turn(text), or call(tool, arguments)… ─▶ feedback)* ─▶ reward()    then the next episode's reset
 
 `process.py` is the other end. `contract.py` defines what the class must have.
 Invariant: an answer is msgpack, not pickle, because the class may run code that a model wrote. The policy
@@ -17,8 +17,10 @@ from typing import Any, SupportsFloat
 
 import msgspec
 
-from learner.environments.attributes import attributes_of
+from learner.environments.attributes import MAX_DEPTH, attributes_of, plain
 from learner.environments.contract import (
+    STATE_KEY,
+    TURN_REWARD,
     Tools,
     load_environment,
     load_functions,
@@ -48,6 +50,13 @@ class Call(msgspec.Struct, frozen=True):
     arguments: dict[str, Any]
 
 
+class Observe(msgspec.Struct, frozen=True):
+    """Command to name the state, and to return the reward of the turn that has just ended."""
+
+    after_turn: bool
+    """Whether a turn has ended. Otherwise the episode has only begun."""
+
+
 class Rate(msgspec.Struct, frozen=True):
     """Command to return the reward of the episode, which has ended."""
 
@@ -66,10 +75,20 @@ class StepResult(msgspec.Struct, frozen=True, tag=True):
     is_done: bool = False
     has_failed: bool = False
     """Whether the text is an error message."""
+    has_feedback: bool = False
+    """Whether the class has feedback by turn. Only the response to reset reports it."""
+
+
+class TurnFeedback(msgspec.Struct, frozen=True, tag=True):
+    """What the class reports of the turn that has ended, and of the state in which the next one begins."""
+
+    reward: float | None = None
+    state: str | None = None
+    """Name of the state, as JSON."""
 
 
 class RewardResult(msgspec.Struct, frozen=True, tag=True):
-    """Reward of the environment. None: the environment has no reward."""
+    """Reward of the environment, the sum of get_reward and of its turns. None: the environment has no reward."""
 
     reward: float | None
     attributes: dict[str, Any] | None = None
@@ -88,8 +107,12 @@ class ClassError(msgspec.Struct, frozen=True, tag=True):
     problem: str
 
 
-Answer = StepResult | RewardResult | ToolSchemas | ClassError
-Command = Reset | Turn | Call | Rate | Describe
+class UnusableResult(Exception):
+    """A method of the class returned something else than expected. The text continues the method's name."""
+
+
+Answer = StepResult | TurnFeedback | RewardResult | ToolSchemas | ClassError
+Command = Reset | Turn | Call | Observe | Rate | Describe
 ANSWER = msgspec.msgpack.Decoder(Answer)
 
 
@@ -119,6 +142,8 @@ class Host:
                 f"{twice.pop()} is both a tool and a method of the class; the policy calls them by name, rename one"
             )
         self._instance: Any = None
+        self._turn_rewards: list[float] = []
+        """Rewards of the turns of the current episode."""
         self._loop = asyncio.Runner()
         """One event loop for all coroutines, because a client's connections belong to their loop."""
 
@@ -131,12 +156,14 @@ class Host:
                     return self._turn(text)
                 case Call(name, arguments):
                     return self._call(name, arguments)
+                case Observe(after_turn):
+                    return self._feedback(after_turn)
                 case Rate(asks_attributes):
                     return self._reward_result(asks_attributes)
                 case Describe():
                     self._make_instance()
                     return ToolSchemas(schemas_of(self._tools))
-        except NotLoaded as error:
+        except (NotLoaded, UnusableResult) as error:
             return ClassError(str(error))
         except (Exception, SystemExit) as error:
             return ClassError(f"raised {describe(error)}")
@@ -149,15 +176,15 @@ class Host:
         if self._instance is None and self._factory is not None:
             self._instance = self._factory()
 
-    def _reset(self, row: dict[str, Any]) -> StepResult | ClassError:
+    def _reset(self, row: dict[str, Any]) -> StepResult:
         self._make_instance()
-        return (
-            StepResult("")
-            if self._instance is None
-            else self._step_result(self._result_of(self._instance.reset(**row)), "reset")
-        )
+        self._turn_rewards = []
+        if self._instance is None:
+            return StepResult("")
+        opening = self._step_result(self._result_of(self._instance.reset(**row)), "reset")
+        return msgspec.structs.replace(opening, has_feedback=self._has(TURN_REWARD) or self._has(STATE_KEY))
 
-    def _turn(self, text: str) -> StepResult | ClassError:
+    def _turn(self, text: str) -> StepResult:
         assert self._factory is not None
         method = method_of_turns(self._factory)
         try:
@@ -179,19 +206,44 @@ class Host:
     def _result_of(self, result: Any) -> Any:
         return self._loop.run(result) if inspect.iscoroutine(result) else result
 
-    def _step_result(self, returned: Any, method: str) -> StepResult | ClassError:
+    def _step_result(self, returned: Any, method: str) -> StepResult:
         if returned is not None and not isinstance(returned, str):
-            return ClassError(f"{method} returned {shorten(returned)}, expected a text or None")
+            raise UnusableResult(f"{method} returned {shorten(returned)}, expected a text or None")
         return StepResult(returned or "", self._is_done)
 
-    def _reward_result(self, asks_attributes: bool) -> RewardResult | ClassError:
-        rate = getattr(self._instance, "get_reward", None)
-        reward = None if rate is None else self._result_of(rate())
+    def _feedback(self, after_turn: bool) -> TurnFeedback:
+        reward = self._number_of(TURN_REWARD) if after_turn else None
+        if reward is not None:
+            self._turn_rewards.append(reward)
+        state = self._result_of(getattr(self._instance, STATE_KEY)()) if self._has(STATE_KEY) else None
+        try:
+            key = None if state is None else msgspec.json.encode(plain(state, MAX_DEPTH)).decode()
+        except TypeError as error:
+            raise UnusableResult(
+                f"{STATE_KEY} returned {shorten(state)}, expected a text, a number, or a tuple or list of them"
+            ) from error
+        return TurnFeedback(reward, key)
+
+    def _reward_result(self, asks_attributes: bool) -> RewardResult:
+        own = self._number_of("get_reward")
+        is_unrated = own is None and self._has("get_reward")  # the class says so, whatever its turns
+        has_reward = own is not None or (self._turn_rewards and not is_unrated)
+        reward = math.fsum([own or 0.0, *self._turn_rewards]) if has_reward else None
+        return RewardResult(reward, attributes_of(self._instance) if asks_attributes else None)
+
+    def _has(self, method: str) -> bool:
+        return hasattr(self._instance, method)
+
+    def _number_of(self, method: str) -> float | None:
+        """Return the reward that a method returns, or None without a reward or such a method.
+
+        Raises:
+            UnusableResult: It returned anything else.
+        """
+        reward = self._result_of(getattr(self._instance, method)()) if self._has(method) else None
         if reward is not None and not (isinstance(reward, SupportsFloat) and math.isfinite(float(reward))):
-            return ClassError(f"get_reward returned {shorten(reward)}, expected a finite number or None")
-        return RewardResult(
-            None if reward is None else float(reward), attributes_of(self._instance) if asks_attributes else None
-        )
+            raise UnusableResult(f"{method} returned {shorten(reward)}, expected a finite number or None")
+        return None if reward is None else float(reward)
 
     @property
     def _is_done(self) -> bool:

@@ -1,6 +1,7 @@
 """Play episodes: request turns from the servers and pass them to environments.
 
     prompt ─▶ reset ─▶ (turn: sampled from all tokens so far ─▶ commands ─▶ response, as tokens)* ─▶ reward
+                       each response with the turn's reward and the name of the next state, if the class has them
 
 This sits between the rollouts, which sample turns, and the pool of environments. `conversation.py` makes the
 commands.
@@ -21,8 +22,17 @@ import numpy as np
 from learner.config import LearnerConfig
 from learner.environments.answer import UnreadableAnswer
 from learner.environments.conversation import ChatConversation, NextPrompt, TextConversation
-from learner.environments.episode import REWARDED, EndState, Episode, EpisodeGroup, EpisodeStats, Recording
-from learner.environments.host import Call, Command, Rate, Reset, RewardResult, StepResult
+from learner.environments.episode import (
+    REWARDED,
+    EndState,
+    Episode,
+    EpisodeGroup,
+    EpisodeStats,
+    EpisodeTurn,
+    Recording,
+    state_name,
+)
+from learner.environments.host import Call, Command, Observe, Rate, Reset, RewardResult, StepResult, TurnFeedback
 from learner.environments.process import Environments, Lease
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
@@ -121,6 +131,8 @@ class Player:
         conversation = progress.conversation
         progress.give_up_at = time.monotonic() + self._config.environment.episode_deadline_s
         next_prompt, results = conversation.begin(opening), [opening]
+        if not await progress.observe(lease, results):
+            return None
         while not results[-1].is_done:
             if not progress.add_prompt(next_prompt):
                 return progress.end("length")
@@ -140,7 +152,7 @@ class Player:
             if not commands:
                 return progress.end("finished")
             answers = await progress.call_all(lease, commands)
-            if answers is None:
+            if answers is None or not await progress.observe(lease, answers):
                 return None
             try:
                 next_prompt, results = conversation.add_results(answers), answers
@@ -191,12 +203,19 @@ class Progress:
         self.attributes: dict[str, Any] | None = None
         self.entered_version: int | None = None
         self.give_up_at = math.inf
-        self.num_turns = 0
+        self.turns: list[EpisodeTurn] = []
+        self._state: str | None = None
+        """Name of the state in which the next turn begins."""
+        self._has_feedback = False
         self._salt = self._endpoint = ""
         self._num_calls = self._num_failed_calls = self._num_prompt_tokens = self._num_cached_tokens = 0
         self._environment_s = 0.0
 
-    async def call(self, lease: Lease, command: Command) -> StepResult | RewardResult | None:
+    @property
+    def num_turns(self) -> int:
+        return len(self.turns)
+
+    async def call(self, lease: Lease, command: Command) -> StepResult | TurnFeedback | RewardResult | None:
         """Return the environment's answer, or set the end state and return None."""
         self._num_calls += isinstance(command, Call)
         started = time.monotonic()
@@ -208,7 +227,7 @@ class Progress:
             )
             self.end("tool_timeout" if answer.outcome == "timed_out" else "env_error")
             return None
-        assert isinstance(answer, StepResult | RewardResult)
+        assert isinstance(answer, StepResult | TurnFeedback | RewardResult)
         if isinstance(answer, StepResult):
             self._num_failed_calls += answer.has_failed
         return answer
@@ -227,6 +246,26 @@ class Progress:
             if answer.is_done:
                 break
         return results
+
+    async def observe(self, lease: Lease, results: list[StepResult]) -> bool:
+        """Record the reward of the last turn and the state after it, given the responses to the turn or to reset.
+
+        A class that does not name its states is in the state that its texts describe, if there are any. If the
+        class fails, set the end state and return False.
+        """
+        self._has_feedback |= results[0].has_feedback
+        text = "".join(one.text for one in results)
+        self._state = state_name(text) if text or not self.turns else None
+        if not self._has_feedback:
+            return True
+        feedback = await self.call(lease, Observe(after_turn=bool(self.turns)))
+        if not isinstance(feedback, TurnFeedback):
+            return False
+        if self.turns:
+            self.turns[-1] = msgspec.structs.replace(self.turns[-1], reward=feedback.reward)
+        if feedback.state is not None:
+            self._state = state_name(feedback.state)
+        return True
 
     def add_prompt(self, next_prompt: NextPrompt) -> bool:
         """Record the tokens before the next turn, or return False if they do not fit."""
@@ -254,7 +293,7 @@ class Progress:
         else:
             self.entered_version, self._salt = group.entered_version, group.salt
         self._endpoint = sampled.endpoint
-        self.num_turns += 1
+        self.turns.append(EpisodeTurn(state=self._state))
         self.recording.add_turn(completion)
 
     def end(self, state: EndState) -> None:
@@ -275,6 +314,7 @@ class Progress:
                 num_cached_tokens=self._num_cached_tokens,
             ),
             reward=self.reward,
+            turns=self.turns,
             messages=self.conversation.messages,
             attributes=self.attributes,
         )

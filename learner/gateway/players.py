@@ -259,7 +259,7 @@ def _reward_of(outcome: AgentReward | ProcessFailure, session: Session) -> float
     if not isinstance(outcome.reward, dict):
         return outcome.reward
     by_id = outcome.reward
-    unknown = [name for name in by_id if name.rpartition("-")[2] not in session.turn_ids]
+    unknown = [name for name in by_id if name.rpartition("-")[2] not in session.turns]
     if unknown:
         return ProcessFailure(
             "failed", f"returned a reward for {unknown[0]!r}, which is not the id of one of its completions"

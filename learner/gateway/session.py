@@ -8,6 +8,7 @@ version. This holds for concurrent requests in any order of their answers.
 """
 
 import asyncio
+import hashlib
 import time
 import uuid
 
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerConfig
-from learner.environments.episode import REWARDED, EndState, Episode, EpisodeStats, RecordedBranch
+from learner.environments.episode import REWARDED, EndState, Episode, EpisodeStats, EpisodeTurn, RecordedBranch
 from learner.environments.player import Ask, TurnPrompt, TurnResult
 from learner.gateway.messages import RefusedRequest, episode_over, starts_with
 from learner.gateway.places import PrefixIndex
@@ -52,7 +53,8 @@ class Session:
         self._config, self._prompt, self._number, self._ask = config, prompt, number, ask
         self._max_tokens = max_tokens
         self.places = PrefixIndex()
-        self.turn_ids: set[str] = set()
+        self.turns: dict[str, EpisodeTurn] = {}
+        """Recorded turns by id, in order."""
         self.num_calls = 0
         self.state: EndState | None = None
         """End state. None: the episode is in progress."""
@@ -113,22 +115,24 @@ class Session:
             self._under_way.discard(task)
 
     def record(self, turn: SessionTurn) -> None:
-        """Record a turn that the agent receives, in the longest branch it extends."""
-        if self.turn_ids:
+        """Record a turn that the agent receives, in the longest branch it extends.
+
+        Turns with the same prompt begin in the same state.
+        """
+        if self.turns:
             self._num_prompt_tokens += len(turn.prompt)
             self._num_cached_tokens += turn.num_cached_tokens
-        self.turn_ids.add(turn.turn_id)
+        number = len(self.turns)
         prompt, completion = np.array(turn.prompt, np.int32), turn.completion
+        self.turns[turn.turn_id] = EpisodeTurn(state=hashlib.sha256(prompt.tobytes()).hexdigest()[:32])
         branch = self._extended(prompt)
         if branch is None:
             is_own = not np.array_equal(prompt, self._prompt.token_ids)
             branch = RecordedBranch(prompt, is_own_prompt=is_own)
         else:
             self._branches.remove(branch)
-            new = prompt[len(branch.all_token_ids) :]
-            if len(new):
-                branch.add(new, np.zeros(len(new), np.float32), [(None, len(new))])
-        branch.add(completion.token_ids, completion.behaviour_logprobs, completion.versions)
+            branch.add_observation(prompt[len(branch.all_token_ids) :])
+        branch.add_turn(number, completion)
         self._branches.append(branch)
         self._is_cut_off = turn.is_cut_off
         if self._limit == "length":  # the limit was that of another branch
@@ -140,6 +144,11 @@ class Session:
         for task in self._under_way:
             task.cancel()
         return self.state
+
+    def rate_turns(self, rewards: dict[str, float]) -> None:
+        """Set the rewards of turns, by their ids."""
+        for turn_id, reward in rewards.items():
+            self.turns[turn_id] = msgspec.structs.replace(self.turns[turn_id], reward=reward)
 
     def end(self, outcome: float | ProcessFailure | None) -> None:
         """Set the end state and the reward from the agent's outcome."""
@@ -161,13 +170,14 @@ class Session:
             ],
             course=EpisodeStats(
                 state=self.state,
-                num_turns=len(self.turn_ids),
+                num_turns=len(self.turns),
                 num_calls=self.num_calls,
                 environment_s=self._clock.idle_s,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_cached_tokens=self._num_cached_tokens,
             ),
             reward=self.reward,
+            turns=list(self.turns.values()),
             messages=self._messages(),
         )
 

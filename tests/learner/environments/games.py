@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from learner.config import LearnerRun
 from learner.environments.builtin import HIGHER, LOWER, NO_DIGIT, RIGHT
 from learner.environments.episode import Episode, EpisodeGroup
@@ -59,6 +61,6 @@ def assert_played_by_the_rules(episode: Episode, secret: int, *, is_agent: bool 
     assert answers == [reply_of(secret, turn) for turn in turns][: len(answers)]
     assert len(turns) - len(answers) == (is_agent or episode.course.state == "length")
     is_found = reply_of(secret, turns[-1]) == RIGHT
-    assert episode.reward == float(is_found)
+    assert episode.reward == pytest.approx(float(is_found))
     assert (is_found or is_agent) == (episode.course.state == "finished") or episode.course.state == "length"
     assert (branch.behaviour_logprobs[~branch.is_sampled_T] == 0).all()

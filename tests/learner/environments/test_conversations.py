@@ -24,7 +24,7 @@ from tests.learner.environments.scripted_conversation import (
     shown,
     template,
 )
-from tests.learner.environments.scripted_player import play_group
+from tests.learner.environments.scripted_player import USER, play_group
 from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
 
 EXAMPLES = Path(__file__).parent / "trl_examples.py"
@@ -139,6 +139,18 @@ def test_several_calls_in_a_turn_run_in_order(keeping: ChatTemplate) -> None:
     ]
     assert spoken == ["4", "4", "5"]
     assert (episode.course.num_calls, episode.reward) == (3, 5.0)
+
+
+def test_a_turn_of_several_calls_has_one_reward_and_one_state_also_in_a_branch(dropping: ChatTemplate) -> None:
+    """The methods that report them are no tools, and the turn without a call has no reward."""
+    turns = (TURNS[0], call("add", number=3) + call("add", number=4), "It is 9")
+    episode, _ = converse(dropping, *turns, factory="RewardedCalculator")
+    assert [turn.reward for turn in episode.turns] == [2.0, 7.0, None] and episode.reward == 9.0
+    assert [turn.state for turn in episode.turns] == ["0", "2", "9"]
+    assert (episode.course.num_turns, episode.course.num_calls) == (3, 3)
+    assert [[turn for turn, _ in branch.turns] for branch in episode.branches] == [[0], [1, 2]]
+    tools = [tool["function"]["name"] for tool in described(f"{USER}:RewardedCalculator")]
+    assert tools == ["add", "refuse", "show"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """One instance of an environment: its answers to the learner's commands, and the accepted classes."""
 
+import random
 import re
 from pathlib import Path
 
@@ -7,7 +8,19 @@ import pytest
 
 from learner.environments.builtin import HIGHER, LOWER, NO_DIGIT, RIGHT, Calculator
 from learner.environments.contract import BUILT_IN, load_environment
-from learner.environments.host import Answer, ClassError, Command, Host, Rate, Reset, RewardResult, StepResult, Turn
+from learner.environments.host import (
+    Answer,
+    ClassError,
+    Command,
+    Host,
+    Observe,
+    Rate,
+    Reset,
+    RewardResult,
+    StepResult,
+    Turn,
+    TurnFeedback,
+)
 from learner.sandbox.user_code import NotLoaded
 from tests.learner.environments.scripted_conversation import described
 from tests.learner.environments.scripted_player import USER
@@ -48,6 +61,31 @@ EXCHANGES: dict[str, tuple[str, list[tuple[Command, Answer]]]] = {
     "no reward": (
         "Unrated", [(Reset({}), StepResult("")), (Turn("a"), StepResult("")), (Rate(), RewardResult(None))],
     ),
+    "rewards of turns are part of the reward, and start at zero in the next episode": (
+        "Counting",
+        [
+            (Reset({}), StepResult("", has_feedback=True)), (Observe(after_turn=False), TurnFeedback(None, '["a",0]')),
+            (Turn("ab"), StepResult("<ab>")), (Observe(after_turn=True), TurnFeedback(2.0, '["a",1]')),
+            (Turn("raise"), StepResult("no", has_failed=True)), (Observe(after_turn=True), TurnFeedback(None, '["a",1]')),
+            (Turn("stop"), StepResult("<stop>", is_done=True)), (Observe(after_turn=True), TurnFeedback(4.0, '["a",2]')),
+            (Rate(), RewardResult(6.5)),
+            (Reset({}), StepResult("", has_feedback=True)), (Rate(), RewardResult(0.5)),
+        ],
+    ),
+    "rewards of turns alone": (
+        "OnlyTurns",
+        [
+            (Reset({}), StepResult("", has_feedback=True)), (Rate(), RewardResult(None)),
+            (Turn("ab"), StepResult("")), (Observe(after_turn=True), TurnFeedback(0.5)), (Rate(), RewardResult(0.5)),
+        ],
+    ),
+    "an episode that get_reward leaves unrated stays unrated": (
+        "Withdrawn",
+        [
+            (Reset({}), StepResult("", has_feedback=True)), (Turn("ab"), StepResult("")),
+            (Observe(after_turn=True), TurnFeedback(0.5)), (Rate(), RewardResult(None)),
+        ],
+    ),
     "the secret is guessed": (
         "guess",
         [
@@ -71,9 +109,12 @@ def test_commands_are_answered(name: str, exchange: list[tuple[Command, Answer]]
         ("Treacherous", Reset({"prompt": "raise"}), r"raised ValueError: 'no such row' \(.*user_environments.py:\d+\)"),
         ("Treacherous", Turn("number"), "tell returned 7, expected a text or None"),
         ("Overrated", Rate(), "get_reward returned 'much', expected a finite number or None"),
+        ("Incomparable", Observe(after_turn=True), "get_turn_reward returned nan, expected a finite number or None"),
+        ("Incomparable", Observe(after_turn=False), "get_state_key returned <object object at .*>, expected a text, a "
+            "number, or a tuple or list of them"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_an_error_of_the_class_is_named(name: str, command: Command, problem: str) -> None:
     answer = answers(name, Reset({}), command)[1]
     assert isinstance(answer, ClassError) and re.fullmatch(problem, answer.problem)
@@ -100,12 +141,53 @@ def test_the_calculator_rewards_the_call_and_the_answer_with_half_each(
     assert calculator.get_reward() == pytest.approx(reward)
 
 
+@pytest.mark.parametrize("name", ["guess", "calculator"])
+def test_turns_of_a_built_in_environment_divide_its_reward(name: str) -> None:
+    """Played at random, the variant by turn answers and rewards an episode like the environment itself."""
+    draw = random.Random(name)
+    rows = {"guess": {"secret": 4}, "calculator": {"call": "37+45=", "answer": "82"}}
+    words = {"guess": ["0", "3", "4", "7", "", "=2"], "calculator": ["37+45=", "45+37=", "82", "8", "3="]}
+    seen = set()
+    for _ in range(100):
+        plain, by_turn = BUILT_IN[name](), BUILT_IN[f"{name}_by_turn"]()
+        total = 0.0
+        for one in (plain, by_turn):
+            one.reset(**rows[name])
+        assert by_turn.get_state_key() in ("", (0, 9))
+        for _ in range(draw.randint(1, 4)):
+            word = draw.choice(words[name])
+            replies = [(one.guess if name == "guess" else one.press)(word) for one in (plain, by_turn)]
+            assert replies[0] == replies[1]
+            reward = by_turn.get_turn_reward()
+            total += reward
+            seen.add((word, reward > 0))
+            if plain.done:
+                break
+        assert by_turn.done == plain.done and total + by_turn.get_reward() == pytest.approx(plain.get_reward())
+    assert {("4", True), ("7", True), ("", False)} <= seen or {("82", True), ("37+45=", True), ("3=", False)} <= seen
+
+
+def test_a_hint_rules_digits_out_and_names_the_state() -> None:
+    environment = BUILT_IN["guess_by_turn"]()
+    environment.reset(secret=4)
+    rewards, states = [], []
+    for word in ("6", "7", "", "2", "4"):
+        environment.guess(word)
+        rewards.append(environment.get_turn_reward())
+        states.append(environment.get_state_key())
+    assert states == [(0, 5), (0, 5), (0, 5), (3, 5), (3, 5)]
+    assert rewards == pytest.approx([0.4, 0.0, 0.0, 0.3, 0.3]) and environment.get_reward() == pytest.approx(0.0)
+
+
 @pytest.mark.parametrize(
     ("factory", "problem"),
     [
         ("gues", f"it is not built in; known are: {', '.join(BUILT_IN)}"),
         (f"{USER}:not_a_class", "expected a class"),
-        (f"{USER}:TwoMethods", r"has 2 public methods besides reset and get_reward \(tell, whisper\); expected one"),
+        (
+            f"{USER}:TwoMethods",
+            r"has 2 public methods besides reset, get_reward, get_turn_reward and get_state_key \(tell, whisper\); expected one",
+        ),
         (f"{USER}:WithoutReset", "no method reset"),
     ],
 )

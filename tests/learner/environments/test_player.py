@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from learner.environments.episode import EpisodeGroup, episodes_of
 from learner.environments.player import TurnPrompt
-from protocol.codec import pack, unpack
+from protocol.codec import decode, encode, pack, unpack
 from protocol.errors import DataError
 from protocol.messages import Completion, Group
 from tests.learner.environments.scripted_player import completion, ids, play_group, script_of
@@ -26,6 +27,9 @@ def test_each_prompt_has_all_tokens_so_far_and_each_turn_is_recorded_and_packed_
     assert branch.token_ids.tolist() == ids("hiab<ab>stop<stop>")
     assert branch.versions == [(None, 2), (4, 2), (None, 4), (5, 4), (None, 6)]
     np.testing.assert_array_equal(branch.behaviour_logprobs, [0, 0, -1, -2, 0, 0, 0, 0, -1, -2, -3, -4, *[0] * 6])
+    assert branch.turns == [(0, 2), (1, 4)]
+    assert branch.turn_T.tolist() == [-1, -1, 0, 0, -1, -1, -1, -1, 1, 1, 1, 1, *[-1] * 6]
+    assert [(turn.reward, turn.state) for turn in one.turns] == [(None, "hi"), (None, "<ab>")]
     assert branch.prompt_token_ids is None and branch.finish_reason == "stop"
     assert (one.course.state, one.course.num_turns, one.reward) == ("finished", 2, 2.0)
     assert (one.course.num_prompt_tokens, one.course.num_cached_tokens) == (10, 1)
@@ -59,6 +63,54 @@ def test_every_episode_has_an_end_state_and_only_some_states_have_a_reward(
     for episode in group.episodes:
         assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, reward, num_turns)
         assert (episode.branches[-1].finish_reason == "length") == (state == "length")
+
+
+def test_rewards_and_states_of_turns_are_recorded_with_the_turns_they_belong_to() -> None:
+    group, _ = play_group(script_of("ab", "raise", "stop"), factory="Counting")
+    for episode in group.episodes:
+        assert [turn.reward for turn in episode.turns] == [2.0, None, 4.0] and episode.reward == 6.5
+        assert [turn.state for turn in episode.turns] == ['["a",0]', '["a",1]', '["a",1]']
+
+
+def test_a_turn_that_the_environment_did_not_see_has_no_reward() -> None:
+    def script(asked: TurnPrompt) -> Completion:
+        return completion("12345678", 4, "length") if asked.number else completion("ab", 4)
+
+    group, _ = play_group(script, factory="Counting")
+    for episode in group.episodes:
+        assert [turn.reward for turn in episode.turns] == [2.0, None]
+        assert (episode.course.state, episode.reward) == ("length", 2.5)
+
+
+def test_a_failing_reward_of_a_turn_ends_its_episode() -> None:
+    group, _ = play_group(script_of("ab"), factory="Incomparable")
+    assert group.episodes == []
+
+
+def test_states_without_a_name_are_those_of_equal_texts() -> None:
+    """An empty text says nothing of the state, except at the start of an episode."""
+    group, _ = play_group(script_of("a", "b" * 8), factory="Echo", max_turns=2, columns={"greeting": "x" * 100})
+    first, second = group.episodes[0].turns
+    assert first.state is not None and first.state.startswith("sha256:") and second.state == "<a>"
+    group, _ = play_group(script_of("a", "b"), factory="Unrated", max_turns=2)
+    assert [turn.state for turn in group.episodes[0].turns] == ["", None]
+
+
+def test_an_episode_of_a_version_without_turns_is_read_as_one_turn() -> None:
+    group, _ = play_group(script_of("ab", "stop"))
+    header, *arrays = encode(group)
+    table = msgspec.msgpack.decode(header)
+    for episode in table["episodes"]:
+        del episode["turns"], episode["branches"][0]["turns"]
+    old = decode([msgspec.msgpack.encode(table), *arrays], EpisodeGroup)
+    (branch,) = old.episodes[0].branches
+    assert old.episodes[0].turns == [] and set(branch.turn_T[branch.is_sampled_T]) == {0}
+
+
+def test_turns_that_do_not_cover_the_sampled_tokens_are_rejected() -> None:
+    (branch,) = play_group(script_of("ab", "stop"))[0].episodes[0].branches
+    with pytest.raises(ValueError, match="turns of 5 tokens; expected the 6 sampled tokens"):
+        msgspec.structs.replace(branch, turns=[(0, 2), (1, 3)])
 
 
 def test_an_episode_past_its_deadline_starts_no_further_turn() -> None:

@@ -126,6 +126,50 @@ class Overrated(Unrated):
         return "much"
 
 
+class Counting(Echo):
+    """Rewards each turn by its length, and names its state by the number of turns."""
+
+    def tell(self, text: str) -> str:
+        self._length: int | None = None
+        if text == "raise":
+            raise ValueError("no")
+        self._length = len(text)
+        return super().tell(text)
+
+    async def get_turn_reward(self) -> Any:
+        return None if self._length is None else np.float32(self._length)
+
+    def get_state_key(self) -> tuple[str, Any]:
+        return "a", np.int64(len(self._told))
+
+    def get_reward(self) -> float:
+        return 0.5
+
+
+class OnlyTurns:
+    def reset(self, **row: Any) -> None:
+        """Start without a message."""
+
+    def tell(self, text: str) -> None:
+        """Return no text."""
+
+    def get_turn_reward(self) -> float:
+        return 0.5
+
+
+class Withdrawn(OnlyTurns):
+    def get_reward(self) -> None:
+        """Return no reward."""
+
+
+class Incomparable(OnlyTurns):
+    def get_turn_reward(self) -> float:
+        return float("nan")
+
+    def get_state_key(self) -> object:
+        return object()
+
+
 def not_a_class() -> None:
     """Do nothing."""
 
@@ -178,6 +222,24 @@ class Calculator:
 
     async def get_reward(self) -> float:
         return float(self.total)
+
+
+class RewardedCalculator(Calculator):
+    """Rewards a turn by what it adds, and names its state by the total."""
+
+    def reset(self, start: int = 0, hint: str = "", **row: Any) -> str | None:
+        self._before = start
+        return super().reset(start, hint, **row)
+
+    def get_turn_reward(self) -> float:
+        before, self._before = self._before, self.total
+        return self.total - before
+
+    def get_state_key(self) -> int:
+        return self.total
+
+    async def get_reward(self) -> float:
+        return 0.0
 
 
 class WithoutDocstring(Unrated):

@@ -304,6 +304,9 @@ async def test_concurrent_requests_are_branches_of_one_episode() -> None:
         episode = agent.end()
     assert sorted(answer.choices[0].message.content for answer in answers) == [f"turn {number}" for number in range(4)]
     assert len(episode.branches) == 4 and episode.course.num_turns == 5
+    recorded = sorted(turn for branch in episode.branches for turn in branch.turns)
+    assert recorded == [(0, len("first") + 1), *((turn, len("turn 0") + 1) for turn in range(1, 5))]
+    assert len({turn.state for turn in episode.turns}) == 5 == len(episode.turns)
     first_ids = TOKENIZER.encode(HEAD + "first" + END)
     for branch in episode.branches:
         before = TOKENIZER.encode(HEAD) if branch.prompt_token_ids is None else branch.prompt_token_ids.tolist()
