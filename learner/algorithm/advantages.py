@@ -4,11 +4,13 @@ None as a reward marks an unscorable completion. Means and deviations leave it o
 group has no signal (`has_signal`) when fewer than two of its completions are scorable, or all scorable
 rewards are equal. All its advantages are then 0.
 
-Suffixes: _P over the groups (prompts) of the step, _G over the completions of one group.
+Suffixes: _P over the groups (prompts) of the step, _G over the completions of one group, _K over the turns of one
+completion (credit.py).
 """
 
 import math
 import statistics
+from collections.abc import Iterable
 
 import msgspec
 
@@ -28,6 +30,10 @@ class StepRewards(msgspec.Struct, frozen=True):
     """Rewards of each group, by the name of the reward function."""
     weights: dict[str, float]
     """Weight of each reward function in the total."""
+    turn_rewards_P_G_K: list[list[list[float]]]
+    """Reward of each turn. Those of a completion add up to its total. A plain completion has one turn."""
+    states_P_G_K: list[list[list[str | None]]]
+    """Name of the state in which each turn began, equal within a group for equal states. None: unknown."""
 
 
 def has_signal(
@@ -54,8 +60,14 @@ def has_signal(
     return _tells_apart([sum(terms) if terms else None for terms in terms_G])
 
 
+def are_equal(values: Iterable[float]) -> bool:
+    """Return whether values differ by rounding at most, as sums of the same rewards in another order do."""
+    ordered = sorted(values) or [0.0]
+    return math.isclose(ordered[0], ordered[-1], rel_tol=1e-9, abs_tol=1e-12)
+
+
 def _tells_apart(rewards_G: list[float | None]) -> bool:
-    return len({reward for reward in rewards_G if reward is not None}) > 1
+    return not are_equal(reward for reward in rewards_G if reward is not None)
 
 
 def step_advantages(rewards_P_G: Rewards, config: AdvantageConfig) -> list[list[float]]:

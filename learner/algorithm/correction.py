@@ -54,7 +54,7 @@ def multiplier(
     behaviour_BT: torch.Tensor,
     anchor_BT: torch.Tensor,
     staleness_BT: torch.Tensor,
-    advantages_B1: torch.Tensor,
+    advantages_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     has_ratio: bool,
     config: OffPolicyCorrectionConfig,
@@ -80,7 +80,7 @@ def multiplier(
             value_BT = value_BT * torch.where(outside_BT, 0.0, kept_BT)
     if config.sequence_mask is not None:
         drift_B1 = _mean((behaviour_BT - logprobs_BT), mask_BT)
-        value_BT = torch.where((advantages_B1 < 0) & (drift_B1 > config.sequence_mask), 0.0, value_BT)
+        value_BT = torch.where((advantages_BT < 0) & (drift_B1 > config.sequence_mask), 0.0, value_BT)
     stale_BT = nothing_BT
     if config.max_token_staleness is not None:
         stale_BT = mask_BT & (staleness_BT > config.max_token_staleness)

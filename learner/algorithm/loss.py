@@ -32,7 +32,7 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Behavior logprobs. A token with a non-finite behavior logprob is left out of everything."""
     staleness_BT: torch.Tensor
     """Policy versions between the sampling of the token and the start of the step."""
-    advantages_B: torch.Tensor
+    advantages_BT: torch.Tensor
     weights_B: torch.Tensor
     """Weight of each token of the row. The losses of micro-batches and ranks add up to the step's loss."""
     mask_BT: torch.Tensor
@@ -56,20 +56,20 @@ def policy_loss(
     """
     mask_BT = inputs.mask_BT.bool() & torch.isfinite(inputs.behaviour_logprobs_BT)
     weights_B1 = inputs.weights_B.float().unsqueeze(1)
-    advantages_B1 = inputs.advantages_B.float().unsqueeze(1)
+    advantages_BT = masked(inputs.advantages_BT.float(), mask_BT)
     logprobs_BT, behaviour_BT = masked(inputs.logprobs_BT, mask_BT), masked(inputs.behaviour_logprobs_BT, mask_BT)
     proximal = inputs.logprobs_BT.detach() if inputs.proximal_logprobs_BT is None else inputs.proximal_logprobs_BT
     staleness_BT = masked(inputs.staleness_BT, mask_BT)
     anchor_BT = anchor_logprobs(logprobs_BT, behaviour_BT, masked(proximal, mask_BT), staleness_BT, correction)
 
-    tokens = Tokens(clamped(logprobs_BT - anchor_BT), logprobs_BT, advantages_B1, mask_BT)
+    tokens = Tokens(clamped(logprobs_BT - anchor_BT), logprobs_BT, advantages_BT, mask_BT)
     objective_BT, held_BT = objective_of(config.objective)(tokens, config)
     counts = multiplier(
         logprobs_BT=logprobs_BT,
         behaviour_BT=behaviour_BT,
         anchor_BT=anchor_BT,
         staleness_BT=staleness_BT,
-        advantages_B1=advantages_B1,
+        advantages_BT=advantages_BT,
         mask_BT=mask_BT,
         has_ratio=has_ratio(config.objective),
         config=correction,

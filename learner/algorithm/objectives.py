@@ -22,7 +22,7 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
 
     log_ratio_BT: torch.Tensor
     logprobs_BT: torch.Tensor
-    advantages_B1: torch.Tensor
+    advantages_BT: torch.Tensor
     mask_BT: torch.Tensor
 
 
@@ -37,7 +37,7 @@ def grpo(tokens: Tokens, config: LossConfig) -> Losses:
     Where A < 0, r A is at least dual_clip · A (dual-clip PPO, arXiv 1912.09729). This is also the two-sided
     clip delta of INTELLECT-2 (arXiv 2505.07291).
     """
-    return _clipped(tokens.log_ratio_BT.exp(), tokens.advantages_B1, config)
+    return _clipped(tokens.log_ratio_BT.exp(), tokens.advantages_BT, config)
 
 
 def gspo(tokens: Tokens, config: LossConfig) -> Losses:
@@ -47,7 +47,7 @@ def gspo(tokens: Tokens, config: LossConfig) -> Losses:
     """
     lengths_B1 = tokens.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
     mean_log_ratio_B1 = tokens.log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1
-    return _clipped(mean_log_ratio_B1.exp().expand_as(tokens.log_ratio_BT), tokens.advantages_B1, config)
+    return _clipped(mean_log_ratio_B1.exp().expand_as(tokens.log_ratio_BT), tokens.advantages_BT, config)
 
 
 def cispo(tokens: Tokens, config: LossConfig) -> Losses:
@@ -57,8 +57,8 @@ def cispo(tokens: Tokens, config: LossConfig) -> Losses:
     """
     bound = 1 + config.value("clip_high")
     ratio_BT = tokens.log_ratio_BT.detach().exp()
-    return -ratio_BT.clamp(max=bound) * tokens.advantages_B1 * tokens.logprobs_BT, (ratio_BT > bound) & (
-        tokens.advantages_B1 != 0
+    return -ratio_BT.clamp(max=bound) * tokens.advantages_BT * tokens.logprobs_BT, (ratio_BT > bound) & (
+        tokens.advantages_BT != 0
     )
 
 
@@ -69,10 +69,10 @@ def sapo(tokens: Tokens, config: LossConfig) -> Losses:
 
     A token counts as held if the gate brings its gradient below half of the unclipped gradient.
     """
-    tau_B1 = torch.where(tokens.advantages_B1 > 0, config.value("tau_positive"), config.value("tau_negative"))
-    gate_BT = torch.sigmoid(tau_B1 * (tokens.log_ratio_BT.exp() - 1))
+    tau_BT = torch.where(tokens.advantages_BT > 0, config.value("tau_positive"), config.value("tau_negative"))
+    gate_BT = torch.sigmoid(tau_BT * (tokens.log_ratio_BT.exp() - 1))
     closed_BT = (4 * gate_BT * (1 - gate_BT)).detach() < 0.5
-    return -4 / tau_B1 * gate_BT * tokens.advantages_B1, closed_BT & (tokens.advantages_B1 != 0)
+    return -4 / tau_BT * gate_BT * tokens.advantages_BT, closed_BT & (tokens.advantages_BT != 0)
 
 
 def dppo(tokens: Tokens, config: LossConfig) -> Losses:
@@ -86,10 +86,10 @@ def dppo(tokens: Tokens, config: LossConfig) -> Losses:
     """
     anchor_logprobs_BT = tokens.logprobs_BT - tokens.log_ratio_BT
     moved_BT = (tokens.logprobs_BT.exp() - anchor_logprobs_BT.exp()).detach()
-    rising_B1, falling_B1 = tokens.advantages_B1 > 0, tokens.advantages_B1 < 0
-    held_BT = (rising_B1 & (moved_BT > config.value("tv_high"))) | (falling_B1 & (moved_BT < -config.value("tv_low")))
-    surrogate_BT = torch.where(held_BT, 0.0, tokens.log_ratio_BT.exp() * tokens.advantages_B1)
-    surrogate_BT, is_floored_BT = _floored(surrogate_BT, tokens.advantages_B1, config)
+    rising_BT, falling_BT = tokens.advantages_BT > 0, tokens.advantages_BT < 0
+    held_BT = (rising_BT & (moved_BT > config.value("tv_high"))) | (falling_BT & (moved_BT < -config.value("tv_low")))
+    surrogate_BT = torch.where(held_BT, 0.0, tokens.log_ratio_BT.exp() * tokens.advantages_BT)
+    surrogate_BT, is_floored_BT = _floored(surrogate_BT, tokens.advantages_BT, config)
     return -surrogate_BT + config.value("log_ratio_penalty") * tokens.log_ratio_BT**2, held_BT | is_floored_BT
 
 
@@ -98,7 +98,7 @@ def reinforce(tokens: Tokens, config: LossConfig) -> Losses:
 
     It has no importance ratio, so it is correct only on-policy.
     """
-    return -tokens.advantages_B1 * tokens.logprobs_BT, torch.zeros_like(tokens.mask_BT)
+    return -tokens.advantages_BT * tokens.logprobs_BT, torch.zeros_like(tokens.mask_BT)
 
 
 OBJECTIVES: dict[str, Callable[[Tokens, LossConfig], Losses]] = {
@@ -106,17 +106,17 @@ OBJECTIVES: dict[str, Callable[[Tokens, LossConfig], Losses]] = {
 }
 
 
-def _clipped(ratio_BT: torch.Tensor, advantages_B1: torch.Tensor, config: LossConfig) -> Losses:
-    surrogate_BT = ratio_BT * advantages_B1
-    clipped_BT = ratio_BT.clamp(1 - config.value("clip_low"), 1 + config.value("clip_high")) * advantages_B1
+def _clipped(ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, config: LossConfig) -> Losses:
+    surrogate_BT = ratio_BT * advantages_BT
+    clipped_BT = ratio_BT.clamp(1 - config.value("clip_low"), 1 + config.value("clip_high")) * advantages_BT
     objective_BT, held_BT = torch.minimum(surrogate_BT, clipped_BT), clipped_BT < surrogate_BT
-    objective_BT, is_floored_BT = _floored(objective_BT, advantages_B1, config)
+    objective_BT, is_floored_BT = _floored(objective_BT, advantages_BT, config)
     return -objective_BT, held_BT | is_floored_BT
 
 
 def _floored(
-    objective_BT: torch.Tensor, advantages_B1: torch.Tensor, config: LossConfig
+    objective_BT: torch.Tensor, advantages_BT: torch.Tensor, config: LossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply the floor dual_clip · A where A < 0; also return where it binds."""
-    floor_B1 = torch.where(advantages_B1 < 0, config.value("dual_clip") * advantages_B1, -torch.inf)
-    return torch.maximum(objective_BT, floor_B1), objective_BT < floor_B1
+    floor_BT = torch.where(advantages_BT < 0, config.value("dual_clip") * advantages_BT, -torch.inf)
+    return torch.maximum(objective_BT, floor_BT), objective_BT < floor_BT

@@ -10,7 +10,7 @@ rewards. An exception raised by a plug-in ends the run with its traceback.
 import hashlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from learner.algorithm.advantages import StepRewards
+from learner.algorithm.credit import AdvantagesByTurn
 from learner.algorithm.objectives import OBJECTIVES, Losses, Tokens
 from learner.config import LearnerConfig, LossConfig
 from learner.sandbox.user_code import NotLoaded, describe, load_named
@@ -39,14 +40,23 @@ def check_plug_ins(config: LearnerConfig) -> None:
         if spec not in OBJECTIVES:
             log_ratio_BT = torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.0, -0.1]], requires_grad=True)
             tokens = Tokens(
-                log_ratio_BT, log_ratio_BT - 1, torch.tensor([[1.0], [-1.0]]), torch.ones(2, 3, dtype=torch.bool)
+                log_ratio_BT,
+                log_ratio_BT - 1,
+                torch.tensor([[1.0, 1.0, -0.5], [-1.0, -1.0, -1.0]]),
+                torch.ones(2, 3, dtype=torch.bool),
             )
             objective_of(spec)(tokens, config.loss)
         if config.advantage.function is not None:
             key, spec = ADVANTAGE, config.advantage.function
             rewards_P_G: list[list[float | None]] = [[1.0, 0.0, None], [None]]
-            by_function_P = [dict.fromkeys(config.reward.names, rewards_G) for rewards_G in rewards_P_G]
-            advantages_of(spec, StepRewards(rewards_P_G, by_function_P, config.reward.weight_by_name))
+            example = StepRewards(
+                rewards_P_G,
+                [dict.fromkeys(config.reward.names, rewards_G) for rewards_G in rewards_P_G],
+                config.reward.weight_by_name,
+                turn_rewards_P_G_K=[[[0.25, 0.75], [0.0], [0.0]], [[0.0]]],
+                states_P_G_K=[[["start", "next"], ["start"], ["start"]], [[None]]],
+            )
+            advantages_of(spec, example)
     except ConfigError:
         raise
     except Exception as error:
@@ -94,8 +104,10 @@ def has_ratio(spec: str) -> bool:
     return bool(getattr(load_function(OBJECTIVE, spec), "has_ratio", True))
 
 
-def advantages_of(spec: str, rewards: StepRewards) -> list[list[float]]:
+def advantages_of(spec: str, rewards: StepRewards) -> AdvantagesByTurn:
     """Return the advantages that the user's function computes for one step.
+
+    The function returns one number for each completion, which all its turns get, or one for each of its turns.
 
     Raises:
         ConfigError: The function cannot be loaded, or its result has the wrong shape or is not finite.
@@ -103,21 +115,39 @@ def advantages_of(spec: str, rewards: StepRewards) -> list[list[float]]:
     copied = msgspec.convert(msgspec.to_builtins(rewards), StepRewards)
     returned = load_function(ADVANTAGE, spec)(copied)
     try:
-        advantages_P_G = [[float(value) for value in advantages_G] for advantages_G in returned]
-    except (TypeError, ValueError):
-        advantages_P_G = []
-    problem = f"{len(advantages_P_G)} groups instead of {len(rewards.rewards_P_G)}"
-    if len(advantages_P_G) == len(rewards.rewards_P_G):
-        pairs = enumerate(zip(advantages_P_G, rewards.rewards_P_G, strict=True))
-        problem = next(
-            (f"for group {p} {a}" for p, (a, r) in pairs if len(a) != len(r) or not all(map(math.isfinite, a))), ""
-        )
+        groups = [list(advantages_G) for advantages_G in returned]
+    except TypeError:
+        groups = []
+    problem = f"{len(groups)} groups instead of {len(rewards.rewards_P_G)}"
+    advantages_P_G_K: AdvantagesByTurn = []
+    if len(groups) == len(rewards.rewards_P_G):
+        problem = ""
+        for p, (advantages_G, rewards_G_K) in enumerate(zip(groups, rewards.turn_rewards_P_G_K, strict=True)):
+            try:
+                advantages_P_G_K.append(
+                    [_of_turns(value, len(K)) for value, K in zip(advantages_G, rewards_G_K, strict=True)]
+                )
+            except (TypeError, ValueError):
+                problem = problem or f"for group {p} {_described(advantages_G)}"
     if problem:
         raise ConfigError(
-            f"{ADVANTAGE} = {spec!r} returned {problem}; expected one list per group, with one finite number "
-            "per completion. Return 0 for a completion without a reward"
+            f"{ADVANTAGE} = {spec!r} returned {problem}; expected one list per group, with one finite number per "
+            "completion, or a list of one finite number per turn. Return 0 for a completion without a reward"
         )
-    return advantages_P_G
+    return advantages_P_G_K
+
+
+def _of_turns(value: Any, num_turns: int) -> list[float]:
+    """Return the advantages of a completion's turns.
+
+    Raises:
+        TypeError, ValueError: The value is neither a finite number nor one finite number for each turn.
+    """
+    is_number = not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0  # a tensor may be a number
+    advantages_K = [float(value)] * num_turns if is_number else list(map(float, value))
+    if len(advantages_K) != num_turns or not all(map(math.isfinite, advantages_K)):
+        raise ValueError
+    return advantages_K
 
 
 def digest_of_plug_ins(config: LearnerConfig) -> str:

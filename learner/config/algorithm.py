@@ -3,7 +3,17 @@
 import math
 from typing import Literal
 
-from learner.config.section import AtLeastOne, Fraction, NotNegative, Positive, Section, Share, any_of, require
+from learner.config.section import (
+    AtLeastOne,
+    Fraction,
+    NotNegative,
+    NotNegativeFinite,
+    Positive,
+    Section,
+    Share,
+    any_of,
+    require,
+)
 from protocol.config_keys import MayChange
 from protocol.errors import ConfigError
 
@@ -278,14 +288,30 @@ class AdvantageConfig(Section):
     combine: Literal["sum", "normalize_then_sum"] = "sum"
     """Combination of several reward functions. sum: add the rewards; normalize_then_sum: add the advantages
     of each function (GDPO)."""
+    credit: Literal["episode", "turn", "gigpo"] = "episode"
+    """Credit of an episode's turns (docs/credit.md). episode: all turns share the advantage of the episode; turn:
+    each turn has its return-to-go, relative to the other episodes of the group; gigpo: the advantage of the
+    episode plus that of each turn among the turns that began in the same state (GiGPO, arXiv 2505.10978)."""
+    gamma: Share[float] | None = None
+    """Discount of the rewards of later turns, with credit = turn or gigpo. Default: 1 for turn, 0.95 for gigpo. With
+    turn and 1, the expected gradient is exactly that of the reward."""
+    step_weight: NotNegativeFinite[float] = 1.0
+    """Weight of the advantage among turns in the same state, with credit = gigpo (omega in the paper)."""
     function: str | None = None
-    """Your own function in place of baseline, scale and combine: path/to/file.py:name or module:name
+    """Your own function in place of the other keys of this section: path/to/file.py:name or module:name
     (docs/custom-losses.md)."""
 
     def unmet_needs(self) -> dict[str, str]:
-        return (
-            {} if self.function is None else dict.fromkeys(("baseline", "scale", "combine"), "advantage.function unset")
-        )
+        if self.function is not None:
+            others = ("baseline", "scale", "combine", "credit", "gamma", "step_weight")
+            return dict.fromkeys(others, "advantage.function unset")
+        unmet_needs = {} if self.credit == "gigpo" else {"step_weight": 'credit = "gigpo"'}
+        return unmet_needs | ({"gamma": any_of("credit", ("turn", "gigpo"))} if self.credit == "episode" else {})
+
+    @property
+    def discount(self) -> float:
+        """Gamma as set, or the default of the credit."""
+        return self.gamma if self.gamma is not None else 0.95 if self.credit == "gigpo" else 1.0
 
     def check(self) -> None:
         require(

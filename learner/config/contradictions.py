@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from learner.config.algorithm import BOUNDS, is_plug_in
+from learner.config.rewards import OF_ENVIRONMENT
 from learner.config.section import require
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
         unmet_needs["weight_sync.overlap_with_training"] = "max_staleness above 0"
     if sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
         unmet_needs["advantage.combine"] = "two reward functions of nonzero weight"
+    if not config.environment.is_used:  # a completion is one turn
+        unmet_needs["advantage.credit"] = "environment.factory, tools, agent or command"
     if not config.kl.is_on:
         unmet_needs["reference.kind"] = "kl.coef above 0"
     if correction.max_token_staleness is not None and correction.max_token_staleness >= config.staleness_bound:
@@ -60,6 +63,18 @@ def _check_rewards(config: "LearnerConfig") -> None:
         'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal, only the KL '
         'differs, and dividing by its deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
     )
+    require(
+        config.advantage.credit == "episode" or config.advantage.combine == "sum",
+        f'advantage.credit = "{config.advantage.credit}" with advantage.combine = "normalize_then_sum": the rewards of '
+        "turns belong to one function, and the advantages of the others have no turns to be added to; set combine to "
+        '"sum", or credit to "episode"',
+    )
+    require(
+        config.advantage.credit == "episode" or config.loss.objective != "gspo",
+        f'advantage.credit = "{config.advantage.credit}" with loss.objective = "gspo": its ratio covers the whole '
+        "completion, so it would spread the advantage of each turn over all of them; choose another objective, or set "
+        'credit to "episode"',
+    )
     buffer_tokens, max_tokens = config.reward.overlong_buffer_tokens, config.sampling.max_tokens
     require(
         buffer_tokens is None or buffer_tokens < max_tokens,
@@ -75,7 +90,7 @@ def _check_rewards(config: "LearnerConfig") -> None:
     require(
         config.environment.factory is not None
         or config.environment.has_agent
-        or "environment_reward" not in config.reward.functions,
+        or OF_ENVIRONMENT not in config.reward.functions,
         'reward.functions contains "environment_reward", which only environments and agents return; set '
         "environment.factory, agent or command",
     )

@@ -9,6 +9,8 @@ from protocol.config_keys import MayChange
 
 OVERLONG = "overlong"
 """Name of the overlong penalty (rewards/scoring.py) among the names of the functions."""
+OF_ENVIRONMENT = "environment_reward"
+"""Built-in function that returns the environment's own reward, in which the rewards of turns are included."""
 
 
 JUDGE, PASSES_TESTS = "judge", "passes_tests"

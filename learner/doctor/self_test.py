@@ -180,7 +180,7 @@ def compare(trainer: PolicyTrainer, batches: list[list[RolloutGroup]], temperatu
             finite_BT = torch.isfinite(logprobs_BT) & torch.isfinite(batch.behaviour_logprobs_BT)
             mask_BT = batch.mask_BT & finite_BT
             num_not_finite += int((batch.mask_BT & ~finite_BT).sum())
-            held_BT = held(logprobs_BT, batch.behaviour_logprobs_BT, mask_BT, batch.advantages_B, config)
+            held_BT = held(logprobs_BT, batch.behaviour_logprobs_BT, mask_BT, batch.advantages_BT, config)
             is_old_BT = batch.mask_BT & (batch.versions_BT != batch.entered_versions_B.unsqueeze(1))
             is_fresh_B1 = ~is_old_BT.any(dim=1, keepdim=True)
             completion_B1 = num_completions + torch.arange(len(mask_BT), device=accelerator.device).unsqueeze(1)
@@ -202,12 +202,12 @@ def held(
     logprobs_BT: torch.Tensor,
     behaviour_logprobs_BT: torch.Tensor,
     mask_BT: torch.Tensor,
-    advantages_B: torch.Tensor,
+    advantages_BT: torch.Tensor,
     config: LearnerConfig,
 ) -> torch.Tensor:
     """Return which tokens the run's objective would hold back in their first update."""
     is_own = config.off_policy_correction.anchor == "proximal" and config.off_policy_correction.proximal == "exact"
     anchor_BT = logprobs_BT if is_own else behaviour_logprobs_BT
     log_ratio_BT = clamped(masked(logprobs_BT - anchor_BT, mask_BT))
-    tokens = Tokens(log_ratio_BT, masked(logprobs_BT, mask_BT), advantages_B.unsqueeze(1), mask_BT)
+    tokens = Tokens(log_ratio_BT, masked(logprobs_BT, mask_BT), advantages_BT, mask_BT)
     return objective_of(config.loss.objective)(tokens, config.loss)[1] & mask_BT

@@ -86,7 +86,7 @@ class AgentPlayer:
                 outcome = await agent.play(request, self._config.environment.episode_deadline_s)
                 if self._agents.is_closed:
                     raise asyncio.CancelledError  # the run is ending, and the episode with it
-                reward = _reward_of(outcome, session)
+                reward = _reward_of(outcome, session, by_turn=self._config.advantage.credit != "episode")
                 if isinstance(reward, ProcessFailure):
                     log.warning("the agent of prompt %d %s", prompt.prompt_id, reward.message)
                 session.end(reward)
@@ -249,22 +249,29 @@ def without_proxy(host: str) -> dict[str, str]:
     return {**os.environ, "NO_PROXY": exempt, "no_proxy": exempt}
 
 
-def _reward_of(outcome: AgentReward | ProcessFailure, session: Session) -> float | ProcessFailure | None:
+def _reward_of(
+    outcome: AgentReward | ProcessFailure, session: Session, *, by_turn: bool
+) -> float | ProcessFailure | None:
     """Return the reward of the episode, or a ProcessFailure for an unknown id.
 
-    Rewards by completion are averaged, because the branches of an episode share an advantage.
+    Rewards by completion are those of turns. With credit by turn the episode has their sum, otherwise their mean, of
+    which each turn has its share.
     """
     if isinstance(outcome, ProcessFailure):
         return outcome
     if not isinstance(outcome.reward, dict):
         return outcome.reward
-    by_id = outcome.reward
-    unknown = [name for name in by_id if name.rpartition("-")[2] not in session.turns]
+    by_id = {name.rpartition("-")[2]: reward for name, reward in outcome.reward.items()}
+    unknown = [name for name in outcome.reward if name.rpartition("-")[2] not in session.turns]
     if unknown:
         return ProcessFailure(
             "failed", f"returned a reward for {unknown[0]!r}, which is not the id of one of its completions"
         )
-    return sum(by_id.values()) / len(by_id) if by_id else None
+    if not by_id:
+        return None
+    rewards = by_id if by_turn else {name: reward / len(by_id) for name, reward in by_id.items()}
+    session.rate_turns(rewards)
+    return sum(rewards.values())
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Groups with rewards, ready for training, built from arrived groups or restored from the ledger.
 
-Suffix: _G over the episodes of the group. A plain completion is an episode with one branch.
+Suffixes: _P over groups, _G over the episodes of the group, _K over the turns of an episode. A plain completion is an
+episode with one branch of one turn.
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,16 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from learner.algorithm.advantages import StepRewards
+from learner.algorithm.credit import spread_over_turns
+from learner.config import RewardConfig
+from learner.config.rewards import OF_ENVIRONMENT
 from learner.environments.episode import (
     UNKNOWN_VERSION,
     AnyGroup,
     EpisodeGroup,
     EpisodeStats,
+    EpisodeTurn,
     TokenSequence,
     episodes_of,
     num_sampled,
@@ -49,6 +55,8 @@ class RolloutGroup(Part):
     """Number of branches of each episode. Empty: one each."""
     courses_G: list[EpisodeStats] = msgspec.field(default_factory=list)
     """End state and statistics of each episode. Empty: there is no environment."""
+    turns_G: list[list[EpisodeTurn]] = msgspec.field(default_factory=list)
+    """Turns of each episode. Empty: one turn each."""
 
     def prompt_of(self, branch: TokenSequence) -> np.ndarray:
         return self.prompt_token_ids if branch.prompt_token_ids is None else branch.prompt_token_ids
@@ -58,6 +66,11 @@ class RolloutGroup(Part):
         """Branches of each episode."""
         branches = iter(self.completions)
         return [list(islice(branches, count)) for count in self.num_branches_G or [1] * len(self.completions)]
+
+    @property
+    def turns_G_K(self) -> list[list[EpisodeTurn]]:
+        """Turns of each episode, at least one."""
+        return [turns or [EpisodeTurn()] for turns in self.turns_G or [[] for _ in self.rewards_G]]
 
     @property
     def oldest_version(self) -> int:
@@ -71,6 +84,32 @@ class RolloutGroup(Part):
     def num_tokens(self) -> int:
         """Number of tokens that the policy sampled."""
         return sum(branch.num_sampled for branch in self.completions)
+
+
+def step_rewards(groups: Sequence[RolloutGroup], config: RewardConfig) -> StepRewards:
+    """Return the rewards of groups, divided over the turns of each episode."""
+    return StepRewards(
+        rewards_P_G=[group.rewards_G for group in groups],
+        rewards_by_function_P=[group.rewards_by_function for group in groups],
+        weights=config.weight_by_name,
+        turn_rewards_P_G_K=[_turn_rewards(group, config) for group in groups],
+        states_P_G_K=[[[turn.state for turn in turns] for turns in group.turns_G_K] for group in groups],
+    )
+
+
+def _turn_rewards(group: RolloutGroup, config: RewardConfig) -> list[list[float]]:
+    """Return turn_rewards_G_K, in which the rewards of turns have the weight of `environment_reward`.
+
+    They are part of that function's reward. Where it does not count, neither do they.
+    """
+    weight = config.weight_by_name.get(OF_ENVIRONMENT, 0.0)
+    counts_G = group.rewards_by_function.get(OF_ENVIRONMENT, [None] * len(group.rewards_G))
+    return [
+        spread_over_turns(
+            total, [None if own is None or turn.reward is None else weight * turn.reward for turn in turns]
+        )
+        for total, own, turns in zip(group.rewards_G, counts_G, group.turns_G_K, strict=True)
+    ]
 
 
 def texts_of(groups: Sequence[RolloutGroup], *, min_tokens: int, max_tokens: int) -> list[list[int]]:
@@ -127,4 +166,5 @@ def scored_group(slot: int, prompt: Prompt, group: AnyGroup, rewards: GroupRewar
         logged_extra=rewards.logged_extra,
         num_branches_G=[len(episode.branches) for episode in episodes],
         courses_G=[episode.course for episode in episodes] if isinstance(group, EpisodeGroup) else [],
+        turns_G=[episode.turns for episode in episodes] if isinstance(group, EpisodeGroup) else [],
     )

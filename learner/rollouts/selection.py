@@ -11,9 +11,10 @@ import statistics
 from collections import Counter
 
 from learner.algorithm.advantages import has_signal
+from learner.algorithm.credit import tells_turns_apart
 from learner.config import LearnerConfig
 from learner.rewards.workers import GroupRewards
-from learner.rollouts.rollout_group import RolloutGroup
+from learner.rollouts.rollout_group import RolloutGroup, step_rewards
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,12 @@ class Selection:
         return metrics
 
     def _has_signal(self, group: RolloutGroup) -> bool:
-        return has_signal(group.rewards_G, group.rewards_by_function, self._signal_weights, self._config.advantage)
+        config = self._config
+        if has_signal(group.rewards_G, group.rewards_by_function, self._signal_weights, config.advantage):
+            return True
+        # Episodes with equal rewards may differ in when their turns earned them.
+        by_turn = config.advantage.credit != "episode" and config.signal_reward is None
+        return by_turn and tells_turns_apart(step_rewards([group], config.reward), config.advantage)
 
     def _warn_of_no_signal(self, groups: list[RolloutGroup], num_replaced: int) -> None:
         num_without = sum(not self._has_signal(group) for group in groups)

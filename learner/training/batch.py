@@ -2,8 +2,8 @@
 
 packing.py, between the two, decides which rows share a pass.
 
-Suffixes: G episodes of a group, B rows (branches; a single-turn episode has one branch, its completion), T
-tokens of the longest branch. Index t of a _BT tensor belongs to token t of its branch.
+Suffixes: P groups, G episodes of a group, K turns of an episode, B rows (branches; a single-turn episode has one
+branch, its completion), T tokens of the longest branch. Index t of a _BT tensor belongs to token t of its branch.
 """
 
 from itertools import count, groupby
@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 import torch
 
+from learner.algorithm.credit import AdvantagesByTurn
 from learner.config import LearnerConfig
 from learner.config.algorithm import Normalization
-from learner.environments.episode import UNKNOWN_VERSION, TokenSequence
+from learner.environments.episode import NOT_SAMPLED, UNKNOWN_VERSION, TokenSequence
 from learner.forward.pack import Pack, pack_trees
 from learner.rollouts.rollout_group import RolloutGroup
 
@@ -29,7 +30,8 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     prompt of its episodes."""
     place: int
     """Index of the row's episode among all episodes of the step."""
-    advantage: float
+    advantage: float | np.ndarray
+    """Advantage of the row's tokens: one for all, or one for each."""
     weight: float
     """Weight of each of the row's sampled tokens in the loss of the step."""
     entered_version: int
@@ -48,7 +50,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     versions_BT: torch.Tensor
     entered_versions_B: torch.Tensor
     places_B: torch.Tensor
-    advantages_B: torch.Tensor
+    advantages_BT: torch.Tensor
     weights_B: torch.Tensor
     proximal_logprobs_BT: torch.Tensor | None = None
     reference_logprobs_BT: torch.Tensor | None = None
@@ -57,11 +59,11 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def step_rows(
-    groups: list[RolloutGroup], advantages_P_G: list[list[float]], config: LearnerConfig
+    groups: list[RolloutGroup], advantages_P_G_K: AdvantagesByTurn, config: LearnerConfig
 ) -> list[list[BatchRow]]:
     """Return every branch of the step, by group.
 
-    The branches of an episode share its advantage. Weights derive from counts over the whole step, before
+    A token has the advantage of its turn, in whichever branch of the episode it is. Weights derive from counts over the whole step, before
     groups without signal are dropped. Branches that `mask_truncated` excludes do not count, except for
     dr_grpo, which divides by a constant.
     """
@@ -75,9 +77,9 @@ def step_rows(
     num_episodes = sum(bool(branches) for branches in kept)
     places = count()
     rows_P_G: list[list[BatchRow]] = []
-    for number, (group, advantages_G) in enumerate(zip(groups, advantages_P_G, strict=True)):
+    for number, (group, advantages_G_K) in enumerate(zip(groups, advantages_P_G_K, strict=True)):
         rows_P_G.append([])
-        for branches, advantage in zip(group.branches_G, advantages_G, strict=True):
+        for branches, advantages_K in zip(group.branches_G, advantages_G_K, strict=True):
             place = next(places)
             weight = row_weight(
                 config.loss.mean_over,
@@ -92,7 +94,7 @@ def step_rows(
                     branch=branch,
                     group=number,
                     place=place,
-                    advantage=advantage,
+                    advantage=_by_token(advantages_K, branch),
                     weight=weight,
                     entered_version=group.entered_version,
                 )
@@ -101,7 +103,7 @@ def step_rows(
 
 
 def trained_rows(
-    groups: list[RolloutGroup], advantages_P_G: list[list[float]], config: LearnerConfig
+    groups: list[RolloutGroup], advantages_P_G_K: AdvantagesByTurn, config: LearnerConfig
 ) -> list[BatchRow]:
     """Return the branches that carry the loss.
 
@@ -111,11 +113,19 @@ def trained_rows(
     needs_no_signal = config.loss.entropy_coef > 0 or (config.kl.is_on and config.kl.place == "loss")
     return [
         row
-        for rows_G, advantages_G in zip(step_rows(groups, advantages_P_G, config), advantages_P_G, strict=True)
-        if needs_no_signal or any(advantages_G)
+        for rows_G, advantages_G_K in zip(step_rows(groups, advantages_P_G_K, config), advantages_P_G_K, strict=True)
+        if needs_no_signal or any(map(any, advantages_G_K))
         for row in rows_G
         if not is_masked(row.branch, config)
     ]
+
+
+def _by_token(advantages_K: list[float], branch: TokenSequence) -> float | np.ndarray:
+    """Return the advantage of each token of a branch, or the one that all turns share."""
+    if len(set(advantages_K)) == 1:
+        return advantages_K[0]
+    turn_T = branch.turn_T
+    return np.where(turn_T == NOT_SAMPLED, 0.0, np.take(advantages_K, turn_T.clip(min=0)))
 
 
 def is_masked(branch: TokenSequence, config: LearnerConfig) -> bool:
@@ -134,12 +144,14 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
     mask_BT = np.zeros(shape_BT, bool)
     behaviour_logprobs_BT = np.zeros(shape_BT, np.float32)
     versions_BT = np.full(shape_BT, UNKNOWN_VERSION, np.int64)
+    advantages_BT = np.zeros(shape_BT, np.float32)
     for b, row in enumerate(rows):
         branch, end = row.branch, len(row.branch.token_ids)
         # Exclude tokens whose logprob is NaN or inf, which an engine near a collapse returns.
         mask_BT[b, :end] = is_trained & branch.is_sampled_T & np.isfinite(branch.behaviour_logprobs)
         behaviour_logprobs_BT[b, :end] = branch.behaviour_logprobs
         versions_BT[b, :end] = branch.versions_T
+        advantages_BT[b, :end] = row.advantage
     groups = [list(rows_G) for _, rows_G in groupby(rows, key=lambda row: row.group)]
 
     def on_device(values: object, dtype: type) -> torch.Tensor:
@@ -154,7 +166,7 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
         versions_BT=on_device(versions_BT, np.int64),
         entered_versions_B=on_device([row.entered_version for row in rows], np.int64),
         places_B=on_device([row.place for row in rows], np.int64),
-        advantages_B=on_device([row.advantage for row in rows], np.float32),
+        advantages_BT=on_device(advantages_BT, np.float32),
         weights_B=on_device([row.weight for row in rows], np.float32),
     )
 

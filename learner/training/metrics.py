@@ -25,6 +25,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 
+from learner.algorithm.credit import anchored_frac
 from learner.algorithm.loss import Sums
 from learner.config import LearnerConfig
 from learner.environments.episode import TokenSequence
@@ -36,6 +37,8 @@ MAX_NATS = 20.0
 """Bound on the absolute log-ratio, in nats, as in the loss."""
 MIN_PULL = 1e-12
 """Lower bound for the pull by weight and advantage, which is 0 where the advantage is 0."""
+MAX_TURNS = 8
+"""Number of turns that have a metric of their own."""
 OF_SERVER = "mismatch of "
 """Prefix of per-server values, which are not metrics; the server's endpoint follows."""
 PEAK_TFLOPS = {
@@ -139,7 +142,24 @@ def episode_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
     metrics |= {f"episode/{state}": float(count) for state, count in Counter(one.state for one in courses).items()}
     if num_prompt_tokens:
         metrics["episode/cached_frac"] = sum(course.num_cached_tokens for course in courses) / num_prompt_tokens
-    return metrics
+    return metrics | turn_metrics(groups)
+
+
+def turn_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
+    """Return the mean reward of all turns and of each of the first turns, and how many turns share their state."""
+    rated = [
+        (number, turn.reward)
+        for group in groups
+        for turns in group.turns_G
+        for number, turn in enumerate(turns, start=1)
+        if turn.reward is not None
+    ]
+    metrics = {"reward/turn_mean": statistics.fmean(reward for _, reward in rated)} if rated else {}
+    for number in range(1, MAX_TURNS + 1):
+        if rewards := [reward for place, reward in rated if place == number]:
+            metrics[f"reward/turn_{number}"] = statistics.fmean(rewards)
+    states_P_G_K = [[[turn.state for turn in turns] for turns in group.turns_G] for group in groups]
+    return metrics | {"episode/anchored_frac": anchored_frac(states_P_G_K)}
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
@@ -198,16 +218,16 @@ class RatioRange:
         """Per micro-batch: negated lowest log-ratio, highest log-ratio, largest pull, its multiplier, and the
         sum of pulls. The tensors stay on the GPU, because reading them now would wait for it."""
 
-    def update(self, log_ratio_BT: torch.Tensor, pull_BT: torch.Tensor, plain_pull_B: torch.Tensor) -> None:
+    def update(self, log_ratio_BT: torch.Tensor, pull_BT: torch.Tensor, plain_pull_BT: torch.Tensor) -> None:
         """Record log-ratios to the behavior policy and pulls, |∂ loss / ∂ logprob|.
 
-        Both are 0 outside the mask: a ratio of 1 is never extreme. `plain_pull_B` is the pull of a row's
-        tokens by weight and advantage alone.
+        Both are 0 outside the mask: a ratio of 1 is never extreme. `plain_pull_BT` is the pull by weight and
+        advantage alone.
         """
         low, high = log_ratio_BT.float().nan_to_num().aminmax()
         pull_BT = pull_BT.float().nan_to_num()
         heaviest = pull_BT.argmax()
-        pull, plain_pull = pull_BT.flatten()[heaviest], plain_pull_B[heaviest // pull_BT.shape[1]].float()
+        pull, plain_pull = pull_BT.flatten()[heaviest], plain_pull_BT.flatten()[heaviest].float()
         self._seen.append(torch.stack([-low, high, pull, pull / plain_pull.clamp(min=MIN_PULL), pull_BT.sum()]))
 
     def pop_metrics(self, accelerator: Accelerator, num_updates: int) -> dict[str, float]:

@@ -6,7 +6,7 @@
 Every rank runs this with the same groups, each on its share of the rows. Sums over ranks are equal on all
 ranks.
 Suffixes: B branches, T tokens of the longest branch, N episodes of the step, _P groups (prompts) of the step,
-_G episodes of a group.
+_G episodes of a group, _K turns of an episode.
 """
 
 import logging
@@ -16,14 +16,14 @@ from itertools import islice
 import msgspec
 import torch
 
-from learner.algorithm.advantages import StepRewards, combined_advantages, step_advantages
+from learner.algorithm.credit import AdvantagesByTurn, advantages_by_turn
 from learner.algorithm.kl import masked
 from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
 from learner.algorithm.plug_in import advantages_of
 from learner.config import LearnerConfig
 from learner.forward.lm_head import EntropyUse
 from learner.forward.logprobs import token_logprobs
-from learner.rollouts.rollout_group import RolloutGroup
+from learner.rollouts.rollout_group import RolloutGroup, step_rewards
 from learner.training.batch import BatchRow, MicroBatch, step_rows, trained_rows
 from learner.training.distributed import gradient_sync, layout_of, my_batches
 from learner.training.metrics import TERA, StepTimer, loss_metrics, train_flops
@@ -48,8 +48,8 @@ def train_on(trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, t
     if config.kl.place == "reward":
         groups, metrics["reference/kl"] = apply_kl_penalty(trainer, groups, version, timer)
     with timer("batch"):
-        advantages_P_G = advantages(groups, config)
-        rows = trained_rows(groups, advantages_P_G, config)
+        advantages_P_G_K = advantages(groups, config)
+        rows = trained_rows(groups, advantages_P_G_K, config)
         batches = my_batches(accelerator, trainer.policy, rows, config, trainer.position(version))
     batches = precompute_logprobs(trainer, batches, timer)
     total: Sums = {}
@@ -73,7 +73,9 @@ def train_on(trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, t
     )
     metrics |= trainer.mismatch.pop_metrics(accelerator, groups)
     metrics["perf/train_tflop"] = train_tflop(trainer, rows)
-    metrics["batch/no_signal_groups"] = float(sum(not any(advantages_G) for advantages_G in advantages_P_G))
+    metrics["batch/no_signal_groups"] = float(
+        sum(not any(map(any, advantages_G_K)) for advantages_G_K in advantages_P_G_K)
+    )
     metrics["optim/skipped_updates"] = float(num_skipped)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
@@ -86,18 +88,15 @@ def train_tflop(trainer: PolicyTrainer, rows: list[BatchRow]) -> float:
     return train_flops(trainer.shape, pieces_of(rows, layout)) * trainer.config.updates_per_batch / TERA
 
 
-def advantages(groups: list[RolloutGroup], config: LearnerConfig) -> list[list[float]]:
-    """Return the advantages_P_G of one step's groups.
+def advantages(groups: list[RolloutGroup], config: LearnerConfig) -> AdvantagesByTurn:
+    """Return the advantage of every turn of one step's groups.
 
     The config's built-in rule or the user's own function computes them.
     """
-    rewards_P_G, by_function_P = [group.rewards_G for group in groups], [group.rewards_by_function for group in groups]
-    weights = config.reward.weight_by_name
+    rewards = step_rewards(groups, config.reward)
     if config.advantage.function is not None:
-        return advantages_of(config.advantage.function, StepRewards(rewards_P_G, by_function_P, weights))
-    if config.advantage.combine == "sum":
-        return step_advantages(rewards_P_G, config.advantage)
-    return combined_advantages(rewards_P_G, by_function_P, weights, config.advantage)
+        return advantages_of(config.advantage.function, rewards)
+    return advantages_by_turn(rewards, config.advantage)
 
 
 def apply_kl_penalty(
@@ -107,7 +106,7 @@ def apply_kl_penalty(
 
     Also returns the mean KL per token.
     """
-    rows_P_G = step_rows(groups, [[0.0] * len(group.rewards_G) for group in groups], trainer.config)
+    rows_P_G = step_rows(groups, [[[0.0]] * len(group.rewards_G) for group in groups], trainer.config)
     rows = [row for rows_G in rows_P_G for row in rows_G]
     batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, trainer.position(version))
     num_episodes = sum(len(group.rewards_G) for group in groups)
@@ -204,7 +203,7 @@ def _micro_batch_loss(
         logprobs_BT=logprobs_BT,
         behaviour_logprobs_BT=batch.behaviour_logprobs_BT,
         staleness_BT=(version - batch.versions_BT).clamp(min=0),
-        advantages_B=batch.advantages_B,
+        advantages_BT=batch.advantages_BT,
         weights_B=batch.weights_B,
         mask_BT=batch.mask_BT,
         proximal_logprobs_BT=batch.proximal_logprobs_BT,
@@ -225,7 +224,8 @@ def _micro_batch_loss(
     # How strongly each token moves the policy. The gradient stops at the logprobs, so it costs next to
     # nothing.
     (pull_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)
-    trainer.extremes.update(log_ratio_BT, pull_BT.abs(), (batch.weights_B * batch.advantages_B).abs())
+    plain_pull_BT = (batch.weights_B.unsqueeze(1) * batch.advantages_BT).abs()
+    trainer.extremes.update(log_ratio_BT, pull_BT.abs(), plain_pull_BT)
     trainer.mismatch.update(batch.places_B, fresh_BT, mismatch_BT)
     sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
     sums["fresh_tokens"] = fresh_BT.sum().float()

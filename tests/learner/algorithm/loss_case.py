@@ -88,7 +88,9 @@ def tensors_of(case: Case, *, width: int = 9, garbage: float = 0.0) -> LossInput
         logprobs_BT=filled("logprob", garbage).requires_grad_(),
         behaviour_logprobs_BT=filled("behaviour", garbage),
         staleness_BT=filled("staleness", -1 if garbage else 0, torch.int64),  # -1: s + 1 would divide by zero
-        advantages_B=torch.tensor([completion.advantage for completion in case.completions]),
+        advantages_BT=torch.where(
+            mask_BT, torch.tensor([[completion.advantage] for completion in case.completions]), garbage
+        ),
         weights_B=torch.tensor([completion.weight for completion in case.completions]),
         mask_BT=mask_BT,
         proximal_logprobs_BT=filled("proximal", garbage),

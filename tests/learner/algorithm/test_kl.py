@@ -25,7 +25,7 @@ def expected_gradient(kl: KlConfig, *, on_policy: bool) -> torch.Tensor:
         logprobs_BT=logprobs_V[:, None],
         behaviour_logprobs_BT=sampled_V[:, None],
         staleness_BT=torch.zeros(6, 1, dtype=torch.int64),
-        advantages_B=advantages_V,
+        advantages_BT=advantages_V[:, None],
         weights_B=sampled_V.exp(),
         mask_BT=torch.ones(6, 1, dtype=torch.bool),
         reference_logprobs_BT=REFERENCE_V[:, None],

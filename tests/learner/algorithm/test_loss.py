@@ -164,7 +164,7 @@ def test_on_policy_the_expected_gradient_is_the_policy_gradient(objective: str) 
             logprobs_BT=logprobs_V[:, None],
             behaviour_logprobs_BT=logprobs_V.detach()[:, None],
             staleness_BT=torch.zeros(6, 1, dtype=torch.int64),
-            advantages_B=advantages_V,
+            advantages_BT=advantages_V[:, None],
             weights_B=logprobs_V.detach().exp(),
             mask_BT=torch.ones(6, 1, dtype=torch.bool),
         ),
@@ -190,7 +190,7 @@ def test_no_single_token_dominates_the_gradient(objective: str) -> None:
             logprobs_BT=logprobs_BT.requires_grad_(),
             behaviour_logprobs_BT=behaviour_BT,
             staleness_BT=torch.zeros(4096, 1),
-            advantages_B=torch.full((4096,), -1.0),
+            advantages_BT=torch.full((4096, 1), -1.0),
             weights_B=torch.full((4096,), 1 / 4096),
             mask_BT=torch.ones(4096, 1),
         )

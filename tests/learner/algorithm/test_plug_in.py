@@ -19,10 +19,16 @@ from protocol.errors import ConfigError
 
 PAGE = Path(__file__).parents[3] / "docs/custom-losses.md"
 REWARDS = StepRewards(
-    [[1.0, 0.0, None, 3.0], [None, None]], [{"f": [1.0, 0.0, None, 3.0]}, {"f": [None, None]}], {"f": 1.0}
+    [[1.0, 0.0, None, 3.0], [None, None]],
+    [{"f": [1.0, 0.0, None, 3.0]}, {"f": [None, None]}],
+    {"f": 1.0},
+    turn_rewards_P_G_K=[[[0.5, 0.5], [0.0], [0.0], [1.0, 1.0, 1.0]], [[0.0], [0.0]]],
+    states_P_G_K=[[["a", "b"], ["a"], ["a"], ["a", "b", None]], [["a"], ["a"]]],
 )
 LOG_RATIO_BT = torch.tensor([[0.5, -0.1, 0.2], [-0.7, 0.0, 0.1]])
-TOKENS = Tokens(LOG_RATIO_BT, LOG_RATIO_BT - 1, torch.tensor([[2.0], [-1.0]]), torch.ones(2, 3, dtype=torch.bool))
+TOKENS = Tokens(
+    LOG_RATIO_BT, LOG_RATIO_BT - 1, torch.tensor([[2.0] * 3, [-1.0] * 3]), torch.ones(2, 3, dtype=torch.bool)
+)
 
 
 def run_of(tmp_path: Path, *flags: str) -> LearnerRun:
@@ -42,8 +48,10 @@ def spec(tmp_path: Path, body: str, name: str = "f") -> str:
 
 
 def of_the_page(tmp_path: Path, name: str) -> str:
-    (example,) = re.findall(r"^```python\n(# my_loss\.py\n.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return spec(tmp_path, example, name)
+    """Return the spec of a function of the page, whose examples are one file."""
+    return spec(
+        tmp_path, "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)), name
+    )
 
 
 def loss_of(objective: str, correction: OffPolicyCorrectionConfig, **bounds: float) -> tuple[float, dict, torch.Tensor]:
@@ -51,7 +59,7 @@ def loss_of(objective: str, correction: OffPolicyCorrectionConfig, **bounds: flo
     logprobs_BT = (LOG_RATIO_BT - 1).requires_grad_()
     inputs = LossInputs(
         logprobs_BT=logprobs_BT, behaviour_logprobs_BT=torch.full((2, 3), -1.0), staleness_BT=torch.zeros(2, 3),
-        advantages_B=torch.tensor([2.0, -1.0]), weights_B=torch.full((2,), 0.25), mask_BT=torch.ones(2, 3),
+        advantages_BT=torch.tensor([[2.0] * 3, [-1.0] * 3]), weights_B=torch.full((2,), 0.25), mask_BT=torch.ones(2, 3),
     )  # fmt: skip
     loss, sums = policy_loss(inputs, LossConfig(objective=objective, **bounds), correction, KlConfig(), 0.0)
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
@@ -69,7 +77,7 @@ def test_the_objective_of_the_docs_page_defines_the_loss(tmp_path: Path) -> None
 
 
 def test_an_objective_without_a_ratio_receives_the_importance_weight(tmp_path: Path) -> None:
-    body = "def f(tokens, config): return -tokens.advantages_B1 * tokens.logprobs_BT, tokens.mask_BT & False\n"
+    body = "def f(tokens, config): return -tokens.advantages_BT * tokens.logprobs_BT, tokens.mask_BT & False\n"
     correction = OffPolicyCorrectionConfig(weight="mask", max_weight=2.0)
     mine, built_in = (
         loss_of(one, correction)[2] for one in (spec(tmp_path, body + "f.has_ratio = False"), "reinforce")
@@ -78,12 +86,30 @@ def test_an_objective_without_a_ratio_receives_the_importance_weight(tmp_path: P
 
 
 def test_the_advantages_of_the_docs_page_use_the_median(tmp_path: Path) -> None:
-    assert advantages_of(of_the_page(tmp_path, "above_median"), REWARDS) == [[0.0, -1.0, 0.0, 2.0], [0.0, 0.0]]
+    by_turn = [[[0.0, 0.0], [-1.0], [0.0], [2.0, 2.0, 2.0]], [[0.0], [0.0]]]
+    assert advantages_of(of_the_page(tmp_path, "above_median"), REWARDS) == by_turn
+
+
+def test_the_advantages_of_turns_of_the_docs_page_are_their_returns_to_go(tmp_path: Path) -> None:
+    by_turn = [[[1.0, 0.5], [0.0], [0.0], [3.0, 2.0, 1.0]], [[0.0], [0.0]]]
+    assert advantages_of(of_the_page(tmp_path, "returns_to_go"), REWARDS) == by_turn
+
+
+@pytest.mark.parametrize("row", ["list(row)", "np.array(row)", "torch.tensor(row)"])
+def test_an_advantage_function_sees_turns_and_may_return_an_advantage_for_each(tmp_path: Path, row: str) -> None:
+    returned = f"[[{row} for row in G] for G in rewards.turn_rewards_P_G_K]"
+    body = f"import numpy as np, torch\ndef f(rewards): return {returned}\n"
+    body += "def g(rewards): return [[[float(s == 'b') for s in K] for K in G] for G in rewards.states_P_G_K]"
+    assert advantages_of(spec(tmp_path, body), REWARDS) == REWARDS.turn_rewards_P_G_K
+    of_states = [[[0.0, 1.0], [0.0], [0.0], [0.0, 1.0, 0.0]], [[0.0], [0.0]]]
+    assert advantages_of(spec(tmp_path, body, "g"), REWARDS) == of_states
 
 
 def test_a_function_that_modifies_its_arguments_affects_nothing_else(tmp_path: Path) -> None:
     body = "def f(rewards):\n    [row.remove(None) for row in rewards.rewards_P_G if None in row]\n    return [[1.0] * len(row) for row in rewards.rewards_P_G]"
-    rewards = StepRewards([[1.0, None, 0.0]], [{"f": [1.0, None, 0.0]}], {"f": 1.0})
+    rewards = StepRewards(
+        [[1.0, None, 0.0]], [{"f": [1.0, None, 0.0]}], {"f": 1.0}, [[[1.0], [0.0], [0.0]]], [[["a"], ["a"], ["a"]]]
+    )
     with pytest.raises(ConfigError, match=r"for group 0 \[1\.0, 1\.0\]; expected"):
         advantages_of(spec(tmp_path, body), rewards)
     assert rewards.rewards_P_G == [[1.0, None, 0.0]]
@@ -92,16 +118,16 @@ def test_a_function_that_modifies_its_arguments_affects_nothing_else(tmp_path: P
 def test_an_objective_that_modifies_its_tokens_in_place_affects_nothing_else(tmp_path: Path) -> None:
     body = """
 def f(tokens, config):
-    loss_BT = -tokens.log_ratio_BT.exp() * tokens.advantages_B1
-    for tensor in (tokens.log_ratio_BT, tokens.logprobs_BT, tokens.advantages_B1, tokens.mask_BT):
+    loss_BT = -tokens.log_ratio_BT.exp() * tokens.advantages_BT
+    for tensor in (tokens.log_ratio_BT, tokens.logprobs_BT, tokens.advantages_BT, tokens.mask_BT):
         tensor.detach().zero_()
     return loss_BT, tokens.mask_BT
 """
     logprobs_BT = (LOG_RATIO_BT - 1).requires_grad_()
-    tokens = Tokens(logprobs_BT + 1, logprobs_BT, TOKENS.advantages_B1.clone(), TOKENS.mask_BT.clone())
+    tokens = Tokens(logprobs_BT + 1, logprobs_BT, TOKENS.advantages_BT.clone(), TOKENS.mask_BT.clone())
     loss_BT, _ = objective_of(spec(tmp_path, body))(tokens, LossConfig())
     assert logprobs_BT.requires_grad and loss_BT.requires_grad
-    assert all(torch.equal(getattr(tokens, name), getattr(TOKENS, name)) for name in ("advantages_B1", "mask_BT"))
+    assert all(torch.equal(getattr(tokens, name), getattr(TOKENS, name)) for name in ("advantages_BT", "mask_BT"))
     assert torch.equal(tokens.logprobs_BT, LOG_RATIO_BT - 1)
     assert torch.allclose(tokens.log_ratio_BT, LOG_RATIO_BT)
 
@@ -144,12 +170,16 @@ def test_a_run_with_both_starts_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "returned", ["None", "[[1.0, 2.0]]", "[[1.0, 0.0, float('nan'), 0.0], [0.0, 0.0]]", "rewards.rewards_P_G"]
-)
+    "returned",
+    [
+        "None", "[[1.0, 2.0]]", "[[1.0, 0.0, float('nan'), 0.0], [0.0, 0.0]]", "rewards.rewards_P_G",
+        "[[1.0, 0.0, float('inf'), 0.0], [0.0, 0.0]]", "[[[1.0], [0.0], [0.0], 1.0], [0.0, 0.0]]",
+    ],
+)  # fmt: skip
 def test_advantages_with_another_shape_or_nan_are_rejected(tmp_path: Path, returned: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"returned (\d groups instead of 2|for group 0 \[.*nan.*\]); expected one list per group",
+        match=r"returned (\d groups instead of 2|for group 0 \[.*\]); expected one list per group",
     ):
         advantages_of(spec(tmp_path, f"def f(rewards): return {returned}"), REWARDS)
 

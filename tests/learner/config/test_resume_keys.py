@@ -14,7 +14,7 @@ FIXED = {
     "learner.warm_start": "steps learning_rate rows_per_step answer_column",
     "learner.curriculum": "kind easy_above hard_below decay",
     "learner.sampling": "group_size max_tokens temperature top_p top_k stop allow_partial_support seeded",
-    "learner.advantage": "baseline scale combine function",
+    "learner.advantage": "baseline scale combine credit gamma step_weight function",
     "learner.loss": "objective normalization clip_low clip_high tau_positive tau_negative tv_low tv_high "
     "log_ratio_penalty mask_truncated entropy_coef top_entropy_frac",
     "learner.kl": "coef estimator place schedule final_coef target horizon_steps importance_weighted",

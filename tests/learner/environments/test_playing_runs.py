@@ -26,14 +26,20 @@ def payloads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("player", "functions"),
-    [({"factory": "guess"}, ["environment_reward", IS_DONE]), (AGENT, ["environment_reward"])],
-    ids=["environment", "agent"],
+    [
+        ({"factory": "guess"}, ["environment_reward", IS_DONE]),
+        ({"factory": "guess_by_turn"}, ["environment_reward", IS_DONE]),
+        (AGENT, ["environment_reward"]),
+    ],
+    ids=["environment", "environment with credit by turn", "agent"],
 )
 def test_every_episode_follows_the_rules_on_one_server_and_is_trained_once_with_its_logprobs(
     tmp_path: Path, player: dict[str, Any], functions: list[str]
 ) -> None:
     environment = {"max_turns": 4, "max_concurrent": 4} | player
+    is_by_turn = player.get("factory") == "guess_by_turn"
     settings: dict[str, Any] = {"environment": environment, "reward": {"functions": functions}}
+    settings["advantage"] = {"credit": "turn"} if is_by_turn else {}
     engines = [VersionedEngine(), VersionedEngine()]
     with tiny_servers(*engines) as both:
         endpoints = [server.endpoint for server in both]
@@ -50,7 +56,9 @@ def test_every_episode_follows_the_rules_on_one_server_and_is_trained_once_with_
         states = {name for name in line if name in ("episode/finished", "episode/length", "episode/max_turns")}
         assert sum(line[name] for name in states) == 12
         assert 0 <= line["reward/environment_reward"] <= 1
-        assert player == AGENT or line["reward/is_done"] == line["reward/environment_reward"]
+        assert player == AGENT or line["reward/is_done"] == pytest.approx(line["reward/environment_reward"])
+        assert is_by_turn == ("reward/turn_mean" in line) == ("reward/turn_1" in line) and "reward/turn_5" not in line
+        assert 0 < line["episode/anchored_frac"] <= 1
         assert line["staleness/max"] <= 2
     assert any("policy/mismatch_abs_logprob" in line for line in metrics)
     assert [slot for (slot,) in rows_of(run, "slot", "state = 'consumed'")] == list(range(12))
@@ -58,6 +66,8 @@ def test_every_episode_follows_the_rules_on_one_server_and_is_trained_once_with_
         assert len(group.episodes) == 4
         for episode in group.episodes:
             assert_played_by_the_rules(episode, secret, is_agent=player == AGENT)
+            assert all((turn.reward is not None) == is_by_turn for turn in episode.turns[:-1])
+            assert len(episode.turns) == episode.course.num_turns
     for engine in engines:
         later = [salt for salt in engine.salts if salt]
         stayed = [salt for salt in later if salt.startswith(engine.name)]

@@ -53,12 +53,15 @@ class OpenEpisode(msgspec.Struct, eq=False):
         return self.session.episode
 
 
-def config_of(sampling: dict[str, Any] | None = None, **environment: Any) -> LearnerConfig:
+def config_of(
+    sampling: dict[str, Any] | None = None, advantage: dict[str, Any] | None = None, **environment: Any
+) -> LearnerConfig:
     settings = {} if {"agent", "command"} & environment.keys() else {"agent": "none:none"}
     return msgspec.convert(
         {
             "steps": 1, "data": {"task": "guess", "num_prompts": 1}, "reward": {"functions": ["environment_reward"]},
             "sampling": {"group_size": 2, "max_tokens": 200} | (sampling or {}), "environment": settings | environment,
+            "advantage": advantage or {},
         },
         LearnerConfig,
     )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from learner.environments.episode import EpisodeTurn
 from learner.prompts.prompts import Prompt
 from learner.rollouts.group_requests import GroupRequest
 from learner.rollouts.selection import Selection
@@ -42,3 +44,28 @@ def test_a_group_has_signal_by_the_sum_of_its_rewards_without_the_overlong_penal
 def test_a_single_function_can_decide_the_signal(tmp_path: Path, signal_reward: str | None, expected: bool) -> None:
     rewards = {"exact_match": [1.0, 1.0], "share_right": [0.7, 0.1], "overlong": [0.0, 0.0]}
     assert accepted(tmp_path, rewards, signal_reward) == expected
+
+
+@pytest.mark.parametrize(
+    ("credit", "turn_rewards", "signal_reward", "expected"),
+    [
+        ("turn", [[0.75, 0.25], [0.25, 0.75]], None, True),
+        ("turn", [[0.75, 0.25], [0.75, 0.25]], None, False),
+        ("turn", [[None, None], [None]], None, False),
+        ("gigpo", [[None, None], [None]], None, True),  # it discounts the longer episode
+        ("episode", [[0.75, 0.25], [0.25, 0.75]], None, False),
+        ("turn", [[0.75, 0.25], [0.25, 0.75]], "environment_reward", False),
+    ],
+)
+def test_rewards_of_turns_are_a_signal_of_their_own(
+    tmp_path: Path, credit: str, turn_rewards: list[list[float | None]], signal_reward: str | None, expected: bool
+) -> None:
+    run = make_run(
+        tmp_path, "tcp://127.0.0.1:1", dynamic_sampling=True, reward={"functions": ["environment_reward"]},
+        environment={"factory": "guess"}, advantage={"credit": credit}, signal_reward=signal_reward,
+    )  # fmt: skip
+    request = GroupRequest(slot=0, attempt=0, prompt=Prompt(prompt_id=0, prompt="1", token_ids=[1], columns={}))
+    empty = Group(group_id="0.0", entered_version=0, completions=[])
+    turns_G = [[EpisodeTurn(reward=reward, state="s") for reward in rewards] for rewards in turn_rewards]
+    group = msgspec.structs.replace(score(request, empty, {"environment_reward": [1.0, 1.0]}).group, turns_G=turns_G)
+    assert Selection(run.learner).accepts(group, num_replaced=0) == expected

@@ -31,7 +31,7 @@ class Branch(msgspec.Struct, eq=False):
     behaviour: torch.Tensor
     reference: torch.Tensor
     ages: torch.Tensor
-    advantage: float
+    advantages: torch.Tensor
 
 
 def ppo(branch: Branch) -> torch.Tensor:
@@ -39,9 +39,9 @@ def ppo(branch: Branch) -> torch.Tensor:
 
 
 def clipped(branch: Branch, ratio_T: torch.Tensor) -> torch.Tensor:
-    advantage = branch.advantage
-    objective_T = torch.minimum(ratio_T * advantage, ratio_T.clamp(0.8, 1.28) * advantage)
-    return -(objective_T.clamp(min=3 * advantage) if advantage < 0 else objective_T)
+    advantages_T = branch.advantages
+    objective_T = torch.minimum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.28) * advantages_T)
+    return -torch.where(advantages_T < 0, objective_T.maximum(3 * advantages_T), objective_T)
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -55,6 +55,8 @@ class Rule(msgspec.Struct, frozen=True):
     kl_in_reward: float | None = None
     """Divisor of rewards, instead of the deviation."""
     top_entropy: float = 1.0
+    is_by_turn: bool = False
+    """Whether each turn has the advantage of its return-to-go, instead of that of its episode."""
 
 
 def decoupled(branch: Branch) -> torch.Tensor:
@@ -168,13 +170,15 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
     def kl_of(episode: list[TokenSequence]) -> float:
         return sum(float((started[id(one)][0] - references[id(one)]).sum()) for one in episode)
 
-    def branch_of(group: RolloutGroup, one: TokenSequence, advantage: float) -> Branch:
+    def branch_of(group: RolloutGroup, one: TokenSequence, advantages: list[float]) -> Branch:
         known: dict[str, Any] = dict(zip(("started", "started_entropy"), started[id(one)], strict=True))
         known |= dict(zip(("logprobs", "entropy"), tell(model, group, one), strict=True))
         sampled = [version for version in owners_of(one) if version is not None]
         behaviour = torch.from_numpy(one.behaviour_logprobs[[v is not None for v in owners_of(one)]]).double()
         ages = torch.tensor([VERSION - version for version in sampled], dtype=torch.float64)
-        return Branch(behaviour=behaviour, reference=references[id(one)], ages=ages, advantage=advantage, **known)
+        turns = [turn for turn, count in one.turns or [(0, len(sampled))] for _ in range(count)]
+        advantages_T = torch.tensor([advantages[turn] for turn in turns], dtype=torch.float64)
+        return Branch(behaviour=behaviour, reference=references[id(one)], ages=ages, advantages=advantages_T, **known)
 
     def is_kept(one: TokenSequence) -> bool:
         return not (rule.leaves_out_truncated and one.finish_reason == "length")
@@ -187,12 +191,12 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
         total, pulls = torch.zeros((), dtype=torch.float64), []
         for group, episodes in zip(groups, episodes_P_G, strict=True):
             kls = [kl_of(episode) for episode in episodes]
-            for episode, advantage in zip(episodes, advantages_of(group.rewards_G, kls, rule), strict=True):
+            for episode, advantages in zip(episodes, advantages_of(group, kls, rule), strict=True):
                 num_all = num_tokens([one for _, one in pairs])
                 if rule.is_per_episode:
                     num_all = num_tokens(episode) * sum(map(len, episodes_P_G))
                 for one in filter(is_kept, episode):
-                    branch = branch_of(group, one, advantage)
+                    branch = branch_of(group, one, advantages)
                     loss = (rule.loss(branch) * (branch.started_entropy >= floor)).sum() / num_all
                     total = total + loss
                     pulls += torch.autograd.grad(loss, branch.logprobs, retain_graph=True)[0].abs().tolist()
@@ -209,8 +213,29 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
     return extremes
 
 
-def advantages_of(rewards: list[float], kls: list[float], rule: Rule) -> list[float]:
+def advantages_of(group: RolloutGroup, kls: list[float], rule: Rule) -> list[list[float]]:
+    """Return the advantages of each episode's turns. Without turns, the advantage of turn 0."""
+    rewards: list[float] = [reward for reward in group.rewards_G if reward is not None]
+    if rule.is_by_turn:
+        return advantages_by_turn(group, rewards)
     if rule.kl_in_reward is not None:
         shaped = [reward - rule.kl_in_reward * kl for reward, kl in zip(rewards, kls, strict=True)]
-        return [reward - statistics.mean(shaped) for reward in shaped]
-    return [(reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-4) for reward in rewards]
+        return [[reward - statistics.mean(shaped)] for reward in shaped]
+    return [[(reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-4)] for reward in rewards]
+
+
+def advantages_by_turn(group: RolloutGroup, totals: list[float]) -> list[list[float]]:
+    """Return what each turn and the later ones earned, relative to the other episodes, with weight 2 for the rewards.
+
+    The formula of docs/credit.md, unscaled, with a baseline of others only.
+    """
+    past = [[2 * sum(turn.reward or 0.0 for turn in turns[:k]) for k in range(len(turns))] for turns in group.turns_G]
+    found = []
+    for i, (total, of_turns) in enumerate(zip(totals, past, strict=True)):
+        others = [(totals[j], past[j]) for j in range(len(totals)) if j != i]
+        expected = statistics.mean(other for other, _ in others)
+        found.append([])
+        for k, earned in enumerate(of_turns):
+            left = [other - its_past[k] for other, its_past in others if len(its_past) > k]
+            found[-1].append(total - earned - statistics.mean([*left, expected - earned]))
+    return found

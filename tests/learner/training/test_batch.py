@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from learner.config import LearnerConfig
+from learner.environments.episode import TokenSequence
 from learner.training.batch import micro_batch, trained_rows
 from tests.learner.training.batch_rows import make_completion, make_group, make_row
 
@@ -27,7 +28,28 @@ def test_index_t_belongs_to_token_t_of_the_completion() -> None:
     assert batch.mask_BT.tolist() == batch.pack.is_token_BT.tolist() == [[True, True], [True, False]]
     assert batch.versions_BT.tolist() == [[1, 2], [3, -1]]
     torch.testing.assert_close(batch.behaviour_logprobs_BT, torch.tensor([[-0.08, -0.09], [-0.03, 0.0]]))
-    assert batch.advantages_B.tolist() == [0.5, -0.5] and batch.weights_B.tolist() == [1.0, -1.0]
+    assert batch.advantages_BT.tolist() == [[0.5, 0.5], [-0.5, 0.0]] and batch.weights_B.tolist() == [1.0, -1.0]
+
+
+def test_a_token_has_the_advantage_of_its_turn_in_whichever_branch_it_is() -> None:
+    """Two versions sampled turn 0, turn 1 follows it at once, and turn 3 began a branch before turn 2 was recorded."""
+    first = TokenSequence(
+        token_ids=np.arange(7, dtype=np.int32),
+        behaviour_logprobs=np.zeros(7, np.float32),
+        versions=[(None, 1), (3, 1), (4, 1), (4, 2), (None, 1), (5, 1)],
+        finish_reason="stop",
+        turns=[(0, 2), (1, 2), (3, 1)],
+    )
+    second = msgspec.structs.replace(
+        make_completion([8, 9]), turns=[(2, 2)], prompt_token_ids=np.array([1, 6], np.int32)
+    )
+    group = msgspec.structs.replace(
+        make_group(), completions=[first, second, make_completion([5, 6])], num_branches_G=[2, 1]
+    )
+    rows = trained_rows([group], [[[0.5, -1.0, 2.0, 4.0], [-0.25]]], learner_config())
+    batch = micro_batch(rows, CPU)
+    assert batch.advantages_BT.tolist() == [[0, 0.5, 0.5, -1, -1, 0, 4], [2, 2, *[0] * 5], [-0.25, -0.25, *[0] * 5]]
+    assert rows[2].advantage == -0.25 and batch.places_B.tolist() == [0, 0, 1]
 
 
 def test_a_group_has_its_prompt_once_and_no_last_token_of_a_completion() -> None:
@@ -49,7 +71,7 @@ def test_groups_without_signal_are_not_trained_but_count_in_the_weights() -> Non
     groups = [make_group(), make_group(slot=1)]  # 4 completions of 2 tokens
     for normalization, weight in (("token", 1 / 8), ("sequence", 1 / (4 * 2)), ("dr_grpo", 1 / (4 * 10))):
         config = learner_config(loss={"normalization": normalization}, sampling={"max_tokens": 10})
-        rows = trained_rows(groups, [[0.0, 0.0], [1.0, -1.0]], config)
+        rows = trained_rows(groups, [[[0.0], [0.0]], [[1.0], [-1.0]]], config)
         assert [row.advantage for row in rows] == [1.0, -1.0]
         assert [row.weight for row in rows] == [weight, weight] and [row.place for row in rows] == [2, 3]
 
@@ -67,7 +89,7 @@ def test_gspo_weighs_completions_equally_and_other_objectives_tokens_by_default(
     loss: dict[str, str], weights: list[float]
 ) -> None:
     group = msgspec.structs.replace(make_group(), completions=[make_completion([5]), make_completion([5, 6, 7])])
-    rows = trained_rows([group], [[1.0, -1.0]], learner_config(loss=loss))
+    rows = trained_rows([group], [[[1.0], [-1.0]]], learner_config(loss=loss))
     assert [row.weight for row in rows] == pytest.approx(weights)
 
 
@@ -79,7 +101,7 @@ def test_masked_truncated_completions_do_not_reduce_other_weights(normalization:
     group = msgspec.structs.replace(make_group(), completions=[truncated, *completions[1:]], rewards_G=[0.0, 1.0, 2.0])
     for mask_truncated, lengths in ((False, [3, 1, 2]), (True, [1, 2])):
         config = learner_config(loss={"mask_truncated": mask_truncated, "normalization": normalization})
-        rows = trained_rows([group], [[-1.0, 0.0, 1.0]], config)
+        rows = trained_rows([group], [[[-1.0], [0.0], [1.0]]], config)
         assert [len(row.branch.token_ids) for row in rows] == lengths
         total = sum(row.weight * len(row.branch.token_ids) for row in rows)
         constant = sum(lengths) / (3 * config.sampling.max_tokens)
@@ -90,7 +112,7 @@ def test_a_step_whose_completions_are_all_truncated_has_no_rows() -> None:
     group = make_group()
     truncated = [msgspec.structs.replace(one, finish_reason="length") for one in group.completions]
     group = msgspec.structs.replace(group, completions=truncated)
-    assert trained_rows([group], [[-1.0, 1.0]], learner_config(loss={"mask_truncated": True})) == []
+    assert trained_rows([group], [[[-1.0], [1.0]]], learner_config(loss={"mask_truncated": True})) == []
 
 
 def test_a_batch_without_rows_has_one_masked_row() -> None:

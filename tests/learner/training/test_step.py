@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
-from learner.environments.episode import TokenSequence
+from learner.environments.episode import EpisodeTurn, TokenSequence
 from learner.forward import pack as forward_pack
 from learner.rollouts.rollout_group import RolloutGroup
 from learner.training import packing
@@ -60,6 +60,27 @@ def with_episodes(groups: list[RolloutGroup], first_token: int | None = 7) -> li
     return groups_of_other_ranks
 
 
+def with_turns(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    """Return such episodes with rewards of their turns. The second branch is the last turn, and some turns are adjacent."""
+    changed = []
+    for group in with_episodes(groups):
+        completions, turns_G = [], []
+        for number, (first, *others) in enumerate(group.branches_G):
+            rest = first.num_sampled - 1
+            lengths = [1, 1, rest - 1] if number == 3 and rest > 1 else [1, rest] if rest else [1]
+            completions.append(msgspec.structs.replace(first, turns=list(enumerate(lengths))))
+            completions += [msgspec.structs.replace(one, turns=[(len(lengths), one.num_sampled)]) for one in others]
+            rewards = [0.25 * number - 0.5, None, 0.125, -0.25][: len(lengths) + len(others)]
+            turns_G.append([EpisodeTurn(reward=reward) for reward in rewards])
+        by_function = {"environment_reward": group.rewards_G}
+        changed.append(
+            msgspec.structs.replace(group, completions=completions, turns_G=turns_G, rewards_by_function=by_function)
+        )
+    groups_of_other_ranks = unpack(pack(StepBatch(groups=changed)), StepBatch).groups
+    assert groups_of_other_ranks is not None
+    return groups_of_other_ranks
+
+
 def compare(
     accelerator: Accelerator, rule: Rule, settings: dict[str, Any], change: Callable[[list], list]
 ) -> dict[str, float]:
@@ -101,6 +122,15 @@ def test_a_step_equals_the_step_of_its_paper(
         assert (
             0.18 < metrics["loss/kept_frac"] < 0.3
         )  # first tokens of a group have equal entropies and are kept together
+
+
+def test_a_step_with_credit_by_turn_trains_each_token_with_the_advantage_of_its_turn(accelerator: Accelerator) -> None:
+    settings = {
+        "advantage": {"credit": "turn", "scale": "none", "baseline": "leave_one_out"},
+        "environment": {"agent": "none:none"},
+        "reward": {"functions": ["environment_reward"], "weights": [2.0]},
+    }
+    compare(accelerator, Rule(is_by_turn=True), settings, with_turns)
 
 
 def test_groups_without_signal_still_have_a_kl_and_an_entropy(accelerator: Accelerator) -> None:

@@ -105,8 +105,8 @@ def test_lengths_and_the_deviation_within_groups_are_those_of_the_completions(ac
 def test_extremes_are_reported_once_and_bounded(accelerator: Accelerator) -> None:
     extremes = RatioRange()
     ratios = torch.tensor([[0.0, 50.0], [-1.0, math.nan]])
-    extremes.update(ratios, torch.tensor([[0.0, 1.0], [2.0, math.nan]]), torch.tensor([1.0, 0.5]))
-    extremes.update(torch.zeros(1, 2), torch.tensor([[0.5, 0.5]]), torch.tensor([0.5]))
+    extremes.update(ratios, torch.tensor([[0.0, 1.0], [2.0, math.nan]]), torch.tensor([[1.0], [0.5]]).expand(2, 2))
+    extremes.update(torch.zeros(1, 2), torch.tensor([[0.5, 0.5]]), torch.full((1, 2), 0.5))
     assert extremes.pop_metrics(accelerator, 1) == {
         "policy/ratio_min": pytest.approx(math.exp(-1)),
         "policy/ratio_max": pytest.approx(math.exp(20)),
@@ -115,7 +115,7 @@ def test_extremes_are_reported_once_and_bounded(accelerator: Accelerator) -> Non
     }
     assert extremes.pop_metrics(accelerator, 1) == {"policy/ratio_min": 1.0, "policy/ratio_max": 1.0}
     for pulls in ([1.0, 1.0], [9.0, 1.0]):  # two updates of one micro-batch each: the larger share counts
-        extremes.update(torch.zeros(1, 2), torch.tensor([pulls]), torch.tensor([1.0]))
+        extremes.update(torch.zeros(1, 2), torch.tensor([pulls]), torch.ones(1, 2))
     metrics = extremes.pop_metrics(accelerator, 2)
     assert (metrics["loss/max_token_share"], metrics["loss/max_token_multiplier"]) == pytest.approx((0.9, 9.0))
 
@@ -124,12 +124,12 @@ def test_a_dominant_token_is_reported_only_beyond_its_share_by_advantage(
     accelerator: Accelerator,
 ) -> None:
     """One wrong completion of 3 tokens among 15 correct ones, in a step whose other groups have no signal."""
-    advantages_B = torch.tensor([-3.75] + [0.25] * 15)
+    advantages_BT = torch.tensor([-3.75] + [0.25] * 15).unsqueeze(1)
     for ratio, expected in ((1.0, set()), (1000.0, {"loss/max_token_share"})):
         ratio_BT = torch.ones(16, 3)
         ratio_BT[0, 1] = ratio
         extremes = RatioRange()
-        extremes.update(ratio_BT.log(), ratio_BT * advantages_B.abs().unsqueeze(1), advantages_B.abs())
+        extremes.update(ratio_BT.log(), ratio_BT * advantages_BT.abs(), advantages_BT.abs().expand_as(ratio_BT))
         assert unhealthy(extremes.pop_metrics(accelerator, 1)).keys() == expected
 
 
