@@ -23,7 +23,7 @@ import numpy as np
 if TYPE_CHECKING:  # the report needs no tokenizer
     from transformers import PreTrainedTokenizerBase
 
-from learner.environments.episode import EpisodeStats, TokenSequence
+from learner.environments.episode import EpisodeStats, EpisodeTurn, TokenSequence
 from learner.prompts.reasoning import texts_of
 from learner.report.sample_view import IS_CUT, MAX_COMPLETIONS
 from learner.rollouts.rollout_group import RolloutGroup
@@ -64,8 +64,8 @@ class Samples:
         if len(group.rewards_by_function) > 1:
             sample["functions"] = {name: by[:MAX_COMPLETIONS] for name, by in group.rewards_by_function.items()}
         if group.courses_G:
-            episodes = zip(group.courses_G[:MAX_COMPLETIONS], group.branches_G, strict=False)
-            sample["episodes"] = [episode_of(course, branches, tokenizer) for course, branches in episodes]
+            episodes = zip(group.courses_G[:MAX_COMPLETIONS], group.turns_G_K, group.branches_G, strict=False)
+            sample["episodes"] = [episode_of(*episode, tokenizer) for episode in episodes]
         extra = {column: values[:MAX_COMPLETIONS] for column, values in group.logged_extra.items()}
         sample |= {"extra": extra} if extra else {}
         self._lines.append(sample)
@@ -86,7 +86,10 @@ class Samples:
 
 
 def episode_of(
-    course: EpisodeStats, branches: list[TokenSequence], tokenizer: "PreTrainedTokenizerBase"
+    course: EpisodeStats,
+    turns: list[EpisodeTurn],
+    branches: list[TokenSequence],
+    tokenizer: "PreTrainedTokenizerBase",
 ) -> dict[str, Any]:
     """Return an episode as text, in JSON types.
 
@@ -99,6 +102,7 @@ def episode_of(
         "calls": course.num_calls,
         "failed_calls": course.num_failed_calls,
         "environment_s": course.environment_s,
+        "turn_rewards": [turn.reward for turn in turns],
         "branches": [
             {
                 "prompt": None

@@ -159,6 +159,9 @@ def _course(episode: dict[str, Any]) -> str:
         parts.append(counted(episode["calls"], "tool call"))
     if episode["failed_calls"]:
         parts.append(f"{episode['failed_calls']} answered with an error")
+    turn_rewards = episode.get("turn_rewards", [])  # runs before this version have none
+    if any(reward is not None for reward in turn_rewards):
+        parts.append(f"rewards of turns: {', '.join(map(number, turn_rewards))}")
     return " · ".join([*parts, f"{duration(episode['environment_s'])} in the environment"])
 
 

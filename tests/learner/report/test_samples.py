@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import learner.report.records
-from learner.environments.episode import EpisodeStats, TokenSequence
+from learner.environments.episode import EpisodeStats, EpisodeTurn, TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.report.page import render
 from learner.report.records import Samples
@@ -156,14 +156,16 @@ def test_samples_keep_every_branch_and_the_report_shows_speaker_and_version(
         EpisodeStats(state="tool_timeout", num_turns=1),
     ]
     group = msgspec.structs.replace(
-        a_group(), rewards_G=[1.0, None], completions=branches, num_branches_G=[1, 2], courses_G=courses
-    )
+        a_group(), rewards_G=[1.0, None], completions=branches, num_branches_G=[1, 2], courses_G=courses,
+        turns_G=[[EpisodeTurn(reward=0.25), EpisodeTurn()], [EpisodeTurn()]],
+    )  # fmt: skip
     write_run(tmp_path)
     (tmp_path / "samples.jsonl").unlink()
     write(tmp_path / "samples.jsonl", range(1, 2), 1, group)
     first, second = json.loads((tmp_path / "samples.jsonl").read_text())["episodes"]
     assert first == {
         "state": "finished", "turns": 2, "calls": 1, "failed_calls": 1, "environment_s": 0.5,
+        "turn_rewards": [0.25, None],
         "branches": [{"prompt": None, "runs": [[4, "1"], [5, "2"], [None, "89"], [5, "3"]]}],
     }  # fmt: skip
     assert [branch["prompt"] for branch in second["branches"]] == [None, "77"]
@@ -171,7 +173,7 @@ def test_samples_keep_every_branch_and_the_report_shows_speaker_and_version(
     page = render(tmp_path)
     parts = (
         '<span class="v0">1</span><span class="v1">2</span><span class="environment">89</span><span class="v1">3</span>',
-        "finished · 2 turns · 1 tool call · 1 answered with an error · 0.5 s in the environment",
+        "finished · 2 turns · 1 tool call · 1 answered with an error · rewards of turns: 0.25, – · 0.5 s in the environment",
         "tool_timeout · 1 turn · 0.0 s in the environment",
         '<span class="mono">77</span>',
         '<span class="key v0">policy version 4</span><span class="key v1">policy version 5</span>'
