@@ -259,19 +259,21 @@ class OffPolicyCorrectionConfig(Section):
         """Weight as set, or the default for servers that do not quantize."""
         return "none" if self.weight == "auto" else self.weight
 
-    def for_quantized_servers(self, loss: LossConfig) -> Self:
+    def for_quantized_servers(self, loss: LossConfig, staleness_bound: int) -> Self:
         """Return the correction with its automatic parts chosen for servers that quantize.
 
         The weight corrects the difference that quantization makes, and must not count twice: with the behavior
-        policy as its anchor, which vespo needs, the ratio of an objective already is the weight.
+        policy as its anchor, which vespo needs, the ratio of an objective already is the weight. An exact proximal
+        policy would leave stale tokens without a clip.
         """
         if self.weight != "auto":
             return self
-        has_ratio = loss.has_ratio is not False
-        if has_ratio and (self.anchor == "behaviour" or loss.objective == "vespo"):
+        if loss.has_ratio is False:
+            return msgspec.structs.replace(self, weight="truncate")
+        if self.anchor == "behaviour" or loss.objective == "vespo":
             return msgspec.structs.replace(self, weight="none")
-        anchor = "proximal" if self.anchor == "auto" and has_ratio else self.anchor
-        return msgspec.structs.replace(self, weight="truncate", anchor=anchor)
+        proximal = self.proximal if self.anchor == "proximal" else "log_linear" if staleness_bound else "exact"
+        return msgspec.structs.replace(self, weight="truncate", anchor="proximal", proximal=proximal)
 
     @property
     def weight_bound(self) -> float:

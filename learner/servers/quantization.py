@@ -28,7 +28,7 @@ def choose_correction(run: LearnerRun, *, is_quantized: bool) -> LearnerRun:
     if not is_quantized:
         return run
     config = run.learner
-    correction = config.off_policy_correction.for_quantized_servers(config.loss)
+    correction = config.off_policy_correction.for_quantized_servers(config.loss, config.staleness_bound)
     return msgspec.structs.replace(run, learner=msgspec.structs.replace(config, off_policy_correction=correction))
 
 
@@ -37,8 +37,9 @@ def log_correction(run: LearnerRun) -> None:
     if run.learner.off_policy_correction.weight == "auto":
         correction = choose_correction(run, is_quantized=True).learner.off_policy_correction
         log.info(
-            'a server quantizes: learner.off_policy_correction.weight = "auto" is "%s" in this run, with anchor = "%s"',
-            correction.weight_used, correction.anchor_used,
+            'a server quantizes: learner.off_policy_correction.weight = "auto" is "%s" in this run, with anchor = "%s" '
+            'and proximal = "%s"',
+            correction.weight_used, correction.anchor_used, correction.proximal,
         )  # fmt: skip
 
 

@@ -22,14 +22,14 @@ def member(quantization: str) -> Any:
 @pytest.mark.parametrize(
     ("settings", "objective", "expected"),
     [
-        ({}, "grpo", ("truncate", "proximal")),
-        ({}, "reinforce", ("truncate", "behaviour")),
-        ({"anchor": "proximal", "proximal": "log_linear", "sequence_mask": 0.1}, "grpo", ("truncate", "proximal")),
-        ({"anchor": "behaviour"}, "grpo", ("none", "behaviour")),
-        ({"anchor": "behaviour"}, "reinforce", ("truncate", "behaviour")),
-        ({"weight": "none"}, "grpo", ("none", "behaviour")),
-        ({"weight": "mask"}, "grpo", ("mask", "behaviour")),
-        ({"weight": "truncate", "anchor": "proximal"}, "gspo", ("truncate", "proximal")),
+        ({}, "grpo", ("truncate", "proximal", "log_linear")),
+        ({}, "reinforce", ("truncate", "behaviour", "exact")),
+        ({"anchor": "proximal", "sequence_mask": 0.1}, "grpo", ("truncate", "proximal", "exact")),
+        ({"anchor": "behaviour"}, "grpo", ("none", "behaviour", "exact")),
+        ({"anchor": "behaviour"}, "reinforce", ("truncate", "behaviour", "exact")),
+        ({"weight": "none"}, "grpo", ("none", "behaviour", "exact")),
+        ({"weight": "mask"}, "grpo", ("mask", "behaviour", "exact")),
+        ({"weight": "truncate", "anchor": "proximal"}, "gspo", ("truncate", "proximal", "exact")),
     ],
 )
 def test_auto_truncates_an_importance_weight_that_counts_once(
@@ -37,7 +37,7 @@ def test_auto_truncates_an_importance_weight_that_counts_once(
     caplog: pytest.LogCaptureFixture,
     settings: dict[str, Any],
     objective: str,
-    expected: tuple[str, str],
+    expected: tuple[str, str, str],
 ) -> None:
     caplog.set_level("INFO", "learner")
     updates = 2 if settings.get("anchor") == "proximal" else 1  # with one, a proximal anchor needs a weight
@@ -45,12 +45,18 @@ def test_auto_truncates_an_importance_weight_that_counts_once(
         tmp_path, "tcp://a:1", off_policy_correction=settings, loss={"objective": objective}, updates_per_batch=updates
     )
     chosen = choose_correction(run, is_quantized=True).learner.off_policy_correction
-    assert (chosen.weight_used, chosen.anchor_used) == expected
+    assert (chosen.weight_used, chosen.anchor_used, chosen.proximal) == expected
     assert chosen.sequence_mask == settings.get("sequence_mask")
     before = run.learner.off_policy_correction
     assert choose_correction(run, is_quantized=False).learner.off_policy_correction == before
     log_correction(run)
     assert (f'"auto" is "{expected[0]}"' in caplog.text) == ("weight" not in settings)
+
+
+def test_without_staleness_the_exact_policy_leaves_no_clip_on_the_noise(tmp_path: Path) -> None:
+    run = choose_correction(make_run(tmp_path, "tcp://a:1", max_staleness=0), is_quantized=True)
+    correction = run.learner.off_policy_correction
+    assert (correction.weight_used, correction.anchor_used, correction.proximal) == ("truncate", "proximal", "exact")
 
 
 def test_a_quantized_server_may_join_only_runs_whose_correction_fits(tmp_path: Path) -> None:
@@ -72,7 +78,7 @@ def test_a_quantized_server_may_join_only_runs_whose_correction_fits(tmp_path: P
 def test_the_loss_of_a_run_is_corrected_if_its_server_quantizes(tmp_path: Path, quantization: str) -> None:
     limits = msgspec.structs.replace(TINY_LIMITS, quantization=quantization)
     with tiny_server(ModelEngine(resolve_model("tiny:digits"), limits)) as server:
-        train(run := make_run(tmp_path, server.endpoint, steps=3), resume=False)
+        train(run := make_run(tmp_path, server.endpoint, steps=3, max_staleness=0), resume=False)
     for line in metrics_of(run):
         assert ("correction/bounded_frac" in line) == bool(quantization)
         assert line["loss/clipped_frac"] == 0 or not quantization, "the ratio to the proximal policy is 1"
