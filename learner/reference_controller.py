@@ -66,7 +66,7 @@ class ReferenceController(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if self.copy is not None:
             if self.state.version == version:  # otherwise the checkpoint had the copy
                 self._write()
-            self.scores.server.version = self.state.version
+            self.scores.server.expect(self.state.version)
         log.info("waiting for the reference's server at %s", self.scores.server.endpoint)
         started = time.monotonic()
         while not self.keep_ready(started):
@@ -78,7 +78,7 @@ class ReferenceController(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return self.scores.server.keep_ready(self._check, waits_since)
 
     def refresh(self, version: int) -> None:
-        """Make the current policy the reference."""
+        """Make the current policy the reference. The next `keep_ready` sends it."""
         self._write()
         self.scores.refresh(version)
 

@@ -86,7 +86,8 @@ class WeightSyncConfig(Section):
     learner, and each further one to the worker before it, or to the learner if it cannot reach that one."""
     ports: MayChange[str | None] = None
     """Ports on which the learner may listen for weight syncs, with transport = "tcp": "29500" or "29500-29510".
-    It needs one, and one more for each further address by which servers reach it. Unset: any free port."""
+    It needs one, one more for each further address by which servers reach it, and one for a reference on a
+    server that is refreshed. Unset: any free port."""
     advertise: MayChange[str | None] = None
     """Host or address at which the server's workers reach the learner, with transport = "tcp". Needed behind
     address translation. Unset: the learner's address on its connection to the server. The port is the one the

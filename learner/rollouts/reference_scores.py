@@ -45,13 +45,13 @@ class ReferenceScores:
     ) -> list[RolloutGroup] | None:
         """Return a step's groups with their logprobs, or None after `timeout_s`.
 
-        All other groups than `kept`, which later steps need, are forgotten.
+        `kept`: the groups of later steps. Their logprobs are requested too, and those of all others are forgotten.
 
         Raises:
             DeadlineExceeded, ParityError, SlipstreamError: As ReferenceServer.score.
         """
         started = time.monotonic()
-        self.begin(groups)
+        self.begin([*groups, *kept])
         pending = [self._scores[group.group_id] for group in groups]
         done, missing = wait(pending, timeout_s, FIRST_EXCEPTION)
         self._waited_s += time.monotonic() - started
@@ -66,12 +66,12 @@ class ReferenceScores:
         return [_with_reference(group, scores.result()) for group, scores in zip(groups, pending, strict=True)]
 
     def refresh(self, version: int) -> None:
-        """Discard all logprobs, and give the server the new copy."""
+        """Discard all logprobs. From now on, all are those of the copy of `version`."""
+        self.server.expect(version)  # first: what begins from now on waits for the new copy
         with self._lock:
             for scores in self._scores.values():
                 scores.cancel()
             self._scores.clear()
-        self.server.refresh(version)
 
     @property
     def num_pending(self) -> int:

@@ -101,11 +101,10 @@ class ReferenceServer:
                 self._push()
         return self._ready_id != ""
 
-    def refresh(self, version: int) -> None:
-        """Send the copy of `version` to the server. Raises as `keep_ready`."""
-        self.version, self._ready_id = version, ""
-        if self._member.welcome is not None:
-            self._push()
+    def expect(self, version: int) -> None:
+        """Return only scores of the copy of `version` from now on. The next `keep_ready` sends it."""
+        self._ready_id = ""  # before the version: no score of the earlier copy may pass for one of this version
+        self.version = version
 
     def _push(self) -> None:
         assert self._sync is not None and self.version is not None

@@ -212,6 +212,19 @@ async def test_an_engine_that_stalls_with_groups_restarts_unless_generation_is_p
     assert at.engine.cancelled == 1
 
 
+@with_server(config=ServerConfig(stall_timeout_s=0.5))
+async def test_an_engine_that_stalls_with_a_score_restarts(at: Stage) -> None:
+    """The server of a frozen reference has no groups."""
+    first_id = (await at.learner.join()).server_id
+    at.engine.release.clear()
+    at.engine.release_restart.clear()
+    await at.learner.send(Score(request_id="s", token_ids=np.array([1, 2], np.int32), deadline_s=60.0))
+    await until(lambda: at.status()["unavailable"] is not None)
+    assert "(server.stall_timeout_s) with 1 request running" in at.status()["unavailable"]
+    at.engine.release_restart.set()
+    await new_server_id(at.learner, first_id)
+
+
 @with_server()
 async def test_a_learner_that_abandoned_a_push_is_welcomed_again_after_its_end(at: Stage) -> None:
     first_id = (await at.learner.join()).server_id

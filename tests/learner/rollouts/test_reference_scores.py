@@ -43,7 +43,7 @@ def setup(tmp_path: Path) -> Iterator[Setup]:
         hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=fingerprint(path), learner="l")
         loop = LoopThread("test")
         server = ReferenceServer(run, hello, loop, copy)
-        server.version = 0
+        server.expect(0)
         server.start()
         scores = ReferenceScores(server)
         await_ready(scores)
@@ -114,4 +114,6 @@ def test_a_refresh_discards_the_logprobs_of_the_earlier_reference(setup: Setup) 
             parameter.mul_(1.1)
     setup.copy.write(setup.model.named_parameters())
     setup.scores.refresh(3)
+    setup.scores.begin([group])  # before the server has the new copy
+    await_ready(setup.scores)
     assert_scored_by(setup.model, take(setup.scores, [group], []))
