@@ -33,7 +33,6 @@ from protocol.errors import ConfigError, SlipstreamError
 from protocol.model_files import resolve_model, weight_files
 
 Form = Literal["model", "adapter"]
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ExportError(SlipstreamError):

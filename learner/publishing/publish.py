@@ -189,7 +189,13 @@ def _run_id(run_dir: Path) -> str:
 
 
 def _time_of(checkpoint: Path) -> str:
-    """Return when a checkpoint was written. It stays the same when only the model is kept."""
+    """Return when a checkpoint was written. It stays the same when only the model is kept.
+
+    Raises:
+        ConfigError: The checkpoint has no weights.
+    """
     files = ("model/config.json", f"{TRAINED}/index.json")
-    newest = next(path for name in files if (path := checkpoint / name).is_file())
+    newest = next((path for name in files if (path := checkpoint / name).is_file()), None)
+    if newest is None:
+        raise ConfigError(f"{checkpoint} has neither model/ nor {TRAINED}/; export another checkpoint")
     return datetime.datetime.fromtimestamp(newest.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
