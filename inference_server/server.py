@@ -286,6 +286,7 @@ class Server:
                 max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences, is_untouched=self._pushes.engine_is_untouched,
                 num_replicas=limits.num_replicas, max_lora_rank=limits.max_lora_rank,
+                experts=limits.experts,
             )
         )  # fmt: skip
         await self._groups.deliver_rest()
@@ -371,7 +372,7 @@ class Server:
     # --- requests ----------------------------------------------------------------------------------------
 
     async def _start_group(self, request: Generate) -> None:
-        if problem := why_invalid(request.prompt_token_ids, request.sampling, self._engine.limits):
+        if problem := why_invalid(request, self._engine.limits):
             failed = GroupFailed(group_id=request.group_id, code="invalid_prompt", message=problem, retryable=False)
             await self._notify(failed)
         elif self.drain.is_draining and not self._groups.knows(request.group_id):

@@ -25,6 +25,7 @@ from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.drifting_policy import tiny_model
+from tests.zoo.families import save_model
 
 PAGE = Path(__file__).parents[2] / "docs/vllm-arguments.md"
 FIELDS = AsyncEngineArgs.__dataclass_fields__
@@ -192,6 +193,46 @@ def test_vllm_starts_with_adapters_of_a_rank_that_it_has_or_a_warning_says_why_n
         assert "merged weights" not in caplog.text
     else:
         assert not args.enable_lora and expected in caplog.text and f"server.max_lora_rank = {rank}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("learner", "wanted", "expected"),
+    [
+        ({}, "auto", False),
+        ({"routing_replay": True}, "auto", True),
+        ({"routing_replay": True}, False, False),
+        ({}, True, True),
+    ],
+)
+def test_experts_are_returned_if_the_learners_section_replays_them_unless_the_server_says_otherwise(
+    learner: dict[str, Any], wanted: Any, expected: bool
+) -> None:
+    server = ServerConfig(return_routed_experts=wanted)
+    assert ServerRun(model="m", run_dir="r", learner=learner, server=server).returns_experts == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "server", "expected"),
+    [
+        ("qwen3_moe", {}, None),
+        ("qwen3", {}, "but model = .* has no experts; remove the key"),
+        ("qwen3_moe", {"enforce_eager": False}, "server.enforce_eager = false: compiled code on a CPU records no"),
+        ("qwen3_moe", {"tensor_parallel_size": 2}, "server.tensor_parallel_size = 2 is not tested on a CPU"),
+    ],
+)
+def test_routed_experts_need_experts_and_on_a_cpu_an_eager_engine(
+    tmp_path: Path, family: str, server: dict[str, Any], expected: str | None
+) -> None:
+    save_model(family, tmp_path)
+    config = ServerConfig(return_routed_experts=True, **server)
+    run = ServerRun(model=str(tmp_path), run_dir="r", dtype="float32", server=config)
+    if expected is None:
+        args = engine_arguments(run, tmp_path)
+        # vLLM's switch is for GPUs. On a CPU, vLLM would refuse it.
+        assert type(args).__name__ == "ArgsWithExperts" and not args.enable_return_routed_experts
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            engine_arguments(run, tmp_path)
 
 
 def test_doctor_and_planner_accept_a_file_with_arguments_of_vllm(tmp_path: Path) -> None:
