@@ -89,6 +89,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Maximum rank of a LoRA adapter that weight syncs may send without the weights that it adapts, up to 512.
     vLLM then applies an adapter in every request, which slows down generation. 0: weight syncs send merged
     weights. Unset: learner.lora.rank of this file, or 0 if learner.weight_sync.lora is "merged"."""
+    return_routed_experts: bool | Literal["auto"] = "auto"
+    """Whether vLLM records which experts each token of a mixture-of-experts model has used, so that a learner with
+    learner.routing_replay can ask for them. On a CPU, it needs enforce_eager = true. "auto": learner.routing_replay of
+    this file."""
     overlap_weight_loading: bool = False
     """Receive new weights during generation, and pause only to load them. On a CPU, loading also overlaps,
     and the pause only swaps the weights. The cost is memory for one more copy of the weights, on a GPU server
@@ -200,6 +204,11 @@ class ServerRun(SharedConfig):
         is_merged = isinstance(weight_sync, dict) and weight_sync.get("lora") == "merged"
         rank = lora.get("rank") if isinstance(lora, dict) else None
         return rank if isinstance(rank, int) and rank > 0 and not is_merged else 0
+
+    @property
+    def returns_experts(self) -> bool:
+        wanted = self.server.return_routed_experts
+        return self.learner.get("routing_replay") is True if wanted == "auto" else wanted
 
     def check(self) -> None:
         if self.endpoints and self.endpoint == DEFAULT_ENDPOINT and self.endpoint not in self.endpoints:

@@ -22,7 +22,7 @@ import numpy as np
 
 from inference_server.engine.containment import Fail, run_contained
 from inference_server.engine.interface import Engine, EngineFailed, EngineLimits, Sampled
-from protocol.messages import Completion, Generate, Group, GroupFailed, Message, Sampling, Score, Scores
+from protocol.messages import Completion, Generate, Group, GroupFailed, Message, Score, Scores
 
 log = logging.getLogger(__name__)
 MAX_COMPLETIONS = 16_384
@@ -49,6 +49,7 @@ class _Running(msgspec.Struct, kw_only=True, eq=False):
     entered_version: int = -1
     salt: str = ""
     num_cached_tokens: int = 0
+    prompt_experts: np.ndarray | None = None
     completions: dict[int, Completion] = msgspec.field(default_factory=dict)
     """Finished completions, by index."""
     token_at: float | None = None
@@ -63,6 +64,7 @@ class _Running(msgspec.Struct, kw_only=True, eq=False):
         self.token_at, self.entered_version = now, sampled.entered_version
         self.salt, self.num_cached_tokens = sampled.salt, sampled.num_cached_tokens
         self.completions |= sampled.completions
+        self.prompt_experts = sampled.prompt_experts
 
 
 class Groups:
@@ -190,6 +192,7 @@ class Groups:
             server_s=time.monotonic() - requested_at,
             salt=running.salt,
             num_cached_tokens=running.num_cached_tokens,
+            prompt_experts=running.prompt_experts,
         )
         self._undelivered[request.group_id] = None
         await self._send(request.group_id)
@@ -199,7 +202,9 @@ class Groups:
         request = running.request
         try:
             async with running.timeout:
-                async for sampled in self._engine.generate(request.prompt_token_ids, request.sampling, request.salt):
+                async for sampled in self._engine.generate(
+                    request.prompt_token_ids, request.sampling, request.salt, request.experts_from
+                ):
                     running.record(sampled, self._clock())
         except TimeoutError:
             why = (
@@ -219,7 +224,10 @@ class Groups:
         group = self._finished.get(group_id)
         if group is None:
             return
-        num_bytes = sum(one.token_ids.nbytes + one.behaviour_logprobs.nbytes for one in group.completions)
+        arrays = [group.prompt_experts]
+        for one in group.completions:
+            arrays += [one.token_ids, one.behaviour_logprobs, one.experts]
+        num_bytes = sum(array.nbytes for array in arrays if array is not None)
         if self._unacked and self._unacked_bytes + num_bytes > MAX_UNACKED_BYTES:
             return
         # The Ack may have arrived during the send.
@@ -247,13 +255,18 @@ def drain_failure(group_id: str) -> GroupFailed:
     )  # fmt: skip
 
 
-def why_invalid(prompt_token_ids: np.ndarray, sampling: Sampling, limits: EngineLimits) -> str | None:
+def why_invalid(request: Generate, limits: EngineLimits) -> str | None:
     """Return what is wrong with a request, with values and remedy, or None.
 
     Covers what vLLM does not check: a token id beyond the vocabulary kills its engine.
     """
+    prompt_token_ids, sampling = request.prompt_token_ids, request.sampling
     if problem := why_not_tokens(prompt_token_ids, limits):
         return problem
+    if request.experts_from is not None and limits.experts is None:
+        return "the server returns no routed experts; set server.return_routed_experts = true, and restart it"
+    if request.experts_from is not None and request.experts_from > len(prompt_token_ids):
+        return f"experts_from is {request.experts_from}, expected at most the prompt's {len(prompt_token_ids)} tokens"
     num_tokens = len(prompt_token_ids) + sampling.max_tokens
     out_of_range = [
         f"{name} is {value}, expected {expected}"

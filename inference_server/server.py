@@ -297,6 +297,7 @@ class Server:
                 num_replicas=limits.num_replicas, max_lora_rank=limits.max_lora_rank,
                 quantization=limits.quantization,
                 model_digest=self._model_digest,
+                experts=limits.experts,
             )
         )  # fmt: skip
         await self._groups.deliver_rest()
@@ -389,7 +390,7 @@ class Server:
     # --- requests ----------------------------------------------------------------------------------------
 
     async def _start_group(self, request: Generate) -> None:
-        if problem := why_invalid(request.prompt_token_ids, request.sampling, self._engine.limits):
+        if problem := why_invalid(request, self._engine.limits):
             failed = GroupFailed(group_id=request.group_id, code="invalid_prompt", message=problem, retryable=False)
             await self._notify(failed)
         elif self.drain.is_draining and not self._groups.knows(request.group_id):

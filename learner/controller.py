@@ -50,9 +50,10 @@ from learner.servers.weight_sync import WeightSync
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.run_dir import RunDir, check_data, record_data
 from learner.training.metrics import Devices, StepTimer, memory_metrics, pop_mismatches, staleness, throughput
+from protocol.channel.sockets import MAX_SERVER_FRAME_BYTES
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
-from protocol.messages import PROTOCOL_VERSION, Hello, new_learner_id
+from protocol.messages import PROTOCOL_VERSION, Hello, RoutingShape, Welcome, new_learner_id
 from protocol.model_files import fingerprint
 from protocol.signals import Interrupt
 
@@ -348,6 +349,7 @@ def _open_fleet(run_inputs: RunInputs, run_dir: RunDir, cleanup: ExitStack) -> F
     run, model = run_inputs.run, fingerprint(run_inputs.model_path)
     hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
     fleet = Fleet(run, hello, LoopThread("learner"))
+    fleet.experts = run_inputs.experts
     fleet.is_over = not run_dir.has_started  # until then, no server holds anything to resume
     for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
         log.warning(note)
@@ -371,6 +373,25 @@ class RankZero:
             return act(self._controller, *args, **kwargs) if self._controller is not None else None
 
 
+def check_experts(expected: RoutingShape | None, endpoint: str, welcome: Welcome) -> None:
+    """Raise ConfigError unless a server can return the routed experts that the run replays, if it replays any."""
+    if expected is None:
+        return
+    if welcome.experts != expected:
+        raise ConfigError(
+            f"learner.routing_replay = true, but the server at {endpoint} returns "
+            f"{welcome.experts or 'no routed experts'}, expected {expected}; set server.return_routed_experts = true "
+            "there, or learner.routing_replay = false"
+        )
+    if (num_bytes := expected.bytes_per_token * welcome.max_model_len) > MAX_SERVER_FRAME_BYTES:
+        raise ConfigError(
+            f"learner.routing_replay = true with max_model_len = {welcome.max_model_len} of the server at {endpoint}: "
+            f"the routed experts of one completion may have {num_bytes >> 20} MiB, expected at most "
+            f"{MAX_SERVER_FRAME_BYTES >> 20}; lower server.max_model_len to "
+            f"{MAX_SERVER_FRAME_BYTES // expected.bytes_per_token}"
+        )
+
+
 def check_fits(run_inputs: RunInputs, member: Member) -> None:
     """Raise an error unless the server fits the run.
 
@@ -386,6 +407,7 @@ def check_fits(run_inputs: RunInputs, member: Member) -> None:
     check_server_rope(
         run_inputs.model_config, run.server.get("max_model_len"), welcome.max_model_len, endpoint=member.endpoint
     )
+    check_experts(run_inputs.experts, member.endpoint, welcome)
     max_episode_tokens = run.learner.environment.max_episode_tokens or 0
     if max_episode_tokens > welcome.max_model_len:
         raise ConfigError(

@@ -15,10 +15,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from learner.config import DataConfig, LearnerRun
 from learner.environments.answer import check_calls, renderer_of
 from learner.environments.process import tools_of
+from learner.forward.replay import routing_shape
 from learner.policy.model import load_config, load_tokenizer
 from learner.policy.model_shape import ModelShape, shape_of
 from learner.prompts.chat_template import TurnFormat
 from learner.prompts.prompts import Prompts
+from protocol.errors import ConfigError
+from protocol.messages import RoutingShape
 from protocol.model_digest import digest_model
 from protocol.model_files import end_token_ids, resolve_model
 
@@ -55,6 +58,23 @@ class RunInputs:
         except Exception as error:  # transformers configs vary; a failed estimate must not stop a run
             log.warning("cannot estimate the memory needs of %s (%s: %s)", self.run.model, type(error).__name__, error)
             return None
+
+    @cached_property
+    def experts(self) -> RoutingShape | None:
+        """Shape of the routed experts to replay, or None without learner.routing_replay.
+
+        Raises:
+            ConfigError: The model has no experts.
+        """
+        if not self.run.learner.routing_replay:
+            return None
+        shape = routing_shape(self.model_config)
+        if shape is None:
+            raise ConfigError(
+                f"learner.routing_replay = true, but the config of model = {self.run.model!r} names no experts; set "
+                "learner.routing_replay = false"
+            )
+        return shape
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -1,10 +1,11 @@
 """Encoding of messages as ZeroMQ frames, and decoding.
 
 A message is multipart: one msgpack header, then one raw little-endian frame per array, in the order of the
-header. The header gives the dtype and length of each frame.
+header. The header gives the dtype of each frame and its length, or its shape if it is not flat.
 Invariant: nothing is used before the frames match the header.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar, get_args
 
@@ -27,11 +28,11 @@ def encode(message: msgspec.Struct) -> list[bytes]:
     """Return the frames: the header, then one per array in the header's order."""
     frames = [b""]
 
-    def announce(array: Any) -> tuple[int, str, int]:
+    def announce(array: Any) -> tuple[int, str, int | tuple[int, ...]]:
         if not isinstance(array, np.ndarray):
             raise NotImplementedError(f"cannot encode {type(array).__name__}")
         frames.append(array.tobytes())
-        return len(frames) - 2, NAMES[array.dtype], len(array)
+        return len(frames) - 2, NAMES[array.dtype], len(array) if array.ndim == 1 else array.shape
 
     frames[0] = msgspec.msgpack.encode(message, enc_hook=announce)
     return frames
@@ -73,10 +74,13 @@ class Decoder(Generic[M]):
 
         For msgspec, a ValueError or TypeError from here means that the header is wrong.
         """
-        index, name, length = announced
+        index, name, size = announced
+        shape = size if isinstance(size, list) else [size]
         try:
             array = np.frombuffer(self._arrays[index], DTYPES[name])
-            fits = index == self._num_taken and type(length) is int and len(array) == length
+            fits = index == self._num_taken and all(type(length) is int and length >= 0 for length in shape)
+            fits = fits and math.prod(shape) == len(array)
+            array = array.reshape(shape) if fits else array
         except (LookupError, TypeError, ValueError):
             fits = False
         if not fits:

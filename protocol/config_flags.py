@@ -120,16 +120,23 @@ def _split_passed_on(
 def _spell_out_booleans(config_type: type[msgspec.Struct], flags: list[str]) -> list[str]:
     """Give each boolean flag an explicit value, which tyro requires.
 
-    Such a flag may stand alone, or before true or false.
+    Such a flag may stand alone, or before true or false. A key that may also be "auto" always has a value.
 
     Raises:
         ConfigError: If another word follows it.
     """
-    names = {_flag_of(key) for key, field in keys_of(config_type).items() if _is_boolean(field)}
+    fields = {_flag_of(key): field for key, field in keys_of(config_type).items()}
+    names = {name for name, field in fields.items() if _is_boolean(field)}
+    mixed = {name for name, field in fields.items() if bool in get_args(_plain_type(field))}
     spelled, left = [], deque(flags)
     while left:
         flag = left.popleft()
         name, has_value, word = flag.partition("=")
+        if name in mixed:
+            if not has_value and left and not left[0].startswith("-"):
+                word = left.popleft()
+            spelled += [name, word.capitalize() if word.lower() in ("true", "false") else word] if word else [flag]
+            continue
         if name not in names:
             spelled.append(flag)
             continue
@@ -142,7 +149,12 @@ def _spell_out_booleans(config_type: type[msgspec.Struct], flags: list[str]) -> 
 
 
 def _is_boolean(field: msgspec.structs.FieldInfo) -> bool:
-    return getattr(field.type, "__origin__", field.type) is bool  # for Annotated, the annotated type
+    return _plain_type(field) is bool
+
+
+def _plain_type(field: msgspec.structs.FieldInfo) -> Any:
+    """Return the type of a key, for Annotated the annotated type."""
+    return field.type.__origin__ if hasattr(field.type, "__metadata__") else field.type
 
 
 def _toml_value(text: str) -> Any:

@@ -87,7 +87,9 @@ class ScriptedEngine:
     async def places(self) -> Sequence[WorkerPlace]:
         return [WorkerPlace(device="cpu", transports=["tcp"], pid=os.getpid())] * self.limits.num_workers
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None
+    ) -> AsyncIterator[Sampled]:
         self.salts.append(salt)
         completions, version = await self.sample(prompt_token_ids, sampling)
         self.num_steps = [(count or 0) + 1 for count in self.num_steps]

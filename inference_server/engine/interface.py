@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from protocol.errors import SlipstreamError
-from protocol.messages import Completion, Manifest, Rendezvous, Sampling
+from protocol.messages import Completion, Manifest, Rendezvous, RoutingShape, Sampling
 
 
 class EngineDead(SlipstreamError):
@@ -51,6 +51,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum rank of an adapter that the engine can apply. 0: none."""
     quantization: str = ""
     """Description of what the engine quantizes. Empty if nothing."""
+    experts: RoutingShape | None = None
+    """Shape of the routed experts that the engine can return. None: it returns none."""
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +66,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     """Number of prompt tokens found in the prefix cache."""
     completions: dict[int, Completion]
     """Completions that have ended, by index within the group."""
+    prompt_experts: np.ndarray | None = None
+    """Routed experts of the prompt, if requested, once a completion has ended."""
 
 
 WorkerState = Literal["receiving", "received", "loading", "done"]
@@ -127,7 +131,9 @@ class Engine(Protocol):
         """Return the device, transports and process of every worker."""
         ...
 
-    def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+    def generate(
+        self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None
+    ) -> AsyncIterator[Sampled]:
         """Sample the completions of one group.
 
         Yields at the first tokens, at intervals after that, and at the end of each completion. Canceling the
@@ -135,6 +141,7 @@ class Engine(Protocol):
 
         Args:
             salt: Salt of an earlier group, to reuse its KV cache. Empty: use only the current policy's.
+            experts_from: First prompt token whose routed experts are returned. None: return none.
 
         Raises:
             EngineFailed: Completions are missing at the end.

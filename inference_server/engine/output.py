@@ -8,7 +8,7 @@ also keeps 189 bytes per token, as Python numbers in lists. `Completions` keeps 
 lists at the end of each completion.
 
 Invariant: the front end receives the same tokens in the same order with the same versions, only later. Never
-held: a request's first token, its end, and outputs with more than tokens and logprobs.
+held: a request's first token, its end, and outputs with more than tokens, logprobs and routed experts.
 """
 
 from collections import Counter, defaultdict
@@ -38,19 +38,24 @@ class HeldOutput(msgspec.Struct):
     """Number of tokens per chunk."""
     token_ids: list[int] = []
     logprobs: list[LogprobsLists] = []
+    experts: list[np.ndarray] = []
 
     def hold(self, output: EngineCoreOutput) -> None:
         self.token_ids += output.new_token_ids
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs)
+        if output.routed_experts is not None:
+            self.experts.append(output.routed_experts)
 
     def release(self, output: EngineCoreOutput) -> None:
-        """Prepend the held tokens and logprobs to this output."""
+        """Prepend the held tokens, logprobs and routed experts to this output."""
         self.hold(output)
         output.new_token_ids = self.token_ids
         if self.logprobs:
             output.new_logprobs = _joined(self.logprobs)
-        self.token_ids, self.logprobs = [], []
+        if self.experts:
+            output.routed_experts = np.concatenate(self.experts)
+        self.token_ids, self.logprobs, self.experts = [], [], []
 
 
 class OutputBuffer:
@@ -104,13 +109,13 @@ def _size_of_pieces(params: SamplingParams | None) -> int:
 def _has_tokens_alone(output: EngineCoreOutput) -> bool:
     """Return True if the output may be held.
 
-    Holding loses all fields except tokens and logprobs, so the others must have their defaults. This includes
-    fields of later vLLM versions.
+    Holding loses all fields except tokens, logprobs and routed experts, so the others must have their defaults.
+    This includes fields of later vLLM versions.
     """
     return all(map(is_, _others_of(output), _DEFAULTS))
 
 
-_HELD = {"request_id", "new_token_ids", "new_logprobs"}
+_HELD = {"request_id", "new_token_ids", "new_logprobs", "routed_experts"}
 _OTHERS = {field.name: field.default for field in msgspec.structs.fields(EngineCoreOutput) if field.name not in _HELD}
 _others_of, _DEFAULTS = attrgetter(*_OTHERS), tuple(_OTHERS.values())
 """Getter and defaults of all other fields. The defaults are the singletons None and 0, compared by identity,
@@ -153,8 +158,12 @@ def send_in_pieces() -> None:
 class Completions:
     """Completions of one request. Each is returned once, when it has ended."""
 
-    def __init__(self, num_completions: int) -> None:
-        self._num_completions = num_completions
+    prompt_experts: np.ndarray | None = None
+    """Routed experts of the prompt, as the first completion that ended has computed them."""
+
+    def __init__(self, num_completions: int, num_prompt_experts: int | None = None) -> None:
+        """Collect nothing yet. `num_prompt_experts` prompt tokens have routed experts; None: no token has."""
+        self._num_completions, self._num_prompt_experts = num_completions, num_prompt_experts
         self._token_ids: dict[int, list[np.ndarray]] = defaultdict(list)
         self._logprobs: dict[int, list[np.ndarray]] = defaultdict(list)
         self._ends: Counter[str] = Counter()
@@ -163,6 +172,9 @@ class Completions:
         """Return the completions that end with these parts, by index.
 
         Completions that vLLM has aborted are left out.
+
+        Raises:
+            EngineFailed: Routed experts are missing.
         """
         return {part.index: completion for part in parts if (completion := self._add(part)) is not None}
 
@@ -183,7 +195,20 @@ class Completions:
             behaviour_logprobs=logprobs,
             versions=[(int(span.version), span.end - span.start) for span in part.weight_versions],
             finish_reason=part.finish_reason,
+            experts=self._experts_of(part.routed_experts, len(token_ids)),
         )
+
+    def _experts_of(self, experts: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
+        """Return the routed experts of a completion's tokens, and keep those of its prompt if they are the first."""
+        num_prompt = self._num_prompt_experts
+        if num_prompt is None:
+            return None
+        expected, found = num_prompt + num_tokens - 1, 0 if experts is None else len(experts)
+        if experts is None or found != expected:
+            raise EngineFailed(f"vLLM returned the routed experts of {found} tokens, expected {expected}")
+        if self.prompt_experts is None:
+            self.prompt_experts = experts[:num_prompt].copy()
+        return experts[num_prompt:].copy()  # a view would keep the prompt's rows of each completion
 
     def check(self) -> None:
         """Raise EngineFailed unless vLLM has finished all completions."""

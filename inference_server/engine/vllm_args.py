@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from inference_server.config import INT8, ServerConfig, ServerRun
+from inference_server.engine.cpu_experts import ArgsWithExperts
 from inference_server.engine.guests import SCHEDULER
 from inference_server.engine.int8_linear import INT8_LINEAR
 from inference_server.engine.openai_options import check_openai_options
@@ -113,6 +114,11 @@ REFUSED = (
         "set learner.max_staleness or learner.groups_per_step, which limit the number of waiting groups",
     ),
     Refusal(
+        ("aux_output_config",),
+        "the server itself decides which additional outputs vLLM returns",
+        "set server.return_routed_experts",
+    ),
+    Refusal(
         ("enable_elastic_ep", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
             "data_parallel_address", "data_parallel_rpc_port",
          "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
@@ -141,7 +147,28 @@ def engine_arguments(run: ServerRun, model_path: Path, engine_port: int = 0) -> 
     arguments = {name: value for name, (value, _) in own.items()} | added_arguments(run.server.vllm, own)
     if (num_sequences := arguments["max_num_seqs"]) > TOKENS_PER_STEP:
         arguments.setdefault("max_num_batched_tokens", num_sequences)
-    return AsyncEngineArgs(**arguments)
+    kind = ArgsWithExperts if run.returns_experts and current_platform.is_cpu() else AsyncEngineArgs
+    args = kind(**arguments)
+    if run.returns_experts:
+        _check_experts(run, args)
+    return args
+
+
+def _check_experts(run: ServerRun, args: AsyncEngineArgs) -> None:
+    """Raise ConfigError if vLLM cannot return the routed experts of this model, or would return wrong ones."""
+    key = "learner.routing_replay" if run.server.return_routed_experts == "auto" else "server.return_routed_experts"
+    if not args.create_model_config().is_moe:
+        raise ConfigError(f"{key} = true, but model = {run.model!r} has no experts; remove the key")
+    if current_platform.is_cpu() and not run.server.enforce_eager:
+        raise ConfigError(
+            f"{key} = true with server.enforce_eager = false: compiled code on a CPU records no routed experts; set "
+            "server.enforce_eager = true"
+        )
+    if current_platform.is_cpu() and run.server.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"{key} = true with server.tensor_parallel_size = {run.server.tensor_parallel_size} is not tested on a CPU; "
+            "set server.tensor_parallel_size = 1"
+        )
 
 
 def own_arguments(run: ServerRun, model_path: Path, engine_port: int = 0) -> dict[str, ServerArgument]:
@@ -190,6 +217,9 @@ def own_arguments(run: ServerRun, model_path: Path, engine_port: int = 0) -> dic
         ),
         "disable_log_stats": ServerArgument(
             server.http_port == 0, "remove it: statistics are kept unless server.http_port = 0"
+        ),
+        "enable_return_routed_experts": ServerArgument(
+            run.returns_experts and not current_platform.is_cpu(), "set server.return_routed_experts"
         ),
         "use_tqdm_on_load": ServerArgument(
             sys.stderr.isatty(), "remove it: the server shows a progress bar if it has a terminal"

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
@@ -40,7 +41,7 @@ from inference_server.engine.output import Completions
 from inference_server.engine.processes import EngineProcesses
 from inference_server.engine.supervisor import in_time
 from inference_server.engine.versioned_llm import UNTOUCHED, kill_engine_core, start_llm
-from protocol.messages import Sampling
+from protocol.messages import RoutingShape, Sampling
 from protocol.model_files import end_token_ids, fingerprint
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class VllmEngine:
             num_replicas=run.server.data_parallel_size,
             max_lora_rank=0 if config.lora_config is None else config.lora_config.max_lora_rank,
             quantization=run.server.quantized_parts,
+            experts=_routing_shape(config) if config.aux_output_config.enabled else None,
         )
         # With generation_config "vllm", vLLM itself reads the end token only from the tokenizer.
         self._eos_token_ids = {token for token in end_token_ids(model_path) if token < self.limits.vocab_size}
@@ -108,7 +110,9 @@ class VllmEngine:
             count if core.engine_inflight[name] else None for name, count in zip(core.core_engines, counts, strict=True)
         ]
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None
+    ) -> AsyncIterator[Sampled]:
         # Wait here, so that version and salt are those with which the request enters.
         await self.llm.admitting.wait()
         entered_version = self._version
@@ -117,14 +121,16 @@ class VllmEngine:
             salt = self.llm.salt
         if replica is not None:
             salt = salt_at(salt, replica)
-        params = params_of(sampling, self._eos_token_ids)
-        completions = Completions(sampling.num_completions)
+        params, num_prompt = params_of(sampling, self._eos_token_ids), len(prompt_token_ids)
+        params.routed_experts_prompt_start = num_prompt if experts_from is None else experts_from
+        completions = Completions(sampling.num_completions, None if experts_from is None else num_prompt - experts_from)
         async for output in self._run(prompt_token_ids, params, salt=salt, replica=replica):
             yield Sampled(
                 entered_version=entered_version,
                 salt=salt,
                 num_cached_tokens=output.num_cached_tokens or 0,
                 completions=completions.add(output.outputs),
+                prompt_experts=completions.prompt_experts,
             )
         completions.check()
 
@@ -141,7 +147,7 @@ class VllmEngine:
     async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
         params = SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True,
-            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, routed_experts_prompt_start=len(token_ids),
         )  # fmt: skip
         (output,) = [output async for output in self._run(token_ids, params, priority=SCORES, replica=replica)]
         logprobs = np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32)
@@ -270,6 +276,15 @@ class VllmEngine:
             if child.name == COORDINATOR:
                 child.kill()
         self.llm.shutdown(timeout=0.5)
+
+
+def _routing_shape(config: VllmConfig) -> RoutingShape:
+    model = config.model_config
+    return RoutingShape(
+        num_layers=model.get_total_num_hidden_layers(),
+        num_experts=model.get_num_experts(),
+        num_per_token=model.get_num_experts_per_tok(),
+    )
 
 
 def params_of(sampling: Sampling, eos_token_ids: set[int]) -> SamplingParams:

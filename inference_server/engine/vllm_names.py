@@ -51,18 +51,20 @@ PUBLIC: Names = {
     "vllm": {
         "SamplingParams": "/ n, seed, temperature, top_p, top_k, max_tokens, stop_token_ids, logprobs, "
         "prompt_logprobs, flat_logprobs, stop, detokenize, skip_special_tokens, output_kind, stream_interval, "
-        "skip_clone",
+        "skip_clone, routed_experts_prompt_start",
     },
     "vllm.config": {
         "ModelConfig": "",
         "ModelConfig.dtype": "", "ModelConfig.get_vocab_size": "", "ModelConfig.is_moe": "",
+        "ModelConfig.get_num_experts": "", "ModelConfig.get_num_experts_per_tok": "",
+        "ModelConfig.get_total_num_hidden_layers": "",
         "ModelConfig.max_model_len": "", "ModelConfig.registry": "", "ModelConfig.architectures": "",
         "ParallelConfig.data_parallel_index": "", "ParallelConfig.node_rank": "", "ParallelConfig.world_size": "",
         "SchedulerConfig.get_scheduler_cls": "", "SchedulerConfig.max_num_active_seqs": "",
         "SchedulerConfig.max_num_seqs": "",
         "SchedulerConfig.scheduler_cls": "", "VllmConfig": "",
-        "VllmConfig.lora_config": "", "VllmConfig.model_config": "", "VllmConfig.parallel_config": "",
-        "VllmConfig.scheduler_config": "",
+        "VllmConfig.aux_output_config": "", "VllmConfig.lora_config": "", "VllmConfig.model_config": "",
+        "VllmConfig.parallel_config": "", "VllmConfig.scheduler_config": "",
         "set_current_vllm_config": "vllm_config /",
     },
     "vllm.engine.arg_utils": {
@@ -71,7 +73,7 @@ PUBLIC: Names = {
         "data_parallel_size, distributed_executor_backend, disable_log_stats, use_tqdm_on_load, enable_prefix_caching, "
         "scheduling_policy, logprobs_mode, generation_config, worker_extension_cls, max_num_active_seqs, "
         "max_num_batched_tokens, scheduler_cls, reasoning_parser, nnodes, node_rank, master_addr, master_port, "
-        "quantization, kv_cache_dtype",
+        "quantization, kv_cache_dtype, enable_return_routed_experts",
         "AsyncEngineArgs.create_engine_config": "/ headless",
         "AsyncEngineArgs.enable_lora": "", "AsyncEngineArgs.max_lora_rank": "", "AsyncEngineArgs.max_loras": "",
         "AsyncEngineArgs.create_model_config": "",
@@ -98,7 +100,7 @@ PUBLIC: Names = {
     "vllm.outputs": {
         "CompletionOutput": "",
         "CompletionOutput.finish_reason": "", "CompletionOutput.index": "", "CompletionOutput.logprobs": "",
-        "CompletionOutput.token_ids": "", "CompletionOutput.weight_versions": "",
+        "CompletionOutput.routed_experts": "", "CompletionOutput.token_ids": "", "CompletionOutput.weight_versions": "",
         "RequestOutput": "",
         "RequestOutput.num_cached_tokens": "", "RequestOutput.outputs": "", "RequestOutput.prompt_logprobs": "",
         "WeightVersionSpan.end": "", "WeightVersionSpan.start": "", "WeightVersionSpan.version": "",
@@ -112,7 +114,7 @@ PUBLIC: Names = {
     "vllm.renderers.chat_utils": {"load_chat_template": "chat_template /"},
     "vllm.sampling_params": {
         "RequestOutputKind": "", "RequestOutputKind.DELTA": "", "RequestOutputKind.FINAL_ONLY": "",
-        "SamplingParams": "", "SamplingParams.stop": "", "SamplingParams.stream_interval": "",
+        "SamplingParams": "", "SamplingParams.routed_experts_prompt_start": "", "SamplingParams.stop": "", "SamplingParams.stream_interval": "",
     },
     "vllm.tasks": {"SupportedTask": ""},
     "vllm.tokenizers": {"get_tokenizer": "tokenizer_name /"},
@@ -319,6 +321,36 @@ PRIVATE: tuple[Private, ...] = (
                 "CPUModelRunner.sample_tokens": "grammar_output /",
             },
             "vllm.v1.worker.gpu_input_batch": {"InputBatch.generators": "", "InputBatch.num_reqs": ""},
+        },
+    ),
+    Private(
+        "vLLM returns routed experts on GPUs only; its model runner for CPUs does not call its connector",
+        {
+            "vllm.config": {"VllmConfig._verify_aux_output_compatibility": ""},
+            "vllm.config.aux_output": {
+                "AuxOutputConfig.enable_return_routed_experts": "", "AuxOutputConfig.enabled": "",
+            },
+            "vllm.distributed.aux_output_connector.worker": {
+                "AuxOutputWorkerConnector.begin_step": "metadata /",
+                "AuxOutputWorkerConnector.prepare_output": "input_batch /",
+                "PendingAuxOutput.enqueue_cpu_copy": "num_sampled, num_rejected /",
+                "PendingAuxOutput.process_output": "",
+                "get_aux_output_connector": "model, vllm_config, kv_cache_config /",
+            },
+            "vllm.v1.core.sched.output": {"SchedulerOutput.aux_output_connector_metadata": ""},
+            "vllm.v1.outputs": {
+                "ModelRunnerOutput.aux_output_connector_output": "", "ModelRunnerOutput.sampled_token_ids": "",
+            },
+            "vllm.v1.worker.cpu_model_runner": {
+                "CPUModelRunner.execute_model": "scheduler_output /",
+                "CPUModelRunner.initialize_kv_cache": "kv_cache_config /",
+            },
+            "vllm.v1.worker.gpu_input_batch": {
+                "InputBatch.num_computed_tokens_cpu": "", "InputBatch.req_ids": "",
+            },
+            "vllm.v1.worker.gpu_model_runner": {
+                "GPUModelRunner.execute_model_state": "", "GPUModelRunner.query_start_loc": "",
+            },
         },
     ),
     Private(

@@ -198,7 +198,9 @@ if SERVER_PID in os.environ:
     send_in_pieces()  # With one worker, this process also runs the engine.
     if current_platform.is_cpu():
         # Imports a model runner that only a CPU has.
+        from inference_server.engine.cpu_experts import return_experts
         from inference_server.engine.cpu_seeds import keep_seeds_of_chunked_prompts
 
         keep_trimmed()
         keep_seeds_of_chunked_prompts()
+        return_experts()

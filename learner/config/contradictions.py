@@ -59,6 +59,11 @@ def check_contradictions(config: "LearnerConfig") -> None:
     _check_corrections(config)
     _check_references(config)
     _check_evaluations(config)
+    require(
+        not config.routing_replay or config.compile is not True,
+        "routing_replay = true with compile = true: compiled layers choose their experts themselves; set compile to "
+        '"auto" or false',
+    )
 
 
 def _check_rewards(config: "LearnerConfig") -> None:

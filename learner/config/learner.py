@@ -63,9 +63,13 @@ class LearnerConfig(Section):
     """Whether to fuse the policy's norms, gated layers and rotary embedding with torch.compile, and on a GPU
     the head's operations on logits. It needs a C++ compiler. The first start takes up to two minutes longer;
     later starts reuse torch's cache. A model that cannot be fused runs without, and the log gives the reason.
-    "auto": on GPUs."""
+    "auto": on GPUs, without routing_replay."""
     reward: RewardConfig = RewardConfig()
     """Scoring of the completions."""
+    routing_replay: bool = False
+    """Whether the learner's passes of a mixture-of-experts policy use the experts that the server's routers have
+    chosen for each token (routing replay, R3). Otherwise, rounding lets the two sides choose different experts. The
+    server must return its choices (server.return_routed_experts); "auto" does not compile such a policy."""
     lora: LoraConfig = LoraConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     dynamic_sampling: bool = False
@@ -135,7 +139,7 @@ class LearnerConfig(Section):
 
     def compiles_on(self, device_type: str) -> bool:
         """Return whether the policy is fused on a device of this type."""
-        return device_type != "cpu" if self.compile == "auto" else self.compile
+        return device_type != "cpu" and not self.routing_replay if self.compile == "auto" else self.compile
 
     @property
     def rejects_tokens(self) -> bool:

@@ -179,7 +179,7 @@ def compare(trainer: PolicyTrainer, batches: list[list[RolloutGroup]], temperatu
         num_not_finite += sum(num_nonfinite(branch) for group in groups for branch in group.completions)
         rows = rows_of(groups, config)
         for batch in my_batches(accelerator, trainer.policy, rows, config, "the self-test"):
-            logprobs_BT = token_logprobs(trainer.policy, batch.pack, temperature)[0].float()
+            logprobs_BT = token_logprobs(trainer.policy, batch.pack, temperature, routing=batch.routing)[0].float()
             finite_BT = torch.isfinite(logprobs_BT) & torch.isfinite(batch.behaviour_logprobs_BT)
             mask_BT = batch.mask_BT & finite_BT
             num_not_finite += int((batch.mask_BT & ~finite_BT).sum())

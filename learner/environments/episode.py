@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from protocol.messages import Completion, Group, Message, Part
-from protocol.messages.parts import Version, check_array
+from protocol.messages.parts import Version, check_array, check_experts
 
 UNKNOWN_VERSION = -1
 """Version of groups from before a restart.
@@ -40,7 +40,7 @@ NOT_SAMPLED = -1
 """Turn of a token that the policy did not sample."""
 
 
-class TokenSequence(Part, frozen=True):
+class TokenSequence(Part, frozen=True, omit_defaults=True):
     """Tokens after a prompt in one sequence.
 
     Example: token_ids=[7, 3, 9, 1], behaviour_logprobs=[-0.2, -1.1, 0, -0.1], versions=[(4, 2), (None, 1),
@@ -61,6 +61,10 @@ class TokenSequence(Part, frozen=True):
     """Turns in the sequence: the index of the turn in its episode, and its number of tokens. Empty: one turn."""
     reference_logprobs: np.ndarray | None = None
     """Logprobs from the reference's server, of every token. None: the learner computes them, or needs none."""
+    experts: np.ndarray | None = None
+    """Routed experts of the first tokens, as Completion has them. The last turn's last token has none."""
+    prompt_experts: np.ndarray | None = None
+    """Routed experts of the prompt. None: those of the group, if it has any."""
 
     def __post_init__(self) -> None:
         check_array(self.token_ids, "int32", "token_ids")
@@ -77,6 +81,9 @@ class TokenSequence(Part, frozen=True):
                 f"{len(self.token_ids)} token ids, {len(self.behaviour_logprobs)} behavior logprobs and versions of "
                 f"{covered} tokens; expected the same number of each"
             )
+        for field, experts in {"experts": self.experts, "prompt_experts": self.prompt_experts}.items():
+            if experts is not None:
+                check_experts(experts, field)
 
     @classmethod
     def of(cls, completion: Completion) -> "TokenSequence":
@@ -86,6 +93,7 @@ class TokenSequence(Part, frozen=True):
             behaviour_logprobs=completion.behaviour_logprobs,
             versions=list(completion.versions),
             finish_reason=completion.finish_reason,
+            experts=completion.experts,
         )
 
     @property
@@ -202,6 +210,16 @@ def state_name(text: str) -> str:
     return text if len(text) <= MAX_STATE_CHARACTERS else f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
+def turn_experts(known: np.ndarray | None, turn: Group) -> np.ndarray | None:
+    """Return the routed experts of a turn's prompt and completion, or None if the server returned none.
+
+    `known` are those of the first tokens, which the server has left out.
+    """
+    (completion,) = turn.completions
+    parts = [part for part in (known, turn.prompt_experts, completion.experts) if part is not None]
+    return None if completion.experts is None else np.concatenate(parts)
+
+
 class Recording:
     """Branches of an episode in progress. Turns are added to the last branch."""
 
@@ -215,13 +233,18 @@ class Recording:
         """The exact prompt of the next turn."""
         return self._branches[-1].all_token_ids
 
+    @property
+    def experts(self) -> np.ndarray | None:
+        """Routed experts of the first tokens of this prompt, if known."""
+        return self._branches[-1].experts
+
     def begin_branch(self, prompt_token_ids: Sequence[int]) -> None:
         """Start a branch with its own prompt. Later tokens go to this branch."""
         self._branches.append(RecordedBranch(np.array(prompt_token_ids, np.int32), is_own_prompt=True))
 
-    def add_turn(self, completion: Completion) -> None:
+    def add_turn(self, turn: Group) -> None:
         """Add the tokens that the policy sampled."""
-        self._branches[-1].add_turn(self._num_turns, completion)
+        self._branches[-1].add_turn(self._num_turns, turn.completions[0], turn_experts(self.experts, turn))
         self._num_turns += 1
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
@@ -243,6 +266,8 @@ class RecordedBranch:
         self._logprobs: list[np.ndarray] = []
         self._versions: list[tuple[Version | None, int]] = []
         self._turns: list[tuple[int, int]] = []
+        self.experts: np.ndarray | None = None
+        """Routed experts of the first tokens, the prompt included."""
 
     @property
     def all_token_ids(self) -> np.ndarray:
@@ -252,12 +277,19 @@ class RecordedBranch:
     def has_turns(self) -> bool:
         return bool(self._turns)
 
-    def add_turn(self, turn: int, completion: Completion) -> None:
-        """Add the tokens that the policy sampled in a turn of the episode, given by its index."""
+    def add_turn(self, turn: int, completion: Completion, experts: np.ndarray | None) -> None:
+        """Add the tokens that the policy sampled in a turn of the episode, given by its index.
+
+        `experts` are the routed experts of all tokens but the last. A token keeps those of the turn that computed it
+        first: its own logprob belongs to them.
+        """
         self._token_ids.append(completion.token_ids)
         self._logprobs.append(completion.behaviour_logprobs)
         self._versions += completion.versions
         self._turns.append((turn, len(completion.token_ids)))
+        if experts is not None and self.experts is not None:
+            experts = np.concatenate([self.experts, experts[len(self.experts) :]])
+        self.experts = experts
 
     def add_observation(self, token_ids: np.ndarray) -> None:
         """Add tokens that the policy did not sample."""
@@ -267,6 +299,7 @@ class RecordedBranch:
             self._versions.append((None, count))
 
     def recorded(self, finish_reason: str) -> TokenSequence:
+        num_prompt = len(self._prompt_token_ids)
         return TokenSequence(
             token_ids=np.concatenate(self._token_ids),
             behaviour_logprobs=np.concatenate(self._logprobs),
@@ -274,4 +307,6 @@ class RecordedBranch:
             finish_reason=finish_reason,
             prompt_token_ids=self._prompt_token_ids if self._is_own_prompt else None,
             turns=self._turns,
+            experts=None if self.experts is None else self.experts[num_prompt:],
+            prompt_experts=None if self.experts is None else self.experts[:num_prompt],
         )

@@ -58,6 +58,8 @@ class TurnPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Endpoint of the server that sampled the previous turn and has its KV cache."""
     stop: tuple[str, ...] = ()
     """Stop texts of the turn, in addition to those of the run."""
+    experts: np.ndarray | None = None
+    """Routed experts of the first tokens, from earlier turns."""
 
 
 class TurnResult(msgspec.Struct, frozen=True, eq=False):
@@ -280,13 +282,12 @@ class Progress:
     def turn_prompt(self, token_ids: np.ndarray, max_tokens: int) -> TurnPrompt:
         return TurnPrompt(
             episode=self._number, number=self.num_turns, token_ids=token_ids, max_tokens=max_tokens,
-            salt=self._salt, stays_at=self._endpoint,
+            salt=self._salt, stays_at=self._endpoint, experts=self.recording.experts,
         )  # fmt: skip
 
     def add_turn(self, sampled: TurnResult) -> None:
         """Add the turn that was requested last."""
         group = sampled.group
-        (completion,) = group.completions
         if self.num_turns:
             self._num_prompt_tokens += len(self.recording.token_ids)
             self._num_cached_tokens += group.num_cached_tokens
@@ -294,7 +295,7 @@ class Progress:
             self.entered_version, self._salt = group.entered_version, group.salt
         self._endpoint = sampled.endpoint
         self.turns.append(EpisodeTurn(state=self._state))
-        self.recording.add_turn(completion)
+        self.recording.add_turn(group)
 
     def end(self, state: EndState) -> None:
         self.state = state

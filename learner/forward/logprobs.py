@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from learner.forward.attention import is_packed, layers_of, packed
 from learner.forward.lm_head import EntropyUse, HeadLogprobs, LogprobSettings
 from learner.forward.pack import Pack, pack
+from learner.forward.replay import Routing, replayed, routed_again
 from learner.forward.tile import PLAIN, LogitMap, Tiles
 from protocol.errors import ConfigError
 
@@ -51,10 +52,13 @@ LARGE, SMALL = 2.0**23, 2.0**-20
 """Probe logits, exact in every dtype: one far above every soft cap, and one that no soft cap bends."""
 
 
-def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy: EntropyUse = "none") -> Answer:
+def token_logprobs(
+    model: nn.Module, batch: Pack, temperature: float, *, entropy: EntropyUse = "none", routing: Routing | None = None
+) -> Answer:
     """Return (logprobs_BT, entropy_BT) of the completions' tokens at `temperature`.
 
-    entropy_BT is None if `entropy` is "none". If the policy is sharded, all ranks call this together.
+    entropy_BT is None if `entropy` is "none". With `routing`, the routers choose the experts that it names
+    (replay.py). If the policy is sharded, all ranks call this together.
 
     Raises:
         ConfigError: The learner cannot compute the logits of this model.
@@ -70,7 +74,8 @@ def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy
         weight_VE, bias_V = _weight_and_bias(inner.get_output_embeddings(), hidden_ME.dtype)
         return HeadLogprobs.apply(hidden_ME, weight_VE, bias_V, batch.targets_M, settings)
 
-    with _answering(inner, predicting_rows(inner, batch), of_hidden):
+    answering = _answering(inner, predicting_rows(inner, batch), of_hidden)
+    with answering, replayed(inner, batch, routing, is_packed=is_packed(inner)):
         logprobs_M, entropy_M = run_model(model, inner, batch)
     return batch.unpacked(logprobs_M), None if entropy_M is None else batch.unpacked(entropy_M)
 
@@ -186,10 +191,16 @@ def _cut(layer: nn.Module, pack: Pack) -> Iterator[None]:
 def recomputation_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a checkpointed layer: in the pass, and when the backward pass computes it again.
 
-    The pass is over by then, and with it the cut of the last layer.
+    The pass is over by then, and with it the cut of the last layer and the choices of the routers.
     """
     cut = _cut_in_this_pass.get()
-    return nullcontext(), _cut(*cut) if cut else nullcontext()
+    return nullcontext(), _both(_cut(*cut) if cut else nullcontext(), routed_again())
+
+
+@contextmanager
+def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def _of_rows(module: nn.Module) -> Iterator[Any]:

@@ -16,7 +16,15 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerConfig
-from learner.environments.episode import REWARDED, EndState, Episode, EpisodeStats, EpisodeTurn, RecordedBranch
+from learner.environments.episode import (
+    REWARDED,
+    EndState,
+    Episode,
+    EpisodeStats,
+    EpisodeTurn,
+    RecordedBranch,
+    turn_experts,
+)
 from learner.environments.player import Ask, TurnPrompt, TurnResult
 from learner.gateway.messages import RefusedRequest, episode_over, starts_with
 from learner.gateway.places import PrefixIndex
@@ -33,6 +41,8 @@ class SessionTurn(msgspec.Struct, frozen=True, eq=False):
     prompt: list[int]
     completion: Completion
     num_cached_tokens: int
+    experts: np.ndarray | None = None
+    """Routed experts of the prompt and of the completion but its last token."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -74,9 +84,10 @@ class Session:
     async def turn(self, token_ids: list[int], max_tokens: int, stop: tuple[str, ...]) -> SessionTurn:
         """Sample a turn of the policy. Raises RefusedRequest if there is none."""
         room = min(max_tokens, self._room_behind(token_ids))
+        extended = self._extended(np.array(token_ids, np.int32))
         prompt = TurnPrompt(
             episode=self._number, number=self._num_turns, token_ids=np.array(token_ids, np.int32), max_tokens=room,
-            salt=self._salt, stays_at=self._endpoint, stop=stop,
+            salt=self._salt, stays_at=self._endpoint, stop=stop, experts=None if extended is None else extended.experts,
         )  # fmt: skip
         self._num_turns += 1
         sampled = await self._answer_to(prompt)
@@ -92,7 +103,8 @@ class Session:
         self._endpoint, self._salt = sampled.endpoint, self._salt or group.salt
         if self.entered_version is None or group.entered_version < self.entered_version:
             self.entered_version = group.entered_version
-        return SessionTurn(uuid.uuid4().hex, token_ids, completion, group.num_cached_tokens)
+        experts = turn_experts(prompt.experts, group)
+        return SessionTurn(uuid.uuid4().hex, token_ids, completion, group.num_cached_tokens, experts)
 
     async def _answer_to(self, prompt: TurnPrompt) -> TurnResult | None:
         """Return the servers' answer.
@@ -132,7 +144,7 @@ class Session:
         else:
             self._branches.remove(branch)
             branch.add_observation(prompt[len(branch.all_token_ids) :])
-        branch.add_turn(number, completion)
+        branch.add_turn(number, completion, turn.experts)
         self._branches.append(branch)
         self._is_cut_off = turn.is_cut_off
         if self._limit == "length":  # the limit was that of another branch

@@ -7,6 +7,8 @@ A weight sync sends A and B alone, if the servers can apply them, or else the su
 Invariant: the parameters that require a gradient are exactly the adapter's, in float32.
 """
 
+import logging
+import re
 from typing import cast
 
 import msgspec
@@ -23,6 +25,7 @@ from learner.policy.hf_weights import CheckpointNames, held
 from learner.policy.snapshot import trainable
 from protocol.errors import ConfigError
 
+log = logging.getLogger(__name__)
 ADAPTER_NAME = "default"
 
 
@@ -61,6 +64,7 @@ def target_layers(policy: PreTrainedModel, config: LoraConfig) -> list[str]:
     linear = {name: module for name, module in policy.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = policy.get_output_embeddings()
     if config.target_modules == "all-linear":
+        _note_left_out(policy)
         return [name for name, module in linear.items() if module is not head]
     targets: list[str] = []
     for end in config.target_modules:
@@ -78,6 +82,22 @@ def target_layers(policy: PreTrainedModel, config: LoraConfig) -> list[str]:
             "model: a merged adapter would change both. Remove the LM head"
         )
     return list(dict.fromkeys(targets))
+
+
+def _note_left_out(policy: PreTrainedModel) -> None:
+    """Log the matrices that are in no linear layer, such as experts and their routers: they stay frozen."""
+    layers = [module for module in policy.modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)]
+    covered = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    left_out = {name: one for name, one in policy.named_parameters() if one.ndim > 1 and id(one) not in covered}
+    if not left_out:
+        return
+    names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in left_out)
+    share = sum(one.numel() for one in left_out.values()) / sum(one.numel() for one in policy.parameters())
+    log.warning(
+        'learner.lora.target_modules = "all-linear" leaves %s frozen, which are no linear layers (%.0f %% of the '
+        "parameters); to train them too, set learner.lora.rank = 0",
+        ", ".join(names), 100 * share,
+    )  # fmt: skip
 
 
 def has_adapter(policy: nn.Module) -> bool:

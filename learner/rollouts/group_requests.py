@@ -15,7 +15,7 @@ from learner.environments.player import TurnPrompt
 from learner.prompts.prompts import Prompt
 from learner.rollouts.ledger_storage import group_id_of
 from protocol.errors import ProtocolError
-from protocol.messages import Generate, Group, GroupFailed, Sampling
+from protocol.messages import Generate, Group, GroupFailed, RoutingShape, Sampling
 
 MIN_SURVIVORS = 2
 RETRY_STRIDE = 1_327_217_885
@@ -66,6 +66,7 @@ class GroupRequest(PendingRequest, kw_only=True, eq=False):
                 sampling, sampling.group_size, sampling.max_tokens, seed_of(run, self.slot, self.attempt)
             ),
             deadline_s=run.learner.group_idle_timeout_s,
+            experts_from=0 if run.learner.routing_replay else None,
         )
 
 
@@ -90,12 +91,14 @@ class TurnRequest(PendingRequest, kw_only=True, eq=False):
 
     def message(self, run: LearnerRun) -> Generate:
         seed = seed_of(run, self.slot, self.attempt, self.turn)
+        num_known = 0 if self.turn.experts is None else len(self.turn.experts)
         return Generate(
             group_id=self.group_id,
             prompt_token_ids=self.turn.token_ids,
             sampling=_sampling(run.learner.sampling, 1, self.turn.max_tokens, seed, self.turn.stop),
             deadline_s=run.learner.group_idle_timeout_s,
             salt=self.turn.salt,
+            experts_from=num_known if run.learner.routing_replay else None,
         )
 
 
@@ -166,3 +169,22 @@ def check_completions(group: Group, num_completions: int, max_tokens: int, vocab
                 f"group {group.group_id} has token ids from {ids.min()} to {ids.max()}; expected ids of the model, "
                 f"from 0 to {vocab_size - 1}"
             )
+
+
+def check_routed_experts(group: Group, num_prompt: int, shape: RoutingShape) -> None:
+    """Check that a group has the routed experts that were requested, of `num_prompt` prompt tokens.
+
+    Raises:
+        ProtocolError: Some are missing, of another shape, or no expert of the model.
+    """
+    found = [group.prompt_experts, *(completion.experts for completion in group.completions)]
+    for experts in found:
+        size = (shape.num_layers, shape.num_per_token)
+        if experts is None or experts.shape[1:] != size or (experts.size and experts.max() >= shape.num_experts):
+            what = "no routed experts" if experts is None else f"routed experts of shape {experts.shape}"
+            raise ProtocolError(f"group {group.group_id} has {what} for some tokens; expected {shape}")
+    if found[0] is None or len(found[0]) != num_prompt:
+        raise ProtocolError(
+            f"group {group.group_id} has the routed experts of {0 if found[0] is None else len(found[0])} prompt tokens; "
+            f"expected {num_prompt}"
+        )

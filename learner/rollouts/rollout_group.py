@@ -30,7 +30,7 @@ from learner.rewards.workers import GroupRewards
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.ledger_storage import GroupPayload, Row
 from protocol.codec import pack, unpack
-from protocol.messages import Part
+from protocol.messages import Group, Part
 
 
 class RolloutGroup(Part):
@@ -57,9 +57,14 @@ class RolloutGroup(Part):
     """End state and statistics of each episode. Empty: there is no environment."""
     turns_G: list[list[EpisodeTurn]] = msgspec.field(default_factory=list)
     """Turns of each episode. Empty: one turn each."""
+    prompt_experts: np.ndarray | None = None
+    """Routed experts of the prompt, for branches that have none of their own."""
 
     def prompt_of(self, branch: TokenSequence) -> np.ndarray:
         return self.prompt_token_ids if branch.prompt_token_ids is None else branch.prompt_token_ids
+
+    def prompt_experts_of(self, branch: TokenSequence) -> np.ndarray | None:
+        return self.prompt_experts if branch.prompt_experts is None else branch.prompt_experts
 
     @property
     def branches_G(self) -> list[list[TokenSequence]]:
@@ -167,4 +172,5 @@ def scored_group(slot: int, prompt: Prompt, group: AnyGroup, rewards: GroupRewar
         num_branches_G=[len(episode.branches) for episode in episodes],
         courses_G=[episode.course for episode in episodes] if isinstance(group, EpisodeGroup) else [],
         turns_G=[episode.turns for episode in episodes] if isinstance(group, EpisodeGroup) else [],
+        prompt_experts=group.prompt_experts if isinstance(group, Group) else None,
     )

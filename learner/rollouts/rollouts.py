@@ -22,7 +22,7 @@ from learner.rewards.scoring import Scorer
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.bottleneck import DESCRIPTIONS
 from learner.rollouts.dispatcher import Dispatcher
-from learner.rollouts.group_requests import GroupRequest, survivors
+from learner.rollouts.group_requests import GroupRequest, check_routed_experts, survivors
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.ledger_storage import CommitQueue
 from learner.rollouts.reference_scores import ReferenceScores
@@ -252,6 +252,8 @@ class Rollouts:
                 self._buffer.record_arrival(time.monotonic() - request.sent_at, group.server_s)
         usable, reason = None, "too_few_survivors"
         try:
+            if self._fleet.experts is not None and isinstance(group, Group):
+                check_routed_experts(group, len(request.prompt.token_ids), self._fleet.experts)
             usable = survivors(group, self._config.sampling, self._fleet.hello.model.vocab_size)
         except ProtocolError as error:
             if member is not None:

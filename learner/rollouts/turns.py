@@ -17,7 +17,7 @@ from learner.environments.episode import REWARDED, EpisodeGroup
 from learner.environments.player import Ask, TurnPrompt, TurnResult
 from learner.prompts.prompts import Prompt
 from learner.rollouts.dispatcher import Dispatcher
-from learner.rollouts.group_requests import GroupRequest, TurnRequest, check_completions
+from learner.rollouts.group_requests import GroupRequest, TurnRequest, check_completions, check_routed_experts
 from learner.servers.membership import Member
 from protocol.errors import DataError, ProtocolError
 from protocol.messages import Group, GroupFailed
@@ -117,6 +117,9 @@ class Turns:
         """Return why a turn cannot be used, or None."""
         try:
             check_completions(group, 1, prompt.max_tokens, self._fleet.hello.model.vocab_size)
+            if self._fleet.experts is not None:
+                num_known = 0 if prompt.experts is None else len(prompt.experts)
+                check_routed_experts(group, len(prompt.token_ids) - num_known, self._fleet.experts)
         except ProtocolError as error:
             return str(error)
         return None if any(len(one.token_ids) for one in group.completions) else "its completion has no tokens"

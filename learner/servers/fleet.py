@@ -24,7 +24,7 @@ from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import Load, Member, Membership, State, least_loaded
 from protocol.channel.keys import learner_keys
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ServerLost, SlipstreamError
-from protocol.messages import Group, GroupFailed, Hello, Refused, Welcome
+from protocol.messages import Group, GroupFailed, Hello, Refused, RoutingShape, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class Fleet:
         """Called in the loop with a sentence about each state change of a server."""
         self.version: int | None = None
         """Version that was published last."""
+        self.experts: RoutingShape | None = None
+        """Shape of the routed experts that each group must have. None: none are requested."""
         self.is_over = False
         self.is_quantized: bool | None = None
         """Whether a server quantized when the run's correction was chosen. None: not chosen yet."""

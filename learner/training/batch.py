@@ -17,6 +17,7 @@ from learner.config import LearnerConfig
 from learner.config.objectives import Normalization
 from learner.environments.episode import NOT_SAMPLED, UNKNOWN_VERSION, TokenSequence
 from learner.forward.pack import Pack, pack_trees
+from learner.forward.replay import Routing, lay_out
 from learner.rollouts.rollout_group import RolloutGroup
 
 
@@ -35,10 +36,24 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     weight: float
     """Weight of each of the row's sampled tokens in the loss of the step."""
     entered_version: int
+    prompt_experts: np.ndarray | None = None
+    """Routed experts of the prompt. None: the policy's routers choose for the whole row."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.branch.token_ids)
+
+    @property
+    def experts(self) -> np.ndarray | None:
+        """Routed experts of the row's first tokens, the prompt included."""
+        if self.prompt_experts is None or self.branch.experts is None:
+            return None
+        return np.concatenate([self.prompt_experts, self.branch.experts])
+
+    @property
+    def num_before_last_sampled(self) -> int:
+        """Number of tokens on which a sampled token depends."""
+        return len(self.prompt_token_ids) + int(np.flatnonzero(self.branch.is_sampled_T).max(initial=0))
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -52,6 +67,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     places_B: torch.Tensor
     advantages_BT: torch.Tensor
     weights_B: torch.Tensor
+    routing: Routing | None = None
+    """Server's choice of experts. None: the policy's routers choose."""
+    num_unreplayed: int = 0
+    """Number of tokens for which they choose although a sampled token follows."""
     proximal_logprobs_BT: torch.Tensor | None = None
     reference_logprobs_BT: torch.Tensor | None = None
     """Logprobs that arrived with the rows from the reference's server, or are from precompute_logprobs."""
@@ -100,6 +119,7 @@ def step_rows(
                     advantage=_by_token(advantages_K, branch),
                     weight=weight,
                     entered_version=group.entered_version,
+                    prompt_experts=group.prompt_experts_of(branch) if config.routing_replay else None,
                 )
                 rows_P_G[-1].append(row)
     return rows_P_G
@@ -164,10 +184,16 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
     def on_device(values: object, dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.array(values, dtype)).to(device)
 
+    experts_B = [row.experts for row in rows]
+    num_unreplayed = [
+        max(0, row.num_before_last_sampled - (0 if experts is None else len(experts)))
+        for row, experts in zip(rows, experts_B, strict=True)
+    ]
+    pack = pack_trees([[(row.prompt_token_ids, [row.branch.token_ids]) for row in rows_G] for rows_G in groups], device)
     return MicroBatch(
-        pack=pack_trees(
-            [[(row.prompt_token_ids, [row.branch.token_ids]) for row in rows_G] for rows_G in groups], device
-        ),
+        pack=pack,
+        routing=lay_out(pack, experts_B),
+        num_unreplayed=sum(num_unreplayed) if is_trained else 0,
         mask_BT=on_device(mask_BT, bool),
         behaviour_logprobs_BT=on_device(behaviour_logprobs_BT, np.float32),
         versions_BT=on_device(versions_BT, np.int64),

@@ -33,6 +33,7 @@ from learner.environments.episode import TokenSequence
 from learner.policy.memory import GIB
 from learner.policy.model_shape import ModelShape
 from learner.rollouts.rollout_group import RolloutGroup
+from learner.training.batch import MicroBatch
 from learner.training.packing import Piece, num_pairs, num_tokens
 
 MAX_NATS = 20.0
@@ -75,6 +76,10 @@ def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
             metrics["reference/reverse_kl"] = sums["reverse_kl"] / trained
         if config.rejects_tokens:
             metrics |= _correction_metrics(sums, total, trained)
+    if "routing_choices" in sums:
+        metrics["routing/unreplayed_tokens"] = sums["unreplayed_tokens"] / config.updates_per_batch
+        if sums["routing_choices"]:
+            metrics["routing/changed_frac"] = sums["routing_changed"] / sums["routing_choices"]
     if sums["fresh_tokens"]:
         metrics["policy/mismatch_abs_logprob"] = sums["fresh_mismatch"] / sums["fresh_tokens"]
     return metrics
@@ -91,6 +96,17 @@ def _correction_metrics(sums: dict[str, float], total: Sums, trained: float) -> 
         if tokens:
             metrics[f"loss/kept_frac_length_q{quarter}"] = kept / tokens
     return metrics
+
+
+def routing_sums(batch: MicroBatch) -> Sums:
+    """Return the counts of a micro-batch that `loss_metrics` reads with routing replay."""
+    device = batch.mask_BT.device
+    num_choices, num_changed = (0, 0.0) if batch.routing is None else batch.routing.pop_counts()
+    return {
+        "unreplayed_tokens": torch.tensor(batch.num_unreplayed, device=device).float(),
+        "routing_choices": torch.tensor(num_choices, device=device).float(),
+        "routing_changed": torch.as_tensor(num_changed, device=device).float(),
+    }
 
 
 def group_metrics(groups: list[RolloutGroup], version: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ from learner.forward.compile import fuse
 from learner.forward.logprobs import float32_heads, logit_map_of, logit_maps
 from learner.forward.packing_check import PACKED, choose_attention
 from learner.forward.probed_model import few_layers
+from learner.forward.replay_check import find_routers
 from learner.forward.tile import LogitMap
 from learner.policy.hf_weights import held
 from learner.policy.lora import add_adapter
@@ -133,6 +134,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     run restores everything from its checkpoint afterwards.
     """
     check_plug_ins(run_inputs.run.learner)
+    experts = run_inputs.experts
     _refuse_sharded(run_inputs.run.learner, accelerator.num_processes)
     run = fit_memory(run_inputs, accelerator)
     config = run.learner
@@ -152,6 +154,8 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     policy, optimizer = (policy, accelerator.prepare(optimizer)) if shape else accelerator.prepare(policy, optimizer)
     if config.compiles_on(accelerator.device.type):
         fuse(policy, getattr(torch, run.dtype), partial(first_problem, accelerator))
+    if experts is not None:
+        find_routers(accelerator.unwrap_model(policy), experts)
     if is_new and config.warm_start.steps > 0:
         warm_start(run_inputs, config, accelerator, policy)
     require_finite_weights(

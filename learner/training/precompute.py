@@ -110,4 +110,6 @@ def _policy_pass(trainer: PolicyTrainer, batches: list[MicroBatch], entropy: Ent
     """
     policy = trainer.accelerator.unwrap_model(trainer.policy)
     temperature = trainer.config.sampling.temperature
-    return [token_logprobs(policy, batch.pack, temperature, entropy=entropy) for batch in batches]
+    return [
+        token_logprobs(policy, batch.pack, temperature, entropy=entropy, routing=batch.routing) for batch in batches
+    ]

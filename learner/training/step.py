@@ -26,7 +26,7 @@ from learner.forward.logprobs import token_logprobs
 from learner.rollouts.rollout_group import RolloutGroup, step_rewards
 from learner.training.batch import BatchRow, MicroBatch, step_rows, trained_rows
 from learner.training.distributed import gradient_sync, layout_of, my_batches
-from learner.training.metrics import TERA, StepTimer, loss_metrics, train_flops
+from learner.training.metrics import TERA, StepTimer, loss_metrics, routing_sums, train_flops
 from learner.training.optimizer import NotFiniteError, learning_rate, require_finite_weights
 from learner.training.packing import pieces_of
 from learner.training.policy_trainer import PolicyTrainer
@@ -198,7 +198,7 @@ def _micro_batch_loss(
     entropy_coef = trainer.entropy.weight(config.loss)
     entropy_use: EntropyUse = "gradient" if entropy_coef > 0 else "value"
     logprobs_BT, entropy_BT = token_logprobs(
-        trainer.policy, batch.pack, config.sampling.temperature, entropy=entropy_use
+        trainer.policy, batch.pack, config.sampling.temperature, entropy=entropy_use, routing=batch.routing
     )
     assert entropy_BT is not None
     lengths_B = batch.mask_BT.sum(dim=1)
@@ -236,6 +236,8 @@ def _micro_batch_loss(
     sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
     sums["fresh_tokens"] = fresh_BT.sum().float()
     sums["fresh_mismatch"] = torch.where(fresh_BT, mismatch_BT, 0.0).sum()
+    if config.routing_replay:
+        sums |= routing_sums(batch)
     return loss, sums
 
 

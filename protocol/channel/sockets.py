@@ -43,8 +43,11 @@ SERVER_RECEIVE_HIGH_WATER_MARK = 100
 """Maximum number of messages of one learner that wait in the server's memory. Further ones wait at the
 learner."""
 MAX_FRAME_BYTES = 32 << 20
-"""Maximum size of a frame. A larger frame costs its sender the connection, before memory is allocated. The
-largest frame that is sent is the manifest of a weight sync: 90 bytes per tensor."""
+"""Maximum size of a frame that the server accepts. A larger frame costs its sender the connection, before memory
+is allocated. The largest frame that is sent is the manifest of a weight sync: 90 bytes per tensor."""
+MAX_SERVER_FRAME_BYTES = 1 << 30
+"""Maximum size of a frame that the learner accepts. The largest one has the routed experts of a completion: up to a
+kilobyte per token."""
 MAX_PONG_BYTES = 256
 """Upper bound of the bytes of pongs between two checks."""
 LINGER_MS = 1_000
@@ -86,7 +89,7 @@ class PeerLimits:
         self._cut_off.append(peer)
 
 
-def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
+def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, max_frame_bytes: int) -> zmq.Socket[bytes]:
     opened = context.socket(kind)
     # Not for every endpoint: ZeroMQ would search for IPv6 addresses only, and reach IPv4 addresses in mapped
     # form.
@@ -94,7 +97,7 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> 
     opened.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     opened.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     opened.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    opened.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     opened.setsockopt(zmq.LINGER, LINGER_MS)
     return opened
 
@@ -121,7 +124,7 @@ class ServerChannel:
     def __init__(self, endpoint: str, keys: ServerKeys | None = None, *, insecure: bool = False) -> None:
         check_endpoint(endpoint, has_keys=keys is not None, insecure=insecure)
         self._context = zmq.Context()
-        self._socket = _open(self._context, zmq.ROUTER, endpoint)
+        self._socket = _open(self._context, zmq.ROUTER, endpoint, MAX_FRAME_BYTES)
         self._messages = LoopSocket(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.RCVHWM, SERVER_RECEIVE_HIGH_WATER_MARK)
@@ -260,7 +263,7 @@ class LearnerChannel:
         self.endpoint = endpoint
         self._has_keys = keys is not None
         self._context = zmq.Context()
-        self._socket = _open(self._context, zmq.DEALER, endpoint)
+        self._socket = _open(self._context, zmq.DEALER, endpoint, MAX_SERVER_FRAME_BYTES)
         self._messages = LoopSocket(self._socket)
         self._decoder: Decoder[ServerMessage] = Decoder(ServerMessage)  # type: ignore[arg-type]
         self._socket.setsockopt(zmq.IMMEDIATE, 1)

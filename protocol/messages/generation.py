@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from protocol.messages.parts import Message, Name, Part, Seconds, Size, Version, check_array
+from protocol.messages.parts import Message, Name, Part, Seconds, Size, Version, check_array, check_experts
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -26,7 +26,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Texts that end a completion. The token that completes one of them is kept as the last token."""
 
 
-class Generate(Message):
+class Generate(Message, omit_defaults=True):
     """Request for one group.
 
     A request resent with the same id is generated once, and answered once per connection.
@@ -41,12 +41,15 @@ class Generate(Message):
     salt: Name = ""
     """Salt of the KV cache that may be reused. In later turns of an episode, it is the salt of the first
     turn's group. Empty: only the KV cache of the server's current policy."""
+    experts_from: Size | None = None
+    """Number of leading prompt tokens whose routed experts the learner has. The answer has those of all later
+    tokens. None: the answer has none."""
 
     def __post_init__(self) -> None:
         check_array(self.prompt_token_ids, "int32", "prompt_token_ids")
 
 
-class Completion(Part):
+class Completion(Part, omit_defaults=True):
     """Completion with the logprobs of the policy that sampled it.
 
     Example: token_ids=[7, 3, 1], behaviour_logprobs=[-0.2, -1.1, -0.1], versions=[(4, 2), (5, 1)],
@@ -57,6 +60,9 @@ class Completion(Part):
     behaviour_logprobs: np.ndarray
     versions: list[tuple[Version, int]]
     finish_reason: Literal["stop", "length"]
+    experts: np.ndarray | None = None
+    """Routed experts of each token but the last, which has passed through no layer: ids by token, layer and rank
+    of the choice. Dense layers have zeros. None: not requested."""
 
     def __post_init__(self) -> None:
         check_array(self.token_ids, "int32", "token_ids")
@@ -70,13 +76,19 @@ class Completion(Part):
             num_covered, fewest = num_covered + count, min(fewest, count)
         if num_covered != num_tokens or fewest < 1:
             raise ValueError(f"versions {self.versions} do not cover {num_tokens} tokens")
+        if self.experts is not None:
+            check_experts(self.experts, "experts")
+            if len(self.experts) != max(0, num_tokens - 1):
+                raise ValueError(
+                    f"routed experts of {len(self.experts)} tokens, expected all but the last of {num_tokens}"
+                )
 
     @property
     def oldest_version(self) -> int:
         return min(version for version, _ in self.versions)
 
 
-class Group(Message):
+class Group(Message, omit_defaults=True):
     """Completions of one prompt."""
 
     group_id: Name
@@ -91,6 +103,13 @@ class Group(Message):
     older server, which does not report it."""
     num_cached_tokens: Size = 0
     """Number of prompt tokens whose KV cache existed already."""
+    prompt_experts: np.ndarray | None = None
+    """Routed experts of the prompt's tokens from `experts_from` on, as one of the completions has computed them.
+    None: not requested."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_experts is not None:
+            check_experts(self.prompt_experts, "prompt_experts")
 
     @property
     def oldest_version(self) -> int:

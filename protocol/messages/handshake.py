@@ -49,7 +49,24 @@ class Hello(Message, omit_defaults=True):  # lets a server of another protocol v
     must then match."""
 
 
-class Welcome(Message):
+class RoutingShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Numbers that describe the routed experts of a mixture-of-experts model."""
+
+    num_layers: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
+    """Number of all layers, dense ones included."""
+    num_experts: Annotated[int, msgspec.Meta(gt=0, le=1 << 15)]
+    num_per_token: Annotated[int, msgspec.Meta(gt=0, lt=1 << 15)]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Number of bytes of one token's routed experts on the wire and in the ledger."""
+        return self.num_layers * self.num_per_token * (1 if self.num_experts <= 256 else 2)
+
+    def __str__(self) -> str:
+        return f"{self.num_per_token} of {self.num_experts} experts in {self.num_layers} layers"
+
+
+class Welcome(Message, omit_defaults=True):
     """Acceptance of the run, with the server's properties."""
 
     server_id: str
@@ -78,6 +95,8 @@ class Welcome(Message):
     accordingly, and returns the logprobs of that policy. Empty: nothing."""
     model_digest: Name = ""
     """Digest of the weights in the server's model files (model_digest.py). Empty: unknown."""
+    experts: RoutingShape | None = None
+    """Shape of the routed experts that the server can return with the tokens. None: it returns none."""
 
 
 class Refused(Message, omit_defaults=True):  # lets a learner of another protocol version read the reason

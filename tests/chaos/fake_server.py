@@ -60,12 +60,14 @@ class InPlaceModelEngine(ModelEngine):
         self._parameters = dict(self.model.named_parameters())
         self._num_groups = 0
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None
+    ) -> AsyncIterator[Sampled]:
         """Report every other group as started, so that a draining server has started and waiting groups."""
         self._num_groups += 1
         if self._num_groups % 2 and self.version is not None:
             yield Sampled(entered_version=self.version, salt=salt, completions={})
-        async for sampled in super().generate(prompt_token_ids, sampling, salt):
+        async for sampled in super().generate(prompt_token_ids, sampling, salt, experts_from):
             yield sampled
 
     async def sample(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:

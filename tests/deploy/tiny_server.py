@@ -24,9 +24,11 @@ GENERATE_S = 0.2
 
 
 class SlowModelEngine(ModelEngine):
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None
+    ) -> AsyncIterator[Sampled]:
         await asyncio.sleep(GENERATE_S)
-        async for sampled in super().generate(prompt_token_ids, sampling, salt):
+        async for sampled in super().generate(prompt_token_ids, sampling, salt, experts_from):
             yield sampled
 
 

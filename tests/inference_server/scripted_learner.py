@@ -97,13 +97,14 @@ class ScriptedLearner:
         await self.send(Farewell(is_over=True))
 
     async def generate(
-        self, group_id: str, prompt: list[int], deadline_s: float = TIMEOUT_S, salt: str = "", **sampling: Any
-    ) -> None:
+        self, group_id: str, prompt: list[int], deadline_s: float = TIMEOUT_S, salt: str = "",
+        experts_from: int | None = None, **sampling: Any
+    ) -> None:  # fmt: skip
         wanted = {"num_completions": 2, "max_tokens": 5, **sampling}
         await self.send(
             Generate(
                 group_id=group_id, prompt_token_ids=np.array(prompt, dtype=np.int32),
-                sampling=Sampling(**wanted), deadline_s=deadline_s, salt=salt,
+                sampling=Sampling(**wanted), deadline_s=deadline_s, salt=salt, experts_from=experts_from,
             )
         )  # fmt: skip
 

@@ -210,6 +210,46 @@ def test_experts_are_not_quantized(tmp_path: Path) -> None:
         start_llm(ServerRun(model=str(tmp_path), run_dir="r", dtype="float32", server=server), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("learner", "wanted", "expected"),
+    [
+        ({}, "auto", False),
+        ({"routing_replay": True}, "auto", True),
+        ({"routing_replay": True}, False, False),
+        ({}, True, True),
+    ],
+)
+def test_experts_are_returned_if_the_learners_section_replays_them_unless_the_server_says_otherwise(
+    learner: dict[str, Any], wanted: Any, expected: bool
+) -> None:
+    server = ServerConfig(return_routed_experts=wanted)
+    assert ServerRun(model="m", run_dir="r", learner=learner, server=server).returns_experts == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "server", "expected"),
+    [
+        ("qwen3_moe", {}, None),
+        ("qwen3", {}, "but model = .* has no experts; remove the key"),
+        ("qwen3_moe", {"enforce_eager": False}, "server.enforce_eager = false: compiled code on a CPU records no"),
+        ("qwen3_moe", {"tensor_parallel_size": 2}, "server.tensor_parallel_size = 2 is not tested on a CPU"),
+    ],
+)
+def test_routed_experts_need_experts_and_on_a_cpu_an_eager_engine(
+    tmp_path: Path, family: str, server: dict[str, Any], expected: str | None
+) -> None:
+    save_model(family, tmp_path)
+    config = ServerConfig(return_routed_experts=True, **server)
+    run = ServerRun(model=str(tmp_path), run_dir="r", dtype="float32", server=config)
+    if expected is None:
+        args = engine_arguments(run, tmp_path)
+        # vLLM's switch is for GPUs. On a CPU, vLLM would refuse it.
+        assert type(args).__name__ == "ArgsWithExperts" and not args.enable_return_routed_experts
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            engine_arguments(run, tmp_path)
+
+
 def test_doctor_and_planner_accept_a_file_with_arguments_of_vllm(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(

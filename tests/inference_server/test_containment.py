@@ -302,7 +302,9 @@ async def test_an_exception_while_the_engine_restarts_counts_as_another_death(at
 class SlowToEnd(HoldingEngine):
     """Samples one completion of a group, and delays the end of the group."""
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None
+    ) -> AsyncIterator[Sampled]:
         completions, version = await self.sample(prompt_token_ids, sampling)
         yield Sampled(entered_version=version, salt="s", completions=dict(enumerate(completions[:1])))
         try:

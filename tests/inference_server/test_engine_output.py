@@ -281,7 +281,7 @@ def test_a_request_without_chunks_or_with_a_stop_text_gets_each_token(params: Sa
 
 @pytest.mark.parametrize("field", [
     field.name for field in msgspec.structs.fields(EngineCoreOutput)
-    if field.name not in ("request_id", "new_token_ids", "new_logprobs")
+    if field.name not in ("request_id", "new_token_ids", "new_logprobs", "routed_experts")
 ])  # fmt: skip
 def test_an_output_with_other_fields_is_sent_immediately_with_all_held_tokens(field: str) -> None:
     """Covers every other field, including those of a later vLLM."""
@@ -295,6 +295,39 @@ def test_an_output_with_other_fields_is_sent_immediately_with_all_held_tokens(fi
     (due,) = pieces.take([output])
     assert due is output and due.new_token_ids == [1, 2, 3] and getattr(due, field) is more
     assert pieces.take([output_of(0, 4)]) == []
+
+
+def rows_of(*numbers: int) -> np.ndarray:
+    """Return routed experts of one layer, with one expert per token."""
+    return np.array(numbers, np.uint8).reshape(-1, 1, 1)
+
+
+def test_held_tokens_keep_their_routed_experts_in_order() -> None:
+    pieces = OutputBuffer(Engine(FrontEnd(params_of(SAMPLING, set()))).requests)
+    sent = []
+    for number in range(LONG):
+        output = output_of(0, number)
+        output.routed_experts = rows_of(number)
+        sent += pieces.take([output])
+    assert len(sent) == 1 + LONG // TOKENS_PER_PIECE
+    np.testing.assert_array_equal(
+        np.concatenate([one.routed_experts for one in sent]), rows_of(*range(len(sent) * 32 - 31))
+    )
+
+
+def test_a_prompts_routed_experts_are_kept_once_and_a_missing_row_fails_the_group() -> None:
+    completions = Completions(3, num_prompt_experts=2)
+    for index, rows in enumerate([rows_of(7, 8, 1, 2), rows_of(9, 9, 3, 4)]):
+        part = piece(index, [1, 2, 3], "stop")
+        part.routed_experts = rows
+        (completion,) = completions.add([part]).values()
+        np.testing.assert_array_equal(completion.experts, rows[2:])
+        assert completion.experts.base is None, "a view would keep the prompt"
+    np.testing.assert_array_equal(completions.prompt_experts, rows_of(7, 8))
+    short = piece(2, [1, 2, 3], "stop")
+    short.routed_experts = rows_of(7, 8, 1)
+    with pytest.raises(EngineFailed, match="routed experts of 3 tokens, expected 4"):
+        completions.add([short])
 
 
 def test_nothing_is_kept_of_an_aborted_request() -> None:

@@ -170,7 +170,9 @@ class OneByOne(ScriptedEngine):
         self.num_done, self._completion_s, self._place = num_done, completion_s, asyncio.Semaphore()
         self.release.clear()
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None
+    ) -> AsyncIterator[Sampled]:
         async with self._place:
             self.prompts.append(prompt_token_ids.tolist())
             assert self.version is not None
@@ -283,7 +285,8 @@ async def test_a_cancelled_group_is_aborted_and_can_be_requested_again(at: Stage
 )
 def test_invalid_requests_are_rejected(prompt: list[int], sampling: dict, expected: str | None) -> None:
     options = Sampling(**{"num_completions": 2, "max_tokens": 3, **sampling})
-    problem = why_invalid(np.array(prompt, dtype=np.int32), options, LIMITS)
+    request = Generate(group_id="g", prompt_token_ids=np.array(prompt, np.int32), sampling=options, deadline_s=1)
+    problem = why_invalid(request, LIMITS)
     assert (problem is None) == (expected is None) and (expected or "") in (problem or "")
 
 

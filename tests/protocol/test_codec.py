@@ -37,6 +37,25 @@ def test_a_group_survives_the_wire_bit_for_bit(sent: list[Completion], group_id:
         assert before.versions == after.versions
 
 
+@given(st.integers(0, 5), st.sampled_from(["u1", "<u2"]))
+def test_routed_experts_keep_their_shape_and_are_left_out_if_there_are_none(num_tokens: int, dtype: str) -> None:
+    def completion(experts: np.ndarray | None) -> Completion:
+        tokens, logprobs = np.zeros(num_tokens + 1, np.int32), np.zeros(num_tokens + 1, np.float32)
+        return Completion(
+            token_ids=tokens, behaviour_logprobs=logprobs, versions=[(0, num_tokens + 1)], finish_reason="stop",
+            experts=experts,
+        )  # fmt: skip
+
+    experts = np.arange(num_tokens * 6).astype(dtype).reshape(num_tokens, 3, 2)
+    sent = Group(group_id="g", entered_version=0, completions=[completion(experts)], prompt_experts=experts[:1])
+    received = unpack(pack(sent), Group)
+    for before, after in ((sent.prompt_experts, received.prompt_experts), (experts, received.completions[0].experts)):
+        assert after is not None and after.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(before, after)
+    without = encode(Group(group_id="g", entered_version=0, completions=[completion(None)]))
+    assert b"experts" not in without[0] and b"experts" not in encode(generate())[0] and len(without) == 3
+
+
 def generate() -> Generate:
     sampling = Sampling(num_completions=2, max_tokens=4)
     return Generate(group_id="3.0", prompt_token_ids=np.arange(5, dtype=np.int32), sampling=sampling, deadline_s=1.0)
@@ -91,7 +110,10 @@ def test_frames_that_contradict_the_header_are_rejected_and_the_next_are_decoded
     assert isinstance(decoder.decode(frames), Generate)
 
 
-TOKEN_IDS = [[1, "int32", 3], [-1, "int32", 3], ["0", "int32", 3], [0, "int32", 3.0], [0, "int32"], "012", None]
+TOKEN_IDS = [
+    [1, "int32", 3], [-1, "int32", 3], ["0", "int32", 3], [0, "int32", 3.0], [0, "int32"], "012", None,
+    [0, "int32", [3, 1]], [0, "int32", [-3]], [0, "int32", [-1, -3]], [0, "int32", []], [0, "int32", [2, 2]],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("announced", TOKEN_IDS)
@@ -152,6 +174,9 @@ def test_an_error_is_short_and_on_one_line_for_any_quoted_value() -> None:
         ({"versions": [(1, 2)]}, "do not cover 3 tokens"),
         ({"versions": [(1, 3), (2, 0)]}, "do not cover 3 tokens"),
         ({"token_ids": np.zeros(3, np.int64)}, "flat int32"),
+        ({"experts": np.zeros((3, 1, 1), np.uint8)}, "routed experts of 3 tokens, expected all but the last of 3"),
+        ({"experts": np.zeros((2, 1), np.uint8)}, "3 dimensions, got 2-d uint8"),
+        ({"experts": np.zeros((2, 1, 1), np.int32)}, "got 3-d int32"),
     ],
 )
 def test_an_inconsistent_completion_cannot_be_created(fields, expected: str) -> None:

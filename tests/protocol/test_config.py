@@ -19,6 +19,8 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Lower clip."""
     kind: Literal["a", "b"] = "a"
     """Kind."""
+    fused: bool | Literal["auto"] = "auto"
+    """Fused."""
 
     def __post_init__(self) -> None:
         if self.clip_low < 0:
@@ -86,7 +88,7 @@ def test_the_resolved_config_reads_back_as_the_same(tmp_path: Path) -> None:
     [
         (TOML + "stesp = 4\n", r"unknown key learner\.stesp = 4; did you mean learner\.steps\?"),
         ("modle = 1\n" + TOML, r"unknown key modle = 1; did you mean model\?"),
-        (TOML + "[learner.loss]\nzzz = 1\n", r"unknown key learner\.loss\.zzz = 1; known keys: clip_low, kind"),
+        (TOML + "[learner.loss]\nzzz = 1\n", r"unknown key learner\.loss\.zzz = 1; known keys: clip_low, fused, kind"),
         (TOML + "clip_low = 0.1\n", r"unknown key learner\.clip_low = 0\.1; did you mean learner\.loss\.clip_low\?"),
         (TOML + "[learner.data]\nsteps = 4\n", r"\.data = {'steps': 4}; set steps directly in learner, without"),
         (TOML.replace("3", '"three"'), r"learner\.steps = 'three': Expected `int`"),
@@ -148,6 +150,8 @@ def test_what_is_on_or_off_is_a_flag_alone_or_with_a_word(tmp_path: Path) -> Non
     assert load(tmp_path, TOML, "--insecure", "true").insecure and load(tmp_path, TOML, "--insecure=True").insecure
     assert not load(tmp_path, on, "--insecure", "false").insecure
     assert not load(tmp_path, on, "--insecure=false").insecure
+    for words, expected in ((["true"], True), (["false"], False), (["auto"], "auto")):
+        assert load(tmp_path, TOML, "--learner.loss.fused", *words).learner.loss.fused == expected
 
 
 def test_what_a_library_types_takes_any_name_and_a_flag_of_it_is_read_as_toml(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ CURRICULUM = {"curriculum.kind": "pass_rate", "curriculum.reward": "exact_match"
 JUDGE = {"reward.functions": ["judge"], "reward.judge.url": "http://judge/v1"}
 SETS = {"evaluation.sets": {"few": {}, "many": {}}, "evaluation.every_steps": 2, "checkpoint.every_steps": 2}
 REFUSED: list[tuple[Sections, str, Sections]] = [
+    ({"routing_replay": True, "compile": True},
+     r"routing_replay = true with compile = true: compiled layers choose their experts themselves", {"compile": "auto"}),
     # tasks and rewards
     ({"data.path": "a.jsonl"}, r"learner\.data\.task = 'reverse', path = 'a\.jsonl' are set; expected exactly one",
      {"data.task": None}),

@@ -33,6 +33,7 @@ from protocol.weights.buckets import make_manifest, split_into_buckets
 from tests.learner.model_engine import tiny_server
 from tests.learner.policy.tiny_policy import a_batch, merged_tensors
 from tests.learner.runs import make_run, seeded
+from tests.zoo.families import make_model
 
 RANK_4 = LoraConfig(rank=4, alpha=6.0)
 LORA: dict[str, Any] = {"lora": {"rank": 4}, "optimizer": {"learning_rate": 5e-3}}
@@ -80,6 +81,20 @@ def test_what_is_pushed_is_what_peft_itself_merges(kind: str) -> None:
     torch.testing.assert_close(merged(ids).logits, policy(ids).logits, atol=1e-5, rtol=1e-5)
     for name, parameter in policy.named_parameters():
         assert torch.equal(parameter, unmerged[name])
+
+
+def test_what_all_linear_leaves_frozen_is_logged_with_its_share(caplog: pytest.LogCaptureFixture) -> None:
+    dense, experts = make_model("qwen3"), make_model("qwen3_moe")
+    add_adapter(dense, RANK_4, seed=0)
+    assert "leaves" not in caplog.text
+    frozen = [one.numel() for name, one in experts.named_parameters() if "experts" in name or "gate.weight" in name]
+    share = 100 * sum(frozen) / sum(one.numel() for one in experts.parameters())
+    add_adapter(experts, RANK_4, seed=0)
+    names = (
+        "model.layers.*.mlp.gate.weight, model.layers.*.mlp.experts.gate_up_proj, model.layers.*.mlp.experts.down_proj"
+    )
+    assert set(names.split(", ")) == set(caplog.text.partition("leaves ")[2].partition(" frozen")[0].split(", "))
+    assert f"({share:.0f} % of the parameters)" in caplog.text
 
 
 def published(policy: PreTrainedModel) -> PublishedPolicy:
