@@ -44,7 +44,10 @@ def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> f
         environment = get_environment({"environment_class": kind, "cwd": folder})
         probe = environment.execute({"command": "true"})
         if probe["returncode"] != 0:  # otherwise every command would fail, and the policy would learn from that
-            raise RuntimeError(f"the environment {kind!r} runs no command: {probe}; install it, or choose another one")
+            raise RuntimeError(
+                f"environment = {kind!r} cannot run commands here; install it, or set the column to another one: "
+                f"{probe['exception_info'] or probe['output']}"
+            )
         model = get_model(
             "openai/policy",
             {
