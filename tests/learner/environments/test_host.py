@@ -26,6 +26,7 @@ from tests.learner.environments.scripted_conversation import described
 from tests.learner.environments.scripted_player import USER
 
 EXAMPLES = Path(__file__).parent / "trl_examples.py"
+PAGE = Path(__file__).parents[3] / "docs/credit.md"
 
 
 def answers(name: str, *commands: Command) -> list[Answer]:
@@ -165,6 +166,19 @@ def test_turns_of_a_built_in_environment_divide_its_reward(name: str) -> None:
                 break
         assert by_turn.done == plain.done and total + by_turn.get_reward() == pytest.approx(plain.get_reward())
     assert {("4", True), ("7", True), ("", False)} <= seen or {("82", True), ("37+45=", True), ("3=", False)} <= seen
+
+
+def test_the_environment_of_the_docs_page_rewards_its_turns(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```python\n(# the module lock\n.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "lock.py").write_text(example)
+    host = Host(load_environment(f"{tmp_path / 'lock.py'}:Lock", takes_text=True), {})
+    commands: list[Command] = [Reset({"prompt": "p", "code": "42"})]
+    for text in "472":
+        commands += [Turn(text), Observe(after_turn=True)]
+    with host._loop:
+        found = [host.answer(command) for command in [*commands, Rate()]]
+    assert found[1::2] == [StepResult("="), StepResult(","), StepResult("=", is_done=True), RewardResult(0.95)]
+    assert found[2::2] == [TurnFeedback(0.5, "1"), TurnFeedback(-0.05, "1"), TurnFeedback(0.5, "2")]
 
 
 def test_a_hint_rules_digits_out_and_names_the_state() -> None:
