@@ -33,10 +33,12 @@ def let_some_begin(engine: ScriptedEngine) -> None:
     """Hold all groups back; those of the prompt BEGINS after their first token."""
     generate = engine.generate
 
-    async def begin_and_generate(ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+    async def begin_and_generate(
+        ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None = None
+    ) -> AsyncIterator[Sampled]:
         if ids[0] == BEGINS:
             yield Sampled(entered_version=0, salt="s", completions={})
-        async for sampled in generate(ids, sampling, salt):
+        async for sampled in generate(ids, sampling, salt, experts_from):
             yield sampled
 
     engine.generate = begin_and_generate  # type: ignore[method-assign]

@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from learner.config import LearnerRun
-from learner.policy.memory import learner_memory, shape_of
+from learner.policy.memory import learner_memory
+from learner.policy.model_shape import shape_of
 from learner.policy.model import load_tokenizer
 from learner.policy.server_reference import ReferenceCopy
 from learner.run_inputs import RunInputs

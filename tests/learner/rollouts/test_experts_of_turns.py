@@ -143,7 +143,7 @@ def test_a_run_that_replays_asks_for_all_experts_and_asks_again_where_a_group_la
     assert {request.experts_from for request in server.requests} == {0}
     stored = unpack(pack(groups[1]), RolloutGroup)  # as it travels to the other ranks
     for replays in (False, True):
-        (rows_G,) = step_rows([stored], [[0.0] * 4], make_run(routing_replay=replays).learner)
+        (rows_G,) = step_rows([stored], [[[0.0]] * 4], make_run(routing_replay=replays).learner)
         for row in rows_G:
             expected = rows(*range(row.num_tokens - 1)).tolist()
             assert (None if row.experts is None else row.experts.tolist()) == (expected if replays else None)

@@ -49,7 +49,7 @@ def test_the_passes_before_and_in_a_step_replay_and_the_reference_does_not(tmp_p
     groups = [with_random_experts(group, rng) for group in make_groups(trainer.policy)]
     rows = trained_rows(groups, advantages(groups, run.learner), run.learner)
     batches = my_batches(trainer.accelerator, trainer.policy, rows, run.learner, "the step")
-    for batch in precompute_logprobs(trainer, batches, StepTimer()):
+    for batch in precompute_logprobs(trainer, batches, VERSION, StepTimer()):
         assert batch.routing is not None and batch.proximal_logprobs_BT is not None
         assert batch.reference_logprobs_BT is not None
         with torch.no_grad():
