@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from learner.config import LearnerRun
 from learner.policy.memory import learner_memory
-from learner.policy.model_shape import shape_of
 from learner.policy.model import load_tokenizer
+from learner.policy.model_shape import shape_of
 from learner.policy.server_reference import ReferenceCopy
 from learner.run_inputs import RunInputs
 from learner.training.policy_trainer import make_trainer
