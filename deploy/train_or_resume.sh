@@ -33,10 +33,6 @@ if [ "$ranks" -gt 1 ]; then
     fi
     learner+=(--no_python slipstream)
 fi
-if [ "$has_launcher" = yes ]; then
-    # The launcher turns every exit status of a rank into 1, so an error in the config would be tried again.
-    slipstream train "$config" --run-dir "$run_dir" "$@" --dry-run > /dev/null || exit "$?"
-fi
 resume=()
 if [ -e "$run_dir/config.toml" ]; then
     resume=(--resume)
@@ -63,6 +59,16 @@ for name in TERM INT USR1; do
 done
 # A closing terminal sends SIGHUP more than once; the repetition does not count as a second signal.
 trap '[ "$hung_up" = yes ] || { hung_up=yes; stop; }' HUP
+
+if [ "$has_launcher" = yes ]; then
+    # The launcher turns every exit status of a rank into 1, so an error in the config would be tried again.
+    status=0
+    slipstream train "$config" --run-dir "$run_dir" "$@" --dry-run > /dev/null || status=$?
+    if [ "$interrupted" = yes ] && [ "$status" -ne 2 ]; then
+        exit 75
+    fi
+    [ "$status" -eq 0 ] || exit "$status"
+fi
 
 # In its own session: otherwise, a signal to the process group would arrive twice, and the second one stops the learner
 # at once.

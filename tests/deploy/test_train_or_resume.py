@@ -37,7 +37,8 @@ wait "$!"
 """
 KEY = '\necho "{name} key ${EVALUATION_API_KEY:-}" >> "$STORY.keys"\n'
 COMMANDS = {
-    "slipstream": '\nif [ "${!#}" = --dry-run ]; then echo checked >> "$STORY"; exit "${CHECK:-0}"; fi'
+    "slipstream": '\nif [ "${!#}" = --dry-run ]; then echo checked >> "$STORY"; sleep "${CHECK_S:-0}"; '
+    'exit "${CHECK:-0}"; fi'
     '\nif [ "$1" = serve ]; then exec inference-server "$@"; else exec learner "$@"; fi\n',
     "learner": KEY + 'mkdir -p "$4" && touch "$4/config.toml"' + WRITE_DOWN + LIVE,
     "inference-server": KEY.replace("EVALUATION", "VLLM") + WRITE_DOWN + LIVE,
@@ -176,6 +177,14 @@ def test_several_ranks_are_started_by_accelerate_and_the_signal_reaches_them_wit
 
 def test_an_error_in_the_config_ends_several_ranks_once_because_their_launcher_hides_its_status(stage: Stage) -> None:
     assert run(stage, SCRIPT, "--learner.steps", "3", RANKS="4", CHECK="2") == 2
+    assert stage.story() == ["checked"]
+
+
+def test_a_signal_during_the_check_of_the_config_asks_for_another_start(stage: Stage) -> None:
+    with stage.play(SCRIPT, RANKS="4", CHECK_S="1") as script:
+        stage.wait_for("checked")
+        script.terminate()
+        assert script.wait(TIMEOUT_S) == AGAIN
     assert stage.story() == ["checked"]
 
 
