@@ -3,8 +3,9 @@
     switches: --resume, --dry-run, --quiet, --json-logs
     place by `[deploy]` ─▶ start all ─▶ prefix output ─▶ forward signals ─▶ when one exits: stop all, or restart it
 
-If the config names no GPUs, the server gets the first and the learner the next, or both share the only one. If
-there is no GPU and the config names no cores, each side gets half of the cores.
+If the config names no GPUs, the server gets the first, the learner the next and the server of a reference those after
+it; if there are too few, they share the first. If there is no GPU and the config names no cores, each side gets half
+of the cores.
 All output is also written to RUN_DIR/logs/.
 """
 
@@ -53,7 +54,7 @@ def colocate(arguments: list[str]) -> int:
     launch = read_arguments(arguments, PROGRAM, PURPOSE)
     if launch is None:
         return 0
-    config = with_gpus(launch.config, launch.server_run, usable_gpus())
+    config = with_gpus(launch.config, launch.server_run, launch.learner_run, usable_gpus())
     if note := shared_gpu_note(config, launch.server_run):
         log.warning(note)
     config = with_cores(config, launch.server_run, launch.learner_run)
@@ -94,19 +95,38 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         return [self.start(command, place) for place in places]
 
 
-def with_gpus(config: DeployConfig, server_run: ServerRun, gpus: Sequence[int]) -> DeployConfig:
-    """Give the server its GPUs and the learner the next one, unless any are assigned or there are too few."""
-    num_needed = server_run.server.num_workers + 1
+def with_gpus(
+    config: DeployConfig, server_run: ServerRun, learner_run: LearnerRun, gpus: Sequence[int]
+) -> DeployConfig:
+    """Give the server, the learner and the server of a reference GPUs of their own, unless any are assigned.
+
+    If there are too few, or learner.weight_sync.transport is ipc, server and learner share what `reference_gpus`
+    leaves. Without `reference_gpus`, nothing is assigned then.
+    """
+    num_workers = server_run.server.num_workers
+    free = [gpu for gpu in gpus if gpu not in config.reference_gpus]
+    num_needed = num_workers + 1 + (num_workers if config.reference_model and not config.reference_gpus else 0)
     is_assigned = config.server_gpus or config.learner_gpus
-    if is_assigned or config.num_servers > 1 or config.num_ranks > 1 or len(gpus) < num_needed:
+    if is_assigned or config.num_servers > 1 or config.num_ranks > 1 or len(free) < num_workers:
         return config
-    of_server, of_learner = tuple(gpus[: num_needed - 1]), gpus[num_needed - 1]
+    is_shared = learner_run.learner.weight_sync.transport == "ipc" or len(free) < num_needed
+    if is_shared and not config.reference_gpus:
+        return config
+    of_server, of_learner = tuple(free[:num_workers]), free[0 if is_shared else num_workers]
+    of_reference = config.reference_gpus or tuple(free[num_workers + 1 : num_needed])
     log.info(
-        "the server uses GPU(s) %s, the learner GPU %d, %d more are idle; deploy.server_gpus and deploy.learner_gpus "
-        "override this",
-        ", ".join(map(str, of_server)), of_learner, len(gpus) - num_needed,
+        "the server uses GPU(s) %s, the learner GPU %d%s, %d more are idle; deploy.server_gpus, deploy.learner_gpus "
+        "and deploy.reference_gpus override this",
+        _listed(of_server), of_learner, f", the reference GPU(s) {_listed(of_reference)}" if of_reference else "",
+        len(set(free) - {*of_server, of_learner, *of_reference}),
     )  # fmt: skip
-    return msgspec.structs.replace(config, server_gpus=(of_server,), learner_gpus=(of_learner,))
+    return msgspec.structs.replace(
+        config, server_gpus=(of_server,), learner_gpus=(of_learner,), reference_gpus=of_reference
+    )
+
+
+def _listed(gpus: Sequence[int]) -> str:
+    return ", ".join(map(str, gpus))
 
 
 def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: LearnerRun) -> DeployConfig:
@@ -115,8 +135,10 @@ def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: Learner
     The server of a reference gets a part of the servers' half, or shares it if that is one core.
     """
     num_cores = len(os.sched_getaffinity(0))
-    of_config = (config.server_gpus, config.learner_gpus, config.server_cores, config.learner_cores)
-    is_assigned = any((*of_config, server_run.server.cpu_cores, learner_run.learner.cpu_cores))
+    cores = (config.server_cores, config.learner_cores, config.reference_cores)
+    is_assigned = any(
+        (config.server_gpus, config.learner_gpus, *cores, server_run.server.cpu_cores, learner_run.learner.cpu_cores)
+    )
     if is_assigned or has_gpu() or num_cores < 2:
         return config
     of = halves(num_cores)
@@ -133,7 +155,9 @@ def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: Learner
 def shared_gpu_note(config: DeployConfig, server_run: ServerRun) -> str | None:
     """Return a warning if both sides use one GPU and vLLM would measure how much of it is free."""
     is_sized = server_run.server.kv_cache_memory_mib is not None
-    if is_sized or not has_gpu() or config.server_gpus or config.learner_gpus:
+    of_servers = {gpu for gpus in config.server_gpus for gpu in gpus}
+    is_apart = (of_servers or config.learner_gpus) and of_servers.isdisjoint(config.learner_gpus)
+    if is_sized or not has_gpu() or is_apart:
         return None
     return (
         f"server and learner share one GPU, of which the server takes {server_run.server.gpu_memory_utilization:.0%} "

@@ -64,7 +64,8 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     server_gpus: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
     """GPUs of each server. [[0, 1], [2, 3]]: two servers of two workers each. Unset, with learner_gpus: the
-    server gets the first of several GPUs, one per worker, and the learner the next; both share a single one."""
+    server gets the first of several GPUs, one per worker, and the learner the next; both share the first if
+    there are too few, or learner.weight_sync.transport is ipc."""
     learner_gpus: Annotated[Places, tyro.conf.Suppress] = ()
     """GPUs of the learner, one rank on each."""
     server_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
@@ -75,7 +76,8 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Model of one more server, at learner.reference.endpoint, which colocate starts with the other settings of
     [server]. Unset: the reference's server, if there is one, is started separately."""
     reference_gpus: Annotated[Places, tyro.conf.Suppress] = ()
-    """GPUs of this server."""
+    """GPUs of this server. Unset, with server_gpus and learner_gpus: those after the learner's, one per worker.
+    Required with either of these two."""
     reference_cores: Annotated[Places, tyro.conf.Suppress] = ()
     """Cores of this server, as positions in the same list."""
     restart: Literal["never", "on-failure"] = "never"
@@ -174,7 +176,8 @@ def reference_place(config: DeployConfig, server_run: ServerRun, learner_run: Le
     """Return the spec of the reference's server, if this node starts one.
 
     Raises:
-        ConfigError: If the run has no reference on a server, or the server's own section contradicts the placement.
+        ConfigError: If the run has no reference on a server, no GPU is left for it, or the server's own section
+            contradicts the placement.
     """
     endpoint = learner_run.learner.in_effect().reference.endpoint
     if config.reference_model is None:
@@ -183,6 +186,11 @@ def reference_place(config: DeployConfig, server_run: ServerRun, learner_run: Le
         raise ConfigError(
             f"deploy.reference_model = {config.reference_model!r}, but learner.reference.endpoint is not set; set it, "
             "as in tcp://127.0.0.1:5767"
+        )
+    if (config.server_gpus or config.learner_gpus) and not config.reference_gpus:
+        raise ConfigError(
+            "deploy.server_gpus or deploy.learner_gpus is set, so the server of deploy.reference_model would see no "
+            "GPU; set deploy.reference_gpus, or remove the other two"
         )
     flags = ["--model", config.reference_model, "--endpoint", endpoint, "--server.http-port", "0"]
     if config.reference_gpus:
@@ -239,8 +247,11 @@ def _workers(run: ServerRun, num_gpus: int) -> list[str]:
 
 
 def _visible(config: DeployConfig, gpus: tuple[int, ...]) -> dict[str, str]:
-    """Return the environment that limits a process to its GPUs, which may be none."""
-    if not config.server_gpus and not config.learner_gpus and not config.reference_gpus:
+    """Return the environment that limits a process to its GPUs, which may be none.
+
+    GPUs of the reference alone limit only its server.
+    """
+    if not gpus and not config.server_gpus and not config.learner_gpus:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
 

@@ -11,7 +11,7 @@ import pytest
 from deploy import colocate
 from deploy.arguments import Launch, adapter_flags, evaluation_flags, flags_by_section
 from deploy.colocate import shared_gpu_note, with_cores, with_gpus
-from deploy.placement import DeployConfig
+from deploy.placement import DeployConfig, rank_places, reference_place, server_places
 from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
 from tests.deploy.node import a_learner, a_server
@@ -38,15 +38,15 @@ def test_cores_are_halved_unless_the_config_names_any() -> None:
     if num_cores >= 2 and not has_gpu():
         assert sorted([*config.server_cores[0], *config.learner_cores[0]]) == list(range(num_cores))
     assert with_cores(DeployConfig(), a_server(cpu_cores=[0]), a_learner()) == DeployConfig()
-    named = DeployConfig(learner_cores=((0,),))
-    assert with_cores(named, a_server(), a_learner()) == named
+    for named in (DeployConfig(learner_cores=((0,),)), DeployConfig(reference_model="big", reference_cores=(1,))):
+        assert with_cores(named, a_server(), a_learner()) == named
 
 
 def test_server_and_learner_get_gpus_of_their_own_if_there_are_enough() -> None:
     apart = DeployConfig(server_gpus=((2,),), learner_gpus=(3,))
-    assert with_gpus(DeployConfig(), a_server(), (2, 3, 5)) == apart
+    assert with_gpus(DeployConfig(), a_server(), a_learner(), (2, 3, 5)) == apart
     two_workers = a_server(tensor_parallel_size=2)
-    assert with_gpus(DeployConfig(), two_workers, (0, 1, 2)).server_gpus == ((0, 1),)
+    assert with_gpus(DeployConfig(), two_workers, a_learner(), (0, 1, 2)).server_gpus == ((0, 1),)
     for config, server, gpus in (
         (DeployConfig(), two_workers, (0, 1)),
         (DeployConfig(), a_server(), (0,)),
@@ -54,7 +54,37 @@ def test_server_and_learner_get_gpus_of_their_own_if_there_are_enough() -> None:
         (DeployConfig(learner_gpus=(1,)), a_server(), (0, 1)),
         (DeployConfig(learner_cores=((0,), (1,))), a_server(), (0, 1, 2)),
     ):
-        assert with_gpus(config, server, gpus) == config
+        assert with_gpus(config, server, a_learner(), gpus) == config
+    over_ipc = a_learner(weight_sync={"transport": "ipc"})
+    assert with_gpus(DeployConfig(), a_server(), over_ipc, (0, 1)) == DeployConfig()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "of_reference", "transport", "expected"),
+    [
+        ((0, 1, 2), (), "auto", ("0", "1", "2")),
+        ((0, 1), (), "auto", (None, None, None)),
+        ((0, 1, 2), (0,), "auto", ("1", "2", "0")),
+        ((0, 1, 2), (0,), "ipc", ("1", "1", "0")),
+        ((0, 1), (0,), "auto", ("1", "1", "0")),
+        ((0, 1), (1,), "auto", ("0", "0", "1")),
+        ((0,), (0,), "auto", (None, None, "0")),
+    ],
+)
+def test_no_process_beside_the_server_of_a_reference_is_left_without_a_gpu(
+    gpus: tuple[int, ...], of_reference: tuple[int, ...], transport: str, expected: tuple[str | None, ...]
+) -> None:
+    """None: the process sees all GPUs, and uses the first."""
+    learner = a_learner(
+        reference={"kind": "fixed", "endpoint": "tcp://127.0.0.1:5767"}, kl={"coef": 1.0, "place": "advantage"},
+        weight_sync={"transport": transport},
+    )  # fmt: skip
+    config = with_gpus(DeployConfig(reference_model="big", reference_gpus=of_reference), a_server(), learner, gpus)
+    (server,), (rank,) = server_places(config, a_server()), rank_places(config, learner, port=1)
+    reference = reference_place(config, a_server(), learner)
+    assert reference is not None
+    seen = [place.environment.get("CUDA_VISIBLE_DEVICES") for place in (server, rank, reference)]
+    assert tuple(seen) == expected
 
 
 def test_a_server_that_would_measure_the_gpu_it_shares_with_the_learner_is_warned_of(
@@ -66,6 +96,7 @@ def test_a_server_that_would_measure_the_gpu_it_shares_with_the_learner_is_warne
     assert note and "takes 90%" in note and "server.kv_cache_memory_mib" in note and "deploy.server_gpus" in note
     assert shared_gpu_note(DeployConfig(), a_server(kv_cache_memory_mib=1024)) is None
     assert shared_gpu_note(DeployConfig(server_gpus=((0,),), learner_gpus=(1,)), measuring) is None
+    assert shared_gpu_note(DeployConfig(server_gpus=((0,),), learner_gpus=(0,)), measuring) == note
     monkeypatch.setattr(colocate, "has_gpu", lambda: False)
     assert shared_gpu_note(DeployConfig(), measuring) is None
 

@@ -62,6 +62,9 @@ def test_the_server_of_a_reference_gets_its_model_its_endpoint_and_its_part_of_t
     )  # fmt: skip
     on_cores = reference_place(DeployConfig(reference_model="big", reference_cores=(1,)), a_server(), distilled)
     assert on_cores is not None and on_cores.flags[-2:] == ("--server.cpu-cores", "1")
+    blind = DeployConfig(server_gpus=((0,),), reference_model="big")
+    with pytest.raises(ConfigError, match=r"would see no GPU; set deploy\.reference_gpus"):
+        reference_place(blind, a_server(), distilled)
     with pytest.raises(ConfigError, match=r"reference_model = 'big', but learner\.reference\.endpoint is not set"):
         reference_place(DeployConfig(reference_model="big"), a_server(), a_learner())
 
