@@ -74,7 +74,8 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Cores of each learner rank, as positions in the same list."""
     reference_model: str | None = None
     """Model of one more server, at learner.reference.endpoint, which colocate starts with the other settings of
-    [server]. Unset: the reference's server, if there is one, is started separately."""
+    [server], also quantization, but without adapters and routed experts. Unset: the reference's server, if
+    there is one, is started separately."""
     reference_gpus: Annotated[Places, tyro.conf.Suppress] = ()
     """GPUs of this server. Unset, with server_gpus and learner_gpus: those after the learner's, one per worker.
     Required with either of these two."""
@@ -192,7 +193,11 @@ def reference_place(config: DeployConfig, server_run: ServerRun, learner_run: Le
             "deploy.server_gpus or deploy.learner_gpus is set, so the server of deploy.reference_model would see no "
             "GPU; set deploy.reference_gpus, or remove the other two"
         )
-    flags = ["--model", config.reference_model, "--endpoint", endpoint, "--server.http-port", "0"]
+    flags = [
+        "--model", config.reference_model, "--endpoint", endpoint, "--server.http-port", "0",
+        # Keys of the policy's servers: a reference returns no experts, and its copies of the policy arrive merged.
+        "--server.return-routed-experts", "false", "--server.max-lora-rank", "0",
+    ]  # fmt: skip
     if config.reference_gpus:
         flags += _workers(server_run, len(config.reference_gpus))
     if config.reference_cores:

@@ -158,7 +158,10 @@ def _check_experts(run: ServerRun, args: AsyncEngineArgs) -> None:
     """Raise ConfigError if vLLM cannot return the routed experts of this model, or would return wrong ones."""
     key = "learner.routing_replay" if run.server.return_routed_experts == "auto" else "server.return_routed_experts"
     if not args.create_model_config().is_moe:
-        raise ConfigError(f"{key} = true, but model = {run.model!r} has no experts; remove the key")
+        raise ConfigError(
+            f"{key} = true, but model = {run.model!r} has no experts; remove the key, or for the server of a reference "
+            "set server.return_routed_experts = false"
+        )
     if current_platform.is_cpu() and not run.server.enforce_eager:
         raise ConfigError(
             f"{key} = true with server.enforce_eager = false: compiled code on a CPU records no routed experts; set "

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from deploy.placement import DeployConfig, DeployRun, rank_places, reference_place, server_places
-from protocol.config import load_config
+from inference_server.config import ServerRun
+from protocol.config import load_config, to_toml
 from protocol.errors import ConfigError
 from tests.deploy.node import SHARED, a_learner, a_server
 
@@ -49,7 +50,8 @@ def test_cores_become_flags_and_ranks_without_gpus_are_notified() -> None:
     assert first.environment["ACCELERATE_USE_CPU"] == "true" and "CUDA_VISIBLE_DEVICES" not in first.environment
 
 
-def test_the_server_of_a_reference_gets_its_model_its_endpoint_and_its_part_of_the_node() -> None:
+def test_the_server_of_a_reference_gets_its_model_its_endpoint_and_its_part_of_the_node(tmp_path: Path) -> None:
+    config_file = tmp_path / "run.toml"
     teacher = {"kind": "fixed", "endpoint": "tcp://127.0.0.1:5767"}
     distilled = a_learner(reference=teacher, kl={"coef": 1.0, "place": "advantage"})
     assert reference_place(DeployConfig(), a_server(), distilled) is None
@@ -58,8 +60,12 @@ def test_the_server_of_a_reference_gets_its_model_its_endpoint_and_its_part_of_t
     assert place is not None and (place.name, place.environment) == ("reference", {"CUDA_VISIBLE_DEVICES": "6,7"})
     assert place.flags == (
         "--model", "big", "--endpoint", "tcp://127.0.0.1:5767", "--server.http-port", "0",
-        "--server.tensor-parallel-size", "2",
+        "--server.return-routed-experts", "false", "--server.max-lora-rank", "0", "--server.tensor-parallel-size", "2",
     )  # fmt: skip
+    of_policy = a_server(max_lora_rank=8, return_routed_experts=True)
+    config_file.write_text(to_toml(msgspec.structs.replace(of_policy, learner={"routing_replay": True})))
+    teacher_run = load_config(ServerRun, [str(config_file), *place.flags], "serve")
+    assert (teacher_run.lora_rank, teacher_run.returns_experts) == (0, False)
     on_cores = reference_place(DeployConfig(reference_model="big", reference_cores=(1,)), a_server(), distilled)
     assert on_cores is not None and on_cores.flags[-2:] == ("--server.cpu-cores", "1")
     blind = DeployConfig(server_gpus=((0,),), reference_model="big")
