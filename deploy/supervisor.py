@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from deploy.placement import DeployConfig
-from protocol.console import USER_ERROR
+from protocol.errors import USER_ERROR
 from protocol.signals import shutdown_signals
 
 GRACE_S = 20.0

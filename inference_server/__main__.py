@@ -49,7 +49,7 @@ ENVIRONMENT = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve, or run the server's doctor; a user error exits with code 2 and without a traceback."""
+    """Serve, or run the server's doctor; a user error ends it without a traceback."""
     for number in shutdown_signals():
         signal.signal(number, _quit_while_starting)
     for name, value in ENVIRONMENT.items():

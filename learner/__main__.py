@@ -35,7 +35,7 @@ commands: {commands}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; a user error exits with code 2 and without a traceback."""
+    """Run one command; a user error ends it without a traceback."""
     words = console.pop_switches(sys.argv[1:] if arguments is None else arguments)
     console.start_logging()
     for library in ("httpx", "accelerate", "datasets"):  # they log a line for every file

@@ -20,7 +20,7 @@ from typing import NoReturn, TextIO
 
 import msgspec
 
-from protocol.errors import ConfigError, SlipstreamError
+from protocol.errors import USER_ERROR, ConfigError, SlipstreamError
 from protocol.installation import install_command
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,6 @@ SWITCHES = {QUIET: "print only warnings and errors", JSON_LOGS: "print one JSON 
 SWITCHES_HELP = "All commands take " + " and ".join(f"{name} ({what})" for name, what in SWITCHES.items()) + "."
 COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 RESET_COLOR = "\033[0m"
-USER_ERROR = 2
-"""Exit code after an error that a person has to solve, so that a restart would meet it again."""
 PROGRESS_EVERY_S = 1.0 if sys.stderr.isatty() else 10.0
 """Seconds between two updates of a progress bar. In a file, each update is a line."""
 
@@ -113,7 +111,7 @@ def print_error(error: object) -> None:
 
 @contextmanager
 def exit_on_user_error(extra: Callable[[], str] = lambda: "learner") -> Iterator[None]:
-    """Print an error that the user can resolve without a traceback, and exit with code 2.
+    """Print an error that the user can resolve without a traceback, and exit with its code.
 
     Exit with code 0 if the reader of the output has left, as in `slipstream doctor run.toml | head`. `extra`
     returns the name of the extra that has the packages of the command.
@@ -126,7 +124,7 @@ def exit_on_user_error(extra: Callable[[], str] = lambda: "learner") -> Iterator
         sys.exit(0)
     except SlipstreamError as error:
         print_error(error)
-        sys.exit(USER_ERROR)
+        sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         print_error(f"{error.name} is not installed; install it with: {install_command(extra())}")
         sys.exit(USER_ERROR)

@@ -18,9 +18,19 @@ Every error message names what was received, what was expected and what to do.
     └── RanksDisagree      the ranks of the learner are about to do different things
 """
 
+from typing import ClassVar
+
+USER_ERROR = 2
+"""Exit code after an error that a person has to solve, so that a restart would meet it again."""
+TRANSIENT_ERROR = 1
+"""Exit code after an error that a restart may solve, as after a crash."""
+
 
 class SlipstreamError(Exception):
     """Root of the errors that a user can resolve, as opposed to bugs."""
+
+    exit_code: ClassVar[int] = USER_ERROR
+    """Exit code of a process that ends with this error."""
 
 
 class ConfigError(SlipstreamError):
@@ -38,9 +48,13 @@ class HandshakeRefused(SlipstreamError):
 class DeadlineExceeded(SlipstreamError):
     """Timeout of a wait. The error names the setting to raise."""
 
+    exit_code = TRANSIENT_ERROR
+
 
 class PushError(SlipstreamError):
     """Weight transfer that did not complete."""
+
+    exit_code = TRANSIENT_ERROR
 
 
 class PushIncomplete(PushError):
@@ -48,6 +62,8 @@ class PushIncomplete(PushError):
 
     A retry would miss the same weights.
     """
+
+    exit_code = USER_ERROR
 
     @classmethod
     def missing(cls, names: list[str]) -> "PushIncomplete":
@@ -68,6 +84,8 @@ class PushInterrupted(PushError):
 
 class ServerLost(SlipstreamError):
     """Loss of the server before it answered. The caller may wait for it and retry."""
+
+    exit_code = TRANSIENT_ERROR
 
 
 class ParityError(SlipstreamError):

@@ -9,12 +9,14 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
-from protocol.errors import SlipstreamError
+from protocol.errors import TRANSIENT_ERROR, SlipstreamError
 from protocol.messages import Completion, Manifest, Rendezvous, RoutingShape, Sampling
 
 
 class EngineDead(SlipstreamError):
     """The engine has stopped permanently. Only a new engine helps."""
+
+    exit_code = TRANSIENT_ERROR
 
 
 class EngineFailed(SlipstreamError):

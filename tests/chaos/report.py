@@ -1,5 +1,6 @@
 """The report of a campaign, as one JSON object."""
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,8 +14,8 @@ from tests.chaos.stops import Stop
 
 NUM_PROBLEMS = 5
 NUM_LONGEST = 3
-TRACEBACK = " with exit code 1: "
-"""Exit code of Python after an uncaught exception. A reported error ends with 2."""
+TRACEBACK = re.compile(" with exit code 1: (?!error: )")
+"""Exit code of Python after an uncaught exception, without the line of a reported error."""
 MAX_LEFT_OUT_SHARE = 0.1
 MAX_STOP_S = 10.0
 """Longest time that training may stop while a server is available."""
@@ -133,7 +134,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
             ("misjudged", lambda leg: leg.received.episodes_misjudged),
             ("evaluation", lambda leg: leg.received.evaluations.wrong if leg.received.evaluations else []),
             ("reference", lambda leg: leg.received.references_wrong),
-            ("crash", lambda leg: [died for died in leg.died if TRACEBACK in died]),
+            ("crash", lambda leg: [died for died in leg.died if TRACEBACK.search(died)]),
             ("not drained", lambda leg: leg.undrained),
             ("taken away", lambda leg: leg.taken_away),
         )

@@ -249,7 +249,7 @@ def test_a_campaign_that_skipped_many_faults_is_not_clean(num_faults: int, num_s
 
 
 def test_a_campaign_in_which_a_process_ended_in_a_traceback_is_not_clean() -> None:
-    reported = report_of(1, [result_of("link", "cut")], died=["learner with exit code 2: error: no server answers"])
+    reported = report_of(1, [result_of("link", "cut")], died=["learner with exit code 1: error: no server answers"])
     crashed = report_of(1, [result_of("link", "cut")], died=["server with exit code 1: TypeError: bad operand"])
     assert reported.is_clean and not crashed.is_clean
     assert crashed.problems == ["leg 0: crash: server with exit code 1: TypeError: bad operand"]

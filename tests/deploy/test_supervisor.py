@@ -14,6 +14,18 @@ import pytest
 
 from deploy.placement import DeployConfig
 from deploy.supervisor import Supervisor
+from inference_server.engine.interface import EngineDead
+from protocol.console import exit_on_user_error
+from protocol.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    PushError,
+    PushIncomplete,
+    PushInterrupted,
+    RankFailed,
+    ServerLost,
+    SlipstreamError,
+)
 from protocol.signals import SHUTDOWN_SIGNALS
 from tests.deploy.supervised import Spec
 
@@ -112,6 +124,19 @@ def test_an_error_that_a_person_has_to_solve_ends_the_run_at_once(
     assert not [event for event in run.events if event.endswith("resumed")]
     assert run.events.count("server started") == 1
     assert "exited with code 2, an error that a restart does not solve; stopping all processes" in run.output
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EngineDead, 1), (DeadlineExceeded, 1), (ServerLost, 1), (PushError, 1), (PushInterrupted, 1),
+        (PushIncomplete, 2), (ConfigError, 2), (RankFailed, 2),
+    ],
+)  # fmt: skip
+def test_an_error_that_a_restart_may_solve_ends_a_process_like_a_crash(error: type[SlipstreamError], code: int) -> None:
+    """RankFailed: the rank that failed decides, with its own code."""
+    with pytest.raises(SystemExit, match=f"^{code}$"), exit_on_user_error():
+        raise error("it failed")
 
 
 def test_ranks_restart_after_a_crash_although_the_others_end_with_a_message(tmp_path: Path) -> None:

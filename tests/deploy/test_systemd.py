@@ -7,6 +7,7 @@ from pathlib import Path
 
 from inference_server.config import ServerConfig, ServerRun
 from learner.config import LearnerRun
+from protocol.errors import USER_ERROR
 from tests.deploy.commands import DEPLOY, check, tool
 
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -43,5 +44,6 @@ def test_a_unit_starts_a_valid_command_and_lets_it_shut_down() -> None:
         # The signal is for the server, not for vLLM's processes; a second signal would end the learner immediately.
         assert unit["KillMode"] == "mixed"
     assert float(server["TimeoutStopSec"].removesuffix("s")) > ServerConfig().drain_timeout_s
-    # A stopped learner has not failed, and a failed learner is not restarted.
-    assert learner["SuccessExitStatus"] == "75" and learner["RestartPreventExitStatus"] == "2"
+    assert learner["SuccessExitStatus"] == "75"  # a stopped learner has not failed
+    # An error that a person has to solve is not met again and again.
+    assert server["RestartPreventExitStatus"] == learner["RestartPreventExitStatus"] == str(USER_ERROR)

@@ -367,7 +367,7 @@ def test_a_killed_engine_restarts_and_one_death_too_many_ends_the_server(
 
     with_learner(server, test, timeout_s=START_TIMEOUT_S)
     server.kill_process("EngineCore")
-    assert server.process.wait(timeout=60) == 2
+    assert server.process.wait(timeout=60) == 1  # a supervisor restarts it
     # vLLM logs its own report of the death, with a traceback, before the server's.
     last_line = server.log.splitlines()[-1]
     assert last_line.startswith("error: the vLLM engine has died") and "server.max_engine_restarts" in last_line

@@ -19,9 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
 
 
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    endpoint = free_endpoint()
-    nobody = ["--run-dir", str(tmp_path / "run"), "--endpoint", endpoint, "--learner.connect-timeout-s", "1"]
+def test_a_mistake_is_one_line_and_exit_code_2() -> None:
     for arguments, expected in (
         (["train"], r"no config file was given; expected: slipstream train run\.toml"),
         (["train", "nowhere.toml"], r"config file nowhere\.toml does not exist"),
@@ -35,16 +33,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         ),
         (["report", "--json"], r"required: RUN_DIR; see slipstream report --help"),
         (["trian", RECIPE], r"unknown command 'trian'; expected one of .*; did you mean train\?"),
-        (
-            ["train", RECIPE, *nobody, "--learner.report.dashboard-port", "0"],
-            rf"no inference server answers at {endpoint} after 1 s; start one with `slipstream serve run\.toml`",
-        ),
     ):
         assert_refused(run_learner(*arguments), expected)
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], expected: str) -> None:
-    assert done.returncode == 2, done.stdout + done.stderr
+def test_a_server_that_does_not_come_in_time_is_one_line_and_the_exit_code_of_a_failure(tmp_path: Path) -> None:
+    endpoint = free_endpoint()
+    nobody = ["--run-dir", str(tmp_path / "run"), "--endpoint", endpoint, "--learner.connect-timeout-s", "1"]
+    done = run_learner("train", RECIPE, *nobody, "--learner.report.dashboard-port", "0")
+    expected = rf"no inference server answers at {endpoint} after 1 s; start one with `slipstream serve run\.toml`"
+    assert_refused(done, expected, code=1)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], expected: str, code: int = 2) -> None:
+    assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert re.search(f"^error: .*{expected}", last), done.stderr
