@@ -144,7 +144,7 @@ class Probe(Message):
     probe_id: Name
 
 
-class ServerInfo(Message):
+class ServerInfo(Message, omit_defaults=True):  # lets a doctor of another protocol version read the version
     """State of a server, as the answer to a Probe."""
 
     probe_id: Name
