@@ -127,7 +127,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             on_server = None
             if reference is not None:
                 on_server = ReferenceController.open(run_inputs, reference, published, fleet, after_loop)
-                cleanup.callback(on_server.close, fleet)
+                cleanup.callback(on_server.close)
             rollouts = Rollouts(run, fleet, buffer, scorer, ledger, on_server.scores if on_server else None)
             cleanup.callback(rollouts.close)
             rollouts.start(version, open_agents(run, run_inputs.prompts, fleet.loop, cleanup) or player)

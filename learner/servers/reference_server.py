@@ -174,8 +174,8 @@ class ReferenceServer:
         return scores.logprobs
 
 
-def check_context(endpoint: str, welcome: Welcome, longest: int) -> None:
-    """Check that the server can score sequences of `longest` tokens.
+def check_context(endpoint: str, welcome: Welcome, longest: int, *, remedy: str) -> None:
+    """Check that the server can score sequences of `longest` tokens. `remedy` makes them shorter.
 
     Raises:
         ConfigError: Its context is too short.
@@ -184,5 +184,5 @@ def check_context(endpoint: str, welcome: Welcome, longest: int) -> None:
         raise ConfigError(
             f'learner.reference.endpoint = "{endpoint}": the server has max_model_len = {welcome.max_model_len}, and '
             f"scoring the run's longest sequence of {longest} tokens needs one more than that; set "
-            f"server.max_model_len = {longest + 1} there, or lower learner.sampling.max_tokens"
+            f"server.max_model_len = {longest + 1} there, or {remedy}"
         )
