@@ -20,6 +20,7 @@ from learner.servers.parity import longest_scored
 from learner.servers.reference_server import ReferenceServer, check_context
 from learner.storage.files import writing
 from protocol.endpoint import exposure
+from protocol.errors import ConfigError
 from protocol.messages import Welcome
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class ReferenceController(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             longest = self.run_inputs.prompts.longest()[1] + config.sampling.max_tokens
             remedy = "lower learner.sampling.max_tokens"
         check_context(endpoint, welcome, longest, remedy=remedy)
+        if welcome.quantization:
+            _judge_quantization(endpoint, welcome.quantization, is_copy=self.copy is not None)
         if self.copy is None:
             self.state.require_same_model(endpoint, welcome.model_digest)
             is_own = welcome.model_digest == self.run_inputs.model_digest
@@ -106,3 +109,23 @@ class ReferenceController(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 "the reference is the model of the server at %s, %s",
                 endpoint, "the one that the run starts from" if is_own else "another one than the policy",
             )  # fmt: skip
+
+
+def _judge_quantization(endpoint: str, quantization: str, *, is_copy: bool) -> None:
+    """Refuse a copy of the policy that is quantized, and warn of a model that is.
+
+    Raises:
+        ConfigError: The KL to a quantized copy would contain its rounding.
+    """
+    described = f'learner.reference.endpoint = "{endpoint}": the server quantizes ({quantization})'
+    if is_copy:
+        raise ConfigError(
+            f"{described}, so that the KL to its copy of the policy would contain the rounding. Start it by `slipstream "
+            "serve` with --server.quantization None --server.kv-cache-dtype None, not by deploy.reference_model, which "
+            "quantizes as [server] does"
+        )
+    log.warning(
+        "%s, and the KL contains the rounding; to avoid it, start the server without server.quantization and "
+        "server.kv_cache_dtype",
+        described,
+    )

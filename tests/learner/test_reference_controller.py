@@ -47,3 +47,14 @@ def test_the_context_of_a_reference_must_hold_the_longest_episode_and_one_more_t
     else:
         with pytest.raises(ConfigError, match=error):
             check(tmp_path, {"max_model_len": max_model_len}, environment=environment)
+
+
+def test_a_quantized_reference_is_named_and_a_quantized_copy_of_the_policy_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(tmp_path, {})
+    assert "quantizes" not in caplog.text
+    check(tmp_path, {"quantization": "fp8 KV cache"})
+    assert f'"{ENDPOINT}": the server quantizes (fp8 KV cache), and the KL contains the rounding' in caplog.text
+    with pytest.raises(ConfigError, match=r"quantizes \(fp8 KV cache\), .*--server\.quantization None"):
+        check(tmp_path, {"quantization": "fp8 KV cache"}, is_copy=True)
