@@ -78,7 +78,7 @@ class ReferenceServer:
 
         Raises:
             ConfigError: The server does not fit the run.
-            DeadlineExceeded: No server was connected for `learner.connect_timeout_s`.
+            DeadlineExceeded: No server was connected, or another learner had it, for `learner.connect_timeout_s`.
             PushError: The copy cannot be sent.
         """
         self.fleet.loop.raise_failure()
@@ -87,6 +87,8 @@ class ReferenceServer:
             if time.monotonic() - max(self._seen_at, waits_since) > self._connect_timeout_s:
                 raise DeadlineExceeded(
                     f"no server of the reference answers at {self.endpoint} (learner.reference.endpoint) after "
+                if self._member.link.busy is not None:
+                    raise DeadlineExceeded(f"learner.reference.endpoint: {self.fleet.no_server()}")
                     f"{self._connect_timeout_s:g} s; start it with `slipstream serve`, or raise "
                     "learner.connect_timeout_s"
                 )
