@@ -24,7 +24,7 @@ from learner.servers.parity import longest_scored
 from learner.servers.sync_source import Weights
 from learner.servers.weight_sync import WeightSync
 from protocol.errors import ConfigError, DeadlineExceeded, ParityError, ServerLost
-from protocol.messages import Hello, Welcome
+from protocol.messages import Hello, Welcome, new_learner_id
 
 log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.05
@@ -48,7 +48,9 @@ class ReferenceServer:
             run, endpoint=self.endpoint, endpoints=(), endpoints_from=None,
             learner=msgspec.structs.replace(run.learner, reference=msgspec.structs.replace(config, endpoint=None)),
         )  # fmt: skip
-        self.fleet = Fleet(own, msgspec.structs.replace(hello, only_scores=copy is None), loop)
+        # With a name of its own, it cannot take a server from the policy that has another address here.
+        hello = msgspec.structs.replace(hello, learner=new_learner_id(), only_scores=copy is None)
+        self.fleet = Fleet(own, hello, loop)
         sync_config = msgspec.structs.replace(run.learner.weight_sync, compression="none", lora="merged")
         self._sync = WeightSync(self.fleet, copy, sync_config) if copy is not None else None
         self.version: int | None = None

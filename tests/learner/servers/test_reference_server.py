@@ -56,3 +56,18 @@ def test_a_server_that_another_run_has_is_not_reported_as_silent(tmp_path: Path)
         ):
             until(lambda: late.fleet.members[0].link.busy, "the server is not busy")
             wait_for(late)
+
+
+def test_the_policy_and_its_reference_do_not_take_one_server_from_each_other(tmp_path: Path) -> None:
+    """If the server has another address for each, the config shows no conflict."""
+    with ServerThread(ScriptedEngine()) as server, a_fleet(tmp_path, server.endpoint) as fleet:
+        fleet.wait()
+        with (
+            a_reference(tmp_path, server.endpoint, fleet.hello) as reference,
+            pytest.raises(
+                DeadlineExceeded, match=r"reference\.endpoint: .*another process of run r has held the server"
+            ),
+        ):
+            until(lambda: reference.fleet.members[0].link.busy, "the server is not busy")
+            wait_for(reference)
+        assert fleet.is_connected
