@@ -71,3 +71,16 @@ def test_the_policy_and_its_reference_do_not_take_one_server_from_each_other(tmp
             until(lambda: reference.fleet.members[0].link.busy, "the server is not busy")
             wait_for(reference)
         assert fleet.is_connected
+
+
+def test_a_smaller_vocabulary_than_the_policys_is_refused(tmp_path: Path) -> None:
+    larger, smaller = (msgspec.structs.replace(MODEL, vocab_size=size) for size in (33, 31))
+    with ServerThread(ScriptedEngine()) as server:
+        with a_reference(tmp_path, server.endpoint, hello_of("r", smaller)) as reference:
+            wait_for(reference)
+            reference.close(is_over=True)
+        with (
+            a_reference(tmp_path, server.endpoint, hello_of("r", larger)) as reference,
+            pytest.raises(HandshakeRefused, match=r"33 tokens, that of the server's 32, .*at least 33 tokens"),
+        ):
+            wait_for(reference)
