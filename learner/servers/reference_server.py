@@ -87,10 +87,10 @@ class ReferenceServer:
         welcome = self._member.welcome
         if welcome is None:
             if time.monotonic() - max(self._seen_at, waits_since) > self._connect_timeout_s:
-                raise DeadlineExceeded(
-                    f"no server of the reference answers at {self.endpoint} (learner.reference.endpoint) after "
                 if self._member.link.busy is not None:
                     raise DeadlineExceeded(f"learner.reference.endpoint: {self.fleet.no_server()}")
+                raise DeadlineExceeded(
+                    f"no server of the reference answers at {self.endpoint} (learner.reference.endpoint) after "
                     f"{self._connect_timeout_s:g} s; start it with `slipstream serve`, or raise "
                     "learner.connect_timeout_s"
                 )
@@ -103,7 +103,7 @@ class ReferenceServer:
                 self._set_ready(welcome)
             else:
                 self._push()
-        return self._ready_id != ""
+        return welcome.server_id == self._ready_id
 
     def expect(self, version: int) -> None:
         """Return only scores of the copy of `version` from now on. The next `keep_ready` sends it."""
