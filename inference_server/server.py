@@ -319,6 +319,12 @@ class Server:
                     f"server's ({_describe_model(self._model)}), so token ids would not mean the same; serve a "
                     "reference with the same tokenizer files"
                 )
+            if hello.model.vocab_size > self._model.vocab_size:
+                return Refused(
+                    reason=f"the vocabulary of the learner's model has {hello.model.vocab_size} tokens, that of the "
+                    f"server's {self._model.vocab_size}, so it could not score all that the policy samples; serve a "
+                    f"reference with at least {hello.model.vocab_size} tokens"
+                )
         elif hello.model != self._model:
             return Refused(
                 reason=f"the learner's model is {_describe_model(hello.model)}, "

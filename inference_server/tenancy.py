@@ -81,6 +81,11 @@ class Tenancy:
                 f"its learner {holder.process} was last seen {now - self._last_seen:.0f} s ago. Wait, or start another "
                 "server"
             )
+        elif holder.run == run and holder.process == learner.rpartition(":")[0]:
+            reason = (
+                f"the same process, {holder.process}, has the server already as another of the servers of run {run}. "
+                "Give the policy and learner.reference.endpoint a server each"
+            )
         elif holder.run == run:
             reason = (
                 f"another process of run {run} has held the server for {since_s:.0f} s: {holder.process} "

@@ -127,7 +127,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             on_server = None
             if reference is not None:
                 on_server = ReferenceController.open(run_inputs, reference, published, fleet, after_loop)
-                cleanup.callback(on_server.close, fleet)
+                cleanup.callback(on_server.close)
             rollouts = Rollouts(run, fleet, buffer, scorer, ledger, on_server.scores if on_server else None)
             cleanup.callback(rollouts.close)
             rollouts.start(version, open_agents(run, run_inputs.prompts, fleet.loop, cleanup) or player)
@@ -165,8 +165,11 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """Wait for a server, send it the weights, check parity, and open admission."""
         if not self.fleet.is_connected:
             log.info("waiting for %s", self.fleet.describe())
-        while (mismatch := self._sync(self.fleet.wait(), version)) is None:
-            pass
+        mismatch, holders = None, list[Member]()
+        while mismatch is None or not holders:
+            mismatch = self._sync(self.fleet.wait(), version)
+            holders = self.weight_sync.holders(version)
+        self.fleet.is_quantized = has_quantized(holders)
         if self.reference is not None:
             self.reference.connect(version)
         record_data(self.run_dir.data_digests, self.run_inputs.prompts)
@@ -176,7 +179,6 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.evaluations.begin_run()
         self.run_dir.begin()
         self.fleet.is_over = False
-        self.fleet.is_quantized = has_quantized(self.weight_sync.holders(version))
         if self.is_quantized:
             log_correction(self.run_inputs.run)
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)

@@ -16,9 +16,11 @@ from learner.policy.server_reference import ReferenceCopy, ServerReference
 from learner.rollouts.reference_scores import ReferenceScores
 from learner.run_inputs import RunInputs
 from learner.servers.fleet import Fleet
+from learner.servers.parity import longest_scored
 from learner.servers.reference_server import ReferenceServer, check_context
 from learner.storage.files import writing
 from protocol.endpoint import exposure
+from protocol.errors import ConfigError
 from protocol.messages import Welcome
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ class ReferenceController(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     copy: ReferenceCopy | None
     """Copy of the policy that the server gets. None: the server is frozen."""
     published: PublishedPolicy
+    fleet: Fleet
+    """The servers of the policy."""
 
     @classmethod
     def open(
@@ -55,11 +59,11 @@ class ReferenceController(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         server.fleet.on_wait = published.still_waiting
         server.start()
         scores = ReferenceScores(server)
-        return cls(run_inputs=run_inputs, state=state, scores=scores, copy=copy, published=published)
+        return cls(run_inputs=run_inputs, state=state, scores=scores, copy=copy, published=published, fleet=fleet)
 
-    def close(self, fleet: Fleet) -> None:
-        """Leave the server, and free it if the run of `fleet` is over. Call this before the loop stops."""
-        self.scores.server.close(is_over=fleet.is_over)
+    def close(self) -> None:
+        """Leave the server, and free it if the run is over. Call this before the loop stops."""
+        self.scores.server.close(is_over=self.fleet.is_over)
 
     def connect(self, version: int) -> None:
         """Wait until the server has the reference. The policy of `version` may be the reference itself."""
@@ -89,10 +93,15 @@ class ReferenceController(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     def _check(self, endpoint: str, welcome: Welcome) -> None:
         config = self.run_inputs.run.learner
-        longest = config.environment.max_episode_tokens or 0
-        if not config.environment.is_used:
+        if config.environment.is_used:
+            longest = config.environment.max_episode_tokens or self.fleet.max_model_len
+            remedy = f"set learner.environment.max_episode_tokens = {longest_scored(welcome.max_model_len)}"
+        else:
             longest = self.run_inputs.prompts.longest()[1] + config.sampling.max_tokens
-        check_context(endpoint, welcome, longest)
+            remedy = "lower learner.sampling.max_tokens"
+        check_context(endpoint, welcome, longest, remedy=remedy)
+        if welcome.quantization:
+            _judge_quantization(endpoint, welcome.quantization, is_copy=self.copy is not None)
         if self.copy is None:
             self.state.require_same_model(endpoint, welcome.model_digest)
             is_own = welcome.model_digest == self.run_inputs.model_digest
@@ -100,3 +109,23 @@ class ReferenceController(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 "the reference is the model of the server at %s, %s",
                 endpoint, "the one that the run starts from" if is_own else "another one than the policy",
             )  # fmt: skip
+
+
+def _judge_quantization(endpoint: str, quantization: str, *, is_copy: bool) -> None:
+    """Refuse a copy of the policy that is quantized, and warn of a model that is.
+
+    Raises:
+        ConfigError: The KL to a quantized copy would contain its rounding.
+    """
+    described = f'learner.reference.endpoint = "{endpoint}": the server quantizes ({quantization})'
+    if is_copy:
+        raise ConfigError(
+            f"{described}, so that the KL to its copy of the policy would contain the rounding. Start it by `slipstream "
+            "serve` with --server.quantization None --server.kv-cache-dtype None, not by deploy.reference_model, which "
+            "quantizes as [server] does"
+        )
+    log.warning(
+        "%s, and the KL contains the rounding; to avoid it, start the server without server.quantization and "
+        "server.kv_cache_dtype",
+        described,
+    )

@@ -178,6 +178,8 @@ def model(theirs: ModelFingerprint, name: str, *, only_scores: bool = False) -> 
         for field in (("tokenizer_hash",) if only_scores else theirs.__struct_fields__)
         if getattr(theirs, field) != getattr(ours, field)
     ]
+    if only_scores and theirs.vocab_size < ours.vocab_size:
+        differ.append(f"vocab_size {theirs.vocab_size} at the server, at least {ours.vocab_size} needed")
     if differ:
         return problem("model", f"the models differ: {'; '.join(differ)}", "start both sides with the same `model`")
     if only_scores:

@@ -85,6 +85,7 @@ class ServerReference:
             aside.unlink(missing_ok=True)
             _link(directory / FILE, aside)
             aside.replace(self.file)
+            aside.unlink(missing_ok=True)  # a rename between two links of one file does nothing
 
     def require_same_model(self, endpoint: str, digest: str) -> None:
         """Record the frozen server's model, or compare it with the one that the run started with.
@@ -123,6 +124,7 @@ class ReferenceCopy:
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         aside = self.file.with_suffix(".tmp")
+        aside.unlink(missing_ok=True)  # it may be a link of a checkpoint's file, which must keep its content
         save_file(copied, aside, metadata={ORDER: json.dumps(list(copied))})
         sync(aside)
         aside.replace(self.file)

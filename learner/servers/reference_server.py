@@ -24,7 +24,7 @@ from learner.servers.parity import longest_scored
 from learner.servers.sync_source import Weights
 from learner.servers.weight_sync import WeightSync
 from protocol.errors import ConfigError, DeadlineExceeded, ParityError, ServerLost
-from protocol.messages import Hello, Welcome
+from protocol.messages import Hello, Welcome, new_learner_id
 
 log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.05
@@ -48,7 +48,9 @@ class ReferenceServer:
             run, endpoint=self.endpoint, endpoints=(), endpoints_from=None,
             learner=msgspec.structs.replace(run.learner, reference=msgspec.structs.replace(config, endpoint=None)),
         )  # fmt: skip
-        self.fleet = Fleet(own, msgspec.structs.replace(hello, only_scores=copy is None), loop)
+        # With a name of its own, it cannot take a server from the policy that has another address here.
+        hello = msgspec.structs.replace(hello, learner=new_learner_id(), only_scores=copy is None)
+        self.fleet = Fleet(own, hello, loop)
         sync_config = msgspec.structs.replace(run.learner.weight_sync, compression="none", lora="merged")
         self._sync = WeightSync(self.fleet, copy, sync_config) if copy is not None else None
         self.version: int | None = None
@@ -78,13 +80,15 @@ class ReferenceServer:
 
         Raises:
             ConfigError: The server does not fit the run.
-            DeadlineExceeded: No server was connected for `learner.connect_timeout_s`.
+            DeadlineExceeded: No server was connected, or another learner had it, for `learner.connect_timeout_s`.
             PushError: The copy cannot be sent.
         """
         self.fleet.loop.raise_failure()
         welcome = self._member.welcome
         if welcome is None:
             if time.monotonic() - max(self._seen_at, waits_since) > self._connect_timeout_s:
+                if self._member.link.busy is not None:
+                    raise DeadlineExceeded(f"learner.reference.endpoint: {self.fleet.no_server()}")
                 raise DeadlineExceeded(
                     f"no server of the reference answers at {self.endpoint} (learner.reference.endpoint) after "
                     f"{self._connect_timeout_s:g} s; start it with `slipstream serve`, or raise "
@@ -99,7 +103,7 @@ class ReferenceServer:
                 self._set_ready(welcome)
             else:
                 self._push()
-        return self._ready_id != ""
+        return welcome.server_id == self._ready_id
 
     def expect(self, version: int) -> None:
         """Return only scores of the copy of `version` from now on. The next `keep_ready` sends it."""
@@ -174,8 +178,8 @@ class ReferenceServer:
         return scores.logprobs
 
 
-def check_context(endpoint: str, welcome: Welcome, longest: int) -> None:
-    """Check that the server can score sequences of `longest` tokens.
+def check_context(endpoint: str, welcome: Welcome, longest: int, *, remedy: str) -> None:
+    """Check that the server can score sequences of `longest` tokens. `remedy` makes them shorter.
 
     Raises:
         ConfigError: Its context is too short.
@@ -184,5 +188,5 @@ def check_context(endpoint: str, welcome: Welcome, longest: int) -> None:
         raise ConfigError(
             f'learner.reference.endpoint = "{endpoint}": the server has max_model_len = {welcome.max_model_len}, and '
             f"scoring the run's longest sequence of {longest} tokens needs one more than that; set "
-            f"server.max_model_len = {longest + 1} there, or lower learner.sampling.max_tokens"
+            f"server.max_model_len = {longest + 1} there, or {remedy}"
         )

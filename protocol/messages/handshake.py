@@ -46,7 +46,7 @@ class Hello(Message, omit_defaults=True):  # lets a server of another protocol v
     version error."""
     only_scores: bool = False
     """Whether the run only requests Scores of the server's own model, a frozen reference. Only the tokenizer
-    must then match."""
+    must then match, and the server's vocabulary may not be smaller."""
 
 
 class RoutingShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,7 +144,7 @@ class Probe(Message):
     probe_id: Name
 
 
-class ServerInfo(Message):
+class ServerInfo(Message, omit_defaults=True):  # lets a doctor of another protocol version read the version
     """State of a server, as the answer to a Probe."""
 
     probe_id: Name

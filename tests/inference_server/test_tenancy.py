@@ -76,6 +76,7 @@ def test_the_states_name_the_holder_since_when_and_when_the_server_is_free() -> 
         ("b", "2", False, "the server is busy with run a, whose learner node7:42 has held it for 7 s"),
         ("b", "node7:42:secret", False, "the server is busy with run a"),
         ("a", "2", False, "another process of run a has held the server for 7 s: node7:42 "),
+        ("a", "node7:42:other", False, "the same process, node7:42, has the server already as another of the servers"),
         ("a", "node7:42:secret", False, None),
         (
             "b",

@@ -131,3 +131,22 @@ def test_a_quantized_server_that_joins_a_run_of_others_gets_no_weights(tmp_path:
     assert controller._sync([quantized], 1) is None
     ((member, error),) = excluded
     assert member is quantized and "the server at tcp://a:1 quantizes (fp8 KV cache)" in str(error)
+
+
+def test_the_correction_is_chosen_by_the_servers_before_the_run_waits_for_its_reference(tmp_path: Path) -> None:
+    server: Any = Server(quantization="fp8 KV cache")
+    present = [server]
+    fleet = SimpleNamespace(is_connected=True, is_several=False, is_quantized=None, wait=lambda: present)
+
+    def connect(version: int) -> None:
+        present.clear()  # the server is lost meanwhile
+        raise DeadlineExceeded("no reference")
+
+    sync = SimpleNamespace(push=lambda version, due: None, holders=lambda version: present)
+    parts = parts_of(
+        tmp_path, fleet=fleet, weight_sync=sync, reference=SimpleNamespace(connect=connect),
+        parity=SimpleNamespace(measure=lambda member, version: 0.1),
+    )  # fmt: skip
+    with pytest.raises(DeadlineExceeded, match="no reference"):
+        Controller(**parts).connect(1)
+    assert fleet.is_quantized is True

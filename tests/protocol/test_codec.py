@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from protocol.codec import Decoder, decode, encode, pack, unpack
 from protocol.errors import ProtocolError
-from protocol.messages import Completion, Generate, Group, LearnerMessage, Sampling, ServerMessage
+from protocol.messages import Completion, Generate, Group, LearnerMessage, Sampling, ServerInfo, ServerMessage
+from tests.fingerprint import MODEL
 
 finite_float32 = st.floats(width=32, allow_nan=False)
 
@@ -165,6 +166,18 @@ def test_an_error_is_short_and_on_one_line_for_any_quoted_value() -> None:
     with pytest.raises(ProtocolError) as caught:
         decode([msgspec.msgpack.encode({"type": "x\n" * 1_000_000})], LearnerMessage)
     assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
+
+
+def test_a_doctor_of_an_earlier_protocol_version_can_read_the_version_of_a_server() -> None:
+    server_info = ServerInfo(
+        probe_id="p", protocol_version=11, package_version="1", clock_s=0.0, run=None, model=MODEL, dtype="float32",
+        transports=["tcp"], devices=["cpu"],
+    )  # fmt: skip
+    of_version_10 = {
+        "type", "probe_id", "protocol_version", "package_version", "clock_s", "run", "model", "dtype", "transports",
+        "devices",
+    }  # fmt: skip
+    assert msgspec.msgpack.decode(encode(server_info)[0]).keys() == of_version_10
 
 
 @pytest.mark.parametrize(

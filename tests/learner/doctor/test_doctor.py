@@ -234,6 +234,9 @@ def test_differences_between_server_and_learner_are_problems(tmp_path: Path) -> 
     assert (teacher.verdict, teacher.text) == ("ok", "a Larger of 9 layers of width 9 with the same tokenizer")
     other = msgspec.structs.replace(larger, tokenizer_hash="0123")
     assert "tokenizer_hash 0123 at the server" in doctor.model(other, "tiny:digits", only_scores=True).text
+    smaller = msgspec.structs.replace(larger, vocab_size=TINY.vocab_size - 1)
+    found = doctor.model(smaller, "tiny:digits", only_scores=True)
+    assert found.verdict == "problem" and f"at least {TINY.vocab_size} needed" in found.text
     assert doctor.clock(8.0, 4.0).verdict == "ok", "half of an answer of 8 s is uncertainty"
     assert str(doctor.dtype(run, "bfloat16")).startswith("ok") and "of up to 0.3" in doctor.dtype(run, "bfloat16").text
 

@@ -12,11 +12,11 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from learner.config import LearnerRun
+from learner.config import LearnerRun, ReferenceConfig
 from learner.policy.memory import learner_memory
 from learner.policy.model import load_tokenizer
 from learner.policy.model_shape import shape_of
-from learner.policy.server_reference import ReferenceCopy
+from learner.policy.server_reference import FILE, ReferenceCopy, ServerReference
 from learner.run_inputs import RunInputs
 from learner.training.policy_trainer import make_trainer
 from protocol.model_files import resolve_model
@@ -90,3 +90,23 @@ def test_a_copy_keeps_the_order_the_names_and_the_values_in_the_dtype_of_the_wir
         wanted = tensors[name].bfloat16() if tensors[name].is_floating_point() else tensors[name]
         assert torch.equal(tensor, wanted) and tensor.dtype == wanted.dtype
     assert [path.name for path in copy.file.parent.iterdir()] == ["reference.safetensors"]
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_refresh_after_a_resume_leaves_the_copy_in_the_checkpoint_as_it_was(
+    tmp_path: Path, is_interrupted: bool
+) -> None:
+    reference = ServerReference(
+        ReferenceConfig(kind="every", every_steps=2, endpoint=ON_SERVER), tmp_path, is_main=True
+    )
+    copy = ReferenceCopy(reference.file, torch.float32, torch.device("cpu"))
+    copy.write([("weight", torch.ones(4))])
+    checkpoint = tmp_path / "step-000002"
+    reference.save(checkpoint)
+    before = (checkpoint / FILE).read_bytes()
+    reference.load(checkpoint, torch.nn.Linear(1, 1), reference.state)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE, "step-000002"]
+    if is_interrupted:  # a learner that died while it resumed
+        reference.file.with_suffix(".tmp").hardlink_to(checkpoint / FILE)
+    copy.write([("weight", torch.zeros(4))])
+    assert (checkpoint / FILE).read_bytes() == before != reference.file.read_bytes()
