@@ -152,7 +152,18 @@ def _data_and_rewards(run: LearnerRun, config: Mapping[str, Any]) -> str:
     ]
     if reward.overlong_buffer_tokens:
         functions.append(("overlong penalty", f"{reward.overlong_penalty:g}"))
-    return f"## Data and rewards\n\nPrompts: {', '.join([source, *more])}.\n\n{table(('reward', 'weight'), functions)}"
+    parts = [f"## Data and rewards\n\nPrompts: {', '.join([source, *more])}."]
+    if functions:
+        parts.append(table(("reward", "weight"), functions))
+    if reward.only_logged:
+        parts.append("Rewards were logged, not learned from.")
+    reference = run.learner.reference
+    if reference.endpoint is not None and reference.kind == "fixed":  # any other is a copy of the policy
+        parts.append(
+            "The reference of the KL was a model on another server, such as a teacher. The config below does not name "
+            "it: set `learner.reference.endpoint`."
+        )
+    return "\n\n".join(parts)
 
 
 def _curve(metrics: Metrics) -> str:

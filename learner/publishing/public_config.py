@@ -2,8 +2,8 @@
 
     config.toml ─▶ keys in PUBLIC that are not at their default ─▶ without places ─▶ the card
 
-Invariant: a key is shown only if PUBLIC names it or its section. Addresses, keys, commands and directories of a
-machine are never shown; a new section stays private until it is listed.
+Invariant: a key is shown only if PUBLIC names it. Addresses, keys, commands and directories of a machine are never
+shown; a new key stays private until it is listed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,21 +18,35 @@ from learner.config import LearnerRun
 from protocol.builtin_models import is_builtin
 from protocol.config_keys import flatten, keys_of
 
-PUBLIC = (
-    "model", "dtype", "head_dtype", "seed",
-    *(f"learner.{key}" for key in (
-        "advantage", "curriculum", "data", "dynamic_sampling", "groups_per_step", "kl", "loss", "lora", "max_resamples",
-        "max_staleness", "off_policy_correction", "optimizer", "reference", "sampling", "signal_reward", "steps",
-        "updates_per_batch", "warm_start",
-        "environment.factory", "environment.max_episode_tokens", "environment.max_turns", "environment.tools",
-        "evaluation.dataset", "evaluation.dataset_config", "evaluation.max_tokens", "evaluation.num_prompts",
-        "evaluation.num_samples",
-        "evaluation.path", "evaluation.sets", "evaluation.split", "evaluation.task", "evaluation.temperature",
-        "reward.functions", "reward.on_none", "reward.overlong_buffer_tokens", "reward.overlong_penalty",
-        "reward.skip_special_tokens", "reward.weights",
-    )),
-)  # fmt: skip
-"""Keys, and sections with all their keys."""
+PUBLIC_KEYS = {
+    "": "model dtype head_dtype seed",
+    "learner": "steps groups_per_step max_staleness max_auto_staleness updates_per_batch routing_replay "
+    "dynamic_sampling signal_reward max_resamples",
+    "learner.data": "task path dataset revision dataset_config split num_prompts num_digits prompt_column "
+    "system_prompt chat_template_kwargs max_prompt_tokens overlong_prompts num_workers shuffle",
+    "learner.reward": "functions weights only_logged on_none skip_special_tokens overlong_buffer_tokens "
+    "overlong_penalty",
+    "learner.lora": "rank alpha target_modules",
+    "learner.warm_start": "steps learning_rate rows_per_step answer_column",
+    "learner.curriculum": "kind reward easy_above hard_below easy_weight hard_weight drop_above drop_below decay",
+    "learner.sampling": "group_size max_tokens temperature top_p top_k stop allow_partial_support seeded",
+    "learner.environment": "factory tools agent tool_call_format override_sampling max_turns max_episode_tokens",
+    "learner.advantage": "baseline scale combine credit gamma step_weight function",
+    "learner.loss": "objective normalization clip_low clip_high dual_clip tau_positive tau_negative tv_low tv_high "
+    "log_ratio_penalty power_positive decay_positive power_negative decay_negative cov_frac cov_low cov_high "
+    "cov_penalty parameters mask_truncated entropy_coef entropy_target entropy_coef_step max_entropy_coef "
+    "top_entropy_frac",
+    "learner.off_policy_correction": "anchor proximal weight granularity max_weight min_weight weighted_completions "
+    "max_binary_kl sequence_mask max_token_staleness stale_token_weight",
+    "learner.kl": "coef estimator place schedule final_coef target horizon_steps importance_weighted",
+    "learner.reference": "kind every_steps growth max_every_steps alpha kl_threshold patience reward_guard "
+    "min_every_steps num_snapshots only reset_optimizer",
+    "learner.optimizer": "kind offload learning_rate schedule warmup_steps beta1 beta2 weight_decay max_grad_norm "
+    "max_skipped_updates",
+    "learner.evaluation": "task path dataset dataset_config split num_prompts num_samples temperature max_tokens sets",
+}
+"""Public keys by section. A section with names of the user's own is one key."""
+PUBLIC = tuple(f"{section}.{key}".lstrip(".") for section, keys in PUBLIC_KEYS.items() for key in keys.split())
 FREE_TEXTS = ("learner.data.chat_template_kwargs", "learner.data.system_prompt", "learner.sampling.stop")
 """Public keys whose texts name no file, whatever they look like."""
 

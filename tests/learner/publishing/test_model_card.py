@@ -15,6 +15,23 @@ from protocol.config_keys import keys_of
 from tests.learner.publishing.finished_run import evaluate, start
 
 SECRET = "s3cret"
+PRIVATE = (
+    "run_dir", "endpoint", "endpoints", "endpoints_from", "keys", "insecure", "server", "deploy",
+    *(f"learner.{key}" for key in (
+        "attn_implementation", "collective_timeout_s", "compile", "connect_timeout_s", "cpu_cores", "drain_timeout_s",
+        "gradient_checkpointing", "group_idle_timeout_s", "max_group_attempts", "micro_batch_tokens", "sharding",
+        "checkpoint", "parity", "report", "reward.judge", "weight_sync",
+        "environment.command", "environment.episode_deadline_s", "environment.gateway_host",
+        "environment.gateway_port", "environment.max_concurrent", "environment.max_memory_mib", "environment.python",
+        "environment.timeout_s",
+        "evaluation.at_start", "evaluation.every_steps", "evaluation.max_concurrent", "evaluation.pin_policy",
+        "evaluation.timeout_s", "evaluation.url",
+        "reference.device", "reference.endpoint", "reference.timeout_s",
+        "reward.calls_per_worker", "reward.max_concurrent_calls", "reward.max_failed_share", "reward.max_memory_mib",
+        "reward.num_workers", "reward.timeout_s", "reward.unconfined_programs", "reward.unreachable_s",
+    )),
+)  # fmt: skip
+"""Keys, and sections with all their keys, that no card shows. A new key needs a place here or in PUBLIC_KEYS."""
 
 
 def card_of(run: LearnerRun, tmp_path: Path, **changes: Any) -> ModelCard:
@@ -101,6 +118,8 @@ def test_no_secret_address_or_directory_reaches_the_card(tmp_path: Path, monkeyp
             "judge": {"url": f"https://me:{SECRET}@10.1.2.3/v1?key={SECRET}", "prompt": f"{{completion}} {SECRET}"},
         },
         environment={"command": f"agent --key {SECRET}", "gateway_host": "10.1.2.3"},
+        kl={"coef": 0.1},
+        reference={"kind": "fixed", "endpoint": "tcp://10.1.2.3:5767"},
         evaluation={"every_steps": 5, "url": f"https://me:{SECRET}@10.1.2.3/v1", "path": f"~/{SECRET}/test.jsonl"},
         checkpoint={"dir": str(tmp_path / SECRET)},
         report={"project": SECRET, "trackers": []},
@@ -116,9 +135,25 @@ def test_no_secret_address_or_directory_reaches_the_card(tmp_path: Path, monkeyp
     assert "prompts.jsonl" in text and "rewards.py:f" in text and "test.jsonl" in text and "`base`" in text
 
 
-def test_every_public_name_is_a_key_or_a_section() -> None:
+def test_each_key_of_the_config_is_public_or_private_on_purpose() -> None:
     keys = keys_of(LearnerRun)
-    assert [name for name in PUBLIC if not any(key == name or key.startswith(f"{name}.") for key in keys)] == []
+    hidden = {key for key in keys if any(key == name or key.startswith(f"{name}.") for name in PRIVATE)}
+    assert sorted(keys.keys() - hidden) == sorted(PUBLIC)
+
+
+def test_a_card_says_what_a_model_with_a_teacher_has_learned_from(tmp_path: Path) -> None:
+    teacher = {"kind": "fixed", "endpoint": "tcp://10.1.2.3:5767"}
+    run = start(
+        tmp_path, kl={"coef": 1.0, "place": "advantage"}, reference=teacher, routing_replay=True,
+        reward={"functions": ["tests.learner.rewards:share_right"], "only_logged": True},
+    )  # fmt: skip
+    text = str(card_of(run, tmp_path))
+    assert "Rewards were logged, not learned from." in text and "only_logged = true" in text
+    assert "was a model on another server" in text and "routing_replay = true" in text
+    copied = {"kind": "every", "every_steps": 5, "endpoint": "tcp://10.1.2.3:5767"}
+    for name, reference in (("own", {"kind": "fixed"}), ("copied", copied)):
+        plain = str(card_of(start(tmp_path / name, reference=reference, kl={"coef": 0.1}), tmp_path))
+        assert "logged" not in plain and "another server" not in plain
 
 
 def test_a_model_is_on_the_hub_if_its_name_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
