@@ -11,6 +11,7 @@ because it is renamed into place.
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,10 +47,11 @@ def complete_directory(directory: Path) -> Iterator[Path]:
     Raises:
         ExportError: A file could not be read or written.
     """
-    aside = directory.with_name(f"{directory.name}.tmp")
+    parent: Path | None = None
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)  # of an export that was killed
+        parent = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
+        aside = parent / directory.name  # inside, because others may not read what mkdtemp makes
         yield aside
         if directory.is_dir():
             directory.rmdir()  # an empty one; any other was refused before
@@ -60,7 +62,8 @@ def complete_directory(directory: Path) -> Iterator[Path]:
             "learner has removed the checkpoint meanwhile, export another one"
         ) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if parent is not None:
+            shutil.rmtree(parent, ignore_errors=True)
 
 
 def write_model(run: LearnerRun, checkpoint: Path, dtype: str, directory: Path) -> None:

@@ -98,7 +98,7 @@ def export_run(request: ExportRequest) -> Exported:
         dtype=request.dtype or _dtype_of(form, run),
         base=base,
     )
-    directory = request.directory or request.run_dir / "exports" / _name_of(origin, run)
+    directory = (request.directory or request.run_dir / "exports" / _name_of(origin, run)).resolve()
     if _is_new(directory, origin):
         _write(request, run, chosen, origin, directory)
     else:
@@ -156,9 +156,11 @@ def _is_new(directory: Path, origin: Origin) -> bool:
     """Return whether the directory has to be written, or is this export already.
 
     Raises:
-        ConfigError: The directory has other contents.
+        ConfigError: The directory has other contents, or is the current one.
     """
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        if directory == Path.cwd():  # it would be replaced, and the user's shell would stay in the old one
+            raise ConfigError(f"{directory} is the current directory; choose another one, such as {directory}/model")
         return True
     try:
         found = msgspec.json.decode((directory / ORIGIN_FILE).read_bytes(), type=Origin)

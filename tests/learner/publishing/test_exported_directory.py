@@ -122,7 +122,7 @@ def test_one_of_the_best_is_exported_in_its_dtype_or_refused(accelerator: Accele
     torch.testing.assert_close(logits_of(made.directory).float(), expected.float(), atol=0.1, rtol=0.1)
     with pytest.raises(ConfigError, match=r"--dtype float32: .*step-000001 is one of the best .* in bfloat16; omit"):
         export(run, checkpoint="1", dtype="float32")
-    assert not list(Path(run.run_dir, "exports").glob("*.tmp")), "nothing is left of what was refused"
+    assert [one.name for one in Path(run.run_dir, "exports").iterdir()] == ["step-000001"], "what was refused is gone"
 
 
 def test_the_same_export_is_not_written_again_and_nothing_else_is_overwritten(
@@ -140,6 +140,27 @@ def test_the_same_export_is_not_written_again_and_nothing_else_is_overwritten(
         export(run, directory=out, dtype="bfloat16")
     with pytest.raises(ConfigError, match="exists and is not an export; choose another directory"):
         export(run, directory=tmp_path)
+
+
+def test_an_export_changes_nothing_beside_it_and_is_read_by_others(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(tmp_path)
+    train(run, accelerator, 1)
+    work = tmp_path / "work"
+    (work / "out.tmp").mkdir(parents=True)
+    (work / "out.tmp" / "notes").write_text("mine")
+    monkeypatch.chdir(work)
+    made = Path(export(run, directory=Path("out")).directory)
+    assert {path.name for path in work.iterdir()} == {"out", "out.tmp"}
+    assert (work / "out.tmp" / "notes").read_text() == "mine"
+    assert made == work / "out" and made.stat().st_mode == (work / "out.tmp").stat().st_mode
+    (work / "empty").mkdir()
+    monkeypatch.chdir(work / "empty")
+    with pytest.raises(ConfigError, match="empty is the current directory; choose another one"):
+        export(run, directory=Path("."))
+    monkeypatch.chdir(made)
+    assert export(run, directory=Path(".")).directory == str(made), "it is this export already"
 
 
 def test_a_checkpoint_of_another_base_or_with_damage_is_refused(accelerator: Accelerator, tmp_path: Path) -> None:
