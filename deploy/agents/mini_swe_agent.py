@@ -3,9 +3,9 @@
     python deploy/agents/mini_swe_agent.py --size 512 > prompts.jsonl     a toy task: a constant of a file is wrong
 
 A row has `task` (a text), and `files` and `wanted` (texts by path). The reward is 1 if all files are as wanted.
-Commands run in bubblewrap (`bwrap`), which shows them the repository and the read-only system. Optional columns:
-`environment`: another one of mini-swe-agent, such as "docker"; "local" confines nothing. `model_class`: "litellm" for a
-policy that calls tools.
+Commands run in bubblewrap (`bwrap`): they see the repository and the read-only system, no network, no other process and
+none of the learner's environment variables. Optional columns: `environment`: "local" runs them without bubblewrap and
+confines nothing. `model_class`: "litellm" for a policy that calls tools.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> f
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         kind = data.get("environment", "bubblewrap")
-        environment = get_environment({"environment_class": kind, "cwd": folder})
+        environment = get_environment({"environment_class": kind, "cwd": folder, **confinement_of(kind)})
         probe = environment.execute({"command": "true"})
         if probe["returncode"] != 0:  # otherwise every command would fail, and the policy would learn from that
             raise RuntimeError(
@@ -61,6 +61,22 @@ def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> f
         )  # fmt: skip
         agent.run(data["task"])
         return float(all(content(Path(folder, name)) == text for name, text in data["wanted"].items()))
+
+
+def confinement_of(kind: str) -> dict[str, Any]:
+    """Return the options of an environment. Raises ValueError for one in which the files of a row are not seen."""
+    if kind == "local":
+        return {}
+    if kind != "bubblewrap":
+        raise ValueError(
+            f"environment = {kind!r} is not supported; use 'bubblewrap', or 'local', which confines nothing"
+        )
+    from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironmentConfig
+
+    # The library's own arguments share processes, the network and secrets such as HF_TOKEN with the learner. They set
+    # PATH, after --clearenv.
+    strict = ["--unshare-all", "--clearenv", "--die-with-parent"]
+    return {"wrapper_args": [*strict, *BubblewrapEnvironmentConfig().wrapper_args]}
 
 
 def content(path: Path) -> str | None:

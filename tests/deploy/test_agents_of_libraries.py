@@ -1,6 +1,8 @@
 """Agents of other libraries, each in its own environment, with a scripted policy: correct answers are rewarded."""
 
 import json
+import os
+import shutil
 import socket
 import subprocess
 import time
@@ -154,6 +156,17 @@ def test_mini_swe_agent_repairs_a_repository(
         for episode in group.episodes:
             assert (episode.reward, episode.course.state) == (reward, "finished")
             assert episode.course.num_turns == len(turns) and (reward == 0 or len(episode.branches) == 1)
+    if shutil.which("bwrap"):
+        monkeypatch.setenv("A_SECRET", "x")
+        command = f"[ -z $A_SECRET ] && ! kill -0 {os.getpid()} && ! exec 3<>/dev/tcp/127.0.0.1/{{port}}"
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            confined = command.format(port=listening.getsockname()[1])
+            turn = row["demonstration"].replace("sed -i", f"({confined}) 2> /dev/null && sed -i")
+            group = play_with_agent(row, row["prompt"], script_of(turn), agent=f"{script}:run", python=python)
+        assert [episode.reward for episode in group.episodes] == [1.0, 1.0]
+    docker = row | {"environment": "docker"}
+    assert play_with_agent(docker, row["prompt"], agent=f"{script}:run", python=python).episodes == []
+    assert "environment = 'docker' is not supported; use 'bubblewrap'" in caplog.text
     monkeypatch.setenv("MSWEA_BUBBLEWRAP_EXECUTABLE", "no-such-command")
     assert play_with_agent(row, row["prompt"], agent=f"{script}:run", python=python).episodes == []
     assert "cannot run commands here; install it" in caplog.text and "no-such-command" in caplog.text
