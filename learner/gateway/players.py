@@ -48,6 +48,7 @@ class AgentPlayer:
 
     def __init__(self, config: LearnerConfig, template: ChatTemplate, model: str) -> None:
         self._config = config
+        self._reads_turns = config.advantage.credit != "episode" or config.advantage.function is not None
         self._agents = start_agent_pool(config.environment)
         self._gateway = Gateway(config, template, model)
 
@@ -87,7 +88,7 @@ class AgentPlayer:
                 outcome = await agent.play(request, self._config.environment.episode_deadline_s)
                 if self._agents.is_closed:
                     raise asyncio.CancelledError  # the run is ending, and the episode with it
-                reward = _reward_of(outcome, session, by_turn=self._config.advantage.credit != "episode")
+                reward = _reward_of(outcome, session, by_turn=self._reads_turns)
                 if isinstance(reward, ProcessFailure):
                     log.warning("the agent of prompt %d %s", prompt.prompt_id, reward.message)
                 session.end(reward)
@@ -255,8 +256,8 @@ def _reward_of(
 ) -> float | ProcessFailure | None:
     """Return the reward of the episode, or a ProcessFailure for an unknown id.
 
-    Rewards by completion are those of turns. With credit by turn the episode has their sum, otherwise their mean, of
-    which each turn has its share.
+    Rewards by completion are those of turns. With credit by turn, or an advantage function of the user, the episode has
+    their sum, otherwise their mean, of which each turn has its share.
     """
     if isinstance(outcome, ProcessFailure):
         return outcome

@@ -59,10 +59,12 @@ def test_agents_can_use_the_openai_client_or_sync_code_and_completion_rewards_ar
         assert (episode.reward, len(episode.branches)) == (reward, num_branches)
 
 
-def test_rewards_by_completion_are_those_of_turns_if_the_run_gives_credit_by_turn() -> None:
+def test_rewards_by_completion_are_those_of_turns_if_the_run_may_give_credit_by_turn() -> None:
     """Their sum is then the reward, because a mean would depend on later turns."""
-    for credit, worth in {"turn": 1.0, "gigpo": 1.0, "episode": 0.5}.items():
-        for episode in play_group("by_completion", advantage={"credit": credit}).episodes:
+    for advantage, worth in (
+        ({"credit": "turn"}, 1.0), ({"credit": "gigpo"}, 1.0), ({"function": "mine.py:f"}, 1.0), ({}, 0.5),
+    ):  # fmt: skip
+        for episode in play_group("by_completion", advantage=advantage).episodes:
             assert [turn.reward for turn in episode.turns] == [0.0, worth] and episode.reward == worth
             first, second = episode.turns
             assert first.state == second.state, "both requests have the same prompt"
