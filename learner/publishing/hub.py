@@ -7,7 +7,7 @@ where it was when it is run again, because the hub keeps the large files that it
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -65,9 +65,10 @@ def log_in() -> None:
         HfApi().whoami()
 
 
-def push(directory: Path, repo: str, *, is_public: bool, summary: str) -> str:
+def push(directory: Path, repo: str, changed: Mapping[str, bytes], *, is_public: bool, summary: str) -> str:
     """Push the files of a directory in one commit; return the URL of the commit.
 
+    `changed`: contents, by name, of those files that are pushed in another form.
     A new repository is private unless `is_public`. The visibility of an existing one never changes.
 
     Raises:
@@ -91,7 +92,10 @@ def push(directory: Path, repo: str, *, is_public: bool, summary: str) -> str:
         return api.create_commit(
             repo,
             [
-                *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
+                *(
+                    CommitOperationAdd(path_in_repo=name, path_or_fileobj=changed.get(name, path))
+                    for name, path in files.items()
+                ),
                 *(CommitOperationDelete(path_in_repo=name) for name in sorted(obsolete)),
             ],
             commit_message=summary,

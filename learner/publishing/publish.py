@@ -16,7 +16,7 @@ from learner.config import LearnerRun
 from learner.publishing import hub
 from learner.publishing.checkpoint_choice import BEST, LATEST, ChosenCheckpoint, choose_checkpoint
 from learner.publishing.export import Form, complete_directory, write_adapter, write_model
-from learner.publishing.model_card import CardInputs, make_card
+from learner.publishing.model_card import PLACE, CardInputs, make_card
 from learner.publishing.public_config import hub_name
 from learner.storage.checkpoint import TRAINED
 from protocol.config import load_config
@@ -106,7 +106,8 @@ def export_run(request: ExportRequest) -> Exported:
     url = None
     if request.push:
         summary = f"Step {chosen.step} of {origin.run_id}, {form}"
-        url = hub.push(directory, request.push, is_public=request.public, summary=summary)
+        card = _card_for(request.push, directory)
+        url = hub.push(directory, request.push, card, is_public=request.public, summary=summary)
     return Exported(directory=str(directory), step=chosen.step, reason=chosen.reason, form=form, url=url)
 
 
@@ -133,7 +134,6 @@ def _write(request: ExportRequest, run: LearnerRun, chosen: ChosenCheckpoint, or
     card = make_card(
         CardInputs(
             name=request.run_dir.resolve().name,
-            place=request.push or "path/to/this/model",
             run=run,
             run_dir=request.run_dir,
             step=chosen.step,
@@ -150,6 +150,12 @@ def _write(request: ExportRequest, run: LearnerRun, chosen: ChosenCheckpoint, or
             write_adapter(run, chosen.path, origin.base or run.model, origin.dtype, aside)
         (aside / "README.md").write_text(str(card), "utf-8")
         (aside / ORIGIN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(origin)) + b"\n")
+
+
+def _card_for(repo: str, directory: Path) -> dict[str, bytes]:
+    """Return the card as it is pushed to a repository. It is absent if the user has removed it."""
+    card = directory / "README.md"
+    return {card.name: card.read_bytes().replace(PLACE.encode(), repo.encode())} if card.is_file() else {}
 
 
 def _is_new(directory: Path, origin: Origin) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from learner.publishing.publish import ExportRequest, export_run
 from tests.learner.publishing.finished_run import evaluate, start, train
 from tests.learner.publishing.hub_stand_in import TOKEN, hub_stand_in
 
@@ -27,6 +28,7 @@ def test_a_run_is_published_by_one_command(accelerator: Accelerator, tmp_path: P
     train(run, accelerator, 10, 20)
     evaluate(run, 10, 0.9)
     evaluate(run, 20, 0.4)
+    before = export_run(ExportRequest(run_dir=Path(run.run_dir), best_by="evaluation"))
     arguments = (
         run.run_dir,
         "--checkpoint",
@@ -50,7 +52,9 @@ def test_a_run_is_published_by_one_command(accelerator: Accelerator, tmp_path: P
         made, pushed = json.loads(done.stdout), hub.repositories["me/digits"]
     assert (made["step"], made["form"], made["reason"]) == (10, "model", "best of 2 by evaluation: 0.9")
     assert made["url"] == f"{hub.url}/me/digits/commit/{pushed.commits[-1]}"
+    assert made["directory"] == before.directory, "what was exported before is pushed"
     files = {path.name: path.read_bytes() for path in Path(made["directory"]).iterdir()}
-    assert pushed.files == files | {".gitattributes": b""} and "model.safetensors" in files
+    card = files["README.md"].replace(b"path/to/this/model", b"me/digits")
+    assert pushed.files == files | {".gitattributes": b"", "README.md": card} and "model.safetensors" in files
     assert pushed.private and len(pushed.summaries) == 1 and pushed.summaries[0].startswith("Step 10 of run-")
-    assert b'from_pretrained("me/digits"' in files["README.md"] and str(tmp_path).encode() not in files["README.md"]
+    assert b'from_pretrained("me/digits"' in card and str(tmp_path).encode() not in card

@@ -25,7 +25,7 @@ hub.RESPONSE_TIMEOUT_S = float(sys.argv[4])
 with console.exit_on_user_error():
     hub.check_repo_name(sys.argv[2])
     hub.log_in()
-    print(hub.push(Path(sys.argv[1]), sys.argv[2], is_public=sys.argv[3] == "public", summary="Step 7"))
+    print(hub.push(Path(sys.argv[1]), sys.argv[2], {}, is_public=sys.argv[3] == "public", summary="Step 7"))
 """
 
 

@@ -37,7 +37,7 @@ PRIVATE = (
 def card_of(run: LearnerRun, tmp_path: Path, **changes: Any) -> ModelCard:
     """Return the card after step 20 of 30, as the hub's library reads it from a file."""
     inputs = CardInputs(
-        name="run", place="me/model", run=run, run_dir=Path(run.run_dir), step=20, reason="newest of 2", form="model",
+        name="run", run=run, run_dir=Path(run.run_dir), step=20, reason="newest of 2", form="model",
         dtype="bfloat16", base="org/base",
     )  # fmt: skip
     made = make_card(msgspec.structs.replace(inputs, **changes))
