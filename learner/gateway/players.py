@@ -254,7 +254,7 @@ def without_proxy(host: str) -> dict[str, str]:
 def _reward_of(
     outcome: AgentReward | ProcessFailure, session: Session, *, by_turn: bool
 ) -> float | ProcessFailure | None:
-    """Return the reward of the episode, or a ProcessFailure for an unknown id.
+    """Return the reward of the episode, or a ProcessFailure for an unknown id or two ids of one turn.
 
     Rewards by completion are those of turns. With credit by turn, or an advantage function of the user, the episode has
     their sum, otherwise their mean, of which each turn has its share.
@@ -263,14 +263,21 @@ def _reward_of(
         return outcome
     if not isinstance(outcome.reward, dict):
         return outcome.reward
-    by_id = {_turn_id(name): reward for name, reward in outcome.reward.items()}
+    named = {_turn_id(name): name for name in outcome.reward}
     unknown = [name for name in outcome.reward if _turn_id(name) not in session.turns]
     if unknown:
         return ProcessFailure(
             "failed", f"returned a reward for {unknown[0]!r}, which is not the id of one of its completions"
         )
-    if not by_id:
+    if not named:
         return None
+    twice = next((name for name in outcome.reward if named[_turn_id(name)] != name), None)
+    if twice is not None:
+        return ProcessFailure(
+            "failed",
+            f"returned rewards for {twice!r} and {named[_turn_id(twice)]!r}, which are the same turn; return one",
+        )
+    by_id = {turn_id: outcome.reward[name] for turn_id, name in named.items()}
     rewards = by_id if by_turn else {name: reward / len(by_id) for name, reward in by_id.items()}
     session.rate_turns(rewards)
     return sum(rewards.values())

@@ -101,6 +101,7 @@ def test_a_cancelled_episode_leaves_no_reward_to_the_next(tmp_path: Path, when: 
         ("die", "env_error", 1, "lost its process to signal 9"),
         ("invented", "env_error", 1, "returned a reward for 'chatcmpl-mine', which is not the id of one of its "
                                      "completions"),
+        ("rate twice", "env_error", 1, "which are the same turn; return one"),
         ("hoard", "env_error", 1, "used more than 200 MiB of memory"),
         ("go on", "max_turns", 3, "raised HTTPStatusError"),
     ],

@@ -59,12 +59,14 @@ async def by_completion(data: dict[str, Any], *, base_url: str, api_key: str, ht
 
 async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> Any:
     """Misbehave after a turn, as the row says."""
-    await ask(base_url, api_key, http_client)
+    reply = await ask(base_url, api_key, http_client)
     match data["how"]:
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "invented":
             return {"chatcmpl-mine": 1.0}
+        case "rate twice":
+            return {reply["id"]: 1.0, reply["id"].replace("chatcmpl-", "msg_"): 0.0}
         case "go on":
             while True:
                 await ask(base_url, api_key, http_client)
