@@ -164,3 +164,11 @@ def test_the_checks_find_missing_files_and_keys() -> None:
     )
     unknown = sorted(key for key in named_keys(text) if not is_key(key))
     assert unknown == ["learner.attic", "learner.weight_sync.a", "mdel", "server.http_prt"]
+
+
+def test_the_index_names_each_page_and_getting_started_each_recipe() -> None:
+    index, started = ((ROOT / "docs" / name).read_text() for name in ("index.md", "getting-started.md"))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages - set(links(index)) == set()
+    recipes = {recipe.name for recipe in (ROOT / "deploy" / "recipes").glob("*.toml")}
+    assert {name for name in recipes if f"`{name}`" not in started} == set()
