@@ -179,7 +179,8 @@ class Gateway:
             try:
                 message = read_answer(template, turn.prompt, turn.token_ids)
                 calls = calls_of(message)
-            except UnreadableAnswer:
+                json.dumps([call.arguments for call in calls], allow_nan=False)
+            except (UnreadableAnswer, ValueError):  # ValueError: NaN or Infinity, which no reply in JSON can hold
                 pass
             else:
                 if template.tools or not calls:

@@ -68,6 +68,17 @@ async def test_a_stream_adds_up_to_the_whole_message() -> None:
         assert block.model_dump(exclude=without_ids) == other.model_dump(exclude=without_ids)
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+async def test_a_call_with_a_number_that_json_cannot_hold_is_text(number: str) -> None:
+    turn = f'<tool_call>{{"name": "add", "arguments": {{"number": {number}}}}}</tool_call>'
+    async with talking(turn, turn) as claude:
+        whole = await claude.say(tools=[ADD])
+        async with claude.client.messages.stream(model="any", messages=QUESTION, max_tokens=50, tools=[ADD]) as stream:  # type: ignore[arg-type]
+            streamed = await stream.get_final_message()
+    for reply in (whole, streamed):
+        assert [block.text for block in reply.content] == [turn] and reply.stop_reason == "end_turn"
+
+
 async def test_stop_reasons_name_the_stop_sequence_or_the_limit() -> None:
     async with talking("one;", end="") as claude:
         reply = await claude.say(stop_sequences=[".", ";"])
