@@ -110,10 +110,19 @@ def _read(message: dict[str, Any], where: str, parameter: str) -> Message:
     read: Message = {"role": role, "content": text_of(message.get("content"), where, parameter)}
     for key in ("name", "tool_call_id", REASONING):
         if message.get(key):
-            read[key] = message[key]
-    if message.get("tool_calls"):
-        read["tool_calls"] = [_call(call, where, parameter) for call in message["tool_calls"]]
+            read[key] = _text(message[key], f"{key} of {where}", parameter)
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise RefusedRequest(f"tool_calls of {where} is {calls!r}; expected a list", parameter=parameter)
+    if calls:
+        read["tool_calls"] = [_call(call, where, parameter) for call in calls]
     return read
+
+
+def _text(value: Any, what: str, parameter: str) -> str:
+    if not isinstance(value, str):
+        raise RefusedRequest(f"{what} is {str(value)[:200]}; expected a text", parameter=parameter)
+    return value
 
 
 def text_of(content: Any, where: str, parameter: str) -> str:
@@ -145,4 +154,4 @@ def _call(call: Any, where: str, parameter: str) -> dict[str, Any]:
             f"{where} has a tool call that cannot be stored ({error}); send its arguments as JSON text",
             parameter=parameter,
         ) from error
-    return {"id": call["id"], **read} if call.get("id") else read
+    return {"id": _text(call["id"], f"the id of a tool call of {where}", parameter), **read} if call.get("id") else read

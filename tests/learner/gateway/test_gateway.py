@@ -223,6 +223,22 @@ async def test_a_call_that_an_agent_sends_back_keeps_its_sampled_tokens(argument
     assert unpack(packed, EpisodeGroup).episodes[0].messages
 
 
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "assistant", "tool_calls": [{"id": {"a": 1}, "function": {"name": "add"}}]}, "the id of a tool call"),
+        ({"role": "tool", "tool_call_id": ["c1"], "content": "5"}, "tool_call_id"),
+        ({"role": "user", "name": {"a": 1}, "content": "5"}, "name"),
+        ({"role": "assistant", "reasoning_content": [1], "content": "5"}, "reasoning_content"),
+        ({"role": "assistant", "tool_calls": 7}, "tool_calls"),
+    ],
+)
+async def test_a_message_whose_parts_have_another_type_is_refused(message: dict[str, Any], problem: str) -> None:
+    async with open_episode(script_of("one")) as agent:
+        with pytest.raises(openai.BadRequestError, match=rf"{problem} of messages\[1\] is .*; expected a"):
+            await agent.chat([*QUESTION, message])
+
+
 async def test_a_developer_message_is_rendered_as_a_system_message() -> None:
     async with open_episode(script_of("one")) as agent:
         parts = [{"type": "text", "text": text} for text in ("Be ", "short.")]
