@@ -90,6 +90,11 @@ def _check_rewards(config: "LearnerConfig") -> None:
             'divide them; set scale to "batch" or "none", or remove the penalty',
         )
     require(
+        config.advantage.credit == "episode" or config.advantage.scale != "mean",
+        f'advantage.credit = "{config.advantage.credit}" with advantage.scale = "mean": what a turn and later ones earn '
+        'has no group mean to be divided by; set scale to "group", "batch" or "none", or credit to "episode"',
+    )
+    require(
         config.advantage.credit == "episode" or config.advantage.combine == "sum",
         f'advantage.credit = "{config.advantage.credit}" with advantage.combine = "normalize_then_sum": the rewards of '
         "turns belong to one function, and the advantages of the others have no turns to be added to; set combine to "
