@@ -161,6 +161,11 @@ class RewardConfig(Section):
         return tuple(s if short.count(s) == 1 else spec for s, spec in zip(short, self.functions, strict=True))
 
     @property
+    def is_learned_from(self) -> bool:
+        """True if the advantages derive from rewards."""
+        return bool(self.functions) and not self.only_logged
+
+    @property
     def own_metrics(self) -> frozenset[str]:
         """Names in reward/<name> that are reserved, so that no function may log them."""
         return frozenset({"mean", "std", *self.weight_by_name})

@@ -93,7 +93,7 @@ def advantages(groups: list[RolloutGroup], config: LearnerConfig) -> AdvantagesB
 
     The config's built-in rule or the user's own function computes them.
     """
-    if not config.reward.functions or config.reward.only_logged:  # the KL is the advantage of each token
+    if not config.reward.is_learned_from:  # the KL is the advantage of each token
         return [[[0.0]] * len(group.rewards_G) for group in groups]
     rewards = step_rewards(groups, config.reward)
     if config.advantage.function is not None:
