@@ -222,7 +222,9 @@ def _micro_batch_loss(
         weights_B=batch.weights_B,
         mask_BT=batch.mask_BT,
         proximal_logprobs_BT=batch.proximal_logprobs_BT,
-        reference_logprobs_BT=batch.reference_logprobs_BT,
+        # With the KL in the reward, only rows from the reference's server have them, and a rank without rows has none:
+        # all ranks must reduce the same sums.
+        reference_logprobs_BT=None if config.kl.place == "reward" else batch.reference_logprobs_BT,
         entropy_BT=entropy_BT,
         policy_mask_BT=batch.policy_mask_BT,
         picked_BT=batch.picked_BT,
