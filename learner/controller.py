@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
+from learner.algorithm.plug_in import has_ratio
 from learner.evaluation.background import Evaluations
 from learner.gateway.players import open_agents, open_player
 from learner.policy.published import PublishedPolicy
@@ -180,7 +181,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.run_dir.begin()
         self.fleet.is_over = False
         if self.is_quantized:
-            log_correction(self.run_inputs.run)
+            run = self.run_inputs.run
+            log_correction(run, has_ratio=has_ratio(run.learner.loss.objective))
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
         self.publish(version)
         self.log.start_clock()

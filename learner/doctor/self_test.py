@@ -22,7 +22,7 @@ from accelerate.utils import set_seed
 
 from learner.algorithm.kl import clamped, masked
 from learner.algorithm.objectives import PickedTokens
-from learner.algorithm.plug_in import objective_of
+from learner.algorithm.plug_in import has_ratio, objective_of
 from learner.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -106,7 +106,9 @@ def connected(run: LearnerRun, command: str) -> Iterator[tuple[PolicyTrainer, Co
         on_server = trainer.reference if isinstance(trainer.reference, ServerReference) else None
         controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, on_server, None))
         controller.connect(0)
-        trainer.run = choose_correction(trainer.run, is_quantized=controller.is_quantized)
+        trainer.run = choose_correction(
+            trainer.run, is_quantized=controller.is_quantized, has_ratio=has_ratio(run.learner.loss.objective)
+        )
         controller.fleet.is_over = True
         yield trainer, controller
 
