@@ -11,8 +11,10 @@ OVERLONG = "overlong"
 """Name of the overlong penalty (rewards/scoring.py) among the names of the functions."""
 OF_ENVIRONMENT = "environment_reward"
 """Built-in function that returns the environment's own reward, in which the rewards of turns are included."""
-
-
+MAX_TURNS = 8
+"""Number of turns of an episode whose mean rewards are metrics of their own."""
+OF_THE_RUN = frozenset({"mean", "std", "turn_mean", *(f"turn_{number}" for number in range(1, MAX_TURNS + 1))})
+"""Names in reward/<name> of metrics over all functions."""
 JUDGE, PASSES_TESTS = "judge", "passes_tests"
 """Built-in functions with keys of their own."""
 JUDGED = """Rate the answer to the task below.
@@ -153,6 +155,12 @@ class RewardConfig(Section):
             f"functions = {self.functions} contains a function named {OVERLONG!r}, which is the name of the reward of "
             "overlong_buffer_tokens; rename the function",
         )
+        reserved = sorted(OF_THE_RUN.intersection(self.names))
+        require(
+            not reserved,
+            f"functions = {self.functions} contains a function named {', '.join(map(repr, reserved))}, but "
+            "reward/<name> is the run's own metric; rename the function",
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -168,7 +176,7 @@ class RewardConfig(Section):
     @property
     def own_metrics(self) -> frozenset[str]:
         """Names in reward/<name> that are reserved, so that no function may log them."""
-        return frozenset({"mean", "std", *self.weight_by_name})
+        return OF_THE_RUN.union(self.weight_by_name)
 
     @property
     def function_weights(self) -> tuple[float, ...]:
