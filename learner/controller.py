@@ -279,7 +279,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.log.step(step, metrics)
         self.evaluations.after_step(step, times["time/step"])
         self.log.sample(step, groups[0], self.run_inputs.tokenizer, lambda: self._columns_of(groups[0]))
-        if all(reward is None for group in groups for reward in group.rewards_G):
+        is_learned_from = self.run_inputs.run.learner.reward.is_learned_from
+        if is_learned_from and all(reward is None for group in groups for reward in group.rewards_G):
             log.warning(
                 "no completion of step %d could be scored: every reward function returned None or timed out", step
             )

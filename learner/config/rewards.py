@@ -106,7 +106,7 @@ class RewardConfig(Section):
     max_failed_share: MayChange[Fraction[float]] = 0.2
     """Maximum share of failed or timed-out calls among the last 100 calls of a function (at first: 10). Above
     it, the run stops and shows examples. Up to it, the prompt of such a call is requested again, if the
-    function has a weight. 0: any failure stops the run."""
+    function has a weight and only_logged is false. 0: any failure stops the run."""
     overlong_buffer_tokens: AtLeastOne[int] | None = None
     """Length of the soft overlong penalty (DAPO), in tokens. Over this many tokens before
     sampling.max_tokens, the penalty grows linearly to overlong_penalty; a truncated completion gets all of
