@@ -77,6 +77,7 @@ def self_test(run: LearnerRun) -> NoiseMeasurement:
             fresh=floor(tokens, tokens.is_fresh_N),
             through_push=floor(tokens, ~tokens.is_fresh_N),
             bounds=bounds(tokens, config),
+            is_quantized=controller.is_quantized,
         )
         if config.sampling.temperature != 1 and measured.disagreeing:
             untempered = compare(trainer, batches, 1.0)

@@ -123,6 +123,23 @@ def test_noise_at_the_bounds_of_the_objective_is_a_problem_and_nans_are_counted(
     assert all(any(f"learner.loss.{key}" in problem for problem in found) for key in ("clip_low", "clip_high"))
 
 
+def test_the_difference_that_quantization_makes_is_no_problem(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    for quantization in ("fp8_per_tensor", ""):
+        engine = Off(generator.gauss(0, 0.1) for _ in itertools.count())
+        engine.limits = msgspec.structs.replace(engine.limits, quantization=quantization)
+        with tiny_server(engine) as server:
+            measured = self_test(make_run(tmp_path, server.endpoint, parity={"max_mean_abs_logprob": 0.15}))
+        assert measured.is_quantized == bool(quantization)
+        assert (problems(measured) == []) == bool(quantization)
+        assert ("a server quantizes" in as_text(measured)) == bool(quantization)
+    off = Off(itertools.repeat(1.5))
+    off.limits = msgspec.structs.replace(off.limits, quantization="fp8_per_tensor")
+    with tiny_server(off) as server:
+        (problem,) = problems(self_test(make_run(tmp_path, server.endpoint)))
+    assert "server and learner disagree" in problem
+
+
 def test_the_command_prints_json_with_exit_0_or_a_table_and_the_problem_with_exit_2(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     with tiny_server() as server:
