@@ -11,12 +11,14 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import torch
 
+from learner.algorithm.correction import binary_kl
 from learner.config import LearnerConfig
 from learner.config.objectives import is_plug_in
 
 TRUSTED_RATIO = (0.9, 1.1)
-Level = Literal["token", "sequence", "geometric", "probability"]
+Level = Literal["token", "sequence", "geometric", "probability", "binary_kl"]
 SMALLEST_MARGIN = 10.0
 """Ratio of a bound's distance to the noise below which the bound acts on noise."""
 NOISE_OF = {
@@ -24,6 +26,7 @@ NOISE_OF = {
     "sequence": "|ratio - 1| of a completion",
     "geometric": "|ratio - 1| of a completion's geometric mean",
     "probability": "difference of a token's probabilities",
+    "binary_kl": "KL of the event that a token is sampled",
 }
 
 
@@ -73,7 +76,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     value: float
     distance: float
-    """Distance of the bound from ratio 1, or from a probability difference of 0."""
+    """Distance of the bound from ratio 1, or from a probability difference or a KL of 0."""
     level: Level
     noise: float
     """Mean distance that noise alone causes, at the bound's level."""
@@ -127,6 +130,8 @@ def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
         if correction.min_weight is not None:
             distance = 1 - correction.min_weight
             found.append(("off_policy_correction.min_weight", correction.min_weight, distance, correction.granularity))
+    if (max_kl := correction.max_binary_kl) is not None:
+        found.append(("off_policy_correction.max_binary_kl", max_kl, max_kl, "binary_kl"))
     if correction.sequence_mask is not None:
         found.append(
             ("off_policy_correction.sequence_mask", correction.sequence_mask, correction.sequence_mask, "geometric")
@@ -138,11 +143,13 @@ def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
 
 
 def noise(tokens: ComparedTokens, level: Level) -> float:
-    """Return the mean |r - 1|, or the mean |p - p_server| at the level "probability".
+    """Return the mean |r - 1|, the mean |p - p_server| at the level "probability", or the mean KL at "binary_kl".
 
     r is the ratio of a token, of a completion (the product), or a completion's geometric mean.
     """
     log_ratio_N = tokens.logprobs_N - tokens.behaviour_logprobs_N
+    if level == "binary_kl":
+        return float(binary_kl(*map(torch.from_numpy, (tokens.logprobs_N, tokens.behaviour_logprobs_N))).mean())
     if level == "token":
         return float(np.abs(np.expm1(log_ratio_N)).mean())
     if level == "probability":
@@ -166,6 +173,8 @@ class NoiseMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     bounds: list[Bound]
     is_quantized: bool = False
     """Whether a server quantizes, so that both sides differ by more than noise."""
+    has_rewards: bool = True
+    """Whether advantages derive from rewards. Without them all are 0 here, and most bounds need their sign."""
     at_temperature_1: Floor | None = None
     """Noise of all tokens at temperature 1, if they do not fit the run's temperature."""
 
@@ -248,6 +257,7 @@ def as_text(measured: NoiseMeasurement) -> str:
     """Format the table, and the margin of each bound over the noise."""
     columns = measured.columns
     low, high = TRUSTED_RATIO
+    clipped = [(f"clipped by {measured.objective}", "clipped_frac", ".2%")] if measured.has_rewards else []
     rows = [["", *columns]] + [
         [label, *(format(getattr(tokens, field), form) for tokens in columns.values())]
         for label, field, form in (
@@ -260,7 +270,7 @@ def as_text(measured: NoiseMeasurement) -> str:
             ("ratio, max", "ratio_max", ".6f"),
             (f"ratio outside {low} to {high}", "outside_frac", ".2%"),
             ("KL (k3)", "mismatch_kl", ".1e"),
-            (f"clipped by {measured.objective}", "clipped_frac", ".2%"),
+            *clipped,
             ("effective sample size", "ess", ".2%"),
         )
     ]

@@ -78,6 +78,7 @@ def self_test(run: LearnerRun) -> NoiseMeasurement:
             through_push=floor(tokens, ~tokens.is_fresh_N),
             bounds=bounds(tokens, config),
             is_quantized=controller.is_quantized,
+            has_rewards=config.reward.is_learned_from,
         )
         if config.sampling.temperature != 1 and measured.disagreeing:
             untempered = compare(trainer, batches, 1.0)
