@@ -196,7 +196,8 @@ def self_test_command(arguments: list[str]) -> None:
     if found:
         raise ParityError("\n       ".join(found))
     if not as_json:
-        print("server and learner agree, and nothing in this run acts on the noise that is left")
+        rest = "" if measured.is_quantized else ", and nothing in this run acts on the noise that is left"
+        print(f"server and learner agree{rest}")
 
 
 def report_command(arguments: list[str]) -> None:

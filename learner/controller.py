@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
+from learner.algorithm.plug_in import has_ratio
 from learner.evaluation.background import Evaluations
 from learner.gateway.players import open_agents, open_player
 from learner.policy.published import PublishedPolicy
@@ -180,7 +181,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.run_dir.begin()
         self.fleet.is_over = False
         if self.is_quantized:
-            log_correction(self.run_inputs.run)
+            run = self.run_inputs.run
+            log_correction(run, has_ratio=has_ratio(run.learner.loss.objective))
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
         self.publish(version)
         self.log.start_clock()
@@ -277,7 +279,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.log.step(step, metrics)
         self.evaluations.after_step(step, times["time/step"])
         self.log.sample(step, groups[0], self.run_inputs.tokenizer, lambda: self._columns_of(groups[0]))
-        if all(reward is None for group in groups for reward in group.rewards_G):
+        is_learned_from = self.run_inputs.run.learner.reward.is_learned_from
+        if is_learned_from and all(reward is None for group in groups for reward in group.rewards_G):
             log.warning(
                 "no completion of step %d could be scored: every reward function returned None or timed out", step
             )

@@ -16,6 +16,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from learner.algorithm.plug_in import has_ratio
 from learner.config import LearnerRun
 from learner.controller import Controller, RankZero
 from learner.evaluation.background import is_due
@@ -87,7 +88,9 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         checkpoints = cleanup.enter_context(Checkpoints(trainer, directory, records, version if checkpoint else None))
         lead(Controller.connect, version)
         is_quantized = decide_on_rank_0(accelerator, lambda: controller is not None and controller.is_quantized, bool)
-        trainer.run = choose_correction(trainer.run, is_quantized=is_quantized)
+        trainer.run = choose_correction(
+            trainer.run, is_quantized=is_quantized, has_ratio=has_ratio(config.loss.objective)
+        )
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)
         interrupt = cleanup.enter_context(Interrupt())

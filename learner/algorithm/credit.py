@@ -46,12 +46,14 @@ def turn_advantages(rewards: StepRewards, config: AdvantageConfig) -> Advantages
         G_ik    return-to-go: r_ik + gamma r_i,k+1 + gamma² r_i,k+2 + …
         b_ik    mean of G_jk over the other episodes j that have a turn k, and of one more value: the mean of their
                 G_j0 minus what episode i earned before turn k. This value alone gives credit by episode. It steadies
-                the mean where few episodes are left
+                the mean where few episodes are left. With gamma < 1 it is discounted to the first turn: then it only
+                serves turns without such a j, whose advantage is G_i0 minus the mean of G_j0
         n       number of scorable episodes of the group. The factor (n - 1) / n makes a single-turn completion's
                 advantage that of GRPO; baseline "leave_one_out" leaves it out
 
     The divisor is the standard deviation (Bessel) of the returns of the group or of the step around the mean of their
-    turn index, + 1e-4. What distinguishes early from late turns does not count. A mean that includes episode i, or one that is summed over the turns that i has, is biased (verl issue 7244).
+    turn index, + 1e-4. What distinguishes early from late turns does not count. A mean that includes episode i, or one
+    that is summed over the turns that i has, is biased (verl issue 7244).
     """
     returns_P_G_K = _returns(rewards, config)
     of_step = _deviation_by_turn([returns_K for returns_G_K in returns_P_G_K for returns_K in returns_G_K])
@@ -160,7 +162,10 @@ def _relative_to_others(
     advantages_K = []
     for k, (value, reward) in enumerate(zip(returns_K, rewards_K, strict=True)):
         peers = [other_K[k] for other_K in others if len(other_K) > k]
-        advantages_K.append(_difference(value, [*peers, remaining]))
+        if gamma < 1 and peers:  # `remaining` is discounted to the first turn, and the peers to this one
+            advantages_K.append(_difference(value, peers))
+        else:
+            advantages_K.append(_difference(gamma**k * value, [*peers, remaining]))
         remaining -= gamma**k * reward
     return advantages_K
 

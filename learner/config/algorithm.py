@@ -259,8 +259,10 @@ class OffPolicyCorrectionConfig(Section):
         """Weight as set, or the default for servers that do not quantize."""
         return "none" if self.weight == "auto" else self.weight
 
-    def for_quantized_servers(self, loss: LossConfig, staleness_bound: int) -> Self:
+    def for_quantized_servers(self, loss: LossConfig, staleness_bound: int, *, has_ratio: bool) -> Self:
         """Return the correction with its automatic parts chosen for servers that quantize.
+
+        `has_ratio`: whether the ratio multiplies the objective's gradient, which may be a function of the user.
 
         The weight corrects the difference that quantization makes, and must not count twice: with the behavior
         policy as its anchor, which vespo needs, the ratio of an objective already is the weight. An exact proximal
@@ -268,7 +270,7 @@ class OffPolicyCorrectionConfig(Section):
         """
         if self.weight != "auto":
             return self
-        if loss.has_ratio is False:
+        if not has_ratio:
             return msgspec.structs.replace(self, weight="truncate")
         if self.anchor == "behaviour" or loss.objective == "vespo":
             return msgspec.structs.replace(self, weight="none")

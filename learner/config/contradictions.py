@@ -22,11 +22,10 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
         unmet_needs["weight_sync.overlap_with_training"] = "max_staleness above 0"
     if not config.reward.functions:
         unmet_needs |= dict.fromkeys(("curriculum.kind", "reward.only_logged"), "reward.functions")
-    if not config.reward.functions or config.reward.only_logged:
-        unmet_needs |= dict.fromkeys(
-            ("advantage.baseline", "advantage.scale", "advantage.credit"), "rewards to learn from"
-        )
-    if sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
+    if not config.reward.is_learned_from:
+        keys = ("baseline", "scale", "combine", "credit", "function")
+        unmet_needs |= dict.fromkeys((f"advantage.{key}" for key in keys), "rewards to learn from")
+    elif sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
         unmet_needs["advantage.combine"] = "two reward functions of nonzero weight"
     if not config.environment.is_used:  # a completion is one turn
         unmet_needs["advantage.credit"] = "environment.factory, tools, agent or command"
@@ -90,6 +89,11 @@ def _check_rewards(config: "LearnerConfig") -> None:
             'divide them; set scale to "batch" or "none", or remove the penalty',
         )
     require(
+        config.advantage.credit == "episode" or config.advantage.scale != "mean",
+        f'advantage.credit = "{config.advantage.credit}" with advantage.scale = "mean": what a turn and later ones earn '
+        'has no group mean to be divided by; set scale to "group", "batch" or "none", or credit to "episode"',
+    )
+    require(
         config.advantage.credit == "episode" or config.advantage.combine == "sum",
         f'advantage.credit = "{config.advantage.credit}" with advantage.combine = "normalize_then_sum": the rewards of '
         "turns belong to one function, and the advantages of the others have no turns to be added to; set combine to "
@@ -132,7 +136,7 @@ def _check_without_rewards(config: "LearnerConfig") -> None:
     reward, is_advantage = config.reward, config.kl.is_advantage
     nothing = "reward.only_logged = true" if reward.functions else "reward.functions = []"
     require(
-        is_advantage or (bool(reward.functions) and not reward.only_logged),
+        is_advantage or reward.is_learned_from,
         f"{nothing} leaves nothing to learn from; reward with a function, or distill from a reference with "
         'kl.place = "advantage"',
     )
@@ -158,7 +162,6 @@ def _check_without_rewards(config: "LearnerConfig") -> None:
     )
     needs_functions = {
         f"evaluation.every_steps = {config.evaluation.every_steps}": config.evaluation.every_steps > 0,
-        "advantage.function": config.advantage.function is not None,
         f"reward.overlong_buffer_tokens = {reward.overlong_buffer_tokens}": reward.overlong_buffer_tokens is not None,
     }
     for key, is_used in needs_functions.items():

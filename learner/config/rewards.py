@@ -11,8 +11,10 @@ OVERLONG = "overlong"
 """Name of the overlong penalty (rewards/scoring.py) among the names of the functions."""
 OF_ENVIRONMENT = "environment_reward"
 """Built-in function that returns the environment's own reward, in which the rewards of turns are included."""
-
-
+MAX_TURNS = 8
+"""Number of turns of an episode whose mean rewards are metrics of their own."""
+OF_THE_RUN = frozenset({"mean", "std", "turn_mean", *(f"turn_{number}" for number in range(1, MAX_TURNS + 1))})
+"""Names in reward/<name> of metrics over all functions."""
 JUDGE, PASSES_TESTS = "judge", "passes_tests"
 """Built-in functions with keys of their own."""
 JUDGED = """Rate the answer to the task below.
@@ -104,7 +106,7 @@ class RewardConfig(Section):
     max_failed_share: MayChange[Fraction[float]] = 0.2
     """Maximum share of failed or timed-out calls among the last 100 calls of a function (at first: 10). Above
     it, the run stops and shows examples. Up to it, the prompt of such a call is requested again, if the
-    function has a weight. 0: any failure stops the run."""
+    function has a weight and only_logged is false. 0: any failure stops the run."""
     overlong_buffer_tokens: AtLeastOne[int] | None = None
     """Length of the soft overlong penalty (DAPO), in tokens. Over this many tokens before
     sampling.max_tokens, the penalty grows linearly to overlong_penalty; a truncated completion gets all of
@@ -153,6 +155,12 @@ class RewardConfig(Section):
             f"functions = {self.functions} contains a function named {OVERLONG!r}, which is the name of the reward of "
             "overlong_buffer_tokens; rename the function",
         )
+        reserved = sorted(OF_THE_RUN.intersection(self.names))
+        require(
+            not reserved,
+            f"functions = {self.functions} contains a function named {', '.join(map(repr, reserved))}, but "
+            "reward/<name> is the run's own metric; rename the function",
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -161,9 +169,14 @@ class RewardConfig(Section):
         return tuple(s if short.count(s) == 1 else spec for s, spec in zip(short, self.functions, strict=True))
 
     @property
+    def is_learned_from(self) -> bool:
+        """True if the advantages derive from rewards."""
+        return bool(self.functions) and not self.only_logged
+
+    @property
     def own_metrics(self) -> frozenset[str]:
         """Names in reward/<name> that are reserved, so that no function may log them."""
-        return frozenset({"mean", "std", *self.weight_by_name})
+        return OF_THE_RUN.union(self.weight_by_name)
 
     @property
     def function_weights(self) -> tuple[float, ...]:

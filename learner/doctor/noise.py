@@ -11,12 +11,14 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import torch
 
+from learner.algorithm.correction import binary_kl
 from learner.config import LearnerConfig
 from learner.config.objectives import is_plug_in
 
 TRUSTED_RATIO = (0.9, 1.1)
-Level = Literal["token", "sequence", "geometric", "probability"]
+Level = Literal["token", "sequence", "geometric", "probability", "binary_kl"]
 SMALLEST_MARGIN = 10.0
 """Ratio of a bound's distance to the noise below which the bound acts on noise."""
 NOISE_OF = {
@@ -24,6 +26,7 @@ NOISE_OF = {
     "sequence": "|ratio - 1| of a completion",
     "geometric": "|ratio - 1| of a completion's geometric mean",
     "probability": "difference of a token's probabilities",
+    "binary_kl": "KL of the event that a token is sampled",
 }
 
 
@@ -73,7 +76,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     value: float
     distance: float
-    """Distance of the bound from ratio 1, or from a probability difference of 0."""
+    """Distance of the bound from ratio 1, or from a probability difference or a KL of 0."""
     level: Level
     noise: float
     """Mean distance that noise alone causes, at the bound's level."""
@@ -127,6 +130,8 @@ def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
         if correction.min_weight is not None:
             distance = 1 - correction.min_weight
             found.append(("off_policy_correction.min_weight", correction.min_weight, distance, correction.granularity))
+    if (max_kl := correction.max_binary_kl) is not None:
+        found.append(("off_policy_correction.max_binary_kl", max_kl, max_kl, "binary_kl"))
     if correction.sequence_mask is not None:
         found.append(
             ("off_policy_correction.sequence_mask", correction.sequence_mask, correction.sequence_mask, "geometric")
@@ -138,11 +143,13 @@ def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
 
 
 def noise(tokens: ComparedTokens, level: Level) -> float:
-    """Return the mean |r - 1|, or the mean |p - p_server| at the level "probability".
+    """Return the mean |r - 1|, the mean |p - p_server| at the level "probability", or the mean KL at "binary_kl".
 
     r is the ratio of a token, of a completion (the product), or a completion's geometric mean.
     """
     log_ratio_N = tokens.logprobs_N - tokens.behaviour_logprobs_N
+    if level == "binary_kl":
+        return float(binary_kl(*map(torch.from_numpy, (tokens.logprobs_N, tokens.behaviour_logprobs_N))).mean())
     if level == "token":
         return float(np.abs(np.expm1(log_ratio_N)).mean())
     if level == "probability":
@@ -164,6 +171,10 @@ class NoiseMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     through_push: Floor | None
     """Noise of completions in the engine during a weight sync, or None without any."""
     bounds: list[Bound]
+    is_quantized: bool = False
+    """Whether a server quantizes, so that both sides differ by more than noise."""
+    has_rewards: bool = True
+    """Whether advantages derive from rewards. Without them all are 0 here, and most bounds need their sign."""
     at_temperature_1: Floor | None = None
     """Noise of all tokens at temperature 1, if they do not fit the run's temperature."""
 
@@ -184,7 +195,8 @@ class NoiseMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 def problems(measured: NoiseMeasurement) -> list[str]:
     """Return the problems.
 
-    The list is empty if both sides agree and nothing in the run acts on the remaining noise.
+    The list is empty if both sides agree and nothing in the run acts on the remaining noise. What quantization changes
+    is expected to reach the bounds (docs/quantization.md), so they are only in the table.
     """
     found = _disagreements(measured)
     if measured.num_not_finite:
@@ -192,6 +204,8 @@ def problems(measured: NoiseMeasurement) -> list[str]:
             f"{measured.num_not_finite} tokens have a NaN or inf logprob on one of the two sides, and the loss would "
             'exclude them; check the weights for NaN and inf, or set dtype = "float32"'
         )
+    if measured.is_quantized:
+        return found
     for name, tokens in measured.columns.items():
         if tokens.clipped_frac > 0:
             found.append(
@@ -243,6 +257,7 @@ def as_text(measured: NoiseMeasurement) -> str:
     """Format the table, and the margin of each bound over the noise."""
     columns = measured.columns
     low, high = TRUSTED_RATIO
+    clipped = [(f"clipped by {measured.objective}", "clipped_frac", ".2%")] if measured.has_rewards else []
     rows = [["", *columns]] + [
         [label, *(format(getattr(tokens, field), form) for tokens in columns.values())]
         for label, field, form in (
@@ -255,11 +270,15 @@ def as_text(measured: NoiseMeasurement) -> str:
             ("ratio, max", "ratio_max", ".6f"),
             (f"ratio outside {low} to {high}", "outside_frac", ".2%"),
             ("KL (k3)", "mismatch_kl", ".1e"),
-            (f"clipped by {measured.objective}", "clipped_frac", ".2%"),
+            *clipped,
             ("effective sample size", "ess", ".2%"),
         )
     ]
     lines = [f"{row[0]:<26}" + "".join(f"{cell:>16}" for cell in row[1:]) for row in rows]
+    if measured.is_quantized:
+        lines.append(
+            "a server quantizes: most of the difference is expected, and learner.off_policy_correction applies to it"
+        )
     if measured.through_push is None:
         lines.append("no completion was in the engine during a weight sync: each was finished before")
     if not measured.bounds:

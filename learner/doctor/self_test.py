@@ -22,7 +22,7 @@ from accelerate.utils import set_seed
 
 from learner.algorithm.kl import clamped, masked
 from learner.algorithm.objectives import PickedTokens
-from learner.algorithm.plug_in import objective_of
+from learner.algorithm.plug_in import has_ratio, objective_of
 from learner.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -77,6 +77,8 @@ def self_test(run: LearnerRun) -> NoiseMeasurement:
             fresh=floor(tokens, tokens.is_fresh_N),
             through_push=floor(tokens, ~tokens.is_fresh_N),
             bounds=bounds(tokens, config),
+            is_quantized=controller.is_quantized,
+            has_rewards=config.reward.is_learned_from,
         )
         if config.sampling.temperature != 1 and measured.disagreeing:
             untempered = compare(trainer, batches, 1.0)
@@ -106,7 +108,9 @@ def connected(run: LearnerRun, command: str) -> Iterator[tuple[PolicyTrainer, Co
         on_server = trainer.reference if isinstance(trainer.reference, ServerReference) else None
         controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, on_server, None))
         controller.connect(0)
-        trainer.run = choose_correction(trainer.run, is_quantized=controller.is_quantized)
+        trainer.run = choose_correction(
+            trainer.run, is_quantized=controller.is_quantized, has_ratio=has_ratio(run.learner.loss.objective)
+        )
         controller.fleet.is_over = True
         yield trainer, controller
 

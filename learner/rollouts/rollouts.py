@@ -267,7 +267,7 @@ class Rollouts:
     async def _score(self, request: GroupRequest, group: AnyGroup) -> None:
         slot, prompt = request.slot, request.prompt
         rewards = await self._scorer.score(prompt, episodes_of(group), self._version)
-        if rewards.is_unscorable:
+        if rewards.is_unscorable and self._config.reward.is_learned_from:
             self._retry(request, "unscorable", rewards)
             return
         ready = scored_group(slot, prompt, group, rewards, request.answered_by)

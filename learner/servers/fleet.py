@@ -55,9 +55,9 @@ class Fleet:
         """Version that was published last."""
         self.experts: RoutingShape | None = None
         """Shape of the routed experts that each group must have. None: none are requested."""
-        self.is_over = False
         self.is_quantized: bool | None = None
         """Whether a server quantized when the run's correction was chosen. None: not chosen yet."""
+        self.is_over = False
         """Whether the run would not resume if it ended now. Its servers are then free at once."""
         self._run = run
         self._num_choices = 0

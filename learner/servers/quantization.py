@@ -23,19 +23,24 @@ def has_quantized(members: Iterable[Member]) -> bool:
     return any(member.welcome is not None and member.welcome.quantization for member in members)
 
 
-def choose_correction(run: LearnerRun, *, is_quantized: bool) -> LearnerRun:
-    """Return the run with the off-policy correction that its servers need."""
+def choose_correction(run: LearnerRun, *, is_quantized: bool, has_ratio: bool) -> LearnerRun:
+    """Return the run with the off-policy correction that its servers need.
+
+    `has_ratio`: whether the ratio multiplies the objective's gradient, as algorithm/plug_in.py finds out.
+    """
     if not is_quantized:
         return run
     config = run.learner
-    correction = config.off_policy_correction.for_quantized_servers(config.loss, config.staleness_bound)
+    correction = config.off_policy_correction.for_quantized_servers(
+        config.loss, config.staleness_bound, has_ratio=has_ratio
+    )
     return msgspec.structs.replace(run, learner=msgspec.structs.replace(config, off_policy_correction=correction))
 
 
-def log_correction(run: LearnerRun) -> None:
+def log_correction(run: LearnerRun, *, has_ratio: bool) -> None:
     """Log what "auto" becomes with quantized servers."""
     if run.learner.off_policy_correction.weight == "auto":
-        correction = choose_correction(run, is_quantized=True).learner.off_policy_correction
+        correction = choose_correction(run, is_quantized=True, has_ratio=has_ratio).learner.off_policy_correction
         log.info(
             'a server quantizes: learner.off_policy_correction.weight = "auto" is "%s" in this run, with anchor = "%s" '
             'and proximal = "%s"',

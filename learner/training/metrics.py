@@ -29,6 +29,7 @@ from accelerate import Accelerator
 from learner.algorithm.credit import anchored_frac
 from learner.algorithm.loss import Sums
 from learner.config import LearnerConfig
+from learner.config.rewards import MAX_TURNS
 from learner.environments.episode import TokenSequence
 from learner.policy.memory import GIB
 from learner.policy.model_shape import ModelShape
@@ -40,8 +41,6 @@ MAX_NATS = 20.0
 """Bound on the absolute log-ratio, in nats, as in the loss."""
 MIN_PULL = 1e-12
 """Lower bound for the pull by weight and advantage, which is 0 where the advantage is 0."""
-MAX_TURNS = 8
-"""Number of turns that have a metric of their own."""
 OF_SERVER = "mismatch of "
 """Prefix of per-server values, which are not metrics; the server's endpoint follows."""
 PEAK_TFLOPS = {

@@ -31,6 +31,7 @@ from learner.training.optimizer import NotFiniteError, learning_rate, require_fi
 from learner.training.packing import pieces_of
 from learner.training.policy_trainer import PolicyTrainer
 from learner.training.precompute import episode_kls, precompute_logprobs
+from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -92,13 +93,24 @@ def advantages(groups: list[RolloutGroup], config: LearnerConfig) -> AdvantagesB
     """Return the advantage of every turn of one step's groups.
 
     The config's built-in rule or the user's own function computes them.
+
+    Raises:
+        ConfigError: The function tells turns apart, and the objective's ratio covers the whole completion.
     """
-    if not config.reward.functions or config.reward.only_logged:  # the KL is the advantage of each token
+    if not config.reward.is_learned_from:  # the KL is the advantage of each token
         return [[[0.0]] * len(group.rewards_G) for group in groups]
     rewards = step_rewards(groups, config.reward)
-    if config.advantage.function is not None:
-        return advantages_of(config.advantage.function, rewards)
-    return advantages_by_turn(rewards, config.advantage)
+    function = config.advantage.function
+    if function is None:
+        return advantages_by_turn(rewards, config.advantage)
+    found = advantages_of(function, rewards)
+    if config.loss.is_of_completion and any(len(set(advantages_K)) > 1 for G in found for advantages_K in G):
+        raise ConfigError(
+            f"learner.advantage.function = {function!r} returned different advantages for the turns of an episode, but "
+            f'the ratio of learner.loss.objective = "{config.loss.objective}" covers the whole completion, so it would '
+            "spread each of them over all turns; choose another objective, or return one number for each completion"
+        )
+    return found
 
 
 def apply_kl_penalty(
@@ -210,7 +222,9 @@ def _micro_batch_loss(
         weights_B=batch.weights_B,
         mask_BT=batch.mask_BT,
         proximal_logprobs_BT=batch.proximal_logprobs_BT,
-        reference_logprobs_BT=batch.reference_logprobs_BT,
+        # With the KL in the reward, only rows from the reference's server have them, and a rank without rows has none:
+        # all ranks must reduce the same sums.
+        reference_logprobs_BT=None if config.kl.place == "reward" else batch.reference_logprobs_BT,
         entropy_BT=entropy_BT,
         policy_mask_BT=batch.policy_mask_BT,
         picked_BT=batch.picked_BT,

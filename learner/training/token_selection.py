@@ -78,11 +78,11 @@ def _chosen(
     num_mine = torch.tensor([len(mine_MC)], device=accelerator.device)
     counts = accelerator.gather(num_mine).tolist()
     longest = max(counts)
+    if not longest:  # on every rank, so that none waits in the second gather
+        return [torch.zeros_like(mask_BT) for mask_BT in masks]
     padded_MC = torch.nn.functional.pad(mine_MC, (0, 0, 0, longest - len(mine_MC)))
     everyone_NC = accelerator.gather(padded_MC).view(-1, longest, len(columns))
     step_NC = torch.cat([of_rank_MC[:count] for of_rank_MC, count in zip(everyone_NC, counts, strict=True)])
-    if not len(step_NC):
-        return [torch.zeros_like(mask_BT) for mask_BT in masks]
     chosen_M = choose(*step_NC.unbind(dim=1)).split(counts)[accelerator.process_index]
     found = []
     for mask_BT, of_batch in zip(masks, chosen_M.split([int(mask_BT.sum()) for mask_BT in masks]), strict=True):

@@ -133,6 +133,21 @@ def test_the_expected_gradient_is_the_policy_gradient(credit: str, baseline: str
     np.testing.assert_allclose(expected_gradient(by_turn(config)), factor * exact_gradient(), atol=1e-14)
 
 
+@pytest.mark.parametrize("gamma", [0.5, 0.9])
+def test_a_discounted_gradient_weighs_a_turn_by_whether_another_episode_may_reach_it(gamma: float) -> None:
+    """Σ w_k G_ik ∇ log p, with w_k = 1 if another episode reaches turn k and gamma^k if none does."""
+    expected = np.zeros(LOGITS.shape)
+    chances = [one.chance * float(one.logprob(LOGITS).exp()) for one in EPISODES]
+    for chance, one in zip(chances, EPISODES, strict=True):
+        for k, turn in enumerate(one.turns):
+            ended = sum(other for other, episode in zip(chances, EPISODES, strict=True) if len(episode.turns) <= k)
+            is_alone = ended ** (GROUP_SIZE - 1)
+            value = sum(gamma**later * reward for later, reward in enumerate(one.rewards[k:]))
+            expected += chance * (1 - is_alone + is_alone * gamma**k) * value * score(*turn)
+    config = AdvantageConfig(credit="turn", baseline="leave_one_out", scale="none", gamma=gamma)
+    np.testing.assert_allclose(expected_gradient(by_turn(config)), expected, atol=1e-14)
+
+
 def mean_by_index(group: list[Episode]) -> list[list[float]]:
     """Return Σ over the turns from k on of (reward - mean reward of that turn index), as in MT-GRPO (2505.11821)."""
     means = [statistics.fmean(one.rewards[k] for one in group if len(one.rewards) > k) for k in range(3)
@@ -217,6 +232,12 @@ def test_equal_returns_of_episodes_of_different_length_are_no_signal() -> None:
     discounted = AdvantageConfig(credit="turn", gamma=0.9)
     assert tells_turns_apart(step_rewards([[[0.0, 1.0], [1.0]]]), discounted)
     assert not tells_turns_apart(step_rewards([[[0.0, 1.0], [1.0]]]), AdvantageConfig(credit="turn"))
+
+
+def test_equal_discounted_returns_are_no_signal() -> None:
+    config = AdvantageConfig(credit="turn", gamma=0.9)
+    rewards = step_rewards([[[0.0, 1.0]] * 4, [[0.0, 0.0, 1.0], [0.81], [0.0, 0.9]]])
+    assert not tells_turns_apart(rewards, config)
 
 
 def test_an_unscorable_episode_is_in_no_baseline_and_has_no_advantage() -> None:

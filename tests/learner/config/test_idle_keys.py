@@ -14,6 +14,7 @@ ADAPTIVE = {"kl.coef": 0.1, "reference.kind": "adaptive", "reference.kl_threshol
 DECOUPLED = {"off_policy_correction.anchor": "proximal", "off_policy_correction.weight": "truncate"}
 TWO_REWARDS = {"reward.functions": ["exact_match", "share_right"]}
 ON = {"kl.coef": 0.1} | FIXED
+DISTILLED = ON | {"kl.place": "advantage", "reward.only_logged": True}
 
 IDLE: list[tuple[Sections, str, Sections, Sections]] = [
     # keys without effect, what they need, other keys, a remedy
@@ -35,6 +36,9 @@ IDLE: list[tuple[Sections, str, Sections, Sections]] = [
     ({"advantage.combine": "normalize_then_sum"}, "two reward functions of nonzero weight", {}, TWO_REWARDS),
     ({"advantage.combine": "normalize_then_sum"}, "two reward functions of nonzero weight",
      TWO_REWARDS | {"reward.weights": [1.0, 0.0]}, {"reward.weights": [1.0, 0.5]}),
+    ({"advantage.function": "a:b"}, "rewards to learn from", DISTILLED, {"reward.only_logged": False}),
+    ({"advantage.combine": "normalize_then_sum"}, "rewards to learn from", DISTILLED | TWO_REWARDS,
+     {"reward.only_logged": False}),
     ({"advantage.credit": "turn"}, "environment.factory, tools, agent or command", {}, {"environment.factory": "guess"}),
     ({"advantage.gamma": 0.5}, 'credit = "turn" or "gigpo"', {"environment.factory": "guess"},
      {"advantage.credit": "turn"}),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.doctor.noise import ComparedTokens, as_text, bounds, floor, problems
+from learner.doctor.noise import ComparedTokens, NoiseMeasurement, as_text, bounds, floor, problems
 from learner.doctor.self_test import self_test
 from protocol.config import to_toml
 from protocol.messages import Completion, Sampling
@@ -123,6 +123,23 @@ def test_noise_at_the_bounds_of_the_objective_is_a_problem_and_nans_are_counted(
     assert all(any(f"learner.loss.{key}" in problem for problem in found) for key in ("clip_low", "clip_high"))
 
 
+def test_the_difference_that_quantization_makes_is_no_problem(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    for quantization in ("fp8_per_tensor", ""):
+        engine = Off(generator.gauss(0, 0.1) for _ in itertools.count())
+        engine.limits = msgspec.structs.replace(engine.limits, quantization=quantization)
+        with tiny_server(engine) as server:
+            measured = self_test(make_run(tmp_path, server.endpoint, parity={"max_mean_abs_logprob": 0.15}))
+        assert measured.is_quantized == bool(quantization)
+        assert (problems(measured) == []) == bool(quantization)
+        assert ("a server quantizes" in as_text(measured)) == bool(quantization)
+    off = Off(itertools.repeat(1.5))
+    off.limits = msgspec.structs.replace(off.limits, quantization="fp8_per_tensor")
+    with tiny_server(off) as server:
+        (problem,) = problems(self_test(make_run(tmp_path, server.endpoint)))
+    assert "server and learner disagree" in problem
+
+
 def test_the_command_prints_json_with_exit_0_or_a_table_and_the_problem_with_exit_2(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     with tiny_server() as server:
@@ -150,6 +167,8 @@ BOUNDS: list[tuple[Sections, dict[str, tuple[str, float]]]] = [
     ({"off_policy_correction.anchor": "proximal", "off_policy_correction.weight": "mask",
       "off_policy_correction.granularity": "geometric", "off_policy_correction.max_weight": 1.01},
      {"off_policy_correction.max_weight": ("geometric", 0.01)}),
+    ({"loss.objective": "reinforce", "off_policy_correction.max_binary_kl": 0.1},
+     {"off_policy_correction.max_binary_kl": ("binary_kl", 0.1)}),
     ({"loss.objective": "reinforce", "off_policy_correction.weight": "mask",
       "off_policy_correction.granularity": "sequence", "off_policy_correction.min_weight": 0.25,
       "off_policy_correction.sequence_mask": 0.1},
@@ -157,6 +176,23 @@ BOUNDS: list[tuple[Sections, dict[str, tuple[str, float]]]] = [
       "off_policy_correction.sequence_mask": ("geometric", 0.1)}),
 ]  # fmt: skip
 """Configs, each with the level and the distance of its bounds."""
+
+
+def binary_kl(p: float, q: float) -> float:
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def test_a_table_without_rewards_has_no_share_of_clipped_tokens() -> None:
+    tokens = ComparedTokens(
+        logprobs_N=-np.ones(2), behaviour_logprobs_N=-np.ones(2), is_held_N=np.zeros(2, bool),
+        is_fresh_N=np.ones(2, bool), completion_N=np.zeros(2, int), num_not_finite=0,
+    )  # fmt: skip
+    for has_rewards in (True, False):
+        measured = NoiseMeasurement(
+            dtype="float32", objective="grpo", temperature=1.0, parity_bound=0.1, num_not_finite=0, through_push=None,
+            fresh=floor(tokens, tokens.is_fresh_N), bounds=[], has_rewards=has_rewards,
+        )  # fmt: skip
+        assert ("clipped by grpo" in as_text(measured)) == has_rewards
 
 
 def test_the_numbers_follow_their_formulas(tmp_path: Path) -> None:
@@ -189,11 +225,13 @@ def test_the_numbers_follow_their_formulas(tmp_path: Path) -> None:
             "ess": sum(ratios) ** 2 / (7 * sum(ratio**2 for ratio in ratios)),
         }
     )
+    sampled = [math.exp(before) for before in behaviour]
     after = [math.exp(before + log_ratio) for before, log_ratio in zip(behaviour, flat, strict=True)]
     expected = {
         "token": sum(abs(ratio - 1) for ratio in ratios) / 7,
         "sequence": sum(abs(math.exp(sum(completion)) - 1) for completion in completions) / 3,
         "geometric": sum(abs(math.exp(sum(completion) / len(completion)) - 1) for completion in completions) / 3,
+        "binary_kl": sum(max(binary_kl(p, q), binary_kl(q, p)) for p, q in zip(after, sampled, strict=True)) / 7,
         "probability": sum(abs(new - math.exp(old)) for new, old in zip(after, behaviour, strict=True)) / 7,
     }
     for config, keys in BOUNDS:

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from learner.rollouts.ledger import Ledger
+from learner.training.batch import trained_rows
+from learner.training.metrics import group_metrics
+from learner.training.step import advantages
 from protocol.codec import pack
 from protocol.errors import RewardError
 from protocol.messages import Completion, Generate, Group, Message
@@ -27,6 +30,7 @@ from tests.learner.rollouts.hand_server import (
     rollouts_on,
     slot_of,
 )
+from tests.learner.runs import make_run
 from tests.waiting import TIMEOUT_S, until
 
 BROKEN = "tests/learner/rewards/broken_rewards.py"
@@ -110,6 +114,20 @@ def test_every_defect_of_a_group_is_recorded_and_its_prompt_is_retried(tmp_path:
     ]  # fmt: skip
     assert (metrics["rollout/lost_completions"], metrics["rollout/rewards_failed"], num_refused) == (5 + 2, 1, 1)
     assert {"1.0", "2.0", "3.0", "4.0"} <= set(server.acked) and counts(tmp_path).lost == 0
+
+
+def test_a_group_whose_rewards_are_only_logged_is_trained_without_them(tmp_path: Path) -> None:
+    reward = {"functions": [f"{BROKEN}:raises_for_two_tokens"], "max_failed_share": 0.99, "only_logged": True}
+    distilled: dict[str, Any] = {"kl": {"coef": 1.0, "place": "advantage"}, "reference": {"kind": "fixed"}}
+    with HandServer() as server, published_on(tmp_path, server, reward=reward, **distilled) as rollouts:
+        groups = rollouts.next_batch(0, TIMEOUT_S) or []
+        metrics = rollouts.batch_metrics
+    assert [group.group_id for group in groups] == ["0.0", "1.0", "2.0"] and dropped(tmp_path) == []
+    assert all(group.rewards_G == [None] * 4 for group in groups) and metrics["rollout/rewards_failed"] >= 3
+    config = make_run(tmp_path, "tcp://127.0.0.1:1", reward=reward, **distilled).learner
+    assert len(trained_rows(groups, advantages(groups, config), config)) == 12
+    step = group_metrics(groups, 0)
+    assert step["batch/unscorable_completions"] == 12 and not any(name.startswith("reward/") for name in step)
 
 
 def test_a_prompt_that_fails_too_often_is_skipped_also_across_a_resume(tmp_path: Path) -> None:

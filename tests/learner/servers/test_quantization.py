@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from learner.algorithm.plug_in import has_ratio
 from learner.servers.quantization import check_joiner, choose_correction, has_quantized, log_correction
 from learner.train import train
 from protocol.errors import ConfigError
@@ -44,17 +45,29 @@ def test_auto_truncates_an_importance_weight_that_counts_once(
     run = make_run(
         tmp_path, "tcp://a:1", off_policy_correction=settings, loss={"objective": objective}, updates_per_batch=updates
     )
-    chosen = choose_correction(run, is_quantized=True).learner.off_policy_correction
+    chosen = choose_correction(run, is_quantized=True, has_ratio=has_ratio(objective)).learner.off_policy_correction
     assert (chosen.weight_used, chosen.anchor_used, chosen.proximal) == expected
     assert chosen.sequence_mask == settings.get("sequence_mask")
     before = run.learner.off_policy_correction
-    assert choose_correction(run, is_quantized=False).learner.off_policy_correction == before
-    log_correction(run)
+    assert choose_correction(run, is_quantized=False, has_ratio=True).learner.off_policy_correction == before
+    log_correction(run, has_ratio=has_ratio(objective))
     assert (f'"auto" is "{expected[0]}"' in caplog.text) == ("weight" not in settings)
 
 
+@pytest.mark.parametrize(
+    ("declared", "expected"), [("", ("truncate", "proximal")), ("f.has_ratio = False", ("truncate", "behaviour"))]
+)
+def test_your_own_objective_says_whether_its_ratio_is_the_weight(
+    tmp_path: Path, declared: str, expected: tuple[str, str]
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def f(tokens, config): ...\n{declared}\n")
+    run = make_run(tmp_path, "tcp://a:1", loss={"objective": (objective := f"{tmp_path / 'mine.py'}:f")})
+    chosen = choose_correction(run, is_quantized=True, has_ratio=has_ratio(objective)).learner.off_policy_correction
+    assert (chosen.weight_used, chosen.anchor_used) == expected
+
+
 def test_without_staleness_the_exact_policy_leaves_no_clip_on_the_noise(tmp_path: Path) -> None:
-    run = choose_correction(make_run(tmp_path, "tcp://a:1", max_staleness=0), is_quantized=True)
+    run = choose_correction(make_run(tmp_path, "tcp://a:1", max_staleness=0), is_quantized=True, has_ratio=True)
     correction = run.learner.off_policy_correction
     assert (correction.weight_used, correction.anchor_used, correction.proximal) == ("truncate", "proximal", "exact")
 

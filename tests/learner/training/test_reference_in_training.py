@@ -13,8 +13,10 @@ from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
 from learner.train import train
 from learner.training.batch import micro_batch, trained_rows
+from learner.training.metrics import StepTimer
 from learner.training.policy_trainer import make_trainer
-from learner.training.step import advantages
+from learner.training.precompute import precompute_logprobs
+from learner.training.step import advantages, forward_backward
 from protocol.errors import ConfigError
 from tests.learner.checkpoints import save
 from tests.learner.model_engine import tiny_server
@@ -81,15 +83,19 @@ def test_a_checkpoint_with_an_unreadable_state_is_an_error(accelerator: Accelera
         load_checkpoint(trainer_with(accelerator, tmp_path, None), tmp_path / "step-000003")
 
 
-def test_rewards_that_are_only_logged_give_no_advantage_and_the_kl_needs_none(tmp_path: Path) -> None:
+def scored_by_the_reference() -> RolloutGroup:
     branch = TokenSequence(
         token_ids=np.array([3, 0], np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(0, 2)],
         finish_reason="stop", reference_logprobs=np.full(2, -0.5, np.float32),
     )  # fmt: skip
-    group = RolloutGroup(
+    return RolloutGroup(
         group_id="0.0", slot=0, prompt_token_ids=np.array([1], np.int32), completions=[branch, branch],
         rewards_G=[0.0, 1.0], rewards_by_function={"share_right": [0.0, 1.0]}, entered_version=0,
     )  # fmt: skip
+
+
+def test_rewards_that_are_only_logged_give_no_advantage_and_the_kl_needs_none(tmp_path: Path) -> None:
+    group = scored_by_the_reference()
     distilled = {"kl": {"coef": 1.0, "place": "advantage"}, "reference": {"kind": "fixed"}}
     for reward, expected in (({"only_logged": True}, [0.0, 0.0]), ({}, [-0.7070, 0.7070])):
         functions = {"functions": ["share_right"]}
@@ -99,3 +105,18 @@ def test_rewards_that_are_only_logged_give_no_advantage_and_the_kl_needs_none(tm
         assert len(trained_rows([group], found, config)) == 2
     batch = micro_batch(trained_rows([group], found, config), torch.device("cpu"))
     assert batch.reference_logprobs_BT is not None and batch.reference_logprobs_BT.tolist() == [[-0.5, -0.5]] * 2
+
+
+@pytest.mark.parametrize("place", ["loss", "advantage", "reward"])
+def test_ranks_with_and_without_rows_reduce_the_same_sums(accelerator: Accelerator, tmp_path: Path, place: str) -> None:
+    run = make_run(
+        tmp_path, "tcp://127.0.0.1:1", kl={"coef": 0.1, "place": place}, advantage={"scale": "none"},
+        reference={"kind": "fixed", "endpoint": "tcp://127.0.0.1:2"},
+    )  # fmt: skip
+    trainer = make_trainer(RunInputs(run), accelerator, is_new=True)
+    rows = trained_rows([group := scored_by_the_reference()], advantages([group], run.learner), run.learner)
+    of_ranks = []
+    for rows_of_rank in (rows, []):
+        batches = precompute_logprobs(trainer, [micro_batch(rows_of_rank, accelerator.device)], 0, StepTimer())
+        of_ranks.append(forward_backward(trainer, batches, 0, is_first_update=True).keys())
+    assert of_ranks[0] == of_ranks[1] and ("reference_kl" in of_ranks[0]) == (place != "reward")

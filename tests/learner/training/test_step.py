@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,8 +19,9 @@ from learner.rollouts.rollout_group import RolloutGroup
 from learner.training import packing
 from learner.training.distributed import StepBatch
 from learner.training.metrics import StepTimer, group_metrics
-from learner.training.step import train_on
+from learner.training.step import advantages, train_on
 from protocol.codec import pack, unpack
+from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.learner.training.fixed_groups import MAX_TOKENS, VERSION, make_groups, make_moved_trainer, make_run
 from tests.learner.training.gradients import gradients
@@ -131,6 +133,33 @@ def test_a_step_with_credit_by_turn_trains_each_token_with_the_advantage_of_its_
         "reward": {"functions": ["environment_reward"], "weights": [2.0]},
     }
     compare(accelerator, Rule(is_by_turn=True), settings, with_turns)
+
+
+def test_a_function_may_tell_turns_apart_unless_the_ratio_covers_the_completion(tmp_path: Path) -> None:
+    function = tmp_path / "mine.py"
+    function.write_text("def f(rewards):\n    return rewards.turn_rewards_P_G_K\n")
+    branch = TokenSequence(
+        token_ids=np.array([3, 0], np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(0, 2)],
+        finish_reason="stop", turns=[(0, 1), (1, 1)],
+    )  # fmt: skip
+    group = RolloutGroup(
+        group_id="0.0", slot=0, prompt_token_ids=np.array([1], np.int32), completions=[branch], rewards_G=[1.0],
+        rewards_by_function={"environment_reward": [1.0]}, entered_version=0,
+        turns_G=[[EpisodeTurn(reward=0.25), EpisodeTurn(reward=0.75)]],
+    )  # fmt: skip
+    settings = {"environment": {"agent": "none:none"}, "reward": {"functions": ["environment_reward"]}}
+    for objective in ("grpo", "kl_cov", "gspo", "vespo"):
+        config = make_run(
+            loss={"objective": objective}, advantage={"function": f"{function}:f"}, **settings
+        ).learner  # fmt: skip
+        if objective in ("grpo", "kl_cov"):
+            assert advantages([group], config) == [[[0.25, 0.75]]]
+            continue
+        refusal = rf'advantage\.function = .*mine\.py:f. returned different .* learner\.loss\.objective = "{objective}"'
+        with pytest.raises(ConfigError, match=refusal):
+            advantages([group], config)
+        single = msgspec.structs.replace(group, turns_G=[[EpisodeTurn(reward=1.0)]])
+        assert advantages([single], config) == [[[1.0]]]
 
 
 def test_groups_without_signal_still_have_a_kl_and_an_entropy(accelerator: Accelerator) -> None:

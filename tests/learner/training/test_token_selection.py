@@ -7,7 +7,7 @@ from accelerate import Accelerator
 
 from learner.algorithm.objectives import PICKS, StepTokens
 from learner.config import LossConfig
-from learner.training.batch import trained_rows
+from learner.training.batch import micro_batch, trained_rows
 from learner.training.distributed import my_batches
 from learner.training.metrics import StepTimer
 from learner.training.policy_trainer import PolicyTrainer
@@ -87,3 +87,11 @@ def test_a_random_pick_depends_on_the_version_and_not_on_micro_batches(accelerat
     assert sum(map(sum, whole)) == int(0.1 * num_tokens)
     assert picks_of(trainer, groups, VERSION, micro_batch_tokens=15) == whole
     assert picks_of(trainer, groups, VERSION + 1, micro_batch_tokens=1000) != whole
+
+
+@pytest.mark.parametrize("loss", [*({"objective": objective} for objective in PICKS), {"top_entropy_frac": 0.5}])
+def test_a_step_without_trained_tokens_selects_none(accelerator: Accelerator, loss: dict[str, object]) -> None:
+    trainer = make_moved_trainer(make_run(loss=loss), accelerator)
+    (batch,) = precompute_logprobs(trainer, [micro_batch([], accelerator.device)], VERSION, StepTimer())
+    selected_BT = batch.picked_BT if batch.policy_mask_BT is None else batch.policy_mask_BT
+    assert selected_BT is not None and selected_BT.tolist() == [[False]]
