@@ -6,9 +6,10 @@ contradictions.py holds the checks across sections. Every other package imports 
 them.
 """
 
-from learner.config.algorithm import AdvantageConfig, KlConfig, LossConfig, OffPolicyCorrectionConfig
+from learner.config.algorithm import AdvantageConfig, KlConfig, OffPolicyCorrectionConfig
 from learner.config.evaluation import EvaluationConfig
 from learner.config.learner import LearnerConfig, LearnerRun
+from learner.config.loss import LossConfig
 from learner.config.outputs import CheckpointConfig, ReportConfig
 from learner.config.policy import LoraConfig, OptimizerConfig, ReferenceConfig, WarmStartConfig
 from learner.config.rewards import RewardConfig

@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 import tyro
 
-from learner.config.algorithm import AdvantageConfig, KlConfig, LossConfig, OffPolicyCorrectionConfig
+from learner.config.algorithm import AdvantageConfig, KlConfig, OffPolicyCorrectionConfig
 from learner.config.contradictions import check_contradictions, unmet_requirements
 from learner.config.evaluation import EvaluationConfig
+from learner.config.loss import LossConfig
 from learner.config.outputs import CheckpointConfig, ReportConfig
 from learner.config.policy import LoraConfig, OptimizerConfig, ReferenceConfig, WarmStartConfig
 from learner.config.rewards import RewardConfig
