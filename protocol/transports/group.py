@@ -258,6 +258,8 @@ class Watch(threading.Thread):
         self.loading_since: float | None = None
         """Time since which the caller loads one bucket. None while it waits for the next one."""
         self.has_received = False
+        self._has_told = False
+        """Whether the learner knows that all was received."""
 
     def run(self) -> None:
         try:
@@ -267,7 +269,7 @@ class Watch(threading.Thread):
                 # still there.
                 with suppress(ConnectionResetError, BrokenPipeError):
                     self._keep_reporting()
-            if self.has_received:
+            if self.has_received and not self._has_told:
                 with socket.create_connection(self._address, DEAD_AFTER_S) as connection:
                     connection.sendall(self._report())
         except PushError as canceled:
@@ -314,11 +316,18 @@ class Watch(threading.Thread):
                 connection.sendall(self._report())
                 answer = self._answer(connection)
                 if answer is None:
-                    return
+                    break
                 reason = msgspec.json.decode(answer, type=bytes | None)
                 if reason is not None:
                     raise canceled_error(self._session, reason)
                 self._is_over.wait(WATCH_INTERVAL_S)
+            if self._is_over.is_set() and self.has_received:
+                # Over another connection, it might arrive before the last report, and be overwritten by it.
+                connection.sendall(self._report())
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(MAX_LINE_BYTES):  # an unread answer would discard the report
+                    pass
+                self._has_told = True
 
     def _answer(self, connection: socket.socket) -> bytes | None:
         """Return one line, or None if the transfer or the connection is over first."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 import protocol.transports.group
@@ -105,6 +106,23 @@ def test_a_transfer_goes_on_when_a_query_meets_a_connection_that_the_store_has_j
     collective = WaitingCollective()
     with answers(reset, answer) as port, watched(collective, rendezvous_at(port), "e1", 1):
         assert is_asked_again.wait(30.0) and not collective.aborted.wait(5 * INTERVAL_S)
+
+
+def test_the_learner_hears_that_all_was_received_after_all_other_reports() -> None:
+    stages: list[str] = []
+    is_heard = threading.Event()
+
+    def hear(connection: socket.socket) -> None:
+        with connection.makefile("rwb") as lines:
+            for line in lines:
+                stages.append(msgspec.json.decode(line)["stage"])
+                lines.write(b"null\n")
+                lines.flush()
+                is_heard.set()
+
+    with answers(hear) as port, watched(WaitingCollective(), rendezvous_at(port), "e1", 1):
+        assert is_heard.wait(30.0)
+    assert stages.pop() == "received" and set(stages) == {"receiving"}
 
 
 def test_what_comes_after_a_transfer_is_not_ended_with_its_learner(hosted: RendezvousHost) -> None:
