@@ -109,5 +109,5 @@ class Int8LinearConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: Layer, prefix: str) -> LinearMethodBase | None:
-        """Return the method of a layer; None for those that vLLM leaves unquantized by itself."""
+        """Return the method of a linear layer. None for other layers, which vLLM then leaves unquantized."""
         return Int8LinearMethod() if isinstance(layer, LinearBase) else None

@@ -1,7 +1,7 @@
 """Table of the built-in objectives: the keys that each one reads, and what the other sections must know of it.
 
-A row here and a file in learner/algorithm/objectives/ make an objective; algorithm.py declares the keys. This module imports no torch, so that
-`--help` stays fast.
+A row here and a file in learner/algorithm/objectives/ make an objective; loss.py declares the keys.
+This module imports no torch, so that `--help` stays fast.
 """
 
 from typing import Literal

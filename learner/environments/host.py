@@ -54,7 +54,7 @@ class Observe(msgspec.Struct, frozen=True):
     """Command to name the state, and to return the reward of the turn that has just ended."""
 
     after_turn: bool
-    """Whether a turn has ended. Otherwise the episode has only begun."""
+    """Whether a turn has ended. False right after the reset."""
 
 
 class Rate(msgspec.Struct, frozen=True):

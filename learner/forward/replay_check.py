@@ -65,7 +65,7 @@ def _problem(model: Any, shape: RoutingShape, counts: Counter[int]) -> str | Non
 
 
 def _routing(pack: Pack, shape: RoutingShape, *, are_own: bool) -> Routing:
-    """Return the routing in which each router chooses by itself, or one of random choices."""
+    """Return a routing that leaves each choice to the model's own router, or one of random choices."""
     size = (pack.num_tokens, shape.num_layers, shape.num_per_token)
     if are_own:
         experts_NLK = torch.full(size, OWN, dtype=torch.int16)

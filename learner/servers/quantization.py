@@ -1,6 +1,7 @@
 """Quantized servers and the off-policy correction: chosen when a run has its first servers.
 
-    Welcome.quantization ─▶ choose_correction: "auto" becomes a truncated weight, or nothing ─▶ check_joiner, for later servers
+    Welcome.quantization ─▶ choose_correction: "auto" becomes a truncated weight, or nothing
+                         └▶ check_joiner, for later servers
 
 A quantized server samples from a policy that differs from the learner's in every token, by more than rounding.
 Invariant: one correction applies from a start of the learner to its end.

@@ -85,9 +85,9 @@ def step_rows(
 ) -> list[list[BatchRow]]:
     """Return every branch of the step, by group.
 
-    A token has the advantage of its turn, in whichever branch of the episode it is. Weights derive from counts over the whole step, before
-    groups without signal are dropped. Branches that `mask_truncated` excludes do not count, except for
-    dr_grpo, which divides by a constant.
+    A token has the advantage of its turn, in whichever branch of the episode it is. Weights derive from counts
+    over the whole step, before groups without signal are dropped. Branches that `mask_truncated` excludes do not
+    count, except for dr_grpo, which divides by a constant.
     """
     is_constant = config.loss.mean_over == "dr_grpo"
     kept = [
@@ -131,7 +131,8 @@ def trained_rows(
     """Return the branches that carry the loss.
 
     These are the branches of groups with signal. With a KL or an entropy term in the loss, which needs no
-    signal, or the KL in the advantage, they are the branches of all groups. With `mask_truncated`, only finished branches remain.
+    signal, or the KL in the advantage, they are the branches of all groups. With `mask_truncated`, only finished
+    branches remain.
     """
     needs_no_signal = config.loss.has_entropy_bonus or (config.kl.is_on and config.kl.place != "reward")
     return [

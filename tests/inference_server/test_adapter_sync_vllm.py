@@ -104,7 +104,7 @@ def test_groups_scores_and_openai_clients_get_the_version_of_each_adapter(server
 
 
 def assert_kept_keys(policy: DriftingPolicy, completions: list[Completion]) -> None:
-    """Sequences that lived through a push went on with the keys and values that they had, and the weights that came."""
+    """Check that sequences in flight during a weight sync kept their KV cache and continued with the new weights."""
     for completion in completions:
         expected = policy.logprobs_with_old_keys(SHORT_PROMPT, completion)
         np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)

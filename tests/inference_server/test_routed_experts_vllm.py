@@ -89,7 +89,7 @@ def test_replay_closes_the_gap_also_for_prompts_from_the_prefix_cache_and_for_la
         assert cached.prompt_experts is not None and len(cached.prompt_experts) == len(PROMPT)
         np.testing.assert_array_equal(cached.prompt_experts[:BLOCK], first.prompt_experts[:BLOCK])
         groups.extend([(PROMPT, first), (PROMPT, cached)])
-        # A later turn is asked for the tokens alone that the first one lacks: its last, and what the environment adds.
+        # A later turn requests only the tokens without experts: the last of the first turn, and those of the environment.
         (longest, *_) = sorted(first.completions, key=lambda one: -len(one.token_ids))
         assert longest.experts is not None
         known = np.concatenate([first.prompt_experts, longest.experts])

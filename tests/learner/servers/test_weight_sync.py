@@ -51,7 +51,7 @@ class Weights:
 
 
 class AdaptedWeights(Weights):
-    """With an adapter of its own value beside those that are frozen."""
+    """Frozen tensors, and an adapter with a value of its own."""
 
     def __init__(self, why_merged: str | None = None) -> None:
         super().__init__()
