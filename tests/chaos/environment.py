@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.environments.builtin import Guess
+from tests.chaos.agent_dialects import ask, dialect_of
 from tests.chaos.traps import Traps
 
 CHAOS_DIR = "SLIPSTREAM_TEST_CHAOS_DIR"
@@ -51,19 +52,16 @@ class DoomedGuess(Guess):
 
 
 async def doomed_agent(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
-    """Play the same game as an agent that requests every turn itself."""
-    game, text = Guess(), data["prompt"]
+    """Play the same game as an agent that requests every turn itself, in the dialect of its key."""
+    game, texts, dialect = Guess(), [data["prompt"]], dialect_of(api_key)
     game.reset(**data)
     for _ in range(MAX_TURNS):
-        answer = await http_client.post(
-            f"{base_url}/completions", headers={"Authorization": f"Bearer {api_key}"}, json={"prompt": text}
-        )
-        (choice,) = answer.raise_for_status().json()["choices"]
+        text = await ask(dialect, base_url, api_key, http_client, texts)
         if _commit_fault():
             await asyncio.sleep(FOREVER_S)
-        if choice["finish_reason"] == "length":
+        if text is None:
             break
-        text += choice["text"] + game.guess(choice["text"])
+        texts += [text, game.guess(text)]
         if game.done:
             break
     return game.get_reward()
