@@ -20,7 +20,6 @@ from learner.algorithm.plug_in import has_ratio
 from learner.evaluation.background import Evaluations
 from learner.gateway.players import open_agents, open_player
 from learner.policy.published import PublishedPolicy
-from learner.policy.rope import check_server_rope
 from learner.policy.server_reference import ServerReference
 from learner.reference_controller import ReferenceController
 from learner.report.dashboard import start_dashboard
@@ -34,6 +33,7 @@ from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.rollouts.rollout_group import RolloutGroup, texts_of
 from learner.rollouts.rollouts import Rollouts
 from learner.run_inputs import RunInputs
+from learner.server_fit import check_fits
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import Member
@@ -41,7 +41,6 @@ from learner.servers.parity import (
     NUM_SEQUENCES,
     FreshServerScores,
     ParityProbe,
-    check_dtype,
     check_identity,
     score_fresh_server,
 )
@@ -51,10 +50,9 @@ from learner.servers.weight_sync import WeightSync
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.run_dir import RunDir, check_data, record_data
 from learner.training.metrics import Devices, StepTimer, memory_metrics, pop_mismatches, staleness, throughput
-from protocol.channel.sockets import MAX_SERVER_FRAME_BYTES
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
-from protocol.messages import PROTOCOL_VERSION, Hello, RoutingShape, Welcome, new_learner_id
+from protocol.messages import PROTOCOL_VERSION, Hello, new_learner_id
 from protocol.model_files import fingerprint
 from protocol.signals import Interrupt
 
@@ -376,54 +374,3 @@ class RankZero:
     def __call__(self, act: Callable[Concatenate[Controller, P], T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         with self._published.led():
             return act(self._controller, *args, **kwargs) if self._controller is not None else None
-
-
-def check_experts(expected: RoutingShape | None, endpoint: str, welcome: Welcome) -> None:
-    """Raise ConfigError unless a server can return the routed experts that the run replays, if it replays any."""
-    if expected is None:
-        return
-    if welcome.experts != expected:
-        raise ConfigError(
-            f"learner.routing_replay = true, but the server at {endpoint} returns "
-            f"{welcome.experts or 'no routed experts'}, expected {expected}; set server.return_routed_experts = true "
-            "there, or learner.routing_replay = false"
-        )
-    if (num_bytes := expected.bytes_per_token * welcome.max_model_len) > MAX_SERVER_FRAME_BYTES:
-        raise ConfigError(
-            f"learner.routing_replay = true with max_model_len = {welcome.max_model_len} of the server at {endpoint}: "
-            f"the routed experts of one completion may have {num_bytes >> 20} MiB, expected at most "
-            f"{MAX_SERVER_FRAME_BYTES >> 20}; lower server.max_model_len to "
-            f"{MAX_SERVER_FRAME_BYTES // expected.bytes_per_token}"
-        )
-
-
-def check_fits(run_inputs: RunInputs, member: Member) -> None:
-    """Raise an error unless the server fits the run.
-
-    Raises:
-        ConfigError: The config requires something that the server does not have.
-        DataError: The longest prompt does not fit the server's context.
-        ServerLost: The server is not connected.
-    """
-    run, welcome = run_inputs.run, member.welcome
-    if welcome is None:
-        raise ServerLost(f"the server at {member.endpoint} disconnected before it was checked")
-    check_dtype(run, member, welcome)
-    check_server_rope(
-        run_inputs.model_config, run.server.get("max_model_len"), welcome.max_model_len, endpoint=member.endpoint
-    )
-    check_experts(run_inputs.experts, member.endpoint, welcome)
-    max_episode_tokens = run.learner.environment.max_episode_tokens or 0
-    if max_episode_tokens > welcome.max_model_len:
-        raise ConfigError(
-            f"learner.environment.max_episode_tokens = {max_episode_tokens} is more than max_model_len = "
-            f"{welcome.max_model_len} of the server at {member.endpoint}; lower it, or raise server.max_model_len"
-        )
-    row, num_tokens = run_inputs.prompts.longest()
-    max_tokens = run.learner.sampling.max_tokens
-    if num_tokens + max_tokens > welcome.max_model_len:
-        raise DataError(
-            f"the prompt in row {row} has {num_tokens} tokens; with learner.sampling.max_tokens = {max_tokens}, this "
-            f"is more than max_model_len = {welcome.max_model_len} of the server at {member.endpoint}. Raise "
-            "server.max_model_len, lower learner.sampling.max_tokens, or filter the data"
-        )

@@ -27,9 +27,8 @@ FORBIDDEN = {
 }
 ORDER = (  # folders and top files of the learner: each may import only earlier ones
     "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "run_inputs",
-    "rewards",
-    "rollouts", "training", "storage", "evaluation", "report", "publishing", "reference_controller", "controller",
-    "doctor", "train", "starter", "__main__",
+    "rewards", "rollouts", "training", "storage", "evaluation", "report", "publishing", "reference_controller",
+    "server_fit", "controller", "doctor", "train", "starter", "__main__",
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Folders that must not import each other."""
