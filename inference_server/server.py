@@ -26,13 +26,13 @@ from inference_server.engine.containment import log_unexpected, record_unexpecte
 from inference_server.engine.interface import Engine, EngineDead
 from inference_server.engine.supervisor import EngineSupervisor, StallDetector
 from inference_server.probes import ProbeHandler
+from inference_server.refusals import Refusals, why_mismatched
 from inference_server.requests import Groups, drain_failure, no_scores, scores_of, why_invalid
-from inference_server.tenancy import LeaseHolder, Refusals, Tenancy
+from inference_server.tenancy import LeaseHolder, Tenancy
 from inference_server.weight_update import WeightUpdates
 from protocol.channel.sockets import SendResult, ServerChannel
 from protocol.errors import ProtocolError
 from protocol.messages import (
-    PROTOCOL_VERSION,
     Ack,
     Cancel,
     Farewell,
@@ -307,29 +307,8 @@ class Server:
 
         Sends nothing, so the Hellos of other learners cost the served learner nothing.
         """
-        if hello.protocol_version != PROTOCOL_VERSION:
-            return Refused(
-                reason=f"the learner has protocol version {hello.protocol_version}, the server {PROTOCOL_VERSION}; "
-                "install the same slipstream-rl on both sides"
-            )
-        if hello.only_scores:
-            if hello.model.tokenizer_hash != self._model.tokenizer_hash:
-                return Refused(
-                    reason=f"the tokenizer of the learner's model ({_describe_model(hello.model)}) is not that of the "
-                    f"server's ({_describe_model(self._model)}), so token ids would not mean the same; serve a "
-                    "reference with the same tokenizer files"
-                )
-            if hello.model.vocab_size > self._model.vocab_size:
-                return Refused(
-                    reason=f"the vocabulary of the learner's model has {hello.model.vocab_size} tokens, that of the "
-                    f"server's {self._model.vocab_size}, so it could not score all that the policy samples; serve a "
-                    f"reference with at least {hello.model.vocab_size} tokens"
-                )
-        elif hello.model != self._model:
-            return Refused(
-                reason=f"the learner's model is {_describe_model(hello.model)}, "
-                f"the server's {_describe_model(self._model)}; start both with the same `model` in the config"
-            )
+        if (mismatch := why_mismatched(hello, self._model)) is not None:
+            return Refused(reason=mismatch)
         busy = self._tenancy.why_busy(hello.run, hello.learner, time.monotonic())
         return None if busy is None else Refused(reason=busy.reason, is_busy=True, free_in_s=busy.free_in_s)
 
@@ -420,7 +399,3 @@ class Server:
 
 def _new_id() -> str:
     return uuid.uuid4().hex[:12]
-
-
-def _describe_model(model: ModelFingerprint) -> str:
-    return f"{model.architecture} of {model.size} with {model.vocab_size} tokens, tokenizer {model.tokenizer_hash}"

@@ -12,19 +12,12 @@ Invariant: the holder keeps the server while connected, and for the timeout afte
 get a busy answer, and so do other processes of the same run while the holder is connected.
 """
 
-import logging
 import math
-import time
-from collections import Counter
 from typing import Any, Literal
 
 import msgspec
 
-from protocol.channel.liveness import Failure
-
 State = Literal["free", "held", "away"]
-log = logging.getLogger(__name__)
-LOG_INTERVAL_S = 60.0
 
 
 class LeaseHolder(msgspec.Struct, frozen=True):
@@ -166,46 +159,3 @@ class Tenancy:
             "since_s": round(now - self._since, 3),
             "free_in_s": None if free_in_s is None else round(free_in_s, 3),
         }
-
-
-class Refusals:
-    """Counters and logs of refused messages and failed handshakes.
-
-    A peer that sends malformed messages fills neither the memory nor the log.
-    """
-
-    def __init__(self) -> None:
-        self.num_messages = self.num_handshakes = 0
-        self._messages: Counter[str] = Counter()
-        self._handshakes: Counter[str] = Counter()
-        self._example = ""
-        self._logged_at = -LOG_INTERVAL_S
-
-    def message(self, cause: str, example: str = "") -> None:
-        """Count a refused message.
-
-        `cause` takes one of few values. `example` describes the newest message.
-        """
-        self.num_messages += 1
-        self._messages[cause] += 1
-        if example:
-            self._example = f"; latest: {example}"
-
-    def handshakes(self, failures: Counter[Failure]) -> None:
-        self.num_handshakes += failures.total()
-        self._handshakes += Counter({failure.value: count for failure, count in failures.items()})
-
-    def log_counts(self) -> None:
-        """Log the counts since the last log line, at most once a minute."""
-        if not (self._messages or self._handshakes) or time.monotonic() - self._logged_at < LOG_INTERVAL_S:
-            return
-        if self._handshakes:
-            counts = ", ".join(f"{count} with {cause}" for cause, count in self._handshakes.most_common())
-            log.warning("connections failed in the handshake: %s (SECURITY.md)", counts)
-        if self._messages:
-            counts = ", ".join(f"{count} {cause}" for cause, count in self._messages.most_common())
-            log.warning("refused messages: %s%s (SECURITY.md)", counts, self._example)
-        self._messages.clear()
-        self._handshakes.clear()
-        self._example = ""
-        self._logged_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Whether a server fits a run, by what its Welcome says. The controller asks before the first weight sync to the server."""
+"""Whether a server fits a run, by what its Welcome says. The controller asks before the first weight sync to it."""
 
 from learner.policy.rope import check_server_rope
 from learner.run_inputs import RunInputs
