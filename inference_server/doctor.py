@@ -12,8 +12,9 @@ from contextlib import closing
 from pathlib import Path
 
 from inference_server.config import ServerRun
+from inference_server.engine.installed_vllm import SUPPORTED, check_vllm, installed_version
 from inference_server.engine.memory import gpu_memory_bytes
-from inference_server.engine.vllm_names import SUPPORTED, all_names, check_vllm, installed_version
+from inference_server.engine.vllm_names import all_names
 from inference_server.http_access import listen, read_api_key
 from inference_server.preparation import MIB, check_block_size, check_quantization, check_room, needed_bytes
 from protocol import console

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from inference_server.config import INT8, ServerRun
-from inference_server.engine.vllm_names import check_vllm
+from inference_server.engine.installed_vllm import check_vllm
 from inference_server.http_access import listen, read_api_key
 from protocol.channel.keys import ServerKeys, server_keys
 from protocol.channel.sockets import ServerChannel

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from inference_server.config import ServerRun
+from inference_server.engine.installed_vllm import installed_version
 from inference_server.engine.interface import EngineDead
-from inference_server.engine.vllm_names import installed_version
 from protocol.config_keys import flatten
 from protocol.doctor import package_version
 from protocol.endpoint import join_address, needs_ipv6

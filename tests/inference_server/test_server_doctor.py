@@ -11,7 +11,8 @@ import pytest
 
 from inference_server.config import ServerRun
 from inference_server.doctor import examine, resources, transports, vllm_names
-from inference_server.engine.vllm_names import all_names, installed_at
+from inference_server.engine.installed_vllm import installed_at
+from inference_server.engine.vllm_names import all_names
 from protocol.channel.keys import make_keys
 from protocol.config import load_config
 from protocol.doctor import Finding, ok
@@ -193,7 +194,7 @@ def test_vllms_names_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert found.verdict == "ok" and f"has all {len([*all_names()])} names" in found.text
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
-    monkeypatch.setattr("inference_server.engine.vllm_names.installed_at", lambda: tmp_path)
+    monkeypatch.setattr("inference_server.engine.installed_vllm.installed_at", lambda: tmp_path)
     found = vllm_names()
     assert found.verdict == "problem" and "is not supported by this server" in found.text
     assert found.remedy.startswith("install a supported version: ")

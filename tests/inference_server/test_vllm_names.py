@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from inference_server.config import ServerRun
-from inference_server.engine import vllm_names
+from inference_server.engine import installed_vllm
+from inference_server.engine.installed_vllm import SUPPORTED, check_vllm, installed_at, missing_names
 from inference_server.engine.package_source import PackageSource
-from inference_server.engine.vllm_names import PUBLIC, SUPPORTED, all_names, check_vllm, installed_at, missing_names
+from inference_server.engine.vllm_names import PUBLIC, all_names
 from protocol.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -151,8 +152,8 @@ def other_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replace the installed vLLM with version 0.99.0 without modules."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("raise RuntimeError('a check imports nothing')")
-    monkeypatch.setattr(vllm_names, "installed_at", lambda: tmp_path)
-    monkeypatch.setattr(vllm_names, "installed_version", lambda: vllm_names.InstalledVllm("vllm", "0.99.0"))
+    monkeypatch.setattr(installed_vllm, "installed_at", lambda: tmp_path)
+    monkeypatch.setattr(installed_vllm, "installed_version", lambda: installed_vllm.InstalledVllm("vllm", "0.99.0"))
     return tmp_path / "vllm"
 
 
@@ -180,7 +181,7 @@ def test_a_removed_or_moved_parameter_is_reported(other_vllm: Path) -> None:
 
 
 def test_without_vllm_the_error_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_names, "installed_at", lambda: None)
+    monkeypatch.setattr(installed_vllm, "installed_at", lambda: None)
     needed = r"vLLM is not installed in this environment, expected vllm>=0\.32,<0\.34; install a supported version"
     with pytest.raises(ConfigError, match=needed):
         check_vllm()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import PushError
-from protocol.weights.delta import CHUNK_BYTES, DENSE, DIFFERENCE, OVERWRITE, decode, encode, max_encoded_bytes
+from protocol.weights.delta_codec import CHUNK_BYTES, DENSE, DIFFERENCE, OVERWRITE, decode, encode, max_encoded_bytes
 
 HEADER = struct.Struct("<BIIII")
 ELEMENT_BYTES = st.sampled_from([1, 2, 4, 8])
