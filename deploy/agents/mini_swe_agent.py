@@ -13,6 +13,7 @@ import json
 import os
 import random
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> f
             model, environment, system_template=SYSTEM, instance_template="{{task}}", step_limit=STEP_LIMIT,
             cost_limit=0,
         )  # fmt: skip
-        agent.run(data["task"])
+        with suppress(litellm.ContextWindowExceededError):  # a command printed too much; the files count as they are
+            agent.run(data["task"])
         return float(all(content(Path(folder, name)) == text for name, text in data["wanted"].items()))
 
 

@@ -214,9 +214,11 @@ class Session:
         room = self._max_tokens - len(token_ids)
         if room < 1:
             self._limit = "length"
+            # Agents know this case by the words of OpenAI's and Anthropic's own errors.
             raise RefusedRequest(
-                f"the prompt has {len(token_ids)} tokens, but an episode has at most {self._max_tokens} "
-                "(learner.environment.max_episode_tokens, or the server's max_model_len); send fewer tokens, or return",
+                f"This model's maximum context length is {self._max_tokens} tokens "
+                "(learner.environment.max_episode_tokens, or the server's max_model_len), and the prompt is too long: "
+                f"{len(token_ids)} tokens > {self._max_tokens} maximum; send fewer tokens, or return",
                 code="context_length_exceeded",
             )
         return room

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -291,6 +292,8 @@ async def test_an_overlong_prompt_is_rejected_with_the_error_of_openai() -> None
         with pytest.raises(openai.BadRequestError, match=r"learner\.environment\.max_episode_tokens") as refused:
             await agent.chat(long)
         assert refused.value.code == "context_length_exceeded"
+        assert "This model's maximum context length is 100 tokens" in str(refused.value)  # as libraries recognize it
+        assert re.search(r"prompt is too long: \d+ tokens > 100 maximum", str(refused.value))
         await agent.chat(QUESTION)
         assert agent.end().course.state == "finished"
     async with open_episode(script_of("one"), max_tokens=100) as agent:
