@@ -88,7 +88,8 @@ PUBLIC: Names = {
     "vllm.renderers.chat_utils": {"load_chat_template": "chat_template /"},
     "vllm.sampling_params": {
         "RequestOutputKind": "", "RequestOutputKind.DELTA": "", "RequestOutputKind.FINAL_ONLY": "",
-        "SamplingParams": "", "SamplingParams.routed_experts_prompt_start": "", "SamplingParams.stop": "", "SamplingParams.stream_interval": "",
+        "SamplingParams": "", "SamplingParams.routed_experts_prompt_start": "", "SamplingParams.stop": "",
+        "SamplingParams.stream_interval": "",
     },
     "vllm.tasks": {"SupportedTask": ""},
     "vllm.tokenizers": {"get_tokenizer": "tokenizer_name /"},

@@ -44,7 +44,7 @@ NOTES = [
     "are left out.",
     "Lengths: the last norm's weights are small, so a completion ends at each token with probability 1/128 on either "
     "side, and the reward is the same on average at every length; expected_length is that distribution's mean, "
-    "length_ratio what came of it.",
+    "length_ratio the quotient of the measured means.",
     "real: TRL in bfloat16 by autocast where our default is bfloat16 (a CPU with AMX), its weights float32 as ours, "
     "one core more than our learner has, in the batch setting that was fastest of 32, 64, 128 and 256 rows; ours is "
     "deploy/recipes/smollm2.toml.",

@@ -3,8 +3,8 @@
     --syncs    a tiny model reverses digits, with int8 weights and an fp8 KV cache
     --steps    SmolLM2 on sums, with int8 weights
 
-Each part has three runs in bfloat16: unquantized, quantized, and quantized without a correction. Parity checks each sync.
-Real vLLM is on core 0, the user's command on core 1. A finished run is only read; 0 leaves a part out.
+Each part has three runs in bfloat16: unquantized, quantized, and quantized without a correction. Parity checks each
+sync. Real vLLM is on core 0, the user's command on core 1. A finished run is only read; 0 leaves a part out.
 """
 
 import argparse
@@ -85,8 +85,9 @@ def run(part: Part, directory: Path, server_flags: Flags, learner_flags: Flags) 
         server.wait_for("ready after")
         command = [
             sys.executable, "-m", "learner", "train", str(RECIPES / part.recipe), "--model", part.model,
-            "--endpoint", server.endpoint, "--run-dir", str(run_dir), "--learner.steps", str(part.num_steps), "--dtype", "bfloat16",
-            *part.learner_flags, *learner_flags, *CHECK_ALL, "--learner.cpu-cores", "1", "--learner.evaluation.url", f"{server.url}/v1",
+            "--endpoint", server.endpoint, "--run-dir", str(run_dir), "--learner.steps", str(part.num_steps),
+            "--dtype", "bfloat16", *part.learner_flags, *learner_flags, *CHECK_ALL, "--learner.cpu-cores", "1",
+            "--learner.evaluation.url", f"{server.url}/v1",
         ]  # fmt: skip
         with (directory / "learner.log").open("w") as log:
             code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=TIMEOUT_S, check=False).returncode

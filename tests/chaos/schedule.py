@@ -20,7 +20,8 @@ Target = Literal[
     "server", "engine core", "worker", "learner", "reward worker", "link", "call", "list", "environment", "rival",
     "reference",
 ]  # fmt: skip
-"""environment: the environment or the agent. reference: the server of the reference. rival: no process is hit; another learner asks for the server."""
+"""environment: the environment or the agent. reference: the server of the reference. rival: no process is hit; another
+learner asks for the server."""
 Kind = Literal[
     "kill", "stop", "stop, then kill", "hang up", "cut", "stall", "hang", "leave", "drain",
     "ask", "ask in a cut", "ask after a death",

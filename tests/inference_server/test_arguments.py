@@ -59,7 +59,8 @@ BREAK_PROMISES = [
 """Some arguments that must be rejected."""
 KEYS = {
     "model": "model", "seed": "seed", "max_num_seqs": "server.max_concurrent_sequences",
-    "block_size": "server.block_size", "quantization": "server.quantization", "kv_cache_dtype": "server.kv_cache_dtype", "nnodes": "server.nnodes", "master_port": "server.master_port",
+    "block_size": "server.block_size", "quantization": "server.quantization", "kv_cache_dtype": "server.kv_cache_dtype",
+    "nnodes": "server.nnodes", "master_port": "server.master_port",
     "scheduler_cls": "reserved slots", "logprobs_mode": "sampled distribution",
     "hf_overrides": "head_dtype for the head",
 }  # fmt: skip

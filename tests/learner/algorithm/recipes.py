@@ -39,7 +39,8 @@ RECIPES: dict[str, Recipe] = {
     "LUSPO": recipe("2602.05261", GSPO | {"normalization": "sequence_sum"}, None, Trl("luspo", SEQUENCE)),
     "GMPO": recipe(
         "2507.20673", {"objective": "gmpo"} | UNBOUNDED, None,
-        Trl("grpo", {"epsilon": 0.4, "epsilon_high": 0.4}, "gmpo", has_same_value=False), Verl("geo_mean", {"clip_ratio": 0.4}),
+        Trl("grpo", {"epsilon": 0.4, "epsilon_high": 0.4}, "gmpo", has_same_value=False),
+        Verl("geo_mean", {"clip_ratio": 0.4}),
     ),
     "CISPO": recipe("2506.13585", {"objective": "cispo", "clip_high": 0.25}, None,
         Trl("cispo", {"epsilon_high": 1.25})),

@@ -122,7 +122,8 @@ def step_rewards(
 ) -> StepRewards:
     states = states_P_G_K or [[[None] * len(K) for K in G] for G in turn_rewards_P_G_K]
     totals: Rewards = rewards_P_G or [[sum(K) for K in G] for G in turn_rewards_P_G_K]
-    return StepRewards(totals, [{"environment_reward": G} for G in totals], {"environment_reward": 1.0}, turn_rewards_P_G_K, states)  # fmt: skip
+    by_function = [{"environment_reward": G} for G in totals]
+    return StepRewards(totals, by_function, {"environment_reward": 1.0}, turn_rewards_P_G_K, states)
 
 
 @pytest.mark.parametrize("credit", ["turn", "episode"])
