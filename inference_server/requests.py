@@ -226,7 +226,7 @@ class Groups:
             return
         arrays = [group.prompt_experts]
         for one in group.completions:
-            arrays += [one.token_ids, one.behaviour_logprobs, one.experts]
+            arrays += [one.token_ids, one.behavior_logprobs, one.experts]
         num_bytes = sum(array.nbytes for array in arrays if array is not None)
         if self._unacked and self._unacked_bytes + num_bytes > MAX_UNACKED_BYTES:
             return

@@ -44,6 +44,7 @@ VALUES = {
     "learner.weight_sync.transport": {"gloo": "tcp"},
     "learner.data.overlong_prompts": {"refuse": "error"},
     "learner.sharding": {"true": "full", "false": "none"},
+    "learner.off_policy_correction.anchor": {"behaviour": "behavior"},
 }
 """Key → former value → value. Booleans are spelled as in TOML."""
 METRICS = {
@@ -51,6 +52,7 @@ METRICS = {
     "wait/push": "bottleneck/weight_sync",
     "wait/": "bottleneck/",
     "time/push": "time/weight_sync",
+    "policy/behaviour_kl": "policy/behavior_kl",
 }
 """Beginning of a metric's former name → beginning of its name. The first that fits counts."""
 

@@ -118,7 +118,7 @@ class ScriptedEngine:
         kept = tokens[: sampling.max_tokens]
         return Completion(
             token_ids=np.array(kept, dtype=np.int32),
-            behaviour_logprobs=np.full(len(kept), self.logprob, dtype=np.float32),
+            behavior_logprobs=np.full(len(kept), self.logprob, dtype=np.float32),
             versions=[(self.version, len(kept))] if kept else [],  # type: ignore[list-item]
             finish_reason="stop" if len(tokens) <= sampling.max_tokens else "length",
         )

@@ -47,7 +47,7 @@ IDS = np.arange(6, dtype=np.int32)
 LOGPROBS = np.full(6, -0.5, np.float32)
 RENDEZVOUS = Rendezvous(transport="tcp", host="127.0.0.1", port=1, world_size=2, timeout_s=0.1)
 MANIFEST = Manifest(tensors=(TensorSpec(name="w", shape=(2, 3), dtype="float32"),), bucket_bytes=1 << 20)
-COMPLETION = Completion(token_ids=IDS, behaviour_logprobs=LOGPROBS, versions=[(0, 6)], finish_reason="stop")
+COMPLETION = Completion(token_ids=IDS, behavior_logprobs=LOGPROBS, versions=[(0, 6)], finish_reason="stop")
 
 TO_SERVER = [
     Hello(run="another", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="another"),

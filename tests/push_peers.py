@@ -258,7 +258,7 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
 
 def _sampled(groups: list[RolloutGroup]) -> list[Sampled]:
     return [
-        Sampled(group.prompt_token_ids.tolist(), c.token_ids.tolist(), c.behaviour_logprobs.tolist(), list(c.versions))
+        Sampled(group.prompt_token_ids.tolist(), c.token_ids.tolist(), c.behavior_logprobs.tolist(), list(c.versions))
         for group in groups
         for c in group.completions
     ]

@@ -46,7 +46,7 @@ def test_a_pinned_evaluation_equals_that_of_transformers_with_the_exported_model
     # At staleness 0 the sampled weights are the trained weights, so vLLM's logprobs are the learner's.
     for line in learner.metrics():
         assert line["staleness/max"] == 0 and line["policy/mismatch_abs_logprob"] <= 1e-5
-        assert line["loss/clipped_frac"] == 0 and abs(line["policy/behaviour_kl"]) <= 1e-6
+        assert line["loss/clipped_frac"] == 0 and abs(line["policy/behavior_kl"]) <= 1e-6
 
     run = load_config(LearnerRun, [str(tmp_path / "run/config.toml")], "test").in_effect()
     eval_set = EvalSet(RunInputs(run))

@@ -192,7 +192,7 @@ class Completions:
             return None
         return Completion(
             token_ids=token_ids,
-            behaviour_logprobs=logprobs,
+            behavior_logprobs=logprobs,
             versions=[(int(span.version), span.end - span.start) for span in part.weight_versions],
             finish_reason=part.finish_reason,
             experts=self._experts_of(part.routed_experts, len(token_ids)),

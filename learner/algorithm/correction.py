@@ -29,32 +29,32 @@ class Multiplier(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 def anchor_logprobs(
     logprobs_BT: torch.Tensor,
-    behaviour_BT: torch.Tensor,
+    behavior_BT: torch.Tensor,
     proximal_BT: torch.Tensor,
     staleness_BT: torch.Tensor,
     config: OffPolicyCorrectionConfig,
 ) -> torch.Tensor:
     """Return the anchor logprobs, the denominator of the objective's ratio.
 
-        `behaviour`               the policy that sampled the token
+        `behavior`               the policy that sampled the token
         `proximal`, `exact`       the policy at the start of the step     (decoupled PPO, arXiv 2505.24298)
         `proximal`, `log_linear`  behavior + s / (s + 1) · (policy - behavior)     (A-3PO, arXiv 2512.06547)
 
     s is the token's staleness. `log_linear` lies on the straight line from the sampling policy to the policy
     being trained, one version before its end.
     """
-    if config.anchor_used == "behaviour":
-        return behaviour_BT
+    if config.anchor_used == "behavior":
+        return behavior_BT
     if config.proximal == "exact":
         return proximal_BT
     share_BT = staleness_BT / (staleness_BT + 1)
-    return behaviour_BT + share_BT * (logprobs_BT.detach() - behaviour_BT)
+    return behavior_BT + share_BT * (logprobs_BT.detach() - behavior_BT)
 
 
 def multiplier(
     *,
     logprobs_BT: torch.Tensor,
-    behaviour_BT: torch.Tensor,
+    behavior_BT: torch.Tensor,
     anchor_BT: torch.Tensor,
     staleness_BT: torch.Tensor,
     advantages_BT: torch.Tensor,
@@ -72,7 +72,7 @@ def multiplier(
     is_decoupled = config.anchor_used == "proximal"
     policy_BT = anchor_BT if is_decoupled else logprobs_BT
     if config.weight_used != "none":
-        weight_BT = importance_weight(policy_BT - behaviour_BT, mask_BT, config.granularity)
+        weight_BT = importance_weight(policy_BT - behavior_BT, mask_BT, config.granularity)
         if config.weighted_completions == "negative":
             weight_BT = torch.where(advantages_BT < 0, weight_BT, 1.0)
         above_BT, below_BT = weight_BT > config.weight_bound, weight_BT < (config.min_weight or 0.0)
@@ -83,10 +83,10 @@ def multiplier(
             kept_BT = torch.ones_like(weight_BT) if has_ratio and not is_decoupled else weight_BT
             value_BT = value_BT * torch.where(outside_BT, 0.0, kept_BT)
     if config.max_binary_kl is not None:
-        is_far_BT = mask_BT & ~(binary_kl(policy_BT, behaviour_BT) <= config.max_binary_kl)
+        is_far_BT = mask_BT & ~(binary_kl(policy_BT, behavior_BT) <= config.max_binary_kl)
         value_BT, outside_BT = torch.where(is_far_BT, 0.0, value_BT), outside_BT | is_far_BT
     if config.sequence_mask is not None:
-        drift_B1 = _mean((behaviour_BT - logprobs_BT), mask_BT)
+        drift_B1 = _mean((behavior_BT - logprobs_BT), mask_BT)
         value_BT = torch.where((advantages_BT < 0) & (drift_B1 > config.sequence_mask), 0.0, value_BT)
     stale_BT = nothing_BT
     if config.max_token_staleness is not None:

@@ -28,7 +28,7 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
 
     logprobs_BT: torch.Tensor
-    behaviour_logprobs_BT: torch.Tensor
+    behavior_logprobs_BT: torch.Tensor
     """Behavior logprobs. A token with a non-finite behavior logprob is left out of everything."""
     staleness_BT: torch.Tensor
     """Policy versions between the sampling of the token and the start of the step."""
@@ -63,12 +63,12 @@ def policy_loss(
     The caller adds up the sums over micro-batches and divides them by `tokens`. The sum `loss` holds only the
     objective and is already weighted.
     """
-    mask_BT = inputs.mask_BT.bool() & torch.isfinite(inputs.behaviour_logprobs_BT)
+    mask_BT = inputs.mask_BT.bool() & torch.isfinite(inputs.behavior_logprobs_BT)
     weights_B1 = inputs.weights_B.float().unsqueeze(1)
-    logprobs_BT, behaviour_BT = masked(inputs.logprobs_BT, mask_BT), masked(inputs.behaviour_logprobs_BT, mask_BT)
+    logprobs_BT, behavior_BT = masked(inputs.logprobs_BT, mask_BT), masked(inputs.behavior_logprobs_BT, mask_BT)
     proximal = inputs.logprobs_BT.detach() if inputs.proximal_logprobs_BT is None else inputs.proximal_logprobs_BT
     staleness_BT = masked(inputs.staleness_BT, mask_BT)
-    anchor_BT = anchor_logprobs(logprobs_BT, behaviour_BT, masked(proximal, mask_BT), staleness_BT, correction)
+    anchor_BT = anchor_logprobs(logprobs_BT, behavior_BT, masked(proximal, mask_BT), staleness_BT, correction)
 
     assert inputs.picked_BT is not None or config.objective not in PICKS
     picked_BT = torch.zeros_like(mask_BT) if inputs.picked_BT is None else inputs.picked_BT & mask_BT
@@ -77,7 +77,7 @@ def policy_loss(
     objective_BT, held_BT = objective_of(config.objective)(tokens, config)
     counts = multiplier(
         logprobs_BT=logprobs_BT,
-        behaviour_BT=behaviour_BT,
+        behavior_BT=behavior_BT,
         anchor_BT=anchor_BT,
         staleness_BT=staleness_BT,
         advantages_BT=advantages_BT,
@@ -90,8 +90,8 @@ def policy_loss(
         kept_BT = kept_BT & inputs.policy_mask_BT
     loss = (weights_B1 * counts.value_BT * masked(objective_BT, kept_BT)).sum()
 
-    to_behaviour_BT = clamped(logprobs_BT - behaviour_BT)
-    ratio_BT = masked(to_behaviour_BT.detach().exp(), mask_BT)
+    to_behavior_BT = clamped(logprobs_BT - behavior_BT)
+    ratio_BT = masked(to_behavior_BT.detach().exp(), mask_BT)
     sums = {
         "tokens": mask_BT.sum(),
         "loss": loss.detach(),
@@ -99,7 +99,7 @@ def policy_loss(
         "kept": kept_BT.sum(),
         "bounded": counts.outside_BT.sum(),
         "stale": counts.stale_BT.sum(),
-        "behaviour_kl": masked(ratio_BT - to_behaviour_BT.detach() - 1, mask_BT).sum(),
+        "behavior_kl": masked(ratio_BT - to_behavior_BT.detach() - 1, mask_BT).sum(),
         "ratio": ratio_BT.sum(),
         "ratio_squared": (ratio_BT**2).sum(),
     }
@@ -109,7 +109,7 @@ def policy_loss(
         sums["reverse_kl"] = -d_BT.detach().sum()
         if kl.place == "loss":
             kl_BT = kl_estimate(d_BT, kl.estimator_used)
-            weighed_kl_BT = kl_BT * to_behaviour_BT.exp() if kl.importance_weighted else kl_BT
+            weighed_kl_BT = kl_BT * to_behavior_BT.exp() if kl.importance_weighted else kl_BT
             loss = loss + kl_coef * (weights_B1 * weighed_kl_BT).sum()
     if entropy_coef:
         assert inputs.entropy_BT is not None
@@ -127,7 +127,7 @@ def token_advantages(inputs: LossInputs, kl: KlConfig, kl_coef: float) -> torch.
     p is the policy being trained, without a gradient. Weighted by the ratio r, E[r · A · ∇log p] is then the
     gradient of -kl_coef · KL(policy ‖ reference) of each token, whichever policy sampled it.
     """
-    mask_BT = inputs.mask_BT.bool() & torch.isfinite(inputs.behaviour_logprobs_BT)
+    mask_BT = inputs.mask_BT.bool() & torch.isfinite(inputs.behavior_logprobs_BT)
     advantages_BT = masked(inputs.advantages_BT.float(), mask_BT)
     if kl.place != "advantage" or inputs.reference_logprobs_BT is None:
         return advantages_BT

@@ -25,9 +25,9 @@ KlEstimator = Literal["k1", "k2", "k3", "k3_grad_k2"]
 class OffPolicyCorrectionConfig(Section):
     """Off-policy correction of tokens that an older or a quantized policy sampled."""
 
-    anchor: MayChange[Literal["auto", "behaviour", "proximal"]] = "auto"
-    """Denominator of the objective's ratio. behaviour: the policy that sampled the token; proximal: the
-    policy at the start of the step (decoupled PPO, arXiv 2505.24298). auto: behaviour; proximal if weight =
+    anchor: MayChange[Literal["auto", "behavior", "proximal"]] = "auto"
+    """Denominator of the objective's ratio. behavior: the policy that sampled the token; proximal: the
+    policy at the start of the step (decoupled PPO, arXiv 2505.24298). auto: behavior; proximal if weight =
     auto truncates."""
     proximal: MayChange[Literal["exact", "log_linear"]] = "exact"
     """Source of the proximal logprobs, with anchor = proximal. exact: a forward pass; log_linear:
@@ -63,7 +63,7 @@ class OffPolicyCorrectionConfig(Section):
 
     def unmet_needs(self) -> dict[str, str]:
         unmet_needs = {}
-        if self.anchor_used == "behaviour":
+        if self.anchor_used == "behavior":
             unmet_needs["proximal"] = 'anchor = "proximal"'
         if self.weight_used == "none":
             others = ("granularity", "max_weight", "min_weight", "weighted_completions")
@@ -80,9 +80,9 @@ class OffPolicyCorrectionConfig(Section):
         )
 
     @property
-    def anchor_used(self) -> Literal["behaviour", "proximal"]:
+    def anchor_used(self) -> Literal["behavior", "proximal"]:
         """Anchor as set, or the default for servers that do not quantize."""
-        return "behaviour" if self.anchor == "auto" else self.anchor
+        return "behavior" if self.anchor == "auto" else self.anchor
 
     @property
     def weight_used(self) -> Literal["none", "truncate", "mask"]:
@@ -102,7 +102,7 @@ class OffPolicyCorrectionConfig(Section):
             return self
         if not has_ratio:
             return msgspec.structs.replace(self, weight="truncate")
-        if self.anchor == "behaviour" or loss.objective == "vespo":
+        if self.anchor == "behavior" or loss.objective == "vespo":
             return msgspec.structs.replace(self, weight="none")
         proximal = self.proximal if self.anchor == "proximal" else "log_linear" if staleness_bound else "exact"
         return msgspec.structs.replace(self, weight="truncate", anchor="proximal", proximal=proximal)

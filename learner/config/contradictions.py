@@ -178,19 +178,19 @@ def _check_corrections(config: "LearnerConfig") -> None:
         require(
             objective != "vespo",
             'off_policy_correction.anchor = "proximal" with loss.objective = "vespo": vespo weighs a completion by its '
-            'whole ratio to the policy that sampled it; set anchor = "behaviour"',
+            'whole ratio to the policy that sampled it; set anchor = "behavior"',
         )
         is_one = correction.proximal == "exact" and config.updates_per_batch == 1
         require(
             not is_one or correction.weight_used != "none",
             'off_policy_correction.anchor = "proximal" with updates_per_batch = 1 and off_policy_correction.weight = '
             '"none": the ratio is always 1, so nothing is clipped or corrected; set off_policy_correction.weight, '
-            'raise updates_per_batch, or set off_policy_correction.anchor = "behaviour"',
+            'raise updates_per_batch, or set off_policy_correction.anchor = "behavior"',
         )
     else:
         require(
             correction.weight_used != "truncate" or config.loss.has_ratio is not True,
-            f'off_policy_correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} already is '
+            f'off_policy_correction.weight = "truncate" with anchor = "behavior": the ratio of {objective} already is '
             'the importance weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude '
             "tokens",
         )

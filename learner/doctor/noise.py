@@ -35,7 +35,7 @@ class ComparedTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     logprobs_N: np.ndarray
     """Logprobs of the learner, float64."""
-    behaviour_logprobs_N: np.ndarray
+    behavior_logprobs_N: np.ndarray
     """Logprobs of the server, float64, finite."""
     is_held_N: np.ndarray
     """Whether the bound of the objective holds back the token's gradient."""
@@ -86,7 +86,7 @@ def floor(tokens: ComparedTokens, chosen_N: np.ndarray) -> Floor | None:
     """Return the noise of the chosen tokens, or None if there are none."""
     if not chosen_N.any():
         return None
-    log_ratio_N = (tokens.logprobs_N - tokens.behaviour_logprobs_N)[chosen_N]
+    log_ratio_N = (tokens.logprobs_N - tokens.behavior_logprobs_N)[chosen_N]
     ratio_N = np.exp(log_ratio_N)
     low, high = TRUSTED_RATIO
     return Floor(
@@ -109,7 +109,7 @@ def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
     loss, correction = config.loss, config.off_policy_correction
     found: list[tuple[str, float, float, Level]] = []
     # The ratio to the exact proximal policy uses only the learner's logprobs, so it has no noise.
-    if correction.anchor_used == "behaviour" or correction.proximal == "log_linear":
+    if correction.anchor_used == "behavior" or correction.proximal == "log_linear":
         if loss.objective in ("grpo", "gspo", "gmpo", "clip_cov"):
             level: Level = "geometric" if loss.objective == "gspo" else "token"
             found += [(f"loss.{key}", value := loss.value(key), value, level) for key in ("clip_low", "clip_high")]
@@ -147,13 +147,13 @@ def noise(tokens: ComparedTokens, level: Level) -> float:
 
     r is the ratio of a token, of a completion (the product), or a completion's geometric mean.
     """
-    log_ratio_N = tokens.logprobs_N - tokens.behaviour_logprobs_N
+    log_ratio_N = tokens.logprobs_N - tokens.behavior_logprobs_N
     if level == "binary_kl":
-        return float(binary_kl(*map(torch.from_numpy, (tokens.logprobs_N, tokens.behaviour_logprobs_N))).mean())
+        return float(binary_kl(*map(torch.from_numpy, (tokens.logprobs_N, tokens.behavior_logprobs_N))).mean())
     if level == "token":
         return float(np.abs(np.expm1(log_ratio_N)).mean())
     if level == "probability":
-        return float(np.abs(np.exp(tokens.logprobs_N) - np.exp(tokens.behaviour_logprobs_N)).mean())
+        return float(np.abs(np.exp(tokens.logprobs_N) - np.exp(tokens.behavior_logprobs_N)).mean())
     _, completion_N, length_C = np.unique(tokens.completion_N, return_inverse=True, return_counts=True)
     log_ratio_C = np.bincount(completion_N, weights=log_ratio_N)
     return float(np.abs(np.expm1(log_ratio_C if level == "sequence" else log_ratio_C / length_C)).mean())

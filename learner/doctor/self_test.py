@@ -184,17 +184,17 @@ def compare(trainer: PolicyTrainer, batches: list[list[RolloutGroup]], temperatu
         rows = rows_of(groups, config)
         for batch in my_batches(accelerator, trainer.policy, rows, config, "the self-test"):
             logprobs_BT = token_logprobs(trainer.policy, batch.pack, temperature, routing=batch.routing)[0].float()
-            finite_BT = torch.isfinite(logprobs_BT) & torch.isfinite(batch.behaviour_logprobs_BT)
+            finite_BT = torch.isfinite(logprobs_BT) & torch.isfinite(batch.behavior_logprobs_BT)
             mask_BT = batch.mask_BT & finite_BT
             num_not_finite += int((batch.mask_BT & ~finite_BT).sum())
-            held_BT = held(logprobs_BT, batch.behaviour_logprobs_BT, mask_BT, batch.advantages_BT, config)
+            held_BT = held(logprobs_BT, batch.behavior_logprobs_BT, mask_BT, batch.advantages_BT, config)
             is_old_BT = batch.mask_BT & (batch.versions_BT != batch.entered_versions_B.unsqueeze(1))
             is_fresh_B1 = ~is_old_BT.any(dim=1, keepdim=True)
             completion_B1 = num_completions + torch.arange(len(mask_BT), device=accelerator.device).unsqueeze(1)
             num_completions += len(mask_BT)
             for name, values_BT in (
                 ("logprobs_N", logprobs_BT.double()),
-                ("behaviour_logprobs_N", batch.behaviour_logprobs_BT.double()),
+                ("behavior_logprobs_N", batch.behavior_logprobs_BT.double()),
                 ("is_held_N", held_BT),
                 ("is_fresh_N", is_fresh_B1.expand_as(mask_BT)),
                 ("completion_N", completion_B1.expand_as(mask_BT)),
@@ -207,7 +207,7 @@ def compare(trainer: PolicyTrainer, batches: list[list[RolloutGroup]], temperatu
 
 def held(
     logprobs_BT: torch.Tensor,
-    behaviour_logprobs_BT: torch.Tensor,
+    behavior_logprobs_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     advantages_BT: torch.Tensor,
     config: LearnerConfig,
@@ -215,7 +215,7 @@ def held(
     """Return which tokens the run's objective would hold back in their first update, besides those it picks."""
     correction = config.off_policy_correction
     is_own = correction.anchor_used == "proximal" and correction.proximal == "exact"
-    anchor_BT = logprobs_BT if is_own else behaviour_logprobs_BT
+    anchor_BT = logprobs_BT if is_own else behavior_logprobs_BT
     log_ratio_BT = clamped(masked(logprobs_BT - anchor_BT, mask_BT))
     tokens = PickedTokens(log_ratio_BT, masked(logprobs_BT, mask_BT), advantages_BT, mask_BT, torch.zeros_like(mask_BT))
     return objective_of(config.loss.objective)(tokens, config.loss)[1] & mask_BT

@@ -43,13 +43,13 @@ NOT_SAMPLED = -1
 class TokenSequence(Part, frozen=True, omit_defaults=True):
     """Tokens after a prompt in one sequence.
 
-    Example: token_ids=[7, 3, 9, 1], behaviour_logprobs=[-0.2, -1.1, 0, -0.1], versions=[(4, 2), (None, 1),
+    Example: token_ids=[7, 3, 9, 1], behavior_logprobs=[-0.2, -1.1, 0, -0.1], versions=[(4, 2), (None, 1),
     (5, 1)], turns=[(0, 2), (1, 1)]. Policy version 4 sampled a turn of two tokens. One token of an environment
     follows, then a turn of one token by version 5.
     """
 
     token_ids: np.ndarray
-    behaviour_logprobs: np.ndarray
+    behavior_logprobs: np.ndarray = msgspec.field(name="behaviour_logprobs")  # as ledgers of earlier releases spell it
     """Behavior logprobs, 0 for tokens that were not sampled."""
     versions: list[tuple[Version | None, int]]
     """Runs of tokens, each with the version that sampled it. None: the policy did not sample it."""
@@ -68,7 +68,7 @@ class TokenSequence(Part, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         check_array(self.token_ids, "int32", "token_ids")
-        check_array(self.behaviour_logprobs, "float32", "behaviour_logprobs")
+        check_array(self.behavior_logprobs, "float32", "behavior_logprobs")
         if self.turns and (in_turns := sum(count for _, count in self.turns)) != self.num_sampled:
             raise ValueError(f"turns of {in_turns} tokens; expected the {self.num_sampled} sampled tokens")
         if self.reference_logprobs is not None:
@@ -76,9 +76,9 @@ class TokenSequence(Part, frozen=True, omit_defaults=True):
             if len(self.reference_logprobs) != len(self.token_ids):
                 raise ValueError(f"{len(self.token_ids)} tokens but {len(self.reference_logprobs)} reference logprobs")
         covered = sum(count for _, count in self.versions)
-        if not len(self.token_ids) == len(self.behaviour_logprobs) == covered:
+        if not len(self.token_ids) == len(self.behavior_logprobs) == covered:
             raise ValueError(
-                f"{len(self.token_ids)} token ids, {len(self.behaviour_logprobs)} behavior logprobs and versions of "
+                f"{len(self.token_ids)} token ids, {len(self.behavior_logprobs)} behavior logprobs and versions of "
                 f"{covered} tokens; expected the same number of each"
             )
         for field, experts in {"experts": self.experts, "prompt_experts": self.prompt_experts}.items():
@@ -90,7 +90,7 @@ class TokenSequence(Part, frozen=True, omit_defaults=True):
         """Return a plain completion as a branch, all of which the policy sampled."""
         return cls(
             token_ids=completion.token_ids,
-            behaviour_logprobs=completion.behaviour_logprobs,
+            behavior_logprobs=completion.behavior_logprobs,
             versions=list(completion.versions),
             finish_reason=completion.finish_reason,
             experts=completion.experts,
@@ -284,7 +284,7 @@ class RecordedBranch:
         first: its own logprob belongs to them.
         """
         self._token_ids.append(completion.token_ids)
-        self._logprobs.append(completion.behaviour_logprobs)
+        self._logprobs.append(completion.behavior_logprobs)
         self._versions += completion.versions
         self._turns.append((turn, len(completion.token_ids)))
         if experts is not None and self.experts is not None:
@@ -302,7 +302,7 @@ class RecordedBranch:
         num_prompt = len(self._prompt_token_ids)
         return TokenSequence(
             token_ids=np.concatenate(self._token_ids),
-            behaviour_logprobs=np.concatenate(self._logprobs),
+            behavior_logprobs=np.concatenate(self._logprobs),
             versions=self._versions,
             finish_reason=finish_reason,
             prompt_token_ids=self._prompt_token_ids if self._is_own_prompt else None,

@@ -142,7 +142,7 @@ class EpisodeTurns:
         """Return the turn with placeholder logprobs and version, as nothing trains on it."""
         completion = Completion(
             token_ids=np.array(token_ids, np.int32),
-            behaviour_logprobs=np.zeros(len(token_ids), np.float32),
+            behavior_logprobs=np.zeros(len(token_ids), np.float32),
             versions=[(0, len(token_ids))],
             finish_reason="stop" if is_finished else "length",
         )

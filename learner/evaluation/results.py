@@ -70,9 +70,9 @@ def wilson(num_right: float, count: int) -> Estimate:
     It contains the shares p with |num_right/count - p| ≤ z √(p(1-p)/count).
     """
     z, share = NormalDist().inv_cdf((1 + LEVEL) / 2), num_right / count
-    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    center = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half))
+    return Estimate(share, max(0.0, center - half), min(1.0, center + half))
 
 
 def mean_estimate(values_P: np.ndarray) -> Estimate:

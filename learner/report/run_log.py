@@ -140,8 +140,8 @@ def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
         )
     if (ess := metrics.get("policy/ess", 1.0)) < 0.3:
         signs["policy/ess"] = f"the effective sample size is {ess:.0%} of the tokens, below 30 %; {ADVICE}"
-    if (mismatch := metrics.get("policy/behaviour_kl", 0.0)) > 0.1:
-        signs["policy/behaviour_kl"] = (
+    if (mismatch := metrics.get("policy/behavior_kl", 0.0)) > 0.1:
+        signs["policy/behavior_kl"] = (
             f"the KL between behavior and current policy is {mismatch:.2f} nats per token, above 0.1; {ADVICE}"
         )
     if (clipped := metrics.get("loss/clipped_frac", 0.0)) > 0.25:

@@ -61,7 +61,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     pack: Pack
     mask_BT: torch.Tensor
-    behaviour_logprobs_BT: torch.Tensor
+    behavior_logprobs_BT: torch.Tensor
     versions_BT: torch.Tensor
     entered_versions_B: torch.Tensor
     places_B: torch.Tensor
@@ -166,14 +166,14 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
     rows = rows or [_masked_row()]
     shape_BT = (len(rows), max(len(row.branch.token_ids) for row in rows))
     mask_BT = np.zeros(shape_BT, bool)
-    behaviour_logprobs_BT = np.zeros(shape_BT, np.float32)
+    behavior_logprobs_BT = np.zeros(shape_BT, np.float32)
     versions_BT = np.full(shape_BT, UNKNOWN_VERSION, np.int64)
     advantages_BT = np.zeros(shape_BT, np.float32)
     for b, row in enumerate(rows):
         branch, end = row.branch, len(row.branch.token_ids)
         # Exclude tokens whose logprob is NaN or inf, which an engine near a collapse returns.
-        mask_BT[b, :end] = is_trained & branch.is_sampled_T & np.isfinite(branch.behaviour_logprobs)
-        behaviour_logprobs_BT[b, :end] = branch.behaviour_logprobs
+        mask_BT[b, :end] = is_trained & branch.is_sampled_T & np.isfinite(branch.behavior_logprobs)
+        behavior_logprobs_BT[b, :end] = branch.behavior_logprobs
         versions_BT[b, :end] = branch.versions_T
         advantages_BT[b, :end] = row.advantage
     references = [row.branch.reference_logprobs for row in rows if row.branch.reference_logprobs is not None]
@@ -196,7 +196,7 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
         routing=lay_out(pack, experts_B),
         num_unreplayed=sum(num_unreplayed) if is_trained else 0,
         mask_BT=on_device(mask_BT, bool),
-        behaviour_logprobs_BT=on_device(behaviour_logprobs_BT, np.float32),
+        behavior_logprobs_BT=on_device(behavior_logprobs_BT, np.float32),
         versions_BT=on_device(versions_BT, np.int64),
         entered_versions_B=on_device([row.entered_version for row in rows], np.int64),
         places_B=on_device([row.place for row in rows], np.int64),
@@ -209,7 +209,7 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
 def _masked_row() -> BatchRow:
     branch = TokenSequence(
         token_ids=np.zeros(1, np.int32),
-        behaviour_logprobs=np.zeros(1, np.float32),
+        behavior_logprobs=np.zeros(1, np.float32),
         versions=[(0, 1)],
         finish_reason="stop",
     )

@@ -67,7 +67,7 @@ def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
     }
     if sums["tokens"]:  # without tokens nothing was measured, and 0 would look like agreement
         metrics["policy/entropy"] = sums["entropy"] / trained
-        metrics["policy/behaviour_kl"] = sums["behaviour_kl"] / trained
+        metrics["policy/behavior_kl"] = sums["behavior_kl"] / trained
         metrics["policy/ratio_mean"] = sums["ratio"] / trained
         metrics["policy/ess"] = sums["ratio"] ** 2 / (trained * sums["ratio_squared"])
         if "reference_kl" in sums:
@@ -196,7 +196,7 @@ def _scored(group: RolloutGroup) -> list[float]:
 
 def num_nonfinite(branch: TokenSequence) -> int:
     """Count the tokens whose behavior logprob is NaN or inf, which training excludes."""
-    return int((~np.isfinite(branch.behaviour_logprobs)).sum())
+    return int((~np.isfinite(branch.behavior_logprobs)).sum())
 
 
 def staleness(group: RolloutGroup, version: int) -> int:

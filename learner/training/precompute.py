@@ -99,7 +99,7 @@ def _sent_logprobs(batch: MicroBatch) -> torch.Tensor:
         return batch.reference_logprobs_BT
     # A micro-batch without rows, which only keeps the ranks in step.
     assert not batch.mask_BT.any(), "rows without the logprobs of the reference's server"
-    return torch.zeros_like(batch.behaviour_logprobs_BT)
+    return torch.zeros_like(batch.behavior_logprobs_BT)
 
 
 @torch.no_grad()

@@ -216,7 +216,7 @@ def _micro_batch_loss(
     lengths_B = batch.mask_BT.sum(dim=1)
     inputs = LossInputs(
         logprobs_BT=logprobs_BT,
-        behaviour_logprobs_BT=batch.behaviour_logprobs_BT,
+        behavior_logprobs_BT=batch.behavior_logprobs_BT,
         staleness_BT=(version - batch.versions_BT).clamp(min=0),
         advantages_BT=batch.advantages_BT,
         weights_B=batch.weights_B,
@@ -239,8 +239,8 @@ def _micro_batch_loss(
     # entries of older weights behind.
     is_fresh_B = ((batch.versions_BT == version) | ~batch.mask_BT).all(dim=1) & (batch.entered_versions_B == version)
     fresh_BT = batch.mask_BT & is_fresh_B.unsqueeze(1) & is_first_update
-    mismatch_BT = (logprobs_BT.detach() - batch.behaviour_logprobs_BT).abs()
-    log_ratio_BT = masked(inputs.logprobs_BT.detach() - batch.behaviour_logprobs_BT, batch.mask_BT)
+    mismatch_BT = (logprobs_BT.detach() - batch.behavior_logprobs_BT).abs()
+    log_ratio_BT = masked(inputs.logprobs_BT.detach() - batch.behavior_logprobs_BT, batch.mask_BT)
     # How strongly each token moves the policy. The gradient stops at the logprobs, so it costs next to
     # nothing.
     (pull_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)

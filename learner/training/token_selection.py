@@ -43,10 +43,10 @@ def picked(
     columns: list[list[torch.Tensor]] = [[], [], [], []]
     for batch, started_BT in zip(batches, logprobs, strict=True):
         mask_BT = batch.mask_BT
-        logprobs_BT, behaviour_BT = masked(started_BT, mask_BT), masked(batch.behaviour_logprobs_BT, mask_BT)
+        logprobs_BT, behavior_BT = masked(started_BT, mask_BT), masked(batch.behavior_logprobs_BT, mask_BT)
         staleness_BT = masked((version - batch.versions_BT).clamp(min=0), mask_BT)
         anchor_BT = anchor_logprobs(
-            logprobs_BT, behaviour_BT, logprobs_BT, staleness_BT, trainer.config.off_policy_correction
+            logprobs_BT, behavior_BT, logprobs_BT, staleness_BT, trainer.config.off_policy_correction
         )
         values = (
             clamped(logprobs_BT - anchor_BT),

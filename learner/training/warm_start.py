@@ -93,7 +93,7 @@ def answer_rows(
             prompt_token_ids=np.array(prompt.token_ids, np.int32),
             branch=TokenSequence(
                 token_ids=token_ids,
-                behaviour_logprobs=np.zeros(len(token_ids), np.float32),
+                behavior_logprobs=np.zeros(len(token_ids), np.float32),
                 versions=[(0, len(token_ids))],
                 finish_reason="stop",
             ),

@@ -52,12 +52,12 @@ class Generate(Message, omit_defaults=True):
 class Completion(Part, omit_defaults=True):
     """Completion with the logprobs of the policy that sampled it.
 
-    Example: token_ids=[7, 3, 1], behaviour_logprobs=[-0.2, -1.1, -0.1], versions=[(4, 2), (5, 1)],
+    Example: token_ids=[7, 3, 1], behavior_logprobs=[-0.2, -1.1, -0.1], versions=[(4, 2), (5, 1)],
     finish_reason="stop" is two tokens sampled by policy version 4, and one by version 5.
     """
 
     token_ids: np.ndarray
-    behaviour_logprobs: np.ndarray
+    behavior_logprobs: np.ndarray = msgspec.field(name="behaviour_logprobs")  # as ledgers of earlier releases spell it
     versions: list[tuple[Version, int]]
     finish_reason: Literal["stop", "length"]
     experts: np.ndarray | None = None
@@ -66,10 +66,10 @@ class Completion(Part, omit_defaults=True):
 
     def __post_init__(self) -> None:
         check_array(self.token_ids, "int32", "token_ids")
-        check_array(self.behaviour_logprobs, "float32", "behaviour_logprobs")
+        check_array(self.behavior_logprobs, "float32", "behavior_logprobs")
         num_tokens = len(self.token_ids)
-        if len(self.behaviour_logprobs) != num_tokens:
-            raise ValueError(f"{num_tokens} token ids but {len(self.behaviour_logprobs)} behaviour logprobs")
+        if len(self.behavior_logprobs) != num_tokens:
+            raise ValueError(f"{num_tokens} token ids but {len(self.behavior_logprobs)} behavior logprobs")
         num_covered, fewest = 0, 1
         # A group has dozens of completions: any() and sum() would take longer than all other checks.
         for _, count in self.versions:

@@ -134,7 +134,7 @@ def a_group(num_bytes: int) -> dict[str, Any]:
     generator = np.random.default_rng(0)
     completion = Completion(
         token_ids=generator.integers(0, 1 << 17, num_tokens, np.int32),
-        behaviour_logprobs=generator.random(num_tokens, np.float32), versions=[(0, num_tokens)], finish_reason="stop",
+        behavior_logprobs=generator.random(num_tokens, np.float32), versions=[(0, num_tokens)], finish_reason="stop",
     )  # fmt: skip
     return {"entered_version": 0, "completions": [completion] * NUM_COMPLETIONS}
 

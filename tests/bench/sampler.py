@@ -152,7 +152,7 @@ def _cut_at_end(tokens_BT: np.ndarray, logprobs_BT: np.ndarray, eos: int, versio
     return [
         TokenSequence(
             token_ids=token_ids_T[:length].astype(np.int32),
-            behaviour_logprobs=logprobs_T[:length],
+            behavior_logprobs=logprobs_T[:length],
             versions=[(version, length)],
             finish_reason="stop" if ended else "length",
         )

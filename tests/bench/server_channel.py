@@ -52,7 +52,7 @@ def group(num_tokens: int) -> Group:
     completions = [
         Completion(
             token_ids=rng.integers(0, 150_000, num_tokens, dtype=np.int32),
-            behaviour_logprobs=-rng.random(num_tokens, dtype=np.float32),
+            behavior_logprobs=-rng.random(num_tokens, dtype=np.float32),
             versions=[(3, num_tokens)],
             finish_reason="stop",
         )

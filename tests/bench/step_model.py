@@ -87,7 +87,7 @@ def make_rows(
     def row(before: np.ndarray, group: int, place: int) -> BatchRow:
         branch = TokenSequence(
             token_ids=ids(num_completion),
-            behaviour_logprobs=np.full(num_completion, -np.log(vocab_size), np.float32),
+            behavior_logprobs=np.full(num_completion, -np.log(vocab_size), np.float32),
             versions=[(VERSION, num_completion)],
             finish_reason="stop",
         )

@@ -85,7 +85,7 @@ def test_samples_and_logprobs_are_of_weights_with_the_given_staleness() -> None:
         for completion in group.completions:
             ids = [*group.prompt_token_ids.tolist(), *completion.token_ids.tolist()]
             expected = sequences_logprobs(old, [ids], torch.device("cpu"))[len(group.prompt_token_ids) - 1 :].numpy()
-            np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=1e-5)
+            np.testing.assert_allclose(completion.behavior_logprobs, expected, atol=1e-5)
             assert completion.versions == [(2, len(completion.token_ids))]
 
 
@@ -118,11 +118,11 @@ def test_greedy_completions_are_the_most_likely_tokens_and_exact_match_counts_co
         for t, token in enumerate(ids):
             logits = policy(torch.tensor([prompt.token_ids + ids[:t]])).logits[0, -1]
             assert token == int(logits.argmax())
-    labelled = [
+    labeled = [
         msgspec.structs.replace(prompt, columns={"answer": tokenizer.decode(ids, skip_special_tokens=True)})
         for prompt, ids in zip(prompts, sampled_ids, strict=True)
     ]
-    assert exact_match(policy, labelled, tokenizer, 5) == pytest.approx(7 / 8)
+    assert exact_match(policy, labeled, tokenizer, 5) == pytest.approx(7 / 8)
 
 
 def test_held_out_prompts_are_new_to_the_run() -> None:

@@ -30,7 +30,7 @@ NUM_HELD_OUT = 512
 WATCHED = {
     "reward/exact_match": "sampled_exact_match",
     "policy/entropy": "entropy",
-    "policy/behaviour_kl": "behaviour_kl",
+    "policy/behavior_kl": "behavior_kl",
     "loss/clipped_frac": "clipped_frac",
     "optim/grad_norm": "grad_norm",
     "reference/kl": "reference_kl",
@@ -47,7 +47,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampled_exact_match: float | None = None
     """Exact match of the completions trained on since the previous point."""
     entropy: float | None = None
-    behaviour_kl: float | None = None
+    behavior_kl: float | None = None
     clipped_frac: float | None = None
     grad_norm: float | None = None
     reference_kl: float | None = None

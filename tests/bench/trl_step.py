@@ -110,7 +110,7 @@ def batch(rows: list[BatchRow]) -> dict[str, torch.Tensor]:
         "completion_ids": completion_ids,
         "completion_mask": torch.ones_like(completion_ids),
         "advantages": torch.tensor([row.advantage for row in rows], device="cuda"),
-        "old_per_token_logps": stacked([row.branch.behaviour_logprobs for row in rows], torch.float32),
+        "old_per_token_logps": stacked([row.branch.behavior_logprobs for row in rows], torch.float32),
     }
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI API of the fake server: greedy completions of the engine's weights, labelled with their version."""
+"""The OpenAI API of the fake server: greedy completions of the engine's weights, labeled with their version."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ ANSWER_S = 0.05
 
 
 async def serve_http(engine: ModelEngine, status: Callable[[], dict[str, Any]], port: int) -> None:
-    """Serve until cancelled. `status`: the server's status function."""
+    """Serve until canceled. `status`: the server's status function."""
     tokenizer = load_tokenizer(resolve_model("tiny:digits"))
 
     async def models(_: web.Request) -> web.Response:

@@ -24,7 +24,7 @@ def event(time_s: float, name: str, number: int = 0, pid: int = 1) -> Event:
 
 def played(*ends: tuple[EndState, float | None]) -> Groups:
     branch = TokenSequence(
-        token_ids=np.zeros(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(0, 1)],
+        token_ids=np.zeros(1, np.int32), behavior_logprobs=np.zeros(1, np.float32), versions=[(0, 1)],
         finish_reason="stop"
     )  # fmt: skip
     episodes = [

@@ -59,7 +59,7 @@ def sampled(tmp_path: Path) -> tuple[Path, list[Completion]]:
         tokens, logprobs = sample(tiny_model(0), prompt.token_ids, seed, 5)
         completions.append(
             Completion(
-                token_ids=np.array(tokens, np.int32), behaviour_logprobs=np.array(logprobs, np.float32),
+                token_ids=np.array(tokens, np.int32), behavior_logprobs=np.array(logprobs, np.float32),
                 versions=[(0, len(tokens))], finish_reason="length",
             )
         )  # fmt: skip
@@ -97,7 +97,7 @@ def test_the_audit_finds_a_turn_labelled_with_the_version_of_the_turn_before(
     tokens, logprobs = sample(tiny_model(1), [*first_prompt(directory).token_ids, *context], 2, 5)
     branch = TokenSequence(
         token_ids=np.array([*context, *tokens], np.int32),
-        behaviour_logprobs=np.array([*first.behaviour_logprobs.tolist(), 0.0, *logprobs], np.float32),
+        behavior_logprobs=np.array([*first.behavior_logprobs.tolist(), 0.0, *logprobs], np.float32),
         versions=[(0, len(context) - 1), (None, 1), (label, len(tokens))], finish_reason="stop",
     )  # fmt: skip
     episode = Episode(branches=[branch], course=EpisodeStats(state="finished", num_turns=2), reward=1.0)

@@ -50,7 +50,7 @@ def audit_versions(directory: Path, config: LearnerRun, groups: Groups) -> tuple
         for path in weights[version]:
             model.load_state_dict(load_file(path), strict=False)
             for index, logprobs in _logprobs(model, {index: sequences[index][1:] for index in indices}):
-                error = np.abs(logprobs - sequences[index][2].behaviour_logprobs)
+                error = np.abs(logprobs - sequences[index][2].behavior_logprobs)
                 errors[version, index] = np.minimum(errors.get((version, index), np.inf), error)
     wrong = [
         f"group {name}, labelled {branch.versions}: {problem}"

@@ -1,4 +1,4 @@
-"""A fake server or rank: `python part.py NAME DIRECTORY VERB BEHAVIOUR [BEHAVIOUR ...]`, one behavior per start.
+"""A fake server or rank: `python part.py NAME DIRECTORY VERB BEHAVIOR [BEHAVIOR ...]`, one behavior per start.
 
 serve      until a signal comes
 end N      after a moment, with exit code N
@@ -17,7 +17,7 @@ LIFE_S = 60.0
 
 
 def main() -> None:
-    name, directory, verb, *behaviours = sys.argv[1:]
+    name, directory, verb, *behaviors = sys.argv[1:]
     events = Path(directory, "events")
 
     def note(what: str) -> None:
@@ -26,21 +26,21 @@ def main() -> None:
 
     def on_signal(number: int, frame: object) -> None:
         note(signal.Signals(number).name)
-        if behaviour != "deaf":
+        if behavior != "deaf":
             sys.exit(0)
 
     earlier = events.read_text().splitlines() if events.exists() else []
     num_lives = sum(line in (f"{name} started", f"{name} resumed") for line in earlier)
-    behaviour = behaviours[min(num_lives, len(behaviours) - 1)]
+    behavior = behaviors[min(num_lives, len(behaviors) - 1)]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     Path(directory, f"{name}.pid").write_text(str(os.getpid()))
     note(verb)
     print(f"{name} says hello", flush=True)
-    if behaviour.startswith("end"):
+    if behavior.startswith("end"):
         time.sleep(A_MOMENT_S)
         note("ended")
-        sys.exit(int(behaviour.split()[1]))
+        sys.exit(int(behavior.split()[1]))
     end_at = time.monotonic() + LIFE_S
     while time.monotonic() < end_at:
         time.sleep(0.05)

@@ -28,15 +28,15 @@ def main() -> None:
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
     deploy.supervisor.RANKS_END_S = RANKS_END_S
 
-    def start(name: str, behaviours: list[str], verb: str = "started") -> SupervisedProcess:
-        command = [sys.executable, "-S", str(PART), name, spec.directory, verb, *behaviours]
+    def start(name: str, behaviors: list[str], verb: str = "started") -> SupervisedProcess:
+        command = [sys.executable, "-S", str(PART), name, spec.directory, verb, *behaviors]
         return SupervisedProcess(name, command, {}, Path(spec.directory, f"{name}.log"))
 
     def start_learner(*, again: bool) -> list[SupervisedProcess]:
         verb = "resumed" if again else "started"
-        return [start(name, behaviours, verb) for name, behaviours in spec.ranks.items()]
+        return [start(name, behaviors, verb) for name, behaviors in spec.ranks.items()]
 
-    servers = {name: partial(start, name, behaviours) for name, behaviours in spec.servers.items()}
+    servers = {name: partial(start, name, behaviors) for name, behaviors in spec.servers.items()}
     sys.exit(Supervisor(servers, start_learner, spec.deploy).run())
 
 

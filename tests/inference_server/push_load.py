@@ -107,7 +107,7 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 def judge(policy: DriftingPolicy, prompt: list[int], completions: list[Completion]) -> Tokens:
-    """Compare the behaviour logprobs with forward passes, one per version."""
+    """Compare the behavior logprobs with forward passes, one per version."""
     wanted: dict[int, set[int]] = defaultdict(set)
     for index, completion in enumerate(completions):
         for version, _ in completion.versions:
@@ -122,8 +122,8 @@ def judge(policy: DriftingPolicy, prompt: list[int], completions: list[Completio
     for index, completion in enumerate(completions):
         for version, at in spans(completion):
             ages.append(np.full(at.stop - at.start, version - completion.versions[0][0]))
-            errors.append(np.abs(completion.behaviour_logprobs - truth[version, index])[at])
-            neighbour_errors.append(np.abs(completion.behaviour_logprobs - truth[neighbour(version), index])[at])
+            errors.append(np.abs(completion.behavior_logprobs - truth[version, index])[at])
+            neighbour_errors.append(np.abs(completion.behavior_logprobs - truth[neighbour(version), index])[at])
     return Tokens(np.concatenate(ages), np.concatenate(errors), np.concatenate(neighbour_errors))
 
 

@@ -107,7 +107,7 @@ def assert_kept_keys(policy: DriftingPolicy, completions: list[Completion]) -> N
     """Check that sequences in flight during a weight sync kept their KV cache and continued with the new weights."""
     for completion in completions:
         expected = policy.logprobs_with_old_keys(SHORT_PROMPT, completion)
-        np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
+        np.testing.assert_allclose(completion.behavior_logprobs, expected, atol=TOLERANCE)
 
 
 def test_sequences_in_flight_go_on_with_the_next_adapter(server: RealServer) -> None:

@@ -91,7 +91,7 @@ def test_a_completion_is_returned_whole_and_once_at_its_end() -> None:
     completions = Completions(4)
     assert completions.add([piece(0, [7]), piece(1, [8])]) == {}
     ended = completions.add([piece(1, [5, 6], "length"), piece(0, [2])])
-    assert ended[1].token_ids.tolist() == [8, 5, 6] and ended[1].behaviour_logprobs.tolist() == [-8, -5, -6]
+    assert ended[1].token_ids.tolist() == [8, 5, 6] and ended[1].behavior_logprobs.tolist() == [-8, -5, -6]
     assert (ended[1].versions, ended[1].finish_reason, list(ended)) == ([(4, 3)], "length", [1])
     ended = completions.add([piece(0, [3], "stop"), piece(2, [], "abort"), piece(3, [], "error")])
     assert (ended[0].token_ids.tolist(), ended[0].finish_reason, list(ended)) == ([7, 2, 3], "stop", [0])
@@ -129,7 +129,7 @@ def test_vllms_memory_of_a_completion_is_freed_at_its_end_although_siblings_cont
     assert len(ended) == NUM_COMPLETIONS - 1 and bytes_per_token < MAX_BYTES_PER_TOKEN
     for completion in ended.values():
         np.testing.assert_array_equal(completion.token_ids, np.arange(1, NUM_TOKENS + 1))
-        np.testing.assert_array_equal(completion.behaviour_logprobs, -np.arange(1.0, NUM_TOKENS + 1))
+        np.testing.assert_array_equal(completion.behavior_logprobs, -np.arange(1.0, NUM_TOKENS + 1))
         assert completion.versions == [(3, NUM_TOKENS)]
 
 
@@ -235,7 +235,7 @@ def test_completions_of_chunks_equal_those_of_single_tokens(history: History) ->
     assert came.keys() == expected.keys()
     for index, completion in came.items():
         assert completion.token_ids.tolist() == expected[index].token_ids.tolist()
-        assert completion.behaviour_logprobs.tolist() == expected[index].behaviour_logprobs.tolist()
+        assert completion.behavior_logprobs.tolist() == expected[index].behavior_logprobs.tolist()
         assert completion.versions == expected[index].versions
     assert sum(map(sum, sizes(sent))) == sum(map(sum, sizes(sent_singly)))
 

@@ -87,7 +87,7 @@ def test_a_kept_kv_cache_is_the_only_mismatch_and_it_grows_with_its_age(overlapp
         assert num_pushes_that_cut(completions) >= BUSY_FRAC * NUM_PUSHES
         for completion in completions[:: 1 + len(completions) // 50]:
             expected = policy.logprobs_with_old_keys(SHORT_PROMPT, completion)
-            np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
+            np.testing.assert_allclose(completion.behavior_logprobs, expected, atol=TOLERANCE)
         tokens = judge(policy, SHORT_PROMPT, completions)
         assert tokens.error_N[tokens.age_N == 0].max() <= TOLERANCE
         fresh, young, old = (

@@ -64,7 +64,7 @@ def gaps_of(path: Path, prompt: list[int], group: Group) -> tuple[float, float]:
     experts = [one.experts for one in group.completions]
     routing = lay_out(batch, [np.concatenate([group.prompt_experts, one]) for one in experts if one is not None])
     assert routing is not None and bool((routing.experts_NLK != OWN).all()), "not every token has experts"
-    served_M = torch.from_numpy(np.concatenate([one.behaviour_logprobs for one in group.completions]))
+    served_M = torch.from_numpy(np.concatenate([one.behavior_logprobs for one in group.completions]))
     with torch.no_grad():
         found = [token_logprobs(model, batch, 1.0, routing=one)[0][batch.is_token_BT] for one in (None, routing)]
     without, replayed = (float((found_M - served_M).abs().mean()) for found_M in found)

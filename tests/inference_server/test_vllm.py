@@ -72,7 +72,7 @@ async def sample(learner: ScriptedLearner, group_id: str, **sampling: object) ->
 def assert_sampled_by(model: tiny_gpt2.GPT2LMHeadModel, group: Group, temperature: float = 1.0) -> None:
     for completion in group.completions:
         expected = tiny_gpt2.completion_logprobs(model, PROMPT, completion.token_ids, temperature)
-        np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
+        np.testing.assert_allclose(completion.behavior_logprobs, expected, atol=TOLERANCE)
 
 
 def test_a_group_has_the_logprobs_of_the_pushed_weights_at_its_temperature(server: RealServer) -> None:
@@ -311,7 +311,7 @@ def test_an_episode_keeps_its_kv_cache_across_a_push_unless_recomputed_and_share
         for group in (other,) if kept else (second, other):
             (completion,) = group.completions
             expected = tiny_gpt2.completion_logprobs(NEW, LONG_PROMPT, completion.token_ids)
-            np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
+            np.testing.assert_allclose(completion.behavior_logprobs, expected, atol=TOLERANCE)
 
     with_learner(request.getfixturevalue("server" if kept else "recomputing_server"), test)
 

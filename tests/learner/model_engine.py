@@ -84,7 +84,7 @@ class ModelEngine(ScriptedEngine):
         assert self.version is not None
         return Completion(
             token_ids=np.array(tokens, np.int32),
-            behaviour_logprobs=np.array(logprobs, np.float32),
+            behavior_logprobs=np.array(logprobs, np.float32),
             versions=[(self.version, len(tokens))],
             finish_reason="stop" if tokens[-1] in stops | {self.model.config.eos_token_id} else "length",
         )

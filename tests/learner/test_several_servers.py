@@ -43,8 +43,8 @@ class Coarse(VersionedEngine):
     def _completion(self, prompt: list[int], index: int, sampling: Sampling) -> Completion:
         completion = super()._completion(prompt, index, sampling)
         is_off = self._beside is None or self._beside.prompts
-        off = completion.behaviour_logprobs - np.float32(COARSE if is_off else 0.0)
-        return msgspec.structs.replace(completion, behaviour_logprobs=off)
+        off = completion.behavior_logprobs - np.float32(COARSE if is_off else 0.0)
+        return msgspec.structs.replace(completion, behavior_logprobs=off)
 
 
 def events_of(run_dir: str) -> list[str]:

@@ -60,10 +60,10 @@ def plain_loop(run: LearnerRun, num_steps: int) -> tuple[list[float], Any]:
                 [(sum(a == b for a, b in zip(t, gold, strict=False)) + (len(t) == len(gold))) / 5 for t in texts]
             )
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-            for (tokens, behaviour), advantage in zip(samples, advantages, strict=True):
+            for (tokens, behavior), advantage in zip(samples, advantages, strict=True):
                 ids = torch.tensor([prompt.token_ids + tokens])
                 logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-                ratio = (logprobs[len(prompt.token_ids) - 1 :] - torch.tensor(behaviour)).exp()
+                ratio = (logprobs[len(prompt.token_ids) - 1 :] - torch.tensor(behavior)).exp()
                 terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum())
                 num_tokens += len(tokens)
         loss = torch.stack(terms).sum() / num_tokens
@@ -134,7 +134,7 @@ def test_every_prompt_is_consumed_once_in_every_epoch_of_the_data(plain: Plain) 
 def test_metrics_have_the_names_of_the_design(plain: Plain) -> None:
     expected = {
         "reward/mean", "reward/std", "reward/share_right", "reward/exact_match", "loss/policy", "loss/clipped_frac",
-        "policy/entropy", "policy/behaviour_kl", "staleness/mean", "staleness/max", "rollout/completion_length_mean",
+        "policy/entropy", "policy/behavior_kl", "staleness/mean", "staleness/max", "rollout/completion_length_mean",
         "rollout/truncated_frac", "weight_sync/seconds", "weight_sync/stall_seconds", "time/wait_for_batch",
         "time/step",
         "perf/completion_tokens_per_s", "perf/learner_idle_frac", "optim/lr", "optim/grad_norm", "parity/abs_logprob",

@@ -22,7 +22,7 @@ def completions(draw: st.DrawFn) -> Completion:
     split = draw(st.integers(0, num_tokens))
     versions = [(version, count) for version, count in [(4, split), (7, num_tokens - split)] if count]
     return Completion(
-        token_ids=np.array(token_ids, np.int32), behaviour_logprobs=np.array(logprobs, np.float32), versions=versions,
+        token_ids=np.array(token_ids, np.int32), behavior_logprobs=np.array(logprobs, np.float32), versions=versions,
         finish_reason="stop",
     )  # fmt: skip
 
@@ -34,7 +34,7 @@ def test_a_group_survives_the_wire_bit_for_bit(sent: list[Completion], group_id:
     assert isinstance(received, Group) and received.group_id == group_id
     for before, after in zip(sent, received.completions, strict=True):
         assert before.token_ids.tobytes() == after.token_ids.tobytes()
-        assert before.behaviour_logprobs.tobytes() == after.behaviour_logprobs.tobytes()
+        assert before.behavior_logprobs.tobytes() == after.behavior_logprobs.tobytes()
         assert before.versions == after.versions
 
 
@@ -43,7 +43,7 @@ def test_routed_experts_keep_their_shape_and_are_left_out_if_there_are_none(num_
     def completion(experts: np.ndarray | None) -> Completion:
         tokens, logprobs = np.zeros(num_tokens + 1, np.int32), np.zeros(num_tokens + 1, np.float32)
         return Completion(
-            token_ids=tokens, behaviour_logprobs=logprobs, versions=[(0, num_tokens + 1)], finish_reason="stop",
+            token_ids=tokens, behavior_logprobs=logprobs, versions=[(0, num_tokens + 1)], finish_reason="stop",
             experts=experts,
         )  # fmt: skip
 
@@ -183,7 +183,7 @@ def test_a_doctor_of_an_earlier_protocol_version_can_read_the_version_of_a_serve
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"behaviour_logprobs": np.zeros(2, np.float32)}, "3 token ids but 2 behaviour logprobs"),
+        ({"behavior_logprobs": np.zeros(2, np.float32)}, "3 token ids but 2 behavior logprobs"),
         ({"versions": [(1, 2)]}, "do not cover 3 tokens"),
         ({"versions": [(1, 3), (2, 0)]}, "do not cover 3 tokens"),
         ({"token_ids": np.zeros(3, np.int64)}, "flat int32"),
@@ -193,6 +193,6 @@ def test_a_doctor_of_an_earlier_protocol_version_can_read_the_version_of_a_serve
     ],
 )
 def test_an_inconsistent_completion_cannot_be_created(fields, expected: str) -> None:
-    arrays = {"token_ids": np.zeros(3, np.int32), "behaviour_logprobs": np.zeros(3, np.float32)}
+    arrays = {"token_ids": np.zeros(3, np.int32), "behavior_logprobs": np.zeros(3, np.float32)}
     with pytest.raises(ValueError, match=expected):
         Completion(**({"versions": [(1, 3)], "finish_reason": "stop"} | arrays | fields))

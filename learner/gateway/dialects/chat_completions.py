@@ -114,7 +114,7 @@ def _deltas(message: Message) -> Iterator[dict[str, Any]]:
 def _logprobs(turn: AgentTurn) -> list[dict[str, Any]]:
     single = [[token] for token in turn.sampled.token_ids]
     texts = turn.template.tokenizer.batch_decode(single, skip_special_tokens=False)
-    logprobs = turn.sampled.completion.behaviour_logprobs.tolist()
+    logprobs = turn.sampled.completion.behavior_logprobs.tolist()
     return [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in zip(texts, logprobs, strict=True)

@@ -42,7 +42,7 @@ def make_token(rng: random.Random, rule: Rule, *, is_wild: bool, has_proximal: b
     needs_reference = rule.kl.is_on
     return Token(
         logprob=logprob,
-        behaviour=logprob + drift,
+        behavior=logprob + drift,
         staleness=rng.choice((0, 1, 3)),
         proximal=logprob + on_grid(rng, -1, 1) + (rng.choice(WILD[:3]) if is_wild else 0) if has_proximal else None,
         reference=logprob + on_grid(rng, -1, 1) + (rng.choice(WILD[:3]) if is_wild else 0) if needs_reference else None,
@@ -93,7 +93,7 @@ def tensors_of(case: Case, *, width: int = 9, garbage: float = 0.0) -> LossInput
     loss = case.rule.loss
     return LossInputs(
         logprobs_BT=filled("logprob", garbage).requires_grad_(),
-        behaviour_logprobs_BT=filled("behaviour", garbage),
+        behavior_logprobs_BT=filled("behavior", garbage),
         staleness_BT=filled("staleness", -1 if garbage else 0, torch.int64),  # -1: s + 1 would divide by zero
         advantages_BT=torch.where(
             mask_BT, torch.tensor([[completion.advantage] for completion in case.completions]), garbage

@@ -31,7 +31,7 @@ BOUNDS = {
     "reinforce": [{}],
 }
 ANCHORS = {
-    "behaviour": {},
+    "behavior": {},
     "exact": {"anchor": "proximal"},
     "current": {"anchor": "proximal"},  # exact without a proximal logprob: the detached current one
     "log_linear": {"anchor": "proximal", "proximal": "log_linear"},

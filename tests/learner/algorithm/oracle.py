@@ -54,7 +54,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 
 class Token(NamedTuple):
     logprob: float
-    behaviour: float
+    behavior: float
     staleness: int = 0
     proximal: float | None = None
     reference: float | None = None
@@ -71,7 +71,7 @@ class Completion(NamedTuple):
     @property
     def finite(self) -> list[Token]:
         """M."""
-        return [token for token in self.tokens if math.isfinite(token.behaviour)]
+        return [token for token in self.tokens if math.isfinite(token.behavior)]
 
     @property
     def logprobs(self) -> list:
@@ -106,10 +106,10 @@ def anchor(correction: OffPolicyCorrectionConfig, token: Token):
     log_linear (A-3PO, arXiv 2512.06547): the staler a token, the closer to the current policy.
     """
     if correction.anchor != "proximal":
-        return mpf(token.behaviour)
+        return mpf(token.behavior)
     if correction.proximal == "log_linear":
         share = mpf(token.staleness) / (token.staleness + 1)
-        return mpf(token.behaviour) + share * (mpf(token.logprob) - mpf(token.behaviour))
+        return mpf(token.behavior) + share * (mpf(token.logprob) - mpf(token.behavior))
     return mpf(token.logprob if token.proximal is None else token.proximal)
 
 
@@ -256,7 +256,7 @@ def corrected(rule: Rule, completion: Completion) -> list:
 def importance_weights(rule: Rule, completion: Completion) -> list:
     """Return policy / behavior of each token, or the value of its completion."""
     policy = corrected(rule, completion)
-    logs = [log_ratio(q, t.behaviour) for q, t in zip(policy, completion.finite, strict=True)]
+    logs = [log_ratio(q, t.behavior) for q, t in zip(policy, completion.finite, strict=True)]
     if rule.off_policy_correction.weighted_completions == "negative" and completion.advantage >= 0:
         return [mpf(1)] * len(logs)  # TOPR, arXiv 2503.14286
     match rule.off_policy_correction.granularity:
@@ -281,7 +281,7 @@ def far_apart(rule: Rule, completion: Completion) -> list[bool]:
         rest_p, rest_q = (max(1 - mpmath.exp(x), mpf(10) ** -12) for x in (p, q))
         return mpmath.exp(p) * clamp(p - q) + rest_p * mpmath.log(rest_p / rest_q)
 
-    pairs = [(q, mpf(t.behaviour)) for q, t in zip(corrected(rule, completion), completion.finite, strict=True)]
+    pairs = [(q, mpf(t.behavior)) for q, t in zip(corrected(rule, completion), completion.finite, strict=True)]
     return [max(kl(p, q), kl(q, p)) > bound for p, q in pairs]
 
 
@@ -319,7 +319,7 @@ def multipliers(rule: Rule, completion: Completion) -> list:
             factors = [mpf(0) if o else w if is_weighed else mpf(1) for w, o in zip(weights, out, strict=True)]
     factors = [mpf(0) if far else factor for factor, far in zip(factors, far_apart(rule, completion), strict=True)]
     if correction.sequence_mask is not None and completion.advantage < 0:  # DeepSeek-V3.2, arXiv 2512.02556, equation 9
-        drift = sum(mpf(t.behaviour) - mpf(t.logprob) for t in tokens) / max(len(tokens), 1)
+        drift = sum(mpf(t.behavior) - mpf(t.logprob) for t in tokens) / max(len(tokens), 1)
         factors = [factor * (drift <= correction.sequence_mask) for factor in factors]
     stale = [mpf(correction.stale_token_weight) if is_stale(rule, t) else mpf(1) for t in tokens]
     return [f * s * t.carries_policy for f, s, t in zip(factors, stale, tokens, strict=True)]
@@ -343,7 +343,7 @@ def _terms(rule: Rule, completion: Completion, factors: Sequence, moved: Sequenc
     for i, (token, p) in enumerate(zip(completion.finite, moved, strict=True)):
         if token.reference is not None and rule.kl.place == "loss":
             estimate = kl_estimate(rule.kl.estimator_used, token.reference, p, token.logprob)
-            weight = mpmath.exp(log_ratio(p, token.behaviour)) if rule.kl.importance_weighted else 1
+            weight = mpmath.exp(log_ratio(p, token.behavior)) if rule.kl.importance_weighted else 1
             totals[i] += mpf(rule.kl_coef) * weight * estimate
         totals[i] -= mpf(rule.loss.entropy_coef) * mpf(token.entropy)
     return [mpf(completion.weight) * total for total in totals]
@@ -359,7 +359,7 @@ def gradient(rule: Rule, completion: Completion) -> list:
         return (above - below) / (2 * STEP)
 
     inside = itertools.count()
-    return [derivative(next(inside)) if math.isfinite(t.behaviour) else mpf(0) for t in completion.tokens]
+    return [derivative(next(inside)) if math.isfinite(t.behavior) else mpf(0) for t in completion.tokens]
 
 
 def sums(rule: Rule, completions: Sequence[Completion]) -> dict[str, float]:
@@ -369,7 +369,7 @@ def sums(rule: Rule, completions: Sequence[Completion]) -> dict[str, float]:
         return float(sum(sum(map(mpf, of(completion))) for completion in completions))
 
     def drifts(completion: Completion) -> list:
-        return [log_ratio(token.logprob, token.behaviour) for token in completion.finite]
+        return [log_ratio(token.logprob, token.behavior) for token in completion.finite]
 
     def policy_part(completion: Completion) -> list:
         losses = objectives(rule, completion, completion.logprobs)
@@ -383,7 +383,7 @@ def sums(rule: Rule, completions: Sequence[Completion]) -> dict[str, float]:
         "tokens": total(lambda c: [1] * len(c.finite)),
         "loss": total(policy_part),
         "clipped": total(clips),
-        "behaviour_kl": total(lambda c: [mpmath.exp(x) - x - 1 for x in drifts(c)]),
+        "behavior_kl": total(lambda c: [mpmath.exp(x) - x - 1 for x in drifts(c)]),
         "ratio": total(lambda c: [mpmath.exp(x) for x in drifts(c)]),
         "ratio_squared": total(lambda c: [mpmath.exp(2 * x) for x in drifts(c)]),
         "kept": total(lambda c: [multiplier != 0 for multiplier in multipliers(rule, c)]),

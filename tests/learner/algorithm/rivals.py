@@ -50,14 +50,14 @@ class Trl(NamedTuple):
             "completion_ids": torch.zeros_like(mask_BT, dtype=torch.long),
             "completion_mask": mask_BT,
             "advantages": _advantages_B(inputs),
-            "old_per_token_logps": inputs.behaviour_logprobs_BT,
+            "old_per_token_logps": inputs.behavior_logprobs_BT,
             "num_items_in_batch": torch.tensor(float(NUM_TOKENS)),
             "ref_per_token_logps": inputs.reference_logprobs_BT,
         }
         if self.has_weights is not None:
             assert inputs.proximal_logprobs_BT is not None
             batch["old_per_token_logps"] = inputs.proximal_logprobs_BT
-            log_BT = (inputs.proximal_logprobs_BT - inputs.behaviour_logprobs_BT) * mask_BT
+            log_BT = (inputs.proximal_logprobs_BT - inputs.behavior_logprobs_BT) * mask_BT
             log_BT = log_BT.sum(dim=1, keepdim=True) if "sequence" in self.has_weights else log_BT
             weight_BT, high = log_BT.exp(), self.settings["vllm_importance_sampling_clip_max"]
             low = self.settings.get("vllm_importance_sampling_clip_min", 0.0)
@@ -151,7 +151,7 @@ class Verl(NamedTuple):
             policy_loss=SimpleNamespace(**{name: self.settings.get(name) for name in names}),
         )
         logprobs_BT, mask_BT = inputs.logprobs_BT.detach().clone().requires_grad_(), inputs.mask_BT.float()
-        old_BT, weights_BT = inputs.behaviour_logprobs_BT, None
+        old_BT, weights_BT = inputs.behavior_logprobs_BT, None
         if self.threshold is not None:
             from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 

@@ -11,7 +11,7 @@ from learner.config import KlConfig, LossConfig, OffPolicyCorrectionConfig
 
 LOGITS_V = torch.tensor([0.3, -1.0, 0.7, 0.0, 1.5, -0.2])
 REFERENCE_V = torch.tensor([0.0, 0.5, -0.5, 0.1, 0.9, -1.2]).log_softmax(-1)
-BEHAVIOUR_V = torch.tensor([0.8, -0.3, 0.2, -0.6, 0.9, 0.4]).log_softmax(-1)
+BEHAVIOR_V = torch.tensor([0.8, -0.3, 0.2, -0.6, 0.9, 0.4]).log_softmax(-1)
 
 
 def expected_gradient(
@@ -23,14 +23,14 @@ def expected_gradient(
     """Return Σ_v behavior(v) · gradient of token v's KL term or penalty, for a softmax policy."""
     logits_V = LOGITS_V.clone().requires_grad_()
     logprobs_V = logits_V.log_softmax(-1)
-    sampled_V = logprobs_V.detach() if on_policy else BEHAVIOUR_V
+    sampled_V = logprobs_V.detach() if on_policy else BEHAVIOR_V
     advantages_V = torch.zeros(6)
     if kl.place == "reward":
         penalty_V = kl_estimate(REFERENCE_V - logprobs_V.detach(), kl.estimator_used)
         advantages_V = (sampled_V.exp() * penalty_V).sum() - penalty_V
     inputs = LossInputs(
         logprobs_BT=logprobs_V[:, None],
-        behaviour_logprobs_BT=sampled_V[:, None],
+        behavior_logprobs_BT=sampled_V[:, None],
         staleness_BT=torch.zeros(6, 1, dtype=torch.int64),
         advantages_BT=advantages_V[:, None],
         weights_B=sampled_V.exp(),
@@ -92,7 +92,7 @@ def test_in_the_advantage_the_kl_of_each_token_has_the_gradient_of_the_kl_off_po
 def test_the_kl_in_the_advantage_adds_to_the_advantage_of_the_rewards_of_trained_tokens_alone() -> None:
     inputs = LossInputs(
         logprobs_BT=torch.tensor([[-1.0, -2.0, math.nan]]),
-        behaviour_logprobs_BT=torch.tensor([[-1.5, -2.5, math.nan]]),
+        behavior_logprobs_BT=torch.tensor([[-1.5, -2.5, math.nan]]),
         staleness_BT=torch.zeros(1, 3, dtype=torch.int64),
         advantages_BT=torch.full((1, 3), 0.5),
         weights_B=torch.ones(1),

@@ -51,14 +51,14 @@ def check_against_the_oracle(case: Case, found: Result) -> None:
         expected = map(float, oracle.gradient(rule, completion))
         inside = iter(scales_T)
         for token, value, derivative in zip(completion.tokens, gradients_T, expected, strict=True):
-            assert close(value, derivative, next(inside) if math.isfinite(token.behaviour) else 0.0), completion
+            assert close(value, derivative, next(inside) if math.isfinite(token.behavior) else 0.0), completion
     for name, wanted in oracle.sums(rule, completions).items():
         assert close(found.sums[name], wanted, total), (name, found.sums[name], wanted)
 
 
 def scales_of(rule: Rule, completion: Completion, shares: list) -> list[float]:
     """Return the largest summand of each token's share: a KL near 0 may have a weight of e²⁰."""
-    ratios = [mpmath.exp(oracle.log_ratio(token.logprob, token.behaviour)) for token in completion.finite]
+    ratios = [mpmath.exp(oracle.log_ratio(token.logprob, token.behavior)) for token in completion.finite]
     unit = completion.weight * rule.kl_coef if rule.kl.importance_weighted else 0.0
     return [float(max(abs(share), unit * ratio)) for share, ratio in zip(shares, ratios, strict=True)]
 
@@ -77,7 +77,7 @@ def test_entropy_includes_every_token_also_rejected_ones(name: str) -> None:
     rule = rule._replace(loss=msgspec.structs.replace(rule.loss, entropy_coef=0.25))
     case = make_case(name, rule, is_wild=True, has_proximal=has_proximal)
     for completion, gradients_T in zip(case.completions, run(case, garbage=math.nan).entropy_gradients, strict=True):
-        expected = [-0.25 * completion.weight * math.isfinite(token.behaviour) for token in completion.tokens]
+        expected = [-0.25 * completion.weight * math.isfinite(token.behavior) for token in completion.tokens]
         assert gradients_T == pytest.approx(expected, rel=1e-6, abs=0)
 
 
@@ -125,7 +125,7 @@ def test_each_normalization_weighs_a_token_as_in_its_paper(num_tokens: int) -> N
 
 
 def test_the_rules_cover_every_objective_and_each_of_its_bounds() -> None:
-    # All objectives take the behaviour anchor × (none, 7 masks), and reinforce also × 5 truncations; all but reinforce
+    # All objectives take the behavior anchor × (none, 7 masks), and reinforce also × 5 truncations; all but reinforce
     # and vespo take 3 proximal anchors × 13 corrections. gspo, gmpo and vespo take no mask of tokens, of which each of
     # their 4, 4 and 1 anchors has 3.
     assert BOUNDS.keys() == OBJECTIVES.keys()
@@ -145,7 +145,7 @@ def test_extreme_ratios_leave_loss_and_gradient_finite(objective: str, drift: fl
         OffPolicyCorrectionConfig(anchor="proximal", proximal="log_linear"),
     ):
         for advantage in (1.0, -1.0):
-            token = Token(logprob=-2.0, behaviour=-2.0 - drift, staleness=1, reference=-2.0 - drift)
+            token = Token(logprob=-2.0, behavior=-2.0 - drift, staleness=1, reference=-2.0 - drift)
             rule = Rule(LossConfig(objective=objective), correction, kl, 0.5)
             found = run(Case(rule, [Completion(advantage, 1.0, (token,))], [[1]]), width=3, garbage=math.nan)
             assert math.isfinite(found.loss) and all(map(math.isfinite, found.sums.values()))
@@ -163,7 +163,7 @@ def test_on_policy_the_expected_gradient_is_the_policy_gradient(objective: str) 
     found, _ = policy_loss(
         LossInputs(
             logprobs_BT=logprobs_V[:, None],
-            behaviour_logprobs_BT=logprobs_V.detach()[:, None],
+            behavior_logprobs_BT=logprobs_V.detach()[:, None],
             staleness_BT=torch.zeros(6, 1, dtype=torch.int64),
             advantages_BT=advantages_V[:, None],
             weights_B=logprobs_V.detach().exp(),
@@ -186,12 +186,12 @@ def test_no_single_token_dominates_the_gradient(objective: str) -> None:
     """A token with a negative advantage and a ratio of e¹¹ would be 94 % of the gradient without a bound."""
 
     def largest_share(loss: LossConfig) -> float:
-        behaviour_BT = torch.full((4096, 1), -11.5)
-        logprobs_BT = behaviour_BT.clone()
+        behavior_BT = torch.full((4096, 1), -11.5)
+        logprobs_BT = behavior_BT.clone()
         logprobs_BT[0] = -0.5
         inputs = LossInputs(
             logprobs_BT=logprobs_BT.requires_grad_(),
-            behaviour_logprobs_BT=behaviour_BT,
+            behavior_logprobs_BT=behavior_BT,
             staleness_BT=torch.zeros(4096, 1),
             advantages_BT=torch.full((4096, 1), -1.0),
             weights_B=torch.full((4096,), 1 / 4096),

@@ -59,7 +59,7 @@ def loss_of(objective: str, correction: OffPolicyCorrectionConfig, **bounds: Any
     """Return loss, sums and the gradient of the logprobs of two completions."""
     logprobs_BT = (LOG_RATIO_BT - 1).requires_grad_()
     inputs = LossInputs(
-        logprobs_BT=logprobs_BT, behaviour_logprobs_BT=torch.full((2, 3), -1.0), staleness_BT=torch.zeros(2, 3),
+        logprobs_BT=logprobs_BT, behavior_logprobs_BT=torch.full((2, 3), -1.0), staleness_BT=torch.zeros(2, 3),
         advantages_BT=torch.tensor([[2.0] * 3, [-1.0] * 3]), weights_B=torch.full((2,), 0.25), mask_BT=torch.ones(2, 3),
     )  # fmt: skip
     loss, sums = policy_loss(inputs, LossConfig(objective=objective, **bounds), correction, KlConfig(), 0.0, 0.0)

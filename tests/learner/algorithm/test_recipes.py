@@ -39,7 +39,7 @@ def with_picks(case: Case) -> Case:
     if config.objective not in PICKS:
         return case
     tokens = [(token, c.advantage) for c in case.completions for token in c.tokens]
-    columns = zip(*((t.logprob - t.behaviour, t.logprob, advantage, 0.0) for t, advantage in tokens), strict=True)
+    columns = zip(*((t.logprob - t.behavior, t.logprob, advantage, 0.0) for t, advantage in tokens), strict=True)
     picked = iter(PICKS[config.objective](StepTokens(*map(torch.tensor, columns)), config).tolist())
     return case._replace(
         completions=[

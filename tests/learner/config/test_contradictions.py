@@ -142,10 +142,10 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
      {"off_policy_correction.max_weight": 1.01}),
     ({"off_policy_correction.anchor": "proximal"},
      r'anchor = "proximal" with updates_per_batch = 1 and .*weight = "none": the ratio is always 1.*; '
-     r'set off_policy_correction\.weight, raise updates_per_batch, or set off_policy_correction\.anchor = "behaviour"',
+     r'set off_policy_correction\.weight, raise updates_per_batch, or set off_policy_correction\.anchor = "behavior"',
      {"updates_per_batch": 2}),
     ({"off_policy_correction.weight": "truncate"},
-     r'"truncate" with anchor = "behaviour": the ratio of grpo already is the importance weight', MASK),
+     r'"truncate" with anchor = "behavior": the ratio of grpo already is the importance weight', MASK),
     ({"off_policy_correction.weight": "truncate", "loss.objective": "cispo"},
      r"the ratio of cispo already is the importance weight", {"loss.objective": "reinforce"}),
     (MASK | {"loss.objective": "gspo"},
@@ -155,7 +155,7 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
      r'max_binary_kl = 0\.1 with loss\.objective = "vespo": its ratio covers the whole completion',
      {"loss.objective": "cispo"}),
     ({"loss.objective": "vespo", "off_policy_correction.anchor": "proximal", "updates_per_batch": 2},
-     r"vespo weighs a completion by its whole ratio", {"off_policy_correction.anchor": "behaviour"}),
+     r"vespo weighs a completion by its whole ratio", {"off_policy_correction.anchor": "behavior"}),
     ({"loss.objective": "gspo", "loss.top_entropy_frac": 0.5}, r'top_entropy_frac = 0\.5 with loss\.objective = "gspo"',
      {"loss.objective": "cispo"}),
     # the KL and its reference

@@ -48,10 +48,10 @@ class LivesThroughAPush(ModelEngine):
     def _across(self, completion: Completion, before: int, now: int) -> Completion:
         if len(completion.token_ids) == 1:
             return msgspec.structs.replace(completion, versions=[(before, 1)])
-        behaviour_logprobs = completion.behaviour_logprobs.copy()
-        behaviour_logprobs[1:] += self.off_after_push
-        versions = [(before, 1), (now, len(behaviour_logprobs) - 1)]
-        return msgspec.structs.replace(completion, behaviour_logprobs=behaviour_logprobs, versions=versions)
+        behavior_logprobs = completion.behavior_logprobs.copy()
+        behavior_logprobs[1:] += self.off_after_push
+        versions = [(before, 1), (now, len(behavior_logprobs) - 1)]
+        return msgspec.structs.replace(completion, behavior_logprobs=behavior_logprobs, versions=versions)
 
 
 class Off(ModelEngine):
@@ -64,7 +64,7 @@ class Off(ModelEngine):
     def _completion(self, prompt: list[int], index: int, sampling: Sampling) -> Completion:
         right = super()._completion(prompt, index, sampling)
         shifts = np.array([next(self._shifts, 0.0) for _ in right.token_ids], np.float32)
-        return msgspec.structs.replace(right, behaviour_logprobs=right.behaviour_logprobs + shifts)
+        return msgspec.structs.replace(right, behavior_logprobs=right.behavior_logprobs + shifts)
 
 
 def test_agreeing_sides_differ_only_by_rounding_noise_also_across_a_weight_sync(
@@ -184,7 +184,7 @@ def binary_kl(p: float, q: float) -> float:
 
 def test_a_table_without_rewards_has_no_share_of_clipped_tokens() -> None:
     tokens = ComparedTokens(
-        logprobs_N=-np.ones(2), behaviour_logprobs_N=-np.ones(2), is_held_N=np.zeros(2, bool),
+        logprobs_N=-np.ones(2), behavior_logprobs_N=-np.ones(2), is_held_N=np.zeros(2, bool),
         is_fresh_N=np.ones(2, bool), completion_N=np.zeros(2, int), num_not_finite=0,
     )  # fmt: skip
     for has_rewards in (True, False):
@@ -199,10 +199,10 @@ def test_the_numbers_follow_their_formulas(tmp_path: Path) -> None:
     generator = random.Random(5)
     completions = [[generator.uniform(-0.2, 0.2) for _ in range(length)] for length in (1, 4, 2)]
     flat = [log_ratio for completion in completions for log_ratio in completion]
-    behaviour = [generator.uniform(-3, -0.1) for _ in flat]
+    behavior = [generator.uniform(-3, -0.1) for _ in flat]
     tokens = ComparedTokens(
-        logprobs_N=np.array(behaviour) + np.array(flat),
-        behaviour_logprobs_N=np.array(behaviour),
+        logprobs_N=np.array(behavior) + np.array(flat),
+        behavior_logprobs_N=np.array(behavior),
         is_held_N=np.array([True, False, False, False, True, False, False]),
         is_fresh_N=np.ones(7, bool),
         completion_N=np.array([0, 1, 1, 1, 1, 2, 2]),
@@ -225,14 +225,14 @@ def test_the_numbers_follow_their_formulas(tmp_path: Path) -> None:
             "ess": sum(ratios) ** 2 / (7 * sum(ratio**2 for ratio in ratios)),
         }
     )
-    sampled = [math.exp(before) for before in behaviour]
-    after = [math.exp(before + log_ratio) for before, log_ratio in zip(behaviour, flat, strict=True)]
+    sampled = [math.exp(before) for before in behavior]
+    after = [math.exp(before + log_ratio) for before, log_ratio in zip(behavior, flat, strict=True)]
     expected = {
         "token": sum(abs(ratio - 1) for ratio in ratios) / 7,
         "sequence": sum(abs(math.exp(sum(completion)) - 1) for completion in completions) / 3,
         "geometric": sum(abs(math.exp(sum(completion) / len(completion)) - 1) for completion in completions) / 3,
         "binary_kl": sum(max(binary_kl(p, q), binary_kl(q, p)) for p, q in zip(after, sampled, strict=True)) / 7,
-        "probability": sum(abs(new - math.exp(old)) for new, old in zip(after, behaviour, strict=True)) / 7,
+        "probability": sum(abs(new - math.exp(old)) for new, old in zip(after, behavior, strict=True)) / 7,
     }
     for config, keys in BOUNDS:
         found = {bound.key: bound for bound in bounds(tokens, load(tmp_path, merged(ALWAYS, config)).learner)}

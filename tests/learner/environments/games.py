@@ -63,4 +63,4 @@ def assert_played_by_the_rules(episode: Episode, secret: int, *, is_agent: bool 
     is_found = reply_of(secret, turns[-1]) == RIGHT
     assert episode.reward == pytest.approx(float(is_found))
     assert (is_found or is_agent) == (episode.course.state == "finished") or episode.course.state == "length"
-    assert (branch.behaviour_logprobs[~branch.is_sampled_T] == 0).all()
+    assert (branch.behavior_logprobs[~branch.is_sampled_T] == 0).all()

@@ -96,7 +96,7 @@ def turns_of(
         up_to_T = versions_T[: places[-1] + 1][branch.is_sampled_T[: places[-1] + 1]]
         yield RecordedTurn(
             versions_T=versions_T[places],
-            of_server_T=branch.behaviour_logprobs[places],
+            of_server_T=branch.behavior_logprobs[places],
             exact_T=logprobs["exact"][places],
             of_others_T=logprobs["of_others"][places],
             is_fresh=bool((up_to_T == entered_version).all()),

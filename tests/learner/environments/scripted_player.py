@@ -36,7 +36,7 @@ def completion(text: str | list[int], version: int, reason: str = "stop") -> Com
     """Return a completion of tokens, or of a text with one token per letter."""
     ids = np.array([ord(letter) for letter in text] if isinstance(text, str) else text, np.int32)
     logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
-    return Completion(token_ids=ids, behaviour_logprobs=logprobs, versions=[(version, len(ids))], finish_reason=reason)
+    return Completion(token_ids=ids, behavior_logprobs=logprobs, versions=[(version, len(ids))], finish_reason=reason)
 
 
 Script = Callable[[TurnPrompt], Completion | Awaitable[Completion | None] | None]

@@ -117,7 +117,7 @@ def test_only_functions_that_name_environments_get_them() -> None:
 
 def episode(state: EndState, counter: int | None) -> Episode:
     branch = TokenSequence(
-        token_ids=np.array([1, 2], np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(0, 2)],
+        token_ids=np.array([1, 2], np.int32), behavior_logprobs=np.zeros(2, np.float32), versions=[(0, 2)],
         finish_reason="stop"
     )  # fmt: skip
     attributes = None if counter is None else {"counter": counter}

@@ -26,7 +26,7 @@ def test_each_prompt_has_all_tokens_so_far_and_each_turn_is_recorded_and_packed_
     (branch,) = one.branches
     assert branch.token_ids.tolist() == ids("hiab<ab>stop<stop>")
     assert branch.versions == [(None, 2), (4, 2), (None, 4), (5, 4), (None, 6)]
-    np.testing.assert_array_equal(branch.behaviour_logprobs, [0, 0, -1, -2, 0, 0, 0, 0, -1, -2, -3, -4, *[0] * 6])
+    np.testing.assert_array_equal(branch.behavior_logprobs, [0, 0, -1, -2, 0, 0, 0, 0, -1, -2, -3, -4, *[0] * 6])
     assert branch.turns == [(0, 2), (1, 4)]
     assert branch.turn_T.tolist() == [-1, -1, 0, 0, -1, -1, -1, -1, 1, 1, 1, 1, *[-1] * 6]
     assert [(turn.reward, turn.state) for turn in one.turns] == [(None, "hi"), (None, "<ab>")]

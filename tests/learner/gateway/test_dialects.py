@@ -73,7 +73,7 @@ async def test_a_turn_has_the_same_tokens_in_each_dialect_with_and_without_a_str
             assert len(episode.branches) == len(expected.branches)
             for branch, other in zip(episode.branches, expected.branches, strict=True):
                 assert branch.token_ids.tolist() == other.token_ids.tolist()
-                np.testing.assert_array_equal(branch.behaviour_logprobs, other.behaviour_logprobs)
+                np.testing.assert_array_equal(branch.behavior_logprobs, other.behavior_logprobs)
                 assert branch.versions == other.versions
             without_ids = [
                 [{key: one[key] for key in ("role", "content")} for one in each.messages]

@@ -75,7 +75,7 @@ async def test_an_agent_requests_and_records_the_same_tokens_as_an_environment_w
     assert len(episode.branches) == len(expected.branches) == (1 if text == KEEPING else 3)
     for branch, other_branch in zip(episode.branches, expected.branches, strict=True):
         assert branch.token_ids.tolist() == other_branch.token_ids.tolist()
-        np.testing.assert_array_equal(branch.behaviour_logprobs, other_branch.behaviour_logprobs)
+        np.testing.assert_array_equal(branch.behavior_logprobs, other_branch.behavior_logprobs)
         assert (branch.versions, branch.finish_reason) == (other_branch.versions, other_branch.finish_reason)
         assert (branch.prompt_token_ids is None) == (other_branch.prompt_token_ids is None)
     ours_course, course = episode.course, expected.course
@@ -97,7 +97,7 @@ async def test_the_recorded_turn_equals_the_clients_response() -> None:
     assert (
         choice.token_ids == branch.token_ids.tolist() and reply.prompt_token_ids == agent.prompts[0].token_ids.tolist()
     )
-    np.testing.assert_allclose([one.logprob for one in choice.logprobs.content], branch.behaviour_logprobs)
+    np.testing.assert_allclose([one.logprob for one in choice.logprobs.content], branch.behavior_logprobs)
     num_prompt, num_sampled = len(reply.prompt_token_ids), len(branch.token_ids)
     usage = reply.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (num_prompt, num_sampled)

@@ -94,8 +94,8 @@ class Cell:
         (first, _), last = self.turns[0], self.turns[-1]
         whole = [*first, *branch.token_ids.tolist()]
         assert whole == [*last[0], *last[1].token_ids.tolist()]
-        logprobs = np.concatenate([completion.behaviour_logprobs for _, completion in self.turns])
-        np.testing.assert_array_equal(branch.behaviour_logprobs[branch.is_sampled_T], logprobs)
+        logprobs = np.concatenate([completion.behavior_logprobs for _, completion in self.turns])
+        np.testing.assert_array_equal(branch.behavior_logprobs[branch.is_sampled_T], logprobs)
 
 
 def play_grid(server: RealServer, python: str, libraries: list[str]) -> dict[str, dict[str, Cell]]:

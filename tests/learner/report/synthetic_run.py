@@ -51,7 +51,7 @@ def metrics_of(step: int, steps: int, rng: random.Random) -> dict[str, float]:
         "loss/total": rng.gauss(0, 0.02),
         "loss/clipped_frac": abs(rng.gauss(0.02, 0.008)),
         "policy/entropy": 2.3 * (1 - done) ** 1.5 + abs(rng.gauss(0.05, 0.03)),
-        "policy/behaviour_kl": 1e-9,
+        "policy/behavior_kl": 1e-9,
         "reference/kl": 0.004 * since_refresh * abs(rng.gauss(1, 0.15)),
         "reference/version": float(step - since_refresh),
         "staleness/mean": rng.uniform(1.4, 2.0),

@@ -9,7 +9,7 @@ from learner.report.run_log import HealthMonitor, unhealthy
 HEALTHY = {
     "policy/ratio_mean": 1.01,
     "policy/ess": 0.97,
-    "policy/behaviour_kl": 0.002,
+    "policy/behavior_kl": 0.002,
     "loss/clipped_frac": 0.03,
     "loss/max_token_share": 0.02,
     "loss/max_token_multiplier": 3.5,
@@ -29,7 +29,7 @@ def test_a_healthy_step_and_one_without_tokens_show_nothing() -> None:
         ("policy/ratio_mean", 0.4, "0.40, outside 0.5 to 2"),
         ("policy/ratio_mean", 2.5, "2.50, outside 0.5 to 2"),
         ("policy/ess", 0.25, "25% of the tokens, below 30 %"),
-        ("policy/behaviour_kl", 0.3, "0.30 nats per token"),
+        ("policy/behavior_kl", 0.3, "0.30 nats per token"),
         ("loss/clipped_frac", 0.3, "30% of the tokens are clipped"),
         ("loss/max_token_share", 0.3, "one token makes up 30% of an update's gradient, 3.5 times its"),
         ("loss/kept_frac_length_q4", 0.4, "97%, 97%, 97%, 40%"),

@@ -25,7 +25,7 @@ TOKENIZER = load_tokenizer(resolve_model("tiny:digits"))
 
 def a_group(num_tokens: int = 3) -> RolloutGroup:
     completion = TokenSequence(
-        token_ids=np.full(num_tokens, 5, np.int32), behaviour_logprobs=np.zeros(num_tokens, np.float32),
+        token_ids=np.full(num_tokens, 5, np.int32), behavior_logprobs=np.zeros(num_tokens, np.float32),
         versions=[(0, num_tokens)], finish_reason="stop",
     )  # fmt: skip
     return RolloutGroup(
@@ -137,7 +137,7 @@ def a_branch(text: str, versions: list[tuple[int | None, int]], prompt: str | No
     token_ids = np.array(TOKENIZER.encode(text, add_special_tokens=False), np.int32)
     assert len(token_ids) == sum(count for _, count in versions)
     return TokenSequence(
-        token_ids=token_ids, behaviour_logprobs=np.zeros(len(token_ids), np.float32), versions=versions,
+        token_ids=token_ids, behavior_logprobs=np.zeros(len(token_ids), np.float32), versions=versions,
         finish_reason="stop",
         prompt_token_ids=None if prompt is None else np.array(TOKENIZER.encode(prompt, add_special_tokens=False),
             np.int32),

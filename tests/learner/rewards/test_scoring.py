@@ -49,7 +49,7 @@ def test_special_tokens_are_kept_on_request(tmp_path: Path, skips: bool) -> None
     config = msgspec.structs.replace(config, reward=RewardConfig(functions=("exact_match",), skip_special_tokens=skips))
     ids = [*tokenizer("12")["input_ids"], tokenizer.eos_token_id]
     completion = Completion(
-        token_ids=np.array(ids, np.int32), behaviour_logprobs=np.zeros(3, np.float32), versions=[(0, 3)],
+        token_ids=np.array(ids, np.int32), behavior_logprobs=np.zeros(3, np.float32), versions=[(0, 3)],
         finish_reason="stop"
     )  # fmt: skip
     workers = RecordingWorkers()
@@ -62,7 +62,7 @@ def test_special_tokens_are_kept_on_request(tmp_path: Path, skips: bool) -> None
 
 def branch(num_tokens: int, finish_reason: str = "stop") -> TokenSequence:
     return TokenSequence(
-        token_ids=np.ones(num_tokens, np.int32), behaviour_logprobs=np.zeros(num_tokens, np.float32),
+        token_ids=np.ones(num_tokens, np.int32), behavior_logprobs=np.zeros(num_tokens, np.float32),
         versions=[(0, num_tokens)], finish_reason=finish_reason,
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ def group_of(request: Generate, version: int) -> Group:
     completions = [
         Completion(
             token_ids=np.arange(1, 3 + i, dtype=np.int32),
-            behaviour_logprobs=np.full(2 + i, -1.0, np.float32),
+            behavior_logprobs=np.full(2 + i, -1.0, np.float32),
             versions=[(version, 2 + i)],
             finish_reason="stop",
         )

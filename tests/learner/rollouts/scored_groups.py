@@ -20,7 +20,7 @@ def receive_and_score(
     """Return a group sampled by this version. The ledger has the group, but no rewards."""
     one = np.ones(1, np.int32)
     completion = Completion(
-        token_ids=one, behaviour_logprobs=np.zeros(1, np.float32), versions=[(version, 1)], finish_reason="stop"
+        token_ids=one, behavior_logprobs=np.zeros(1, np.float32), versions=[(version, 1)], finish_reason="stop"
     )
     group = Group(group_id=request.group_id, entered_version=version, completions=[completion] * 2)
     keep(ledger, [group])

@@ -36,7 +36,7 @@ def rows(*numbers: int) -> np.ndarray:
 def turn_of(prompt_experts: np.ndarray, token_ids: list[int], experts: np.ndarray) -> Group:
     count = len(token_ids)
     completion = Completion(
-        token_ids=np.array(token_ids, np.int32), behaviour_logprobs=np.zeros(count, np.float32), versions=[(1, count)],
+        token_ids=np.array(token_ids, np.int32), behavior_logprobs=np.zeros(count, np.float32), versions=[(1, count)],
         finish_reason="stop", experts=experts,
     )  # fmt: skip
     return Group(group_id="t", entered_version=1, completions=[completion], prompt_experts=prompt_experts)

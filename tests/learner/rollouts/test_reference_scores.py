@@ -63,7 +63,7 @@ def make_group(slot: int, *completions: list[int]) -> RolloutGroup:
     branches = [
         TokenSequence(
             token_ids=np.array(tokens, np.int32),
-            behaviour_logprobs=np.zeros(len(tokens), np.float32),
+            behavior_logprobs=np.zeros(len(tokens), np.float32),
             versions=[(0, len(tokens))],
             finish_reason="stop",
         )

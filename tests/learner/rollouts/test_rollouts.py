@@ -35,7 +35,7 @@ from tests.waiting import TIMEOUT_S, until
 
 BROKEN = "tests/learner/rewards/broken_rewards.py"
 EMPTY = Completion(
-    token_ids=np.zeros(0, np.int32), behaviour_logprobs=np.zeros(0, np.float32), versions=[], finish_reason="stop"
+    token_ids=np.zeros(0, np.int32), behavior_logprobs=np.zeros(0, np.float32), versions=[], finish_reason="stop"
 )
 
 

@@ -24,12 +24,12 @@ def member(quantization: str) -> Any:
     ("settings", "objective", "expected"),
     [
         ({}, "grpo", ("truncate", "proximal", "log_linear")),
-        ({}, "reinforce", ("truncate", "behaviour", "exact")),
+        ({}, "reinforce", ("truncate", "behavior", "exact")),
         ({"anchor": "proximal", "sequence_mask": 0.1}, "grpo", ("truncate", "proximal", "exact")),
-        ({"anchor": "behaviour"}, "grpo", ("none", "behaviour", "exact")),
-        ({"anchor": "behaviour"}, "reinforce", ("truncate", "behaviour", "exact")),
-        ({"weight": "none"}, "grpo", ("none", "behaviour", "exact")),
-        ({"weight": "mask"}, "grpo", ("mask", "behaviour", "exact")),
+        ({"anchor": "behavior"}, "grpo", ("none", "behavior", "exact")),
+        ({"anchor": "behavior"}, "reinforce", ("truncate", "behavior", "exact")),
+        ({"weight": "none"}, "grpo", ("none", "behavior", "exact")),
+        ({"weight": "mask"}, "grpo", ("mask", "behavior", "exact")),
         ({"weight": "truncate", "anchor": "proximal"}, "gspo", ("truncate", "proximal", "exact")),
     ],
 )
@@ -55,7 +55,7 @@ def test_auto_truncates_an_importance_weight_that_counts_once(
 
 
 @pytest.mark.parametrize(
-    ("declared", "expected"), [("", ("truncate", "proximal")), ("f.has_ratio = False", ("truncate", "behaviour"))]
+    ("declared", "expected"), [("", ("truncate", "proximal")), ("f.has_ratio = False", ("truncate", "behavior"))]
 )
 def test_your_own_objective_says_whether_its_ratio_is_the_weight(
     tmp_path: Path, declared: str, expected: tuple[str, str]

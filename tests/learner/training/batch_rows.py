@@ -13,7 +13,7 @@ Shapes = list[tuple[int, list[int]]]
 def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None = None) -> TokenSequence:
     return TokenSequence(
         token_ids=np.array(token_ids, np.int32),
-        behaviour_logprobs=-np.array(token_ids, np.float32) / 100,
+        behavior_logprobs=-np.array(token_ids, np.float32) / 100,
         versions=versions or [(3, len(token_ids))],
         finish_reason="stop",
     )

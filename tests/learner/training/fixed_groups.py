@@ -1,4 +1,4 @@
-"""Groups of random completions with behaviour logprobs near the tiny model's own, of several versions; always the
+"""Groups of random completions with behavior logprobs near the tiny model's own, of several versions; always the
 same."""
 
 import random
@@ -60,7 +60,7 @@ def make_moved_trainer(run: LearnerRun, accelerator: Accelerator) -> PolicyTrain
 def make_groups(
     policy: torch.nn.Module, num_groups: int = 3, num_completions: int = 4, prompt_tokens: tuple[int, int] = (2, 6)
 ) -> list[RolloutGroup]:
-    """Prompts and completions of random length; behaviour logprobs off the policy's by noise of 0.3; some are
+    """Prompts and completions of random length; behavior logprobs off the policy's by noise of 0.3; some are
     truncated."""
     generator = random.Random(3)
     groups = []
@@ -76,7 +76,7 @@ def make_groups(
             old = generator.randrange(1, VERSION)
             completion = TokenSequence(
                 token_ids=np.array(tokens, np.int32),
-                behaviour_logprobs=logprobs + noise,
+                behavior_logprobs=logprobs + noise,
                 versions=[(old, first), (old + 1, length - first)] if first else [(old + 1, length)],
                 finish_reason="length" if length == MAX_TOKENS else "stop",
             )

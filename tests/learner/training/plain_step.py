@@ -28,7 +28,7 @@ class Branch(msgspec.Struct, eq=False):
     started: torch.Tensor
     started_entropy: torch.Tensor
     """Logprobs of the policy at the start of the step."""
-    behaviour: torch.Tensor
+    behavior: torch.Tensor
     reference: torch.Tensor
     ages: torch.Tensor
     advantages: torch.Tensor
@@ -37,7 +37,7 @@ class Branch(msgspec.Struct, eq=False):
 
 
 def ppo(branch: Branch) -> torch.Tensor:
-    return clipped(branch, (branch.logprobs - branch.behaviour).exp())
+    return clipped(branch, (branch.logprobs - branch.behavior).exp())
 
 
 def clipped(branch: Branch, ratio_T: torch.Tensor) -> torch.Tensor:
@@ -64,19 +64,19 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 def decoupled(branch: Branch) -> torch.Tensor:
-    weight_T = (branch.started - branch.behaviour).exp().clamp(max=1.3)
+    weight_T = (branch.started - branch.behavior).exp().clamp(max=1.3)
     return weight_T * clipped(branch, (branch.logprobs - branch.started).exp())
 
 
 def log_linear(branch: Branch) -> torch.Tensor:
     share_T = branch.ages / (branch.ages + 1)
-    proximal_T = (branch.behaviour + share_T * (branch.logprobs - branch.behaviour)).detach()
-    weight_T = (proximal_T - branch.behaviour).exp().clamp(max=2.0)
+    proximal_T = (branch.behavior + share_T * (branch.logprobs - branch.behavior)).detach()
+    weight_T = (proximal_T - branch.behavior).exp().clamp(max=2.0)
     return weight_T * clipped(branch, (branch.logprobs - proximal_T).exp())
 
 
 def gspo(branch: Branch) -> torch.Tensor:
-    ratio = (branch.logprobs - branch.behaviour).mean().exp()
+    ratio = (branch.logprobs - branch.behavior).mean().exp()
     return clipped(branch, ratio.expand_as(branch.logprobs))
 
 
@@ -86,18 +86,18 @@ def k3(branch: Branch) -> torch.Tensor:
 
 
 def with_weighted_kl(branch: Branch) -> torch.Tensor:
-    return ppo(branch) + 0.5 * (branch.logprobs - branch.behaviour).exp() * k3(branch)
+    return ppo(branch) + 0.5 * (branch.logprobs - branch.behavior).exp() * k3(branch)
 
 
 def vespo(branch: Branch) -> torch.Tensor:
-    w = (branch.logprobs - branch.behaviour).sum().exp().detach()
+    w = (branch.logprobs - branch.behavior).sum().exp().detach()
     advantage = branch.advantages[0]
     power, decay = (2, 3) if advantage >= 0 else (3, 2)
     return -(w**power) * (decay * (1 - w)).exp() * advantage * branch.logprobs
 
 
 def kl_cov(branch: Branch) -> torch.Tensor:
-    log_ratio_T = branch.logprobs - branch.behaviour
+    log_ratio_T = branch.logprobs - branch.behavior
     advantage = branch.advantages[0]
     surrogate_T = log_ratio_T.exp() * advantage
     surrogate_T = surrogate_T.clamp(min=1.05 * advantage) if advantage < 0 else surrogate_T
@@ -214,11 +214,11 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
         known: dict[str, Any] = dict(zip(("started", "started_entropy"), started[id(one)], strict=True))
         known |= dict(zip(("logprobs", "entropy"), tell(model, group, one), strict=True))
         sampled = [version for version in owners_of(one) if version is not None]
-        behaviour = torch.from_numpy(one.behaviour_logprobs[[v is not None for v in owners_of(one)]]).double()
+        behavior = torch.from_numpy(one.behavior_logprobs[[v is not None for v in owners_of(one)]]).double()
         ages = torch.tensor([VERSION - version for version in sampled], dtype=torch.float64)
         turns = [turn for turn, count in one.turns or [(0, len(sampled))] for _ in range(count)]
         return Branch(
-            behaviour=behaviour,
+            behavior=behavior,
             reference=references[id(one)],
             ages=ages,
             advantages=torch.tensor([advantages[turn] for turn in turns], dtype=torch.float64),
@@ -246,7 +246,7 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
                     loss = (rule.loss(branch) * (branch.started_entropy >= floor)).sum() / num_all
                     total = total + loss
                     pulls += torch.autograd.grad(loss, branch.logprobs, retain_graph=True)[0].abs().tolist()
-                    ratios = (branch.logprobs - branch.behaviour).exp().tolist()
+                    ratios = (branch.logprobs - branch.behavior).exp().tolist()
                     extremes.ratio_min, extremes.ratio_max = (
                         min(extremes.ratio_min, *ratios),
                         max(extremes.ratio_max, *ratios),

@@ -27,7 +27,7 @@ def test_index_t_belongs_to_token_t_of_the_completion() -> None:
     assert batch.pack.targets_M.tolist() == [8, 9, 3]
     assert batch.mask_BT.tolist() == batch.pack.is_token_BT.tolist() == [[True, True], [True, False]]
     assert batch.versions_BT.tolist() == [[1, 2], [3, -1]]
-    torch.testing.assert_close(batch.behaviour_logprobs_BT, torch.tensor([[-0.08, -0.09], [-0.03, 0.0]]))
+    torch.testing.assert_close(batch.behavior_logprobs_BT, torch.tensor([[-0.08, -0.09], [-0.03, 0.0]]))
     assert batch.advantages_BT.tolist() == [[0.5, 0.5], [-0.5, 0.0]] and batch.weights_B.tolist() == [1.0, -1.0]
 
 
@@ -35,7 +35,7 @@ def test_a_token_has_the_advantage_of_its_turn_in_whichever_branch_it_is() -> No
     """Two versions sampled turn 0, turn 1 follows it at once, and turn 3 began a branch before turn 2 was recorded."""
     first = TokenSequence(
         token_ids=np.arange(7, dtype=np.int32),
-        behaviour_logprobs=np.zeros(7, np.float32),
+        behavior_logprobs=np.zeros(7, np.float32),
         versions=[(None, 1), (3, 1), (4, 1), (4, 2), (None, 1), (5, 1)],
         finish_reason="stop",
         turns=[(0, 2), (1, 2), (3, 1)],
@@ -63,7 +63,7 @@ def test_a_group_has_its_prompt_once_and_no_last_token_of_a_completion() -> None
 
 def test_a_token_with_a_nan_logprob_is_masked() -> None:
     completion = make_completion([8, 9, 10])
-    completion.behaviour_logprobs[1] = np.nan
+    completion.behavior_logprobs[1] = np.nan
     assert micro_batch([make_row([5], completion, 1.0)], CPU).mask_BT.tolist() == [[True, False, True]]
 
 

@@ -85,7 +85,7 @@ def test_a_checkpoint_with_an_unreadable_state_is_an_error(accelerator: Accelera
 
 def scored_by_the_reference() -> RolloutGroup:
     branch = TokenSequence(
-        token_ids=np.array([3, 0], np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(0, 2)],
+        token_ids=np.array([3, 0], np.int32), behavior_logprobs=np.zeros(2, np.float32), versions=[(0, 2)],
         finish_reason="stop", reference_logprobs=np.full(2, -0.5, np.float32),
     )  # fmt: skip
     return RolloutGroup(

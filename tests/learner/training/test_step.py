@@ -36,7 +36,7 @@ def answered(branch: TokenSequence) -> TokenSequence:
     versions = [(version, 1) for version, count in branch.versions for _ in range(count)]
     return TokenSequence(
         token_ids=np.insert(branch.token_ids, 1, ANSWER).astype(np.int32),
-        behaviour_logprobs=np.insert(branch.behaviour_logprobs, 1, [0.0, 0.0]).astype(np.float32),
+        behavior_logprobs=np.insert(branch.behavior_logprobs, 1, [0.0, 0.0]).astype(np.float32),
         versions=[*versions[:1], (None, len(ANSWER)), *versions[1:]],
         finish_reason=branch.finish_reason,
     )
@@ -139,7 +139,7 @@ def test_a_function_may_tell_turns_apart_unless_the_ratio_covers_the_completion(
     function = tmp_path / "mine.py"
     function.write_text("def f(rewards):\n    return rewards.turn_rewards_P_G_K\n")
     branch = TokenSequence(
-        token_ids=np.array([3, 0], np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(0, 2)],
+        token_ids=np.array([3, 0], np.int32), behavior_logprobs=np.zeros(2, np.float32), versions=[(0, 2)],
         finish_reason="stop", turns=[(0, 1), (1, 1)],
     )  # fmt: skip
     group = RolloutGroup(
@@ -188,7 +188,7 @@ def test_a_token_with_a_nan_logprob_is_excluded_from_loss_and_metrics(accelerato
     groups = [msgspec.structs.replace(group, entered_version=VERSION) for group in make_groups(trainer.policy)]
     for group in groups:
         for completion in group.completions:
-            completion.behaviour_logprobs[0] = -math.inf
+            completion.behavior_logprobs[0] = -math.inf
             completion.versions[:] = [(VERSION, len(completion.token_ids))]
     metrics = train_on(trainer, groups, VERSION, StepTimer())
     assert all(map(math.isfinite, metrics.values())) and "policy/mismatch_abs_logprob" in metrics
@@ -223,7 +223,7 @@ def test_an_episode_can_sample_more_tokens_than_one_turn(accelerator: Accelerato
     groups = make_groups(trainer.policy, num_groups=1)
     (turn,) = [branch for branch in groups[0].completions if len(branch.token_ids) == MAX_TOKENS][:1]
     twice = TokenSequence(
-        token_ids=np.tile(turn.token_ids, 2), behaviour_logprobs=np.tile(turn.behaviour_logprobs, 2),
+        token_ids=np.tile(turn.token_ids, 2), behavior_logprobs=np.tile(turn.behavior_logprobs, 2),
         versions=turn.versions * 2, finish_reason="stop",
     )  # fmt: skip
     groups = [msgspec.structs.replace(groups[0], completions=[twice, *groups[0].completions[1:]])]
@@ -233,6 +233,6 @@ def test_an_episode_can_sample_more_tokens_than_one_turn(accelerator: Accelerato
 def test_a_branch_with_parts_of_different_lengths_is_rejected() -> None:
     with pytest.raises(ValueError, match="2 token ids, 2 behavior logprobs and versions of 3 tokens"):
         TokenSequence(
-            token_ids=np.zeros(2, np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(None, 3)],
+            token_ids=np.zeros(2, np.int32), behavior_logprobs=np.zeros(2, np.float32), versions=[(None, 3)],
             finish_reason="stop"
         )  # fmt: skip
