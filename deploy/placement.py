@@ -180,10 +180,10 @@ def reference_place(config: DeployConfig, server_run: ServerRun, learner_run: Le
         ConfigError: If the run has no reference on a server, no GPU is left for it, or the server's own section
             contradicts the placement.
     """
-    endpoint = learner_run.learner.in_effect().reference.endpoint
+    reference = learner_run.learner.in_effect().reference
     if config.reference_model is None:
         return None
-    if endpoint is None:
+    if (endpoint := reference.endpoint) is None:
         raise ConfigError(
             f"deploy.reference_model = {config.reference_model!r}, but learner.reference.endpoint is not set; set it, "
             "as in tcp://127.0.0.1:5767"
@@ -198,6 +198,8 @@ def reference_place(config: DeployConfig, server_run: ServerRun, learner_run: Le
         # Keys of the policy's servers: a reference returns no experts, and its copies of the policy arrive merged.
         "--server.return-routed-experts", "false", "--server.max-lora-rank", "0",
     ]  # fmt: skip
+    if reference.is_synced:  # the KL to a quantized copy of the policy would contain the rounding
+        flags += ["--server.quantization", "None", "--server.kv-cache-dtype", "None"]
     if config.reference_gpus:
         flags += _workers(server_run, len(config.reference_gpus))
     if config.reference_cores:

@@ -120,9 +120,8 @@ def _judge_quantization(endpoint: str, quantization: str, *, is_copy: bool) -> N
     described = f'learner.reference.endpoint = "{endpoint}": the server quantizes ({quantization})'
     if is_copy:
         raise ConfigError(
-            f"{described}, so that the KL to its copy of the policy would contain the rounding. Start it by `slipstream "
-            "serve` with --server.quantization None --server.kv-cache-dtype None, not by deploy.reference_model, which "
-            "quantizes as [server] does"
+            f"{described}, so that the KL to its copy of the policy would contain the rounding. Start it with "
+            "--server.quantization None --server.kv-cache-dtype None"
         )
     log.warning(
         "%s, and the KL contains the rounding; to avoid it, start the server without server.quantization and "

@@ -66,6 +66,13 @@ def test_the_server_of_a_reference_gets_its_model_its_endpoint_and_its_part_of_t
     config_file.write_text(to_toml(msgspec.structs.replace(of_policy, learner={"routing_replay": True})))
     teacher_run = load_config(ServerRun, [str(config_file), *place.flags], "serve")
     assert (teacher_run.lora_rank, teacher_run.returns_experts) == (0, False)
+    copied = a_learner(reference=teacher | {"kind": "every", "every_steps": 4}, kl={"coef": 1.0, "place": "advantage"})
+    config_file.write_text(to_toml(a_server(quantization="fp8_per_tensor", kv_cache_dtype="fp8")))
+    for learner, is_quantized in ((distilled, True), (copied, False)):
+        place = reference_place(config, a_server(*TWO), learner)
+        assert place is not None
+        server = load_config(ServerRun, [str(config_file), *place.flags], "serve").server
+        assert (server.quantization is not None, server.kv_cache_dtype is not None) == (is_quantized, is_quantized)
     on_cores = reference_place(DeployConfig(reference_model="big", reference_cores=(1,)), a_server(), distilled)
     assert on_cores is not None and on_cores.flags[-2:] == ("--server.cpu-cores", "1")
     blind = DeployConfig(server_gpus=((0,),), reference_model="big")
