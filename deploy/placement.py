@@ -63,9 +63,10 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Keys that only deploy reads. The default is one server and one rank."""
 
     server_gpus: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
-    """GPUs of each server. [[0, 1], [2, 3]]: two servers of two workers each. Unset, with learner_gpus: the
-    server gets the first of several GPUs, one per worker, and the learner the next; both share the first if
-    there are too few, or learner.weight_sync.transport is ipc."""
+    """GPUs of each server. [[0, 1], [2, 3]]: two servers of two workers each. Without server_gpus and
+    learner_gpus, the server gets the first of several GPUs, one per worker, and the learner the next; both share
+    the first if there are too few, or learner.weight_sync.transport is ipc. If only one of the two keys is set,
+    the other side sees no GPU."""
     learner_gpus: Annotated[Places, tyro.conf.Suppress] = ()
     """GPUs of the learner, one rank on each."""
     server_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
@@ -77,8 +78,8 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     [server], also quantization, but without adapters and routed experts. Unset: the reference's server, if
     there is one, is started separately."""
     reference_gpus: Annotated[Places, tyro.conf.Suppress] = ()
-    """GPUs of this server. Unset, with server_gpus and learner_gpus: those after the learner's, one per worker.
-    Required with either of these two."""
+    """GPUs of this server. Required if server_gpus or learner_gpus is set. Otherwise: those after the learner's,
+    one per worker."""
     reference_cores: Annotated[Places, tyro.conf.Suppress] = ()
     """Cores of this server, as positions in the same list."""
     restart: Literal["never", "on-failure"] = "never"

@@ -41,9 +41,9 @@ RATE_FLAGS = {
     "score_s": "time from a group's arrival until it is scored and in the ledger",
     "learner_step_s": "fixed time of an optimizer step",
     "learner_sync_s": "additional time of an optimizer step with several ranks",
-    "push_s": "fixed time of a weight sync",
-    "push_feed_s": "additional time of a weight sync for each server",
-    "push_stall_s": "time without generation in a weight sync, excluding the transfer",
+    "weight_sync_s": "fixed time of a weight sync",
+    "weight_sync_feed_s": "additional time of a weight sync for each server",
+    "weight_sync_stall_s": "time without generation in a weight sync, excluding the transfer",
 }
 
 
@@ -81,7 +81,7 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
         f"{outcome['server_stalled_frac']:.1%}",
         f"{outcome['server_fill_frac']:.1%}",
         f"{outcome['learner_idle_frac']:.1%}",
-        f"{outcome['learner_push_frac']:.1%}",
+        f"{outcome['learner_weight_sync_frac']:.1%}",
         f"{outcome['staleness_mean']:.2f}",
         f"{outcome['staleness_max']}",
     )

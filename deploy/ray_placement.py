@@ -128,7 +128,10 @@ class ServerList:
             DeadlineExceeded: If none has one within `timeout_s`.
         """
         if not self._has_any.wait(timeout_s):
-            raise DeadlineExceeded(f"no server has a node after {timeout_s:g} s (deploy.ray.start_timeout_s)")
+            raise DeadlineExceeded(
+                f"no server has a node after {timeout_s:g} s (deploy.ray.start_timeout_s); add nodes with free GPUs, or raise "
+                "that key"
+            )
         with self._lock:
             return self._hosts[min(self._hosts)]
 
@@ -215,7 +218,8 @@ class Rendezvous:
             return [other.result(timeout_s) for other in self._hosts]
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"another rank has no node after {timeout_s:g} s (deploy.ray.start_timeout_s)"
+                f"another rank has no node after {timeout_s:g} s (deploy.ray.start_timeout_s); add nodes with free GPUs, "
+                "or raise that key"
             ) from error
 
 

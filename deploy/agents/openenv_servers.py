@@ -1,6 +1,6 @@
 """OpenEnv environments behind their servers: `run` plays the environment at the row's `url`.
 
-    {"prompt": [messages], "url": "http://127.0.0.1:8000", "reset": {"seed": 3}}
+    {"prompt": [messages], "url": "http://127.0.0.1:8100", "reset": {"seed": 3}}
 
 The policy calls the environment's tools, or its one action. This file runs where openenv is installed
 (`learner.environment.python`). Start one or more servers before the run, in a container or not.

@@ -215,7 +215,9 @@ def read_run(run_dir: Path) -> MeasuredRun:
         with closing(sqlite3.connect(uri, uri=True)) as ledger:
             groups = [LedgerGroup(*row) for row in ledger.execute(SQL)]
     except (OSError, ValueError, sqlite3.Error) as error:
-        raise ConfigError(f"{run_dir} cannot be read as a run directory: {error}") from error
+        raise ConfigError(
+            f"{run_dir} cannot be read as a run directory: {error}; name one with config.toml, metrics.jsonl and ledger.db"
+        ) from error
     if len(lines) < LEAST_STEPS:
         raise ConfigError(
             f"{run_dir} has {len(lines)} steps; at least {LEAST_STEPS} steps are needed to estimate its rates"
@@ -303,8 +305,10 @@ def _lengths(steady: Lines) -> Lengths:
 def _learner_rates(run: MeasuredRun, num_ranks: int) -> dict[str, float]:
     steady = run.lines[_warm_up(run.lines) :]
     token_s = sum(mean(steady, phase) for phase in TOKEN_PHASES if phase in steady[-1])
-    push_s = 0.0 if run.learner.weight_sync.overlap_with_training else mean(pushed_lines(steady), "weight_sync/seconds")
-    rest_s = _step_s(run.lines) - mean(steady, "time/wait_for_batch") - token_s - push_s
+    weight_sync_s = (
+        0.0 if run.learner.weight_sync.overlap_with_training else mean(pushed_lines(steady), "weight_sync/seconds")
+    )
+    rest_s = _step_s(run.lines) - mean(steady, "time/wait_for_batch") - token_s - weight_sync_s
     return {
         "learner_step_s": max(0.0, rest_s),
         "learner_token_s": token_s * num_ranks / mean(steady, "rollout/tokens"),
@@ -316,7 +320,7 @@ def _push_rates(steady: Lines, server: ServerConfig, num_servers: int) -> dict[s
     transfer_s = mean(pushed, "weight_sync/transfer_seconds")
     stalled_by_it_s = 0.0 if server.overlap_weight_loading else transfer_s
     return {
-        "push_s": max(0.0, mean(pushed, "weight_sync/seconds") - transfer_s),
-        "push_feed_s": transfer_s / num_servers,
-        "push_stall_s": max(0.0, mean(pushed, "weight_sync/stall_seconds") - stalled_by_it_s),
+        "weight_sync_s": max(0.0, mean(pushed, "weight_sync/seconds") - transfer_s),
+        "weight_sync_feed_s": transfer_s / num_servers,
+        "weight_sync_stall_s": max(0.0, mean(pushed, "weight_sync/stall_seconds") - stalled_by_it_s),
     }

@@ -15,7 +15,7 @@ class Sums(msgspec.Struct, kw_only=True):
     steps: int = 0
     wait_s: float = 0.0
     """Seconds that the learner waited for batches."""
-    push_s: float = 0.0
+    weight_sync_s: float = 0.0
     """Seconds that the learner waited for weight syncs."""
     tokens: float = 0.0
     """Tokens trained on."""
@@ -49,7 +49,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     learner_idle_frac: float
     """Share of the time waiting for a batch: perf/learner_idle_frac."""
-    learner_push_frac: float
+    learner_weight_sync_frac: float
     """Share of the time waiting for a weight sync."""
     server_idle_frac: float
     """Share of the time without a group: perf/server_idle_frac."""

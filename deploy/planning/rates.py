@@ -102,11 +102,11 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """Additional time for each completion token on one rank, with the prompt's cost."""
     learner_sync_s: float = 0.0
     """Additional time of each step with several ranks: the gradient reduction."""
-    push_s: float = 0.0
+    weight_sync_s: float = 0.0
     """Fixed time of a weight sync for any number of servers: pause, load, check."""
-    push_feed_s: float = 0.0
+    weight_sync_feed_s: float = 0.0
     """Additional time for each server. The learner sends the weights to all of them through its one link."""
-    push_stall_s: float = 0.0
+    weight_sync_stall_s: float = 0.0
     """Time in a weight sync during which no server generates, without the transfer."""
 
     def __post_init__(self) -> None:
@@ -126,13 +126,13 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         sync_s = self.learner_sync_s if num_ranks > 1 else 0.0
         return self.learner_step_s + sync_s + self.learner_token_s * of_fullest
 
-    def push_seconds(self, num_servers: float) -> float:
-        return self.push_s + self.push_feed_s * num_servers
+    def weight_sync_seconds(self, num_servers: float) -> float:
+        return self.weight_sync_s + self.weight_sync_feed_s * num_servers
 
     def stall_seconds(self, num_servers: float, *, overlap_weight_loading: bool) -> float:
         """Return the time at the end of a weight sync during which no server generates."""
-        feed_s = 0.0 if overlap_weight_loading else self.push_feed_s * num_servers
-        return min(self.push_seconds(num_servers), self.push_stall_s + feed_s)
+        feed_s = 0.0 if overlap_weight_loading else self.weight_sync_feed_s * num_servers
+        return min(self.weight_sync_seconds(num_servers), self.weight_sync_stall_s + feed_s)
 
 
 ASSUMPTIONS = (

@@ -229,7 +229,7 @@ class SimulatedFleet:
             lost = server.die()
             yield self._env.timeout(NOTICED_S)
             self.send(lost)
-            yield self._env.timeout(failures.restart_s + self._rates.push_seconds(1))
+            yield self._env.timeout(failures.restart_s + self._rates.weight_sync_seconds(1))
             server.join(self._version)
             held, self._held = self._held, []
             self.send(held)

@@ -112,7 +112,7 @@ class Simulation:
             tokens_per_s=self._weight * sums.tokens / time_s,
             step_s=time_s / sums.steps,
             learner_idle_frac=sums.wait_s / time_s,
-            learner_push_frac=sums.push_s / time_s,
+            learner_weight_sync_frac=sums.weight_sync_s / time_s,
             server_idle_frac=sums.idle_s / server_s,
             server_stalled_frac=sums.stalled_s / server_s,
             server_fill_frac=sums.sequence_s / server_s / capacity,
@@ -135,7 +135,7 @@ class Simulation:
         self._push = env.process(self._push_weights(version + 1))
         if not self._setup.learner.weight_sync.overlap_with_training:
             yield self._push
-        sums.push_s += env.now - trained
+        sums.weight_sync_s += env.now - trained
         sums.tokens += sum(lengths)
         sums.groups += len(groups)
         sums.steps += 1
@@ -170,7 +170,7 @@ class Simulation:
         stall_s = self._rates.stall_seconds(
             num_servers, overlap_weight_loading=self._setup.server.overlap_weight_loading
         )
-        yield self._env.timeout(self._rates.push_seconds(num_servers) - stall_s)
+        yield self._env.timeout(self._rates.weight_sync_seconds(num_servers) - stall_s)
         self._fleet.pause()
         yield self._env.timeout(stall_s)
         self._fleet.resume(version)
@@ -259,8 +259,8 @@ def most_samples_per_s(setup: Setup) -> float:
     stall_s = rates.stall_seconds(setup.num_servers, overlap_weight_loading=setup.server.overlap_weight_loading)
     servers_s = stall_s + samples * mean_length * rates.decode_s(capacity) / capacity / setup.num_servers
     train_s = rates.train_s(samples * mean_length, 0.0, setup.num_ranks)
-    push_s = rates.push_seconds(setup.num_servers)
-    learner_s = max(train_s, push_s) if config.weight_sync.overlap_with_training else train_s + push_s
+    weight_sync_s = rates.weight_sync_seconds(setup.num_servers)
+    learner_s = max(train_s, weight_sync_s) if config.weight_sync.overlap_with_training else train_s + weight_sync_s
     return samples / max(servers_s, learner_s)
 
 

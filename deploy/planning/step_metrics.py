@@ -47,7 +47,7 @@ def values(lines: Lines, metric: str) -> list[float]:
         found = [line[metric] for line in lines]
     except KeyError as error:
         raise ConfigError(
-            f"metrics.jsonl is missing the metric {metric}, which the learner writes in every step"
+            f"metrics.jsonl is missing the metric {metric}, which the learner writes in every step; measure another run"
         ) from error
     if None in found:
         raise ConfigError(

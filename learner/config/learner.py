@@ -18,7 +18,7 @@ from learner.config.servers import ParityConfig, SamplingConfig, WeightSyncConfi
 from learner.config.tasks import CurriculumConfig, DataConfig, EnvironmentConfig
 from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, SharedConfig
 from protocol.config_keys import MayChange
-from protocol.endpoint import join_address, split_endpoint
+from protocol.endpoint import check_endpoint, join_address, split_endpoint
 from protocol.errors import ConfigError
 from protocol.hardware import Cores
 
@@ -216,6 +216,11 @@ class LearnerRun(SharedConfig):
             )
         if len(set(self.endpoints)) < len(self.endpoints):
             raise ConfigError(f"endpoints = {list(self.endpoints)} contains a server twice; list each endpoint once")
+        if (endpoint := self.learner.in_effect().reference.endpoint) is not None:
+            try:
+                check_endpoint(endpoint, has_keys=self.keys is not None, insecure=self.insecure)
+            except ConfigError as error:
+                raise ConfigError(f"learner.reference.endpoint: {error}") from error
 
     def in_effect(self) -> Self:
         """Return the run with its idle keys at their defaults."""

@@ -127,7 +127,7 @@ def _check(request: ExportRequest, run: LearnerRun) -> None:
     if request.best_by and request.checkpoint not in (None, BEST):
         raise ConfigError(f"--best-by {request.best_by} with --checkpoint {request.checkpoint}: keep one of them")
     if request.public and not request.push:
-        raise ConfigError("--public needs --push ORG/NAME")
+        raise ConfigError("--public needs --push ORG/NAME; add it, or omit --public")
 
 
 def _write(request: ExportRequest, run: LearnerRun, chosen: ChosenCheckpoint, origin: Origin, directory: Path) -> None:

@@ -72,7 +72,9 @@ def _of_file(path: str) -> tuple[str, ...]:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"endpoints_from: the file {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"endpoints_from: the file {path} cannot be read: {error}; restore it, or name another source"
+        ) from error
     return tuple(dict.fromkeys(endpoint for line in lines if (endpoint := line.partition("#")[0].strip())))
 
 
@@ -85,7 +87,9 @@ def _of_name(place: str) -> tuple[str, ...]:
     try:
         found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"endpoints_from: the name {name} has no address: {error}") from error
+        raise ConfigError(
+            f"endpoints_from: the name {name} has no address: {error}; add it to DNS, or name another source"
+        ) from error
     families = {family for family, *_ in found}
     # A server with addresses of both families is only one server.
     chosen = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6

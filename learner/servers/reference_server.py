@@ -166,7 +166,7 @@ class ReferenceServer:
         if scores.policy_version != version:
             raise ParityError(
                 f"the reference's server at {self.endpoint} scored with version {scores.policy_version}; expected "
-                f"version {version}"
+                f"version {version}; restart that server, then the learner with --resume"
             )
         if len(scores.logprobs) != len(token_ids) - 1 or np.isnan(scores.logprobs).any():
             raise ParityError(

@@ -80,20 +80,20 @@ class _Recorded(Simulation):
         before = msgspec.structs.replace(self._sums)
         yield from super()._step(version)
         sums, rates, num_servers = self._sums.since(before), self._rates, self._num_servers
-        wait_s, push_s = sums.wait_s, rates.push_seconds(num_servers)
+        wait_s, weight_sync_s = sums.wait_s, rates.weight_sync_seconds(num_servers)
         train_s = rates.learner_token_s * sums.tokens
         lengths = [length for group, _ in self.scored.values() for length in group.lengths]
         p10, p50, p90 = np.percentile(lengths, (10, 50, 90)).tolist()
         prefix = "rollout/completion_length_"
         self.lines.append({
             "step": version + 1, "time": self._env.now, "elapsed_s": self._env.now, "servers/ready": num_servers,
-            "time/wait_for_batch": wait_s, "time/forward_backward": train_s, "time/weight_sync": sums.push_s,
+            "time/wait_for_batch": wait_s, "time/forward_backward": train_s, "time/weight_sync": sums.weight_sync_s,
             "rollout/tokens": sums.tokens,
             "rollout/truncated_frac": sum(length == 256 for length in lengths) / len(lengths),
             f"{prefix}p10": p10, f"{prefix}p50": p50, f"{prefix}p90": p90, f"{prefix}max": max(lengths),
             f"{prefix}mean": float(np.mean(lengths)), "staleness/mean": sums.staleness / sums.groups,
-            "staleness/max": self.staleness_max, "weight_sync/seconds": push_s,
-            "weight_sync/transfer_seconds": rates.push_feed_s * num_servers,
+            "staleness/max": self.staleness_max, "weight_sync/seconds": weight_sync_s,
+            "weight_sync/transfer_seconds": rates.weight_sync_feed_s * num_servers,
             "weight_sync/stall_seconds": rates.stall_seconds(num_servers, overlap_weight_loading=False),
         })  # fmt: skip
 

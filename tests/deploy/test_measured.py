@@ -15,7 +15,13 @@ from protocol.errors import ConfigError
 from tests.deploy.planned_run import CONSTANT, SPREAD, setup, write_run
 
 TRUE = msgspec.structs.replace(
-    CONSTANT, lengths=SPREAD, decode_token_s=2e-4, score_s=0.01, push_s=0.4, push_feed_s=0.02, push_stall_s=0.35
+    CONSTANT,
+    lengths=SPREAD,
+    decode_token_s=2e-4,
+    score_s=0.01,
+    weight_sync_s=0.4,
+    weight_sync_feed_s=0.02,
+    weight_sync_stall_s=0.35,
 )
 SYNCHRONOUS = {"max_staleness": 0}
 OVERLAPPED = {"max_staleness": 2, "weight_sync": {"overlap_with_training": True}}
@@ -45,7 +51,9 @@ def test_rates_are_read_from_the_directory_of_a_run(
     assert error < 0.1
     assert rates.score_s == pytest.approx(TRUE.score_s, rel=0.01)
     assert rates.learner_token_s == pytest.approx(TRUE.learner_token_s, rel=0.01)
-    assert (rates.push_s, rates.push_feed_s, rates.push_stall_s) == pytest.approx((0.4, 0.02, 0.35), rel=0.01)
+    assert (rates.weight_sync_s, rates.weight_sync_feed_s, rates.weight_sync_stall_s) == pytest.approx(
+        (0.4, 0.02, 0.35), rel=0.01
+    )
     predicted = simulate(msgspec.structs.replace(true, rates=rates), steps=60, seed=1)
     assert predicted.samples_per_s == pytest.approx(observed(run).samples_per_s, rel=0.1)
     assert predicted.server_idle_frac == pytest.approx(observed(run).server_idle_frac, abs=0.1)

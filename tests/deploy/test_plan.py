@@ -26,7 +26,9 @@ def planned(*arguments: str) -> dict[str, Any]:
 
 
 def test_the_best_split_of_gpus_is_reported_with_its_assumptions() -> None:
-    result = planned(*RATES, "--gpus", "4", "8", "--push-s", "0.5", "--push-feed-s", "0.1", "--steps", "30")
+    result = planned(
+        *RATES, "--gpus", "4", "8", "--weight-sync-s", "0.5", "--weight-sync-feed-s", "0.1", "--steps", "30"
+    )
     small, large = (row["outcome"] for row in result["rows"])
     assert large["num_servers"] + large["num_ranks"] == 8
     assert large["samples_per_s"] > 1.2 * small["samples_per_s"]
@@ -35,7 +37,7 @@ def test_the_best_split_of_gpus_is_reported_with_its_assumptions() -> None:
 
 
 def test_the_search_equals_an_exhaustive_search() -> None:
-    rates = replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.02, push_stall_s=0.05)
+    rates = replace(CONSTANT, lengths=SPREAD, weight_sync_s=0.1, weight_sync_feed_s=0.02, weight_sync_stall_s=0.05)
     learner = {"groups_per_step": 64, "weight_sync": {"overlap_with_training": True}}
     candidates = [
         setup(rates, servers=each.num_servers, ranks=each.num_ranks, learner=learner) for each in splits(12, 1)
@@ -78,7 +80,7 @@ def test_the_least_stale_of_equal_splits_is_best() -> None:
 
 @pytest.mark.parametrize("learner", [{"weight_sync": {"overlap_with_training": True}}, {"max_staleness": 0}])
 def test_no_split_is_faster_than_its_slower_side_alone(learner: dict[str, Any]) -> None:
-    rates = replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.01, push_stall_s=0.05)
+    rates = replace(CONSTANT, lengths=SPREAD, weight_sync_s=0.1, weight_sync_feed_s=0.01, weight_sync_stall_s=0.05)
     for servers in (1, 9):
         one = setup(rates, servers=servers, ranks=2, learner=learner | {"groups_per_step": 24})
         assert simulate(one, steps=100).samples_per_s <= 1.03 * most_samples_per_s(one)
@@ -108,7 +110,7 @@ def test_a_split_can_be_given_the_batch_can_scale_with_gpus_and_config_keys_are_
 def test_a_measured_run_is_compared_with_its_prediction_and_flags_override_measurements(
     tmp_path: Path,
 ) -> None:
-    rates = replace(CONSTANT, lengths=SPREAD, score_s=0.01, push_s=0.05, push_stall_s=0.05)
+    rates = replace(CONSTANT, lengths=SPREAD, score_s=0.01, weight_sync_s=0.05, weight_sync_stall_s=0.05)
     write_run(tmp_path / "run", setup(rates), steps=24)
     write_run(tmp_path / "two", setup(rates, servers=2), steps=24)
     result = planned("--measured", str(tmp_path / "run"), "--predict", str(tmp_path / "two"))
@@ -117,8 +119,10 @@ def test_a_measured_run_is_compared_with_its_prediction_and_flags_override_measu
         assert check["predicted"]["samples_per_s"] == pytest.approx(check["measured"]["samples_per_s"], rel=0.15)
     text = format_plan(result)
     assert "measured" in text and "predicted" in text and "2 servers" in text
-    changed = planned("--measured", str(tmp_path / "run"), "--push-s", "7", "--train-tokens-per-s", "100")["rates"]
-    assert changed == result["rates"] | {"push_s": 7.0, "learner_token_s": 0.01}
+    changed = planned("--measured", str(tmp_path / "run"), "--weight-sync-s", "7", "--train-tokens-per-s", "100")[
+        "rates"
+    ]
+    assert changed == result["rates"] | {"weight_sync_s": 7.0, "learner_token_s": 0.01}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_a_measured_run_is_compared_with_its_prediction_and_flags_override_measu
         ([*RATES, "--gpus", "4", "--server.tensor-parallel-size", "4"], "a server takes 4 .* so 5 or more"),
         ([*RATES, "--split", "6"], "--split 6: expected servers and ranks, such as 6x2"),
         ([*RATES, "--gpus", "8", "--steps", "2"], "--steps 2 .* expected 8 or more"),
-        ([*RATES, "--gpus", "8", "--push-s", "-1"], "invalid rates: push_s = -1"),
+        ([*RATES, "--gpus", "8", "--weight-sync-s", "-1"], "invalid rates: weight_sync_s = -1"),
         ([*RATES, "--gpus", "8", "--lengths", "9", "5", "3", "4", "2"],
             "invalid rates: completion lengths p10 9, p50 5"),
         ([*RATES, "--gpus", "8", "--decode", "64:fast"], "--decode 64:fast: expected running sequences and tokens/s"),

@@ -41,8 +41,8 @@ def test_quantiles_out_of_order_are_rejected(changes: dict[str, float]) -> None:
 
 
 def test_a_negative_rate_is_rejected() -> None:
-    given = {"decode_step_s": 0.01, "decode_token_s": 1e-4, "learner_token_s": 1e-4, "push_s": -1.0}
-    with pytest.raises(msgspec.ValidationError, match="push_s = -1"):
+    given = {"decode_step_s": 0.01, "decode_token_s": 1e-4, "learner_token_s": 1e-4, "weight_sync_s": -1.0}
+    with pytest.raises(msgspec.ValidationError, match="weight_sync_s = -1"):
         msgspec.convert(given | {"lengths": msgspec.to_builtins(SPREAD)}, Rates)
 
 

@@ -32,28 +32,32 @@ def test_the_faster_of_two_constant_sides_waits_for_the_slower(train_s: float) -
 
 
 def test_at_staleness_0_a_step_is_the_sum_of_its_parts() -> None:
-    rates = with_rates(push_s=0.3, push_stall_s=0.2, push_feed_s=0.1, score_s=0.05, learner_step_s=0.15)
+    rates = with_rates(
+        weight_sync_s=0.3, weight_sync_stall_s=0.2, weight_sync_feed_s=0.1, score_s=0.05, learner_step_s=0.15
+    )
     outcome = simulate(setup(rates, learner={"max_staleness": 0}), steps=40)
-    train_s, push_s = 0.15 + 1e-4 * BATCH_TOKENS, 0.4
-    assert outcome.step_s == pytest.approx(GENERATION_S + 0.05 + train_s + push_s, rel=1e-6)
+    train_s, weight_sync_s = 0.15 + 1e-4 * BATCH_TOKENS, 0.4
+    assert outcome.step_s == pytest.approx(GENERATION_S + 0.05 + train_s + weight_sync_s, rel=1e-6)
     assert outcome.learner_idle_frac == pytest.approx((GENERATION_S + 0.05) / outcome.step_s, rel=1e-6)
-    assert outcome.learner_push_frac == pytest.approx(push_s / outcome.step_s, rel=1e-6)
+    assert outcome.learner_weight_sync_frac == pytest.approx(weight_sync_s / outcome.step_s, rel=1e-6)
     assert outcome.server_idle_frac == pytest.approx(1 - GENERATION_S / outcome.step_s, rel=1e-6)
     assert outcome.staleness_max == 0
 
 
-@pytest.mark.parametrize("push_s", [0.1, 3.0])
-def test_a_push_during_the_next_step_delays_the_step_after_it(push_s: float) -> None:
-    rates = with_rates(decode_step_s=1e-4, decode_token_s=0.0, push_s=push_s)
+@pytest.mark.parametrize("weight_sync_s", [0.1, 3.0])
+def test_a_push_during_the_next_step_delays_the_step_after_it(weight_sync_s: float) -> None:
+    rates = with_rates(decode_step_s=1e-4, decode_token_s=0.0, weight_sync_s=weight_sync_s)
     outcome = simulate(setup(rates, learner={"max_staleness": 4} | OVERLAP), steps=40)
-    assert outcome.step_s == pytest.approx(max(push_s, 1e-4 * BATCH_TOKENS), rel=0.01)
+    assert outcome.step_s == pytest.approx(max(weight_sync_s, 1e-4 * BATCH_TOKENS), rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("max_staleness", "failures"), [(0, None), (2, None), (2, Failures(every_s=40.0, restart_s=5.0))]
 )
 def test_no_group_exceeds_the_staleness_bound(max_staleness: int, failures: Failures | None) -> None:
-    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, learner_token_s=4e-4, push_s=0.2, push_stall_s=0.1)
+    rates = msgspec.structs.replace(
+        CONSTANT, lengths=SPREAD, learner_token_s=4e-4, weight_sync_s=0.2, weight_sync_stall_s=0.1
+    )
     learner = {"max_staleness": max_staleness} | OVERLAP
     outcome = simulate(setup(rates, servers=2, learner=learner, failures=failures), steps=60)
     assert outcome.staleness_max <= max_staleness
@@ -62,7 +66,7 @@ def test_no_group_exceeds_the_staleness_bound(max_staleness: int, failures: Fail
 
 
 def test_more_servers_or_ranks_never_give_fewer_samples() -> None:
-    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, push_s=0.05, push_stall_s=0.05)
+    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, weight_sync_s=0.05, weight_sync_stall_s=0.05)
     learner = {"groups_per_step": 32} | OVERLAP
     of_n = [simulate(setup(rates, servers=n, ranks=4, learner=learner), steps=60) for n in (1, 2, 3, 5, 9)]
     of_m = [simulate(setup(rates, servers=4, ranks=m), steps=60) for m in (1, 2, 3, 5, 8)]
@@ -82,8 +86,8 @@ def test_a_seed_gives_the_same_run_and_the_same_completions_for_every_number_of_
 
 
 def test_every_push_stalls_all_servers_for_the_transfer_to_all() -> None:
-    rates = with_rates(push_s=0.1, push_stall_s=0.05, push_feed_s=0.02)
-    assert rates.push_seconds(10) == pytest.approx(0.3)
+    rates = with_rates(weight_sync_s=0.1, weight_sync_stall_s=0.05, weight_sync_feed_s=0.02)
+    assert rates.weight_sync_seconds(10) == pytest.approx(0.3)
     assert rates.stall_seconds(10, overlap_weight_loading=False) == pytest.approx(0.25)
     assert rates.stall_seconds(10, overlap_weight_loading=True) == pytest.approx(0.05)
     few, many = (simulate(setup(rates, servers=n, learner=OVERLAP), steps=40) for n in (1, 20))
@@ -103,7 +107,9 @@ def test_a_fleet_loses_its_share_of_downtime() -> None:
 
 
 def test_a_few_simulated_servers_represent_many() -> None:
-    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.002, push_stall_s=0.1)
+    rates = msgspec.structs.replace(
+        CONSTANT, lengths=SPREAD, weight_sync_s=0.1, weight_sync_feed_s=0.002, weight_sync_stall_s=0.1
+    )
     many = setup(rates, servers=128, ranks=96, learner={"groups_per_step": 1024} | OVERLAP)
     whole, by_few = (simulate(many, steps=24, most_servers=most) for most in (128, 16))
     assert by_few.samples_per_s == pytest.approx(whole.samples_per_s, rel=0.02)

@@ -37,7 +37,7 @@ def test_a_number_out_of_range_is_rejected_with_its_full_key(key: str, value: fl
 
 ON = {"kl.coef": 0.1, "reference.kind": "fixed"}
 IN_REWARD = ON | {"kl.place": "reward", "advantage.scale": "batch"}
-ON_SERVER = ON | {"reference.endpoint": "tcp://t:1"}
+ON_SERVER = ON | {"reference.endpoint": "tcp://127.0.0.1:1"}
 DISTILLED = ON_SERVER | {"kl.place": "advantage", "reward.functions": []}
 ADAPTIVE = {"kl.coef": 0.1, "reference.kind": "adaptive", "reference.kl_threshold": 0.1}
 MASK = {"off_policy_correction.weight": "mask"}
@@ -205,7 +205,7 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
      r"every_steps = 1: the KL is measured .* the KL is 0; raise every_steps", {"reference.every_steps": 2}),
     # a reference on a server, and distillation
     (ON_SERVER | {"reference.kind": "ema", "reference.every_steps": 2, "reference.alpha": 0.1},
-     r'endpoint = "tcp://t:1" with kind = "ema": a server holds one copy', {"reference.endpoint": None}),
+     r'endpoint = "tcp://127.0.0.1:1" with kind = "ema": a server holds one copy', {"reference.endpoint": None}),
     (ON_SERVER | {"reference.kind": "every", "reference.every_steps": 2, "reference.only": "mlp"},
      r"with only = 'mlp': a weight sync sends the whole policy", {"reference.only": None}),
     (ON_SERVER | {"sampling.temperature": 0.7}, r"temperature = 0\.7: a server scores at temperature 1",

@@ -45,6 +45,21 @@ def test_ambiguous_endpoints_are_rejected(tmp_path: Path, endpoints: str, expect
         load_config(LearnerRun, [file(tmp_path, endpoints)], "learner train")
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("tcp://10.0.0.9:5757", "is open to other machines, and without keys"),
+        ("10.0.0.9:5757", "expected tcp://HOST:PORT"),
+    ],
+)
+def test_the_endpoint_of_a_reference_is_checked_before_the_run(tmp_path: Path, endpoint: str, expected: str) -> None:
+    flags = ["--learner.kl.coef", "0.1", "--learner.reference.kind", "fixed", "--learner.reference.endpoint", endpoint]
+    with pytest.raises(ConfigError, match=f"learner.reference.endpoint: .*{expected}"):
+        load_config(LearnerRun, [file(tmp_path, ""), *flags], "learner train")
+    if endpoint.startswith("tcp"):
+        load_config(LearnerRun, [file(tmp_path, "insecure = true"), *flags], "learner train")
+
+
 def test_one_of_several_servers_needs_its_own_endpoint(tmp_path: Path) -> None:
     path = file(tmp_path, f'endpoints = ["{ONE}", "{OTHER}"]')
     assert load_config(ServerRun, [path, "--endpoint", OTHER], "inference-server").endpoint == OTHER
