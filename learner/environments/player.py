@@ -119,7 +119,7 @@ class Player:
 
     async def _episode(self, progress: "Progress", ask: Ask) -> "Progress":
         async with self._environments.lease() as lease:
-            opening = await progress.call(lease, Reset({"prompt": progress.prompt.prompt, **progress.prompt.columns}))
+            opening = await progress.call(lease, Reset({**progress.prompt.columns, "prompt": progress.prompt.prompt}))
             if isinstance(opening, StepResult):
                 await self._converse(progress, lease, opening, ask)
             if progress.state in REWARDED:

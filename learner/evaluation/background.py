@@ -198,7 +198,7 @@ class Evaluations:
         try:
             made = self._record(running)
             self._kept.forget()
-        except SlipstreamError as error:
+        except Exception as error:  # whatever a server answers or an agent does, training continues
             self._give_up(running.step, error)
             return
         for one in made:
@@ -219,7 +219,7 @@ class Evaluations:
                 )  # fmt: skip
 
     def _record(self, running: "RunningEvaluation") -> list[Evaluation]:
-        """Record the results. Raises SlipstreamError if the evaluation failed."""
+        """Record the results. Raises an exception if the evaluation failed."""
         made = [msgspec.structs.replace(one, step=running.step) for one in running.result.result()]
         return [running.recorded.get(one.set_name) or results.record_evaluation(self._path, one) for one in made]
 
@@ -241,9 +241,13 @@ class Evaluations:
         self._newest |= {name: metrics[name] for end in IN_EVERY_STEP if (name := start + end) in metrics}
         return metrics
 
-    def _give_up(self, step: int, error: SlipstreamError) -> None:
+    def _give_up(self, step: int, error: Exception) -> None:
         self._score_of.pop(step, None)
-        log.warning("the evaluation after step %d failed: %s", step, error)
+        is_known = isinstance(error, SlipstreamError)
+        log.warning(
+            "the evaluation after step %d failed: %s", step, error if is_known else repr(error),
+            exc_info=None if is_known else error,
+        )  # fmt: skip
         self._metrics["evaluation/failed"] = 1.0
 
 

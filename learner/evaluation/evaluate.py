@@ -36,7 +36,7 @@ from learner.prompts.reasoning import texts_of
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.servers.loop_thread import LoopThread
-from protocol.errors import ConfigError, RewardError
+from protocol.errors import ConfigError, RewardError, SlipstreamError
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,16 @@ def evaluate(run: LearnerRun) -> list[Evaluation]:
         open_players(sets, workers, loop, cleanup)
         work = ask_and_rate_all(sets, workers, {}, lambda place, answered: None)
         made = loop.submit(work).result()
-    return [record_evaluation(Path(run.run_dir) / FILE, one) for one in made]
+    return [_recorded(Path(run.run_dir) / FILE, one) for one in made]
+
+
+def _recorded(path: Path, made: Evaluation) -> Evaluation:
+    """Record an evaluation. If that fails, its result, which took minutes, is still printed."""
+    try:
+        return record_evaluation(path, made)
+    except (SlipstreamError, OSError) as error:
+        log.warning("the evaluation could not be recorded: %s", error)
+        return made
 
 
 async def ask_and_rate_all(

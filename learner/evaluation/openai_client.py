@@ -135,7 +135,9 @@ async def open_client(url: str, timeout_s: float, *, of_run: str | None = None) 
     variable = _key_variable()
     key = os.environ[variable].strip() if variable else ""  # a key from a file ends with a newline
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session:
+    connector = aiohttp.TCPConnector(limit=0)  # max_concurrent limits the requests; 100 by default
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         yield OpenAIClient(session, url.rstrip("/"), timeout_s, of_run)
 
 

@@ -84,7 +84,7 @@ class AgentPlayer:
         async with self._agents.lease() as agent:
             session = Session(self._config, prompt, number, ask, max_tokens)
             with self._gateway.opened(session) as key:
-                request = EpisodeRequest({"prompt": prompt.prompt, **prompt.columns}, self._gateway.base_url, key)
+                request = EpisodeRequest({**prompt.columns, "prompt": prompt.prompt}, self._gateway.base_url, key)
                 outcome = await agent.play(request, self._config.environment.episode_deadline_s)
                 if self._agents.is_closed:
                     raise asyncio.CancelledError  # the run is ending, and the episode with it

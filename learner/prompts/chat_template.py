@@ -3,6 +3,7 @@
 Invariant: the same messages always give the same tokens, as a prompt or as the history of an episode.
 """
 
+import datetime
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 T = TypeVar("T")
+DATE = datetime.datetime(2024, 7, 26)
+"""Day that templates with a clock show: the one that Llama's have without a clock. Today's would give other tokens in a
+resume on another day, and split an episode that lasts beyond midnight."""
 
 
 class TurnFormat(msgspec.Struct, frozen=True):
@@ -158,7 +162,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
                 f"{self.tokenizer.name_or_path!r} has no chat template; use an instruct model, add a chat_template to "
                 "its tokenizer, or use plain prompts without a system prompt"
             )
-        more = ({"tools": self.tools} if self.tools else {}) | self.arguments
+        more = {"strftime_now": DATE.strftime} | ({"tools": self.tools} if self.tools else {}) | self.arguments
         try:
             return self.tokenizer.apply_chat_template(
                 [_without_nulls(message) for message in messages], tokenize=tokenize, return_dict=False,

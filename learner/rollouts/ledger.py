@@ -187,8 +187,14 @@ class Ledger:
         """Make groups consumed after `step` scored again, to resume from its checkpoint.
 
         Raises:
-            LedgerError: The payload of such a group was removed.
+            LedgerError: The payload of such a group was removed, or the ledger is older than the checkpoint.
         """
+        if (newest := self._number("SELECT coalesce(max(step), 0) FROM groups")) < step:
+            raise LedgerError(
+                f"{self.path} ends at step {newest}, but the checkpoint is of step {step}: the ledger is missing or of an "
+                f"earlier copy. Restore {self.path.name} with its -wal and -payloads, or start a new run whose model is "
+                "the model/ of the checkpoint"
+            )
         kept = self._payloads.numbers()
         with self._transaction():
             later = "state = 'consumed' AND step > ?"

@@ -34,10 +34,14 @@ from learner.rollouts.ledger_storage import slot_of
 from learner.rollouts.rollout_group import RolloutGroup, recalled, received, rewards_of
 from learner.rollouts.selection import Selection
 from learner.rollouts.slot_order import AutoStaleness, SlotOrder, num_places_allowed
+from protocol.errors import DataError
 
 log = logging.getLogger(__name__)
 
 State = Literal["admitted", "requested", "received", "scored"]
+MAX_GIVEN_UP = 20
+"""Number of prompts in a row that are given up before the run ends. What breaks every prompt would otherwise use up the
+data without training."""
 
 
 class Slot(msgspec.Struct, eq=False, kw_only=True):
@@ -84,6 +88,8 @@ class RolloutBuffer:
         self._selection = Selection(config)
         self._wait_times = WaitTimes()
         self._auto_staleness = AutoStaleness(config)
+        self._num_given_up = 0
+        """Number of prompts that were given up since the last group that was accepted."""
         self._max_running = math.inf
         """Number of groups that the servers can generate at once."""
         self._taken_at = time.monotonic()
@@ -208,6 +214,7 @@ class RolloutBuffer:
                     if self._selection.accepts(group, num_replaced):
                         slot = self._slots[group.slot]
                         slot.state, slot.group = "scored", group
+                        self._num_given_up = 0
                     else:
                         self._ledger.drop(group.group_id, "no_signal")
                         del self._slots[group.slot]
@@ -293,6 +300,13 @@ class RolloutBuffer:
     def _retry(self, slot: Slot, reason: str, version: int) -> GroupRequest | None:
         number, group_id = slot.request.slot, slot.request.group_id
         if slot.num_failures >= self._config.max_group_attempts:
+            self._num_given_up += 1
+            if self._num_given_up == MAX_GIVEN_UP:  # before the drop, so that a resume tries this prompt again
+                raise DataError(
+                    f"{MAX_GIVEN_UP} prompts in a row failed {slot.num_failures} times each "
+                    f"(learner.max_group_attempts), the last one in slot {number} ({reason}); the warnings before this "
+                    "say why. Correct the environment, the agent or the reward function, then continue with --resume"
+                )
             self._ledger.drop(group_id, "failed")
             log.error(
                 "gave up the prompt of slot %d after %d failures (learner.max_group_attempts)",

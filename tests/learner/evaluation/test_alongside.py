@@ -196,6 +196,16 @@ def test_answers_of_foreign_weights_fail_the_evaluation_but_not_the_training(
     assert failed == [5, STEPS], "step 4 waited for the first evaluation"
 
 
+def test_an_unexpected_error_of_an_evaluation_does_not_stop_the_training(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("OPENAI_API_KEY", "a\nb")  # no HTTP header can hold it
+    run = evaluating(tmp_path, server, openai.url, {"every_steps": STEPS})
+    train(run, resume=False)
+    assert made_by(run) == [] and f"the evaluation after step {STEPS} failed: ValueError(" in caplog.text
+
+
 def test_a_resume_removes_evaluations_of_discarded_weights_and_repeats_them(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,18 @@ def test_every_prompt_is_requested_once_and_scored_as_in_training(tmp_path: Path
     assert noted(tmp_path) == [made] and made.difference is None and made.pass_at == {} and made.majority is None
 
 
+def test_an_evaluation_that_cannot_be_recorded_is_still_returned(
+    tmp_path: Path, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = a_run(tmp_path, openai)
+    Path(run.run_dir).mkdir(parents=True)
+    file = Path(run.run_dir, "evaluations.jsonl")
+    file.write_text("notes of mine\n")
+    (made,) = evaluate(run)
+    assert made.num_prompts == 10 and "the evaluation could not be recorded: " in caplog.text
+    assert file.read_text() == "notes of mine\n"
+
+
 def test_an_evaluation_is_compared_per_prompt_with_the_previous_comparable_one(
     tmp_path: Path, openai: OpenAIServer
 ) -> None:

@@ -55,7 +55,8 @@ def test_an_agent_plays_episodes_in_sequence_and_reports_their_rewards(
 def test_agents_can_use_the_openai_client_or_sync_code_and_completion_rewards_are_averaged(
     agent: str, reward: float, num_branches: int
 ) -> None:
-    for episode in play_group(agent, {"worth": 0.25}).episodes:
+    row = {"worth": 0.25, "prompt": "a column that is not learner.data.prompt_column"}
+    for episode in play_group(agent, row).episodes:
         assert (episode.reward, len(episode.branches)) == (reward, num_branches)
 
 

@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from learner.config import DataConfig
+from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.encoding import Encoder, digest
 from learner.prompts.prompts import Prompt, Prompts
 from protocol.errors import DataError
@@ -91,6 +92,13 @@ def test_several_processes_encode_the_same_and_an_edit_does_not_reach_a_running_
     prompts = of_rows(*rows, num_workers=2)
     before = in_order(prompts)
     assert before == in_order(of_rows(*rows, row_of("1"), num_prompts=50)) == in_order(prompts)
+
+
+def test_a_template_with_a_clock_shows_the_same_day_every_day(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ strftime_now('%d') }}{{ messages[0].content }}")
+    assert tokenizer.decode(ChatTemplate(tokenizer, {}, []).token_ids([{"role": "user", "content": ">"}])) == "26>"
 
 
 def test_keys_reach_the_chat_template(tokenizer: PreTrainedTokenizerBase, of_rows: OfRows) -> None:

@@ -145,6 +145,13 @@ def test_payloads_that_no_resume_needs_are_removed_and_a_rewind_beyond_them_is_r
     assert ledger.payload("1.0") == b"bytes of 1.0"
 
 
+def test_a_ledger_that_is_older_than_the_checkpoint_is_rejected(ledger):
+    ledger.consume([(scored(ledger, 0), 1)], step=1)
+    ledger.rewind(1)
+    with pytest.raises(LedgerError, match=r"ends at step 1, but the checkpoint is of step 2: .* Restore ledger\.db"):
+        ledger.rewind(2)
+
+
 def test_a_file_is_kept_while_a_payload_is_needed_and_is_closed_by_a_checkpoint(ledger, tmp_path):
     ledger.consume([(scored(ledger, 0), 1)], step=1)
     scored(ledger, 1)

@@ -10,9 +10,10 @@ import pytest
 from learner.prompts.curriculum import PassRates
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger, Row
-from learner.rollouts.rollout_buffer import RolloutBuffer
+from learner.rollouts.rollout_buffer import MAX_GIVEN_UP, RolloutBuffer
 from learner.rollouts.slot_order import SlotOrder
 from learner.run_inputs import RunInputs
+from protocol.errors import DataError
 from tests.learner.ledgers import receive
 from tests.learner.rollouts.scored_groups import receive_and_score
 from tests.learner.runs import make_run
@@ -117,6 +118,24 @@ def test_a_slot_that_failed_too_often_is_skipped_and_replaced(tmp_path: Path) ->
         assert buffer.retry("0.1", "engine_error", 0) is None
         assert states(ledger) == {"0.0": "dropped", "0.1": "dropped"}
         assert [request.group_id for request in buffer.admit(0)] == ["1.0"]
+
+
+def test_a_run_ends_when_many_prompts_in_a_row_fail_and_tries_the_last_one_again(tmp_path: Path) -> None:
+    with a_buffer(tmp_path, max_group_attempts=1, steps=MAX_GIVEN_UP + 2) as (buffer, ledger):
+        for slot in range(MAX_GIVEN_UP - 1):
+            assert buffer.retry(f"{slot}.0", "env_error", 0) is None
+            (request,) = buffer.admit(0)
+        accepted = buffer.receive(request.group_id)
+        assert accepted is not None
+        buffer.score([receive_and_score(ledger, accepted, 0)])  # one success: the count begins again
+        assert pop(buffer, 0) == [accepted.group_id]
+        (request,) = buffer.admit(1)
+        for _ in range(MAX_GIVEN_UP - 1):
+            assert buffer.retry(request.group_id, "env_error", 1) is None
+            (request,) = buffer.admit(1)
+        with pytest.raises(DataError, match=r"20 prompts in a row failed 1 times each .*\(env_error\).*--resume"):
+            buffer.retry(request.group_id, "env_error", 1)
+        assert states(ledger)[request.group_id] == "admitted"
 
 
 def test_a_stale_group_is_requested_again_and_does_not_count_as_a_failure(tmp_path: Path) -> None:
