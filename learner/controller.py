@@ -133,7 +133,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup, config.steps)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
-            weight_sync = WeightSync(fleet, published, config.weight_sync)
+            weight_sync = WeightSync(fleet, published, config.weight_sync, partial(check_joins, run_inputs, fleet))
             cleanup.callback(weight_sync.close)
             cleanup.callback(evaluations.close)
             evaluations.start(workers)
@@ -244,7 +244,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.weight_sync.wait()
         self.sync_check.ask_before(self.weight_sync.holders(step - 1))
         self.sync_check.check()
-        if self.weight_sync.holders() and (joiners := self.weight_sync.joiners()):
+        while not self.weight_sync.holders():  # every server has restarted since: any of them joins, with all checks
+            self._sync(self.fleet.wait(), step)
+        if joiners := self.weight_sync.joiners():
             # With overlap, a sync may always be pending in next_batch, so joining servers also get the
             # weights here.
             self._sync(joiners, step)
@@ -318,8 +320,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         fresh_scores: dict[Member, FreshServerScores | None] = {}
         for member in members:
             with self._at_the_cost_of(member):
-                check_fits(self.run_inputs, member)
-                check_joiner(run, member, is_quantized=self.fleet.is_quantized)
+                check_joins(self.run_inputs, self.fleet, member)
                 fresh_scores[member] = score_fresh_server(run, self.parity, member, version)
         if fresh_scores:
             self.weight_sync.push(version, list(fresh_scores))
@@ -346,6 +347,12 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 raise
             log.warning("parity could not be measured: %s", error)
             self.weight_sync.failed(member)
+
+
+def check_joins(run_inputs: RunInputs, fleet: Fleet, member: Member) -> None:
+    """Raise ConfigError, DataError or ServerLost unless a server fits the run and its correction."""
+    check_fits(run_inputs, member)
+    check_joiner(run_inputs.run, member, is_quantized=fleet.is_quantized)
 
 
 def _open_fleet(run_inputs: RunInputs, run_dir: RunDir, cleanup: ExitStack) -> Fleet:

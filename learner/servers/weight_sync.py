@@ -29,7 +29,7 @@ from learner.servers.sync_session import Failure, SyncSessions
 from learner.servers.sync_source import SyncSource, Weights
 from learner.servers.weight_copy import WeightCopy
 from learner.servers.weight_transfer import PushReport, Stage, SyncAttempt
-from protocol.errors import ConfigError, PushError, PushIncomplete, SlipstreamError
+from protocol.errors import ConfigError, DataError, PushError, PushIncomplete, ServerLost, SlipstreamError
 from protocol.messages import Manifest
 from protocol.weights.buckets import NamedTensors
 
@@ -58,8 +58,11 @@ class Round(msgspec.Struct, eq=False):
 class WeightSync:
     """Weight sync to the servers of one fleet."""
 
-    def __init__(self, fleet: Fleet, weights: Weights, config: WeightSyncConfig) -> None:
-        self._fleet, self._config = fleet, config
+    def __init__(
+        self, fleet: Fleet, weights: Weights, config: WeightSyncConfig, check: Callable[[Member], None] = lambda _: None
+    ) -> None:
+        """`check` raises ConfigError or DataError for a server that does not fit the run."""
+        self._fleet, self._config, self._check = fleet, config, check
         self._sessions = SyncSessions(fleet.loop, config, weights.device)
         self._attempt: SyncAttempt | None = None
         """Attempt in progress."""
@@ -212,7 +215,19 @@ class WeightSync:
         connected = self._fleet.wait(self._closing)
         holders, up_to_date = self.holders(), self.holders(version)
         wanted = [member for member in holders if member not in up_to_date] if members is None else members
-        return [member for member in wanted if member in connected] or ([] if holders else connected)
+        due = [member for member in wanted if member in connected]
+        return due or ([] if holders else [member for member in connected if self._fits(member)])
+
+    def _fits(self, member: Member) -> bool:
+        """Return whether a server that came in mid-sync fits the run; exclude it if not."""
+        try:
+            self._check(member)
+        except ServerLost:
+            return True  # the attempt notices that, and retries
+        except (ConfigError, DataError) as error:
+            self._fleet.exclude(member, error)
+            return False
+        return True
 
     def _round(self, version: int, tensors: Tensors, members: list[Member]) -> Round:
         """Sync these servers: each gets the version or fails. One that was interrupted goes on in a new session."""

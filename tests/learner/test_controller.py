@@ -9,7 +9,7 @@ import pytest
 
 from learner.controller import Controller
 from learner.run_inputs import RunInputs
-from protocol.errors import DeadlineExceeded
+from protocol.errors import ConfigError, DeadlineExceeded
 from tests.learner.runs import make_run
 
 
@@ -56,6 +56,24 @@ def test_a_server_that_does_not_score_is_synced_again_or_ends_the_run_if_it_is_t
     else:
         with pytest.raises(DeadlineExceeded):
             controller._sync([busy], 1)
+
+
+def test_the_only_server_joins_again_with_all_checks_if_it_restarted_during_a_step(tmp_path: Path) -> None:
+    excluded: list[Exception] = []
+
+    def exclude(member: Any, error: Exception) -> None:
+        excluded.append(error)
+        raise error  # as for the last server
+
+    restarted: Any = Server(quantization="fp8 KV cache")
+    fleet = SimpleNamespace(is_quantized=False, exclude=exclude, wait=lambda: [restarted])
+    sync = SimpleNamespace(wait=lambda: None, holders=lambda *_: [])
+    sync_check = SimpleNamespace(ask_before=lambda holders: None, check=lambda: None)
+    ledger = SimpleNamespace(consume=lambda groups, step: None)
+    parts = parts_of(tmp_path, fleet=fleet, weight_sync=sync, sync_check=sync_check, ledger=ledger)
+    with pytest.raises(ConfigError, match="quantizes"):
+        Controller(**parts).push(2, [])
+    assert len(excluded) == 1
 
 
 def test_a_quantized_server_that_joins_a_run_of_others_gets_no_weights(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 
 from inference_server.engine.interface import PushOrder, WorkerReport
 from learner.servers.fleet import Fleet
+from learner.servers.membership import Member
 from learner.servers.weight_sync import WeightSync
-from protocol.errors import DeadlineExceeded, PushError, PushIncomplete
+from protocol.errors import ConfigError, DeadlineExceeded, PushError, PushIncomplete
 from protocol.messages import AdapterSpec
 from protocol.weights.buckets import NamedTensors
 from tests.fakes import LIMITS, ScriptedEngine, ServerThread, report
@@ -94,6 +95,20 @@ def syncing(
         cleanup.callback(sync.close)
         assert sync.push(0) is not None
         yield sync, weights, fleet
+
+
+def test_a_server_that_does_not_fit_the_run_gets_no_weights_when_it_comes_in_the_middle_of_a_sync(
+    tmp_path: Path,
+) -> None:
+    def check(member: Member) -> None:
+        raise ConfigError(f"{member.endpoint} quantizes")
+
+    engine = ScriptedEngine()
+    with ServerThread(engine) as server, a_fleet(tmp_path, server.endpoint) as fleet:
+        sync = WeightSync(fleet, Weights(), fleet._run.learner.weight_sync, check)
+        with closing(sync), pytest.raises(ConfigError, match="quantizes"):
+            sync.push(1)  # of all servers with older weights there are none: those that are there are due
+        assert engine.orders == []
 
 
 def test_a_policy_is_read_once_for_all_servers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
