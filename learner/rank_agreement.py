@@ -1,6 +1,7 @@
 """Shared decisions of a learner's ranks, and detection of ranks that disagree.
 
     decide_on_rank_0   rank 0 decides ─▶ broadcast ─▶ every rank has the decision
+    any_rank           each rank's bool ─▶ gather ─▶ every rank knows whether any is true
     first_problem      each rank's problem ─▶ gather ─▶ every rank has the first one
     require_agreement  each rank's view ─▶ 8-byte digest ─▶ gather ─▶ equal, or an error on every rank
 
@@ -50,6 +51,13 @@ def decide_on_rank_0(accelerator: Accelerator, decide: Callable[[], T], kind: An
     finally:
         broadcast_bytes(accelerator, encoded)
     return decision
+
+
+def any_rank(accelerator: Accelerator, is_so: bool) -> bool:
+    """Return on every rank whether it is so on any rank."""
+    if accelerator.num_processes == 1:
+        return is_so
+    return bool(accelerator.gather(torch.tensor([is_so], device=accelerator.device)).any())
 
 
 def first_problem(accelerator: Accelerator, problem: str | None) -> str | None:

@@ -21,7 +21,7 @@ from learner.config import LearnerRun
 from learner.controller import Controller, RankZero
 from learner.evaluation.background import is_due
 from learner.policy.server_reference import ServerReference
-from learner.rank_agreement import decide_on_rank_0
+from learner.rank_agreement import any_rank, decide_on_rank_0
 from learner.run_inputs import RunInputs
 from learner.servers.quantization import choose_correction
 from learner.storage.checkpoint import load_checkpoint, shared_checkpoint
@@ -98,6 +98,9 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         cleanup.callback(gc.unfreeze)
 
         for step in range(version + 1, config.steps + 1):
+            interrupt.is_elsewhere = any_rank(accelerator, interrupt.requested)  # some signals reach only one node
+            if interrupt.requested:
+                break
             timer = StepTimer()
             with timer("wait_for_batch"):
                 groups = share_groups(accelerator, lead(Controller.next_batch, version, interrupt))

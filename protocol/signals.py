@@ -77,8 +77,14 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.is_elsewhere = False
+        """True if another process of the run has got a signal, which is not a first one here."""
+        self._has_signal = False
         self._previous: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self._has_signal or self.is_elsewhere
 
     def __enter__(self) -> "Interrupt":
         for number in shutdown_signals():
@@ -92,9 +98,9 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self._has_signal:
             if forces_exit(number):
                 raise KeyboardInterrupt
             return
-        self.requested = True
+        self._has_signal = True
         log.warning("stopping after this step, with a checkpoint (interrupt again to stop now)")

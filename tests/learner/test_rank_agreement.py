@@ -7,6 +7,7 @@ import pytest
 from accelerate import Accelerator
 
 from learner.rank_agreement import (
+    any_rank,
     broadcast_bytes,
     decide_on_rank_0,
     describe_differences,
@@ -33,6 +34,7 @@ def agree(accelerator: Accelerator) -> None:
     assert broadcast_bytes(accelerator, sent) == bytes(range(256)) * 1000
     assert broadcast_bytes(accelerator, b"" if rank == 0 else b"ignored") == b""
 
+    assert any_rank(accelerator, rank == 1) and not any_rank(accelerator, False)
     assert first_problem(accelerator, None) is None
     assert first_problem(accelerator, "no compiler" if rank == 1 else None) == "on rank 1: no compiler"
     assert first_problem(accelerator, "a longer problem" if rank == 0 else "none") == "on rank 0: a longer problem"
@@ -61,6 +63,7 @@ def test_a_single_rank_decides_without_a_collective() -> None:
         num_processes = 1
 
     assert decide_on_rank_0(Alone(), lambda: 7, int) == 7  # type: ignore[arg-type]
+    assert any_rank(Alone(), True) and not any_rank(Alone(), False)  # type: ignore[arg-type]
     assert first_problem(Alone(), "no compiler") == "no compiler"  # type: ignore[arg-type]
     require_agreement(Alone(), View(step=1), "")  # type: ignore[arg-type]
 

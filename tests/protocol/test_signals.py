@@ -126,6 +126,15 @@ def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
     assert told == ["part", "drain"]
 
 
+def test_the_first_signal_here_stops_nothing_at_once_if_another_process_has_had_one() -> None:
+    with Interrupt() as interrupt:
+        interrupt.is_elsewhere = True
+        assert interrupt.requested
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
 def test_repeated_sighups_of_a_terminal_stop_a_learner_after_its_step() -> None:
     with Interrupt() as interrupt:
         for _ in range(3):
