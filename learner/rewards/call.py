@@ -20,9 +20,9 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from learner.config import RewardConfig
-from learner.environments.attributes import AttributeView
+from learner.environments.attributes import AttributeView, plain
 from learner.rewards.function import BUILT_IN, accepts, load_function, names
-from learner.sandbox.user_code import describe, shorten
+from learner.sandbox.user_code import as_text, describe, shorten
 from protocol.console import counted
 
 log = logging.getLogger(__name__)
@@ -148,14 +148,14 @@ class Log:
         """Log a number. Its mean over the step is the metric reward/<name>."""
         if name in self._reserved:
             raise ValueError(f"log_metric({name!r}, …): reward/{name} is the run's own metric; choose another name")
-        self.metrics.setdefault(str(name), []).append(_number(value))
+        self.metrics.setdefault(as_text(name), []).append(_number(value))
 
     def columns(self, column: str, values: Any) -> None:
         """Log one value per completion, stored alongside the sampled completions."""
-        items = [item if isinstance(item, Extra) else str(item) for item in values]
+        items = [_as_extra(item) for item in values]
         if len(items) != self._num_completions:
             raise ValueError(f"log_extra({column!r}, …) has {len(items)} values, expected {self._num_completions}")
-        self.extra[str(column)] = items
+        self.extra[as_text(column)] = items
 
 
 class RetrySchedule:
@@ -268,6 +268,16 @@ def _checked(returned: Any, logged: Log, num_completions: int) -> RewardAnswer |
     if len(rewards) != num_completions:
         return f"returned {counted(len(rewards), 'reward')}, {shorten(items)}, {expected}"
     return RewardAnswer(rewards, logged.metrics, logged.extra)
+
+
+def _as_extra(item: Any) -> Extra:
+    """Return a number of Python, numpy or torch, a bool or None as plain data, and anything else as a text."""
+    try:
+        value = plain(item.item() if getattr(item, "ndim", None) == 0 else item, 1)
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError):  # not plain, a lone surrogate, an int above 64 bits
+        return as_text(item)
+    return value if isinstance(value, Extra) else as_text(item)
 
 
 def _number(item: Any) -> float:
