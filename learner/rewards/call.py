@@ -14,7 +14,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, SupportsFloat
 
 import msgspec
@@ -121,9 +121,9 @@ def call_function(
         returned = load_function(call.function)(**_arguments(call, logged))
         if inspect.isawaitable(returned):
             returned = wait(returned)
+        return _checked(_listed(returned), logged, len(call.completions))
     except (Exception, SystemExit) as error:
         return _raised(error, call)
-    return _checked(returned, logged, len(call.completions))
 
 
 async def await_function(call: RewardCall, reserved: frozenset[str]) -> RewardAnswer | UnreachableService | str:
@@ -131,9 +131,9 @@ async def await_function(call: RewardCall, reserved: frozenset[str]) -> RewardAn
     logged = Log(len(call.completions), reserved)
     try:
         returned = await load_function(call.function)(**_arguments(call, logged))
+        return _checked(_listed(returned), logged, len(call.completions))
     except (Exception, SystemExit) as error:
         return _raised(error, call)
-    return _checked(returned, logged, len(call.completions))
 
 
 class Log:
@@ -256,6 +256,11 @@ def _raised(error: BaseException, call: RewardCall) -> UnreachableService | str:
     return UnreachableService(problem) if is_unreachable(error) else problem
 
 
+def _listed(returned: Any) -> Any:
+    """Run a generator to its end, as its code is that of the function. Return anything else unchanged."""
+    return list(returned) if isinstance(returned, Iterator) else returned
+
+
 def _checked(returned: Any, logged: Log, num_completions: int) -> RewardAnswer | str:
     expected = f"expected a list of {num_completions} finite numbers or None"
     if isinstance(returned, (str, bytes, dict)):
@@ -263,7 +268,7 @@ def _checked(returned: Any, logged: Log, num_completions: int) -> RewardAnswer |
     try:
         items = list(returned)
         rewards = [None if item is None else _number(item) for item in items]
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # such as a tensor's RuntimeError for a row of several numbers
         return f"returned {shorten(returned)} ({error}), {expected}"
     if len(rewards) != num_completions:
         return f"returned {counted(len(rewards), 'reward')}, {shorten(items)}, {expected}"

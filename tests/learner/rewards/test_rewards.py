@@ -17,7 +17,7 @@ from learner.config import RewardConfig
 from learner.prompts.reasoning import texts_of
 from learner.rewards.builtin.mathematics import math_equivalence
 from learner.rewards.builtin.text import exact_match, last_number, share_right, think_format
-from learner.rewards.call import Log, RewardAnswer, RewardCall, _arguments, call_function
+from learner.rewards.call import Log, RewardAnswer, RewardCall, UnreachableService, _arguments, call_function
 from learner.rewards.function import load_function
 from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers, _total
 from protocol.errors import RewardError
@@ -93,6 +93,10 @@ def test_rewards_are_weighted_and_a_failed_function_drops_the_group(
         (f"{USER}:returns_text", "returned ['good', 'good', 'good'] ('good' is not a number)"),
         (f"{USER}:returns_nan", "returned [nan, nan, nan] (nan is not finite)"),
         (f"{USER}:returns_nothing", "returned None"),
+        (f"{USER}:returns_huge", "(int too large to convert to float), expected a list of 3"),
+        (f"{USER}:returns_matrix", "returned tensor("),
+        (f"{USER}:yields_and_raises", "raised KeyError: \"'score'\" ("),
+        (f"{USER}:cannot_be_shown", "raised RuntimeError: 'no repr' ("),
         (f"{USER}:exits", "raised SystemExit"),
         (f"{USER}:problem_reward", "raised TypeError: \"problem_reward() missing 1 required positional argument: "
                                    "'answers'"),
@@ -127,6 +131,13 @@ def test_values_that_a_function_logs_leave_the_process_as_plain_data():
         "numbers": [str(1 << 70), -3, float("inf"), None],
         "a column ?": ["[1]", "[]", "{}", 2],
     }
+
+
+def test_a_generator_is_a_function_with_several_rewards_whose_service_may_be_unreachable():
+    call = RewardCall(f"{USER}:yields", "21>", {}, ["12", "1"], [[1], [2]])
+    assert call_function(call, frozenset(), asyncio.run) == RewardAnswer([2.0, 1.0])
+    call = msgspec.structs.replace(call, completions=["12", "down"])
+    assert isinstance(call_function(call, frozenset(), asyncio.run), UnreachableService)
 
 
 FATES = {
