@@ -268,7 +268,7 @@ def _checked(returned: Any, logged: Log, num_completions: int) -> RewardAnswer |
     try:
         items = list(returned)
         rewards = [None if item is None else _number(item) for item in items]
-    except Exception as error:  # such as a tensor's RuntimeError for a row of several numbers
+    except Exception as error:  # such as an OverflowError for an int above any float
         return f"returned {shorten(returned)} ({error}), {expected}"
     if len(rewards) != num_completions:
         return f"returned {counted(len(rewards), 'reward')}, {shorten(items)}, {expected}"
