@@ -24,7 +24,7 @@ from learner.prompts.chat_template import ChatTemplate, Message
 from learner.prompts.sources import Row, Source, cache_directory
 from protocol.errors import DataError
 
-ENCODING = 3
+ENCODING = 4
 """Version of the cached results. Raise it with every change of the results or of the checks."""
 ROWS_AT_ONCE = 1024
 TOOLS = "tools"

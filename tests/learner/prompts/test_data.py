@@ -88,6 +88,12 @@ def test_a_line_separator_inside_a_text_does_not_split_a_line(of_rows):
     assert prompts.prompt_at(0).columns == {"note": "a\u2028b\x85c"}
 
 
+def test_an_escaped_emoji_is_a_character(tokenizer, tmp_path):
+    (tmp_path / "emoji.jsonl").write_text(r'{"prompt": "1", "note": "\uD83D\ude00 or \\ud83d"}')
+    prompts = Prompts(DataConfig(path=str(tmp_path / "emoji.jsonl")), tokenizer, 0)
+    assert prompts.prompt_at(0).columns == {"note": "\N{GRINNING FACE} or \\ud83d"}
+
+
 # --- conversations -----------------------------------------------------------------------------------------------
 
 
@@ -200,6 +206,8 @@ def test_a_bad_line_is_an_error_with_file_and_line(tokenizer, tmp_path):
         ('{"prompt": 1', "is not valid JSON"),
         ("[1]", "is a JSON list"),
         ('{"x": 1}', "no column"),
+        (r'{"prompt": "1\ud83d"}', r"has half of a surrogate pair, \\ud83d, .* remove the row"),
+        (r'{"prompt": "1", "notes": [{"\uDE00": 1}]}', r"has half of a surrogate pair, \\ude00"),
     ):
         path.write_text('{"prompt": "1"}\n\n' + line + "\n")
         with pytest.raises(DataError, match=rf"a.jsonl:3 .*{problem}"):
