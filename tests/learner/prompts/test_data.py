@@ -9,9 +9,11 @@ from tokenizers import processors
 
 from learner.config import DataConfig
 from learner.prompts.prompts import Prompts
+from learner.run_inputs import RunInputs
 from protocol.errors import DataError
 from tests.learner.environments.chat_tokenizer import START, chat_tokenizer
 from tests.learner.prompts.data_files import CHAT_TEMPLATE, all_of, write_jsonl
+from tests.learner.runs import make_run
 
 # --- order -------------------------------------------------------------------------------------------------------
 
@@ -218,6 +220,29 @@ def test_a_bad_line_is_an_error_with_file_and_line(tokenizer, tmp_path):
 def test_a_prompt_of_the_wrong_type_is_an_error_with_the_row(of_rows, prompt):
     with pytest.raises(DataError, match=r"row 1 of .* expected a non-empty text or a non-empty list of messages"):
         of_rows({"prompt": "1"}, {"prompt": prompt})
+
+
+def test_texts_and_conversations_are_not_mixed_in_a_run_with_an_environment(tmp_path, of_rows):
+    text, conversation = {"prompt": "1", "secret": 1}, {"prompt": [USER], "secret": 2}
+    for rows, kinds in (
+        ([text, text, conversation], "are texts, but the prompt in row 2 is a conversation"),
+        ([conversation, text], "are conversations, but the prompt in row 1 is a text"),
+    ):
+        with pytest.raises(DataError, match=rf"{kinds}; expected prompts of one kind with x, .* Make them alike"):
+            of_rows(*rows).check_one_kind("x")
+    for alike in (of_rows(text, text), of_rows(conversation), of_rows(text, conversation, system_prompt="")):
+        alike.check_one_kind("x")
+
+    path = write_jsonl(tmp_path / "mixed.jsonl", [text, conversation])
+    for environment in ({"factory": "guess"}, {"agent": "m:f"}, {}):
+        reward = {} if not environment else {"reward": {"functions": ["environment_reward"]}}
+        inputs = RunInputs(make_run(tmp_path, "tcp://a:1", data={"path": path}, environment=environment, **reward))
+        inputs.tokenizer.chat_template = CHAT_TEMPLATE
+        if "factory" in environment:
+            with pytest.raises(DataError, match="row 1 is a conversation; expected prompts of one kind with"):
+                inputs.prompts  # noqa: B018
+        else:
+            assert len(inputs.prompts) == 2
 
 
 def test_a_missing_or_empty_file_or_dataset_is_an_error(tokenizer, tmp_path, of_rows):
