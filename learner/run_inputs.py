@@ -89,10 +89,13 @@ class RunInputs:
         renderer = self.run.learner.environment.tool_call_format
         if renderer is not None:
             renderer_of(self.tokenizer, renderer)  # fails early if the format does not fit
-        is_for_agents = self.run.learner.environment.has_agent  # agents send their own messages
+        environment = self.run.learner.environment
+        is_for_agents = environment.has_agent  # agents send their own messages
         turns = TurnFormat(renderer, frozenset(end_token_ids(self.model_path)), goes_on=not is_for_agents)
         prompts = Prompts(data, self.tokenizer, self.run.seed, self.tools, turns)
         check_calls(prompts.template)  # fails early too
+        if environment.is_used and not is_for_agents:
+            prompts.check_one_kind(environment.named)
         return prompts
 
     def tools(self) -> list[dict[str, Any]]:

@@ -167,8 +167,8 @@ class EnvironmentConfig(Section):
     the learner in the API of OpenAI or Anthropic, and returns the reward or None."""
     command: str | None = None
     """Agent as a shell command line. It runs once per episode, with OPENAI_BASE_URL, OPENAI_API_KEY, the same
-    for ANTHROPIC, and the row as JSON in SLIPSTREAM_ROW. The last line of its output is the reward, if that line
-    is a number."""
+    for ANTHROPIC, and the row as JSON in SLIPSTREAM_ROW, or in the file SLIPSTREAM_ROW_FILE for rows of any size.
+    The last line of its output is the reward, if that line is a number."""
     python: MayChange[str | None] = None
     """Python interpreter of the agent, such as `envs/x/.venv/bin/python`, which needs nothing of Slipstream.
     Environments and tools also run in it; they need Python 3.11 and msgspec, and transformers for

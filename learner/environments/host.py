@@ -28,7 +28,7 @@ from learner.environments.contract import (
     methods_of,
     schemas_of,
 )
-from learner.sandbox.user_code import NotLoaded, describe, shorten
+from learner.sandbox.user_code import NotLoaded, as_text, describe, shorten
 
 
 class Reset(msgspec.Struct, frozen=True):
@@ -190,7 +190,7 @@ class Host:
         try:
             returned = self._result_of(getattr(self._instance, method)(text))
         except (Exception, SystemExit) as error:  # as in TRL: the policy reads the error, and may do better
-            return StepResult(str(error) or type(error).__name__, self._is_done, has_failed=True)
+            return StepResult(as_text(error) or type(error).__name__, self._is_done, has_failed=True)
         return self._step_result(returned, method)
 
     def _call(self, name: str, arguments: dict[str, Any]) -> StepResult:
@@ -201,7 +201,7 @@ class Host:
             returned = self._result_of(self._tools[name](**arguments))
         except (Exception, SystemExit) as error:
             return StepResult(str({"error": str(error) or type(error).__name__}), self._is_done, has_failed=True)
-        return StepResult(str(returned), self._is_done)
+        return StepResult(as_text(returned), self._is_done)
 
     def _result_of(self, result: Any) -> Any:
         return self._loop.run(result) if inspect.iscoroutine(result) else result
@@ -209,7 +209,7 @@ class Host:
     def _step_result(self, returned: Any, method: str) -> StepResult:
         if returned is not None and not isinstance(returned, str):
             raise UnusableResult(f"{method} returned {shorten(returned)}, expected a text or None")
-        return StepResult(returned or "", self._is_done)
+        return StepResult(as_text(returned or ""), self._is_done)
 
     def _feedback(self, after_turn: bool) -> TurnFeedback:
         reward = self._number_of(TURN_REWARD) if after_turn else None

@@ -89,18 +89,7 @@ class Player:
     async def play(
         self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
     ) -> EpisodeGroup:
-        """Play the group of a prompt. Episodes without a turn of the policy are left out.
-
-        Raises:
-            DataError: If the prompt is a text in a run of conversations, or the reverse.
-        """
-        if isinstance(prompt.prompt, str) != self._environments.takes_text:
-            kinds = ("conversations", "a text") if isinstance(prompt.prompt, str) else ("texts", "a conversation")
-            raise DataError(
-                f"the prompts are {kinds[0]}, but the prompt in row {prompt.prompt_id} is {kinds[1]}; expected prompts "
-                f"of one kind with {self._config.environment.named}, because texts go to one method and conversations "
-                "have tools. Make them alike"
-            )
+        """Play the group of a prompt. Episodes without a turn of the policy are left out."""
         played = await asyncio.gather(
             *(
                 self._episode(Progress(prompt, episode, max_tokens, self._conversation_of(prompt)), ask)

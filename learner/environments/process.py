@@ -87,7 +87,6 @@ class Environments:
         Raises:
             ConfigError: If the process cannot load the environment.
         """
-        self.takes_text = takes_text
         start = partial(EnvironmentProcess, config, takes_text=takes_text)
         self._pool = ProcessPool(start, config.max_memory_mib, config.max_concurrent)
         self._threads = ThreadPoolExecutor(config.max_concurrent, "environment")

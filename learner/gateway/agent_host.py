@@ -27,6 +27,8 @@ import types
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+MAX_VARIABLE_BYTES = 32 * os.sysconf("SC_PAGE_SIZE")
+"""Linux's limit of an environment variable: its name, its value and the null byte."""
 SANDBOX = os.path.join(os.path.dirname(os.path.dirname(__file__)), "sandbox")
 
 
@@ -146,12 +148,19 @@ def command_of(command: str) -> Callable[..., Any]:
     """Return an agent that runs a command line."""
 
     def run(row: Any, *, base_url: str, api_key: str, http_client: Any) -> Any:
-        of_episode = {
-            "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "SLIPSTREAM_ROW": json.dumps(row),
-            # Anthropic's clients add /v1 themselves.
-            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key,
-        }  # fmt: skip
-        with tempfile.TemporaryFile() as printed:  # not a pipe, which leftover processes would hold open
+        as_json = json.dumps(row)
+        # Files, not pipes, which leftover processes would hold open. Without names, a killed episode leaves none behind.
+        with tempfile.TemporaryFile() as row_file, tempfile.TemporaryFile() as printed:
+            row_file.write(as_json.encode())
+            row_file.flush()
+            of_episode = {
+                "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key,
+                # Anthropic's clients add /v1 themselves.
+                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key,
+                "SLIPSTREAM_ROW_FILE": f"/proc/{os.getpid()}/fd/{row_file.fileno()}",
+            }  # fmt: skip
+            if len(f"SLIPSTREAM_ROW={as_json}") < MAX_VARIABLE_BYTES:
+                of_episode["SLIPSTREAM_ROW"] = as_json
             code = subprocess.call(
                 command, shell=True, stdin=subprocess.DEVNULL, stdout=printed, env={**os.environ, **of_episode}
             )

@@ -38,6 +38,8 @@ class Encoded(msgspec.Struct, frozen=True, eq=False):
     """List of lists, or a dataset with this single column."""
     num_tokens: np.ndarray
     """Number of tokens before truncation."""
+    are_texts: np.ndarray
+    """Whether the prompt is a text, not a conversation."""
     digests: np.ndarray
     """Digests as int64, over the token ids and the row."""
 
@@ -54,7 +56,7 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
     template: ChatTemplate
 
     def encode(self, rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """Return token_ids, num_tokens and digests. Raises DataError naming a bad row."""
+        """Return token_ids, num_tokens, is_text and digests. Raises DataError naming a bad row."""
         prompts = [self._prompt(row, number) for row, number in zip(rows, numbers, strict=True)]
         templates = [self._template(row, number) for row, number in zip(rows, numbers, strict=True)]
         token_ids = self._token_ids(prompts, templates, numbers)
@@ -64,6 +66,7 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         return {
             "token_ids": kept,
             "num_tokens": [len(ids) for ids in token_ids],
+            "is_text": [isinstance(prompt, str) for prompt in prompts],
             "digest": [digest(row, ids) for row, ids in zip(rows, kept, strict=True)],
         }
 
@@ -205,15 +208,16 @@ def encode_source(source: Source, config: DataConfig, template: ChatTemplate) ->
     """Encode all rows or load them from the cache. Raises DataError for a bad row."""
     encoder = Encoder(source.name, config, template)
     if source.fingerprint is None:
-        columns: dict[str, list[Any]] = {"token_ids": [], "num_tokens": [], "digest": []}
+        columns: dict[str, list[Any]] = {"token_ids": [], "num_tokens": [], "is_text": [], "digest": []}
         for start in range(0, len(source), ROWS_AT_ONCE):
             rows = source.rows[start : start + ROWS_AT_ONCE]
             for name, values in encoder.encode(rows, range(start, start + len(rows))).items():
                 columns[name] += values
-        return Encoded(columns["token_ids"], np.array(columns["num_tokens"]), np.array(columns["digest"]))
+        return Encoded(columns["token_ids"], *(np.array(columns[name]) for name in ("num_tokens", "is_text", "digest")))
     dataset = _mapped(source, encoder)
     as_arrays = dataset.with_format("numpy")
-    return Encoded(dataset.select_columns("token_ids"), as_arrays["num_tokens"][:], as_arrays["digest"][:])
+    arrays = (as_arrays[name][:] for name in ("num_tokens", "is_text", "digest"))
+    return Encoded(dataset.select_columns("token_ids"), *arrays)
 
 
 def _mapped(source: Source, encoder: Encoder) -> Any:
@@ -230,6 +234,7 @@ def _mapped(source: Source, encoder: Encoder) -> Any:
             {
                 "token_ids": datasets.List(datasets.Value("int32")),
                 "num_tokens": datasets.Value("int64"),
+                "is_text": datasets.Value("bool"),
                 "digest": datasets.Value("int64"),
             }
         ),

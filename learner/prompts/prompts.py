@@ -110,6 +110,17 @@ class Prompts:
         done = {"drop": "dropped", "truncate": "truncated"}.get(self._config.overlong_prompts)
         return {f"data/{done}_prompts": float(self.num_too_long)} if self.num_too_long else {}
 
+    def check_one_kind(self, used_by: str) -> None:
+        """Raise DataError if some prompts are texts and others conversations, which `used_by` cannot play."""
+        others = self._rows[self._encoded.are_texts[self._rows] == self.are_conversations]
+        if len(others):
+            kinds = ("conversations", "a text") if self.are_conversations else ("texts", "a conversation")
+            raise DataError(
+                f"the prompts of {self.name} are {kinds[0]}, but the prompt in row {others[0]} is {kinds[1]}; expected "
+                f"prompts of one kind with {used_by}, because texts go to one method and conversations have tools. "
+                "Make them alike"
+            )
+
     def longest(self) -> tuple[int, int]:
         """Return the row of the longest prompt and its number of tokens."""
         place = int(self._encoded.num_tokens[self._rows].argmax())

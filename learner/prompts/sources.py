@@ -8,6 +8,7 @@ Invariant: a row has the same number at every start.
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from learner.prompts.tasks import make_rows
 from protocol.errors import DataError
 
 Row = dict[str, Any]
+
+LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+"""Half of a pair, such as an emoji that was cut as UTF-16: JSON can spell it, but nothing can store or tokenize it."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +151,11 @@ def _parsed(line: str, where: str, prompt_column: str) -> Row:
         raise DataError(f"{where} is not valid JSON: {error}; expected one JSON object per line") from error
     if not isinstance(row, dict):
         raise DataError(f"{where} is a JSON {type(row).__name__}; expected one object per line, as in {{'prompt': …}}")
+    if "\\ud" in line.lower() and (half := LONE_SURROGATE.search(json.dumps(row, ensure_ascii=False))):
+        raise DataError(
+            f"{where} has half of a surrogate pair, \\u{ord(half[0]):04x}, which is no character; expected texts that UTF-8 "
+            "can encode. Complete the pair, or remove the row"
+        )
     _check_column(row, prompt_column, where)
     return row
 

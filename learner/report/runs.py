@@ -69,6 +69,8 @@ def read_run(path: Path, locked: set[tuple[int, int]]) -> ListedRun:
         metrics = path / "metrics.jsonl"
         raw = last_line(metrics) if metrics.is_file() else b""
         newest = json.loads(raw) if raw else {}
+        if not isinstance(newest, dict):
+            raise ValueError(f"the last line of {metrics} is a JSON {type(newest).__name__}; expected an object")
         step, lock = int(newest.get("step", 0)), path / ".lock"
         is_open = lock.exists() and (lock.stat().st_dev, lock.stat().st_ino) in locked
     except (OSError, ValueError, KeyError, TypeError) as error:

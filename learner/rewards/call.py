@@ -14,15 +14,15 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, SupportsFloat
 
 import msgspec
 
 from learner.config import RewardConfig
-from learner.environments.attributes import AttributeView
+from learner.environments.attributes import AttributeView, plain
 from learner.rewards.function import BUILT_IN, accepts, load_function, names
-from learner.sandbox.user_code import describe, shorten
+from learner.sandbox.user_code import as_text, describe, shorten
 from protocol.console import counted
 
 log = logging.getLogger(__name__)
@@ -121,9 +121,9 @@ def call_function(
         returned = load_function(call.function)(**_arguments(call, logged))
         if inspect.isawaitable(returned):
             returned = wait(returned)
+        return _checked(_listed(returned), logged, len(call.completions))
     except (Exception, SystemExit) as error:
         return _raised(error, call)
-    return _checked(returned, logged, len(call.completions))
 
 
 async def await_function(call: RewardCall, reserved: frozenset[str]) -> RewardAnswer | UnreachableService | str:
@@ -131,9 +131,9 @@ async def await_function(call: RewardCall, reserved: frozenset[str]) -> RewardAn
     logged = Log(len(call.completions), reserved)
     try:
         returned = await load_function(call.function)(**_arguments(call, logged))
+        return _checked(_listed(returned), logged, len(call.completions))
     except (Exception, SystemExit) as error:
         return _raised(error, call)
-    return _checked(returned, logged, len(call.completions))
 
 
 class Log:
@@ -148,14 +148,14 @@ class Log:
         """Log a number. Its mean over the step is the metric reward/<name>."""
         if name in self._reserved:
             raise ValueError(f"log_metric({name!r}, …): reward/{name} is the run's own metric; choose another name")
-        self.metrics.setdefault(str(name), []).append(_number(value))
+        self.metrics.setdefault(as_text(name), []).append(_number(value))
 
     def columns(self, column: str, values: Any) -> None:
         """Log one value per completion, stored alongside the sampled completions."""
-        items = [item if isinstance(item, Extra) else str(item) for item in values]
+        items = [_as_extra(item) for item in values]
         if len(items) != self._num_completions:
             raise ValueError(f"log_extra({column!r}, …) has {len(items)} values, expected {self._num_completions}")
-        self.extra[str(column)] = items
+        self.extra[as_text(column)] = items
 
 
 class RetrySchedule:
@@ -256,6 +256,11 @@ def _raised(error: BaseException, call: RewardCall) -> UnreachableService | str:
     return UnreachableService(problem) if is_unreachable(error) else problem
 
 
+def _listed(returned: Any) -> Any:
+    """Run a generator to its end, as its code is that of the function. Return anything else unchanged."""
+    return list(returned) if isinstance(returned, Iterator) else returned
+
+
 def _checked(returned: Any, logged: Log, num_completions: int) -> RewardAnswer | str:
     expected = f"expected a list of {num_completions} finite numbers or None"
     if isinstance(returned, (str, bytes, dict)):
@@ -263,11 +268,21 @@ def _checked(returned: Any, logged: Log, num_completions: int) -> RewardAnswer |
     try:
         items = list(returned)
         rewards = [None if item is None else _number(item) for item in items]
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # such as an OverflowError for an int above any float
         return f"returned {shorten(returned)} ({error}), {expected}"
     if len(rewards) != num_completions:
         return f"returned {counted(len(rewards), 'reward')}, {shorten(items)}, {expected}"
     return RewardAnswer(rewards, logged.metrics, logged.extra)
+
+
+def _as_extra(item: Any) -> Extra:
+    """Return a number of Python, numpy or torch, a bool or None as plain data, and anything else as a text."""
+    try:
+        value = plain(item.item() if getattr(item, "ndim", None) == 0 else item, 1)
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError):  # not plain, a lone surrogate, an int above 64 bits
+        return as_text(item)
+    return value if isinstance(value, Extra) else as_text(item)
 
 
 def _number(item: Any) -> float:

@@ -70,6 +70,14 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {shorten(str(error), 300)}{where}"
 
 
+def as_text(value: Any) -> str:
+    """Return a value as a text that UTF-8 can encode, also if it is of a subclass or holds a lone surrogate.
+
+    Python reads a file name that is not UTF-8 as a text with lone surrogates.
+    """
+    return str(value).encode("utf-8", "replace").decode()
+
+
 def shorten(value: Any, limit: int = 120) -> str:
     """Return a value's repr, cut to a length that fits an error message."""
     text = repr(value)

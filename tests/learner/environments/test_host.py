@@ -1,15 +1,21 @@
 """One instance of an environment: its answers to the learner's commands, and the accepted classes."""
 
+import os
 import random
 import re
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from learner.environments.builtin import HIGHER, LOWER, NO_DIGIT, RIGHT, Calculator
 from learner.environments.contract import BUILT_IN, load_environment
 from learner.environments.host import (
+    ANSWER,
     Answer,
+    Call,
     ClassError,
     Command,
     Host,
@@ -102,6 +108,35 @@ EXCHANGES: dict[str, tuple[str, list[tuple[Command, Answer]]]] = {
 @pytest.mark.parametrize(("name", "exchange"), EXCHANGES.values(), ids=list(EXCHANGES))
 def test_commands_are_answered(name: str, exchange: list[tuple[Command, Answer]]) -> None:
     assert answers(name, *(command for command, _ in exchange)) == [answer for _, answer in exchange]
+
+
+def test_any_text_of_a_class_or_tool_can_be_sent_to_the_policy() -> None:
+    name = os.fsdecode(b"caf\xe9")  # a file name that is not UTF-8
+
+    def find(kind: str) -> Any:
+        if kind == "raise":
+            raise FileNotFoundError(name)
+        return np.str_("north") if kind == "numpy" else name
+
+    class Folder:
+        def reset(self, **row: Any) -> str:
+            return np.str_("north")
+
+        def open(self, text: str) -> str:
+            return str(find(text))
+
+    host = Host(Folder, {"find": find})
+    with host._loop:
+        commands = [
+            Reset({}),
+            Turn("caf"),
+            Turn("raise"),
+            *(Call("find", {"kind": k}) for k in ("numpy", "caf", "raise")),
+        ]
+        sent = [ANSWER.decode(msgspec.msgpack.encode(host.answer(command))) for command in commands]
+    assert [answer.text for answer in sent if isinstance(answer, StepResult)] == [
+        "north", "caf?", "caf?", "north", "caf?", r"{'error': 'caf\udce9'}"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 from learner.environments.episode import EpisodeGroup, episodes_of
 from learner.environments.player import TurnPrompt
 from protocol.codec import decode, encode, pack, unpack
-from protocol.errors import DataError
 from protocol.messages import Completion, Group
 from tests.learner.environments.scripted_player import completion, ids, play_group, script_of
 
@@ -149,10 +148,3 @@ def test_an_error_of_the_environment_is_counted_and_the_episode_continues() -> N
 def test_an_episode_without_sampled_tokens_is_omitted() -> None:
     group, prompts = play_group(script_of("a"), factory="Treacherous", prompt="raise")
     assert group.episodes == [] and prompts == []
-
-
-def test_mixed_prompt_types_are_rejected_with_a_remedy() -> None:
-    with pytest.raises(
-        DataError, match=r"the prompts are texts, but the prompt in row 0 is a conversation; .* Make them alike"
-    ):
-        play_group(script_of("a"), prompt=[{"role": "user", "content": "hello"}])

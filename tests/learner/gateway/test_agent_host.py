@@ -1,5 +1,7 @@
 """The process of an agent: the results that it reports, and its end together with the learner."""
 
+import json
+import resource
 import select
 import signal
 import socket
@@ -57,11 +59,21 @@ def test_an_agent_that_raises_or_returns_another_type_has_failed(returned: Any) 
         ("echo '{\"chatcmpl-1\": 1}'", {"reward": {"chatcmpl-1": 1.0}}),
         ('test "$OPENAI_BASE_URL $OPENAI_API_KEY" = "http://none/v1 k" && echo "$SLIPSTREAM_ROW"',
             {"reward": {"worth": 1.0}}),
+        ('cat "$SLIPSTREAM_ROW_FILE"; cat "$SLIPSTREAM_ROW_FILE"; echo; cat "$SLIPSTREAM_ROW_FILE"',
+            {"reward": {"worth": 1.0}}),
         ('test "$ANTHROPIC_BASE_URL $ANTHROPIC_API_KEY" = "http://none k" && echo 1', {"reward": 1}),
     ],
 )  # fmt: skip
 def test_the_last_printed_line_of_a_command_is_its_reward(command: str, result: dict[str, Any]) -> None:
     assert outcome(command_of(command), REQUEST) == result
+
+
+@pytest.mark.parametrize("num_extra", [0, 1, 1_000_000])
+def test_a_command_reads_a_row_that_no_environment_variable_can_hold(num_extra: int) -> None:
+    num_own = len('SLIPSTREAM_ROW={"worth": 1.0, "text": ""}') + 1
+    row = {"worth": 1.0, "text": "x" * (32 * resource.getpagesize() - num_own + num_extra)}
+    printed = 'test "${SLIPSTREAM_ROW+set}" = "%s" && wc -c < "$SLIPSTREAM_ROW_FILE"' % ("set" if not num_extra else "")
+    assert outcome(command_of(printed), REQUEST | {"row": row}) == {"reward": len(json.dumps(row))}
 
 
 @pytest.mark.parametrize(("command", "code"), [("echo 1; exit 7", 7), ("kill -9 $$", -9)])

@@ -9,9 +9,11 @@ from tokenizers import processors
 
 from learner.config import DataConfig
 from learner.prompts.prompts import Prompts
+from learner.run_inputs import RunInputs
 from protocol.errors import DataError
 from tests.learner.environments.chat_tokenizer import START, chat_tokenizer
 from tests.learner.prompts.data_files import CHAT_TEMPLATE, all_of, write_jsonl
+from tests.learner.runs import make_run
 
 # --- order -------------------------------------------------------------------------------------------------------
 
@@ -86,6 +88,12 @@ def test_a_number_of_prompts_takes_the_first(tokenizer, sources):
 def test_a_line_separator_inside_a_text_does_not_split_a_line(of_rows):
     prompts = of_rows({"prompt": "1", "note": "a\u2028b\x85c"})
     assert prompts.prompt_at(0).columns == {"note": "a\u2028b\x85c"}
+
+
+def test_an_escaped_emoji_is_a_character(tokenizer, tmp_path):
+    (tmp_path / "emoji.jsonl").write_text(r'{"prompt": "1", "note": "\uD83D\ude00 or \\ud83d"}')
+    prompts = Prompts(DataConfig(path=str(tmp_path / "emoji.jsonl")), tokenizer, 0)
+    assert prompts.prompt_at(0).columns == {"note": "\N{GRINNING FACE} or \\ud83d"}
 
 
 # --- conversations -----------------------------------------------------------------------------------------------
@@ -200,6 +208,8 @@ def test_a_bad_line_is_an_error_with_file_and_line(tokenizer, tmp_path):
         ('{"prompt": 1', "is not valid JSON"),
         ("[1]", "is a JSON list"),
         ('{"x": 1}', "no column"),
+        (r'{"prompt": "1\ud83d"}', r"has half of a surrogate pair, \\ud83d, .* remove the row"),
+        (r'{"prompt": "1", "notes": [{"\uDE00": 1}]}', r"has half of a surrogate pair, \\ude00"),
     ):
         path.write_text('{"prompt": "1"}\n\n' + line + "\n")
         with pytest.raises(DataError, match=rf"a.jsonl:3 .*{problem}"):
@@ -210,6 +220,29 @@ def test_a_bad_line_is_an_error_with_file_and_line(tokenizer, tmp_path):
 def test_a_prompt_of_the_wrong_type_is_an_error_with_the_row(of_rows, prompt):
     with pytest.raises(DataError, match=r"row 1 of .* expected a non-empty text or a non-empty list of messages"):
         of_rows({"prompt": "1"}, {"prompt": prompt})
+
+
+def test_texts_and_conversations_are_not_mixed_in_a_run_with_an_environment(tmp_path, of_rows):
+    text, conversation = {"prompt": "1", "secret": 1}, {"prompt": [USER], "secret": 2}
+    for rows, kinds in (
+        ([text, text, conversation], "are texts, but the prompt in row 2 is a conversation"),
+        ([conversation, text], "are conversations, but the prompt in row 1 is a text"),
+    ):
+        with pytest.raises(DataError, match=rf"{kinds}; expected prompts of one kind with x, .* Make them alike"):
+            of_rows(*rows).check_one_kind("x")
+    for alike in (of_rows(text, text), of_rows(conversation), of_rows(text, conversation, system_prompt="")):
+        alike.check_one_kind("x")
+
+    path = write_jsonl(tmp_path / "mixed.jsonl", [text, conversation])
+    for environment in ({"factory": "guess"}, {"agent": "m:f"}, {}):
+        reward = {} if not environment else {"reward": {"functions": ["environment_reward"]}}
+        inputs = RunInputs(make_run(tmp_path, "tcp://a:1", data={"path": path}, environment=environment, **reward))
+        inputs.tokenizer.chat_template = CHAT_TEMPLATE
+        if "factory" in environment:
+            with pytest.raises(DataError, match="row 1 is a conversation; expected prompts of one kind with"):
+                inputs.prompts  # noqa: B018
+        else:
+            assert len(inputs.prompts) == 2
 
 
 def test_a_missing_or_empty_file_or_dataset_is_an_error(tokenizer, tmp_path, of_rows):

@@ -78,11 +78,14 @@ def test_a_run_whose_files_are_broken_is_reported_with_the_reason(tmp_path: Path
     (tmp_path / "config" / "config.toml").write_text("steps = [")
     begin(tmp_path / "metrics", steps=1).close()
     (tmp_path / "metrics" / "metrics.jsonl").write_text("no JSON\n")
+    begin(tmp_path / "no_object", steps=1).close()
+    (tmp_path / "no_object" / "metrics.jsonl").write_text("[1]\n")
     table = as_table(list_runs(tmp_path)).splitlines()
     assert [line.split()[:2] for line in table[1:]] == [
         [str(tmp_path / "whole"), "finished"],
         [str(tmp_path / "config"), "unreadable"],
         [str(tmp_path / "metrics"), "unreadable"],
+        [str(tmp_path / "no_object"), "unreadable"],
     ]
     assert "TOMLDecodeError" in table[2] and "JSONDecodeError" in table[3]
 

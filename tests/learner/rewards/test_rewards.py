@@ -10,13 +10,14 @@ import signal
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from learner.config import RewardConfig
 from learner.prompts.reasoning import texts_of
 from learner.rewards.builtin.mathematics import math_equivalence
 from learner.rewards.builtin.text import exact_match, last_number, share_right, think_format
-from learner.rewards.call import Log, RewardCall, _arguments, call_function
+from learner.rewards.call import Log, RewardAnswer, RewardCall, UnreachableService, _arguments, call_function
 from learner.rewards.function import load_function
 from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers, _total
 from protocol.errors import RewardError
@@ -92,6 +93,10 @@ def test_rewards_are_weighted_and_a_failed_function_drops_the_group(
         (f"{USER}:returns_text", "returned ['good', 'good', 'good'] ('good' is not a number)"),
         (f"{USER}:returns_nan", "returned [nan, nan, nan] (nan is not finite)"),
         (f"{USER}:returns_nothing", "returned None"),
+        (f"{USER}:returns_huge", "(int too large to convert to float), expected a list of 3"),
+        (f"{USER}:returns_matrix", "returned tensor("),
+        (f"{USER}:yields_and_raises", "raised KeyError: \"'score'\" ("),
+        (f"{USER}:cannot_be_shown", "raised RuntimeError: 'no repr' ("),
         (f"{USER}:exits", "raised SystemExit"),
         (f"{USER}:problem_reward", "raised TypeError: \"problem_reward() missing 1 required positional argument: "
                                    "'answers'"),
@@ -104,6 +109,35 @@ def test_a_function_that_breaks_its_contract_gets_an_error_with_the_reason(funct
     call = RewardCall(function, "21>", {"answer": "12"}, ["12", "1", "2"], [[1], [2], [3]])
     answer = call_function(call, frozenset({"mean"}), asyncio.run)
     assert isinstance(answer, str) and problem in answer
+
+
+def test_values_that_a_function_logs_leave_the_process_as_plain_data():
+    logged = {
+        "numpy": [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True)],
+        "texts": [np.str_("a"), "half a pair: \ud83d", b"b", ""],
+        "numbers": [1 << 70, -3, float("inf"), None],
+        "a column \ud83d": [[1], [], {}, np.array(2)],
+    }
+    log = Log(4, frozenset())
+    for column, values in logged.items():
+        log.columns(column, values)
+    log.metric("metric \ud83d", np.float32(0.5))
+    answer = RewardAnswer([], log.metrics, log.extra)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=RewardAnswer) == answer
+    assert log.metrics == {"metric ?": [0.5]}
+    assert log.extra == {
+        "numpy": [0.5, 0.5, 3, True],
+        "texts": ["a", "half a pair: ?", "b'b'", ""],
+        "numbers": [str(1 << 70), -3, float("inf"), None],
+        "a column ?": ["[1]", "[]", "{}", 2],
+    }
+
+
+def test_a_generator_is_a_function_with_several_rewards_whose_service_may_be_unreachable():
+    call = RewardCall(f"{USER}:yields", "21>", {}, ["12", "1"], [[1], [2]])
+    assert call_function(call, frozenset(), asyncio.run) == RewardAnswer([2.0, 1.0])
+    call = msgspec.structs.replace(call, completions=["12", "down"])
+    assert isinstance(call_function(call, frozenset(), asyncio.run), UnreachableService)
 
 
 FATES = {

@@ -56,6 +56,37 @@ def returns_nothing(completions, **kwargs):
     pass
 
 
+def returns_huge(completions, **kwargs):
+    return [10**400 for _ in completions]
+
+
+def returns_matrix(completions, **kwargs):
+    import torch
+
+    return torch.ones(3, 2)
+
+
+def yields_and_raises(completions, **kwargs):
+    yield 1.0
+    yield {}["score"]
+
+
+def yields(completions, **kwargs):
+    for completion in completions:
+        if completion == "down":
+            raise ConnectionRefusedError
+        yield len(completion)
+
+
+class Unseen:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+def cannot_be_shown(completions, **kwargs):
+    return Unseen()
+
+
 def exits(completions, **kwargs):
     sys.exit(3)
 
