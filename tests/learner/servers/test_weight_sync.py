@@ -295,6 +295,9 @@ def test_a_large_sync_shows_how_far_it_is(
 
 # --- stragglers ------------------------------------------------------------------------------------------------------
 
+READY_BEFORE, DONE_BEFORE = "another server was ready 1.5 s", "another server had the version 1.5 s"
+SILENT = "it kept the weight sync waiting for 1.5 s"
+
 
 class Hanging(ScriptedEngine):
     """Stands still at a point of a push until it is released."""
@@ -322,11 +325,12 @@ class Hanging(ScriptedEngine):
 
 
 @pytest.mark.parametrize(
-    ("point", "states", "reason", "state_of_its_own", "overlap"),
+    ("point", "states", "reasons", "state_of_its_own", "overlap"),
     [
-        ("pausing", {"pausing"}, "another server was ready 1.5 s ", "pausing", False),
-        ("receiving", {"sending", "finishing"}, "it kept the weight sync waiting for 1.5 s ", "joining", False),
-        ("labelling", {"finishing"}, "another server had the version 1.5 s ", "finishing", True),
+        ("pausing", {"pausing"}, {READY_BEFORE}, "pausing", False),
+        ("receiving", {"sending", "finishing"}, {SILENT}, "joining", False),
+        # On a busy machine, its last report may be as late as the other server's version is early.
+        ("labelling", {"finishing"}, {DONE_BEFORE, SILENT}, "finishing", True),
     ],
 )
 def test_a_server_that_hangs_is_left_behind_and_comes_back_with_a_sync_of_its_own(
@@ -334,7 +338,7 @@ def test_a_server_that_hangs_is_left_behind_and_comes_back_with_a_sync_of_its_ow
     caplog: pytest.LogCaptureFixture,
     point: str,
     states: set[str],
-    reason: str,
+    reasons: set[str],
     state_of_its_own: str,
     overlap: bool,
 ) -> None:
@@ -358,7 +362,7 @@ def test_a_server_that_hangs_is_left_behind_and_comes_back_with_a_sync_of_its_ow
     assert [order.version for order in other.orders] in ([0, 1], [0, 1, 1])
     told = failures_of(caplog)
     assert any(f"weight sync of version 1 to {one.endpoint} failed while {state} " in told[0] for state in states)
-    assert f"{reason}(learner.weight_sync.straggler_timeout_s)" in told[0]
+    assert any(f"{reason} (learner.weight_sync.straggler_timeout_s)" in told[0] for reason in reasons)
     assert f" failed while {state_of_its_own} " in told[1] and "(learner.weight_sync.straggler_timeout_s)" in told[1]
 
 
