@@ -68,11 +68,12 @@ class HostAdamW(torch.optim.AdamW):
             moment.copy_(moved, non_blocking=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state as it is. torch's method would move it to the device."""
+        """Keep the moments where they are, in host memory. torch's method would move them to the device."""
         super().load_state_dict(state_dict | {"state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, state in state_dict["state"].items():
-            self.state[parameters[place]] = state
+            parameter = parameters[place]
+            self.state[parameter] = state | {"step": state["step"].to(parameter.device)}
 
 
 def empty_on_host(parameter: torch.Tensor) -> torch.Tensor:
