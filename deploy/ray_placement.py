@@ -172,6 +172,14 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
     def _keys(self) -> tuple[str, ...]:
         return ("--keys", self.keys) if self.keys is not None else ()
 
+    @property
+    def _created_keys(self) -> dict[str, str]:
+        """Return the public key in the run directory, unless the config names keys, which may differ by node."""
+        if self.keys is None or self.launch.learner_run.keys is not None:
+            return {}
+        public = Path(self.keys) / "server.pub"
+        return {str(public): public.read_text()} if public.exists() else {}
+
     def server(self, name: str, host: Host) -> RemoteCommand:
         """Return the command of a server, and list its endpoint."""
         self.servers.put(name, host)
@@ -183,6 +191,7 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
             arguments=(*self.launch.server, "--endpoint", endpoint_of(host), *http, *self._keys),
             environment=self._api_key("VLLM_API_KEY"),
             directory=self.directory,
+            needed_files=self._created_keys,
         )
 
     def rank(self, rank: int, hosts: Sequence[Host], server: Host, *, again: bool) -> RemoteCommand:

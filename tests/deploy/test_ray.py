@@ -102,6 +102,16 @@ def test_both_sides_accept_their_commands_share_keys_and_meet_through_the_list(t
     assert keys_of(launch) == on_server.keys, "a resume uses the keys that are there"
 
 
+def test_a_server_needs_the_keys_that_the_driver_created_but_not_those_of_the_config(tmp_path: Path) -> None:
+    commands = commands_of(launch_of(tmp_path))
+    public = tmp_path / "run" / "keys" / "server.pub"
+    assert commands.server("server", NODE_B).needed_files == {str(public): public.read_text()}
+    for config in ({"keys": str(public.parent)}, {"insecure": True}):
+        launch = launch_of(tmp_path, **config)
+        without = msgspec.structs.replace(commands, launch=launch, keys=keys_of(launch))
+        assert without.server("server", NODE_B).needed_files == {}
+
+
 def test_only_a_learner_that_has_left_a_run_is_resumed(tmp_path: Path) -> None:
     commands = commands_of(launch_of(tmp_path))
     commands.server("server", NODE_A[0])
