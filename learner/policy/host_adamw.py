@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from learner.policy.snapshot import as_shard, local
+from learner.policy.snapshot import as_shard, empty_in_host_memory, local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -78,9 +78,7 @@ class HostAdamW(torch.optim.AdamW):
 
 def empty_on_host(parameter: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized float32 tensor in host memory like this rank's part of a parameter, pinned with CUDA."""
-    mine = local(parameter)
-    moment = torch.empty(mine.shape, dtype=torch.float32, device="cpu", pin_memory=torch.cuda.is_available())
-    return as_shard(moment, parameter)
+    return as_shard(empty_in_host_memory(local(parameter).shape, torch.float32), parameter)
 
 
 def keeps_on_host(optimizer: Any) -> bool:
