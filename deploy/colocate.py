@@ -55,8 +55,9 @@ def colocate(arguments: list[str]) -> int:
     if launch is None:
         return 0
     config = with_gpus(launch.config, launch.server_run, launch.learner_run, usable_gpus())
-    if note := shared_gpu_note(config, launch.server_run):
-        log.warning(note)
+    for note in (shared_gpu_note(config, launch.server_run), one_sided_note(config)):
+        if note is not None:
+            log.warning(note)
     config = with_cores(config, launch.server_run, launch.learner_run)
     node = Node(
         config=config, launch=launch, logs=launch.make_logs(),
@@ -164,6 +165,19 @@ def shared_gpu_note(config: DeployConfig, server_run: ServerRun) -> str | None:
         "(server.gpu_memory_utilization) if that much is free when it starts, and counts what the learner takes "
         "meanwhile as its own; set server.kv_cache_memory_mib, or give each side GPUs with deploy.server_gpus and "
         "deploy.learner_gpus"
+    )
+
+
+def one_sided_note(config: DeployConfig) -> str | None:
+    """Return a warning if a side sees no GPU because only the other side has some assigned."""
+    if not has_gpu() or bool(config.server_gpus) == bool(config.learner_gpus):
+        return None
+    own, other, side = (
+        ("server_gpus", "learner_gpus", "learner") if config.server_gpus else ("learner_gpus", "server_gpus", "server")
+    )
+    return (
+        f"deploy.{own} is set but deploy.{other} is not, so the {side} sees no GPU and computes on the CPU; set "
+        f"deploy.{other}, or remove deploy.{own}"
     )
 
 

@@ -49,7 +49,7 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Number of learner ranks. Each reserves one GPU."""
     rank_0_with_driver: bool = False
     """Whether rank 0 runs on the node where `slipstream ray` was started, whose local disk may then hold
-    run_dir. false: on any node, and all nodes see run_dir."""
+    run_dir if all nodes see the directory of `keys`. false: on any node, and all nodes see run_dir."""
     use_gpus: bool = True
     """Whether servers and ranks compute on GPUs. false: they reserve CPUs only."""
     cpus_per_process: Count = 1

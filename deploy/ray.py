@@ -78,10 +78,11 @@ def run_on_ray(arguments: list[str], server_module: str = "inference_server") ->
         return ray_cluster.RemoteProcess(name, agent, prepare, logs / f"{name}.log", config.start_timeout_s)
 
     def start_learner(*, again: bool) -> list[Process]:
-        rendezvous = Rendezvous(config.ranks)
+        rendezvous = Rendezvous(config.ranks, commands.servers)
 
         def prepare(rank: int, host: Host) -> RemoteCommand:
-            return commands.rank(rank, rendezvous.join(rank, host, config.start_timeout_s), again=again)
+            hosts = rendezvous.join(rank, host, config.start_timeout_s)
+            return commands.rank(rank, hosts, rendezvous.first_server(config.start_timeout_s), again=again)
 
         return [
             start(name, agent, partial(prepare, rank)) for rank, (name, agent) in enumerate(agents_of_ranks.items())

@@ -117,7 +117,7 @@ def enter(command: RemoteCommand) -> None:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"{path} {here} is not the file of the driver; {remedy}, or set "
-                    "deploy.ray.rank_0_with_driver = true"
+                    "deploy.ray.rank_0_with_driver = true, and keys to a directory that all nodes see"
                 )
             time.sleep(POLL_S)
 

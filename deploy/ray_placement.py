@@ -172,6 +172,14 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
     def _keys(self) -> tuple[str, ...]:
         return ("--keys", self.keys) if self.keys is not None else ()
 
+    @property
+    def _created_keys(self) -> dict[str, str]:
+        """Return the public key in the run directory, unless the config names keys, which may differ by node."""
+        if self.keys is None or self.launch.learner_run.keys is not None:
+            return {}
+        public = Path(self.keys) / "server.pub"
+        return {str(public): public.read_text()} if public.exists() else {}
+
     def server(self, name: str, host: Host) -> RemoteCommand:
         """Return the command of a server, and list its endpoint."""
         self.servers.put(name, host)
@@ -183,15 +191,14 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
             arguments=(*self.launch.server, "--endpoint", endpoint_of(host), *http, *self._keys),
             environment=self._api_key("VLLM_API_KEY"),
             directory=self.directory,
+            needed_files=self._created_keys,
         )
 
-    def rank(self, rank: int, hosts: Sequence[Host], *, again: bool) -> RemoteCommand:
-        """Return the command of a rank, once a server has a node. Blocks until then."""
-        config = self.launch.config
-        first = self.servers.first(config.ray.start_timeout_s)
+    def rank(self, rank: int, hosts: Sequence[Host], server: Host, *, again: bool) -> RemoteCommand:
+        """Return the command of a rank. All ranks of a start need the same `server`, which evaluates."""
         arguments = [*self.launch.learner, "--endpoints-from", f"file:{self.servers.path}", *self._keys]
         if self._evaluates:
-            arguments += ["--learner.evaluation.url", f"http://{join_address(first.address, first.ports[1])}/v1"]
+            arguments += ["--learner.evaluation.url", f"http://{join_address(server.address, server.ports[1])}/v1"]
         return RemoteCommand(
             module="learner",
             arguments=(*arguments, *self.launch.resume_switch(again=again)),
@@ -202,10 +209,13 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rendezvous:
-    """Meeting of the ranks of one start, at which each learns where the others are."""
+    """Meeting of the ranks of one start, at which each learns where the others and the first server are."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, servers: ServerList) -> None:
+        self._servers = servers
         self._hosts: list[Future[Host]] = [Future() for _ in range(num_ranks)]
+        self._lock = threading.Lock()
+        self._first: Host | None = None
 
     def join(self, rank: int, host: Host, timeout_s: float) -> list[Host]:
         """Return where all ranks are. Blocks until each has a node.
@@ -221,6 +231,17 @@ class Rendezvous:
                 f"another rank has no node after {timeout_s:g} s (deploy.ray.start_timeout_s); add nodes with free GPUs, "
                 "or raise that key"
             ) from error
+
+    def first_server(self, timeout_s: float) -> Host:
+        """Wait until a server has a place; return the same one to all ranks, also if the list changes meanwhile.
+
+        Raises:
+            DeadlineExceeded: If none has one within `timeout_s`.
+        """
+        found = self._servers.first(timeout_s)
+        with self._lock:
+            self._first = self._first or found
+            return self._first
 
 
 def rank_environment(rank: int, hosts: Sequence[Host]) -> dict[str, str]:

@@ -16,7 +16,14 @@ from inference_server.engine.installed_vllm import SUPPORTED, check_vllm, instal
 from inference_server.engine.memory import gpu_memory_bytes
 from inference_server.engine.vllm_names import all_names
 from inference_server.http_access import listen, read_api_key
-from inference_server.preparation import MIB, check_block_size, check_quantization, check_room, needed_bytes
+from inference_server.preparation import (
+    MIB,
+    WITHOUT_COPY,
+    check_block_size,
+    check_quantization,
+    check_room,
+    needed_bytes,
+)
 from protocol import console
 from protocol.builtin_models import cache_dir
 from protocol.channel.keys import learner_keys, server_keys
@@ -182,10 +189,14 @@ def resources(run: ServerRun) -> Iterator[Finding]:
     gpu = gpu_memory_bytes()
     if gpu is None:
         fewer = "lower server.data_parallel_size, " if config.data_parallel_size > 1 else ""
-        remedy = f"{fewer}lower server.kv_cache_memory_mib, or choose a smaller model"
+        without = WITHOUT_COPY if config.overlap_weight_loading else ""
+        remedy = f"{fewer}lower server.kv_cache_memory_mib, {without}or choose a smaller model"
         yield memory_finding("the server", needed_bytes(run, path), free_memory_bytes(), remedy)
         return
     weights = weight_bytes(path, run.computes_in) // config.tensor_parallel_size
+    if config.overlap_weight_loading:
+        remedy = f"{WITHOUT_COPY}or free host memory"
+        yield memory_finding("a copy of the weights in host memory", weights, free_memory_bytes(), remedy)
     free, total = gpu
     if config.kv_cache_memory_mib is not None:
         remedy = (

@@ -31,6 +31,7 @@ MIB = 1 << 20
 CPU_BLOCK = 32
 WORKER_BYTES = 256 * MIB
 """Memory of a CPU worker without weights and KV cache: Python, torch and vLLM."""
+WITHOUT_COPY = "set server.overlap_weight_loading = false, "
 
 
 class StartupResources(msgspec.Struct, frozen=True, eq=False):
@@ -134,17 +135,18 @@ def check_room(run: ServerRun, model_path: Path) -> None:
     if needed > total:
         raise ConfigError(
             f"server.kv_cache_memory_mib = {server.kv_cache_memory_mib} for each worker ({sizes}) and the weights need "
-            f"{needed / GIB:.1f} GiB, but this machine has {total / GIB:.1f} GiB. Lower one of the three keys, or "
-            "choose a smaller model"
+            f"{needed / GIB:.1f} GiB, but this machine has {total / GIB:.1f} GiB. Lower one of the three keys, "
+            f"{WITHOUT_COPY if server.overlap_weight_loading else ''}or choose a smaller model"
         )
 
 
 def needed_bytes(run: ServerRun, model_path: Path) -> int:
     """Return the memory that the server needs on a CPU, in bytes.
 
-    Each replica needs its weights, of which each node has its share. Each worker needs its KV cache and
-    WORKER_BYTES.
+    Each replica needs its weights, of which each node has its share, and once more the weights that it receives
+    during generation. Each worker needs its KV cache and WORKER_BYTES.
     """
     server, weights = run.server, weight_bytes(model_path, run.computes_in)
+    num_copies = server.data_parallel_size * (2 if server.overlap_weight_loading else 1)
     of_kv = (server.kv_cache_memory_mib or 0) * MIB
-    return server.data_parallel_size * weights // server.nnodes + server.workers_per_node * (of_kv + WORKER_BYTES)
+    return num_copies * weights // server.nnodes + server.workers_per_node * (of_kv + WORKER_BYTES)

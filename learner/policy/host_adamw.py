@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from learner.policy.snapshot import as_shard, local
+from learner.policy.snapshot import as_shard, empty_in_host_memory, local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -68,18 +68,17 @@ class HostAdamW(torch.optim.AdamW):
             moment.copy_(moved, non_blocking=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state as it is. torch's method would move it to the device."""
+        """Keep the moments where they are, in host memory. torch's method would move them to the device."""
         super().load_state_dict(state_dict | {"state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, state in state_dict["state"].items():
-            self.state[parameters[place]] = state
+            parameter = parameters[place]
+            self.state[parameter] = state | {"step": state["step"].to(parameter.device)}
 
 
 def empty_on_host(parameter: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized float32 tensor in host memory like this rank's part of a parameter, pinned with CUDA."""
-    mine = local(parameter)
-    moment = torch.empty(mine.shape, dtype=torch.float32, device="cpu", pin_memory=torch.cuda.is_available())
-    return as_shard(moment, parameter)
+    return as_shard(empty_in_host_memory(local(parameter).shape, torch.float32), parameter)
 
 
 def keeps_on_host(optimizer: Any) -> bool:

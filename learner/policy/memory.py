@@ -162,7 +162,8 @@ def server_memory(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -
     wire, sync = bytes_of(run.dtype), run.learner.weight_sync
     weights = wire * shape.num_parameters
     device = {"weights": weights // num_workers, "weight sync": SERVER_BUCKETS * (sync.bucket_mib << 20)}
-    host = {"weight sync": weights if sync.compression == "delta" else 0}  # shared by all workers
+    num_copies = (sync.compression == "delta") + bool(run.server.get("overlap_weight_loading"))
+    host = {"weight sync": weights * num_copies}  # shared by all workers
     return Memory(device=device, host=host)
 
 

@@ -51,6 +51,9 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     device_type: str = "cuda"
     num_ranks: int = 1
     ranks_per_node: int = 1
+    """Ranks on the node that has the most, whose host memory is the scarcest."""
+    nodes_are_alike: bool = True
+    """Whether all nodes have this number of ranks, as "hybrid" needs."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +159,7 @@ def _shardings(run: LearnerRun, room: Room) -> list[Sharding]:
         return [config.sharding]
     if config.optimizer.kind == "adamw_8bit":  # bitsandbytes cannot update shards
         return ["none"]
-    has_nodes = 1 < room.ranks_per_node < room.num_ranks
+    has_nodes = room.nodes_are_alike and 1 < room.ranks_per_node < room.num_ranks
     return ["none", "hybrid", "full"] if has_nodes else ["none", "full"]
 
 
@@ -173,7 +176,7 @@ def _cost(sharding: Sharding, is_checkpointed: bool, is_offloaded: bool, num_tok
 
 def _refusal(shape: ModelShape, run: LearnerRun, room: Room) -> str:
     least = min(_plans(shape, run, room), key=lambda plan: (plan.memory.device_gib, plan.memory.host_gib))
-    ranks = "1 rank" if room.num_ranks == 1 else f"{room.num_ranks} ranks, {room.ranks_per_node} on each node"
+    ranks = "1 rank" if room.num_ranks == 1 else f"{room.num_ranks} ranks, {_on_nodes(room)}"
     free = f"{room.host_gib:.1f} GiB of host memory"
     if room.device_type != "cpu":
         free = f"{room.device_gib:.1f} GiB on the GPU and {free}"
@@ -183,6 +186,10 @@ def _refusal(shape: ModelShape, run: LearnerRun, room: Room) -> str:
         f"model {run.model} with {shape.num_parameters:,} parameters does not fit {ranks}: with {least}, it needs "
         f"{describe(least.memory)}, but only {free} are free, of which a plan uses {MARGIN:.0%}. {remedy}"
     )
+
+
+def _on_nodes(room: Room) -> str:
+    return f"{room.ranks_per_node} on each node" if room.nodes_are_alike else f"up to {room.ranks_per_node} on a node"
 
 
 def _changes_that_fit(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[str]:

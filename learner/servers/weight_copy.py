@@ -14,7 +14,7 @@ These are half a million in a model of 135M parameters, enough to measure a chan
 class WeightCopy:
     """Copy of the weights in wire format, for a sync that overlaps with training.
 
-    The copy reuses its memory, because fresh pages would cost more than the copying. `take` is called only
+    The copy reuses its memory, because fresh pages would cost more than the copying. `update` is called only
     while no sync reads the copy.
     """
 

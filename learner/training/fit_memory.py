@@ -18,6 +18,7 @@ from learner.policy.memory_plan import Plan, Room, fastest_plan, fits, is_set, m
 from learner.policy.model_shape import ModelShape
 from learner.run_inputs import RunInputs
 from protocol.doctor import dtype_finding, free_memory_bytes
+from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 WORTH_A_LINE_GIB = 4.0
@@ -30,10 +31,15 @@ def fit_memory(run_inputs: RunInputs, accelerator: Accelerator) -> LearnerRun:
     because the estimate may be wrong; a warning says that it exceeds the memory.
 
     Raises:
-        ConfigError: No settings fit.
+        ConfigError: No settings fit, or learner.sharding is hybrid but the nodes have different numbers of ranks.
     """
     run, shape = run_inputs.run, run_inputs.shape
     room = measure_room(accelerator)
+    if run.learner.sharding == "hybrid" and not room.nodes_are_alike:  # here all ranks know, so none waits for others
+        raise ConfigError(
+            f'learner.sharding = "hybrid" needs as many ranks on each node, but of {room.num_ranks} ranks one node has '
+            f'{room.ranks_per_node} and another fewer. Start as many on each, or set learner.sharding to "full"'
+        )
     if shape is None:
         return _without_a_shape(run, room)
     plan = fastest_plan(shape, run, room) if is_set(run, room) else make_plan(shape, run, room)
@@ -43,7 +49,7 @@ def fit_memory(run_inputs: RunInputs, accelerator: Accelerator) -> LearnerRun:
 
 
 def measure_room(accelerator: Accelerator) -> Room:
-    """Return the ranks, and the least memory that any of them has free."""
+    """Return the ranks, the least memory that any of them has free, and the most ranks that any node has."""
     device = accelerator.device
     free = total = 0
     if device.type == "cuda":
@@ -51,14 +57,17 @@ def measure_room(accelerator: Accelerator) -> Room:
     found = os.environ.get("LOCAL_WORLD_SIZE", "")
     per_node = int(found) if found.isdigit() else accelerator.num_processes
     mine = torch.tensor([[free, total, free_memory_bytes(), per_node]], dtype=torch.float64, device=device)
-    least = accelerator.gather(mine).min(dim=0).values.tolist() if accelerator.num_processes > 1 else mine[0].tolist()
+    of_all = accelerator.gather(mine) if accelerator.num_processes > 1 else mine
+    least, most_per_node = of_all.min(dim=0).values.tolist(), int(of_all[:, 3].max())
+    ranks_per_node = max(1, min(most_per_node, accelerator.num_processes))
     return Room(
         device_gib=least[0] / GIB,
         device_total_gib=least[1] / GIB,
         host_gib=least[2] / GIB,
         device_type=device.type,
         num_ranks=accelerator.num_processes,
-        ranks_per_node=max(1, min(int(least[3]), accelerator.num_processes)),
+        ranks_per_node=ranks_per_node,
+        nodes_are_alike=least[3] == most_per_node and accelerator.num_processes % ranks_per_node == 0,
     )
 
 

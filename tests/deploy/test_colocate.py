@@ -10,7 +10,7 @@ import pytest
 
 from deploy import colocate
 from deploy.arguments import Launch, adapter_flags, evaluation_flags, flags_by_section
-from deploy.colocate import shared_gpu_note, with_cores, with_gpus
+from deploy.colocate import one_sided_note, shared_gpu_note, with_cores, with_gpus
 from deploy.placement import DeployConfig, rank_places, reference_place, server_places
 from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
@@ -99,6 +99,18 @@ def test_a_server_that_would_measure_the_gpu_it_shares_with_the_learner_is_warne
     assert shared_gpu_note(DeployConfig(server_gpus=((0,),), learner_gpus=(0,)), measuring) == note
     monkeypatch.setattr(colocate, "has_gpu", lambda: False)
     assert shared_gpu_note(DeployConfig(), measuring) is None
+
+
+def test_a_side_that_sees_no_gpu_because_only_the_other_has_some_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_server, of_learner = DeployConfig(server_gpus=((0,),)), DeployConfig(learner_gpus=(0,))
+    monkeypatch.setattr(colocate, "has_gpu", lambda: True)
+    for config, side, missing in ((of_server, "learner", "learner_gpus"), (of_learner, "server", "server_gpus")):
+        note = one_sided_note(config)
+        assert note and f"the {side} sees no GPU and computes on the CPU; set deploy.{missing}, or remove" in note
+    for config in (DeployConfig(), DeployConfig(server_gpus=((0,),), learner_gpus=(1,))):
+        assert one_sided_note(config) is None
+    monkeypatch.setattr(colocate, "has_gpu", lambda: False)
+    assert one_sided_note(of_server) is None
 
 
 def test_a_learner_that_evaluates_gets_the_port_that_a_flag_gave_the_server() -> None:

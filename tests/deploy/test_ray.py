@@ -81,7 +81,7 @@ def test_both_sides_accept_their_commands_share_keys_and_meet_through_the_list(t
     launch = launch_of(tmp_path, "--seed", "3", "--server.block-size", "32", "--learner.steps", "2")
     commands = commands_of(launch)
     server = commands.server("server1", NODE_B)
-    rank = commands.rank(0, [NODE_A[0], NODE_B], again=False)
+    rank = commands.rank(0, [NODE_A[0], NODE_B], NODE_B, again=False)
     on_server = load_config(ServerRun, server.arguments, "slipstream serve")
     assert (on_server.endpoint, on_server.server.http_port) == ("tcp://[fd00::6]:20003", 20004)
     assert (on_server.seed, on_server.server.block_size, on_server.server.http_host) == (3, 32, "127.0.0.1")
@@ -92,7 +92,9 @@ def test_both_sides_accept_their_commands_share_keys_and_meet_through_the_list(t
     assert learner_keys(on_learner.keys).public in server_keys(on_learner.keys).allowed()
     (needed, start), *_ = rank.needed_files.items()
     assert Path(needed).read_text().startswith(start)
-    assert commands.rank(1, [NODE_A[0], NODE_B], again=False).needed_files == {}, "only rank 0 has the run directory"
+    assert commands.rank(1, [NODE_A[0], NODE_B], NODE_B, again=False).needed_files == {}, (
+        "only rank 0 has the run directory"
+    )
     assert Membership(on_learner.endpoints_from, has_keys=True, insecure=False).endpoints == ("tcp://[fd00::6]:20003",)
     commands.server("server1", NODE_A[0])
     moved = Membership(on_learner.endpoints_from, has_keys=True, insecure=False).endpoints
@@ -100,26 +102,36 @@ def test_both_sides_accept_their_commands_share_keys_and_meet_through_the_list(t
     assert keys_of(launch) == on_server.keys, "a resume uses the keys that are there"
 
 
+def test_a_server_needs_the_keys_that_the_driver_created_but_not_those_of_the_config(tmp_path: Path) -> None:
+    commands = commands_of(launch_of(tmp_path))
+    public = tmp_path / "run" / "keys" / "server.pub"
+    assert commands.server("server", NODE_B).needed_files == {str(public): public.read_text()}
+    for config in ({"keys": str(public.parent)}, {"insecure": True}):
+        launch = launch_of(tmp_path, **config)
+        without = msgspec.structs.replace(commands, launch=launch, keys=keys_of(launch))
+        assert without.server("server", NODE_B).needed_files == {}
+
+
 def test_only_a_learner_that_has_left_a_run_is_resumed(tmp_path: Path) -> None:
     commands = commands_of(launch_of(tmp_path))
     commands.server("server", NODE_A[0])
-    assert "--resume" not in commands.rank(0, NODE_A, again=True).arguments
+    assert "--resume" not in commands.rank(0, NODE_A, NODE_B, again=True).arguments
     (tmp_path / "run" / "config.toml").touch()
-    assert "--resume" in commands.rank(0, NODE_A, again=True).arguments
-    assert "--resume" not in commands.rank(0, NODE_A, again=False).arguments
+    assert "--resume" in commands.rank(0, NODE_A, NODE_B, again=True).arguments
+    assert "--resume" not in commands.rank(0, NODE_A, NODE_B, again=False).arguments
     asked = msgspec.structs.replace(commands, launch=launch_of(tmp_path, "--resume"))
-    assert "--resume" in asked.rank(0, NODE_A, again=False).arguments
+    assert "--resume" in asked.rank(0, NODE_A, NODE_B, again=False).arguments
 
 
 def test_evaluations_go_to_the_first_server_with_a_key_that_both_sides_have(tmp_path: Path) -> None:
     commands = commands_of(launch_of(tmp_path, "--learner.evaluation.every-steps", "5"))
-    server, rank = commands.server("server", NODE_B), commands.rank(0, [NODE_A[0]], again=False)
+    server, rank = commands.server("server", NODE_B), commands.rank(0, [NODE_A[0]], NODE_B, again=False)
     assert server.arguments[server.arguments.index("--server.http-host") + 1] == "fd00::6"
     assert rank.arguments[rank.arguments.index("--learner.evaluation.url") + 1] == "http://[fd00::6]:20004/v1"
     assert server.environment["VLLM_API_KEY"] == rank.environment["EVALUATION_API_KEY"] == "secret"
     load_config(LearnerRun, rank.arguments[1:], "slipstream train")
     alone = msgspec.structs.replace(commands, launch=launch_of(tmp_path))
-    assert alone.server("server", NODE_B).environment == alone.rank(0, [NODE_B], again=False).environment == {}
+    assert alone.server("server", NODE_B).environment == alone.rank(0, [NODE_B], NODE_B, again=False).environment == {}
 
 
 @pytest.mark.parametrize(
@@ -158,10 +170,23 @@ def test_a_second_driver_does_not_touch_the_servers_of_the_first(tmp_path: Path)
 
 def test_waits_for_nodes_name_the_key_that_ends_them(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
+    servers = ServerList(tmp_path)
     with pytest.raises(DeadlineExceeded, match=r"no server has a node after 0.01 s \(deploy.ray.start_timeout_s\)"):
-        ServerList(tmp_path).first(0.01)
+        servers.first(0.01)
     with pytest.raises(DeadlineExceeded, match=r"another rank has no node after 0.01 s"):
-        Rendezvous(2).join(0, NODE_B, 0.01)
+        Rendezvous(2, servers).join(0, NODE_B, 0.01)
+
+
+def test_all_ranks_of_a_start_get_the_same_server_though_the_list_changes_between_them(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    servers = ServerList(tmp_path)
+    servers.put("server1", NODE_B)
+    rendezvous = Rendezvous(2, servers)
+    assert rendezvous.first_server(1.0) == NODE_B
+    servers.put("server0", NODE_A[0])
+    servers.put("server1", NODE_A[1])
+    assert rendezvous.first_server(1.0) == NODE_B
+    assert Rendezvous(2, servers).first_server(1.0) == NODE_A[0], "another start takes the list as it is"
 
 
 def test_without_ray_the_command_says_how_to_install_it(

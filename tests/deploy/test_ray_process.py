@@ -38,7 +38,9 @@ def test_a_node_that_does_not_see_the_drivers_files_is_named_with_the_remedy(dir
         ray_cluster.enter(command(directory / "nowhere"))
     (directory / "servers").write_text("# Servers of another driver.\ntcp://")
     for name in ("servers", "missing"):
-        with pytest.raises(ConfigError, match=rf"{name} on node \S+ is not the file of the driver; .*{remedy}"):
+        with pytest.raises(
+            ConfigError, match=rf"{name} on node \S+ is not the file of the driver; .*{remedy}.* and keys to"
+        ):
             ray_cluster.enter(command(directory, **{name: "# Servers of this driver."}))
     ray_cluster.enter(command(directory, servers="# Servers of another driver.\ntcp://"))
 

@@ -13,11 +13,13 @@ from inference_server.config import ServerRun
 from inference_server.doctor import examine, resources, transports, vllm_names
 from inference_server.engine.installed_vllm import installed_at
 from inference_server.engine.vllm_names import all_names
+from inference_server.preparation import needed_bytes
 from protocol.channel.keys import make_keys
 from protocol.config import load_config
 from protocol.doctor import Finding, ok
 from protocol.hardware import GpuChoice
 from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialResult
+from protocol.model_files import resolve_model, weight_bytes
 from tests.inference_server.scripted_server import Stage, with_server
 from tests.ports import free_endpoint
 
@@ -129,6 +131,26 @@ def test_each_replica_needs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(*flags) == {}
     found = problems(*flags, "--server.data-parallel-size", "2")
     assert set(found) == {"memory"} and "lower server.data_parallel_size" in found["memory"]
+
+
+def test_weights_that_are_received_during_generation_need_memory_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlap = ("--server.overlap-weight-loading", "true")
+    plain, overlapping = (load_config(ServerRun, [str(ROOT / RECIPE), *flags], "test") for flags in ((), overlap))
+    path = resolve_model(plain.model)
+    weights = weight_bytes(path, plain.computes_in)
+    assert needed_bytes(overlapping, path) - needed_bytes(plain, path) == weights > 0
+    monkeypatch.setattr("inference_server.preparation.total_memory_bytes", lambda: needed_bytes(plain, path))
+    flags = ("--endpoint", free_endpoint(), *HTTP_OFF)
+    monkeypatch.setattr("inference_server.doctor.free_memory_bytes", lambda: 1 << 60)
+    assert problems(*flags) == {}
+    assert "set server.overlap_weight_loading = false" in problems(*flags, *overlap)["resources"]
+    see_gpus(monkeypatch, 1)
+    monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30))
+    monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: None)
+    monkeypatch.setattr("inference_server.doctor.free_memory_bytes", lambda: weights - 1)
+    flags += ("--server.gpu-memory-utilization", "0.5")
+    assert problems(*flags) == {}
+    assert "set server.overlap_weight_loading = false" in problems(*flags, *overlap)["memory"]
 
 
 def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -31,6 +31,7 @@ from learner.policy.memory import (
     kv_bytes_per_token,
     learner_memory,
     num_trained,
+    server_memory,
 )
 from learner.policy.model import compute_in
 from learner.policy.model_shape import shape_of
@@ -231,6 +232,14 @@ def test_all_servers_share_one_baseline_of_deltas_and_the_buffers_on_the_gpu() -
         assert memory.device["weight sync"] == 5 * 64 << 20
     small = run_of({"weight_sync": {"bucket_mib": 8}})
     assert learner_memory(shape, small).device["weight sync"] == 5 * 8 << 20
+
+
+def test_a_server_holds_a_copy_of_the_weights_for_deltas_and_one_for_a_sync_during_generation() -> None:
+    shape = shape_of(TINY["llama"])
+    for compression, is_overlapping, num_copies in (("none", False, 0), ("none", True, 1), ("delta", True, 2)):
+        run = run_of({"weight_sync": {"compression": compression}})
+        run = msgspec.structs.replace(run, server={"overlap_weight_loading": is_overlapping})
+        assert server_memory(shape, run).host["weight sync"] == num_copies * 4 * shape.num_parameters
 
 
 def test_layers_of_two_head_sizes_are_estimated_by_their_mean(tmp_path: Path) -> None:

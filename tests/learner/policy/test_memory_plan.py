@@ -120,6 +120,11 @@ def test_copies_on_every_node_are_tried_before_shards_over_all() -> None:
     assert make_plan(shape_of(QWEN_32B), run_of(), room).sharding == "full"
 
 
+def test_nodes_with_different_numbers_of_ranks_hold_no_copies_of_the_shards() -> None:
+    room = Room(num_ranks=15, ranks_per_node=8, nodes_are_alike=False, device_gib=79, host_gib=1800)
+    assert make_plan(shape_of(QWEN_7B), run_of(), room).sharding == "full"
+
+
 def test_passes_are_not_shortened_below_the_longest_row() -> None:
     shape, room = shape_of(QWEN_1_5B), Room(device_gib=22, host_gib=200)
     for max_tokens, least in ((2048, 2048), (6000, 4096)):

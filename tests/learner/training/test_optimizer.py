@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, get_scheduler
 
 from learner.config import OptimizerConfig
-from learner.policy.host_adamw import keeps_on_host
+from learner.policy.host_adamw import HostAdamW, keeps_on_host
 from learner.policy.memory import learner_memory
 from learner.policy.model_shape import shape_of
 from learner.run_inputs import RunInputs
@@ -141,6 +141,15 @@ def test_moments_in_host_memory_give_the_same_bits_and_resume_in_either_place(
         accelerator.free_memory()
     for end in ends[1:]:
         assert [name for name in end if not torch.equal(end[name], ends[0][name])] == []
+
+
+def test_a_resume_with_moments_in_host_memory_counts_steps_on_the_device_as_the_fused_kernel_needs() -> None:
+    parameter = nn.Parameter(torch.ones(3, device="meta"))
+    optimizer = HostAdamW([parameter])
+    read = {"step": torch.ones(()), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    optimizer.load_state_dict({"state": {0: read}, "param_groups": optimizer.state_dict()["param_groups"]})
+    devices = {name: tensor.device.type for name, tensor in optimizer.state[parameter].items()}
+    assert devices == {"step": "meta", "exp_avg": "cpu", "exp_avg_sq": "cpu"}
 
 
 def test_without_its_library_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
