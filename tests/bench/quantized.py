@@ -15,9 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from learner.evaluation.results import FILE, Evaluation, earlier
+from learner.report.summary import read_metrics
 from protocol.errors import SlipstreamError
 from protocol.model_files import resolve_model
-from tests.bench.colocated import ROOT, read_metrics
+from tests.bench.colocated import ROOT
 from tests.bench.machine import machine
 from tests.inference_server.real_server import RealServer
 
@@ -69,7 +71,9 @@ def three_runs(part: Part, directory: Path) -> dict[str, Any]:
     results = {}
     for name, (of_server, of_learner) in variants.items():
         lines = run(part, directory / name, of_server, of_learner)
-        results[name] = curve_of(lines) | parity_of(lines)
+        evaluations = earlier(directory / name / "run" / FILE)
+        results[name] = curve_of(lines) | {"evaluations": {str(one.step): reward_of(one) for one in evaluations}}
+        results[name] |= parity_of(lines)
     return results
 
 
@@ -119,10 +123,11 @@ def curve_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "rewards": [round(statistics.fmean(point), 3) for point in points],
         "mismatch_abs_logprob": statistics.fmean(mismatches) if mismatches else None,
         "seconds_per_step": statistics.median(line["time/step"] for line in lines),
-        "evaluations": {
-            str(line["step"]): line[name] for line in lines for name in line if name == "evaluation/reward"
-        },
     }
+
+
+def reward_of(made: Evaluation) -> float | None:
+    return made.reward.mean if made.reward is not None else None
 
 
 if __name__ == "__main__":
