@@ -255,7 +255,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if config.weight_sync.overlap_with_training:
             self.weight_sync.begin(step, when_done)
         else:
-            report = self.weight_sync.push(step)
+            report = self.weight_sync.push(step) or self.weight_sync.report_of(step)
             when_done()
         return report.metrics() if report is not None else {}
 

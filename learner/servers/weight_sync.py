@@ -74,6 +74,7 @@ class WeightSync:
         """Reports of the last sync, by server."""
         self._newest: int | None = None
         """Last version that a server received."""
+        self._newest_report: PushReport | None = None
         self._source = SyncSource(weights, config)
         self.sample = self._source.sample
         self._copy = WeightCopy(weights.wire_dtype, weights.copy_device)
@@ -130,7 +131,7 @@ class WeightSync:
         def push() -> PushReport | None:
             report = self._push_until_done(version, self._copied_tensors)
             when_done()
-            return report
+            return report or self.report_of(version)
 
         self._pending = self._thread.submit(push)
 
@@ -146,6 +147,10 @@ class WeightSync:
             self._fleet.on_wait()
             wait([pending], timeout=WAIT_SLICE_S)
         self._report = pending.result()
+
+    def report_of(self, version: int) -> PushReport | None:
+        """Return the report of the newest sync, if it was one of this version."""
+        return self._newest_report if self._newest == version else None
 
     def pop_report(self) -> PushReport | None:
         """Return the report of the last sync that `begin` started, once."""
@@ -303,7 +308,7 @@ class WeightSync:
                 for member, report in outcome.reports.items()
             )
             log.info("synced version %d to %s", version, durations)
-        return PushReport(
+        self._newest_report = PushReport(
             total_s=max(report.total_s for report in each),
             transfer_s=max(report.transfer_s for report in each),
             load_s=max(report.load_s for report in each),
@@ -311,3 +316,4 @@ class WeightSync:
             num_bytes=outcome.num_bytes,
             pause_s=max(report.pause_s for report in each),
         )
+        return self._newest_report

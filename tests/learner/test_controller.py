@@ -76,6 +76,21 @@ def test_the_only_server_joins_again_with_all_checks_if_it_restarted_during_a_st
     assert len(excluded) == 1
 
 
+def test_a_step_reports_the_sync_with_which_its_only_server_joined(tmp_path: Path) -> None:
+    report = SimpleNamespace(metrics=lambda: {"weight_sync/bytes": 7.0})
+    joined = SimpleNamespace(link=SimpleNamespace(welcome=None))
+    sync = SimpleNamespace(
+        wait=lambda: None, holders=lambda *_: [joined], joiners=lambda: [], pop_report=lambda: None,
+        push=lambda step: None, report_of={2: report}.get,
+    )  # fmt: skip
+    nothing = SimpleNamespace(
+        ask=lambda *_: None, ask_before=lambda holders: None, check=lambda: None, expect=lambda step: None,
+        consume=lambda groups, step: None, publish=lambda version, *servers: None,
+    )  # fmt: skip
+    parts = parts_of(tmp_path, weight_sync=sync, sync_check=nothing, ledger=nothing, rollouts=nothing)
+    assert Controller(**parts).push(2, []) == {"weight_sync/bytes": 7.0}
+
+
 def test_a_quantized_server_that_joins_a_run_of_others_gets_no_weights(tmp_path: Path) -> None:
     excluded: list[tuple[Any, Exception]] = []
     fleet = SimpleNamespace(is_quantized=False, exclude=lambda *one: excluded.append(one))

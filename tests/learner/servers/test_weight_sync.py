@@ -132,6 +132,8 @@ def test_servers_share_one_session_which_one_that_joins_enters_after_a_sync_of_i
         weights.tensor += 1
         assert sync.push(1, [one, two]) is not None, "the third is not there, as it were"
         assert sync.push(1, [joiner]) is not None, "alone, while the others generate"
+        assert sync.push(1) is None, "all have it"
+        assert sync.report_of(1) is not None and sync.report_of(0) is None
         together = sync.push(2)
         again = sync.push(3)
         assert together is not None and again is not None
