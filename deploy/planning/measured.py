@@ -216,7 +216,8 @@ def read_run(run_dir: Path) -> MeasuredRun:
             groups = [LedgerGroup(*row) for row in ledger.execute(SQL)]
     except (OSError, ValueError, sqlite3.Error) as error:
         raise ConfigError(
-            f"{run_dir} cannot be read as a run directory: {error}; name one with config.toml, metrics.jsonl and ledger.db"
+            f"{run_dir} cannot be read as a run directory: {error}; name one with config.toml, metrics.jsonl and "
+            "ledger.db"
         ) from error
     if len(lines) < LEAST_STEPS:
         raise ConfigError(

@@ -149,7 +149,8 @@ def command_of(command: str) -> Callable[..., Any]:
 
     def run(row: Any, *, base_url: str, api_key: str, http_client: Any) -> Any:
         as_json = json.dumps(row)
-        # Files, not pipes, which leftover processes would hold open. Without names, a killed episode leaves none behind.
+        # Files, not pipes, which leftover processes would hold open. They have no names, so that a killed episode
+        # leaves none behind.
         with tempfile.TemporaryFile() as row_file, tempfile.TemporaryFile() as printed:
             row_file.write(as_json.encode())
             row_file.flush()

@@ -224,7 +224,7 @@ class WeightSync:
         return due or ([] if holders else [member for member in connected if self._fits(member)])
 
     def _fits(self, member: Member) -> bool:
-        """Return whether a server that came in mid-sync fits the run; exclude it if not."""
+        """Return whether a server that connected during a sync fits the run; exclude it if not."""
         try:
             self._check(member)
         except ServerLost:

@@ -14,6 +14,11 @@ from protocol.messages import Completion, Group
 from tests.learner.environments.scripted_player import completion, ids, play_group, script_of
 
 
+def test_an_environment_gets_the_prompt_even_if_the_row_has_another_column_of_this_name() -> None:
+    _, prompts = play_group(script_of("a"), factory="ShowsPrompt", prompt="mine", columns={"prompt": "other"})
+    assert prompts[0].token_ids.tolist() == [1, 2, *ids("mine")]
+
+
 def test_each_prompt_has_all_tokens_so_far_and_each_turn_is_recorded_and_packed_unchanged() -> None:
     group, prompts = play_group(script_of("ab", "stop"), columns={"greeting": "hi"})
     first, second = prompts[:2]

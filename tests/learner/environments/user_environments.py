@@ -11,6 +11,22 @@ from typing import Any
 import numpy as np
 
 
+class ShowsPrompt:
+    """Shows the prompt that it gets, and ends after a turn."""
+
+    done = False
+
+    def reset(self, prompt: str, **row: Any) -> str:
+        return prompt
+
+    def tell(self, text: str) -> str:
+        self.done = True
+        return ""
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
 class Echo:
     """Repeats each text, until the text is "stop"."""
 
