@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 TENSORBOARD = "tensorboard"
 COMPLETIONS = "completions"
+STEP = "step"
+"""Metric that is the x axis of W&B's charts."""
 EXTRAS = {TENSORBOARD: "learner", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 """Map from a tracker, named like its package, to the extra that installs it."""
 
@@ -44,6 +46,8 @@ class Trackers:
             with self._at_the_cost_of(name):
                 tracker = _open(name, project, run_dir)
                 tracker.start()
+                if name == "wandb":
+                    tracker.run.define_metric("*", step_metric=STEP)
                 self._open[name] = tracker
                 if name == TENSORBOARD:  # store_init_configuration would write one more file at each start
                     tracker.writer.add_text("config", f"```toml\n{to_toml(run_dir.run)}\n```")
@@ -56,7 +60,7 @@ class Trackers:
         values = {name: float(value) for name, value in metrics.items()}
         for name in [*self._open]:
             with self._at_the_cost_of(name):
-                self._open[name].log(values, step=step)
+                _log(name, self._open[name], values, step)
 
     def log_completions(self, step: int, sample: Mapping[str, Any]) -> None:
         """Log a line of samples.jsonl as a table, to the trackers that have tables."""
@@ -132,14 +136,24 @@ def _open(name: str, project: str, run_dir: RunDir) -> Any:
     return tracking.TensorBoardTracker(run_dir.tensorboard.name, logging_dir=run_dir.tensorboard.parent)
 
 
+def _log(name: str, tracker: Any, values: Mapping[str, Any], step: int) -> None:
+    if name == "wandb":
+        # With W&B's own `step`, it would drop the steps that a resumed run repeats.
+        tracker.log({STEP: step, **values})
+    else:
+        tracker.log(values, step=step)
+
+
 def _log_table(name: str, tracker: Any, columns: list[str], data: list[list[Any]], step: int) -> None:
     match name:
         case "wandb":
-            tracker.log_table(COMPLETIONS, columns=columns, data=data, step=step)
+            import wandb
+
+            _log(name, tracker, {COMPLETIONS: wandb.Table(columns=columns, data=data)}, step)
         case "trackio":
             import trackio
 
-            tracker.log({COMPLETIONS: trackio.Table(columns=columns, data=data)}, step=step)
+            _log(name, tracker, {COMPLETIONS: trackio.Table(columns=columns, data=data)}, step)
         case "mlflow":
             import mlflow
 
