@@ -35,8 +35,9 @@ log = logging.getLogger(__name__)
 KEY_VARIABLES = ("EVALUATION_API_KEY", "OPENAI_API_KEY")
 """Environment variables with the server's key. The first one that is set counts."""
 AGAIN_AFTER_S = 1.0
-GONE = {500, 502, 503, 504}
-"""Statuses of a server whose engine died (500), or that starts, drains, or is missing behind its proxy."""
+RETRIED_STATUSES = {429, 500, 502, 503, 504}
+"""Statuses of a server that has too much work (429), whose engine died (500), or that starts, drains, or is missing
+behind its proxy."""
 
 
 class EvaluationError(SlipstreamError):
@@ -195,7 +196,7 @@ class OpenAIClient:
                 async with self._session.request(method, f"{self._url}/{path}", json=body) as response:
                     if response.status != 200:
                         problem = f"returned status {response.status}: {(await response.text())[:500]}"
-                        if response.status not in GONE:
+                        if response.status not in RETRIED_STATUSES:
                             raise EvaluationError(f"{self._url}/{path} {problem}; {_remedy(response.status)}")
                     elif body is not None and (other_weights := self._other_weights(response.headers)) is not None:
                         problem = f"was answered by {other_weights}"

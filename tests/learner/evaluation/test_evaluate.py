@@ -92,7 +92,7 @@ def test_the_evaluation_waits_for_an_unavailable_server_and_reports_it_once(
     tmp_path: Path, openai: OpenAIServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai_client, "AGAIN_AFTER_S", 0.1)
-    openai.failures = [503, 502, 500]
+    openai.failures = [503, 502, 500, 429]
     made = evaluate(a_run(tmp_path, openai, "--learner.evaluation.max-concurrent", "1"))[0]
     assert made.reward is not None and made.reward.mean == 1.0 and len(openai.requests) == 10
     (expected,) = [message for message in caplog.messages if "retrying for" in message]
