@@ -189,7 +189,7 @@ def read_api_key(config: ServerConfig, *, insecure: bool) -> str | None:
 
 
 class ApiKeyGate:
-    """ASGI middleware that requires `Authorization: Bearer KEY`.
+    """ASGI middleware that requires `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it.
 
     It answers 401 without the key, except for OPEN_PATHS.
     """
@@ -208,8 +208,11 @@ class ApiKeyGate:
         return scope["path"].rstrip("/") in OPEN_PATHS or scope.get("method") == "OPTIONS"
 
     def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("Authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and secrets.compare_digest(_digest(key), self._digest)
+        headers = Headers(scope=scope)
+        scheme, _, bearer = headers.get("Authorization", "").partition(" ")
+        sent = [bearer] if scheme.lower() == "bearer" else []
+        sent += headers.getlist("x-api-key")
+        return any(secrets.compare_digest(_digest(key), self._digest) for key in sent)
 
 
 def _digest(key: str) -> bytes:

@@ -100,6 +100,8 @@ def test_every_route_except_monitoring_and_preflight_requires_the_key(path: str)
         assert {status_behind(GATE, path, method, authorization=wrong) for wrong in WRONG} == {401}
         for scheme in ("Bearer", "bearer"):
             assert status_behind(GATE, path, method, authorization=f"{scheme} {KEY}") == 200
+        assert status_behind(GATE, path, method, **{"x-api-key": KEY}) == 200
+        assert status_behind(GATE, path, method, **{"x-api-key": f"{KEY}x", "authorization": f"Basic {KEY}"}) == 401
     assert status_behind(GATE, path, "OPTIONS") == status_behind(GATE, "/metrics/") == 200
 
 
