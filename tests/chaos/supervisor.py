@@ -304,8 +304,7 @@ class Supervisor:
         self._until(lambda: process.exit_code is not None, f"an exit after: {result.fault}")
         self._ending = None
         code, lasted_s = process.exit_code, time.monotonic() - result.struck_at
-        clean_codes = (0, None) if place is not None else (0, None, -signal.SIGHUP)
-        if code not in clean_codes or lasted_s > DRAIN_TIMEOUT_S:  # None: the run was over before
+        if code not in ordered_exits(self._run, place) or lasted_s > DRAIN_TIMEOUT_S:
             last_line = self._run.last_line((self._run if place is None else place).directory / log)
             self.undrained.append(f"exit code {code} after {lasted_s:.1f} s: {result.fault}: {last_line}")
 
@@ -347,3 +346,14 @@ class Supervisor:
         self._run.log(f"the {name} ended without a fault, with exit code {code}")
         if len(self.died) > MAX_DEATHS:
             raise Hang(f"{MAX_DEATHS} processes ended without a fault")
+
+
+def ordered_exits(run: Run, place: Place | None) -> tuple[int | None, ...]:
+    """Return the exit codes of an ordered end of a server, or of the learner if `place` is None.
+
+    None: the run was over before. A server that was struck before it was up may have had no signal handlers yet.
+    """
+    if place is None:
+        return 0, None, -signal.SIGHUP
+    is_up = first_up(run, "server", place.number, place.process.started_at) is not None
+    return (0, None) if is_up else (0, None, -signal.SIGTERM, -signal.SIGHUP)

@@ -1,6 +1,9 @@
 """Chaos on several servers: schedule, stops of training, and a small campaign without stops."""
 
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,7 @@ from tests.chaos.events import Events
 from tests.chaos.outages import Harm, Outage, outages
 from tests.chaos.schedule import STATES, schedule
 from tests.chaos.stops import Stop, stops
+from tests.chaos.supervisor import ordered_exits
 from tests.chaos.traps import Event, Traps
 
 pytestmark = pytest.mark.system
@@ -76,6 +80,16 @@ def test_events_of_several_files_are_sorted_and_name_their_server(tmp_path: Path
     of_learner.record("started")
     events.read()
     assert events.ready == set()
+
+
+@pytest.mark.parametrize(("up_at", "may_be_terminated"), [(9.0, True), (11.0, False)])
+def test_only_a_server_that_is_not_up_yet_may_end_by_the_signal_that_drains_it(
+    up_at: float, may_be_terminated: bool
+) -> None:
+    up = Event(time_s=up_at, process="server", pid=1, name="up", server=2)
+    run: Any = SimpleNamespace(read_events=lambda: [up])
+    started: Any = SimpleNamespace(number=2, process=SimpleNamespace(started_at=10.0))
+    assert (-signal.SIGTERM in ordered_exits(run, started)) is may_be_terminated
 
 
 @pytest.mark.slow  # `make chaos` runs campaigns of this kind
