@@ -102,9 +102,11 @@ def test_a_failing_tracker_is_dropped_without_affecting_others(
     wandb = sys.modules.pop("wandb")
     named, axis, *logged = wandb.told
     assert axis == {"*": "step"}
-    tables = logged.pop(1)
-    assert tables["step"] == 1 and tables["completions"].columns == ["step", "prompt", "answer", "completion", "reward", "right"]
-    assert tables["completions"].data == [[1, "2+2", "4", "4", 1.0, 1.0], [1, "2+2", "4", "5", None, 0.0]]
+    logged_tables = logged.pop(1)
+    table = logged_tables["completions"]
+    assert logged_tables["step"] == 1
+    assert table.columns == ["step", "prompt", "answer", "completion", "reward", "right"]
+    assert table.data == [[1, "2+2", "4", "4", 1.0, 1.0], [1, "2+2", "4", "5", None, 0.0]]
     settings = wandb.config.values
     assert (settings["model"], settings["learner.steps"]) == ("tiny:digits", 4)
     assert all(value is None or isinstance(value, bool | int | float | str) for value in settings.values())
