@@ -129,8 +129,8 @@ class ServerList:
         """
         if not self._has_any.wait(timeout_s):
             raise DeadlineExceeded(
-                f"no server has a node after {timeout_s:g} s (deploy.ray.start_timeout_s); add nodes with free GPUs, or "
-                "raise that key"
+                f"no server has a node after {timeout_s:g} s (deploy.ray.start_timeout_s); add nodes with free GPUs, "
+                "or raise that key"
             )
         with self._lock:
             return self._hosts[min(self._hosts)]
