@@ -2,9 +2,12 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 
 from protocol.errors import PushError
@@ -15,6 +18,7 @@ from protocol.transports.worker_connections import SECRET_BYTES
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
+TIMEOUT_S = 60.0
 PROMPTLY_S = 30.0
 """Far below the deadline of a minute that the waits would otherwise have, far above what they take."""
 
@@ -24,18 +28,18 @@ def zeros(num_bytes: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def rendezvous_host(timeout_s: float = 60.0) -> Iterator[RendezvousHost]:
-    hosted = RendezvousHost(HOST, timeout_s)
+def rendezvous_host() -> Iterator[RendezvousHost]:
+    hosted = RendezvousHost(HOST, TIMEOUT_S)
     try:
         yield hosted
     finally:
         hosted.close()
 
 
-def rendezvous_at(port: int, timeout_s: float = 60.0) -> Rendezvous:
+def rendezvous_at(port: int) -> Rendezvous:
     """What a learner would say of a session of two ranks that meet at a port."""
     return Rendezvous(
-        transport="tcp", host=HOST, port=port, world_size=2, timeout_s=timeout_s, secret=bytes(SECRET_BYTES)
+        transport="tcp", host=HOST, port=port, world_size=2, timeout_s=TIMEOUT_S, secret=bytes(SECRET_BYTES)
     )
 
 
@@ -50,9 +54,9 @@ def join_all(
 
 
 @contextlib.contextmanager
-def joined(num_workers: int = 1, transport: str = "tcp", timeout_s: float = 60.0) -> Iterator[list[Collective]]:
+def joined(num_workers: int = 1, transport: str = "tcp") -> Iterator[list[Collective]]:
     """The ranks of a session, which is over at the end of the block."""
-    with rendezvous_host(timeout_s) as hosted:
+    with rendezvous_host() as hosted:
         ranks = join_all(hosted, "s1", num_workers, transport)
         try:
             yield ranks
@@ -70,6 +74,15 @@ def broadcast(ranks: Sequence[Collective], sent: torch.Tensor) -> None:
         for worker in workers:
             worker.result()
     assert all(torch.equal(buffer, sent) for buffer in received)
+
+
+def race_clock(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Let a minute of a module's clock pass in 60 ms. The deadlines that it had set before are over at once.
+
+    A short timeout instead would also be over, on a busy machine, before what the test waits for has happened.
+    """
+    clock = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic(), sleep=time.sleep)
+    monkeypatch.setattr(module, "time", clock)
 
 
 class Waiting:

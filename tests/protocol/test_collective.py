@@ -1,5 +1,6 @@
 """Ranks that meet, broadcast and part over real sockets: every wait ends, whoever is missing, stuck or gone."""
 
+import re
 import socket
 import threading
 import time
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 import protocol.transports.group
+import protocol.transports.rendezvous
 import protocol.transports.tcp
+import protocol.transports.worker_connections
 from protocol.errors import PushError
 from protocol.transports.collective import Collective
 from protocol.transports.group import RendezvousHost, address_towards, join_collective
+from protocol.transports.rendezvous import StoreQuery
 from protocol.transports.tcp import TcpCollective
 from protocol.transports.worker_connections import ConnectionRequest, TcpConnection
 from tests.protocol.local_ranks import (
@@ -25,6 +29,7 @@ from tests.protocol.local_ranks import (
     broadcast,
     join_all,
     joined,
+    race_clock,
     rendezvous_at,
     rendezvous_host,
     zeros,
@@ -48,23 +53,35 @@ def test_the_rendezvous_listens_on_the_named_address_only_and_until_it_is_closed
         pass
 
 
-def test_missing_workers_are_named_at_the_deadline_and_late_ones_notified() -> None:
-    with rendezvous_host(timeout_s=0.5) as hosted:
+def test_missing_workers_are_named_at_the_deadline_and_late_ones_notified(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rendezvous_host() as hosted:
         rendezvous = hosted.rendezvous(3, "tcp")
-        waiting = Waiting(lambda: join_collective("s1", rendezvous, 2, CPU))
-        missing = r"session s1 did not form within 0.5 s \(learner.weight_sync.timeout_s\): missing rank 1, rank 3$"
-        with pytest.raises(PushError, match=missing):
-            hosted.host_collective("s1", rendezvous, CPU)
-        assert waiting.ends_promptly()
+        waits = [
+            Waiting(lambda: hosted.host_collective("s1", rendezvous, CPU)),
+            Waiting(lambda: join_collective("s1", rendezvous, 2, CPU)),
+        ]
+        until_present(hosted, 0, 2)
+        race_clock(monkeypatch, protocol.transports.rendezvous)
+        missing = r"session s1 did not form within 60 s \(learner.weight_sync.timeout_s\): missing rank 1, rank 3$"
+        assert all(wait.ends_promptly() and re.search(missing, wait.error) for wait in waits)
         with pytest.raises(PushError, match=r"session s1 was canceled: rank . gave up"):
             join_collective("s1", rendezvous, 1, CPU)
 
 
-def test_a_learner_that_never_comes_ends_the_join_of_the_worker_at_the_deadline() -> None:
-    with rendezvous_host(timeout_s=0.5) as hosted:
+def test_a_learner_that_never_comes_ends_the_join_of_the_worker_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with rendezvous_host() as hosted:
         rendezvous = hosted.rendezvous(1, "tcp")
-        with pytest.raises(PushError, match=r"did not form within 0.5 s .*: missing rank 0$"):
-            join_collective("s1", rendezvous, 1, CPU)
+        worker = Waiting(lambda: join_collective("s1", rendezvous, 1, CPU))
+        until_present(hosted, 1)
+        race_clock(monkeypatch, protocol.transports.rendezvous)
+        assert worker.ends_promptly() and re.search("did not form within 60 s .*: missing rank 0$", worker.error)
+
+
+def until_present(hosted: RendezvousHost, *ranks: int) -> None:
+    """Wait until the ranks have come to session s1."""
+    until(lambda: all(hosted._store.query(StoreQuery("s1", f"rank {rank}")) is not None for rank in ranks))
 
 
 def test_a_silent_dying_or_absent_learner_ends_a_join_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,12 +203,11 @@ def test_a_broadcast_that_had_not_begun_when_its_collective_was_closed_fails() -
         assert queued.ends_promptly() and queued.error
 
 
-def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline() -> None:
-    with (
-        joined(timeout_s=0.5) as ranks,
-        pytest.raises(PushError, match=r"deadline 0.5 s, learner.weight_sync.timeout_s"),
-    ):
-        ranks[1].broadcast(zeros(16))
+def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    with joined() as ranks:
+        race_clock(monkeypatch, protocol.transports.worker_connections)
+        with pytest.raises(PushError, match=r"deadline 60 s, learner.weight_sync.timeout_s"):
+            ranks[1].broadcast(zeros(16))
 
 
 # --- the chain --------------------------------------------------------------------------------------------------------

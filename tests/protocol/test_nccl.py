@@ -31,7 +31,7 @@ from protocol.transports.rendezvous import RendezvousStore, SessionStore
 from protocol.transports.transport import offered_transports
 from protocol.weights.buckets import make_manifest, split_into_buckets
 from protocol.weights.dense import receive_weights, send_weights
-from tests.protocol.local_ranks import CPU, HOST, Waiting, rendezvous_host, zeros
+from tests.protocol.local_ranks import CPU, HOST, Waiting, race_clock, rendezvous_host, zeros
 from tests.waiting import until
 
 UNIQUE_ID = bytes(range(128))
@@ -135,9 +135,9 @@ def formed(timeout_s: float = 60) -> NcclCollective:
 
 
 @contextlib.contextmanager
-def joining(timeout_s: float = 60) -> Iterator[tuple[Waiting, Waiting]]:
+def joining() -> Iterator[tuple[Waiting, Waiting]]:
     """Both sides of a session that join it, and leave it when they have."""
-    with rendezvous_host(timeout_s) as hosted:
+    with rendezvous_host() as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="nccl")
         yield (
             Waiting(lambda: hosted.host_collective("s1", rendezvous, CPU).close()),
@@ -227,12 +227,16 @@ def test_a_receiver_queues_the_next_bucket_before_the_first_has_come(nccl: Scrip
     assert receiving.ends_promptly() and "aborted or closed" in receiving.error
 
 
-def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_it_return(nccl: ScriptedNccl) -> None:
+def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_it_return(
+    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nccl.may_init.clear()
-    with joining(timeout_s=1) as sides:
+    with joining() as sides:
+        until(lambda: num_calls(nccl, "init") == 2)
+        race_clock(monkeypatch, group)
         for side in sides:
             assert side.ends_promptly()
-            assert "of 2 could not form session s1 within 1 s (learner.weight_sync.timeout_s)" in side.error
+            assert "of 2 could not form session s1 within 60 s (learner.weight_sync.timeout_s)" in side.error
     assert not nccl.released.is_set()
     nccl.may_init.set()
     assert nccl.released.wait(60)
@@ -253,7 +257,9 @@ def test_any_number_of_servers_joins_at_once(nccl: ScriptedNccl) -> None:
 def test_joins_that_hang_in_c_are_few_and_then_refused(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "MAX_STUCK_JOINS", 2)
     nccl.may_init.clear()
-    with joining(timeout_s=0.3) as sides:
+    with monkeypatch.context() as patch, joining() as sides:
+        until(lambda: num_calls(nccl, "init") == 2)
+        race_clock(patch, group)
         assert all(side.ends_promptly() and "could not form session s1" in side.error for side in sides)
     with joining() as sides:
         assert sides[0].ends_promptly()
