@@ -1,7 +1,7 @@
 """Pool of processes that run user code: start, lease, replace, close, and the memory limit of each.
 
     acquire ─▶ a free process, or a new one ─▶ release ─▶ free again, or killed if ended or unanswered
-    (every WATCH_S) memory of each process with all its descendants ─▶ above the limit: killed
+    (every WATCH_S) memory of each process with all its descendants ─▶ above the limit twice: killed
 
 The limit applies from outside. Inside, it would be a MemoryError, which the code's own `except` might hide.
 Invariants: a process serves one caller at a time, and one that has ended costs only its own caller. No process
@@ -118,11 +118,14 @@ class MemoryWatch:
         self._is_closed.set()
 
     def _watch(self, limit: int) -> None:
+        were_large: set[SandboxProcess] = set()
         while not self._is_closed.wait(WATCH_S):
             seen = all_processes()
-            for process in list(self._processes()):
-                if resident_bytes(process.pid, seen) > limit:
-                    process.end_as_too_large()
+            large = {process for process in list(self._processes()) if resident_bytes(process.pid, seen) > limit}
+            # Between fork and exec, a new process and the child of any process seem to have all memory of their parent.
+            for process in large & were_large:
+                process.end_as_too_large()
+            were_large = large
 
 
 def resident_bytes(pid: int, processes: Mapping[int, ProcessEntry]) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from learner.sandbox.descendants import ProcessEntry
 from learner.sandbox.pool import MemoryWatch
 from learner.sandbox.process import PipeProcess, ProcessFailure
 from protocol.signals import SHUTDOWN_SIGNALS
@@ -22,6 +23,7 @@ from tests.learner.sandbox.processes import wait_until_gone
 from tests.learner.sandbox.service import DEADLINE_S, LARGE, LIMITS, SHORT_S, TEXT, WAYS, service
 
 ROOT = Path(__file__).parents[3]
+GIB = 1 << 30
 forked_alone = pytest.mark.parametrize("process", ["forked"], indirect=True)
 """For tests in which the way to start the process makes no difference."""
 
@@ -82,6 +84,33 @@ def test_a_process_stopped_in_a_write_is_killed_at_the_deadline(process: PipePro
     os.kill(process.pid, signal.SIGSTOP)
     failure = process.receive(TEXT, DEADLINE_S)
     assert isinstance(failure, ProcessFailure) and failure.outcome == "timed_out" and not process.is_usable
+
+
+@forked_alone
+def test_a_process_is_not_judged_by_the_memory_it_has_while_it_or_its_child_starts(
+    process: PipeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it runs its own program, the child of a fork has the memory of its parent."""
+    known: list[PipeProcess] = []
+    seen = iter(
+        [
+            lambda: known.append(process) or GIB,  # it appears while the memory of all processes is read
+            lambda: 0,
+            lambda: GIB,  # and starts a child
+            lambda: 0,
+        ]
+    )
+    has_seen_all = threading.Event()
+
+    def entries() -> dict[int, ProcessEntry]:
+        num_bytes = next(seen, lambda: has_seen_all.set() or 0)()
+        return {process.pid: ProcessEntry(parent=1, group=process.pid, resident_bytes=num_bytes)}
+
+    monkeypatch.setattr("learner.sandbox.pool.all_processes", entries)
+    watch = MemoryWatch(LIMITS.max_memory_mib, lambda: known)
+    assert has_seen_all.wait(DEADLINE_S)
+    watch.close()
+    assert process.ask("hello", TEXT, DEADLINE_S, "") == "hello"
 
 
 @pytest.mark.parametrize("process", ["spawned"], indirect=True)
