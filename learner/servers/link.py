@@ -105,7 +105,7 @@ class ServerLink:
 
         A later server at this endpoint needs another link.
         """
-        self._has_sent_farewell = self._has_left = False
+        self._has_greeted = self._has_sent_farewell = self._has_left = False
         self.on_draining: Callable[[], None] = _ignore
         """Called when the server announces its shutdown."""
         self._busy: tuple[Refused, float] | None = None
@@ -178,6 +178,7 @@ class ServerLink:
             if self._connected and self.is_draining and not self._has_sent_farewell:
                 self._has_sent_farewell = await self._try_send(Farewell(), HELLO_INTERVAL_S)
             elif self._wants_welcome and time.monotonic() >= self._hello_at:
+                self._has_greeted = True
                 await self._try_send(self._hello, HELLO_INTERVAL_S)
             await asyncio.sleep(HELLO_INTERVAL_S)
 
@@ -379,7 +380,7 @@ class ServerLink:
     async def leave(self) -> None:
         """Notify the server, if possible, that the run is over, and send no more Hellos."""
         self._has_left = True
-        if self.welcome is not None:
+        if self._has_greeted and self.busy is None:  # the server may have accepted a Hello whose Welcome is on its way
             await self._try_send(Farewell(is_over=True), HELLO_INTERVAL_S)
 
     async def _push_reply(self, wanted: type[R], session: str) -> R:

@@ -288,6 +288,19 @@ async def test_a_link_waits_for_a_server_that_another_run_has_and_gets_it_when_t
             assert num_busy_answers(server) == before, "the one that has left says Hello no more"
 
 
+@in_event_loop
+async def test_a_link_that_leaves_before_its_welcome_arrives_frees_the_server() -> None:
+    async with serving(ScriptedEngine(), ServerConfig(orphan_timeout_s=10 * TIMEOUT_S)) as server:
+        link = ServerLink(server.endpoint, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l"))
+        greeting = asyncio.create_task(link._stay_connected())  # without _receive
+        await until(lambda: server.server.status()["tenancy"]["state"] == "held")
+        assert link.welcome is None
+        greeting.cancel()
+        await link.leave()
+        link.close()
+        await until(lambda: server.server.status()["tenancy"]["state"] == "free")
+
+
 @pytest.mark.usefixtures("hasty")
 @in_event_loop
 async def test_a_link_that_was_welcomed_before_waits_while_another_run_has_its_server() -> None:
