@@ -277,7 +277,7 @@ class SyncAttempt:
             if self._first_at is None and len(pending) < len(self._members):
                 self._first_at = now
             if self._first_at is not None and now - self._first_at > patience_s:
-                what = "was ready" if self.stage == "pausing" else "had the version"
+                what = "failed" if self._failures else "was ready" if self.stage == "pausing" else "had the version"
                 return _failed(
                     self._not_held_up(pending), f"another server {what} {of_key} earlier; it gets its own weight sync"
                 )
