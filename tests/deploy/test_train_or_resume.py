@@ -27,7 +27,10 @@ echo "{name} begins" >> "$STORY"
 while [ ! -e "$STORY.{name}-ends" ]; do sleep 0.05; done
 exit "$(cat "$STORY.{name}-ends")"
 """
-WRITE_DOWN = '\nprintf "%s\\n" "{name}" "$@" >> "$STORY.words"; echo "" >> "$STORY.words"\n'
+WRITE_DOWN = """
+printf "%s\\n" "{name}" "$@" "" > "$STORY.words.$$"
+cat "$STORY.words.$$" >> "$STORY.words"  # at once: bash writes line by line, between those of other commands
+"""
 LAUNCH = """
 trap 'echo "accelerate TERM" >> "$STORY"' TERM
 while [ "$1" != --no_python ]; do shift; done
