@@ -34,7 +34,7 @@ def test_one_policy_trains_on_servers_of_two_dtypes(tmp_path: Path, caplog: pyte
         for server in servers:
             server.wait_for("ready after")
         endpoints = [server.endpoint for server in servers]
-        # Its default is shorter than the first score of a server on a busy machine, which then joins after the last step.
+        # On a busy machine, the first score takes longer than the default, and the server joins after the last step.
         patient = {"compression": "delta", "straggler_timeout_s": 60.0, "timeout_s": 120.0}
         run = make_run(tmp_path, *endpoints, steps=NUM_STEPS, weight_sync=patient)
         train(run, resume=False)

@@ -1,7 +1,7 @@
 """Pool of processes that run user code: start, lease, replace, close, and the memory limit of each.
 
     acquire ─▶ a free process, or a new one ─▶ release ─▶ free again, or killed if ended or unanswered
-    (every WATCH_S) memory of each process with all its descendants ─▶ above the limit twice: killed
+    (every WATCH_S) memory of each process with all its descendants ─▶ above the limit twice in a row: killed
 
 The limit applies from outside. Inside, it would be a MemoryError, which the code's own `except` might hide.
 Invariants: a process serves one caller at a time, and one that has ended costs only its own caller. No process
