@@ -10,10 +10,10 @@ Invariants: `run` leaves no process behind. If colocate dies, the kernel sends e
 """
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Protocol
 
 from deploy.placement import DeployConfig
+from protocol import console
 from protocol.errors import USER_ERROR
 from protocol.signals import shutdown_signals
 
+log = logging.getLogger(__name__)
+
 GRACE_S = 20.0
 """Seconds a process gets to exit after SIGTERM before it is killed."""
-NAME_WIDTH = 8
 LIBC = ctypes.CDLL(None)  # loaded at import: nothing may take a lock between fork and exec
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 POLL_S = 0.2
@@ -62,8 +64,14 @@ class SupervisedProcess:
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], log_file: Path) -> None:
         self.name = name
         self._popen = start_process(command, environment, signal.SIGTERM)
-        assert self._popen.stdout is not None
-        self._copier = threading.Thread(target=copy_output, args=(self.name, self._popen.stdout, log_file), daemon=True)
+        output = self._popen.stdout
+        assert output is not None
+
+        def copy() -> None:
+            with output:
+                copy_output(name, output, log_file)
+
+        self._copier = threading.Thread(target=copy, daemon=True)
         self._copier.start()
 
     @property
@@ -92,18 +100,27 @@ def start_process(command: Sequence[str], environment: dict[str, str], signal_of
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT in the threads of actors
 
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, start_new_session=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=1, start_new_session=True,
+        encoding="utf-8", errors="backslashreplace",
         env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment, preexec_fn=prepare_child,
     )  # fmt: skip
 
 
 def copy_output(name: str, lines: Iterable[str], log_file: Path) -> None:
-    """Copy the lines of a process to the console, prefixed with its name, and to its file."""
-    with log_file.open("a") as file:
-        for line in lines:
-            file.write(line)
-            sys.stdout.write(f"{name:>{NAME_WIDTH}} | {line}")
-            sys.stdout.flush()
+    """Copy the lines of a process to the console, prefixed with its name, and to its file.
+
+    Reads to the end, even if a line cannot be written: a process whose output nobody reads would block.
+    """
+    is_complete = True
+    for line in lines:
+        try:
+            with log_file.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            if is_complete:
+                log.warning("%s lacks output of %s from now on: %s", log_file, name, error)
+            is_complete = False
+        console.relay(name, line.rstrip("\n"))
 
 
 def stop(processes: Sequence[Process], grace_s: float = GRACE_S) -> None:
@@ -208,20 +225,16 @@ class Supervisor:
         ended = ", ".join(f"{process} exited with code {code}" for process, code in codes.items())
         # A rank that loses another one exits with this code too, so a crash of one rank has a second code.
         if set(codes.values()) == {USER_ERROR}:
-            _say(f"{ended}, an error that a restart does not solve; stopping all processes")
+            log.warning("%s, an error that a restart does not solve; stopping all processes", ended)
             return False
         recent, limit = self._restarts[name], self._config.max_restarts
         while recent and recent[0] < time.monotonic() - WINDOW_S:
             recent.popleft()
         if self._config.restart == "never" or len(recent) >= limit:
             too_often = f" after {limit} restarts within an hour (deploy.max_restarts)" if recent else ""
-            _say(f"{ended}{too_often}; stopping all processes")
+            log.warning("%s%s; stopping all processes", ended, too_often)
             return False
         recent.append(time.monotonic())
-        _say(f"{ended}; restarting it ({len(recent)} of {limit} within an hour)")
+        log.warning("%s; restarting it (%d of %d within an hour)", ended, len(recent), limit)
         time.sleep(RESTART_AFTER_S)
         return not self._is_stopping
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ Invariant: with --json-logs, every line that a run writes is JSON. Only terminal
 
 import argparse
 import difflib
+import io
 import json
 import logging
 import os
@@ -63,6 +64,8 @@ def pop_switches(arguments: Sequence[str]) -> list[str]:
     """Set the output mode from the switches, and return the other arguments."""
     global _output_mode
     _output_mode = OutputMode(is_quiet=QUIET in arguments, is_json=JSON_LOGS in arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # stderr's default: some locales do not have "Δ"
     return [argument for argument in arguments if argument not in SWITCHES]
 
 
@@ -94,14 +97,32 @@ def say(line: str, fields: Mapping[str, float] | None = None) -> None:
     `fields` holds its numbers, which only the JSON includes. If the reader of the output has left, as in
     `slipstream train run.toml | head`, the run goes on without it.
     """
-    if _output_mode.is_quiet:
+    if not _output_mode.is_quiet:
+        _write(_object("INFO", line, time.time(), fields or {}) if _output_mode.is_json else line)
+
+
+def relay(process: str, line: str) -> None:
+    """Print a line of another process of this run, with that process's name. Its output has the same mode."""
+    if not _output_mode.is_json:
+        _write(f"{process:>8} | {line}")
         return
-    text = _object("INFO", line, time.time(), fields or {}) if _output_mode.is_json else line
     try:
-        print(f"{text}\n", end="", flush=True)
-    except BrokenPipeError:
+        fields = json.loads(line)
+    except ValueError:
+        fields = None
+    if isinstance(fields, dict):
+        _write(json.dumps({"process": process} | fields, ensure_ascii=False))
+    else:  # printed by a library
+        _write(_object("INFO", line, time.time(), {"process": process}))
+
+
+def _write(line: str) -> None:
+    """Write a line to stdout, or continue without stdout if its reader, terminal or disk space is gone."""
+    try:
+        print(f"{line}\n", end="", flush=True)
+    except OSError as error:
         _discard_output()
-        log.warning("the reader of the output has left; continuing without output (metrics.jsonl has all steps)")
+        log.warning("the output cannot be written (%s); continuing without it (the run directory has all steps)", error)
 
 
 def print_error(error: object) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from deploy.placement import DeployConfig
-from deploy.supervisor import Supervisor
+from deploy.supervisor import SupervisedProcess, Supervisor
 from inference_server.engine.interface import EngineDead
 from protocol.console import exit_on_user_error
 from protocol.errors import (
@@ -32,6 +32,15 @@ from tests.deploy.supervised import Spec
 ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_S = 40.0
 SERVERS = {"server0": ["serve"], "server1": ["serve"]}
+NOISY = "import sys; sys.stdout.buffer.write(b'caf\\xe9\\n'); print('.' * 200_000)"
+WITH_A_NOISY_PART = """
+import sys, time
+from pathlib import Path
+from deploy.supervisor import SupervisedProcess
+process = SupervisedProcess("server", [sys.executable, "-S", "-c", sys.argv[1]], {}, Path(sys.argv[2]))
+process.wait(time.monotonic() + 30)
+sys.exit(process.returncode)
+"""
 ON_FAILURE = DeployConfig(restart="on-failure", max_restarts=2)
 
 
@@ -124,6 +133,29 @@ def test_an_error_that_a_person_has_to_solve_ends_the_run_at_once(
     assert not [event for event in run.events if event.endswith("resumed")]
     assert run.events.count("server started") == 1
     assert "exited with code 2, an error that a restart does not solve; stopping all processes" in run.output
+
+
+def test_a_process_goes_on_when_its_log_is_gone_and_its_output_is_not_utf_8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    log_file = tmp_path / "deleted/server.log"
+    process = SupervisedProcess("server", [sys.executable, "-S", "-c", NOISY], {}, log_file)
+    process.wait(time.monotonic() + TIMEOUT_S)
+    assert process.returncode == 0
+    assert capsys.readouterr().out == f"  server | caf\\xe9\n  server | {'.' * 200_000}\n"
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{log_file} lacks output of server from now on: ")
+
+
+def test_a_process_goes_on_when_the_reader_of_the_console_leaves(tmp_path: Path) -> None:
+    log_file = tmp_path / "server.log"
+    command = [sys.executable, "-c", WITH_A_NOISY_PART, NOISY, str(log_file)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read().startswith("the output cannot be written ([Errno 32] Broken pipe)")
+    assert process.returncode == 0
+    assert log_file.read_text() == f"caf\\xe9\n{'.' * 200_000}\n"
 
 
 @pytest.mark.parametrize(

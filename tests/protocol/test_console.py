@@ -156,7 +156,16 @@ def test_a_run_continues_when_the_reader_of_its_output_leaves(tmp_path: Path) ->
     done = run_without_reader(WITHOUT_READER, tmp_path)
     assert done.returncode == 0 and (tmp_path / "went_on").exists()
     (line,) = done.stderr.splitlines()
-    assert "WARNING the reader of the output has left; continuing without output" in line
+    assert "WARNING the output cannot be written ([Errno 32] Broken pipe); continuing without it" in line
+
+
+def test_lines_of_other_processes_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    console.pop_switches(["--json-logs"])
+    for line in ('{"level": "INFO", "message": "Δ"}', "{'not': 'JSON'}", "1"):
+        console.relay("server", line)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {one["process"] for one in told} == {"server"}
+    assert [one["message"] for one in told] == ["Δ", "{'not': 'JSON'}", "1"]
 
 
 def test_another_broken_pipe_is_not_mistaken_for_the_output() -> None:
