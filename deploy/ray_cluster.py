@@ -124,7 +124,7 @@ def enter(command: RemoteCommand) -> None:
 
 def _begins(path: Path, start: str) -> bool:
     try:
-        return path.read_text().startswith(start)
+        return path.read_text("utf-8").startswith(start)
     except OSError:
         return False
 

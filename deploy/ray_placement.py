@@ -178,7 +178,7 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
         if self.keys is None or self.launch.learner_run.keys is not None:
             return {}
         public = Path(self.keys) / "server.pub"
-        return {str(public): public.read_text()} if public.exists() else {}
+        return {str(public): public.read_text("utf-8")} if public.exists() else {}
 
     def server(self, name: str, host: Host) -> RemoteCommand:
         """Return the command of a server, and list its endpoint."""

@@ -164,7 +164,7 @@ def _warn_once(text: str) -> None:
 def _from_file(config_type: type[C], path: Path) -> tuple[C, dict[str, str]]:
     """Return the config, and the former key names in the file, with today's."""
     try:
-        raw = tomllib.loads(path.read_text())
+        raw = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"config file {path} does not exist; copy a recipe from deploy/recipes/") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -254,7 +254,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        read = json.loads(file.read_text())
+        read = json.loads(file.read_text("utf-8"))
         if not isinstance(read, dict):
             raise ValueError(f"it holds {type(read).__name__}, not an object")
     except (OSError, ValueError) as error:

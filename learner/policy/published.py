@@ -255,7 +255,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 def copy_for_export(published: PublishedPolicy, run: LearnerRun, model_path: Path) -> Export:
     """Gather, merge and cast one tensor at a time. Only rank 0 calls this."""
     dtype, policy = getattr(torch, run.dtype), published.model
-    initial_type = json.loads((model_path / "config.json").read_text())["model_type"]
+    initial_type = json.loads((model_path / "config.json").read_text("utf-8"))["model_type"]
     return Export(
         model_path=model_path,
         dtype=run.dtype,
@@ -281,6 +281,6 @@ def _restore_files(model_path: Path, dtype: str, directory: Path) -> None:
     for file in text_files(model_path):
         shutil.copyfile(file, directory / file.name)
     config_file = directory / "config.json"
-    config = json.loads(config_file.read_text())
+    config = json.loads(config_file.read_text("utf-8"))
     config.pop("torch_dtype", None)  # the key's name before transformers 5
     config_file.write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")

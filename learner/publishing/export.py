@@ -102,7 +102,7 @@ def write_adapter(run: LearnerRun, checkpoint: Path, base: str, dtype: str, dire
         rebuilt(run, checkpoint, run.dtype).write_adapter(directory)
     config_file, weights = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
     # Without a task type, AutoPeftModelForCausalLM refuses the adapter.
-    config = json.loads(config_file.read_text()) | {"base_model_name_or_path": base, "task_type": "CAUSAL_LM"}
+    config = json.loads(config_file.read_text("utf-8")) | {"base_model_name_or_path": base, "task_type": "CAUSAL_LM"}
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if dtype != "float32":
         # Copies, because loaded tensors are parts of the file that is written over.

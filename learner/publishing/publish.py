@@ -193,7 +193,7 @@ def _dtype_of(form: Form, run: LearnerRun) -> str:
 
 def _run_id(run_dir: Path) -> str:
     path = run_dir / "run_id"
-    return path.read_text().strip() if path.is_file() else run_dir.resolve().name
+    return path.read_text("utf-8").strip() if path.is_file() else run_dir.resolve().name
 
 
 def _time_of(checkpoint: Path) -> str:

@@ -245,7 +245,7 @@ def _run_names(run_dirs: Sequence[Path]) -> list[str]:
 def _config_of(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.toml"
     try:
-        return flatten(renamed(tomllib.loads(path.read_text()))[0])
+        return flatten(renamed(tomllib.loads(path.read_text("utf-8")))[0])
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
             f"{path} cannot be read ({error}), so the configs cannot be compared; restore it"

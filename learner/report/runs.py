@@ -64,7 +64,7 @@ def list_runs(directory: Path) -> list[ListedRun]:
 def read_run(path: Path, locked: set[tuple[int, int]]) -> ListedRun:
     """Read one run. `locked` has the device and inode of each locked file."""
     try:
-        config = tomllib.loads((path / "config.toml").read_text())
+        config = tomllib.loads((path / "config.toml").read_text("utf-8"))
         steps, model = int(config["learner"]["steps"]), str(config["model"])
         metrics = path / "metrics.jsonl"
         raw = last_line(metrics) if metrics.is_file() else b""
@@ -93,7 +93,7 @@ def locked_files() -> set[tuple[int, int]]:
     A learner holds such a lock on its run's `.lock`.
     """
     locked = set()
-    for line in LOCKS.read_text().splitlines() if LOCKS.exists() else []:
+    for line in LOCKS.read_text("utf-8").splitlines() if LOCKS.exists() else []:
         _, kind, *_, place, _, _ = line.split()
         if kind == "FLOCK":
             major, minor, inode = place.split(":")

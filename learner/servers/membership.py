@@ -70,7 +70,7 @@ class Membership:
 
 def _of_file(path: str) -> tuple[str, ...]:
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"endpoints_from: the file {path} cannot be read: {error}; restore it, or name another source"

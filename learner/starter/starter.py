@@ -34,7 +34,8 @@ def write_starter(directory: Path) -> str:
                 shutil.copyfile(source, directory / source.name)
         recipe = directory / "run.toml"
         recipe.write_text(
-            recipe.read_text().replace(f"runs/{PLACE}", f"runs/{directory.name}").replace(PLACE, str(directory))
+            recipe.read_text("utf-8").replace(f"runs/{PLACE}", f"runs/{directory.name}").replace(PLACE, str(directory)),
+            "utf-8",
         )
     except FileExistsError:
         raise ConfigError(

@@ -37,7 +37,7 @@ def claim(directory: Path, run_id: str, *, may_have_checkpoints: bool) -> None:
     owner = directory / OWNER_FILE
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        owned_by = owner.read_text() if owner.exists() else None
+        owned_by = owner.read_text("utf-8") if owner.exists() else None
         has_foreign = owned_by not in (None, run_id) or (not may_have_checkpoints and find_checkpoint(directory))
         if owned_by is None and not has_foreign:
             replace_file(owner, run_id.encode())

@@ -91,7 +91,7 @@ class RunDir:
         path = self.path / "run_id"
         if not path.exists():
             replace_file(path, f"{self.path.name}-{uuid.uuid4().hex[:8]}".encode())
-        return path.read_text()
+        return path.read_text("utf-8")
 
 
 def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
@@ -130,7 +130,7 @@ def _compare(path: Path, run: LearnerRun) -> None:
         ConfigError: A resume may not change one of the keys, or the checkpoints were left behind.
     """
     try:
-        before = flatten(renamed(tomllib.loads(path.read_text()))[0])
+        before = flatten(renamed(tomllib.loads(path.read_text("utf-8")))[0])
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     now, keys = flatten(tomllib.loads(to_toml(_with_dual_clip(run)))), keys_of(LearnerRun)

@@ -39,7 +39,7 @@ def read_secret(path: Path, purpose: str) -> str:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would block until a writer opens it too
             raise ConfigError(f"{path} ({purpose}) is not a regular file; use a regular file that holds the secret")
-        mode, text = status.st_mode & 0o777, path.read_text().strip()
+        mode, text = status.st_mode & 0o777, path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} ({purpose}) cannot be read: {error}") from error
     if mode & 0o077:
@@ -165,7 +165,7 @@ def _read_pair(path: Path) -> tuple[bytes, bytes]:
 
 def _read_public(path: Path) -> bytes:
     try:
-        return _checked(path.read_text().strip(), path)
+        return _checked(path.read_text("utf-8").strip(), path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} (a public key created by `slipstream keys keys`) cannot be read: {error}") from error
 

@@ -1,6 +1,7 @@
 """`slipstream`: help, lazy imports, and start in any working directory."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -108,6 +109,18 @@ def test_a_mistake_is_one_line_and_exit_code_2() -> None:
         assert (done.code, done.stdout) == (2, "")
         (line,) = done.stderr.splitlines()
         assert re.fullmatch(f"error: .*{expected}.*", line), line
+
+
+def test_a_config_is_read_and_shown_in_any_locale(tmp_path: Path) -> None:
+    recipe = tmp_path / "run.toml"
+    recipe.write_text(
+        Path(RECIPE).read_text("utf-8").replace("[learner.data]\n", "[learner.data]\nsystem_prompt = 'Δ'\n")
+    )
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}  # ASCII, which is not UTF-8
+    command = [sys.executable, "-c", SCRIPT, "train", str(recipe), "--dry-run"]
+    shown = subprocess.run(command, cwd=ROOT, env=os.environ | locale, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert 'system_prompt = "\\u0394"' in shown.stdout
 
 
 def test_a_command_loads_only_what_it_needs() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from reward import places_right
 
-ROWS = [json.loads(line) for line in (Path(__file__).parent / "prompts.jsonl").read_text().splitlines()]
+ROWS = [json.loads(line) for line in (Path(__file__).parent / "prompts.jsonl").read_text("utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["prompt"])
