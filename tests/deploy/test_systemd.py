@@ -43,6 +43,8 @@ def test_a_unit_starts_a_valid_command_and_lets_it_shut_down() -> None:
         assert isinstance(run, (ServerRun, LearnerRun)) and run.keys == "/etc/slipstream/keys"
         # The signal is for the server, not for vLLM's processes; a second signal would end the learner immediately.
         assert unit["KillMode"] == "mixed"
+        # Without access to /home, vLLM's cache is in the service's own directory.
+        assert unit["ProtectHome"] == "yes" and f"HOME=/var/lib/{unit['StateDirectory']}" in unit["Environment"].split()
     assert float(server["TimeoutStopSec"].removesuffix("s")) > ServerConfig().drain_timeout_s
     assert learner["SuccessExitStatus"] == "75"  # a stopped learner has not failed
     # An error that a person has to solve is not met again and again.
