@@ -10,6 +10,11 @@ PYTEST := $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 # The path is in the name because an environment that was moved with its checkout does not work.
 STAMP := $(VENV)/.installed-$(shell echo '$(CURDIR)' | cksum | cut -d ' ' -f 1)
 
+# Rename the directory of an earlier run, unless this run resumes it. A learner that still writes to it has it locked.
+set_aside = [ ! -e $(1) ] || [ -n "$(findstring --resume,$(ARGS))" ] || \
+	flock -n $(1)/.lock mv $(1) "$(1)-$$(date -r $(1) +%Y%m%d-%H%M%S)" || \
+	{ echo "a learner is writing to $(1); wait until it is done, or stop it" >&2; exit 1; }
+
 # What cannot start cannot be up to date.
 ifneq ($(shell $(PY) -c 'print("starts")' 2>/dev/null),starts)
 $(STAMP): FORCE
@@ -25,11 +30,11 @@ install: $(STAMP)  ## install the CPU stack into .venv (PYTHON=python3.12 picks 
 	@echo "$(VENV) is up to date; next: make demo"
 
 demo: $(STAMP)  ## train a tiny model on the CPU with the whole system, ends with a report
-	@if [ -e runs/demo ]; then mv runs/demo "runs/demo-$$(date -r runs/demo +%Y%m%d-%H%M%S)"; fi
+	@$(call set_aside,runs/demo)
 	@$(SLIPSTREAM) colocate deploy/recipes/reverse.toml $(ARGS)
 
 real: $(STAMP)  ## train a pretrained model, SmolLM2-135M-Instruct, on sums: 9 to 19 minutes on two cores with AMX or AVX-512 BF16
-	@if [ -e runs/smollm2 ]; then mv runs/smollm2 "runs/smollm2-$$(date -r runs/smollm2 +%Y%m%d-%H%M%S)"; fi
+	@$(call set_aside,runs/smollm2)
 	@$(SLIPSTREAM) colocate deploy/recipes/smollm2.toml $(ARGS)
 
 test: $(STAMP)  ## run the tests of every commit (ARGS="-k loss -x")
