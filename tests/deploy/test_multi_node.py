@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -179,6 +181,37 @@ def test_the_jobs_of_the_learner_are_nodes_of_one_run_and_share_its_checkpoints(
     policy = built()["NetworkPolicy", "slipstream-learner"]["spec"]
     peers = [peer["podSelector"]["matchLabels"] for peer in policy["ingress"][0]["from"]]
     assert policy["podSelector"]["matchLabels"] in peers and "ports" not in policy["ingress"][0]
+
+
+LEARNER_WITH_NOTHING_TO_DO = """#!/bin/bash
+echo "$NODE_INDEX started" >> log
+[ "$NODE_INDEX" -eq 1 ] || exec sleep 1000
+until (exec 3<> /dev/tcp/127.0.0.1/PORT) 2> /dev/null; do sleep 0.1; done
+"""
+IN_TENTHS = "sleep() { command sleep $(($1 / 10)).$(($1 % 10)); }\n"
+
+
+def test_the_servers_of_skypilot_end_after_a_learner_that_ended_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    script = tmp_path / "deploy/serve_or_train.sh"
+    script.parent.mkdir()
+    script.write_text(LEARNER_WITH_NOTHING_TO_DO.replace("PORT", port))
+    script.chmod(0o755)
+    task = yaml.safe_load(TASK.read_text())
+    run = IN_TENTHS + task["run"].replace("5759", port)
+    environment = task["envs"] | {
+        "VLLM_API_KEY": "",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+        "HOME": str(tmp_path),
+    }
+    environment = {name: str(value) for name, value in environment.items()}
+    nodes = [
+        subprocess.Popen(["bash", "-c", run], cwd=tmp_path, env=os.environ | environment | {"SKYPILOT_NODE_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    assert [node.wait(60) for node in nodes] == [128 + signal.SIGTERM, 0]
+    assert sorted((tmp_path / "log").read_text().splitlines()) == ["0 started", "1 started"]
 
 
 def test_the_skypilot_task_runs_the_script_with_all_that_it_needs(tmp_path: Path) -> None:
