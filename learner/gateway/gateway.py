@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -111,7 +110,7 @@ class Gateway:
         return self._agent_turn(asked, sampled, message)
 
     async def _text_turn(self, session: Session, asked: AgentRequest, request: web.Request) -> AgentTurn:
-        prompt, before = self._text_prompt(session, asked.text)
+        prompt, before = self._text_prompt(session, asked)
         sampled = await session.turn(prompt, asked.max_tokens, asked.stops)
         text = self._template.spoken(sampled.token_ids)
         check_connected(request)
@@ -151,16 +150,18 @@ class Gateway:
         arguments = self._template.arguments | asked.template_arguments
         return msgspec.structs.replace(self._template, tools=asked.tools, arguments=arguments)
 
-    def _text_prompt(self, session: Session, prompt: str | list[Any]) -> tuple[list[int], str | None]:
+    def _text_prompt(self, session: Session, asked: AgentRequest) -> tuple[list[int], str | None]:
         """Return the tokens of a prompt, and its text if it is one.
 
         Raises:
             RefusedRequest: If the prompt is neither one text nor one list of tokens.
         """
+        prompt = asked.text
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             (prompt,) = prompt
         if isinstance(prompt, str):
-            return session.places.of_text(self._template, prompt), prompt
+            adds = asked.adds_special_tokens
+            return session.places.of_text(self._template, prompt, adds_special_tokens=adds), prompt
         size = len(self._template.tokenizer)
         if not all(isinstance(token, int) and 0 <= token < size for token in prompt):
             raise RefusedRequest(

@@ -69,14 +69,15 @@ class PrefixIndex:
         token_ids = prompt.token_ids if prompt.begins_branch else [*place.token_ids, *prompt.token_ids]
         return [*place.messages, *new], token_ids
 
-    def of_text(self, template: ChatTemplate, text: str) -> list[int]:
+    def of_text(self, template: ChatTemplate, text: str, *, adds_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text. Only the part after a known beginning is encoded."""
         extended = [one for one in self._texts if text.startswith(one.text)]
-        if not extended:
-            return list(template.tokenizer.encode(text, add_special_tokens=True))
-        place = max(reversed(extended), key=lambda one: len(one.text))
-        rest = text[len(place.text) :]
-        return [*place.token_ids, *(template.tokenizer.encode(rest, add_special_tokens=False) if rest else ())]
+        if extended:
+            place = max(reversed(extended), key=lambda one: len(one.text))
+            new = _tokens_after(template, place, text)
+            if new is not None:
+                return [*place.token_ids, *new]
+        return template.with_one_begin(template.tokenizer.encode(text, add_special_tokens=adds_special_tokens))
 
     def add_chat(
         self, template: ChatTemplate, messages: list[Message], token_ids: list[int], stops: tuple[str, ...]
@@ -86,6 +87,18 @@ class PrefixIndex:
 
     def add_text(self, text: str, token_ids: list[int]) -> None:
         self._texts.append(RecordedText(text, token_ids))
+
+
+def _tokens_after(template: ChatTemplate, place: RecordedText, text: str) -> list[int] | None:
+    """Return the tokens of the text after a place, or None if the text ends the recorded turn with another token.
+
+    An agent that renders the chat template itself writes the end token, which the recorded turn already has.
+    """
+    rest, end = text[len(place.text) :], place.token_ids[-1]
+    new = list(template.tokenizer.encode(rest, add_special_tokens=False)) if rest else []
+    if not (new and template.is_end(end) and template.is_end(new[0])):
+        return new
+    return new[1:] if new[0] == end else None
 
 
 def form_of(template: ChatTemplate) -> Form:

@@ -66,6 +66,14 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         """Return a turn without the token that ended it."""
         return token_ids[:-1] if token_ids and self.is_end(token_ids[-1]) else token_ids
 
+    def with_one_begin(self, token_ids: list[int]) -> list[int]:
+        """Remove a duplicate BOS token.
+
+        A text that was rendered earlier already starts with the BOS token that the tokenizer adds.
+        """
+        begin = self.tokenizer.bos_token_id
+        return token_ids[1:] if begin is not None and token_ids[:2] == [begin, begin] else token_ids
+
     def spoken(self, token_ids: list[int]) -> str:
         """Return the text of a turn."""
         (text,) = texts_of(self.tokenizer, [self.without_end(token_ids)])

@@ -116,7 +116,7 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
                     for p in places
                 ]
                 encoded = self.template.tokenizer(texts, add_special_tokens=is_plain)["input_ids"] if texts else []
-                encoded = [self._with_one_begin(ids) for ids in encoded]
+                encoded = [self.template.with_one_begin(ids) for ids in encoded]
             for place, ids in zip(places, encoded, strict=True):
                 token_ids[place] = list(ids)
         for number, ids in zip(numbers, token_ids, strict=True):
@@ -146,14 +146,6 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
                         f"{message['role']!r} ({str(message['content'])[:60]!r}); use a role that it renders, such as "
                         "'system', or another model"
                     )
-
-    def _with_one_begin(self, token_ids: list[int]) -> list[int]:
-        """Remove a duplicate BOS token.
-
-        A text that was rendered earlier already starts with the BOS token that the tokenizer adds.
-        """
-        begin = self.template.tokenizer.bos_token_id
-        return token_ids[1:] if begin is not None and token_ids[:2] == [begin, begin] else token_ids
 
     def _templated(self, render: Callable[[list[Message]], Any], messages: list[Message], number: int) -> Any:
         try:

@@ -19,6 +19,7 @@ FIXED_KEYS: Fixed = {
     "functions": ([], "use tools instead"),
     "function_call": ("auto", "omit it; tool_choice = 'none' leaves the tools out of the prompt"),
     "reasoning_effort": (None, IN_TEMPLATE),
+    "add_special_tokens": (False, "omit it: the chat template writes them"),
 }
 
 

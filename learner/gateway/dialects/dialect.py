@@ -26,6 +26,8 @@ class AgentRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Messages as `read_messages` returns them. None: the prompt is `text`."""
     text: str | list[Any] = ""
     """Text or token ids to complete."""
+    adds_special_tokens: bool = True
+    """Whether a text that continues no turn gets the tokenizer's special tokens, such as BOS."""
     tools: list[dict[str, Any]] = []
     """Tools of the prompt, in the form of chat completions."""
     template_arguments: dict[str, Any] = {}

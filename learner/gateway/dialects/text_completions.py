@@ -20,7 +20,8 @@ class TextBody(msgspec.Struct, kw_only=True):
     stream_options: dict[str, Any] | None = None
     logprobs: bool | int | None = None
     return_token_ids: bool | None = None
-    """vLLM's key to return the tokens."""
+    add_special_tokens: bool | None = None
+    """vLLM's keys to return the tokens, and to encode the prompt without BOS."""
 
 
 def read(content: bytes, rules: RequestRules) -> AgentRequest:
@@ -29,6 +30,7 @@ def read(content: bytes, rules: RequestRules) -> AgentRequest:
         raise RefusedRequest("text completions do not return logprobs; use chat completions", parameter="logprobs")
     return AgentRequest(
         text=body.prompt,
+        adds_special_tokens=body.add_special_tokens is not False,
         max_tokens=rules.max_tokens("max_tokens", body.max_tokens),
         stops=rules.stops("stop", body.stop),
         is_stream=bool(body.stream),
