@@ -28,11 +28,12 @@ from protocol.console import counted
 log = logging.getLogger(__name__)
 
 UNREACHABLE_ERRORS = {
-    "APIConnectionError", "ClientConnectionError", "ConnectError", "ConnectTimeout", "ConnectionError",
-    "NewConnectionError", "ReadError",
-    "RemoteProtocolError",
+    "APIConnectionError", "ClientConnectionError", "ConnectTimeout", "ConnectionError", "NetworkError",
+    "NewConnectionError", "RemoteProtocolError",
 }  # fmt: skip
-"""Exceptions of openai, aiohttp, httpx, requests and urllib3. None of them is imported here."""
+"""Exceptions of openai, aiohttp, httpx, requests and urllib3. None of them is imported here. httpx's ReadError is a
+NetworkError; tarfile and shutil have a ReadError too."""
+CONNECTION_ERRORS = (ConnectionError, socket.gaierror)
 UNREACHABLE_STATUSES = {429, 502, 503, 504}
 """HTTP statuses: too many requests, and a service that is missing behind its proxy."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
@@ -195,11 +196,15 @@ class RetrySchedule:
 def is_unreachable(error: BaseException) -> bool:
     """Return whether an exception or one of its causes means an unreachable service."""
     for _ in range(MAX_CAUSES):
-        if isinstance(error, ConnectionError | socket.gaierror) or _status(error) in UNREACHABLE_STATUSES:
+        if isinstance(error, BrokenPipeError):  # of a program, such as the policy's; clients of services wrap it
+            return False
+        reason = getattr(error, "reason", None)  # urllib keeps the cause there
+        if isinstance(error, CONNECTION_ERRORS) or isinstance(reason, CONNECTION_ERRORS):
             return True
-        if UNREACHABLE_ERRORS & {kind.__name__ for kind in type(error).__mro__}:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if kinds & UNREACHABLE_ERRORS or _status(error) in UNREACHABLE_STATUSES:
             return True
-        cause = error.__cause__ or getattr(error, "reason", None)  # urllib keeps the cause there
+        cause = error.__cause__ or reason
         if not isinstance(cause, BaseException):
             return False
         error = cause

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import shutil
 import socket
+import tarfile
 import threading
 import time
 import urllib.error
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from learner.config import RewardConfig
@@ -140,9 +143,10 @@ def caused_by(cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     "error",
     [
-        ConnectionRefusedError("refused"), ConnectionResetError("reset"), BrokenPipeError("pipe"),
+        ConnectionRefusedError("refused"), ConnectionResetError("reset"),
         socket.gaierror("no such name"),
-        urllib.error.URLError(ConnectionRefusedError("refused")),
+        urllib.error.URLError(ConnectionRefusedError("refused")), urllib.error.URLError(BrokenPipeError("pipe")),
+        httpx.ConnectError("no"), httpx.ReadError("no"), httpx.WriteError("no"),
         *(of_library(name) for name in sorted(call.UNREACHABLE_ERRORS)),
         with_status(429), with_status(503, "status"), with_status(502, "code"), with_status(504, "response"),
         caused_by(ConnectionRefusedError("refused")), caused_by(with_status(503)),
@@ -157,7 +161,8 @@ def test_connection_errors_count_as_an_unreachable_service(error: Exception) -> 
     "error",
     [
         KeyError("answer"), ValueError("no number"), with_status(400), with_status(401, "status"), with_status(500),
-        FileNotFoundError("x"),
+        FileNotFoundError("x"), BrokenPipeError("a program"), caused_by(BrokenPipeError("a program")),
+        tarfile.ReadError("no archive"), shutil.ReadError("no archive"),
         urllib.error.URLError("unknown url type"), caused_by(KeyError("x")), EvaluationError("no"),
         TimeoutError("late"),
     ],
