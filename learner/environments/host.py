@@ -10,6 +10,7 @@ reads the error of a method or tool as text.
 import asyncio
 import inspect
 import math
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import connection
@@ -28,6 +29,7 @@ from learner.environments.contract import (
     methods_of,
     schemas_of,
 )
+from learner.sandbox.descendants import end_if_forked
 from learner.sandbox.user_code import NotLoaded, as_text, describe, shorten
 
 
@@ -118,16 +120,22 @@ ANSWER = msgspec.msgpack.Decoder(Answer)
 
 def serve(pipe: connection.Connection, spec: str | None, tools: Sequence[str], takes_text: bool) -> None:
     """Load the class and the tools, then answer commands until the learner is gone."""
+    owner = os.getpid()
+
+    def send(answer: Answer) -> None:
+        end_if_forked(owner)
+        pipe.send_bytes(msgspec.msgpack.encode(answer))
+
     try:
         factory = None if spec is None else load_environment(spec, takes_text=takes_text)
         host = Host(factory, load_functions(tools))
     except NotLoaded as error:
-        pipe.send_bytes(msgspec.msgpack.encode(ClassError(str(error))))
+        send(ClassError(str(error)))
         return
-    pipe.send_bytes(msgspec.msgpack.encode(StepResult("")))
+    send(StepResult(""))
     with suppress(EOFError):
         while True:
-            pipe.send_bytes(msgspec.msgpack.encode(host.answer(pipe.recv())))
+            send(host.answer(pipe.recv()))
 
 
 class Host:

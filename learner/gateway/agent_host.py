@@ -25,6 +25,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 MAX_VARIABLE_BYTES = 32 * os.sysconf("SC_PAGE_SIZE")
@@ -54,16 +55,17 @@ def main(fd: str, kind: str, spec: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # only the learner acts on signals sent to all, as by systemd
     descendants.adopt_orphans()
+    send = partial(send_of, os.getpid(), channel)
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=read_requests, args=(channel, requests), daemon=True).start()
     try:
         run = user_code.load_named(spec) if kind == "agent" else command_of(spec)
     except user_code.NotLoaded as error:
-        send(channel, problem=str(error))
+        send(problem=str(error))
         return
-    send(channel, reward=None)
+    send(reward=None)
     while True:
-        send(channel, **outcome(run, requests.get()))
+        send(**outcome(run, requests.get()))
 
 
 def read_requests(channel: socket.socket, requests: queue.SimpleQueue[Any]) -> None:
@@ -74,7 +76,8 @@ def read_requests(channel: socket.socket, requests: queue.SimpleQueue[Any]) -> N
         descendants.end_with_descendants()
 
 
-def send(channel: socket.socket, **answer: Any) -> None:
+def send_of(owner: int, channel: socket.socket, **answer: Any) -> None:
+    descendants.end_if_forked(owner)
     channel.sendall(json.dumps(answer).encode() + b"\n")
 
 

@@ -5,6 +5,7 @@ call ──▶ pipe ──▶ serve (in the process) ──▶ call_function ─
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable
 from contextlib import suppress
@@ -16,6 +17,7 @@ import msgspec
 from learner.config import RewardConfig
 from learner.rewards.call import RewardAnswer, RewardCall, UnreachableService, await_function, call_function
 from learner.rewards.function import LoadedFunctions, load_all
+from learner.sandbox.descendants import end_if_forked
 from learner.sandbox.process import (
     STARTUP_REMEDY,
     STARTUP_TIMEOUT_S,
@@ -119,12 +121,15 @@ def answer_of(reply: Reply, config: RewardConfig) -> RewardAnswer | ProcessFailu
 # --- in the process -----------------------------------------------------------------------------------------
 def serve(pipe: Connection, config: RewardConfig) -> None:
     """Import the functions, then answer calls until the learner is gone."""
+    owner = os.getpid()
     loaded = load_all(config)
+    end_if_forked(owner)
     pipe.send_bytes(msgspec.msgpack.encode(loaded))
     # As in TRL, one event loop for the life of the process. A client made in one call works in the next.
     loop, sending, reserved = LoopThread("reward loop"), threading.Lock(), config.own_metrics
 
     def reply(number: int, answer: RewardAnswer | UnreachableService | str | None) -> None:
+        end_if_forked(owner)
         with sending:
             pipe.send_bytes(msgspec.msgpack.encode(Reply(number, answer)))
 

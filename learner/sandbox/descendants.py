@@ -3,6 +3,7 @@
     adopt_orphans (in the process)           orphaned descendants become its children, not those of init
     kill_with_descendants (outside)          kill the process and all descendants
     end_with_descendants (in the process)    the same, for the process itself
+    end_if_forked (in the process)           a fork by user code ends instead of answering in its place
 
 Invariant: killing a process that adopts orphans also kills its descendants outside its group and session.
 They survive a process that exits on its own. This needs Linux; elsewhere only the group ends. Interpreters
@@ -90,6 +91,15 @@ def end_with_descendants() -> None:
     """Kill all descendants, this process and its group; does not return."""
     _kill_outside_its_group(os.getpid(), os.getpgid(0))
     os.killpg(0, signal.SIGKILL)
+
+
+def end_if_forked(owner: int) -> None:
+    """End this process unless it is `owner`.
+
+    User code may fork itself. A fork that returns from it would answer and take calls in place of its owner.
+    """
+    if os.getpid() != owner:
+        os._exit(1)
 
 
 def _kill_outside_its_group(pid: int, group: int) -> None:
