@@ -25,6 +25,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -85,7 +86,7 @@ def outcome(run: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {
             "reward": checked(
-                asyncio.run(play(run, request)) if is_asynchronous(run) else play_without_loop(run, request)
+                asyncio.run(awaited(play(run, request))) if is_asynchronous(run) else play_without_loop(run, request)
             )
         }
     except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -108,7 +109,15 @@ def play_without_loop(run: Callable[..., Any], request: dict[str, Any]) -> Any:
     return asyncio.run(awaited(reward)) if inspect.isawaitable(reward) else reward
 
 
+class UnawaitedThreads(ThreadPoolExecutor):
+    """Threads of an episode, which does not wait for those that its agent has given up, as they may hang."""
+
+    def shutdown(self, wait: bool = True, **options: Any) -> None:
+        super().shutdown(wait=False, **options)
+
+
 async def awaited(reward: Awaitable[Any]) -> Any:
+    asyncio.get_running_loop().set_default_executor(UnawaitedThreads())
     return await reward
 
 

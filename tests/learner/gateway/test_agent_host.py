@@ -1,5 +1,6 @@
 """The process of an agent: the results that it reports, and its end together with the learner."""
 
+import asyncio
 import json
 import resource
 import select
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,26 @@ def test_an_agent_that_raises_or_returns_another_type_has_failed(returned: Any) 
             raise error
 
         assert outcome(fail, REQUEST)["problem"].startswith(f"raised {type(error).__name__}: ")
+
+
+@pytest.mark.parametrize("kind", ["asynchronous", "synchronous"])
+def test_the_reward_does_not_wait_for_a_thread_that_the_agent_gave_up(kind: str) -> None:
+    released, ended = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        released.wait(10.0)
+        ended.set()
+
+    async def give_up(row: dict[str, Any], **given: Any) -> float:
+        thread = asyncio.create_task(asyncio.to_thread(hang))
+        await asyncio.wait([thread], timeout=0.1)
+        return 0.5
+
+    agent = give_up if kind == "asynchronous" else lambda row, **given: give_up(row, **given)
+    try:
+        assert outcome(agent, REQUEST) == {"reward": 0.5} and not ended.is_set()
+    finally:
+        released.set()
 
 
 @pytest.mark.parametrize(
