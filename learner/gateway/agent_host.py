@@ -188,12 +188,19 @@ def command_of(command: str) -> Callable[..., Any]:
 
 def last_line(printed: str) -> Any:
     """Return the reward on the last line, or None if the line is not a reward."""
-    lines = printed.split("\n") if (printed := printed.strip()) else [""]
+    line = printed.strip().rpartition("\n")[2]
     try:
-        value = json.loads(lines[-1])
+        value = json.loads(line)
     except ValueError:
-        return None
+        return as_number(line)
     return value if isinstance(value, (int, float, dict)) and not isinstance(value, bool) else None
+
+
+def as_number(text: str) -> float | None:
+    """Return a number that is none of JSON, such as .5 as bc prints it, or None. Names may read 2026_01_02."""
+    with contextlib.suppress(ValueError):
+        return None if "_" in text else float(text)
+    return None
 
 
 if __name__ == "__main__":

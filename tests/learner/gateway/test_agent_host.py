@@ -78,6 +78,8 @@ def test_the_reward_does_not_wait_for_a_thread_that_the_agent_gave_up(kind: str)
     ("command", "result"),
     [
         ("echo said; echo 0.75", {"reward": 0.75}), ("echo", {"reward": None}), ("echo true", {"reward": None}),
+        *((f"echo said; echo {number}", {"reward": float(number)}) for number in (".50", "-.5", "+0.5", "5.", "1E-2")),
+        ("echo 1; echo run_1", {"reward": None}), ("echo 1_0", {"reward": None}),
         ("echo '{\"chatcmpl-1\": 1}'", {"reward": {"chatcmpl-1": 1.0}}),
         ('test "$OPENAI_BASE_URL $OPENAI_API_KEY" = "http://none/v1 k" && echo "$SLIPSTREAM_ROW"',
             {"reward": {"worth": 1.0}}),
@@ -96,6 +98,11 @@ def test_a_command_reads_a_row_that_no_environment_variable_can_hold(num_extra: 
     row = {"worth": 1.0, "text": "x" * (32 * resource.getpagesize() - num_own + num_extra)}
     printed = 'test "${SLIPSTREAM_ROW+set}" = "%s" && wc -c < "$SLIPSTREAM_ROW_FILE"' % ("set" if not num_extra else "")
     assert outcome(command_of(printed), REQUEST | {"row": row}) == {"reward": len(json.dumps(row))}
+
+
+@pytest.mark.parametrize("number", ["NaN", "nan", "-Infinity", "-inf"])
+def test_a_command_whose_number_is_not_finite_has_failed(number: str) -> None:
+    assert "expected a finite number" in outcome(command_of(f"echo {number}"), REQUEST)["problem"]
 
 
 @pytest.mark.parametrize(("command", "code"), [("echo 1; exit 7", 7), ("kill -9 $$", -9)])
