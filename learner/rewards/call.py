@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from copy import deepcopy
 from typing import Any, SupportsFloat
 
 import msgspec
@@ -233,8 +234,8 @@ def _arguments(call: RewardCall, logged: Log) -> dict[str, Any]:
         given["environment_rewards"] = call.environment_rewards
     if call.environments is not None:
         given["environments"] = [AttributeView(attributes) for attributes in call.environments]
-    return _repeated(call) | {
-        "prompts": [call.prompt if call.prefill is None else call.prompt[:-1]] * num_completions,
+    return {name: _for_each(value, num_completions) for name, value in _columns(call).items()} | {
+        "prompts": _for_each(call.prompt if call.prefill is None else call.prompt[:-1], num_completions),
         "completions": [_as_messages(one, call.prefill or "") for one in completions]
         if is_conversation
         else completions,
@@ -251,13 +252,18 @@ def _as_messages(completion: CompletionContent, prefill: str) -> list[dict[str, 
     return [{"role": "assistant", "content": prefill + completion}] if isinstance(completion, str) else completion
 
 
-def _repeated(call: RewardCall) -> dict[str, list[Any]]:
+def _columns(call: RewardCall) -> dict[str, Any]:
     own = ("prompt", "completion", "prompts", "completions", "completion_ids")
-    return {name: [value] * len(call.completions) for name, value in call.columns.items() if name not in own}
+    return {name: value for name, value in call.columns.items() if name not in own}
+
+
+def _for_each(value: Any, num_completions: int) -> list[Any]:
+    """Return a value for each completion. As in TRL, each has its own, so that a function may change it."""
+    return [value, *(deepcopy(value) if isinstance(value, list | dict) else value for _ in range(num_completions - 1))]
 
 
 def _raised(error: BaseException, call: RewardCall) -> UnreachableService | str:
-    problem = f"raised {describe(error)} (columns: {', '.join(_repeated(call)) or 'none'})"
+    problem = f"raised {describe(error)} (columns: {', '.join(_columns(call)) or 'none'})"
     return UnreachableService(problem) if is_unreachable(error) else problem
 
 

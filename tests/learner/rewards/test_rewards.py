@@ -44,6 +44,11 @@ def test_a_conversation_is_passed_as_in_trl():
     assert result.rewards == [2.0, 1.0]
 
 
+def test_a_function_that_changes_the_row_of_a_completion_leaves_that_of_the_others_as_in_trl():
+    conversation = prompt([{"role": "user", "content": "2+2"}], hints={"texts": ["sum", "even"]})
+    assert score([f"{USER}:changes_its_row"], ["4", "5", "6"], conversation).rewards == [4.0, 4.0, 4.0]
+
+
 def test_an_answer_started_in_the_prompt_is_scored_as_a_whole():
     prefilled = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     seen = _arguments(RewardCall("exact_match", prefilled, {}, ["2"], [[1]], prefill="4"), Log(1, frozenset()))

@@ -28,6 +28,15 @@ def sees_what_trl_passes(prompts, completions, completion_ids, answer, level, **
     return [float(completion[0]["content"] == gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
+def changes_its_row(prompts, completions, hints, **kwargs):
+    rewards = []
+    for prompt, completion, hint in zip(prompts, completions, hints, strict=True):
+        prompt.extend(completion)
+        rewards.append(float(len(prompt) + len(hint["texts"])))
+        hint["texts"].pop()
+    return rewards
+
+
 async def asynchronous(completions, **kwargs):
     return [1.0 for _ in completions]
 
