@@ -30,7 +30,7 @@ from learner.environments.contract import (
     schemas_of,
 )
 from learner.sandbox.descendants import end_if_forked
-from learner.sandbox.user_code import NotLoaded, as_text, describe, shorten
+from learner.sandbox.user_code import ERRORS, NotLoaded, as_text, describe, shorten
 
 
 class Reset(msgspec.Struct, frozen=True):
@@ -173,7 +173,7 @@ class Host:
                     return ToolSchemas(schemas_of(self._tools))
         except (NotLoaded, UnusableResult) as error:
             return ClassError(str(error))
-        except (Exception, SystemExit) as error:
+        except ERRORS as error:
             return ClassError(f"raised {describe(error)}")
 
     @property
@@ -197,7 +197,7 @@ class Host:
         method = method_of_turns(self._factory)
         try:
             returned = self._result_of(getattr(self._instance, method)(text))
-        except (Exception, SystemExit) as error:  # as in TRL: the policy reads the error, and may do better
+        except ERRORS as error:  # as in TRL: the policy reads the error, and may do better
             return StepResult(as_text(error) or type(error).__name__, self._is_done, has_failed=True)
         return self._step_result(returned, method)
 
@@ -207,7 +207,7 @@ class Host:
             if name not in self._tools:
                 raise ValueError(f"Tool {name} not found.")
             returned = self._result_of(self._tools[name](**arguments))
-        except (Exception, SystemExit) as error:
+        except ERRORS as error:
             return StepResult(str({"error": str(error) or type(error).__name__}), self._is_done, has_failed=True)
         return StepResult(as_text(returned), self._is_done)
 

@@ -89,7 +89,7 @@ def outcome(run: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
                 asyncio.run(awaited(play(run, request))) if is_asynchronous(run) else play_without_loop(run, request)
             )
         }
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+    except user_code.ERRORS as error:
         return {"problem": f"raised {user_code.describe(error)}"}
 
 

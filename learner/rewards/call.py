@@ -8,6 +8,7 @@ that is down for a while costs time but no group. One that stays down is a failu
 learner.reward.unreachable_s, and a warning precedes it.
 """
 
+import asyncio
 import inspect
 import logging
 import math
@@ -23,7 +24,7 @@ import msgspec
 from learner.config import RewardConfig
 from learner.environments.attributes import AttributeView, plain
 from learner.rewards.function import BUILT_IN, accepts, load_function, names
-from learner.sandbox.user_code import as_text, describe, shorten
+from learner.sandbox.user_code import ERRORS, as_text, describe, shorten
 from protocol.console import counted
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def call_function(
         if inspect.isawaitable(returned):
             returned = wait(returned)
         return _checked(_listed(returned), logged, len(call.completions))
-    except (Exception, SystemExit) as error:
+    except ERRORS as error:
         return _raised(error, call)
 
 
@@ -134,7 +135,10 @@ async def await_function(call: RewardCall, reserved: frozenset[str]) -> RewardAn
     try:
         returned = await load_function(call.function)(**_arguments(call, logged))
         return _checked(_listed(returned), logged, len(call.completions))
-    except (Exception, SystemExit) as error:
+    except ERRORS as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():  # by the deadline
+            raise
         return _raised(error, call)
 
 

@@ -4,12 +4,17 @@ Used in the processes that run the code. Interpreters without Slipstream also lo
 imports only the standard library.
 """
 
+import asyncio
 import importlib.util
 import os
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+ERRORS = (Exception, SystemExit, asyncio.CancelledError)
+"""What user code may raise without ending its process. A coroutine raises CancelledError if it awaits a task that
+it has canceled itself."""
 
 
 class NotLoaded(Exception):
@@ -37,7 +42,7 @@ def _import(module_name: str) -> Any:
         if os.getcwd() not in sys.path:  # a console script does not search the directory it is called from
             sys.path.append(os.getcwd())
         return importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
+    except ERRORS as error:
         raise NotLoaded(
             f"importing {module_name} failed with {describe(error)}; expected module:name, importable from the working "
             "directory, or path/to/file.py:name"

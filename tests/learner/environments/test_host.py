@@ -55,6 +55,7 @@ EXCHANGES: dict[str, tuple[str, list[tuple[Command, Answer]]]] = {
         "Asynchronous",
         [
             (Reset({}), StepResult("begun")), (Turn("a"), StepResult("a in the same loop")),
+            (Turn("cancel"), StepResult("CancelledError", has_failed=True)),
             (Turn("b"), StepResult("b in the same loop")), (Rate(), RewardResult(0.5)),
         ],
     ),

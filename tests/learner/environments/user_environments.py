@@ -63,6 +63,10 @@ class Asynchronous:
         return "begun"
 
     async def tell(self, text: str) -> str:
+        if text == "cancel":
+            task = asyncio.create_task(asyncio.sleep(60))
+            task.cancel()
+            await task
         return f"{text} in {'the same' if asyncio.get_running_loop() is self._loop else 'another'} loop"
 
     async def get_reward(self) -> Any:

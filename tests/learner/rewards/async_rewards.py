@@ -53,6 +53,12 @@ async def is_killed_at_its_third_call(completions, flag, **kwargs):
     return [1.0] * len(completions)
 
 
+async def awaits_what_it_cancelled(completions, **kwargs):
+    task = asyncio.create_task(asyncio.sleep(DEADLINE_S))
+    task.cancel()
+    await task
+
+
 async def leaves(completions, **kwargs):
     os._exit(7)
 

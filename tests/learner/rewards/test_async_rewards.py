@@ -69,6 +69,11 @@ def test_a_late_call_is_cancelled_without_affecting_others() -> None:
     assert len({groups[i].rewards[0] for i in (0, 2, 4)}) == 1  # one process throughout
 
 
+def test_a_call_that_awaits_what_it_cancelled_has_failed_at_once() -> None:
+    (group,) = score(["awaits_what_it_cancelled"], [prompt()], timeout_s=DEADLINE_S / 2)
+    assert outcomes([group]) == ["failed"] and "raised CancelledError" in str(group.functions[0].message)
+
+
 def test_a_call_that_blocks_the_event_loop_is_killed_and_later_calls_are_retried() -> None:
     seconds = [1000.0, 0.0, 0.0]
     groups = score(["blocks_on_request"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=1)

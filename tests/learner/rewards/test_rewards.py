@@ -106,6 +106,7 @@ def test_rewards_are_weighted_and_a_failed_function_drops_the_group(
         (f"{USER}:problem_reward", "raised TypeError: \"problem_reward() missing 1 required positional argument: "
                                    "'answers'"),
         (f"{ASYNCHRONOUS}:raises", "raised TimeoutError: 'the judge is asleep'"),
+        (f"{ASYNCHRONOUS}:awaits_what_it_cancelled", "raised CancelledError"),
         (f"{ASYNCHRONOUS}:logs_what_is_taken", "reward/mean is the run's own metric"),
         (f"{ASYNCHRONOUS}:logs_too_few", "log_extra('first', …) has 0 values, expected 3"),
     ],
