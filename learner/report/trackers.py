@@ -65,7 +65,8 @@ class Trackers:
     def log_completions(self, step: int, sample: Mapping[str, Any]) -> None:
         """Log a line of samples.jsonl as a table, to the trackers that have tables."""
         functions = sample.get("functions", {})
-        columns = ["step", "prompt", "answer", "completion", "reward", *functions]
+        own = ["step", "prompt", "answer", "completion", "reward"]
+        columns = own + [f"reward/{name}" if name in own else name for name in functions]
         answer = sample.get("answer")
         rows = zip(sample["completions"], sample["rewards"], *functions.values(), strict=True)
         data = [[step, sample["prompt"], None if answer is None else str(answer), *row] for row in rows]

@@ -97,7 +97,7 @@ def test_a_failing_tracker_is_dropped_without_affecting_others(
     for step in range(1, 5):
         trackers.log_metrics(step, {"reward/mean": np.float32(step)})
         if step == 1:
-            trackers.log_completions(step, sample | {"functions": {"right": [1.0, 0.0]}})
+            trackers.log_completions(step, sample | {"functions": {"right": [1.0, 0.0], "reward": [2.0, 3.0]}})
     trackers.close()
     wandb = sys.modules.pop("wandb")
     named, axis, *logged = wandb.told
@@ -105,8 +105,8 @@ def test_a_failing_tracker_is_dropped_without_affecting_others(
     logged_tables = logged.pop(1)
     table = logged_tables["completions"]
     assert logged_tables["step"] == 1
-    assert table.columns == ["step", "prompt", "answer", "completion", "reward", "right"]
-    assert table.data == [[1, "2+2", "4", "4", 1.0, 1.0], [1, "2+2", "4", "5", None, 0.0]]
+    assert table.columns == ["step", "prompt", "answer", "completion", "reward", "right", "reward/reward"]
+    assert table.data == [[1, "2+2", "4", "4", 1.0, 1.0, 2.0], [1, "2+2", "4", "5", None, 0.0, 3.0]]
     settings = wandb.config.values
     assert (settings["model"], settings["learner.steps"]) == ("tiny:digits", 4)
     assert all(value is None or isinstance(value, bool | int | float | str) for value in settings.values())
