@@ -90,15 +90,15 @@ class PrefixIndex:
 
 
 def _tokens_after(template: ChatTemplate, place: RecordedText, text: str) -> list[int] | None:
-    """Return the tokens of the text after a place, or None if the text ends the recorded turn with another token.
+    """Return the tokens of the text after a place, or None if the text leaves the turn open or ends it in another way.
 
     An agent that renders the chat template itself writes the end token, which the recorded turn already has.
     """
     rest, end = text[len(place.text) :], place.token_ids[-1]
     new = list(template.tokenizer.encode(rest, add_special_tokens=False)) if rest else []
-    if not (new and template.is_end(end) and template.is_end(new[0])):
+    if not template.is_end(end) or (new and not template.is_end(new[0])):
         return new
-    return new[1:] if new[0] == end else None
+    return new[1:] if new[:1] == [end] else None
 
 
 def form_of(template: ChatTemplate) -> Form:

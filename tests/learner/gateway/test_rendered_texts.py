@@ -59,6 +59,17 @@ async def test_a_rendered_turn_with_another_end_than_the_recorded_one_is_another
         assert len(agent.end().branches) == 2
 
 
+@pytest.mark.parametrize("turn", ["", "one"])
+async def test_a_text_with_nothing_after_a_turn_is_continued_without_the_end_of_the_turn(turn: str) -> None:
+    """An agent samples again after an empty turn, or asks for more of a turn."""
+    template = template_of("qwen2.5")
+    first, ids = template.text(QUESTION), template.tokenizer.encode(turn + "<|im_end|>", add_special_tokens=False)
+    async with open_episode(lambda _: completion(ids, 4), template=template) as agent:
+        assert (await agent.complete(first)).choices[0].text == turn
+        await agent.complete(first + turn)
+        assert agent.shown(1) == first + turn and len(agent.end().branches) == 2
+
+
 async def test_a_text_has_special_tokens_of_the_tokenizer_only_if_the_agent_wants_them() -> None:
     template = template_of("llama3")
     begin = template.tokenizer.bos_token
