@@ -70,6 +70,7 @@ def settings_of(run: ServerRun, model: ModelFingerprint) -> dict[str, Any]:
     """Return what must be the same on all nodes of a server, by key."""
     keys = flatten({"server": msgspec.to_builtins(run.server), "model": msgspec.to_builtins(model)})
     keys |= {"dtype": run.dtype, "head_dtype": run.head_dtype, "seed": run.seed}
+    keys |= {"learner.lora.rank": run.lora_rank, "learner.routing_replay": run.returns_experts}
     keys |= {"slipstream-rl": package_version(), "vllm": installed_version().number}
     kept = {key: value for key, value in keys.items() if key not in PER_NODE}
     return msgspec.json.decode(msgspec.json.encode(kept))  # as they arrive from another node

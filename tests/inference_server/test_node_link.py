@@ -32,6 +32,10 @@ def node(rank: int, port: int, *, timeout_s: int = TIMEOUT_S, **server: object) 
     return ServerRun(model="tiny:digits", run_dir="runs/x", server=msgspec.convert(config | server, ServerConfig))
 
 
+def with_learner(run: ServerRun, **learner: object) -> ServerRun:
+    return msgspec.structs.replace(run, learner=learner)
+
+
 @contextmanager
 def node_0(port: int, **server: object) -> Iterator[ServerNodes]:
     nodes = ServerNodes(node(0, port, **server), MODEL)  # type: ignore[arg-type]
@@ -107,6 +111,11 @@ def test_a_node_that_does_not_fit_is_refused_with_the_key(pool: ThreadPoolExecut
         other = msgspec.structs.replace(MODEL, vocab_size=17)
         with pytest.raises(ConfigError, match=r"model.vocab_size is 17 on node 1 and 16 on node 0"):
             join_node_0(node(1, port), other)
+        # The learner's section decides about adapters and experts, and a node may have another file.
+        with pytest.raises(ConfigError, match=r"learner.lora.rank is 16 on node 1 and 0 on node 0"):
+            join_node_0(with_learner(node(1, port), lora={"rank": 16}), MODEL)
+        with pytest.raises(ConfigError, match=r"learner.routing_replay is True on node 1 and False on node 0"):
+            join_node_0(with_learner(node(1, port), routing_replay=True), MODEL)
         # What may differ: its cores.
         links = [pool.submit(join_node_0, node(rank, port, cpu_cores=[rank]), MODEL) for rank in (1, 2)]
         assert gathering.result(TIMEOUT_S) > 0
