@@ -164,6 +164,7 @@ class LearnerRun(SharedConfig):
         "learner.reward.functions", "learner.optimizer.learning_rate", "learner.kl.coef",
         "learner.checkpoint.every_steps", "learner.evaluation.every_steps",
     )  # fmt: skip
+    CONNECTS = True
     learner: LearnerConfig
     """Settings of the learner."""
     server: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
@@ -218,7 +219,7 @@ class LearnerRun(SharedConfig):
             raise ConfigError(f"endpoints = {list(self.endpoints)} contains a server twice; list each endpoint once")
         if (endpoint := self.learner.in_effect().reference.endpoint) is not None:
             try:
-                check_endpoint(endpoint, has_keys=self.keys is not None, insecure=self.insecure)
+                check_endpoint(endpoint, has_keys=self.keys is not None, insecure=self.insecure, connects=True)
             except ConfigError as error:
                 raise ConfigError(f"learner.reference.endpoint: {error}") from error
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from learner.config.section import AtLeastOne, Positive, Section, Share, any_of, require
 from protocol.config_keys import MayChange
+from protocol.endpoint import is_host
 from protocol.messages import MAX_STOP_LENGTH, MAX_STOPS
 from protocol.transports.registry import TRANSPORTS
 
@@ -115,8 +116,7 @@ class WeightSyncConfig(Section):
             f'ports = "{self.ports}" is not a port or a range of ports from 1 to 65535; use "29500" or "29500-29510"',
         )
         require(
-            self.advertise is None
-            or ("/" not in self.advertise and "[" not in self.advertise and self.advertise != ""),
+            self.advertise is None or is_host(self.advertise),
             f'advertise = "{self.advertise}" is not a host name or an address alone; use "learner.example", '
             '"10.0.0.7" or "fd00::7"',
         )

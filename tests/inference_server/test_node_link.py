@@ -156,6 +156,7 @@ def test_whoever_waits_in_vain_says_for_whom_and_how_long(pool: ThreadPoolExecut
             {"nnodes": 2, "tensor_parallel_size": 2},
             r"server.nnodes = 2 with server.master_addr = '127.0.0.1'.* set it to",
         ),
+        ({"nnodes": 2, "master_addr": "node-0:29600"}, r"'node-0:29600' is neither a host name nor an IP address"),
         (
             {"nnodes": 2, "tensor_parallel_size": 3, "master_addr": "a"},
             r"tensor_parallel_size = 3 is not a multiple of",
