@@ -143,12 +143,11 @@ class SyncCheck:
         """Request the expected scores without waiting for them, from any thread.
 
         Servers score before they generate. A server that is too busy to score within `patience_s` is checked
-        after the next sync.
+        after the next sync. None requests nothing, and keeps a pending check: a server has joined meanwhile.
         """
-        self._expected = expected
-        self._pending_answers = (
-            {} if expected is None else self._ask(expected.before.sequences, members, self._probe.patience_s)
-        )
+        if expected is not None:
+            self._expected = expected
+            self._pending_answers = self._ask(expected.before.sequences, members, self._probe.patience_s)
 
     def check(self) -> None:
         """Wait for the answers to `ask`, and compare them. Raises ParityError."""

@@ -157,16 +157,29 @@ class StaysAsItWas:
         return Scores(request_id="1", logprobs=logprobs, policy_version=next(self._versions))
 
 
-def sync(server: Any, num_changed: int, *, num_uncertain: int = 62, changed_frac: float = 1.0) -> Any:
-    """Check the sync of version 5, which changed so many of the learner's logprobs, and so much of its weights."""
+def sync(
+    server: Any, num_changed: int, *, num_uncertain: int = 62, changed_frac: float = 1.0, num_joiners: int = 0
+) -> Any:
+    """Check the sync of version 5, which changed so many of the learner's logprobs, and so much of its weights.
+
+    So many servers join before the check.
+    """
     before_T = -1.0 * (torch.arange(62) < num_uncertain)
     probe: Any = Probe(before_T, before_T + 1e-3 * (torch.arange(62) < num_changed))
     check = SyncCheck(probe, ALL, lambda version, dtype: changed_frac)
     check.begin(4, [list(range(64))])
     check.ask_before([server])
     check.ask([server], check.expect(5))
+    for _ in range(num_joiners):
+        check.ask([server], None)
     check.check()
     return probe
+
+
+def test_a_server_that_joins_does_not_cancel_the_check_of_the_others() -> None:
+    with pytest.raises(ParityError, match="version 5 did not arrive"):
+        sync(StaysAsItWas(4, 5), 62, num_joiners=1)
+    assert sync(StaysAsItWas(4, 5), 0, num_joiners=1).recorded == {"parity/checked": 1.0}
 
 
 def test_a_server_that_gives_what_it_gave_before_is_judged_where_nearly_every_token_changed_at_the_learner() -> None:
