@@ -230,7 +230,7 @@ def _check_nodes(server: ServerConfig) -> None:
             f"server.master_addr = {server.master_addr!r} is neither a host name nor an IP address; set it to that of "
             "node 0, on all nodes"
         )
-    if is_loopback(server.master_addr):
+    if is_loopback(server.master_addr) or server.master_addr in ("0.0.0.0", "::"):
         raise ConfigError(
             f"{nodes} with server.master_addr = {server.master_addr!r}, which other nodes cannot reach; set it to the "
             "address of node 0, on all nodes"

@@ -149,6 +149,23 @@ def test_whoever_waits_in_vain_says_for_whom_and_how_long(pool: ThreadPoolExecut
 
 
 @pytest.mark.parametrize(
+    ("master_addr", "problem"),
+    [  # these stand for a name that is loopback on node 0 only, and for any address beyond loopback
+        ("127.1", r"'127.1' is 127.0.0.1 on node 0 \(see /etc/hosts\), .* set it to the IP address of node 0"),
+        (
+            "00.0.0.0",
+            r"server.nnodes = 3 with endpoint = 'tcp://127.0.0.1:5757': .* set `endpoint` to the address of node",
+        ),
+    ],
+)
+def test_node_0_does_not_wait_at_an_address_that_only_itself_reaches(master_addr: str, problem: str) -> None:
+    port = free_port()
+    with pytest.raises(ConfigError, match=problem):
+        ServerNodes(node(0, port, master_addr=master_addr), MODEL)
+    socket.create_server((master_addr, port)).close()  # it no longer listens
+
+
+@pytest.mark.parametrize(
     ("server", "problem"),
     [
         ({"node_rank": 1}, r"server.node_rank = 1 is not below server.nnodes = 1"),
@@ -156,6 +173,7 @@ def test_whoever_waits_in_vain_says_for_whom_and_how_long(pool: ThreadPoolExecut
             {"nnodes": 2, "tensor_parallel_size": 2},
             r"server.nnodes = 2 with server.master_addr = '127.0.0.1'.* set it to",
         ),
+        ({"nnodes": 2, "master_addr": "0.0.0.0"}, r"server.master_addr = '0.0.0.0', which other nodes cannot reach"),
         ({"nnodes": 2, "master_addr": "node-0:29600"}, r"'node-0:29600' is neither a host name nor an IP address"),
         (
             {"nnodes": 2, "tensor_parallel_size": 3, "master_addr": "a"},
