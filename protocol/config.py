@@ -27,9 +27,9 @@ from protocol.hardware import Dtype, dtype_here
 
 log = logging.getLogger(__name__)
 
-MAX_SECONDS = 1e8
-"""Maximum wait: three years. A longer value is meant as never, which waits of the operating system do not
-support."""
+MAX_SECONDS = 1e6
+"""Maximum wait: eleven days. A longer value is meant as never, but waits of the operating system count
+milliseconds in 32 bits."""
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 """Type of a key that bounds a wait."""
 Text = Annotated[str, msgspec.Meta(min_length=1)]

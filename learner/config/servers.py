@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from learner.config.section import AtLeastOne, Positive, Section, Share, any_of, require
+from learner.config.section import AtLeastOne, Positive, Section, Share, Timeout, any_of, require
 from protocol.config_keys import MayChange
 from protocol.endpoint import is_host
 from protocol.messages import MAX_STOP_LENGTH, MAX_STOPS
@@ -74,9 +74,9 @@ class SamplingConfig(Section):
 class WeightSyncConfig(Section):
     """Weight sync to the servers."""
 
-    timeout_s: MayChange[Positive[float]] = 60.0
+    timeout_s: MayChange[Timeout] = 60.0
     """Deadline of each phase of a weight sync: ready, each broadcast, done."""
-    straggler_timeout_s: MayChange[Positive[float]] = 5.0
+    straggler_timeout_s: MayChange[Timeout] = 5.0
     """With several servers: how long a weight sync waits for a server that keeps the others waiting. The others
     then go on without it, and it gets a sync of its own, which may be slow but must not stall for this long.
     Raise the value if a model takes longer to load. At most half of timeout_s counts. A server also has this
