@@ -126,6 +126,12 @@ class WeightSyncConfig(Section):
         """Effective straggler_timeout_s, shorter than the deadlines of the peers that wait."""
         return min(self.straggler_timeout_s, self.timeout_s / 2)
 
+    @property
+    def straggler_timeout_key(self) -> str:
+        """Key that sets the effective straggler_timeout_s, for error messages."""
+        is_short = self.straggler_timeout_s <= self.timeout_s / 2
+        return "learner.weight_sync.straggler_timeout_s" if is_short else "half of learner.weight_sync.timeout_s"
+
     def unmet_needs(self) -> dict[str, str]:
         one_port = [name for name, entry in TRANSPORTS.items() if entry.uses_one_port]
         keys = () if self.transport in one_port else ("ports", "advertise")

@@ -267,7 +267,7 @@ class SyncAttempt:
         patience_s, now, pending = self._config.straggler_timeout_in_effect_s, time.monotonic(), self._pending()
         if not self._others_serve and len(self._members) == 1:
             return {}
-        of_key = f"{patience_s:g} s (learner.weight_sync.straggler_timeout_s)"
+        of_key = f"{patience_s:g} s ({self._config.straggler_timeout_key})"
         if self.stage != "pausing" and not self._failures:  # once it is off, healthy workers report no more
             ranks = self._late_ranks(patience_s)
             late = [member for member in pending if ranks.intersection(self._session.ranks[member])]

@@ -109,7 +109,7 @@ def test_a_sample_tells_how_much_of_the_policy_a_version_changed_for_a_dtype() -
 class Probe:
     """The learner's logprobs before a sync, and after it; answers of servers are there at once."""
 
-    patience_s, timeout_s = 0.5, 60.0
+    patience_s, patience_key, timeout_s = 0.5, "half of learner.weight_sync.timeout_s", 60.0
 
     def __init__(self, *logprobs_T: torch.Tensor) -> None:
         self.fleet = SimpleNamespace(max_model_len=64, loop=self, on_wait=lambda: None)
@@ -231,7 +231,7 @@ def test_a_server_that_is_too_busy_to_score_is_reported_and_nobody_waits_for_it(
     assert probe.recorded == {"parity/checked": 0.0} and probe.levels == []
     (line,) = caplog.messages
     assert line == (
-        "parity of version 5 could not be checked: it did not score (learner.weight_sync.straggler_timeout_s)"
+        "parity of version 5 could not be checked: it did not score (half of learner.weight_sync.timeout_s)"
     )
 
 
@@ -243,7 +243,12 @@ class Steps:
         monkeypatch.setattr("learner.servers.sync_check.time", SimpleNamespace(monotonic=lambda: self.now_s))
         fleet = SimpleNamespace(on_wait=lambda: None, max_model_len=64, loop=SimpleNamespace(submit=None))
         probe: Any = SimpleNamespace(
-            fleet=fleet, patience_s=0.2, timeout_s=60.0, logprobs=self._logprobs, record=lambda _: None
+            fleet=fleet,
+            patience_s=0.2,
+            patience_key=Probe.patience_key,
+            timeout_s=60.0,
+            logprobs=self._logprobs,
+            record=lambda _: None,
         )
         self._check = SyncCheck(probe, ParityConfig(**parity), lambda version, dtype: 1.0)
 
