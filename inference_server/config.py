@@ -7,7 +7,7 @@ import tyro
 
 from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MAX_SECONDS, Seconds, SharedConfig, Text
 from protocol.config_keys import PassedOn
-from protocol.endpoint import is_loopback
+from protocol.endpoint import is_host, is_loopback
 from protocol.errors import ConfigError
 from protocol.hardware import Cores, Dtype, has_gpu
 
@@ -225,7 +225,12 @@ def _check_nodes(server: ServerConfig) -> None:
         raise ConfigError(f"server.node_rank = {server.node_rank} is not below {nodes}; number the nodes from 0")
     if server.nnodes == 1:
         return
-    if is_loopback(server.master_addr):
+    if not is_host(server.master_addr):
+        raise ConfigError(
+            f"server.master_addr = {server.master_addr!r} is neither a host name nor an IP address; set it to that of "
+            "node 0, on all nodes"
+        )
+    if is_loopback(server.master_addr) or server.master_addr in ("0.0.0.0", "::"):
         raise ConfigError(
             f"{nodes} with server.master_addr = {server.master_addr!r}, which other nodes cannot reach; set it to the "
             "address of node 0, on all nodes"

@@ -27,9 +27,9 @@ from protocol.hardware import Dtype, dtype_here
 
 log = logging.getLogger(__name__)
 
-MAX_SECONDS = 1e8
-"""Maximum wait: three years. A longer value is meant as never, which waits of the operating system do not
-support."""
+MAX_SECONDS = 1e6
+"""Maximum wait: eleven days. A longer value is meant as never, but waits of the operating system count
+milliseconds in 32 bits."""
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 """Type of a key that bounds a wait."""
 Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -50,6 +50,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     COMMON: ClassVar[tuple[str, ...]] = ()
     """Keys that most runs set, which the help names first."""
+    CONNECTS: ClassVar[bool] = False
+    """Whether this side connects to the endpoints, rather than listens at its own."""
     model: Text
     """Model to train: a local directory, a hub name, or a built-in model that is made at first use.
     `tiny:digits`: 0.1M parameters, random weights; `smollm2:135m-instruct`: pretrained, from the package
@@ -129,10 +131,13 @@ def load_config(
             'head_dtype = "bfloat16" is not possible with dtype = "float32": the head must be at least as '
             'precise as the layers before it. Remove head_dtype, or set dtype to "bfloat16"'
         )
-    check_endpoint(config.endpoint, has_keys=config.keys is not None, insecure=config.insecure)
+    check = partial(
+        check_endpoint, has_keys=config.keys is not None, insecure=config.insecure, connects=config.CONNECTS
+    )
+    check(config.endpoint)
     for endpoint in config.endpoints:
         try:
-            check_endpoint(endpoint, has_keys=config.keys is not None, insecure=config.insecure)
+            check(endpoint)
         except ConfigError as error:
             raise ConfigError(f"endpoints = {list(config.endpoints)}: {error}") from error
     return config

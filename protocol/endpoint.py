@@ -11,6 +11,7 @@ learner/evaluation reads them. They carry the run and the versions of the oldest
 """
 
 import ipaddress
+import re
 import socket
 from urllib.parse import quote
 
@@ -22,15 +23,25 @@ START, END = "X-Slipstream-Policy-Version-Start", "X-Slipstream-Policy-Version-E
 RUN = "X-Slipstream-Run"
 """Run whose weights answered. Two runs, separated by a comma: the weights of another run arrived during the
 response. Absent: the weights belong to no run."""
+_LABEL = r"[A-Za-z0-9_-]{1,63}"
+HOST_NAME = re.compile(rf"(?=[A-Za-z0-9]){_LABEL}(\.{_LABEL})*\.?")
+"""Names that both ZeroMQ and the resolver accept, also those of containers and of interfaces."""
 
 
-def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool) -> None:
-    """Check the form of an endpoint, and its protection beyond loopback.
+def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool, connects: bool = False) -> None:
+    """Check the form of an endpoint, and its protection beyond loopback. `connects`: a learner connects to it.
 
     Raises:
-        ConfigError: If it is not tcp://HOST:PORT, or is beyond loopback without keys or `insecure`.
+        ConfigError: If it is not tcp://HOST:PORT, cannot be connected to, or is beyond loopback without keys or
+            `insecure`.
     """
-    if not is_loopback(split_endpoint(endpoint)[0]) and not has_keys and not insecure:
+    host, port = split_endpoint(endpoint)
+    if connects and "*" in (host, port):
+        raise ConfigError(
+            f"endpoint = {endpoint!r} is a listen address, not the address of a server; set it to the server's own "
+            "name and port, for example tcp://gpu-1:5757"
+        )
+    if not is_loopback(host) and not has_keys and not insecure:
         raise ConfigError(
             f"endpoint = {endpoint!r} is open to other machines, and without keys anyone there could act as the "
             'learner or the server. Create keys with `slipstream keys keys` and set keys = "keys" on both sides, or '
@@ -63,7 +74,7 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
     """Return host, without brackets, and port, a number or `*`.
 
     Raises:
-        ConfigError: If the endpoint is not tcp://HOST:PORT, or its IPv6 address is invalid or link-local.
+        ConfigError: If the endpoint is not tcp://HOST:PORT, or its host is invalid or link-local.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     is_port = port == "*" or is_port_number(port)
@@ -74,7 +85,20 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
         )
     if ":" in host or "[" in host or "]" in host:
         host = _ipv6(host, endpoint)
+    elif host != "*" and not is_host(host):
+        raise ConfigError(
+            f"endpoint = {endpoint!r} is not valid: {host!r} is neither a host name nor an IP address; correct it"
+        )
     return host, port
+
+
+def is_host(text: str) -> bool:
+    """Return whether a text is a host name or an IP address, without brackets."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return HOST_NAME.fullmatch(text) is not None
+    return True
 
 
 def is_port_number(text: str) -> bool:

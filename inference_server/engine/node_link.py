@@ -25,7 +25,7 @@ from inference_server.engine.installed_vllm import installed_version
 from inference_server.engine.interface import EngineDead
 from protocol.config_keys import flatten
 from protocol.doctor import package_version
-from protocol.endpoint import join_address, needs_ipv6
+from protocol.endpoint import is_loopback, join_address, needs_ipv6, split_endpoint
 from protocol.errors import ConfigError
 from protocol.messages import ModelFingerprint
 
@@ -70,6 +70,7 @@ def settings_of(run: ServerRun, model: ModelFingerprint) -> dict[str, Any]:
     """Return what must be the same on all nodes of a server, by key."""
     keys = flatten({"server": msgspec.to_builtins(run.server), "model": msgspec.to_builtins(model)})
     keys |= {"dtype": run.dtype, "head_dtype": run.head_dtype, "seed": run.seed}
+    keys |= {"learner.lora.rank": run.lora_rank, "learner.routing_replay": run.returns_experts}
     keys |= {"slipstream-rl": package_version(), "vllm": installed_version().number}
     kept = {key: value for key, value in keys.items() if key not in PER_NODE}
     return msgspec.json.decode(msgspec.json.encode(kept))  # as they arrive from another node
@@ -79,7 +80,7 @@ class ServerNodes:
     """Node 0's side of the link."""
 
     def __init__(self, run: ServerRun, model: ModelFingerprint) -> None:
-        """Listen at server.master_port. Raises ConfigError if that is impossible."""
+        """Listen at server.master_port. Raises ConfigError if that is impossible, or only this node reaches it."""
         server = run.server
         self._server, self._settings = server, settings_of(run, model)
         self._connections: dict[int, socket.socket] = {}
@@ -92,12 +93,32 @@ class ServerNodes:
                 f"{join_address(server.master_addr, server.master_port)} ({error.strerror or error}); set it to an "
                 "address of node 0, and server.master_port to a free port"
             ) from error
+        if (problem := self._why_unreachable(run)) is not None:
+            self._listener.close()
+            raise ConfigError(problem)
         self._listener.settimeout(TICK_S)
 
     @property
     def address(self) -> str:
         """IP address of node 0."""
         return str(self._listener.getsockname()[0])
+
+    def _why_unreachable(self, run: ServerRun) -> str | None:
+        """Return why other nodes cannot reach node 0 or the learner. All may be on one machine, for a trial."""
+        nnodes, master_addr = run.server.nnodes, run.server.master_addr
+        if is_loopback(master_addr):
+            return None
+        if is_loopback(self.address):
+            return (
+                f"server.master_addr = {master_addr!r} is {self.address} on node 0 (see /etc/hosts), which other nodes "
+                "cannot reach; set it to the IP address of node 0, on all nodes"
+            )
+        if is_loopback(split_endpoint(run.endpoint)[0]):
+            return (
+                f"server.nnodes = {nnodes} with endpoint = {run.endpoint!r}: the learner would send weights from an "
+                "address that other nodes cannot reach; set `endpoint` to the address of node 0, for the learner too"
+            )
+        return None
 
     def gather(self) -> int:
         """Wait for all other nodes, let them start an engine, and return the port at which workers meet.

@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.engine.adapter import ADAPTER, with_adapters
+from inference_server.engine.adapter import ADAPTER
 from inference_server.engine.data_parallel import replicas_as_ours
 from inference_server.engine.guests import FIRST_OF_GUESTS
 from inference_server.engine.interface import EngineDead
@@ -149,7 +149,7 @@ def start_llm(run: ServerRun, model_path: Path, nodes: ServerNodes | None = None
     if nodes is not None:
         os.environ.setdefault("VLLM_HOST_IP", nodes.address)  # vLLM would take that of the default route
         engine_port = nodes.gather()
-    args = with_adapters(engine_arguments(run, model_path, engine_port), run)
+    args = engine_arguments(run, model_path, engine_port)
     num_replicas = server.data_parallel_size
     try:
         if server.quantization is not None and args.create_model_config().is_moe:

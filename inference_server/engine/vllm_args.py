@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from inference_server.config import INT8, ServerConfig, ServerRun
+from inference_server.engine.adapter import with_adapters
 from inference_server.engine.cpu_experts import ArgsWithExperts
 from inference_server.engine.guests import SCHEDULER
 from inference_server.engine.int8_linear import INT8_LINEAR
@@ -135,7 +136,7 @@ REFUSED = (
 
 
 def engine_arguments(run: ServerRun, model_path: Path, engine_port: int = 0) -> AsyncEngineArgs:
-    """Return the arguments for vLLM.
+    """Return the arguments for vLLM, the same on every node of a server but for its rank.
 
     `engine_port` is the port of node 0 at which the workers of several nodes meet.
 
@@ -151,7 +152,7 @@ def engine_arguments(run: ServerRun, model_path: Path, engine_port: int = 0) -> 
     args = kind(**arguments)
     if run.returns_experts:
         _check_experts(run, args)
-    return args
+    return with_adapters(args, run)
 
 
 def _check_experts(run: ServerRun, args: AsyncEngineArgs) -> None:

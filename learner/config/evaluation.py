@@ -6,7 +6,7 @@ from typing import Annotated, Self
 import msgspec
 import tyro
 
-from learner.config.section import AtLeastOne, NotNegative, PositiveFinite, Section, require
+from learner.config.section import AtLeastOne, NotNegative, Section, Timeout, require
 from protocol.config_keys import PASSED_ON, MayChange
 
 SOURCES = ("task", "path", "dataset")
@@ -78,7 +78,7 @@ class EvaluationConfig(Section):
     """Maximum number of tokens of a completion, or of a turn. Unset: learner.sampling.max_tokens."""
     max_concurrent: MayChange[AtLeastOne[int]] = 64
     """Maximum number of prompts in flight."""
-    timeout_s: MayChange[PositiveFinite[float]] = 600.0
+    timeout_s: MayChange[Timeout] = 600.0
     """Maximum time for an answer, and to wait for a lost server."""
     sets: MayChange[Annotated[dict[str, SetConfig], PASSED_ON, tyro.conf.Suppress]] = msgspec.field(
         default_factory=dict

@@ -13,7 +13,7 @@ from learner.config.loss import LossConfig
 from learner.config.outputs import CheckpointConfig, ReportConfig
 from learner.config.policy import LoraConfig, OptimizerConfig, ReferenceConfig, WarmStartConfig
 from learner.config.rewards import RewardConfig
-from learner.config.section import AtLeastOne, NotNegative, Positive, Section, require, value_at
+from learner.config.section import AtLeastOne, NotNegative, Section, Timeout, require, value_at
 from learner.config.servers import ParityConfig, SamplingConfig, WeightSyncConfig
 from learner.config.tasks import CurriculumConfig, DataConfig, EnvironmentConfig
 from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, SharedConfig
@@ -96,17 +96,17 @@ class LearnerConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     report: ReportConfig = ReportConfig()
-    connect_timeout_s: MayChange[Positive[float]] = 600.0
+    connect_timeout_s: MayChange[Timeout] = 600.0
     """Maximum time to wait for a server, at the start and whenever it is lost or serves another learner."""
-    drain_timeout_s: MayChange[Positive[float]] = 60.0
+    drain_timeout_s: MayChange[Timeout] = 60.0
     """Maximum time for a server to finish its pending groups, after its endpoint is removed from
     `endpoints_from` or it announces its shutdown. The remaining groups are then requested from other
     servers."""
-    group_idle_timeout_s: MayChange[Positive[float]] = 600.0
+    group_idle_timeout_s: MayChange[Timeout] = 600.0
     """Maximum time without a new token for a group in progress, not counting weight syncs, before it is
     requested again. If two or more of its completions are finished, it continues with those. A request that the
     server has lost is resent after the same time."""
-    collective_timeout_s: MayChange[Positive[float]] = 600.0
+    collective_timeout_s: MayChange[Timeout] = 600.0
     """With several ranks: maximum time that each waits for the others in a collective. It bounds how soon a
     hanging rank is noticed, or a dead one that the rank watch misses. It must exceed the time that rank 0
     needs to read the data, for a weight sync or for a checkpoint. Waits for the server do not count."""
@@ -164,6 +164,7 @@ class LearnerRun(SharedConfig):
         "learner.reward.functions", "learner.optimizer.learning_rate", "learner.kl.coef",
         "learner.checkpoint.every_steps", "learner.evaluation.every_steps",
     )  # fmt: skip
+    CONNECTS = True
     learner: LearnerConfig
     """Settings of the learner."""
     server: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
@@ -218,7 +219,7 @@ class LearnerRun(SharedConfig):
             raise ConfigError(f"endpoints = {list(self.endpoints)} contains a server twice; list each endpoint once")
         if (endpoint := self.learner.in_effect().reference.endpoint) is not None:
             try:
-                check_endpoint(endpoint, has_keys=self.keys is not None, insecure=self.insecure)
+                check_endpoint(endpoint, has_keys=self.keys is not None, insecure=self.insecure, connects=True)
             except ConfigError as error:
                 raise ConfigError(f"learner.reference.endpoint: {error}") from error
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from learner.config.section import AtLeastOne, NotNegative, Positive, Section, require
+from learner.config.section import AtLeastOne, NotNegative, Section, Timeout, require
 from protocol.config_keys import MayChange
 
 TRAINING_REWARD, EVALUATION = "training_reward", "evaluation"
@@ -30,7 +30,7 @@ class CheckpointConfig(Section):
     export_model: MayChange[bool] = True
     """Whether to also write the policy to each checkpoint as `model/`, for `vllm serve` and
     `from_pretrained`. It has the run's dtype, with the adapter merged."""
-    timeout_s: MayChange[Positive[float]] = 1800.0
+    timeout_s: MayChange[Timeout] = 1800.0
     """Maximum total time of a checkpoint. It is written concurrently with training, but the next one and the
     end of the run wait for it."""
 

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Literal
 
-from learner.config.section import AtLeastOne, Fraction, NotNegative, Positive, PositiveFinite, Section, any_of, require
+from learner.config.section import AtLeastOne, Fraction, NotNegative, Positive, Section, Timeout, any_of, require
 from protocol.config_keys import MayChange
 
 ReferenceKind = Literal["none", "fixed", "every", "ema", "adaptive", "mixture"]
@@ -105,7 +105,7 @@ class ReferenceConfig(Section):
     hold (docs/distillation.md). fixed: the model that this server was started with, which may be another one
     with the same tokenizer, a teacher; every or adaptive: a copy of the policy, sent to it by a weight sync.
     Unset: the learner holds the reference."""
-    timeout_s: MayChange[PositiveFinite[float]] = 600.0
+    timeout_s: MayChange[Timeout] = 600.0
     """Maximum time for the server at `endpoint` to score one sequence. The run then stops, and a resume
     continues it. A server that is lost is waited for (learner.connect_timeout_s)."""
 

@@ -4,7 +4,16 @@ import math
 import sys
 from typing import Literal
 
-from learner.config.section import AtLeastOne, Fraction, NotNegativeFinite, PositiveFinite, Section, require
+from learner.config.section import (
+    AtLeastOne,
+    Fraction,
+    NotNegativeFinite,
+    PositiveFinite,
+    Section,
+    Timeout,
+    TimeoutOrZero,
+    require,
+)
 from protocol.config_keys import MayChange
 
 OVERLONG = "overlong"
@@ -84,11 +93,11 @@ class RewardConfig(Section):
     skip_special_tokens: bool = True
     """Whether to remove special tokens (ends, channels, tool tags) from the text that functions see. false:
     the text has all of them, including the end of the sequence. completion_ids always have every token."""
-    timeout_s: MayChange[PositiveFinite[float]] = 10.0
+    timeout_s: MayChange[Timeout] = 10.0
     """Deadline of one call of one function on one group. A synchronous function that exceeds it is killed, an
     asynchronous one canceled. Built-in functions then score the completions one by one; those still too slow
     get 0."""
-    unreachable_s: MayChange[NotNegativeFinite[float]] = 600.0
+    unreachable_s: MayChange[TimeoutOrZero] = 600.0
     """Maximum time to retry a function that cannot reach a service: a connection is refused or breaks, or the
     status is 429, 502, 503 or 504. The run waits meanwhile. After that, the call counts as failed. 0: it
     fails at once."""

@@ -7,6 +7,8 @@ from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_args
 
 import msgspec
 
+from protocol.config import MAX_SECONDS
+
 T = TypeVar("T")
 
 
@@ -22,6 +24,12 @@ NotNegative = Annotated[T, Range(lambda value: value >= 0, "must not be negative
 AtLeastOne = Annotated[T, Range(lambda value: value >= 1, "must be at least 1")]
 PositiveFinite = Annotated[T, Range(lambda value: 0 < value < math.inf, "must be above 0 and finite")]
 NotNegativeFinite = Annotated[T, Range(lambda value: 0 <= value < math.inf, "must be at least 0 and finite")]
+Timeout = Annotated[
+    float, Range(lambda value: 0 < value <= MAX_SECONDS, f"must be above 0 and at most {MAX_SECONDS:.0f}")
+]
+TimeoutOrZero = Annotated[
+    float, Range(lambda value: 0 <= value <= MAX_SECONDS, f"must be at least 0 and at most {MAX_SECONDS:.0f}")
+]
 Fraction = Annotated[T, Range(lambda value: 0 <= value < 1, "must be at least 0 and below 1")]
 Share = Annotated[T, Range(lambda value: 0 < value <= 1, "must be above 0 and at most 1")]
 

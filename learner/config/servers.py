@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from learner.config.section import AtLeastOne, Positive, Section, Share, any_of, require
+from learner.config.section import AtLeastOne, Positive, Section, Share, Timeout, any_of, require
 from protocol.config_keys import MayChange
+from protocol.endpoint import is_host
 from protocol.messages import MAX_STOP_LENGTH, MAX_STOPS
 from protocol.transports.registry import TRANSPORTS
 
@@ -73,9 +74,9 @@ class SamplingConfig(Section):
 class WeightSyncConfig(Section):
     """Weight sync to the servers."""
 
-    timeout_s: MayChange[Positive[float]] = 60.0
+    timeout_s: MayChange[Timeout] = 60.0
     """Deadline of each phase of a weight sync: ready, each broadcast, done."""
-    straggler_timeout_s: MayChange[Positive[float]] = 5.0
+    straggler_timeout_s: MayChange[Timeout] = 5.0
     """With several servers: how long a weight sync waits for a server that keeps the others waiting. The others
     then go on without it, and it gets a sync of its own, which may be slow but must not stall for this long.
     Raise the value if a model takes longer to load. At most half of timeout_s counts. A server also has this
@@ -115,8 +116,7 @@ class WeightSyncConfig(Section):
             f'ports = "{self.ports}" is not a port or a range of ports from 1 to 65535; use "29500" or "29500-29510"',
         )
         require(
-            self.advertise is None
-            or ("/" not in self.advertise and "[" not in self.advertise and self.advertise != ""),
+            self.advertise is None or is_host(self.advertise),
             f'advertise = "{self.advertise}" is not a host name or an address alone; use "learner.example", '
             '"10.0.0.7" or "fd00::7"',
         )
@@ -125,6 +125,12 @@ class WeightSyncConfig(Section):
     def straggler_timeout_in_effect_s(self) -> float:
         """Effective straggler_timeout_s, shorter than the deadlines of the peers that wait."""
         return min(self.straggler_timeout_s, self.timeout_s / 2)
+
+    @property
+    def straggler_timeout_key(self) -> str:
+        """Key that sets the effective straggler_timeout_s, for error messages."""
+        is_short = self.straggler_timeout_s <= self.timeout_s / 2
+        return "learner.weight_sync.straggler_timeout_s" if is_short else "half of learner.weight_sync.timeout_s"
 
     def unmet_needs(self) -> dict[str, str]:
         one_port = [name for name, entry in TRANSPORTS.items() if entry.uses_one_port]

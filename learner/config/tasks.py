@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import tyro
 
-from learner.config.section import AtLeastOne, Fraction, PositiveFinite, Section, require
+from learner.config.section import AtLeastOne, Fraction, Section, Timeout, require
 from protocol.config_keys import MayChange
 
 MIN_WEIGHT = 0.01
@@ -189,10 +189,10 @@ class EnvironmentConfig(Section):
     """Maximum number of turns of an episode. sampling.max_tokens limits each turn."""
     max_episode_tokens: AtLeastOne[int] | None = None
     """Maximum number of tokens of an episode, including its prompt. Unset: the server's max_model_len."""
-    timeout_s: MayChange[PositiveFinite[float]] = 10.0
+    timeout_s: MayChange[Timeout] = 10.0
     """Deadline of one method call. A process that exceeds it is killed, and the episode ends without a
     reward."""
-    episode_deadline_s: MayChange[PositiveFinite[float]] = 600.0
+    episode_deadline_s: MayChange[Timeout] = 600.0
     """Maximum duration of an episode, including the waits for its turns. An episode above it starts no
     further turn and ends without a reward."""
     max_concurrent: MayChange[AtLeastOne[int]] = 64

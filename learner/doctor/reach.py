@@ -36,8 +36,8 @@ class NotReached(Exception):
 
 def names(endpoint: str) -> Finding:
     """Check that the endpoint's host resolves to an address for connections."""
-    host, port_text = split_endpoint(endpoint)
-    if host == "*" or _is_unspecified(host) or port_text == "*":
+    host, _ = split_endpoint(endpoint)
+    if _is_unspecified(host):
         return problem(
             "names", f"{endpoint} is a listen address, not the address of a server",
             "set `endpoint` to the server's name and port: --endpoint tcp://HOST:PORT",

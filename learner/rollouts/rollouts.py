@@ -45,8 +45,8 @@ CHECK_INTERVAL_S = 0.2
 class Rollouts:
     """Rollout tasks of one run, in the fleet's event loop.
 
-    The main thread calls `start`, `publish`, `take` and `close`. State shared by both threads is in rollout_buffer.py.
-    Slot order also keeps long completions from being overtaken.
+    The main thread calls `start`, `publish`, `next_batch` and `close`. State shared by both threads is in
+    rollout_buffer.py. Slot order also keeps long completions from being overtaken.
     """
 
     def __init__(

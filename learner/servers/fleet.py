@@ -28,7 +28,7 @@ from protocol.messages import Group, GroupFailed, Hello, Refused, RoutingShape, 
 
 log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 10.0
 CHECK_INTERVAL_S = 0.05
 OnGroup = Callable[[Member, Group | GroupFailed], None]
 OnMember = Callable[[Member], None]
@@ -73,7 +73,7 @@ class Fleet:
             Membership(run.endpoints_from, has_keys=has_keys, insecure=run.insecure) if run.endpoints_from else None
         )
         endpoints = self._membership.endpoints if self._membership else run.servers
-        self.members: tuple[Member, ...] = loop.call(self._open(endpoints), OPEN_TIMEOUT_S)
+        self.members: tuple[Member, ...] = self._open(endpoints)
 
     def start(
         self, on_group: OnGroup, on_welcome: OnMember = _ignore, on_lost: OnMember = _ignore,
@@ -95,7 +95,7 @@ class Fleet:
     def leave(self) -> None:
         """Free the servers if the run is over. Call this after all other messages."""
         if self.is_over:
-            self.loop.call(self._leave_all(), OPEN_TIMEOUT_S)
+            self.loop.call(self._leave_all(), LEAVE_TIMEOUT_S)
 
     def close(self) -> None:
         """Close the sockets. Call this after the loop has stopped."""
@@ -232,10 +232,14 @@ class Fleet:
         """Maximum sequence length that all servers support, including former ones."""
         return min(link.welcome.max_model_len for link in self._links if link.welcome is not None)
 
-    async def _open(self, endpoints: Collection[str]) -> tuple[Member, ...]:
-        links = [ServerLink(one, self.hello, keys=self._keys, insecure=self._run.insecure) for one in endpoints]
-        self._links += links
-        return tuple(Member(link.endpoint, link) for link in links)
+    def _open(self, endpoints: Collection[str]) -> tuple[Member, ...]:
+        """Return new members. Not for the loop: it looks up each name, which may take DNS many seconds."""
+        members = list[Member]()
+        for endpoint in endpoints:
+            link = ServerLink(endpoint, self.hello, keys=self._keys, insecure=self._run.insecure)
+            self._links.append(link)
+            members.append(Member(endpoint, link))
+        return tuple(members)
 
     async def _keep(self, member: Member) -> None:
         member.task, member.link.on_lost = asyncio.current_task(), partial(self._lost, member)
@@ -266,7 +270,7 @@ class Fleet:
                     self.loop.spawn(self._drain(member))
 
     async def _add(self, endpoints: Collection[str], in_place_of: Member | None = None) -> None:
-        new = await self._open(endpoints)
+        new = await asyncio.to_thread(self._open, endpoints)
         self.members = (*(member for member in self.members if member is not in_place_of), *new)
         for member in new:
             self.loop.spawn(self._keep(member))

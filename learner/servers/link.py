@@ -79,7 +79,7 @@ def _ignore(*message: object) -> None:
 
 
 class ServerLink:
-    """Link to one server. Created and used in one event loop."""
+    """Link to one server, used in one event loop."""
 
     def __init__(self, endpoint: str, hello: Hello, *, keys: LearnerKeys | None = None, insecure: bool = False) -> None:
         self.endpoint = endpoint

@@ -43,7 +43,8 @@ class LoopThread:
             if future.done():
                 raise
             future.cancel()
-            raise DeadlineExceeded(f"{coroutine} did not finish within {timeout_s} s") from error
+            name = getattr(coroutine, "__qualname__", "a call")
+            raise DeadlineExceeded(f"{name} did not finish within {timeout_s:g} s") from error
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work in the background, from any thread; `raise_failure` raises its error."""

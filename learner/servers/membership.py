@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from learner.servers.link import ServerLink
-from protocol.endpoint import check_endpoint, is_port_number, join_address
+from protocol.endpoint import check_endpoint, is_host, is_port_number, join_address
 from protocol.errors import ConfigError
 from protocol.messages import Welcome
 
@@ -64,7 +64,7 @@ class Membership:
         if not endpoints:
             raise ConfigError(f"endpoints_from = {self._source!r} lists no server; add at least one endpoint")
         for endpoint in endpoints:
-            check_endpoint(endpoint, has_keys=self._has_keys, insecure=self._insecure)
+            check_endpoint(endpoint, has_keys=self._has_keys, insecure=self._insecure, connects=True)
         return endpoints
 
 
@@ -80,7 +80,7 @@ def _of_file(path: str) -> tuple[str, ...]:
 
 def _of_name(place: str) -> tuple[str, ...]:
     name, _, port = place.rpartition(":")
-    if not name or not is_port_number(port):
+    if not is_host(name) or not is_port_number(port):
         raise ConfigError(
             f"endpoints_from = 'dns:{place}' is not a source; use dns:NAME:PORT, for example dns:servers:5757"
         )

@@ -96,10 +96,9 @@ class ParityProbe:
         """
         self.sequences = texts_of(prompts)
         self.logprobs, self.fleet = logprobs, fleet
-        self.timeout_s, self.patience_s = (
-            run.learner.weight_sync.timeout_s,
-            run.learner.weight_sync.straggler_timeout_in_effect_s,
-        )
+        config = run.learner.weight_sync
+        self.timeout_s, self.patience_s = config.timeout_s, config.straggler_timeout_in_effect_s
+        self.patience_key = config.straggler_timeout_key
         self._run = run
         self._comparisons: dict[str, ParityComparison] = {}
         """Comparison of each endpoint, also of former servers, whose tokens may still be in a batch."""
@@ -146,14 +145,16 @@ class ParityProbe:
         `version` None stands for the model's own weights. Raises the same errors as `measure`.
         """
         has_others = any(other is not member and self.fleet.is_ready(other) for other in self.fleet.members)
-        timeout_s, key = (self.patience_s, "straggler_timeout_s") if has_others else (self.timeout_s, "timeout_s")
+        timeout_s, key = self.timeout_s, "learner.weight_sync.timeout_s"
+        if has_others:
+            timeout_s, key = self.patience_s, self.patience_key
 
         def score(replica: int, token_ids: list[int]) -> torch.Tensor:
             scoring = member.link.score(token_ids, timeout_s, replica)
             try:
                 scores = self.fleet.loop.call(scoring, timeout_s + CALL_SLACK_S)
             except DeadlineExceeded as error:
-                raise DeadlineExceeded(f"{error} (learner.weight_sync.{key})") from error
+                raise DeadlineExceeded(f"{error} ({key})") from error
             return of_version(member, [scores], version)
 
         sequences = self._sequences_for(member)

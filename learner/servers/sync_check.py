@@ -143,12 +143,11 @@ class SyncCheck:
         """Request the expected scores without waiting for them, from any thread.
 
         Servers score before they generate. A server that is too busy to score within `patience_s` is checked
-        after the next sync.
+        after the next sync. None requests nothing, and keeps a pending check: a server has joined meanwhile.
         """
-        self._expected = expected
-        self._pending_answers = (
-            {} if expected is None else self._ask(expected.before.sequences, members, self._probe.patience_s)
-        )
+        if expected is not None:
+            self._expected = expected
+            self._pending_answers = self._ask(expected.before.sequences, members, self._probe.patience_s)
 
     def check(self) -> None:
         """Wait for the answers to `ask`, and compare them. Raises ParityError."""
@@ -161,7 +160,7 @@ class SyncCheck:
         is_answered = bool(pending)
         for place, answers in pending.items():
             before_T = _answer_before(expected.before, place)
-            scores = _results(answers, place, expected.version)
+            scores = _results(answers, place, expected.version, self._probe.patience_key)
             if scores is not None:
                 theirs_T = of_version(place[0], scores, expected.version)
                 self._probe.check_level(*place, (expected.logprobs_T - theirs_T).abs(), "texts of the step")
@@ -179,9 +178,9 @@ class SyncCheck:
         if self._num_unanswered == MAX_UNANSWERED:
             log.warning(
                 "%d weight syncs in a row could not be checked: a server did not score the texts of the step both "
-                "before and after them. Raise learner.weight_sync.straggler_timeout_s, or set "
-                "learner.parity.every_steps = 0 to disable the check",
-                MAX_UNANSWERED,
+                "before and after them. Raise its limit (%s), or set learner.parity.every_steps = 0 to disable the "
+                "check",
+                MAX_UNANSWERED, self._probe.patience_key,
             )  # fmt: skip
 
     def _check_change(
@@ -248,13 +247,13 @@ def _answer_before(before: BeforeSync, place: Place) -> torch.Tensor | None:
     return of_version(place[0], scores, before.version) if is_of_version else None
 
 
-def _results(answers: list[Future[Scores]], place: Place, version: int) -> list[Scores] | None:
-    """Return the answers of a server; None, with a warning, if one is missing."""
+def _results(answers: list[Future[Scores]], place: Place, version: int, key: str) -> list[Scores] | None:
+    """Return the answers of a server; None, with a warning, if one is missing. `key` limits the wait."""
     member, _ = place
     try:
         return [answer.result(0) for answer in answers]
     except (TimeoutError, SlipstreamError) as error:
         if not member.is_draining:  # otherwise it shut down as announced
-            key = "" if isinstance(error, ServerLost) else " (learner.weight_sync.straggler_timeout_s)"
-            log.warning("parity of version %d could not be checked: %s%s", version, error, key)
+            limit = "" if isinstance(error, ServerLost) else f" ({key})"
+            log.warning("parity of version %d could not be checked: %s%s", version, error, limit)
     return None

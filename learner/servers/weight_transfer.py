@@ -267,7 +267,7 @@ class SyncAttempt:
         patience_s, now, pending = self._config.straggler_timeout_in_effect_s, time.monotonic(), self._pending()
         if not self._others_serve and len(self._members) == 1:
             return {}
-        of_key = f"{patience_s:g} s (learner.weight_sync.straggler_timeout_s)"
+        of_key = f"{patience_s:g} s ({self._config.straggler_timeout_key})"
         if self.stage != "pausing" and not self._failures:  # once it is off, healthy workers report no more
             ranks = self._late_ranks(patience_s)
             late = [member for member in pending if ranks.intersection(self._session.ranks[member])]
@@ -281,7 +281,7 @@ class SyncAttempt:
                 return _failed(
                     self._not_held_up(pending), f"another server {what} {of_key} earlier; it gets its own weight sync"
                 )
-        if self._others_serve and now - self._moved_at > patience_s:
+        if self._others_serve and self._stalled_s() > patience_s:
             reason = (
                 f"it has made no progress for {of_key}, and the other servers do not wait; it gets another weight sync"
             )
@@ -290,12 +290,18 @@ class SyncAttempt:
 
     def _late_ranks(self, patience_s: float) -> set[int]:
         collective = self._session.collective
-        return late_ranks(
-            self._session.states(self._transfer_at),
-            collective.parents if collective is not None else {},
-            collective.blocked_s() if collective is not None else {},
-            patience_s,
-        )
+        parents = collective.parents if collective is not None else {}
+        return late_ranks(self._session.states(self._transfer_at), parents, self._blocked_s(), patience_s)
+
+    def _stalled_s(self) -> float:
+        """Return how long nothing has moved."""
+        stalled_s = time.monotonic() - self._moved_at
+        blocked_s = self._blocked_s() if self.stage == "sending" else {}
+        # `_moved_at` changes once per span. On a slow link, a span takes longer than the others wait.
+        return min(stalled_s, max(blocked_s.values(), default=stalled_s))
+
+    def _blocked_s(self) -> Mapping[int, float]:
+        return self._session.collective.blocked_s() if self._session.collective is not None else {}
 
     def _not_held_up(self, pending: list[Member]) -> list[Member]:
         """Return those of the servers that no longer wait for others to hand on bytes, or all if each does."""

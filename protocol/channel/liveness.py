@@ -152,7 +152,7 @@ _HANDSHAKES = (
 class Monitor:
     """Events of one socket's connections since the monitor was created.
 
-    `take` returns the handshakes that have failed since its last call.
+    `pop_failures` returns the handshakes that have failed since its last call.
     """
 
     def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:

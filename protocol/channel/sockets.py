@@ -255,11 +255,11 @@ class LearnerChannel:
     """The learner's end: one connection to one server, which ZeroMQ restores.
 
     Raises:
-        ConfigError: If the address needs keys or `insecure` because it is not loopback.
+        ConfigError: If the address is not that of a server, or needs keys or `insecure` because it is not loopback.
     """
 
     def __init__(self, endpoint: str, keys: LearnerKeys | None = None, *, insecure: bool = False) -> None:
-        check_endpoint(endpoint, has_keys=keys is not None, insecure=insecure)
+        check_endpoint(endpoint, has_keys=keys is not None, insecure=insecure, connects=True)
         self.endpoint = endpoint
         self._has_keys = keys is not None
         self._context = zmq.Context()

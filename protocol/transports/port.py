@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from protocol.endpoint import needs_ipv6
+from protocol.endpoint import join_address, needs_ipv6
 from protocol.errors import PushError
 
 POLL_S = 0.02
@@ -59,7 +59,10 @@ def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:
             return socket.create_server((host, port), family=socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise
+                raise PushError(
+                    f"cannot listen on {join_address(host, port)} ({error.strerror or error}); check the address, or "
+                    "change learner.weight_sync.ports"
+                ) from error
     raise PushError(
         f"no port from {ports[0]} to {ports[-1]} is free on {host}; stop the processes that use them, or add ports to "
         "learner.weight_sync.ports"

@@ -17,7 +17,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from deploy.planning.measured import learner_section, server_section
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.doctor import examine
-from inference_server.engine.adapter import with_adapters
 from inference_server.engine.versioned_llm import start_llm
 from inference_server.engine.vllm_args import REFUSED, engine_arguments, own_arguments
 from protocol.config import load_config
@@ -187,7 +186,7 @@ def test_vllm_starts_with_adapters_of_a_rank_that_it_has_or_a_warning_says_why_n
         tiny_gpt2.save(tiny_model("qwen2"), tmp_path)
     path = tmp_path if kind == "qwen2" else resolve_model("tiny:digits")
     run = ServerRun(model=str(path), run_dir="r", dtype="float32", server=ServerConfig(max_lora_rank=rank))
-    args = with_adapters(engine_arguments(run, path), run)
+    args = engine_arguments(run, path)
     if isinstance(expected, int):
         assert (args.enable_lora, args.max_loras, args.max_lora_rank) == (True, 1, expected)
         assert "merged weights" not in caplog.text

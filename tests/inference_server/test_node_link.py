@@ -32,6 +32,10 @@ def node(rank: int, port: int, *, timeout_s: int = TIMEOUT_S, **server: object) 
     return ServerRun(model="tiny:digits", run_dir="runs/x", server=msgspec.convert(config | server, ServerConfig))
 
 
+def with_learner(run: ServerRun, **learner: object) -> ServerRun:
+    return msgspec.structs.replace(run, learner=learner)
+
+
 @contextmanager
 def node_0(port: int, **server: object) -> Iterator[ServerNodes]:
     nodes = ServerNodes(node(0, port, **server), MODEL)  # type: ignore[arg-type]
@@ -107,6 +111,11 @@ def test_a_node_that_does_not_fit_is_refused_with_the_key(pool: ThreadPoolExecut
         other = msgspec.structs.replace(MODEL, vocab_size=17)
         with pytest.raises(ConfigError, match=r"model.vocab_size is 17 on node 1 and 16 on node 0"):
             join_node_0(node(1, port), other)
+        # The learner's section decides about adapters and experts, and a node may have another file.
+        with pytest.raises(ConfigError, match=r"learner.lora.rank is 16 on node 1 and 0 on node 0"):
+            join_node_0(with_learner(node(1, port), lora={"rank": 16}), MODEL)
+        with pytest.raises(ConfigError, match=r"learner.routing_replay is True on node 1 and False on node 0"):
+            join_node_0(with_learner(node(1, port), routing_replay=True), MODEL)
         # What may differ: its cores.
         links = [pool.submit(join_node_0, node(rank, port, cpu_cores=[rank]), MODEL) for rank in (1, 2)]
         assert gathering.result(TIMEOUT_S) > 0
@@ -140,6 +149,23 @@ def test_whoever_waits_in_vain_says_for_whom_and_how_long(pool: ThreadPoolExecut
 
 
 @pytest.mark.parametrize(
+    ("master_addr", "problem"),
+    [  # these stand for a name that is loopback on node 0 only, and for any address beyond loopback
+        ("127.1", r"'127.1' is 127.0.0.1 on node 0 \(see /etc/hosts\), .* set it to the IP address of node 0"),
+        (
+            "00.0.0.0",
+            r"server.nnodes = 3 with endpoint = 'tcp://127.0.0.1:5757': .* set `endpoint` to the address of node",
+        ),
+    ],
+)
+def test_node_0_does_not_wait_at_an_address_that_only_itself_reaches(master_addr: str, problem: str) -> None:
+    port = free_port()
+    with pytest.raises(ConfigError, match=problem):
+        ServerNodes(node(0, port, master_addr=master_addr), MODEL)
+    socket.create_server((master_addr, port)).close()  # it no longer listens
+
+
+@pytest.mark.parametrize(
     ("server", "problem"),
     [
         ({"node_rank": 1}, r"server.node_rank = 1 is not below server.nnodes = 1"),
@@ -147,6 +173,8 @@ def test_whoever_waits_in_vain_says_for_whom_and_how_long(pool: ThreadPoolExecut
             {"nnodes": 2, "tensor_parallel_size": 2},
             r"server.nnodes = 2 with server.master_addr = '127.0.0.1'.* set it to",
         ),
+        ({"nnodes": 2, "master_addr": "0.0.0.0"}, r"server.master_addr = '0.0.0.0', which other nodes cannot reach"),
+        ({"nnodes": 2, "master_addr": "node-0:29600"}, r"'node-0:29600' is neither a host name nor an IP address"),
         (
             {"nnodes": 2, "tensor_parallel_size": 3, "master_addr": "a"},
             r"tensor_parallel_size = 3 is not a multiple of",

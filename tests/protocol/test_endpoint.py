@@ -12,6 +12,9 @@ from protocol.errors import ConfigError
         ("tcp://127.0.0.1:5757", "127.0.0.1", "5757"),
         ("tcp://*:*", "*", "*"),
         ("tcp://node7.example:0", "node7.example", "0"),
+        ("tcp://node7.example.:1", "node7.example.", "1"),
+        ("tcp://gpu_1:5757", "gpu_1", "5757"),  # Docker Compose permits it
+        ("tcp://eth0.100:5757", "eth0.100", "5757"),  # a server may listen at an interface
         ("tcp://[::1]:5757", "::1", "5757"),
         ("tcp://[::]:*", "::", "*"),
         ("tcp://[fd00::7]:65535", "fd00::7", "65535"),
@@ -34,6 +37,11 @@ def test_an_endpoint_is_a_host_and_a_port(endpoint: str, host: str, port: str) -
         ("tcp://[::1]", "expected tcp://HOST:PORT"),
         ("tcp://::1:5757", r"without brackets; .*tcp://\[::1\]:5757"),
         ("tcp://[node7]:5757", r"'\[node7\]' is not an IPv6 address"),
+        ("tcp://gpu-1 :5757", "'gpu-1 ' is neither a host name nor an IP address"),
+        ("tcp://10.0.0.5/24:5757", "is neither a host name nor an IP address"),
+        ("tcp://a..b:5757", "is neither a host name nor an IP address"),
+        (f"tcp://{'a' * 64}:5757", "is neither a host name nor an IP address"),
+        ("tcp://höst:5757", "is neither a host name nor an IP address"),
         ("tcp://[fe80::1%eth0]:5757", "is link-local, so it means another machine on every link"),
     ],
 )
@@ -55,6 +63,13 @@ def test_only_loopback_needs_neither_keys_nor_explicit_consent() -> None:
             check_endpoint(endpoint, has_keys=False, insecure=False)
         check_endpoint(endpoint, has_keys=True, insecure=False)
         check_endpoint(endpoint, has_keys=False, insecure=True)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5757", "tcp://10.0.0.5:*"])
+def test_a_learner_cannot_connect_to_a_listen_address(endpoint: str) -> None:
+    check_endpoint(endpoint, has_keys=True, insecure=False)
+    with pytest.raises(ConfigError, match="is a listen address, not the address of a server"):
+        check_endpoint(endpoint, has_keys=True, insecure=False, connects=True)
 
 
 def test_remaining_risks_are_logged_for_every_address_except_loopback() -> None:

@@ -57,6 +57,13 @@ def test_the_first_reason_for_calling_off_is_the_one_that_all_get() -> None:
                 store.wait([])
 
 
+def test_a_port_that_may_not_be_opened_is_reported_with_its_key() -> None:
+    # Stands for a port below 1024, which only root may open.
+    expected = r"cannot listen on 203.0.113.1:80 \(Cannot assign .*\); .* change learner.weight_sync.ports"
+    with pytest.raises(PushError, match=expected):
+        RendezvousStore("203.0.113.1", (80,))
+
+
 def test_a_store_that_is_closed_is_an_error_for_all() -> None:
     with two_ranks() as (hosted, remote):
         hosted.close()

@@ -20,8 +20,11 @@ OUT_OF_RANGE: dict[str, dict[str, Any]] = {
         "updates_per_batch": 0, "micro_batch_tokens": 0, "sampling.max_tokens": 0, "data.num_prompts": 0,
     },
     "must be above 0": {"optimizer.learning_rate": 0.0, "reward.timeout_s": 0.0},
-    "must be above 0 and finite": {"reward.timeout_s": math.inf},
-    "must be at least 0 and finite": {"reward.unreachable_s": math.inf},
+    "must be above 0 and at most 1000000": {
+        "reward.timeout_s": math.inf, "weight_sync.timeout_s": 1e7, "weight_sync.straggler_timeout_s": math.inf,
+        "connect_timeout_s": 1e7, "collective_timeout_s": math.inf, "checkpoint.timeout_s": math.inf,
+    },
+    "must be at least 0 and at most 1000000": {"reward.unreachable_s": math.inf},
     "must be at least 0 and below 1": {"reward.max_failed_share": 1.0, "optimizer.beta1": -0.5},
     "must be above 0 and at most 1": {"loss.top_entropy_frac": 1.5, "sampling.top_p": 0.0},
 }  # fmt: skip

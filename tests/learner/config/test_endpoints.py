@@ -38,6 +38,8 @@ def test_the_learner_connects_to_all_endpoints_or_to_the_one(
         (f'endpoints = ["{ONE}"]\nendpoints_from = "file:x"', "each defines the servers of the run; keep one of them"),
         (f'endpoints = ["{ONE}", "{ONE}"]', "contains a server twice"),
         ('endpoints = ["127.0.0.1:6001"]', "expected tcp://HOST:PORT"),
+        ('endpoint = "tcp://*:6001"', "is a listen address"),
+        (f'endpoints = ["{ONE}", "tcp://*:6001"]', "endpoints = .* is a listen address"),
     ],
 )
 def test_ambiguous_endpoints_are_rejected(tmp_path: Path, endpoints: str, expected: str) -> None:
@@ -84,7 +86,8 @@ def test_a_port_a_range_and_an_address_are_parsed() -> None:
     [
         ("ports", ["", "0", "5-4", "1-65536", "29500-", "29500, 29501"],
             "is not a port or a range of ports from 1 to 65535"),
-        ("advertise", ["", "tcp://10.0.0.7", "[fd00::7]"], "is not a host name or an address alone"),
+        ("advertise", ["", "tcp://10.0.0.7", "[fd00::7]", "a..b", "10.0.0.7:29500"],
+            "is not a host name or an address alone"),
     ],
 )  # fmt: skip
 def test_invalid_ports_and_addresses_are_rejected(key: str, values: list[str], problem: str) -> None:

@@ -235,6 +235,7 @@ def test_functions_that_fail_to_load_are_errors_at_the_start(tmp_path):
     [
         {"functions": ("a:f", "a:f")}, {"weights": (1.0, 2.0)}, {"weights": (0.0,)}, {"num_workers": 0},
         {"overlong_buffer_tokens": 2, "overlong_penalty": 0.0},
+        {"overlong_buffer_tokens": 2, "overlong_penalty": float("inf")},
     ],
 )  # fmt: skip
 def test_an_impossible_config_names_its_key(wrong):

@@ -56,6 +56,11 @@ def test_the_first_failure_in_the_background_is_raised_at_the_next_call(loop: Lo
             loop.raise_failure()
 
 
+def test_a_call_that_does_not_finish_is_named(loop: LoopThread) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"^Event.wait did not finish within 0.01 s$"):
+        loop.call(asyncio.Event().wait(), 0.01)
+
+
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_task_spawned_while_the_loop_stops_is_cancelled(is_busy: bool) -> None:
     loop, cancelled = LoopThread("test"), []
@@ -91,6 +96,31 @@ def test_a_wait_for_a_missing_server_ends_with_a_remedy_and_a_cancelled_wait_imm
         closing.set()
         with pytest.raises(ServerLost, match="stopped waiting for any of the inference servers at"):
             fleet.wait(closing)
+
+
+def test_a_slow_name_server_delays_only_the_servers_that_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop answers heartbeats and receives groups, so it must go on meanwhile."""
+    is_asked, has_answered = threading.Event(), threading.Event()
+
+    def look_up(host: str) -> bool:
+        if host == "localhost":
+            is_asked.set()
+            assert has_answered.wait(TIMEOUT_S)
+        return False
+
+    monkeypatch.setattr("protocol.channel.sockets.needs_ipv6", look_up)
+    monkeypatch.setattr("learner.servers.fleet.REREAD_EVERY_S", 0.05)
+    listed = tmp_path / "servers.txt"
+    listed.write_text(NOWHERE)
+    with a_fleet(tmp_path, listed=listed) as fleet:
+        listed.write_text(f"{NOWHERE}\ntcp://localhost:1\n")
+        assert is_asked.wait(TIMEOUT_S)
+        ended(fleet.loop)
+        assert [member.endpoint for member in fleet.members] == [NOWHERE]
+        has_answered.set()
+        until(lambda: [member.endpoint for member in fleet.members] == [NOWHERE, "tcp://localhost:1"])
 
 
 def test_a_wait_ends_when_anything_in_the_background_fails(tmp_path: Path) -> None:

@@ -22,7 +22,19 @@ def test_a_file_has_one_endpoint_per_line_and_comments(tmp_path: Path) -> None:
     assert of(f"file:{file}").endpoints == (ONE, OTHER)
 
 
-@pytest.mark.parametrize("content", ["", "# all gone\n", "not an endpoint\n", "tcp://10.0.0.5:6001\n", None])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "# all gone\n",
+        "not an endpoint\n",
+        "tcp://10.0.0.5:6001\n",
+        None,
+        "tcp://localhost:*\n",
+        "tcp://127.0.0.1 :6001\n",
+        "tcp://127.0.0.1..:6001\n",
+    ],
+)
 def test_an_empty_invalid_or_missing_list_keeps_the_servers_and_is_reported_once(
     tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -46,6 +58,7 @@ def test_a_dns_name_means_each_of_its_addresses() -> None:
         ("servers.txt", "use file:PATH .* or dns:NAME:PORT"),
         ("file:/nowhere/servers.txt", "cannot be read"),
         ("dns:localhost", "use dns:NAME:PORT"),
+        ("dns:a..b:6001", "use dns:NAME:PORT"),
         ("dns:no-such-host.invalid:6001", "has no address"),
     ],
 )

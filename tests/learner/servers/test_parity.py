@@ -163,10 +163,15 @@ def test_texts_fit_into_the_context_of_the_server(tmp_path: Path, prompt_tokens:
 
 
 def test_nobody_waits_longer_than_the_patience_for_scores_while_others_are_ready(tmp_path: Path) -> None:
-    run, busy = a_run(tmp_path, weight_sync={"timeout_s": 20, "straggler_timeout_s": 0.5}), Server()
+    busy = Server()
     busy.fail_with = DeadlineExceeded("it did not score")
-    for others, timeout_s, key in (([], 20.0, "timeout_s"), ([Server()], 0.5, "straggler_timeout_s")):
-        with pytest.raises(DeadlineExceeded, match=rf"it did not score \(learner\.weight_sync\.{key}\)"):
+    for others, straggler_timeout_s, timeout_s, key in (
+        ([], 0.5, 20.0, "learner.weight_sync.timeout_s"),
+        ([Server()], 0.5, 0.5, "learner.weight_sync.straggler_timeout_s"),
+        ([Server()], 60.0, 10.0, "half of learner.weight_sync.timeout_s"),
+    ):
+        run = a_run(tmp_path, weight_sync={"timeout_s": 20, "straggler_timeout_s": straggler_timeout_s})
+        with pytest.raises(DeadlineExceeded, match=rf"it did not score \({key}\)"):
             probe_of(run, busy, *others).measure(busy, version=1)  # type: ignore[arg-type]
         assert busy.asked[-1][2] == timeout_s
 

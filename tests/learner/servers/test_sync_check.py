@@ -109,7 +109,7 @@ def test_a_sample_tells_how_much_of_the_policy_a_version_changed_for_a_dtype() -
 class Probe:
     """The learner's logprobs before a sync, and after it; answers of servers are there at once."""
 
-    patience_s, timeout_s = 0.5, 60.0
+    patience_s, patience_key, timeout_s = 0.5, "half of learner.weight_sync.timeout_s", 60.0
 
     def __init__(self, *logprobs_T: torch.Tensor) -> None:
         self.fleet = SimpleNamespace(max_model_len=64, loop=self, on_wait=lambda: None)
@@ -157,16 +157,29 @@ class StaysAsItWas:
         return Scores(request_id="1", logprobs=logprobs, policy_version=next(self._versions))
 
 
-def sync(server: Any, num_changed: int, *, num_uncertain: int = 62, changed_frac: float = 1.0) -> Any:
-    """Check the sync of version 5, which changed so many of the learner's logprobs, and so much of its weights."""
+def sync(
+    server: Any, num_changed: int, *, num_uncertain: int = 62, changed_frac: float = 1.0, num_joiners: int = 0
+) -> Any:
+    """Check the sync of version 5, which changed so many of the learner's logprobs, and so much of its weights.
+
+    So many servers join before the check.
+    """
     before_T = -1.0 * (torch.arange(62) < num_uncertain)
     probe: Any = Probe(before_T, before_T + 1e-3 * (torch.arange(62) < num_changed))
     check = SyncCheck(probe, ALL, lambda version, dtype: changed_frac)
     check.begin(4, [list(range(64))])
     check.ask_before([server])
     check.ask([server], check.expect(5))
+    for _ in range(num_joiners):
+        check.ask([server], None)
     check.check()
     return probe
+
+
+def test_a_server_that_joins_does_not_cancel_the_check_of_the_others() -> None:
+    with pytest.raises(ParityError, match="version 5 did not arrive"):
+        sync(StaysAsItWas(4, 5), 62, num_joiners=1)
+    assert sync(StaysAsItWas(4, 5), 0, num_joiners=1).recorded == {"parity/checked": 1.0}
 
 
 def test_a_server_that_gives_what_it_gave_before_is_judged_where_nearly_every_token_changed_at_the_learner() -> None:
@@ -218,7 +231,7 @@ def test_a_server_that_is_too_busy_to_score_is_reported_and_nobody_waits_for_it(
     assert probe.recorded == {"parity/checked": 0.0} and probe.levels == []
     (line,) = caplog.messages
     assert line == (
-        "parity of version 5 could not be checked: it did not score (learner.weight_sync.straggler_timeout_s)"
+        "parity of version 5 could not be checked: it did not score (half of learner.weight_sync.timeout_s)"
     )
 
 
@@ -230,7 +243,12 @@ class Steps:
         monkeypatch.setattr("learner.servers.sync_check.time", SimpleNamespace(monotonic=lambda: self.now_s))
         fleet = SimpleNamespace(on_wait=lambda: None, max_model_len=64, loop=SimpleNamespace(submit=None))
         probe: Any = SimpleNamespace(
-            fleet=fleet, patience_s=0.2, timeout_s=60.0, logprobs=self._logprobs, record=lambda _: None
+            fleet=fleet,
+            patience_s=0.2,
+            patience_key=Probe.patience_key,
+            timeout_s=60.0,
+            logprobs=self._logprobs,
+            record=lambda _: None,
         )
         self._check = SyncCheck(probe, ParityConfig(**parity), lambda version, dtype: 1.0)
 

@@ -20,6 +20,7 @@ from learner.servers.membership import Member
 from learner.servers.weight_sync import WeightSync
 from protocol.errors import ConfigError, DeadlineExceeded, PushError, PushIncomplete
 from protocol.messages import AdapterSpec
+from protocol.transports.worker_connections import TcpConnection
 from protocol.weights.buckets import NamedTensors
 from tests.fakes import LIMITS, ScriptedEngine, ServerThread, report
 from tests.learner.servers.fleets import a_fleet
@@ -366,6 +367,26 @@ def test_a_server_that_hangs_is_left_behind_and_comes_back_with_a_sync_of_its_ow
     assert any(f"weight sync of version 1 to {one.endpoint} failed while {state} " in told[0] for state in states)
     assert any(f"{reason} (learner.weight_sync.straggler_timeout_s)" in told[0] for reason in reasons)
     assert f" failed while {state_of_its_own} " in told[1] and "(learner.weight_sync.straggler_timeout_s)" in told[1]
+
+
+def test_a_server_on_a_slow_link_gets_its_own_sync_while_another_one_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One span takes longer than others wait, but its bytes never stand still."""
+    weights = Weights()
+    weights.tensor = torch.zeros(1024, 1024)
+
+    def send_slowly(connection: TcpConnection, memory: memoryview) -> int:
+        time.sleep(0.05)
+        connection._send_moved_at = time.monotonic()
+        return connection._socket.send(memory[: 1 << 16])
+
+    with syncing(
+        tmp_path, ScriptedEngine(), ScriptedEngine(), weights=weights, straggler_timeout_s=PATIENCE_S, max_attempts=1
+    ) as (sync, _, fleet):
+        monkeypatch.setattr(TcpConnection, "_send_some", send_slowly)
+        cost = sync.push(1, [fleet.members[0]])
+    assert cost is not None and cost.transfer_s > 2 * PATIENCE_S
 
 
 @pytest.mark.parametrize("point", ["pausing", "receiving", "labelling"])
