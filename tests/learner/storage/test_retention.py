@@ -9,7 +9,14 @@ import msgspec
 import pytest
 
 from learner.rollouts.ledger import LedgerError
-from learner.storage.checkpoint import STATE_FILE, CheckpointState, best_models, complete_checkpoints
+from learner.storage.checkpoint import (
+    STATE_FILE,
+    CheckpointState,
+    best_models,
+    complete_checkpoints,
+    find_checkpoint,
+    step_of,
+)
 from learner.storage.retention import prune
 from learner.train import train
 from tests.learner.ledgers import steps_kept
@@ -32,7 +39,7 @@ def checkpoints(directory: Path, rewards: dict[int, float | None]) -> None:
 
 
 def steps_in(directory: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in complete_checkpoints(directory)]
+    return [step_of(path) for path in complete_checkpoints(directory)]
 
 
 def test_the_best_checkpoints_can_be_chosen_by_evaluations(tmp_path: Path) -> None:
@@ -94,6 +101,16 @@ def test_a_checkpoint_after_a_million_steps_is_newer_than_those_before(tmp_path:
     checkpoints(tmp_path, {999_998: 0.1, 999_999: 0.1, 1_000_000: 0.1, 1_000_001: 0.1})
     assert prune(tmp_path, 2, 0) == 1_000_000
     assert steps_in(tmp_path) == [1_000_000, 1_000_001]
+
+
+def test_a_copy_of_a_checkpoint_under_another_name_is_neither_used_nor_removed(tmp_path: Path) -> None:
+    checkpoints(tmp_path, {50: 0.9, 100: 0.2, 150: 0.1})
+    prune(tmp_path, 2, 1)
+    shutil.copytree(tmp_path / "step-000050", tmp_path / "step-000050.bak")
+    (tmp_path / "step-000150").rename(tmp_path / "step-000150.bad")  # to resume from the previous one
+    checkpoints(tmp_path, {200: 0.1})
+    assert prune(tmp_path, 1, 0) == 200 and find_checkpoint(tmp_path) == tmp_path / "step-000200"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000050.bak", "step-000150.bad", "step-000200"]
 
 
 def test_a_run_resumes_from_any_of_the_newest_checkpoints_but_not_from_older_ones(tmp_path: Path) -> None:
