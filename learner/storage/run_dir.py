@@ -8,6 +8,7 @@ refers to prompts by number, so changed data would attribute its groups to other
 import fcntl
 import logging
 import math
+import os
 import tomllib
 import uuid
 from pathlib import Path
@@ -71,6 +72,8 @@ class RunDir:
             raise ConfigError(
                 f"another learner is writing to {path}; wait for it to finish, or choose another run_dir"
             ) from error
+        # A lock lasts as long as any process has the file, and a killed learner's children may outlive it.
+        os.register_at_fork(after_in_child=self._lock.close)
 
     def begin(self) -> None:
         """Store the config; from then on, only a resume may use the directory."""
