@@ -22,7 +22,7 @@ from learner.config import KlConfig, LearnerRun, LossConfig
 from learner.config.objectives import is_plug_in
 from learner.prompts.prompts import Prompts
 from learner.storage.checkpoint import find_checkpoint
-from learner.storage.checkpoint_dir import claim
+from learner.storage.checkpoint_dir import OWNER_FILE, claim
 from learner.storage.files import network_file_system, replace_file
 from protocol.config import to_toml
 from protocol.config_keys import flatten, keys_of, may_change
@@ -130,7 +130,7 @@ def _compare(path: Path, run: LearnerRun) -> None:
     """Log the changes from the run's earlier config.
 
     Raises:
-        ConfigError: A resume may not change one of the keys, or the checkpoints were left behind.
+        ConfigError: A resume may not change one of the keys, or the checkpoints are elsewhere or missing.
     """
     try:
         before = flatten(renamed(tomllib.loads(path.read_text("utf-8")))[0])
@@ -157,10 +157,23 @@ def _compare(path: Path, run: LearnerRun) -> None:
             "it, or choose another run_dir"
         )
     former = Path(before.get("learner.checkpoint.dir") or path.parent / "checkpoints")
-    if find_checkpoint(run.checkpoint_dir) is None and find_checkpoint(former) is not None:
+    _require_checkpoints(run.checkpoint_dir, former, has_ledger=(path.parent / "ledger.db").exists())
+
+
+def _require_checkpoints(directory: Path, former: Path, *, has_ledger: bool) -> None:
+    """Raise ConfigError if the run would start again from step 0 although it may have checkpoints."""
+    if find_checkpoint(directory) is not None:
+        return
+    if find_checkpoint(former) is not None:
         raise ConfigError(
-            f"learner.checkpoint.dir: {run.checkpoint_dir} has no checkpoint of this run, and {former}, where it wrote "
-            "them before, has; move that directory there, or set learner.checkpoint.dir to it"
+            f"learner.checkpoint.dir: {directory} has no checkpoint of this run, and {former}, where it wrote them "
+            "before, has; move that directory there, or set learner.checkpoint.dir to it"
+        )
+    # A run that was killed before its first checkpoint has claimed the directory.
+    if has_ledger and not any((place / OWNER_FILE).exists() for place in (directory, former)):
+        raise ConfigError(
+            f"learner.checkpoint.dir: {former}, where this run wrote its checkpoints, is missing or empty; mount or "
+            "restore it, or start a new run in another run_dir"
         )
 
 
