@@ -8,7 +8,10 @@ from statistics import fmean
 import msgspec
 import pytest
 
+from learner.evaluation.background import Evaluations
+from learner.evaluation.eval_sets import sets_of
 from learner.rollouts.ledger import LedgerError
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import (
     STATE_FILE,
     CheckpointState,
@@ -21,7 +24,8 @@ from learner.storage.retention import prune
 from learner.train import train
 from tests.learner.ledgers import steps_kept
 from tests.learner.model_engine import tiny_server
-from tests.learner.runs import metrics_of
+from tests.learner.publishing.finished_run import evaluate
+from tests.learner.runs import make_run, metrics_of
 from tests.learner.storage.same_end import assert_ends_alike, make_comparable_run
 
 
@@ -51,6 +55,23 @@ def test_the_best_checkpoints_can_be_chosen_by_evaluations(tmp_path: Path) -> No
     assert (kept.step, kept.score, kept.judged_by) == (20, 0.8, "evaluation")
     prune(tmp_path, 1, 1, scores | {40: 0.9})
     assert steps_in(tmp_path) == [50] and [best.step for best in best_models(tmp_path).values()] == [40]
+
+
+def test_a_resume_with_other_questions_ranks_only_by_scores_of_these(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", evaluation={"every_steps": 10, "num_prompts": 4})
+    run_inputs, directory = RunInputs(run), tmp_path / "run"
+    (directory / "checkpoints").mkdir(parents=True)
+    checkpoints(directory / "checkpoints", {10: None, 20: None})
+    evaluate(run, 10, 0.9, questions_digest="easier")
+    prune(directory / "checkpoints", 1, 1, {10: 0.9})
+    (now,) = sets_of(run_inputs)
+    evaluate(run, 20, 0.4, None, questions_digest=now.digest)
+    evaluations = Evaluations(run_inputs, directory, "run")
+    evaluations.resume(20)
+    checkpoints(directory / "checkpoints", {30: None})
+    prune(directory / "checkpoints", 1, 1, evaluations.scores())
+    assert {best.step: best.score for best in best_models(directory / "checkpoints").values()} == {10: 0.9, 20: 0.4}
+    assert steps_in(directory / "checkpoints") == [30]
 
 
 @pytest.mark.parametrize(
