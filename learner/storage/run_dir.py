@@ -33,12 +33,11 @@ from protocol.former_keys import renamed
 log = logging.getLogger(__name__)
 DUAL_CLIP = "learner.loss.dual_clip"
 """Key that every config.toml spells out. A file without it is from a version without a bound by default."""
-LEFT_BY_A_FAILED_START = {".lock", "checkpoints", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db",
-                          "ledger.db-shm", "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl",
-                          "data.digests",
-                          "evaluations.jsonl",
-                          "evaluation.partial.jsonl", "tensorboard", "wandb", "servers.txt", "keys"}  # fmt: skip
-"""Files of a start that ended before its first group; they do not block the next start."""
+LEFT_BY_A_FAILED_START = {".lock", "checkpoints", "logs", "run_id", "config.toml", "ledger.db", "ledger.db-shm",
+                          "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests",
+                          "evaluations.jsonl", "evaluation.partial.jsonl", "tensorboard", "wandb", "servers.txt",
+                          "keys"}  # fmt: skip
+"""Files of a start that ended before its first group; they do not block the next start, nor do their .tmp files."""
 
 
 class RunDir:
@@ -111,7 +110,7 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
         raise ConfigError(
             f"{path} already contains a run; continue it with --resume, or choose another directory with --run-dir"
         )
-    if not exists and path.exists() and {entry.name for entry in path.iterdir()} - LEFT_BY_A_FAILED_START:
+    if not exists and path.exists() and _foreign_names(path, run.checkpoint_dir):
         raise ConfigError(f"{path} is not empty and contains no run; choose another directory with --run-dir")
     if not exists and resume:
         raise ConfigError(f"{path} contains no run to resume; omit --resume, or set --run-dir to the run's directory")
@@ -124,6 +123,13 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
         run_dir.close()
         raise
     return run_dir
+
+
+def _foreign_names(path: Path, checkpoint_dir: Path) -> set[str]:
+    """Return the names in the directory that no failed start of this run leaves there."""
+    directory, checkpoints = path.resolve(), checkpoint_dir.resolve()
+    own = checkpoints.relative_to(directory).parts[:1] if checkpoints.is_relative_to(directory) else ()
+    return {entry.name.removesuffix(".tmp") for entry in path.iterdir()} - LEFT_BY_A_FAILED_START - {*own}
 
 
 def _compare(path: Path, run: LearnerRun) -> None:

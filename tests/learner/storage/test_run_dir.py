@@ -110,6 +110,17 @@ def test_keys_that_errors_advise_to_change_can_change_at_a_resume_and_are_logged
     ]
 
 
+@pytest.mark.parametrize("inside", ["checkpoints", "saved/here", "."])
+def test_a_start_that_ended_before_its_first_group_does_not_block_the_next(tmp_path: Path, inside: str) -> None:
+    run = now(tmp_path / "run", {"checkpoint.dir": str(tmp_path / "run" / inside)})
+    open_run_dir(run, resume=False).close()
+    (tmp_path / "run/data.digests.tmp").touch()  # after a kill
+    open_run_dir(run, resume=False).close()
+    (tmp_path / "run/letters").touch()
+    with pytest.raises(ConfigError, match="is not empty and contains no run"):
+        open_run_dir(run, resume=False)
+
+
 MOUNTS = r"""/dev/vda / ext4 rw,relatime 0 0
 proc /proc proc rw 0 0
 host:/export /mnt/lab\040share nfs4 rw,relatime,vers=4.2 0 0
