@@ -86,6 +86,8 @@ class Turns:
                     return sampled
             return None
 
+        # After a resume, a group may be retried before any server has answered.
+        await self._fleet.has_version.wait()
         most = self._run.learner.environment.max_episode_tokens or self._fleet.max_model_len
         num_episodes = self._run.learner.sampling.group_size
         played = await self._player.play(

@@ -2,17 +2,23 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 
 from learner.environments.episode import EpisodeGroup
 from learner.environments.player import Ask, TurnPrompt
 from learner.prompts.prompts import Prompt
+from learner.rollouts.ledger import Ledger
 from learner.rollouts.rollouts import Rollouts
+from protocol.codec import pack
 from protocol.messages import Generate, Message
-from tests.learner.rollouts.hand_server import HandServer, fails, group_of, is_silent, rollouts_of
+from tests.learner.ledgers import receive
+from tests.learner.rollouts.hand_server import HandServer, dropped, fails, group_of, is_silent, rollouts_of
 from tests.learner.runs import make_run
 from tests.waiting import until
 
@@ -81,6 +87,31 @@ def test_an_answer_that_crosses_its_cancellation_is_only_acknowledged(tmp_path: 
         with played(tmp_path, server):
             until(lambda: server.acked)
         assert set(turns(server.acked)) == {"0.0.0"}
+
+
+def test_an_episode_retried_by_a_resume_is_played_only_after_a_server_has_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = {"functions": ["tests/learner/rewards/broken_rewards.py:raises"], "max_failed_share": 0.9}
+    settings: dict[str, Any] = {"reward": reward, "groups_per_step": 1, "max_staleness": 0}
+    with HandServer(is_silent) as server:
+        with played(tmp_path, server, **settings):
+            until(lambda: server.requests)
+        group = msgspec.structs.replace(group_of(server.requests[0], 0), group_id="0.0")
+        with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+            assert receive(ledger, "0.0", pack(group), 0, 2)
+        server.generated.clear()
+        monkeypatch.setattr(server, "_answers", lambda message: [])  # as before it runs
+        with rollouts_of(make_run(tmp_path, server.endpoint, steps=10, **settings)) as (fleet, rollouts):
+            player = ImpatientPlayer(server)
+            rollouts.start(0, player)
+            until(lambda: dropped(tmp_path) == [("0.0", "unscorable")])
+            assert rollouts.next_batch(0, 0.3) is None
+            monkeypatch.undo()
+            fleet.wait()
+            rollouts.publish(0, server.server_id)
+            until(lambda: player.num_played == 1)
+        assert [name.partition("/")[0] for name in server.generated] == ["0.1", "0.1"]
 
 
 def test_a_failed_turn_is_retried_with_another_seed(tmp_path: Path) -> None:
